@@ -22,6 +22,7 @@ from typer.main import get_command
 import tiny
 from deltune.cli import app as cli
 from deltune.cli.train import train_app
+from deltune.training import run_dir
 from deltune.training.config import PLACES, SECTIONS
 from deltune.training.run_dir import CONTENTS, RunDir
 
@@ -157,8 +158,14 @@ def test_train_evaluate_predict_merge(deltune: Command, root: Path, tmp_path: Pa
     assert f"the page is {run / 'report.html'}" in report.err
     facts = json.loads(deltune("report", run, run, "--output", tmp_path / "both.html", "--json").out)
     assert facts[0]["scores"] == RunDir(run).metrics.scores and (tmp_path / "both.html").is_file()
-    again = deltune("train", *options(root, output=run))
+    reads: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("read_record", "read_jsonl"):  # the path is the last argument of both
+            read = getattr(run_dir, name)
+            patch.setattr(run_dir, name, lambda *args, read=read: reads.append(args[-1].name) or read(*args))
+        again = deltune("train", *options(root, output=run))
     assert again.code == 0 and "is finished" in again.err and "accuracy" in again.out
+    assert [reads.count(name) for name in ("metrics.json", "test.jsonl", "log.jsonl")] == [1, 1, 1]
 
     scores = json.loads(deltune("evaluate", run, "--json").out)
     assert scores == RunDir(run).metrics.scores

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import statistics
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from functools import cache
@@ -126,6 +127,18 @@ def test_figures_show_the_committed_numbers() -> None:
     for name, draw in hook("figures").FIGURES.items():
         committed = (DOCS / "images" / name).read_text(encoding="utf-8")
         assert committed == draw(), f"{name}: run `python docs/hooks/figures.py`"
+
+
+@pytest.mark.parametrize("side", ["PEFT", "AdapterHub"])
+def test_ranges_of_steps_are_those_of_the_tables(side: str) -> None:
+    """The overview and the README give the lowest, the highest and the median figure of the tables in speed.md."""
+    rows = re.findall(rf"^\| step / {side}'s[^|]*\| ([\d.]+) ×", (DOCS / "speed.md").read_text(encoding="utf-8"), re.M)
+    figures = [min(map(float, rows)), max(map(float, rows)), statistics.median(map(float, rows))]
+    overview = (DOCS / "performance.md").read_text(encoding="utf-8")
+    text = re.search(rf"divided by {side}'s \| (([\d.]+) to ([\d.]+), median ([\d.]+)) \|", overview)
+    assert text is not None
+    assert [float(number) for number in text.groups()[1:]] == pytest.approx(figures, abs=0.0051)
+    assert text[1] in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("picture", sorted((DOCS / "images").glob("*.svg")), ids=lambda path: path.name)

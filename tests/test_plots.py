@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import resource
 import subprocess
@@ -15,6 +16,7 @@ from matplotlib.artist import Artist
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
+from PIL import Image
 
 import made
 from deltune.studies.engine.jobs import Outcome
@@ -303,6 +305,18 @@ def test_no_two_series_of_a_figure_look_alike() -> None:
 )
 def test_ticks_in_short(value: float, text: str) -> None:
     assert short_number(value) == text
+
+
+def test_a_notebook_shows_a_figure_as_a_picture() -> None:
+    """By IPython's own formatter, without pyplot; sharp, with two pixels for one."""
+    display = pytest.importorskip("IPython.core.formatters", reason="the extra dev has it").DisplayFormatter()
+    view, outcomes = FIGURES[0].values
+    assert isinstance(view, FigureSpec)
+    picture = draw(view, outcomes)  # type: ignore[arg-type]
+    data, metadata = display.format(picture)
+    with Image.open(io.BytesIO(data["image/png"])) as image:
+        assert image.size == tuple(2 * metadata["image/png"][side] for side in ("width", "height"))
+    assert "image/png" not in display.format(picture.figure)[0]  # why the picture itself is not enough
 
 
 def test_a_figure_on_a_full_disk_leaves_the_older_one(tmp_path: Path) -> None:

@@ -28,38 +28,42 @@ STYLE = """
 Interval = tuple[float, float, float]
 """The lower end, the value and the upper end."""
 
-NAMES = {
-    "full": "full fine-tuning",
-    "adapter": "parallel adapter",
-    "three_vectors": "three vectors",
-    "prefix_layernorm": "prefix + layernorm",
-}
-TASKS = {"conll04": "entity_f1", "broad_twitter": "entity_f1", "sst2": "accuracy", "cb": "accuracy"}
+Mark = tuple[str, list[Interval]]
+"""A number beside an axis, and what is drawn on the axis."""
+
+STUDY = "uv/integration"
+TASKS = {"conll04": ("entity_f1", "CoNLL04, entity F1"), "g2p_us_to_gb": ("exact", "g2p, exact match")}
+"""Task -> its score and the heading of its axis."""
 
 
 def results() -> str:
-    """Return the figure of scores and parameters: the study ln/nlu at small scale, from its committed results."""
+    """Return the figure of scores and parameters of a study at small scale, from its committed results."""
     from deltune.studies.engine.results import read_results
     from deltune.studies.papers.registry import STUDIES
     from deltune.studies.scales import StudySetup
 
-    records = {record.name: record for record in read_results(RESULTS, ["ln/nlu"])}
-    scores: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    counts: dict[str, int] = {}
-    for outcome in STUDIES["ln/nlu"](StudySetup("small", runs=False)).outcomes(records):
-        method, task, seed = (outcome.cell[axis] for axis in ("method", "task", "seed"))
-        scores[method][seed].append(100 * outcome.scores[TASKS[task]])
-        counts[method] = outcome.count["method"]
+    records = {record.name: record for record in read_results(RESULTS, [STUDY])}
+    study = STUDIES[STUDY](StudySetup("small", runs=False))
+    names = study.views[0].display_names
+    scores: dict[tuple[str, str], list[float]] = defaultdict(list)
+    counts: dict[tuple[str, str], int] = {}
+    for outcome in study.outcomes(records):
+        method, task = outcome.cell["method"], outcome.cell["task"]
+        scores[method, task].append(100 * outcome.scores[TASKS[task][0]])
+        counts[method, task] = outcome.count["method"]
     rows = []
-    for method in sorted(counts, key=lambda name: (counts[name], name)):
-        means = [statistics.mean(of_seed) for of_seed in scores[method].values()]
-        middle, half = statistics.mean(means), T_95 * statistics.stdev(means) / len(means) ** 0.5
-        rows.append((NAMES.get(method, method), f"{counts[method]:,}", [(middle - half, middle, middle + half)]))
+    for method in sorted({method for method, _ in counts}, key=lambda name: (counts[name, "conll04"], name)):
+        marks = []
+        for task in TASKS:
+            values = scores[method, task]
+            middle, half = statistics.mean(values), T_95 * statistics.stdev(values) / len(values) ** 0.5
+            marks.append((f"{counts[method, task]:,}", [(middle - half, middle, middle + half)]))
+        rows.append((names[method], marks))
     return _forest(
-        "Score against trained parameters",
-        "Mean score on CoNLL04, Broad Twitter, SST-2 and CB, and trained parameters, of nine methods",
-        ("method", "trained", "mean score of four tasks, 95 % interval over three seeds"),
-        rows, range(48, 69, 4), None,
+        "Score and trained parameters on two small tasks",
+        "Test scores of ten methods on CoNLL04 and g2p with intervals over three seeds, and trained parameters",
+        [(heading, range(0, 61, 20)) for _, heading in TASKS.values()],
+        "trained", rows, None,
     )  # fmt: skip
 
 
@@ -70,59 +74,102 @@ def speed() -> str:
     for method, ratio in re.findall(pattern, (DOCS / "speed.md").read_text(encoding="utf-8"), re.MULTILINE):
         ratios[method].append(float(ratio))
     rows = [
-        (method, f"{statistics.median(values):.3f}", [(value, value, value) for value in sorted(values)])
+        (method, [(f"{statistics.median(values):.3f}", [(value, value, value) for value in sorted(values)])])
         for method, values in ratios.items()
     ]
     return _forest(
         "Time of a training step, deltune / PEFT",
         "Time of a training step divided by PEFT's, a dot for each model shape, by method",
-        ("method", "median", "a dot for each model and batch; left of 1: deltune is faster"),
-        rows, [0.9, 0.95, 1.0, 1.05, 1.1], 1.0,
+        [("a dot for each model and batch; left of 1: deltune is faster", [0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.15])],
+        "median", rows, 1.0,
     )  # fmt: skip
 
 
+WIDTH, NAMES_END, NUMBERS, TOP, STEP = 760, 206, 104, 82, 30
+"""Pixels: of the figure, to the end of the names, for the numbers beside an axis, above the rows, and of a row."""
+
+
 def _forest(
-    title: str, description: str, heads: tuple[str, str, str], rows: Sequence[tuple[str, str, list[Interval]]],
-    ticks: Sequence[float], reference: float | None,
+    title: str, description: str, axes: Sequence[tuple[str, Sequence[float]]], number: str,
+    rows: Sequence[tuple[str, Sequence[Mark]]], reference: float | None,
 ) -> str:  # fmt: skip
-    """Return a figure with a row for each method: its name, a number, and marks on a common axis."""
-    left, right, top, step = 290, 720, 82, 30
-    bottom = top + step * len(rows)
+    """Return a figure with a row for each method: its name, and for each axis a number and marks.
 
-    def x(value: float) -> float:
-        return round(left + (right - left) * (value - ticks[0]) / (ticks[-1] - ticks[0]), 1)
-
+    Args:
+        title: The title.
+        description: What it shows, for those who do not see it.
+        axes: The heading and the ticks of each axis.
+        number: The heading of the numbers beside the axes.
+        rows: The name of each method, and for each axis a number and what is drawn.
+        reference: The tick that is drawn as a reference.
+    """
+    bottom = TOP + STEP * len(rows)
+    share = (WIDTH - NAMES_END - 24) / len(axes)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 {bottom + 40}" role="img" aria-labelledby="t d" '
-        'font-family="Helvetica, Arial, \'Liberation Sans\', sans-serif" font-size="15">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {bottom + 40}" role="img" '
+        'aria-labelledby="t d" font-family="Helvetica, Arial, \'Liberation Sans\', sans-serif" font-size="15">',
         f'<title id="t">{escape(title)}</title>\n<desc id="d">{escape(description)}</desc>\n<style>{STYLE}</style>',
-        f'<rect class="ground" x="0.5" y="0.5" width="759" height="{bottom + 39}" rx="8"/>',
+        f'<rect class="ground" x="0.5" y="0.5" width="{WIDTH - 1}" height="{bottom + 39}" rx="8"/>',
         f'<text class="ink" x="20" y="32" font-size="17" font-weight="bold">{escape(title)}</text>',
-        f'<g class="faint" font-size="13"><text x="20" y="60">{heads[0]}</text>'
-        f'<text x="{left - 24}" y="60" text-anchor="end">{heads[1]}</text>'
-        f'<text x="{left}" y="60">{escape(heads[2])}</text></g>',
+        '<text class="faint" x="20" y="60" font-size="13">method</text>',
     ]
-    for tick in ticks:
-        kind = "reference" if tick == reference else "line"
-        parts.append(f'<path class="{kind}" d="M{x(tick)} {top - 10}V{bottom}"/>')
-        parts.append(
-            f'<text class="faint" x="{x(tick)}" y="{bottom + 20}" font-size="13" text-anchor="middle">{tick:g}</text>'
+    for index, (heading, ticks) in enumerate(axes):
+        left, right = NAMES_END + share * index + NUMBERS, NAMES_END + share * (index + 1)
+        parts += _axis(
+            left, bottom, heading, number, [(tick, _place(tick, ticks, left, right)) for tick in ticks], reference
         )
-    for number, (name, label, marks) in enumerate(rows):
-        y = top + step * number + 12
-        parts.append(f'<text class="ink" x="20" y="{y + 5}">{escape(name)}</text>')
-        parts.append(f'<text class="ink" x="{left - 24}" y="{y + 5}" text-anchor="end">{label}</text>')
-        for low, value, high in marks:
-            if low < high:
-                ends = f"M{x(low)} {y}H{x(high)}M{x(low)} {y - 5}V{y + 5}M{x(high)} {y - 5}V{y + 5}"
-                parts.append(f'<path class="mark" stroke-width="2" fill="none" d="{ends}"/>')
-            opacity = "" if low < high else ' fill-opacity="0.55" stroke-opacity="0"'
-            parts.append(f'<circle class="mark" cx="{x(value)}" cy="{y}" r="5"{opacity}/>')
+        for row, (_, marks) in enumerate(rows):
+            y = TOP + STEP * row + 12
+            label, intervals = marks[index]
+            parts.append(f'<text class="ink" x="{left - 24:g}" y="{y + 5}" text-anchor="end">{label}</text>')
+            for interval in intervals:
+                parts += _mark(y, *(_place(value, ticks, left, right) for value in interval))
+    for row, (name, _) in enumerate(rows):
+        parts.append(f'<text class="ink" x="20" y="{TOP + STEP * row + 17}">{escape(name)}</text>')
     return "\n".join([*parts, "</svg>", ""])
 
 
-FIGURES = {"speed.svg": speed} | ({"results.svg": results} if (RESULTS / "ln" / "nlu.jsonl").is_file() else {})
-"""Name of a file in docs/images -> what draws it; the figure of a study only where its results are committed."""
+def _place(value: float, ticks: Sequence[float], left: float, right: float) -> float:
+    """Return where a value lies between the ends of an axis, which are its first and its last tick.
+
+    Raises:
+        ValueError: It lies outside.
+    """
+    if not ticks[0] <= value <= ticks[-1]:
+        raise ValueError(f"{value} lies outside the axis from {ticks[0]} to {ticks[-1]}")
+    return round(left + (right - left) * (value - ticks[0]) / (ticks[-1] - ticks[0]), 1)
+
+
+def _axis(
+    left: float, bottom: int, heading: str, number: str, ticks: Sequence[tuple[float, float]], reference: float | None
+) -> list[str]:
+    """Return the headings of an axis and of its numbers, and a line for each tick, given with its place."""
+    parts = [
+        f'<g class="faint" font-size="13"><text x="{left - 24:g}" y="60" text-anchor="end">{number}</text>'
+        f'<text x="{left:g}" y="60">{escape(heading)}</text></g>'
+    ]
+    for tick, x in ticks:
+        kind = "reference" if tick == reference else "line"
+        parts.append(f'<path class="{kind}" d="M{x} {TOP - 10}V{bottom}"/>')
+        parts.append(
+            f'<text class="faint" x="{x}" y="{bottom + 20}" font-size="13" text-anchor="middle">{tick:g}</text>'
+        )
+    return parts
+
+
+def _mark(y: int, low: float, x: float, high: float) -> list[str]:
+    """Return a dot, and whiskers if there is an interval."""
+    if low == high:
+        return [f'<circle class="mark" cx="{x}" cy="{y}" r="5" fill-opacity="0.55" stroke-opacity="0"/>']
+    ends = f"M{low} {y}H{high}M{low} {y - 5}V{y + 5}M{high} {y - 5}V{y + 5}"
+    return [
+        f'<path class="mark" stroke-width="2" fill="none" d="{ends}"/>',
+        f'<circle class="mark" cx="{x}" cy="{y}" r="5"/>',
+    ]
+
+
+FIGURES = {"results.svg": results, "speed.svg": speed}
+"""Name of a file in docs/images -> what draws it."""
 
 if __name__ == "__main__":
     for name, draw in FIGURES.items():

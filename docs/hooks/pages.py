@@ -186,7 +186,9 @@ def _cell(cell: Mapping[str, Any]) -> Iterator[str]:
         if "image/png" in data:
             picture = data["image/png"].replace("\n", "")
             alt = html.escape(cell["metadata"]["alt"])
-            yield f'<p><img alt="{alt}" src="data:image/png;base64,{picture}"></p>'
+            size = output.get("metadata", {}).get("image/png", {})
+            width = f' width="{size["width"]}"' if "width" in size else ""
+            yield f'<p><img alt="{alt}"{width} src="data:image/png;base64,{picture}"></p>'
         elif "text/html" in data or "text/markdown" in data:
             yield data.get("text/html") or data["text/markdown"]
         else:

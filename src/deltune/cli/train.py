@@ -277,11 +277,12 @@ def run(
     from ..training.run_dir import RunDir
     from . import formatting
 
+    finished = read_finished(RunDir(folder), metrics)
     if as_json:
         console.print_json(data=metrics.as_json())
     else:
-        console.print(formatting.run_table(RunDir(folder).config, metrics, str(folder)))
-    for text in advice(read_finished(RunDir(folder))):
+        console.print(formatting.run_table(finished.config, metrics, str(folder)))
+    for text in advice(finished):
         print(f"note: {text}", file=sys.stderr if as_json else sys.stdout)
 
 

@@ -63,13 +63,17 @@ class FinishedRun:
     analysis: Analysis
 
 
-def read_finished(run: RunDir) -> FinishedRun:
+def read_finished(run: RunDir, metrics: RunMetrics | None = None) -> FinishedRun:
     """Read a finished run.
+
+    Args:
+        run: Its folder.
+        metrics: Its results, if they have been read.
 
     Raises:
         DeltuneError: The run is not finished, or its files are damaged.
     """
-    config, metrics = run.config, run.metrics
+    config, metrics = run.config, metrics or run.metrics
     best = run.best_run if config.is_series else run
     best_config, best_metrics = (best.config, best.metrics) if config.is_series else (config, metrics)
     data = best.data

@@ -496,8 +496,11 @@ class RunDir:
         """The data set that the run was started with, from environment.json."""
         return DataFacts(**self.environment.get("data", {}))
 
-    def check_config(self, config: RunConfig) -> None:
+    def check_config(self, config: RunConfig) -> RunConfig | None:
         """Check that the folder is free, or holds a run of this very config.
+
+        Returns:
+            The config of the run in the folder; None if it is free.
 
         Raises:
             DeltuneError: The folder holds other files, or a run of another config (the message lists the differences),
@@ -519,14 +522,16 @@ class RunDir:
                 raise error_from_problems(
                     f"{self.folder} is not as a run leaves it; repair it, or start afresh (--fresh)", problems
                 )
-            differences = self.config.differences(config)
-            if differences and not self._takes_seeds_of(config):
+            before = self.config
+            differences = before.differences(config)
+            if differences and not self._takes_seeds(before, config):
                 listed = "".join(f"\n  - {line}" for line in differences)
                 raise DeltuneError(
                     f"{self.folder} holds a run of another spec:{listed}\n"
                     "Choose another output folder, or start afresh there (--fresh)"
                 )
-        elif self.folder.is_dir():
+            return before
+        if self.folder.is_dir():
             with explain_write_errors(self.folder):
                 foreign = sorted(p.name for p in self.folder.iterdir() if not _is_leftover(p))
             if foreign:
@@ -535,10 +540,10 @@ class RunDir:
                 )
         elif self.folder.exists():
             raise DeltuneError(f"{self.folder} is a file; give a folder for the run")
+        return None
 
-    def _takes_seeds_of(self, config: RunConfig) -> bool:
+    def _takes_seeds(self, before: RunConfig, config: RunConfig) -> bool:
         """Whether the seeds of a config can be added to this run: it is one of several seeds, or finished."""
-        before = self.config
         if not config.adds_seeds_to(before):
             return False
         return before.is_series or self.finished or self._run_of_seed(before).finished

@@ -128,13 +128,12 @@ def _finished_metrics(config: RunConfig, run: RunDir, resume: bool, cache: Model
     Raises:
         DeltuneError: The folder holds something else, or the data changed since.
     """
-    if resume or not run.exists:
-        run.check_config(config)
-    if not resume or not run.finished or run.config.name != config.name:
+    before = run.check_config(config) if resume or not run.exists else None
+    if before is None or not run.finished or before.name != config.name:
         return None
-    kept = run.best_run
+    kept, trained = (run.best_run, run.best_run.config) if before.is_series else (run, before)
     try:
-        facts = load_task_data(kept.config.data, kept.config.runtime.seed, read=cache.data)[1].summary
+        facts = load_task_data(trained.data, trained.runtime.seed, read=cache.data)[1].summary
     except DeltuneError as error:
         logger.info("the data of %s cannot be compared with what it was: %s", run.folder, error)
     else:

@@ -516,6 +516,14 @@ class DrawnFigure:
         """Return the figure as SVG."""
         return render(self.figure, "svg").decode()
 
+    def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
+        """Return the figure as PNG for Jupyter, with the size at which it is shown, half of its pixels.
+
+        Jupyter shows a `Figure` itself as text, unless pyplot has been used.
+        """
+        width, height = self.figure.get_size_inches()
+        return render(self.figure, "png"), {"width": round(100 * width), "height": round(100 * height)}
+
 
 def draw(view: FigureSpec, outcomes: Iterable[Outcome]) -> DrawnFigure:
     """Draw a figure.
