@@ -453,8 +453,9 @@ def chat_tokens(service: Service, messages: Sequence[dict[str, str]]) -> tuple[i
             "no_chat_template",
         )
     try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+        with service.tokenizer_lock:
+            text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
     except Exception as error:  # a template may raise anything about what it is given
         raise InvalidRequest(f"the chat template refuses these messages: {str(error)[:300]}") from error
 

@@ -12,8 +12,10 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 Token = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Text = Annotated[str, Field(strict=True)]
-TextOrTokens = Text | list[Token]
-Inputs = Text | list[Token] | list[Text] | list[list[Token]]
+Tokens = Annotated[list[Token], Field(fail_fast=True)]
+"""Token ids. A list of many is looked at up to its first mistake, lest one request has millions of them."""
+Texts = Annotated[list[Text], Field(fail_fast=True)]
+Inputs = Text | Tokens | Texts | Annotated[list[Tokens], Field(fail_fast=True)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -139,8 +141,14 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[TextPart]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
     name: str | None = None
+    # what an answer has besides, so that it can be sent back as it is
+    refusal: Annotated[str | None, _only("")] = None
+    annotations: Annotated[list[Any] | None, _only([])] = None
+    audio: Annotated[dict[str, Any] | None, _only()] = None
+    function_call: Annotated[dict[str, Any] | None, _only()] = None
+    tool_calls: Annotated[list[Any] | None, _only([])] = None
 
     def plain(self) -> dict[str, str]:
         """Return the message as chat templates take it."""
@@ -159,7 +167,7 @@ class ResponseFormat(BaseModel):
 class ChatBody(StreamBody):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)] = Field(
+    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000, fail_fast=True)] = Field(
         description='messages such as {"role": "user", "content": "a text"}; texts alone'
     )
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(
@@ -188,7 +196,7 @@ class ClassifyBody(RequestBody):
     """POST /classify and /tag."""
 
     input: Inputs = Field(description="a text, a list of texts, a list of token ids, or a list of such lists")
-    pair: Text | list[Text] | None = Field(
+    pair: Text | Texts | None = Field(
         None, description="the second text of each input, for classifiers of pairs; as many as there are inputs"
     )
 
@@ -196,7 +204,7 @@ class ClassifyBody(RequestBody):
 class TagBody(RequestBody):
     """POST /tag."""
 
-    input: Text | list[Text] = Field(description="a text, or a list of texts")
+    input: Text | Texts = Field(description="a text, or a list of texts")
 
 
 class GenerateBody(StreamBody):
