@@ -120,6 +120,8 @@ class Server:
         max_loaded_bytes: The most bytes of deltas in memory.
         max_batch_tokens: The most tokens in one pass, padding included.
         max_batch_size: The most requests in one batch.
+        max_prefill_tokens: The most tokens of a decoder's prompt that are read in one step. A longer prompt is read in
+            parts, so that the other rows of the batch wait for a part alone.
         max_wait: How long a request waits for a fuller batch, in seconds; a decoder's batch is joined at once.
         max_queue: The most requests that wait.
         max_queue_per_tenant: The most requests of one tenant that wait.
@@ -128,7 +130,8 @@ class Server:
         watch: Look at the folder of deltas every so many seconds. Default: only `refresh` does.
 
     Raises:
-        DeltuneError: The model or the folder cannot be used.
+        DeltuneError: The model or the folder cannot be used, such as a language model that remembers more than keys and
+            values (Mamba and hybrids with it).
     """
 
     def __init__(
@@ -141,6 +144,7 @@ class Server:
         max_loaded_bytes: int | None = None,
         max_batch_tokens: int = 4096,
         max_batch_size: int = 32,
+        max_prefill_tokens: int = 512,
         max_wait: float = 0.005,
         max_queue: int = 1024,
         max_queue_per_tenant: int = 256,
@@ -150,12 +154,14 @@ class Server:
     ) -> None:
         _check_positive(
             max_loaded=max_loaded, max_loaded_bytes=max_loaded_bytes, max_batch_tokens=max_batch_tokens,
-            max_batch_size=max_batch_size, max_queue=max_queue, max_queue_per_tenant=max_queue_per_tenant,
-            max_length=max_length, watch=watch,
+            max_batch_size=max_batch_size, max_prefill_tokens=max_prefill_tokens, max_queue=max_queue,
+            max_queue_per_tenant=max_queue_per_tenant, max_length=max_length, watch=watch,
         )  # fmt: skip
         if max_wait < 0 or prompt_cache_bytes < 0:
             raise DeltuneError("max_wait and prompt_cache_bytes must not be negative")
         self.root = None if deltas is None else user_path(deltas, "deltas")
+        if self.root is not None:
+            scan(self.root)  # a folder that cannot be read is reported before anything is loaded or changed
         if isinstance(model, str | Path):
             model, loaded_tokenizer = _load(str(model))
             tokenizer = loaded_tokenizer if tokenizer is None else tokenizer
@@ -163,13 +169,19 @@ class Server:
             raise DeltuneError(f"a server takes a model of transformers, or its name, not {describe_value(model)}")
         self.max_loaded, self.max_loaded_bytes = max_loaded, max_loaded_bytes
         self.max_queue, self.max_queue_per_tenant, self.max_length = max_queue, max_queue_per_tenant, max_length
-        self.limits = BatchLimits(max_batch_tokens, max_batch_size, max_wait)
+        self.limits = BatchLimits(max_batch_tokens, max_batch_size, max_wait, max_prefill_tokens)
         self.tokenizer = tokenizer
         self._backbones = Backbones(model)
         first = self._backbones.first
         vocabulary = model.get_input_embeddings().get_parameter("weight").shape[0]
         self._encoder = RequestEncoder(tokenizer, first.arguments, first.is_encoder_decoder, vocabulary)
         self._options = GenerationOptions(self.limits, self._encoder, PromptCache(prompt_cache_bytes), self._count)
+        if first.head == "causal-lm":
+            try:
+                self._options.runner(first)
+            except DeltuneError:
+                self._backbones.close()
+                raise
         self._share = FairShare()
         self._lanes: dict[tuple[str, str, str], Lane] = {}
         self._base = first.base(HEAD_TASKS[first.head])
