@@ -1,4 +1,4 @@
-"""What one request, client or tenant does harms no other: long texts and prompts, slow clients, wrong bodies, faults."""
+"""What one request, client or tenant does harms no other: long texts and prompts, slow clients, bad bodies, faults."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -406,27 +406,30 @@ class Server:
         return entry, facts.tasks, facts.max_length
 
     def _check_length(self, job: Job, loaded: LoadedDelta) -> None:
-        length, sampling = len(job.tokens), job.request.sampling
-        generating, backbone = job.request.task == "generate", loaded.backbone
-        more = sampling.max_tokens if generating else 0
+        length, backbone = len(job.tokens), loaded.backbone
+        generating, more = job.request.task == "generate", 0
+        positions = backbone.positions(backbone.first_stack.name, loaded)
+        answer_positions = positions - length
+        if generating and backbone.is_encoder_decoder:
+            answer_positions = backbone.positions(backbone.last_stack.name, loaded) - 1
+        if generating:
+            job.request = _shortened(job.request, answer_positions, self.max_length, length)
+            more = job.request.sampling.max_tokens
         if self.max_length is not None and length + more > self.max_length:
             raise InvalidRequest(
                 f"the request has {length} tokens{f' and max_tokens={more}' if generating else ''}, and this server "
                 f"takes {self.max_length}"
             )
-        allowed = backbone.positions(backbone.first_stack.name, loaded)
         needed = length + (more if not backbone.is_encoder_decoder else 0)
-        if needed > allowed:
+        if needed > positions:
             raise InvalidRequest(
                 f"the request has {length} tokens{f' and max_tokens={more}' if generating else ''}, and the model has "
-                f"{allowed} positions for them"
+                f"{positions} positions for them"
             )
-        if generating and backbone.is_encoder_decoder:
-            allowed = backbone.positions(backbone.last_stack.name, loaded)
-            if more + 1 > allowed:
-                raise InvalidRequest(
-                    f"max_tokens={more} is more than the {allowed - 1} that the decoder has places for"
-                )
+        if generating and more > answer_positions:
+            raise InvalidRequest(
+                f"max_tokens={more} is more than the {answer_positions} that the decoder has places for"
+            )
 
     def _check_room(self, tenant: str) -> None:
         waiting = sum(self._queued.values())
@@ -1180,6 +1183,15 @@ def _load(name: str) -> tuple[PreTrainedModel, Any]:
     model = load_model(name, head)
     align_padding_token(model, tokenizer)
     return model, tokenizer
+
+
+def _shortened(request: Request, positions: int, max_length: int | None, length: int) -> Request:
+    """Return a request whose answer is as long as there is room, if it leaves that to the server."""
+    sampling = request.sampling
+    if not sampling.shorten:
+        return request
+    room = positions if max_length is None else min(positions, max_length - length)
+    return replace(request, sampling=replace(sampling, max_tokens=max(1, min(sampling.max_tokens, room))))
 
 
 def _late(request: Request) -> RequestTimeout:

@@ -24,6 +24,7 @@ class Sampling:
         stop: Texts at which generation ends; they are not part of the answer.
         seed: Seed of this request's own random numbers, or None.
         logprobs: How many of the most likely tokens are reported at each step; None for none.
+        shorten: Whether `max_tokens` is lowered to what the model has room for, where the request did not choose it.
     """
 
     max_tokens: int = 16
@@ -33,6 +34,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     seed: int | None = None
     logprobs: int | None = None
+    shorten: bool = False
 
 
 @dataclass(frozen=True)

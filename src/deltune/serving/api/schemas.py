@@ -76,18 +76,25 @@ class SamplingBody(RequestBody):
     logit_bias: Annotated[dict[str, Number] | None, _only({})] = Field(None, description="{} alone")
     ignore_eos: Annotated[bool | None, _only(False)] = Field(None, description="false alone")
 
-    def sampling(self, max_tokens: int, logprobs: int | None, index: int = 0) -> Sampling:
+    @property
+    def chosen_max_tokens(self) -> int | None:
+        """Tokens of an answer, if the request says how many."""
+        return self.max_tokens
+
+    def sampling(self, default_max_tokens: int, logprobs: int | None, index: int = 0) -> Sampling:
         """Return how the engine chooses tokens.
 
         Args:
-            max_tokens: Tokens of an answer.
+            default_max_tokens: Tokens of an answer where the request does not say, as far as the model has room.
             logprobs: How many likely tokens are reported at each step; None for none.
             index: Which of `n` answers; each has random numbers of its own.
         """
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         seed = None if self.seed is None else (self.seed + index) % 2**63
+        chosen = self.chosen_max_tokens
         return Sampling(
-            max_tokens=max_tokens,
+            max_tokens=default_max_tokens if chosen is None else chosen,
+            shorten=chosen is None,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=max(0, self.top_k or 0),
@@ -173,6 +180,12 @@ class ChatBody(StreamBody):
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(
         None, description="the same as max_tokens"
     )
+
+    @property
+    def chosen_max_tokens(self) -> int | None:
+        """Tokens of an answer, if the request says how many."""
+        return self.max_completion_tokens or self.max_tokens
+
     logprobs: bool | None = Field(None, description="true: report the probability of each token")
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
         None, description="how many likely tokens to report at each step, 0 to 20"

@@ -8,6 +8,7 @@ import copy
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -104,6 +105,8 @@ class Service:
         started: When the server started, in seconds since the epoch.
         draining: Whether the server is about to end.
         tokenizer_lock: Is held by whoever uses the tokenizer.
+        managing: The threads in which deltas are loaded and unloaded. They may wait long for room in memory, so that
+            nothing else may need them.
     """
 
     engine: Engine
@@ -115,6 +118,7 @@ class Service:
     started: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     tokenizer_lock: threading.Lock = field(default_factory=threading.Lock)
+    managing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8, "deltune-managing"))
     _known: frozenset[str] = frozenset()
     _known_since: float = 0.0
 
@@ -133,6 +137,10 @@ class Service:
         keys = None if config.http.keys is None else KeyFile(config.http.keys)
         metrics = Metrics(engine.stats, engine.deltas)
         return cls(engine, copy.deepcopy(tokenizer), config, keys, RateLimits(config.limits), metrics)
+
+    async def manage(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Run a function that loads or unloads deltas, in a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self.managing, function, *arguments)
 
     @property
     def hidden_folder(self) -> Path | None:
