@@ -266,7 +266,7 @@ def test_a_fault_between_two_steps_loses_no_request(monkeypatch: pytest.MonkeyPa
 def impatient(decoder: tuple[Path, Path]) -> Iterator[Served]:
     model, folder = decoder
     with served(
-        model=str(model), deltas=str(folder), watch=0, served_name="base", log="off", head_timeout=0.5
+        model=str(model), deltas=str(folder), watch=0, served_name="base", log="off", header_timeout=0.5
     ) as running:
         yield running
 

@@ -118,7 +118,7 @@ class LimitsSection(Section):
     max_tokens: Size = _option(4096, "tokens that one input may ask for", common=True)
     default_max_tokens: Size = _option(256, "tokens of a chat's answer where the request does not say")
     timeout: Seconds = _option(300.0, "seconds for the answer to a request", common=True)
-    head_timeout: Seconds = _option(10.0, "seconds in which a client must have sent the headers of its request")
+    header_timeout: Seconds = _option(10.0, "seconds in which a client must have sent the headers of its request")
     body_timeout: Seconds = _option(30.0, "seconds in which a client must have sent its request")
     send_timeout: Seconds = _option(60.0, "seconds in which a client must take the next part of a stream")
     requests_per_minute: Rate | None = _option(None, "of each tenant [no limit]", common=True)

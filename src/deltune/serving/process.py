@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("deltune.serving")
 
 BACKLOG = 2048
-MAX_HEAD = 64 << 10
+MAX_HEADER_BYTES = 64 << 10
 """Bytes of a request's first line and headers."""
 
 
@@ -117,8 +117,8 @@ def bounded_protocol(seconds: float) -> type[asyncio.Protocol]:
     """
 
     class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-        head_timer: asyncio.TimerHandle | None = None
-        head_bytes = 0
+        header_timer: asyncio.TimerHandle | None = None
+        header_bytes = 0
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
@@ -131,10 +131,10 @@ def bounded_protocol(seconds: float) -> type[asyncio.Protocol]:
             if request is not None and not request.response_complete:  # its head has arrived
                 self.stop_timer()
                 return
-            self.head_bytes += len(data)
-            if self.head_bytes > MAX_HEAD:
+            self.header_bytes += len(data)
+            if self.header_bytes > MAX_HEADER_BYTES:
                 self.refuse(b"431 Request Header Fields Too Large")
-            elif self.head_timer is None:
+            elif self.header_timer is None:
                 self.start_timer()
 
         def connection_lost(self, error: Exception | None) -> None:
@@ -142,16 +142,16 @@ def bounded_protocol(seconds: float) -> type[asyncio.Protocol]:
             super().connection_lost(error)
 
         def start_timer(self) -> None:
-            self.head_timer = asyncio.get_running_loop().call_later(seconds, self.refuse, b"408 Request Timeout")
+            self.header_timer = asyncio.get_running_loop().call_later(seconds, self.refuse, b"408 Request Timeout")
 
         def stop_timer(self) -> None:
-            if self.head_timer is not None:
-                self.head_timer.cancel()
-            self.head_timer, self.head_bytes = None, 0
+            if self.header_timer is not None:
+                self.header_timer.cancel()
+            self.header_timer, self.header_bytes = None, 0
 
         def refuse(self, status: bytes) -> None:
             if not self.connection.is_closing():
-                if self.head_bytes:
+                if self.header_bytes:
                     self.connection.write(b"HTTP/1.1 %s\r\nContent-Length: 0\r\nConnection: close\r\n\r\n" % status)
                 self.connection.close()
 
@@ -162,7 +162,7 @@ def uvicorn_config(app: Any, config: ServeConfig) -> uvicorn.Config:
     """Return how uvicorn serves the application."""
     return uvicorn.Config(
         app,
-        http=bounded_protocol(config.limits.head_timeout),
+        http=bounded_protocol(config.limits.header_timeout),
         log_config=None,
         access_log=False,
         lifespan="off",
