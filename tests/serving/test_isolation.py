@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import json
 import socket
@@ -159,6 +160,46 @@ def test_long_prompts_are_read_in_parts(family: str, monkeypatch: pytest.MonkeyP
     assert max(widths) == 5
     between = [widths[i] for i in range(1, len(widths)) if widths[i - 1] == 5]
     assert between.count(1) > len(between) / 2, "after most parts, the rows that run get a token"
+
+
+@contextlib.contextmanager
+def gated(server: Server) -> Iterator[threading.Event]:
+    """A server that begins its next step when the event is set."""
+    opened, entered = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        entered.set()
+        assert opened.wait(60)
+
+    thread = threading.Thread(target=lambda: server._call(wait))
+    thread.start()
+    assert entered.wait(60)
+    try:
+        yield opened
+    finally:
+        opened.set()
+        thread.join()
+
+
+def test_long_prompts_leave_room_for_others() -> None:
+    """Neither those of another tenant nor one's own long prompts keep a short one from its answer, or starve."""
+    of = deltas("gpt2", "causal")
+    one, short = Sampling(max_tokens=1, temperature=0.0), Sampling(max_tokens=3, temperature=0.0)
+    ended: list[str] = []
+    with Server(of.model(), deltas=of.folder, max_prefill_tokens=2, max_batch_size=4, prompt_cache_bytes=0) as server:
+        with gated(server) as opened:
+            long = [server.submit(ask("generate", 50, seed, None, tenant="a", sampling=one)) for seed in range(8)]
+            own = [server.submit(ask("generate", 2, seed, None, tenant="a", sampling=short)) for seed in range(20, 26)]
+            other = [server.submit(ask("generate", 2, seed, None, tenant="b", sampling=short)) for seed in (30, 31)]
+            for name, futures in (("long", long), ("own", own), ("other", other)):
+                for future in futures:
+                    future.add_done_callback(lambda _, name=name: ended.append(name))  # type: ignore[misc]
+            opened.set()
+        for future in (*long, *own, *other):
+            future.result(60)
+    assert ended[:4].count("other") == 2, ended
+    assert "long" not in ended[:8], ended
+    assert ended[8:] == ["long"] * 8
 
 
 def test_a_cancelled_prompt_is_not_read_to_its_end() -> None:

@@ -256,3 +256,18 @@ def test_an_answer_is_as_long_as_there_is_room_unless_the_request_says(client: o
         client.chat.completions.create(model="base", messages=messages, max_completion_tokens=5)
     with pytest.raises(openai.BadRequestError, match="64 positions"):
         client.chat.completions.create(model="base", messages=[{"role": "user", "content": "the old hammer " * 22}])
+
+
+def test_probabilities_have_the_token_that_was_drawn(client: openai.OpenAI) -> None:
+    """Under the same text as among the likeliest ones, and beside them where it is none of them."""
+    options: Any = {"model": "base", "prompt": PROMPTS[0], "max_tokens": 8, "seed": 5, "stop": ["no such text"]}
+    drawn = client.completions.create(**options, temperature=20, logprobs=2).choices[0].logprobs
+    assert drawn is not None and drawn.tokens and drawn.top_logprobs and drawn.token_logprobs
+    for token, value, likely in zip(drawn.tokens, drawn.token_logprobs, drawn.top_logprobs, strict=True):
+        assert likely[token] == value and len(likely) in (2, 3)
+    assert any(len(likely) == 3 for likely in drawn.top_logprobs), "at this temperature an unlikely one is drawn"
+    chat: Any = {"model": "base", "messages": [{"role": "user", "content": PROMPTS[0]}], "max_tokens": 5}
+    greedy = client.chat.completions.create(**chat, temperature=0, logprobs=True, top_logprobs=1).choices[0].logprobs
+    assert greedy is not None and greedy.content
+    for one in greedy.content:
+        assert (one.token, one.logprob) == (one.top_logprobs[0].token, one.top_logprobs[0].logprob)

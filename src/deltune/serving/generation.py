@@ -164,6 +164,7 @@ class GenerationLane:
         self.backbone, self.options, self.share = backbone, options, share
         self.finish, self.start = finish, start
         self.queue = FairQueue(share)
+        self.long = FairQueue(share)  # requests whose prompts are to be read in parts
         self.batches: list[RunningBatch] = []
         self.reading: list[RunningBatch] = []  # a row each, whose long prompt is read in parts
         self.paused: dict[Job, RunningBatch] = {}
@@ -175,7 +176,7 @@ class GenerationLane:
     @property
     def busy(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self.batches) or bool(self.reading) or len(self.queue) > 0
+        return bool(self.batches) or bool(self.reading) or len(self.queue) > 0 or len(self.long) > 0
 
     def running(self) -> list[Job]:
         """Return the requests that are in a batch, or were put aside."""
@@ -196,7 +197,7 @@ class GenerationLane:
         Args:
             job: The request.
         """
-        if self.queue.remove(job):
+        if self.queue.remove(job) or self.long.remove(job):
             self.paused.pop(job, None)
             return True
         for row in self._rows():
@@ -229,7 +230,7 @@ class GenerationLane:
         arrived: list[RunningBatch] = []
         fresh: list[Row] = []
         tokens = 0
-        while (job := self.queue.peek()) is not None:
+        while (job := self._next()) is not None:
             if sum(len(batch.live) for batch in (*stepping, *arrived, *self.reading)) + len(fresh) >= limits.rows:
                 if not self._put_aside(job, stepping):
                     break
@@ -238,13 +239,14 @@ class GenerationLane:
                 self.queue.remove(job)
                 arrived.append(self.paused.pop(job))
                 continue
-            if fresh and tokens + len(job.tokens) > limits.tokens:
+            if fresh and tokens + len(job.tokens) > limits.tokens and not self._is_long(job):
                 break
-            self.queue.remove(job)
+            if not self.long.remove(job):
+                self.queue.remove(job)
             self.start(job)
             try:
                 row = self._row(job)
-                if self.runner.reads_in_parts and len(row.before) - row.cached > limits.prefill:
+                if self._is_long(job) and len(row.before) - row.cached > limits.prefill:
                     self.reading.append(self.runner.opened(row))
                     continue
                 self.share.charge(job.tenant, len(job.tokens) - row.cached)
@@ -255,6 +257,25 @@ class GenerationLane:
         for group in self.runner.groups(fresh, limits.tokens):
             arrived += self._read(group)
         return arrived
+
+    def _is_long(self, job: Job) -> bool:
+        """Whether the prompt of a request is read in parts."""
+        return self.runner.reads_in_parts and len(job.tokens) > self.options.limits.prefill
+
+    def _next(self) -> Job | None:
+        """The request that is to join next. A tenant has one long prompt read at a time, and its others wait apart.
+
+        Otherwise the long prompts of one tenant would have all places of the batch, and its own short ones would wait
+        behind them.
+        """
+        while (job := self.queue.peek()) is not None and self._is_long(job) and job not in self.paused:
+            self.queue.remove(job)
+            self.long.push(job)
+        reading = {batch.rows[0].job.tenant for batch in self.reading}
+        candidates = [one for one in self.long.heads() if one.tenant not in reading]
+        if job is not None:
+            candidates.append(job)
+        return min(candidates, key=lambda one: (self.share.of(one.tenant), one.submitted), default=None)
 
     def _row(self, job: Job) -> Row:
         before = self.runner.start_tokens(job)

@@ -71,12 +71,15 @@ class TokenChoice:
         text: The text that it adds to the answer; "" while a character is not whole.
         logprob: The logarithm of its probability, if asked for.
         top_logprobs: The most likely tokens (their texts) with theirs, if asked for.
+        own_text: What the tokenizer makes of this token alone, as in `top_logprobs`, if probabilities were asked for.
+            It may differ from `text`, which has the blank before a word and waits for whole characters.
     """
 
     token: int
     text: str
     logprob: float | None = None
     top_logprobs: tuple[tuple[str, float], ...] = ()
+    own_text: str = ""
 
 
 @dataclass(frozen=True)

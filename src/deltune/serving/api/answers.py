@@ -268,9 +268,13 @@ class Pieces:
             at += len(token.text)
         self.offsets[index] = at
         return {
-            "tokens": [token.text for token in tokens],
+            "tokens": [token.own_text for token in tokens],
             "token_logprobs": [_finite(token.logprob) for token in tokens],
-            "top_logprobs": [{text: _finite(value) for text, value in token.top_logprobs} for token in tokens],
+            # the token that was drawn is among them, likely or not
+            "top_logprobs": [
+                {text: _finite(value) for text, value in ((token.own_text, token.logprob), *token.top_logprobs)}
+                for token in tokens
+            ],
             "text_offset": offsets,
         }
 
@@ -308,7 +312,8 @@ class ChatPieces(Pieces):
 
         return {
             "content": [
-                {**entry(t.text, t.logprob), "top_logprobs": [entry(*one) for one in t.top_logprobs]} for t in tokens
+                {**entry(t.own_text, t.logprob), "top_logprobs": [entry(*one) for one in t.top_logprobs]}
+                for t in tokens
             ],
             "refusal": None,
         }
