@@ -189,13 +189,15 @@ def test_long_prompts_leave_room_for_others() -> None:
     with Server(of.model(), deltas=of.folder, max_prefill_tokens=2, max_batch_size=4, prompt_cache_bytes=0) as server:
         with gated(server) as opened:
             long = [server.submit(ask("generate", 50, seed, None, tenant="a", sampling=one)) for seed in range(8)]
-            own = [server.submit(ask("generate", 2, seed, None, tenant="a", sampling=short)) for seed in range(20, 26)]
+            brief = [
+                server.submit(ask("generate", 2, seed, None, tenant="a", sampling=short)) for seed in range(20, 26)
+            ]
             other = [server.submit(ask("generate", 2, seed, None, tenant="b", sampling=short)) for seed in (30, 31)]
-            for name, futures in (("long", long), ("own", own), ("other", other)):
+            for name, futures in (("long", long), ("brief", brief), ("other", other)):
                 for future in futures:
                     future.add_done_callback(lambda _, name=name: ended.append(name))  # type: ignore[misc]
             opened.set()
-        for future in (*long, *own, *other):
+        for future in (*long, *brief, *other):
             future.result(60)
     assert ended[:4].count("other") == 2, ended
     assert "long" not in ended[:8], ended
