@@ -197,3 +197,29 @@ def test_requests_cannot_reach_out(changeable: tuple[Served, Path, Path], path: 
         answer: Any = server.post(url, body)
         assert answer.status_code == 400 and "folder below" in answer.json()["error"]["message"], answer.text
         assert str(folder) not in answer.text
+
+
+def test_a_delta_that_was_taken_out_stays_out_and_a_changed_one_is_noticed(
+    decoder: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """However the server was told its folder, and whether a request or a look at the folder found the delta."""
+    model, deltas = decoder
+    shutil.copytree(deltas, tmp_path / "real")
+    folder = tmp_path / "deltas"
+    folder.symlink_to(tmp_path / "real")
+    with served(model=str(model), deltas=str(folder), served_name="base", watch=0, log="off") as server:
+        shutil.copytree(deltas / "mood", folder / "later")
+        for _ in range(2):
+            assert server.post("/v1/deltas", {"name": "later"}).status_code == 201
+            assert server.delete("/v1/deltas/later").status_code == 200
+            server.post("/v1/deltas/refresh", {})
+            assert server.get("/v1/deltas/later").status_code == 404
+        for name, source in (("later", "later"), ("intent", "mood")):
+            first = server.post("/v1/deltas", {"name": name, "folder": source})
+            assert first.status_code == 201
+            save_delta(load_model(str(model), "causal-lm"), folder / source, METHODS["mood"], seed=len(name))
+            server.post("/v1/deltas/refresh", {})
+            assert server.get(f"/v1/deltas/{name}").json()["version"] != first.json()["version"]
+        shutil.rmtree(tmp_path / "real" / "later")
+        server.post("/v1/deltas/refresh", {})
+        assert server.get("/v1/deltas/later").status_code == 404

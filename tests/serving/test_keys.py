@@ -237,3 +237,11 @@ def test_a_key_is_checked_fast(tmp_path: Path) -> None:
     for _ in range(1000):
         assert known.tenant(key) is not None
     assert time.perf_counter() - begun < 2.0
+
+
+def test_nothing_is_read_of_a_request_without_a_key(decoder: tuple[Path, Path], tmp_path: Path) -> None:
+    model, deltas = decoder
+    add_key(tmp_path / "keys.json", "acme", {})
+    with served(model=str(model), deltas=str(deltas), keys=str(tmp_path / "keys.json"), log="off") as running:
+        for path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/classify", "/tag", "/generate"):
+            assert running.post(path, {"wrong": 1}).status_code == 401

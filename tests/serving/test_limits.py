@@ -17,7 +17,9 @@ import pytest
 from deltune.serving.api.auth import Tenant
 from deltune.serving.api.errors import ApiError
 from deltune.serving.api.limits import RateLimits
+from deltune.serving.api.metrics import Metrics
 from deltune.serving.config import LimitsSection
+from deltune.serving.requests import EngineStats
 
 from .served import Served, served, wait_until
 
@@ -184,3 +186,15 @@ def test_an_error_of_ours_is_an_answer_without_details(
         assert answer.status_code == 500 and "division" not in answer.text
         wait_until(lambda: any("ZeroDivisionError" in str(record.exc_info) for record in caplog.records), 10)
         assert running.get("/v1/deltas").status_code == 200
+
+
+def test_metrics_forget_deltas_that_were_not_asked_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of deltas come and go, and what is counted for each must not grow for ever."""
+    monkeypatch.setattr("deltune.serving.api.metrics.MAX_DELTAS", 3)
+    metrics = Metrics(EngineStats, list)
+    for number in range(20):
+        for status in (200, 400):
+            metrics.observe("/classify", status, 0.1, f"delta{number}", 5)
+    lines = [line for line in metrics.text().decode().splitlines() if 'delta="' in line and "_created" not in line]
+    assert {line.split('delta="')[1].partition('"')[0] for line in lines} == {"delta17", "delta18", "delta19"}
+    assert len(lines) == 9

@@ -6,6 +6,7 @@ import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -228,3 +229,45 @@ def test_probes_and_ids(server: Served) -> None:
     assert missing.status_code == 404 and set(missing.json()["error"]) == {"message", "type", "param", "code"}
     wrong = httpx.delete(server.url + "/v1/completions", trust_env=False)
     assert wrong.status_code == 405 and wrong.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_chat_goes_on_with_its_own_answer(client: openai.OpenAI) -> None:
+    """The message of an answer can be sent back as the client has it, with its fields that are empty."""
+    messages: list[Any] = [{"role": "user", "content": PROMPTS[0]}]
+    first = client.chat.completions.create(model="mood", messages=messages, max_tokens=3, temperature=0)
+    messages += [first.choices[0].message, {"role": "user", "content": "and"}]
+    second = client.chat.completions.create(model="mood", messages=messages, max_tokens=3, temperature=0)
+    assert second.usage is not None and first.usage is not None
+    assert second.usage.prompt_tokens > first.usage.prompt_tokens
+    called: Any = {"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}
+    with pytest.raises(openai.BadRequestError, match=r"messages\.0: .*cannot do that"):
+        client.chat.completions.create(model="mood", messages=[called])
+    with pytest.raises(openai.BadRequestError, match="unknown option 'pictures'"):
+        client.chat.completions.create(model="mood", messages=[{"role": "user", "content": "a", "pictures": 1}])  # type: ignore[typeddict-unknown-key, list-item]
+
+
+def test_an_answer_is_as_long_as_there_is_room_unless_the_request_says(client: openai.OpenAI) -> None:
+    """The model of the tests has 64 positions, fewer than a chat's default."""
+    messages: Any = [{"role": "user", "content": "the old hammer " * 20}]
+    whole = client.chat.completions.create(model="base", messages=messages)
+    assert whole.usage is not None and whole.usage.prompt_tokens == 60 and whole.usage.completion_tokens <= 4
+    assert whole.choices[0].finish_reason in ("length", "stop")
+    with pytest.raises(openai.BadRequestError, match="max_tokens=5"):
+        client.chat.completions.create(model="base", messages=messages, max_completion_tokens=5)
+    with pytest.raises(openai.BadRequestError, match="64 positions"):
+        client.chat.completions.create(model="base", messages=[{"role": "user", "content": "the old hammer " * 22}])
+
+
+def test_probabilities_have_the_token_that_was_drawn(client: openai.OpenAI) -> None:
+    """Under the same text as among the likeliest ones, and beside them where it is none of them."""
+    options: Any = {"model": "base", "prompt": PROMPTS[0], "max_tokens": 8, "seed": 5, "stop": ["no such text"]}
+    drawn = client.completions.create(**options, temperature=20, logprobs=2).choices[0].logprobs
+    assert drawn is not None and drawn.tokens and drawn.top_logprobs and drawn.token_logprobs
+    for token, value, likely in zip(drawn.tokens, drawn.token_logprobs, drawn.top_logprobs, strict=True):
+        assert likely[token] == value and len(likely) in (2, 3)
+    assert any(len(likely) == 3 for likely in drawn.top_logprobs), "at this temperature an unlikely one is drawn"
+    chat: Any = {"model": "base", "messages": [{"role": "user", "content": PROMPTS[0]}], "max_tokens": 5}
+    greedy = client.chat.completions.create(**chat, temperature=0, logprobs=True, top_logprobs=1).choices[0].logprobs
+    assert greedy is not None and greedy.content
+    for one in greedy.content:
+        assert (one.token, one.logprob) == (one.top_logprobs[0].token, one.top_logprobs[0].logprob)

@@ -90,10 +90,10 @@ ACTIONS = st.one_of(
 @settings(deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(
     actions=st.lists(ACTIONS, min_size=5, max_size=40), loaded=st.integers(1, 6), rows=st.integers(1, 6),
-    cache=st.sampled_from([0, 5000, 1 << 20]),
+    cache=st.sampled_from([0, 5000, 1 << 20]), part=st.sampled_from([2, 5, 512]),
 )  # fmt: skip
 def test_no_answer_depends_on_others(
-    family: str, role: str, actions: list[tuple[Any, ...]], loaded: int, rows: int, cache: int
+    family: str, role: str, actions: list[tuple[Any, ...]], loaded: int, rows: int, cache: int, part: int
 ) -> None:
     of = deltas(family, role)
     task = "classify" if role == "sequence" else "generate"
@@ -104,7 +104,13 @@ def test_no_answer_depends_on_others(
         for name in NAMES:
             shutil.copytree(versions(of)[name, 0], root / name)
         with Server(
-            of.model(), deltas=root, max_loaded=loaded, max_batch_size=rows, max_wait=0.0, prompt_cache_bytes=cache
+            of.model(),
+            deltas=root,
+            max_loaded=loaded,
+            max_batch_size=rows,
+            max_prefill_tokens=part,
+            max_wait=0.0,
+            prompt_cache_bytes=cache,
         ) as server:
             backbone: Any = server._backbones.first
             run = backbone.run

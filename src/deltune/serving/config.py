@@ -81,6 +81,9 @@ class BatchingSection(Section):
 
     max_batch_tokens: Size | None = _option(None, "tokens of a batch, at most [the engine's default]")
     max_batch_size: Size | None = _option(None, "rows of a batch, at most [the engine's default]")
+    max_prefill_tokens: Size | None = _option(
+        None, "tokens of a decoder's prompt that are read in one step, at most [the engine's default]"
+    )
     max_wait: Duration = _option(0.005, "seconds that a first request waits for others")
     max_queue: Size | None = _option(None, "requests that may wait in all [the engine's default]")
     max_queue_per_tenant: Size | None = _option(None, "requests of one tenant that may wait [the engine's default]")
@@ -115,6 +118,7 @@ class LimitsSection(Section):
     max_tokens: Size = _option(4096, "tokens that one input may ask for", common=True)
     default_max_tokens: Size = _option(256, "tokens of a chat's answer where the request does not say")
     timeout: Seconds = _option(300.0, "seconds for the answer to a request", common=True)
+    header_timeout: Seconds = _option(10.0, "seconds in which a client must have sent the headers of its request")
     body_timeout: Seconds = _option(30.0, "seconds in which a client must have sent its request")
     send_timeout: Seconds = _option(60.0, "seconds in which a client must take the next part of a stream")
     requests_per_minute: Rate | None = _option(None, "of each tenant [no limit]", common=True)

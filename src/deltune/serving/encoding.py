@@ -24,11 +24,13 @@ class BatchLimits:
         tokens: The most tokens of a batch, padding included; a longer request has a batch of its own.
         rows: The most requests in a batch.
         wait: The longest wait for a fuller batch, in seconds.
+        prefill: The most tokens of a decoder's prompt that are read in one step; longer ones are read in parts.
     """
 
     tokens: int
     rows: int
     wait: float
+    prefill: int = 512
 
 
 PASS_OVERHEAD = {"cpu": 64, "cuda": 4096}

@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from .encoding import BatchLimits, EncodingLane
 from .errors import EngineClosed, InvalidRequest, QueueFull, RequestTimeout, UnknownDelta
 from .fairness import FairShare
 from .generation import GenerationLane, GenerationOptions
-from .jobs import Job, Listener, RequestEncoder, check_task
+from .jobs import LONG_TEXT, Job, Listener, RequestEncoder, check_task, input_size
 from .prompt_cache import PromptCache
 from .registry import HEAD_TASKS, FolderFacts, Signature, check_delta_name, read_facts, scan, signature
 from .requests import Answer, DeltaInfo, EngineStats, Request, Task, TokenChoice
@@ -42,6 +42,8 @@ IDLE = 0.2
 """Seconds after which the engine looks for timed-out requests when nothing wakes it."""
 READ_ATTEMPTS = 3
 """How often a delta is read whose files change meanwhile."""
+ENCODED_AT_ONCE = 512
+"""Characters up to which `asubmit` reads a text in the event loop itself; longer ones are read in a thread."""
 LOADS_AT_ONCE = 2
 """Deltas that are read ahead; more would take memory before there is a place for them."""
 
@@ -118,6 +120,8 @@ class Server:
         max_loaded_bytes: The most bytes of deltas in memory.
         max_batch_tokens: The most tokens in one pass, padding included.
         max_batch_size: The most requests in one batch.
+        max_prefill_tokens: The most tokens of a decoder's prompt that are read in one step. A longer prompt is read in
+            parts, so that the other rows of the batch wait for a part alone.
         max_wait: How long a request waits for a fuller batch, in seconds; a decoder's batch is joined at once.
         max_queue: The most requests that wait.
         max_queue_per_tenant: The most requests of one tenant that wait.
@@ -126,7 +130,8 @@ class Server:
         watch: Look at the folder of deltas every so many seconds. Default: only `refresh` does.
 
     Raises:
-        DeltuneError: The model or the folder cannot be used.
+        DeltuneError: The model or the folder cannot be used, such as a language model that remembers more than keys and
+            values (Mamba and hybrids with it).
     """
 
     def __init__(
@@ -139,6 +144,7 @@ class Server:
         max_loaded_bytes: int | None = None,
         max_batch_tokens: int = 4096,
         max_batch_size: int = 32,
+        max_prefill_tokens: int = 512,
         max_wait: float = 0.005,
         max_queue: int = 1024,
         max_queue_per_tenant: int = 256,
@@ -148,12 +154,14 @@ class Server:
     ) -> None:
         _check_positive(
             max_loaded=max_loaded, max_loaded_bytes=max_loaded_bytes, max_batch_tokens=max_batch_tokens,
-            max_batch_size=max_batch_size, max_queue=max_queue, max_queue_per_tenant=max_queue_per_tenant,
-            max_length=max_length, watch=watch,
+            max_batch_size=max_batch_size, max_prefill_tokens=max_prefill_tokens, max_queue=max_queue,
+            max_queue_per_tenant=max_queue_per_tenant, max_length=max_length, watch=watch,
         )  # fmt: skip
         if max_wait < 0 or prompt_cache_bytes < 0:
             raise DeltuneError("max_wait and prompt_cache_bytes must not be negative")
         self.root = None if deltas is None else user_path(deltas, "deltas")
+        if self.root is not None:
+            scan(self.root)  # a folder that cannot be read is reported before anything is loaded or changed
         if isinstance(model, str | Path):
             model, loaded_tokenizer = _load(str(model))
             tokenizer = loaded_tokenizer if tokenizer is None else tokenizer
@@ -161,13 +169,19 @@ class Server:
             raise DeltuneError(f"a server takes a model of transformers, or its name, not {describe_value(model)}")
         self.max_loaded, self.max_loaded_bytes = max_loaded, max_loaded_bytes
         self.max_queue, self.max_queue_per_tenant, self.max_length = max_queue, max_queue_per_tenant, max_length
-        self.limits = BatchLimits(max_batch_tokens, max_batch_size, max_wait)
+        self.limits = BatchLimits(max_batch_tokens, max_batch_size, max_wait, max_prefill_tokens)
         self.tokenizer = tokenizer
         self._backbones = Backbones(model)
         first = self._backbones.first
         vocabulary = model.get_input_embeddings().get_parameter("weight").shape[0]
         self._encoder = RequestEncoder(tokenizer, first.arguments, first.is_encoder_decoder, vocabulary)
         self._options = GenerationOptions(self.limits, self._encoder, PromptCache(prompt_cache_bytes), self._count)
+        if first.head == "causal-lm":
+            try:
+                self._options.runner(first)
+            except DeltuneError:
+                self._backbones.close()
+                raise
         self._share = FairShare()
         self._lanes: dict[tuple[str, str, str], Lane] = {}
         self._base = first.base(HEAD_TASKS[first.head])
@@ -191,6 +205,8 @@ class Server:
         self._retired: set[LoadedDelta] = set()
         self._closing = self._closed = False
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="deltune-reader")
+        self._encoding = ThreadPoolExecutor(1, thread_name_prefix="deltune-encoder")
+        self._long_encoding = ThreadPoolExecutor(1, thread_name_prefix="deltune-long-encoder")
         if self.root is not None:
             self._scan()
         self._thread = threading.Thread(target=self._run, name="deltune-engine", daemon=True)
@@ -257,7 +273,8 @@ class Server:
         Raises:
             DeltuneError: As `submit`, or why the request has no answer.
         """
-        return await asyncio.wrap_future(self._submit(request, None).future)
+        job = await self._submit_in_thread(request, None)
+        return await asyncio.wrap_future(job.future)
 
     async def astream(self, request: Request) -> AsyncIterator[TokenChoice | Answer]:
         """Ask, and yield the tokens of the answer as they come, then the answer.
@@ -280,7 +297,7 @@ class Server:
             with suppress(RuntimeError):  # the loop was closed, and nobody listens any more
                 loop.call_soon_threadsafe(items.put_nowait, item)
 
-        job = self._submit(request, put)
+        job = await self._submit_in_thread(request, put)
         job.future.add_done_callback(lambda _: put(None))
         try:
             while (item := await items.get()) is not None:
@@ -291,25 +308,87 @@ class Server:
             job.future.cancel()
 
     def _submit(self, request: Request, listener: Listener | None) -> Job:
-        if self._closing:
-            raise EngineClosed("the server is closing and takes no new requests")
+        self._reserve(request.tenant)
+        return self._submit_reserved(request, listener, time.monotonic())
+
+    async def _submit_in_thread(self, request: Request, listener: Listener | None) -> Job:
+        """Submit without holding up the event loop while a tokenizer reads a long text."""
+        size = input_size(request)
+        if size <= ENCODED_AT_ONCE:
+            return self._submit(request, listener)
+        self._reserve(request.tenant)
+        pool = self._long_encoding if size > LONG_TEXT else self._encoding
+        try:
+            encoding = pool.submit(self._submit_reserved, request, listener, time.monotonic())
+        except RuntimeError:
+            self._unreserve(request.tenant)
+            raise EngineClosed("the server is closing and takes no new requests") from None
+        try:
+            async with asyncio.timeout(request.timeout):
+                return await asyncio.wrap_future(encoding)
+        except BaseException as error:
+            encoding.cancel()
+            encoding.add_done_callback(lambda done: self._abandon(request, done))
+            if isinstance(error, TimeoutError):
+                raise _late(request) from None
+            raise
+
+    def _abandon(self, request: Request, encoding: Future[Job]) -> None:
+        """Take back a request for which nobody waits any more, whether its text was read or not."""
+        if encoding.cancelled():
+            self._unreserve(request.tenant)
+        elif encoding.exception() is None:
+            encoding.result().future.cancel()
+
+    def _reserve(self, tenant: str) -> None:
+        """Count a request of a tenant as one that waits.
+
+        Raises:
+            QueueFull: Too many wait.
+            EngineClosed: The server is closing.
+        """
+        with self._lock:
+            if self._closing:
+                raise EngineClosed("the server is closing and takes no new requests")
+            self._check_room(tenant)
+            self._queued[tenant] += 1
+
+    def _unreserve(self, tenant: str) -> None:
+        """Count a request of a tenant no more as one that waits."""
+        with self._lock:
+            self._queued[tenant] -= 1
+            if not self._queued[tenant]:
+                del self._queued[tenant]
+
+    def _submit_reserved(self, request: Request, listener: Listener | None, arrived: float) -> Job:
+        """Make a request that was counted a job, and hand it to the engine's thread."""
+        try:
+            if self._closing:
+                raise EngineClosed("the server is closing and takes no new requests")
+            job = self._job(request, listener, arrived)
+            with self._wake:
+                if self._closing:
+                    raise EngineClosed("the server is closing and takes no new requests")
+                self._jobs.add(job)
+                self._inbox.append(job)
+                self._wake.notify_all()
+        except BaseException:
+            self._unreserve(request.tenant)
+            raise
+        job.future.add_done_callback(lambda future: self._on_done(job, future))
+        return job
+
+    def _job(self, request: Request, listener: Listener | None, arrived: float) -> Job:
+        """Check a request, and read its text."""
         entry, tasks, max_length = self._target(request.delta)
         check_task(request.task, tasks, request.delta)
         if request.timeout is not None and not request.timeout > 0:
             raise InvalidRequest(f"a timeout is a number of seconds above 0, not {request.timeout}")
         job = self._encoder.encode(request, listener, max_length)
+        job.submitted = arrived
         if request.task == "generate":
             self._options.check(request.sampling)
         self._check_length(job, (None if entry is None else entry.current) or self._base)
-        with self._wake:
-            if self._closing:
-                raise EngineClosed("the server is closing and takes no new requests")
-            self._check_room(request.tenant)
-            self._queued[request.tenant] += 1
-            self._jobs.add(job)
-            self._inbox.append(job)
-            self._wake.notify_all()
-        job.future.add_done_callback(lambda future: self._on_done(job, future))
         return job
 
     def _target(self, name: str | None) -> tuple[Entry | None, tuple[Task, ...], int | None]:
@@ -327,27 +406,30 @@ class Server:
         return entry, facts.tasks, facts.max_length
 
     def _check_length(self, job: Job, loaded: LoadedDelta) -> None:
-        length, sampling = len(job.tokens), job.request.sampling
-        generating, backbone = job.request.task == "generate", loaded.backbone
-        more = sampling.max_tokens if generating else 0
+        length, backbone = len(job.tokens), loaded.backbone
+        generating, more = job.request.task == "generate", 0
+        positions = backbone.positions(backbone.first_stack.name, loaded)
+        answer_positions = positions - length
+        if generating and backbone.is_encoder_decoder:
+            answer_positions = backbone.positions(backbone.last_stack.name, loaded) - 1
+        if generating:
+            job.request = _shortened(job.request, answer_positions, self.max_length, length)
+            more = job.request.sampling.max_tokens
         if self.max_length is not None and length + more > self.max_length:
             raise InvalidRequest(
                 f"the request has {length} tokens{f' and max_tokens={more}' if generating else ''}, and this server "
                 f"takes {self.max_length}"
             )
-        allowed = backbone.positions(backbone.first_stack.name, loaded)
         needed = length + (more if not backbone.is_encoder_decoder else 0)
-        if needed > allowed:
+        if needed > positions:
             raise InvalidRequest(
                 f"the request has {length} tokens{f' and max_tokens={more}' if generating else ''}, and the model has "
-                f"{allowed} positions for them"
+                f"{positions} positions for them"
             )
-        if generating and backbone.is_encoder_decoder:
-            allowed = backbone.positions(backbone.last_stack.name, loaded)
-            if more + 1 > allowed:
-                raise InvalidRequest(
-                    f"max_tokens={more} is more than the {allowed - 1} that the decoder has places for"
-                )
+        if generating and more > answer_positions:
+            raise InvalidRequest(
+                f"max_tokens={more} is more than the {answer_positions} that the decoder has places for"
+            )
 
     def _check_room(self, tenant: str) -> None:
         waiting = sum(self._queued.values())
@@ -395,7 +477,7 @@ class Server:
             entry = self._entries.get(name)
             fresh = entry is None
             if entry is None:
-                entry = Entry(name, where, listed=folder is None)
+                entry = Entry(name, where)
             elif entry.folder is None:
                 raise DeltuneError(
                     f"delta {name!r} was attached to the model before the server was made; give another name"
@@ -411,7 +493,9 @@ class Server:
 
     def _folder(self, name: str, folder: str | Path | None) -> Path:
         if folder is not None:
-            return user_path(folder, "folder")
+            where = user_path(folder, "folder")
+            listed = None if self.root is None else self.root / name
+            return listed if listed is not None and listed.resolve() == where.resolve() else where
         known = self._entries.get(name) or self._gone.get(name)
         if known is not None and known.folder is not None:
             return known.folder
@@ -435,7 +519,7 @@ class Server:
             entry = self._entries.pop(name, None)
             if entry is None:
                 raise UnknownDelta(unknown_name("delta", name, self._entries))
-            if entry.listed:
+            if self.root is not None:
                 self._gone[name] = entry
             self._forget(entry, UnknownDelta(f"delta {name!r} was unloaded before it answered"))
 
@@ -468,18 +552,22 @@ class Server:
         folders = scan(self.root)
         changed: list[Entry] = []
         with self._lock:
+            before = [(e, e.folder) for e in self._entries.values() if not e.listed or e.name in folders]
+        # without the lock, which requests need: the disk may be slow
+        signatures = [(entry, folder, signature(folder)) for entry, folder in before if folder is not None]
+        with self._lock:
             for name in [name for name in self._gone if name not in folders]:
                 del self._gone[name]
             for name, folder in folders.items():
-                entry = self._entries.get(name)
-                if entry is None and name not in self._gone:
+                if name not in self._entries and name not in self._gone:
                     self._entries[name] = Entry(name, folder, listed=True)
-                elif entry is not None and entry.folder == folder:
-                    now = signature(folder)
-                    if entry.current is not None and now not in (entry.seen, entry.refused):
-                        changed.append(entry)
-                    elif entry.current is None and now != entry.seen:
-                        entry.facts, entry.error = None, ""
+            for entry, folder, now in signatures:
+                if entry.folder != folder or now in (entry.seen, entry.refused):
+                    continue
+                if entry.current is not None:
+                    changed.append(entry)
+                else:
+                    entry.facts, entry.error = None, ""
             lost = [e for e in self._entries.values() if e.listed and e.name not in folders]
             for entry in lost:
                 self._entries.pop(entry.name, None)
@@ -627,7 +715,8 @@ class Server:
             self._closed = True
             self._wake.notify_all()
         self._thread.join()
-        self._reader.shutdown(wait=True)
+        for pool in (self._reader, self._encoding, self._long_encoding):
+            pool.shutdown(wait=True)
 
     # -- the engine's thread
 
@@ -701,9 +790,11 @@ class Server:
                     lane.advance()
                 except Exception as error:
                     logger.exception("a batch failed beyond repair")
-                    for job in [*lane.queue, *lane.running()]:
-                        self._finish(job, DeltuneError(f"the engine failed: {error_summary(error)}"))
                     self._lanes.pop(key, None)
+                    with self._lock:  # the lane may have lost track of some of them when it failed
+                        lost = [job for job in self._jobs if job.lane is lane]
+                    for job in lost:
+                        self._finish(job, DeltuneError(f"the engine failed: {error_summary(error)}"))
 
     def _place(self, job: Job) -> None:
         """Give a request the version of its delta and put it into a queue, or let it wait for its delta."""
@@ -725,7 +816,7 @@ class Server:
         except Exception as error:  # such as a family whose caches cannot be served
             self._finish(job, error)
             return
-        job.loaded = loaded
+        job.loaded, job.lane = loaded, lane
         loaded.users += 1
         loaded.used, loaded.last_used = True, time.monotonic()
         lane.queue.push(job)
@@ -748,7 +839,7 @@ class Server:
         with self._lock:
             if job.waiting:
                 job.waiting = False
-                self._queued[job.tenant] -= 1
+                self._unreserve(job.tenant)
                 self._running[job.request.delta or ""] += 1
 
     def _finish(self, job: Job, answer: Answer | BaseException) -> None:
@@ -764,9 +855,7 @@ class Server:
         with self._wake:
             self._jobs.discard(job)
             if job.waiting:
-                self._queued[job.tenant] -= 1
-                if not self._queued[job.tenant]:
-                    del self._queued[job.tenant]
+                self._unreserve(job.tenant)
             else:
                 self._running[name] -= 1
             if isinstance(answer, Answer) and not job.cancelled:
@@ -798,8 +887,7 @@ class Server:
         for job in cancelled:
             self._drop(job, DeltuneError("the request was cancelled"))
         for job in late:
-            error = RequestTimeout(f"the request took longer than its timeout of {job.request.timeout:g} seconds")
-            self._drop(job, error)
+            self._drop(job, _late(job.request))
 
     def _drop(self, job: Job, error: DeltuneError) -> None:
         if job.done:
@@ -850,7 +938,13 @@ class Server:
             arrivals, self._arrivals = self._arrivals, deque()
         left = []
         for arrival in arrivals:
-            if not self._take(arrival):
+            try:
+                taken = self._take(arrival)
+            except Exception as error:  # whoever waits for it must hear of it
+                logger.exception("delta %r cannot be taken", arrival.entry.name)
+                taken = True
+                self._refuse(arrival, DeltuneError(f"delta {arrival.entry.name!r} failed: {error_summary(error)}"))
+            if not taken:
                 left.append(arrival)
         with self._lock:
             self._arrivals.extendleft(reversed(left))
@@ -903,6 +997,7 @@ class Server:
             self._gone.pop(entry.name, None)
             self._entries[entry.name] = entry
             old, entry.current, entry.folder = entry.current, loaded, arrival.folder
+            entry.listed = self.root is not None and arrival.folder == self.root / entry.name
             entry.facts, entry.seen, entry.error, entry.refused = prepared.facts, arrival.seen, "", ()
             entry.draining = False
         if old is not None:
@@ -926,7 +1021,8 @@ class Server:
     def _refuse(self, arrival: Arrival, error: DeltuneError) -> None:
         entry = arrival.entry
         if arrival.done is not None:
-            arrival.done.set_exception(error)
+            if not arrival.done.done():
+                arrival.done.set_exception(error)
             return
         entry.loading = False
         entry.error, entry.refused, entry.facts = str(error), arrival.seen, None
@@ -992,7 +1088,10 @@ class Server:
         self._options.prompt_cache.forget(loaded)
         for key in [key for key in self._lanes if key[2] == loaded.internal]:
             del self._lanes[key]  # that of a delta which shares no batch
-        loaded.backbone.detach(loaded)
+        try:
+            loaded.backbone.detach(loaded)
+        except Exception:  # the request that needed it last has its answer nevertheless
+            logger.exception("delta %r cannot be detached", loaded.name)
 
     def _forget(self, entry: Entry, error: DeltuneError) -> None:
         """Drop an entry that is no longer served."""
@@ -1084,6 +1183,19 @@ def _load(name: str) -> tuple[PreTrainedModel, Any]:
     model = load_model(name, head)
     align_padding_token(model, tokenizer)
     return model, tokenizer
+
+
+def _shortened(request: Request, positions: int, max_length: int | None, length: int) -> Request:
+    """Return a request whose answer is as long as there is room, if it leaves that to the server."""
+    sampling = request.sampling
+    if not sampling.shorten:
+        return request
+    room = positions if max_length is None else min(positions, max_length - length)
+    return replace(request, sampling=replace(sampling, max_tokens=max(1, min(sampling.max_tokens, room))))
+
+
+def _late(request: Request) -> RequestTimeout:
+    return RequestTimeout(f"the request took longer than its timeout of {request.timeout:g} seconds")
 
 
 def _check_positive(**values: float | None) -> None:

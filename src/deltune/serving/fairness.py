@@ -82,6 +82,10 @@ class FairQueue:
         tenant = min(self._jobs, key=lambda t: (self.share.of(t), self._jobs[t][0].submitted), default=None)
         return None if tenant is None else self._jobs[tenant][0]
 
+    def heads(self) -> list[Job]:
+        """Return the next request of each tenant, and leave them in the queue."""
+        return [jobs[0] for jobs in self._jobs.values()]
+
     def pop(self) -> Job:
         """Take the next request."""
         job = self.peek()

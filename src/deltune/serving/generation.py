@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from ..compat import parameters_of
-from ..errors import DeltuneError
+from ..errors import DeltuneError, error_summary
 from ..runtime.prompts import first_position, unused_position_rows
 from ..tasks.generation import forced_bos_options
 from .backbone import Backbone, LoadedDelta, replaced_output
@@ -164,7 +164,9 @@ class GenerationLane:
         self.backbone, self.options, self.share = backbone, options, share
         self.finish, self.start = finish, start
         self.queue = FairQueue(share)
+        self.long = FairQueue(share)  # requests whose prompts are to be read in parts
         self.batches: list[RunningBatch] = []
+        self.reading: list[RunningBatch] = []  # a row each, whose long prompt is read in parts
         self.paused: dict[Job, RunningBatch] = {}
         self.runner = options.runner(backbone)
         self.ends = end_tokens(backbone.model)
@@ -174,11 +176,12 @@ class GenerationLane:
     @property
     def busy(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self.batches) or len(self.queue) > 0
+        return bool(self.batches) or bool(self.reading) or len(self.queue) > 0 or len(self.long) > 0
 
     def running(self) -> list[Job]:
         """Return the requests that are in a batch, or were put aside."""
-        return [row.job for batch in (*self.batches, *self.paused.values()) for row in batch.rows if not row.done]
+        batches = (*self.batches, *self.reading, *self.paused.values())
+        return [row.job for batch in batches for row in batch.rows if not row.done]
 
     def due(self, now: float) -> float:
         """Return in how many seconds a step should begin: a running batch is joined at once.
@@ -194,7 +197,7 @@ class GenerationLane:
         Args:
             job: The request.
         """
-        if self.queue.remove(job):
+        if self.queue.remove(job) or self.long.remove(job):
             self.paused.pop(job, None)
             return True
         for row in self._rows():
@@ -204,18 +207,19 @@ class GenerationLane:
         return False
 
     def advance(self) -> None:
-        """Run one step: newcomers read their prompts, then every row gets a token."""
+        """Run one step: newcomers read their prompts, one long prompt is read further, and every row gets a token."""
         stepping = [batch for batch in self.batches if batch.live]
         self.batches = []
+        self.reading = [batch for batch in self.reading if batch.live]
         stepping = self._merged(stepping)
-        arrived = self._admit(stepping)
+        arrived = [*self._admit(stepping), *self._read_on()]
         stepping = [batch for batch in stepping if batch.live]
         for batch in stepping:
             self.batches += self._step(batch)
         self.batches = self._merged([batch for batch in (*self.batches, *arrived) if batch.live])
 
     def _rows(self) -> Iterator[Row]:
-        for batch in self.batches:
+        for batch in (*self.batches, *self.reading):
             yield from (row for row in batch.rows if not row.done)
 
     # -- who is in the batch
@@ -226,8 +230,8 @@ class GenerationLane:
         arrived: list[RunningBatch] = []
         fresh: list[Row] = []
         tokens = 0
-        while (job := self.queue.peek()) is not None:
-            if sum(len(batch.live) for batch in (*stepping, *arrived)) + len(fresh) >= limits.rows:
+        while (job := self._next()) is not None:
+            if sum(len(batch.live) for batch in (*stepping, *arrived, *self.reading)) + len(fresh) >= limits.rows:
                 if not self._put_aside(job, stepping):
                     break
                 continue
@@ -235,18 +239,43 @@ class GenerationLane:
                 self.queue.remove(job)
                 arrived.append(self.paused.pop(job))
                 continue
-            if fresh and tokens + len(job.tokens) > limits.tokens:
+            if fresh and tokens + len(job.tokens) > limits.tokens and not self._is_long(job):
                 break
-            self.queue.remove(job)
+            if not self.long.remove(job):
+                self.queue.remove(job)
             self.start(job)
-            tokens += len(job.tokens)
             try:
-                fresh.append(self._row(job))
+                row = self._row(job)
+                if self._is_long(job) and len(row.before) - row.cached > limits.prefill:
+                    self.reading.append(self.runner.opened(row))
+                    continue
+                self.share.charge(job.tenant, len(job.tokens) - row.cached)
+                tokens += len(job.tokens)
+                fresh.append(row)
             except Exception as error:
                 self.finish(job, error)
         for group in self.runner.groups(fresh, limits.tokens):
             arrived += self._read(group)
         return arrived
+
+    def _is_long(self, job: Job) -> bool:
+        """Whether the prompt of a request is read in parts."""
+        return self.runner.reads_in_parts and len(job.tokens) > self.options.limits.prefill
+
+    def _next(self) -> Job | None:
+        """The request that is to join next. A tenant has one long prompt read at a time, and its others wait apart.
+
+        Otherwise the long prompts of one tenant would have all places of the batch, and its own short ones would wait
+        behind them.
+        """
+        while (job := self.queue.peek()) is not None and self._is_long(job) and job not in self.paused:
+            self.queue.remove(job)
+            self.long.push(job)
+        reading = {batch.rows[0].job.tenant for batch in self.reading}
+        candidates = [one for one in self.long.heads() if one.tenant not in reading]
+        if job is not None:
+            candidates.append(job)
+        return min(candidates, key=lambda one: (self.share.of(one.tenant), one.submitted), default=None)
 
     def _row(self, job: Job) -> Row:
         before = self.runner.start_tokens(job)
@@ -260,8 +289,31 @@ class GenerationLane:
         )
         if not self.backbone.is_encoder_decoder:
             row.beginning, row.cached = self.options.prompt_cache.find(job.tenant, job.version, before)
-        self.share.charge(job.tenant, len(job.tokens) - row.cached)
         return row
+
+    def _read_on(self) -> list[RunningBatch]:
+        """Read the next part of one long prompt, that of the tenant who is next; return its batch if it was the last.
+
+        A part at a time, so that the others of the batch wait for a part of the prompt and not for all of it.
+        """
+        if not self.reading:
+            return []
+        batch = min(self.reading, key=lambda one: (self.share.of(one.rows[0].job.tenant), one.rows[0].job.submitted))
+        (row,) = batch.rows
+        before = row.length
+        try:
+            logits = self.runner.read_part(batch, self.options.limits.prefill)
+        except Exception as error:
+            self.reading.remove(batch)
+            self._end(row, error)
+            return []
+        self.share.charge(row.job.tenant, row.length - before)
+        if row.length < len(row.before):
+            return []
+        self.reading.remove(batch)
+        self._remember(batch)
+        self._choose(batch, logits)
+        return [batch]
 
     def _put_aside(self, job: Job, stepping: list[RunningBatch]) -> bool:
         """Put aside a row of a tenant that was served more than this one and has more than its share of the batch."""
@@ -446,7 +498,13 @@ class DecoderRunner:
     Attributes:
         pads: Whether rows of different lengths may be in one batch, padded on the left. It is measured, since some
             families count positions by the length of the cache.
+        reads_in_parts: Whether a prompt may be read in parts.
+
+    Raises:
+        DeltuneError: The family remembers more of a text than keys and values, or does not take our cache.
     """
+
+    reads_in_parts = True
 
     def __init__(self, backbone: Backbone, tokenizer: Any) -> None:
         self.backbone, self.model = backbone, backbone.model
@@ -456,7 +514,39 @@ class DecoderRunner:
         self.options = {"logits_to_keep": 1} if "logits_to_keep" in backbone.arguments else {}
         self.forced: dict[str, Any] = {}
         self.pads = True
+        self._check_cache()
         self.pads = _same_in_a_batch(backbone, self._joint_and_alone)
+
+    def _check_cache(self) -> None:
+        """Check that our cache has all that the model remembers: a further token scores as in a pass over all."""
+        base, last = self.backbone.base(()), int(self.model.config.get_text_config().vocab_size) - 1
+        row, other = (
+            _probe(tokens, base) for tokens in ([last % 7, last, last // 2, last // 3, last], [last, last // 5])
+        )
+        kind, reason = type(self.model).__name__, ""
+        try:
+            batch, _ = self.read([row])
+            self.read([other])  # which must not touch what the first one remembers
+            row.generated.append(last // 4)
+            scores = self.step(batch)
+            ids = torch.tensor([[*row.before, *row.generated]], device=self.backbone.device)
+            whole = self.backbone.run(
+                [base], lambda: self.model(input_ids=ids, use_cache=False).logits[:, -1].float().cpu()
+            )
+            scale = float(whole.std()) or 1.0
+            # wide bounds: another kernel may round otherwise, and a mixture of experts then choose other experts
+            bound = 0.1 if self.model.dtype in (torch.float32, torch.float64) else 0.5
+            if columns(batch.cache) != row.length or float((scores - whole).abs().mean()) > bound * scale:
+                reason = "its cache does not hold what it has read"
+        except Exception as error:
+            reason = error_summary(error)
+        if reason:
+            raise DeltuneError(
+                f"{kind} cannot generate on a server, which keeps the keys and values of attention between two tokens "
+                f"and nothing else ({reason}). Families such as Mamba, RWKV and hybrids with them keep more: load "
+                "the model without its language model's head (head: base) for embeddings and labels, or generate with "
+                "deltune.load and generate()"
+            )
 
     def start_tokens(self, job: Job) -> list[int]:
         """Return what stands before the first token that is generated: the prompt.
@@ -527,6 +617,32 @@ class DecoderRunner:
             row.length = len(row.before)
         return RunningBatch(rows, cache), logits
 
+    def opened(self, row: Row) -> RunningBatch:
+        """Return a batch of a row whose prompt is read in parts, of which it has read what was cached.
+
+        Args:
+            row: The row.
+        """
+        cache = new_cache()
+        if row.beginning is not None:
+            cache = cache_of(row.beginning.states, row.loaded.prompt_length + row.cached)
+        row.beginning, row.length = None, row.cached
+        return RunningBatch([row], cache)
+
+    def read_part(self, batch: RunningBatch, tokens: int) -> torch.Tensor:
+        """Let a row that is alone in its batch read further tokens of its prompt, and return the scores after them.
+
+        Args:
+            batch: The batch.
+            tokens: How many tokens it reads at most.
+        """
+        (row,) = batch.rows
+        new = row.before[row.length : row.length + tokens]
+        end = row.length + len(new)
+        logits = self._forward([row], batch.cache, [new], [[1] * end], [row.length], len(new))
+        row.length = end
+        return logits
+
     def step(self, batch: RunningBatch) -> torch.Tensor:
         """Let every row read its newest token, and return the scores of the next ones.
 
@@ -574,7 +690,10 @@ class EncoderDecoderRunner:
 
     Attributes:
         pads: Whether rows whose decoders are at different lengths may be in one batch. It is measured.
+        reads_in_parts: Whether a text may be read in parts: no, since an encoder's tokens see the later ones.
     """
+
+    reads_in_parts = False
 
     def __init__(self, backbone: Backbone, tokenizer: Any) -> None:
         self.backbone, self.model = backbone, backbone.model
@@ -658,6 +777,22 @@ class EncoderDecoderRunner:
         for row in rows:
             row.length, row.encoded = len(row.before), len(row.job.tokens)
         return RunningBatch(rows, cache, cross), logits
+
+    def opened(self, row: Row) -> RunningBatch:
+        """An encoder's text is read at once.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError
+
+    def read_part(self, batch: RunningBatch, tokens: int) -> torch.Tensor:
+        """An encoder's text is read at once.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError
 
     def step(self, batch: RunningBatch) -> torch.Tensor:
         """Let every decoder read its newest token, and return the scores of the next ones.

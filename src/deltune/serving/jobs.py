@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,9 @@ from ..errors import excerpt, unknown_name
 from .backbone import LoadedDelta
 from .errors import InvalidRequest
 from .requests import Answer, Request, TokenChoice
+
+LONG_TEXT = 16_384
+"""Characters from which a text is read by a tokenizer of its own, so that no other text waits for it."""
 
 Listener = Callable[[TokenChoice], None]
 """Is called with every token of a stream, in the engine's thread."""
@@ -33,6 +37,7 @@ class Job:
         future: Its answer. It stays pending until there is one, so that it can be cancelled at any time.
         loaded: The version of its delta, once it has one.
         started: When its first batch began.
+        lane: The queue with its batches that it was put into, once it was.
     """
 
     request: Request
@@ -44,6 +49,7 @@ class Job:
     future: Future[Answer] = field(default_factory=Future)
     loaded: LoadedDelta | None = None
     started: float | None = None
+    lane: object = None
     waiting: bool = True
     done: bool = False
 
@@ -99,6 +105,9 @@ class RequestEncoder:
         self.tokenizer, self.arguments, self.is_encoder_decoder = tokenizer, arguments, is_encoder_decoder
         self.vocabulary = vocabulary
         self._lock = threading.Lock()  # a fast tokenizer has state that two calls must not change at once
+        self._long_lock = threading.Lock()
+        self._long_tokenizer: Any = None
+        self._last_prompt: tuple[str, list[int]] | None = None
 
     def encode(self, request: Request, listener: Listener | None = None, max_length: int | None = None) -> Job:
         """Return a request as a job.
@@ -123,18 +132,18 @@ class RequestEncoder:
         if request.task == "generate":
             if request.second_text is not None:
                 raise InvalidRequest("second_text is for classifiers of pairs; put both texts into one prompt")
-            return Job(request, {"input_ids": self._prompt(request.text or "")}, listener=listener)
+            return Job(request, {"input_ids": self._prompt(request, request.text or "")}, listener=listener)
         limits = {} if max_length is None else {"truncation": True, "max_length": max_length}
         words: list[str] = []
-        with self._lock:
+        with self._tokenizer_for(request) as tokenizer:
             try:
                 if request.task == "tag":
                     words = (request.text or "").split()
-                    encoded = self.tokenizer(words, is_split_into_words=True, verbose=False, **limits)
+                    encoded = tokenizer(words, is_split_into_words=True, verbose=False, **limits)
                     word_ids = encoded.word_ids(0) if words else []
                 else:
                     texts = [request.text or ""] + ([] if request.second_text is None else [request.second_text])
-                    encoded, word_ids = self.tokenizer(*texts, verbose=False, **limits), []
+                    encoded, word_ids = tokenizer(*texts, verbose=False, **limits), []
             except Exception as error:
                 raise InvalidRequest(f"the tokenizer cannot read the text {excerpt(request.text)}: {error}") from error
         inputs = {
@@ -148,21 +157,38 @@ class RequestEncoder:
             raise InvalidRequest("there is no word to tag")
         return Job(request, inputs, word_ids, words, listener)
 
-    def _prompt(self, text: str) -> list[int]:
+    @contextmanager
+    def _tokenizer_for(self, request: Request) -> Iterator[Any]:
+        """The tokenizer for the text of a request. A long text has a copy, for which nothing else waits."""
+        if input_size(request) <= LONG_TEXT:
+            with self._lock:
+                yield self.tokenizer
+            return
+        with self._long_lock:
+            if self._long_tokenizer is None:
+                with self._lock:
+                    self._long_tokenizer = copy.deepcopy(self.tokenizer)
+            yield self._long_tokenizer
+
+    def _prompt(self, request: Request, text: str) -> list[int]:
         """Token ids of a prompt; a decoder is to go on with it, so an end that the tokenizer writes is taken off."""
-        with self._lock:
+        with self._tokenizer_for(request) as tokenizer:
+            if len(text) > LONG_TEXT and self._last_prompt is not None and self._last_prompt[0] is text:
+                return self._last_prompt[1]  # another answer to the same prompt
             try:
-                ids = [int(i) for i in self.tokenizer(text, verbose=False)["input_ids"]]
+                ids = [int(i) for i in tokenizer(text, verbose=False)["input_ids"]]
             except Exception as error:
                 raise InvalidRequest(f"the tokenizer cannot read the text {excerpt(text)}: {error}") from error
             if not self.is_encoder_decoder:
-                ends = {self.tokenizer.eos_token_id, self.tokenizer.sep_token_id} - {None}
+                ends = {tokenizer.eos_token_id, tokenizer.sep_token_id} - {None}
                 if len(ids) > 1 and ids[-1] in ends:
                     ids = ids[:-1]
             if not ids:
-                start = self.tokenizer.bos_token_id
-                start = self.tokenizer.eos_token_id if start is None else start
+                start = tokenizer.bos_token_id
+                start = tokenizer.eos_token_id if start is None else start
                 ids = [] if start is None else [int(start)]
+            if len(text) > LONG_TEXT:
+                self._last_prompt = (text, ids)
         if not ids:
             raise InvalidRequest("the prompt is empty, and the tokenizer has no token for the beginning of a text")
         return ids
@@ -191,6 +217,11 @@ class RequestEncoder:
             return str(token)
         with self._lock:
             return str(self.tokenizer.decode([token]))
+
+
+def input_size(request: Request) -> int:
+    """Return the length of a request's input, in characters or tokens."""
+    return len(request.text or "") + len(request.second_text or "") + len(request.tokens or ())
 
 
 def check_task(task: str, tasks: tuple[str, ...], delta: str | None) -> None:

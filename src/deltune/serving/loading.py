@@ -46,6 +46,7 @@ def load_server(config: ServeConfig) -> tuple[Server, Any]:
         "max_loaded_bytes": config.deltas.max_loaded_bytes,
         "max_batch_tokens": config.batching.max_batch_tokens,
         "max_batch_size": config.batching.max_batch_size,
+        "max_prefill_tokens": config.batching.max_prefill_tokens,
         "max_queue": config.batching.max_queue,
         "max_queue_per_tenant": config.batching.max_queue_per_tenant,
         "max_length": config.batching.max_length,

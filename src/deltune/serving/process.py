@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import signal
 import socket
@@ -11,6 +12,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from ..errors import DeltuneError, check_extra
 from .api.app import create_app
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("deltune.serving")
 
 BACKLOG = 2048
+MAX_HEADER_BYTES = 64 << 10
+"""Bytes of a request's first line and headers."""
 
 
 def serve(config: ServeConfig, quiet: bool = False) -> None:
@@ -103,10 +107,62 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+def bounded_protocol(seconds: float) -> type[asyncio.Protocol]:
+    """Return uvicorn's protocol, which closes a connection where the head of a request does not arrive in time.
+
+    uvicorn itself waits for ever: clients that send a byte now and then could hold all connections there are.
+
+    Args:
+        seconds: From a connection, or the first byte of a further request on it, to the end of the request's headers.
+    """
+
+    class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+        header_timer: asyncio.TimerHandle | None = None
+        header_bytes = 0
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self.connection = transport
+            self.start_timer()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            request = getattr(self, "cycle", None)
+            if request is not None and not request.response_complete:  # its head has arrived
+                self.stop_timer()
+                return
+            self.header_bytes += len(data)
+            if self.header_bytes > MAX_HEADER_BYTES:
+                self.refuse(b"431 Request Header Fields Too Large")
+            elif self.header_timer is None:
+                self.start_timer()
+
+        def connection_lost(self, error: Exception | None) -> None:
+            self.stop_timer()
+            super().connection_lost(error)
+
+        def start_timer(self) -> None:
+            self.header_timer = asyncio.get_running_loop().call_later(seconds, self.refuse, b"408 Request Timeout")
+
+        def stop_timer(self) -> None:
+            if self.header_timer is not None:
+                self.header_timer.cancel()
+            self.header_timer, self.header_bytes = None, 0
+
+        def refuse(self, status: bytes) -> None:
+            if not self.connection.is_closing():
+                if self.header_bytes:
+                    self.connection.write(b"HTTP/1.1 %s\r\nContent-Length: 0\r\nConnection: close\r\n\r\n" % status)
+                self.connection.close()
+
+    return BoundedProtocol
+
+
 def uvicorn_config(app: Any, config: ServeConfig) -> uvicorn.Config:
     """Return how uvicorn serves the application."""
     return uvicorn.Config(
         app,
+        http=bounded_protocol(config.limits.header_timeout),
         log_config=None,
         access_log=False,
         lifespan="off",

@@ -62,11 +62,16 @@ class PromptCache:
             tokens: The prompt.
         """
         best, length = None, 0
+        candidates: list[tuple[Beginning, int]] = []
         for key, end in _keys(tenant, loaded, tokens[: len(tokens) - 1]):
             beginning = self._found.get(key)
-            if beginning is None or beginning.tokens[:end] != tuple(tokens[:end]):
+            if beginning is None:
                 break
-            best, length = beginning, end
+            candidates.append((beginning, end))
+        for beginning, end in reversed(candidates):  # the longest one is right, but for two prompts of one hash
+            if beginning.tokens[:end] == tuple(tokens[:end]):
+                best, length = beginning, end
+                break
         if best is not None:
             self._beginnings.move_to_end(id(best))
         return best, length

@@ -24,6 +24,7 @@ class Sampling:
         stop: Texts at which generation ends; they are not part of the answer.
         seed: Seed of this request's own random numbers, or None.
         logprobs: How many of the most likely tokens are reported at each step; None for none.
+        shorten: Whether `max_tokens` is lowered to what the model has room for, where the request did not choose it.
     """
 
     max_tokens: int = 16
@@ -33,6 +34,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     seed: int | None = None
     logprobs: int | None = None
+    shorten: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,12 +71,15 @@ class TokenChoice:
         text: The text that it adds to the answer; "" while a character is not whole.
         logprob: The logarithm of its probability, if asked for.
         top_logprobs: The most likely tokens (their texts) with theirs, if asked for.
+        own_text: What the tokenizer makes of this token alone, as in `top_logprobs`, if probabilities were asked for.
+            It may differ from `text`, which has the blank before a word and waits for whole characters.
     """
 
     token: int
     text: str
     logprob: float | None = None
     top_logprobs: tuple[tuple[str, float], ...] = ()
+    own_text: str = ""
 
 
 @dataclass(frozen=True)

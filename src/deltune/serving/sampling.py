@@ -95,7 +95,8 @@ class TokenChooser:
         logprobs = logits.log_softmax(-1)
         best = logprobs.topk(min(self.sampling.logprobs, len(logprobs)))
         top = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        return TokenChoice(token, "", float(logprobs[token]), tuple((self.token_text(i), value) for i, value in top))
+        likeliest = tuple((self.token_text(i), value) for i, value in top)
+        return TokenChoice(token, "", float(logprobs[token]), likeliest, self.token_text(token))
 
     def _draw(self, scores: torch.Tensor) -> int:
         sampling = self.sampling

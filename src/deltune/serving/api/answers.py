@@ -103,16 +103,25 @@ def generation_requests(
     tenant: Tenant,
     delta: str | None,
     inputs: Sequence[str | tuple[int, ...]],
-    max_tokens: int,
+    default_max_tokens: int,
     logprobs: int | None = None,
 ) -> list[Request]:
     """Return `n` requests for each input.
+
+    Args:
+        service: The server's parts.
+        body: What the request says.
+        tenant: Who asks.
+        delta: The delta that is asked, or None for the base model.
+        inputs: The inputs.
+        default_max_tokens: Tokens of an answer where the request does not say.
+        logprobs: How many likely tokens are reported at each step; None for none.
 
     Raises:
         ApiError: They ask for more tokens or answers than one request may.
     """
     limits, n = service.config.limits, body.n or 1
-    if max_tokens > limits.max_tokens:
+    if (max_tokens := body.chosen_max_tokens or 0) > limits.max_tokens:
         raise ApiError(
             400, f"max_tokens is {max_tokens:,}; this server generates {limits.max_tokens:,} at most", "invalid_value",
             "max_tokens",
@@ -124,16 +133,22 @@ def generation_requests(
         )  # fmt: skip
     return [
         engine_request(
-            service, body, "generate", tenant, delta, one, sampling=body.sampling(max_tokens, logprobs, index)
+            service, body, "generate", tenant, delta, one, sampling=body.sampling(default_max_tokens, logprobs, index)
         )
         for one in inputs
         for index in range(n)
     ]
 
 
-def default_max_tokens(service: Service) -> int:
-    """Return how many tokens an answer has at most where the request does not say."""
-    return min(service.config.limits.default_max_tokens, service.config.limits.max_tokens)
+def default_max_tokens(service: Service, most: int | None = None) -> int:
+    """Return how many tokens an answer has at most where the request does not say.
+
+    Args:
+        service: The server's parts.
+        most: What the endpoint says. Default: the server's own default.
+    """
+    limits = service.config.limits
+    return min(limits.default_max_tokens if most is None else most, limits.max_tokens)
 
 
 def log_contents(service: Service, facts: Facts, **contents: Any) -> None:
@@ -253,9 +268,13 @@ class Pieces:
             at += len(token.text)
         self.offsets[index] = at
         return {
-            "tokens": [token.text for token in tokens],
+            "tokens": [token.own_text for token in tokens],
             "token_logprobs": [_finite(token.logprob) for token in tokens],
-            "top_logprobs": [{text: _finite(value) for text, value in token.top_logprobs} for token in tokens],
+            # the token that was drawn is among them, likely or not
+            "top_logprobs": [
+                {text: _finite(value) for text, value in ((token.own_text, token.logprob), *token.top_logprobs)}
+                for token in tokens
+            ],
             "text_offset": offsets,
         }
 
@@ -293,7 +312,8 @@ class ChatPieces(Pieces):
 
         return {
             "content": [
-                {**entry(t.text, t.logprob), "top_logprobs": [entry(*one) for one in t.top_logprobs]} for t in tokens
+                {**entry(t.own_text, t.logprob), "top_logprobs": [entry(*one) for one in t.top_logprobs]}
+                for t in tokens
             ],
             "refusal": None,
         }
@@ -453,8 +473,9 @@ def chat_tokens(service: Service, messages: Sequence[dict[str, str]]) -> tuple[i
             "no_chat_template",
         )
     try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+        with service.tokenizer_lock:
+            text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
     except Exception as error:  # a template may raise anything about what it is given
         raise InvalidRequest(f"the chat template refuses these messages: {str(error)[:300]}") from error
 

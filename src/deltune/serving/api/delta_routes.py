@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import stat
 from pathlib import Path
@@ -137,7 +136,7 @@ async def load(service: Service, tenant: Tenant, name: str, path: str, replace: 
         raise ApiError(
             400, f"the delta {name} is loaded already; give load_inplace: true to replace it", "already_loaded"
         )
-    return await asyncio.to_thread(service.engine.load, name, folder)
+    return await service.manage(service.engine.load, name, folder)
 
 
 async def unload(service: Service, tenant: Tenant, name: str) -> None:
@@ -149,7 +148,7 @@ async def unload(service: Service, tenant: Tenant, name: str) -> None:
     known = [delta.name for delta in service.visible(tenant)]
     if name not in known:
         raise unknown_model("delta", name, known)
-    await asyncio.to_thread(service.engine.unload, name)
+    await service.manage(service.engine.unload, name)
 
 
 @router.post("/v1/load_lora_adapter")
@@ -202,7 +201,7 @@ async def add(http: Request) -> Response:
 async def refresh(http: Request) -> Response:
     """Look at the folder of deltas now, and list what is there."""
     service, tenant = manager(http)
-    await asyncio.to_thread(service.engine.refresh)
+    await service.manage(service.engine.refresh)
     return JSONResponse({"object": "list", "data": [as_json(service, delta) for delta in service.visible(tenant)]})
 
 

@@ -40,6 +40,7 @@ class DeltaLoad:
 
     requests: int = 0
     errors: int = 0
+    statuses: set[str] = field(default_factory=set)
     latencies: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def percentile(self, share: float) -> float | None:
@@ -160,10 +161,13 @@ class Metrics:
         self.loads.move_to_end(delta)
         load.requests += 1
         load.errors += status >= 400
+        load.statuses.add(str(status))
         load.latencies.append(seconds)
         while len(self.loads) > MAX_DELTAS:
-            forgotten, _ = self.loads.popitem(last=False)
+            forgotten, forgotten_load = self.loads.popitem(last=False)
             self._delta_seconds.remove(forgotten)
+            for one in forgotten_load.statuses:
+                self._by_delta.remove(forgotten, one)
 
     def observe_first(self, endpoint: str, seconds: float) -> None:
         """Count the time to the first part of a stream."""

@@ -29,6 +29,9 @@ from .service import Service, read_body, service_of
 
 router = APIRouter()
 
+DEFAULT_COMPLETION = 16
+"""Tokens of a completion where the request does not say, as OpenAI has it."""
+
 
 def _model(service: Service, name: str) -> dict[str, Any]:
     base = service.config.base_name
@@ -64,7 +67,8 @@ async def completions(http: Request) -> Response:
     body = await read_body(http, CompletionBody)
     service, tenant, delta, facts = begin(http, body.model, bool(body.stream))
     inputs = as_inputs(body.prompt, "prompt", service.config.limits.max_inputs)
-    requests = generation_requests(service, body, tenant, delta, inputs, body.max_tokens or 16, body.logprobs)
+    most = default_max_tokens(service, DEFAULT_COMPLETION)
+    requests = generation_requests(service, body, tenant, delta, inputs, most, body.logprobs)
     pieces = Pieces(body.model, body.logprobs is not None)
     return await respond(http, service, tenant, facts, body, requests, pieces)
 
@@ -77,9 +81,8 @@ async def chat(http: Request) -> Response:
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs is given without logprobs: true", "invalid_value", "top_logprobs")
     tokens = await asyncio.to_thread(chat_tokens, service, [message.plain() for message in body.messages])
-    most = body.max_completion_tokens or body.max_tokens or default_max_tokens(service)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    requests = generation_requests(service, body, tenant, delta, [tokens], most, logprobs)
+    requests = generation_requests(service, body, tenant, delta, [tokens], default_max_tokens(service), logprobs)
     return await respond(http, service, tenant, facts, body, requests, ChatPieces(body.model, bool(body.logprobs)))
 
 

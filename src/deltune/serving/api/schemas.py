@@ -12,8 +12,10 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 Token = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Text = Annotated[str, Field(strict=True)]
-TextOrTokens = Text | list[Token]
-Inputs = Text | list[Token] | list[Text] | list[list[Token]]
+Tokens = Annotated[list[Token], Field(fail_fast=True)]
+"""Token ids. A list of many is looked at up to its first mistake, lest one request has millions of them."""
+Texts = Annotated[list[Text], Field(fail_fast=True)]
+Inputs = Text | Tokens | Texts | Annotated[list[Tokens], Field(fail_fast=True)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -74,18 +76,25 @@ class SamplingBody(RequestBody):
     logit_bias: Annotated[dict[str, Number] | None, _only({})] = Field(None, description="{} alone")
     ignore_eos: Annotated[bool | None, _only(False)] = Field(None, description="false alone")
 
-    def sampling(self, max_tokens: int, logprobs: int | None, index: int = 0) -> Sampling:
+    @property
+    def chosen_max_tokens(self) -> int | None:
+        """Tokens of an answer, if the request says how many."""
+        return self.max_tokens
+
+    def sampling(self, default_max_tokens: int, logprobs: int | None, index: int = 0) -> Sampling:
         """Return how the engine chooses tokens.
 
         Args:
-            max_tokens: Tokens of an answer.
+            default_max_tokens: Tokens of an answer where the request does not say, as far as the model has room.
             logprobs: How many likely tokens are reported at each step; None for none.
             index: Which of `n` answers; each has random numbers of its own.
         """
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         seed = None if self.seed is None else (self.seed + index) % 2**63
+        chosen = self.chosen_max_tokens
         return Sampling(
-            max_tokens=max_tokens,
+            max_tokens=default_max_tokens if chosen is None else chosen,
+            shorten=chosen is None,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=max(0, self.top_k or 0),
@@ -139,8 +148,14 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[TextPart]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
     name: str | None = None
+    # what an answer has besides, so that it can be sent back as it is
+    refusal: Annotated[str | None, _only("")] = None
+    annotations: Annotated[list[Any] | None, _only([])] = None
+    audio: Annotated[dict[str, Any] | None, _only()] = None
+    function_call: Annotated[dict[str, Any] | None, _only()] = None
+    tool_calls: Annotated[list[Any] | None, _only([])] = None
 
     def plain(self) -> dict[str, str]:
         """Return the message as chat templates take it."""
@@ -159,12 +174,18 @@ class ResponseFormat(BaseModel):
 class ChatBody(StreamBody):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)] = Field(
+    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000, fail_fast=True)] = Field(
         description='messages such as {"role": "user", "content": "a text"}; texts alone'
     )
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(
         None, description="the same as max_tokens"
     )
+
+    @property
+    def chosen_max_tokens(self) -> int | None:
+        """Tokens of an answer, if the request says how many."""
+        return self.max_completion_tokens or self.max_tokens
+
     logprobs: bool | None = Field(None, description="true: report the probability of each token")
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
         None, description="how many likely tokens to report at each step, 0 to 20"
@@ -188,7 +209,7 @@ class ClassifyBody(RequestBody):
     """POST /classify and /tag."""
 
     input: Inputs = Field(description="a text, a list of texts, a list of token ids, or a list of such lists")
-    pair: Text | list[Text] | None = Field(
+    pair: Text | Texts | None = Field(
         None, description="the second text of each input, for classifiers of pairs; as many as there are inputs"
     )
 
@@ -196,7 +217,7 @@ class ClassifyBody(RequestBody):
 class TagBody(RequestBody):
     """POST /tag."""
 
-    input: Text | list[Text] = Field(description="a text, or a list of texts")
+    input: Text | Texts = Field(description="a text, or a list of texts")
 
 
 class GenerateBody(StreamBody):

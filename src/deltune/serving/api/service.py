@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -91,13 +96,17 @@ class Service:
 
     Attributes:
         engine: What answers.
-        tokenizer: The model's, for chat templates; None if it has none.
+        tokenizer: The model's, for chat templates; None if it has none. It is a copy: a tokenizer cuts texts or not by
+            a state of its own, which the engine changes for its requests.
         config: The configuration.
         keys: The tenants, or None if everybody may ask.
         limits: Their rates.
         metrics: What is counted.
         started: When the server started, in seconds since the epoch.
         draining: Whether the server is about to end.
+        tokenizer_lock: Is held by whoever uses the tokenizer.
+        managing: The threads in which deltas are loaded and unloaded. They may wait long for room in memory, so that
+            nothing else may need them.
     """
 
     engine: Engine
@@ -108,6 +117,8 @@ class Service:
     metrics: Metrics
     started: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
+    tokenizer_lock: threading.Lock = field(default_factory=threading.Lock)
+    managing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8, "deltune-managing"))
     _known: frozenset[str] = frozenset()
     _known_since: float = 0.0
 
@@ -125,7 +136,11 @@ class Service:
         """
         keys = None if config.http.keys is None else KeyFile(config.http.keys)
         metrics = Metrics(engine.stats, engine.deltas)
-        return cls(engine, tokenizer, config, keys, RateLimits(config.limits), metrics)
+        return cls(engine, copy.deepcopy(tokenizer), config, keys, RateLimits(config.limits), metrics)
+
+    async def manage(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Run a function that loads or unloads deltas, in a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self.managing, function, *arguments)
 
     @property
     def hidden_folder(self) -> Path | None:
@@ -220,8 +235,10 @@ async def read_body(http: HttpRequest, kind: type[Body]) -> Body:
         kind: What it must be.
 
     Raises:
-        ApiError: It is no JSON, too deeply nested, or has wrong values; the message names all of them.
+        ApiError: There is no key, or the request is no JSON, too deeply nested, or has wrong values; the message names
+            all of them.
     """
+    service_of(http).tenant(http)  # who has no key sends nothing that is read
     media = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json" and not media.endswith("+json"):
         # A web page can post anything else to this server without asking its user.
@@ -235,25 +252,30 @@ async def read_body(http: HttpRequest, kind: type[Body]) -> Body:
 def _body_error(error: ValidationError, kind: type[BaseModel]) -> ApiError:
     """Return the error for a body that pydantic refused, with a line for each field that is wrong."""
     details = error.errors(include_url=False, include_input=False, include_context=False)
+    by_field: dict[str | int | None, list[ErrorDetails]] = {}
+    for one in details:
+        by_field.setdefault(one["loc"][0] if one["loc"] else None, []).append(one)
     problems = []
-    for top in dict.fromkeys(one["loc"][0] if one["loc"] else None for one in details):
-        problems_there = [one for one in details if (one["loc"][0] if one["loc"] else None) == top]
+    for top, problems_there in islice(by_field.items(), MAX_PROBLEMS):
+        first = problems_there[0]
         name = excerpt(top)[1:-1] if isinstance(top, str) else None
-        if problems_there[0]["type"] == "extra_forbidden":
+        if name is None:
+            problems.append(f"the request is no JSON object of options: {first['msg']}")
+        elif first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
             problems.append(unknown_name("option", name, kind.model_fields))
-        elif name is None:
-            problems.append(f"the request is no JSON object of options: {problems_there[0]['msg']}")
-        elif problems_there[0]["type"] == "missing" and len(problems_there[0]["loc"]) == 1:
+        elif first["type"] == "missing" and len(first["loc"]) == 1:
             problems.append(f"{name} is missing: {kind.model_fields[name].description}")
         else:
-            path = ".".join([name, *(str(part)[:40] for part in problems_there[0]["loc"][1:] if isinstance(part, int))])
-            reason = problems_there[0]["msg"].removeprefix("Value error, ")
+            inside = first["loc"][1:]
+            reason = first["msg"].removeprefix("Value error, ")
+            if first["type"] == "extra_forbidden":
+                inside, reason = inside[:-1], f"unknown option {excerpt(inside[-1])}"
+            path = ".".join([name, *(str(part)[:40] for part in inside if isinstance(part, int))])
             description = kind.model_fields[name].description
-            problems.append(
-                f"{path}: {description}" if len(problems_there) > 1 else f"{path}: {reason} ({description})"
-            )
+            is_plain = len(problems_there) == 1 or first["type"] == "extra_forbidden"
+            problems.append(f"{path}: {reason} ({description})" if is_plain else f"{path}: {description}")
     param = next((str(one["loc"][0])[:60] for one in details if one["loc"]), None)
-    return ApiError(400, "; ".join(problems[:MAX_PROBLEMS]), "invalid_value", param)
+    return ApiError(400, "; ".join(problems), "invalid_value", param)
 
 
 # -- waiting for answers

@@ -88,8 +88,7 @@ async def generate(http: Request) -> Response:
     body = await read_body(http, GenerateBody)
     service, tenant, delta, facts = begin(http, body.model, bool(body.stream))
     inputs = as_inputs(body.input, "input", service.config.limits.max_inputs)
-    most = body.max_tokens or default_max_tokens(service)
-    requests = generation_requests(service, body, tenant, delta, inputs, most)
+    requests = generation_requests(service, body, tenant, delta, inputs, default_max_tokens(service))
     return await respond(http, service, tenant, facts, body, requests, Pieces(body.model))
 
 
