@@ -855,8 +855,8 @@ def shares_rows(tuned: Tuned, name: str) -> bool:
         name: The delta's name.
     """
     with tuned._state.mutex:
-        shared, _ = tuned._passes.delta_cache.of(tuned.delta(name), tuned.anatomy, tuned._state)
-    return not shared
+        facts = tuned._passes.delta_cache.of(tuned.delta(name), tuned.anatomy, tuned._state)
+    return not facts.shared and not facts.not_by_row
 
 
 def keep_attached(tuned: Tuned, stays: bool) -> None:
