@@ -422,8 +422,9 @@ class Tuned(nn.Module):
             A context manager, which gives the handle.
 
         Raises:
-            DeltuneError: No delta has one of the names, or a delta trains tensors that all rows share (`full`). A batch
-                of another size, and a backward pass outside the block, are errors too, when they run.
+            DeltuneError: No delta has one of the names, a delta trains tensors that all rows share (`full`), or it
+                changes modules that do not keep the order of the rows (`Anatomy.not_by_row`). A batch of another size,
+                and a backward pass outside the block, are errors too, when they run.
         """
         _ = self.model  # raises after detach() and merge()
         return Scope(self._passes, self, lambda: self._assign_each_row(names))

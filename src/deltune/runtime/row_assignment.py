@@ -489,7 +489,7 @@ def _group_rows(
         facts = cache.of(delta, anatomy, state)
         shared = facts.shared
         if facts.not_by_row and not shared:
-            more = f" and {len(facts.not_by_row) - 1} more modules" if len(facts.not_by_row) > 1 else ""
+            more = f" and {len(facts.not_by_row) - 1} more" if len(facts.not_by_row) > 1 else ""
             problems.append(
                 f"{name!r} ({delta.method!r}) changes {facts.not_by_row[0]}{more}, whose hidden states are not in the "
                 "order of the batch's rows (their first axis is the length, or they are tokens that a router chose); "
