@@ -1,4 +1,4 @@
-"""Modules whose hidden states are not in the order of the batch's rows: `rows` refuses them, and runs all others right."""
+"""`rows` refuses modules whose hidden states are not in the order of the batch's rows, and runs all others right."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 import deltune
-
 from tests.identity import specimens
+
 from .families import FAMILIES
 from .specimens import specimen
 
@@ -153,7 +153,7 @@ def test_every_family_is_refused_or_right(entry: specimens.Entry) -> None:
         try:
             assert largest_difference(tuned, inputs) < 1e-3, method
         except deltune.DeltuneError as error:
-            assert "in one batch" in str(error), method
+            assert "in one batch" in str(error) or "rows() was given 2 names" in str(error), method
         tried += 1
         tuned.detach()
     if not tried:
