@@ -36,9 +36,10 @@ def modules_not_by_row(trace: Trace) -> tuple[str, ...]:
         if node.path and node.kind != "input" and (_sequence_first(node, lengths) or _of_selection(node, selections)):
             paths[node.path] = None
     for key, modules in trace.returned.items():
-        node = last.get(key)
-        if node is not None and (
-            _sequence_first(node, lengths, (key,)) or _is_selection(node.outputs[0].shape, selections.get(id(node)))
+        returning = last.get(key)
+        if returning is not None and (
+            _sequence_first(returning, lengths, (key,))
+            or _is_selection(returning.outputs[0].shape, selections.get(id(returning)))
         ):
             paths.update(dict.fromkeys(modules))
     return tuple(paths)
