@@ -35,6 +35,7 @@ from .inputs import LENGTHS, READABLE, tower_name
 from .quantization import check_quantization
 from .quantizers import visible_parameters
 from .residuals import SubLayer, find_sublayers, gate_and_up, norm_position, shared_experts
+from .row_order import modules_not_by_row
 from .skeleton import base_modules, base_parameters, structure_stamp
 from .tracing import Node, Trace, ancestors, base_model, meta_model, trace_forward
 from .types import (
@@ -475,6 +476,7 @@ class _Inspector:
             linears=self._linears(),
             vocabulary=self._vocabulary(),
             on_zeros=self.trace.on_zeros,
+            not_by_row=modules_not_by_row(self.trace),
         )
 
     def _linears(self) -> tuple[Linear, ...]:

@@ -60,6 +60,7 @@ class Node:
         transposed: Whether the weight of a "linear" has the shape (in, out).
         children: The nodes whose inputs are its outputs.
         steps: For a module, how many operations ran inside, without views.
+        picks: Of an operation that picks by indices or by a condition, the first axis that it picks from; else None.
     """
 
     kind: str
@@ -77,6 +78,7 @@ class Node:
     transposed: bool = False
     children: list[Node] = field(default_factory=list)
     steps: int = 0
+    picks: int | None = None
 
 
 @dataclass
@@ -340,7 +342,7 @@ class _Recorder(TorchDispatchMode):
         # what only takes a shape, such as zeros_like, reads no number
         inputs = [] if name in _SHAPE_OPERATIONS else list(tensors_in((args, kwargs or {})))
         kind = _operation_kind(name, inputs, self.producer)
-        self.record(kind, inputs, list(tensors_in(out)), operation=name)
+        self.record(kind, inputs, list(tensors_in(out)), operation=name, picks=_picked_axis(name, args))
         return out
 
     def record(self, kind: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], **fields: Any) -> Node:
@@ -441,6 +443,15 @@ def _zeros_of_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
     out = func(*map(meta, args), **{name: meta(value) for name, value in kwargs.items()})
     return torch.zeros(out.shape, dtype=out.dtype)
+
+
+def _picked_axis(name: str, args: tuple[Any, ...]) -> int | None:
+    """Return the first axis that an operation picks from by indices or by a condition; None if it does not pick."""
+    if name == "index":
+        return next((axis for axis, index in enumerate(args[1]) if index is not None), None)
+    if name in ("index_select", "gather"):
+        return int(args[1]) % max(args[0].dim(), 1)
+    return 0 if name == "masked_select" else None
 
 
 def _operation_kind(name: str, inputs: list[torch.Tensor], producer: dict[int, Node]) -> str:

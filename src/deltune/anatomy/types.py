@@ -346,6 +346,8 @@ class Anatomy:
         linears: Every linear that the forward pass calls, whether its role shows or not, and the vocabulary's.
         vocabulary: The projection to the vocabulary, the output embeddings; None for a model without one.
         on_zeros: Why the forward pass was observed on zeros in place of shapes alone; "" where it was not.
+        not_by_row: The paths of the modules whose tensors do not have the rows of the batch, in their order, as the
+            first axis: hidden states of shape (length, batch, width), or tokens that a router sends to an expert.
     """
 
     family: str
@@ -364,6 +366,7 @@ class Anatomy:
     linears: tuple[Linear, ...] = ()
     vocabulary: Linear | None = None
     on_zeros: str = ""
+    not_by_row: tuple[str, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Anatomy:
         """Return itself: it is a value, which copies of a tuned model share."""
@@ -522,7 +525,7 @@ def _lines(anatomy: Anatomy) -> Iterator[str]:
 
 _PATHS_OF_STACKS = frozenset({"entry", "container", "words", "positions"})
 _PATHS = _PATHS_OF_STACKS | {"path", "input_module", "pre", "post", "router", "base", "pooler", "tower_path"}
-_LISTS_OF_PATHS = frozenset({"aliases", "head", "shared_with"})
+_LISTS_OF_PATHS = frozenset({"aliases", "head", "not_by_row", "shared_with"})
 
 
 def _inside(value: Any, path: str) -> Any:

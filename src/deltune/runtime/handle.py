@@ -422,8 +422,9 @@ class Tuned(nn.Module):
             A context manager, which gives the handle.
 
         Raises:
-            DeltuneError: No delta has one of the names, or a delta trains tensors that all rows share (`full`). A batch
-                of another size, and a backward pass outside the block, are errors too, when they run.
+            DeltuneError: No delta has one of the names, a delta trains tensors that all rows share (`full`), or it
+                changes modules that do not keep the order of the rows (`Anatomy.not_by_row`). A batch of another size,
+                and a backward pass outside the block, are errors too, when they run.
         """
         _ = self.model  # raises after detach() and merge()
         return Scope(self._passes, self, lambda: self._assign_each_row(names))
@@ -855,8 +856,8 @@ def shares_rows(tuned: Tuned, name: str) -> bool:
         name: The delta's name.
     """
     with tuned._state.mutex:
-        shared, _ = tuned._passes.delta_cache.of(tuned.delta(name), tuned.anatomy, tuned._state)
-    return not shared
+        facts = tuned._passes.delta_cache.of(tuned.delta(name), tuned.anatomy, tuned._state)
+    return not facts.shared and not facts.not_by_row
 
 
 def keep_attached(tuned: Tuned, stays: bool) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..anatomy.skeleton import base_modules
-from ..anatomy.types import Anatomy
+from ..anatomy.types import Anatomy, is_inside
 from ..errors import DeltuneError, error_from_problems, excerpt, unknown_name
 from ..methods.forms import Prompt
 from ..methods.masks import RowMask
@@ -386,12 +386,27 @@ def owning_modules(anatomy: Anatomy, tensor: str) -> list[tuple[str, str]]:
     return [(name.rpartition(".")[0], name.rpartition(".")[2]) for name in names]
 
 
+@dataclass(frozen=True)
+class DeltaFacts:
+    """What every assignment of rows needs to know of a delta.
+
+    Attributes:
+        shared: The tensors of the delta that all rows of a batch share.
+        not_by_row: The modules that it changes whose tensors do not have the rows of the batch as their first axis.
+        overrides: Its own values of the model's tensors, by the modules that hold them.
+    """
+
+    shared: tuple[str, ...]
+    not_by_row: tuple[str, ...]
+    overrides: dict[nn.Module, TensorGetters]
+
+
 class DeltaCache:
     """Facts about deltas that every assignment of rows needs, each kept until its delta is detached."""
 
     def __init__(self) -> None:
         self._paths: dict[nn.Module, str] = {}
-        self._of: dict[Delta, tuple[list[str], dict[nn.Module, TensorGetters]]] = {}
+        self._of: dict[Delta, DeltaFacts] = {}
 
     def forget(self, delta: Delta) -> None:
         """Forget a delta that is detached.
@@ -412,8 +427,8 @@ class DeltaCache:
             self._paths = {module: path for path, module in base_modules(state.model)}
         return self._paths
 
-    def of(self, delta: Delta, anatomy: Anatomy, state: ModelState) -> tuple[list[str], dict[nn.Module, TensorGetters]]:
-        """Return the tensors of a delta that all rows share, and its own values by the modules that hold them.
+    def of(self, delta: Delta, anatomy: Anatomy, state: ModelState) -> DeltaFacts:
+        """Return the facts about a delta.
 
         Args:
             delta: The delta.
@@ -423,15 +438,34 @@ class DeltaCache:
         if delta not in self._of:
             names = {*delta.owned_tensors, *(tensor for tensor, _ in delta.masked_tensors())}
             by_token = {tensor.name for tensor, mask in delta.planned.masked if isinstance(mask, RowMask)}
-            shared = [
+            shared = tuple(
                 t.name
                 for t in anatomy.tensors
                 if t.name in names
                 and (t.batch_independent or (t.role not in BY_ROW and t.name not in by_token))
                 and t.area != "head"
-            ]
-            self._of[delta] = (shared, _overrides_of(state, delta))
+            )
+            not_by_row = _modules_not_by_row(delta, names, anatomy)
+            self._of[delta] = DeltaFacts(shared, not_by_row, _overrides_of(state, delta))
         return self._of[delta]
+
+
+def _modules_not_by_row(delta: Delta, names: Iterable[str], anatomy: Anatomy) -> tuple[str, ...]:
+    """Return the modules that a delta changes whose tensors do not have the rows of the batch as their first axis.
+
+    Args:
+        delta: The delta.
+        names: The names of the tensors that it has values of.
+        anatomy: The model's anatomy.
+    """
+    parts = (anatomy, *anatomy.other_towers)
+    changed = [path for name in names for path, _ in owning_modules(anatomy, name)]
+    for edit in delta.all_edits():
+        target = edit.place.target.path
+        changed += [target, *([edit.source_path] if edit.source_path else [])]
+        if edit.place.target.side == "states":
+            changed += [layer.path for part in parts for layer in part.layers if is_inside(layer.path, target)]
+    return tuple(dict.fromkeys(path for part in parts for path in part.not_by_row if path in {*changed}))
 
 
 def _group_rows(
@@ -452,7 +486,15 @@ def _group_rows(
     groups = []
     for name in unique_names if not problems else []:
         delta = deltas[name]
-        shared, overrides = cache.of(delta, anatomy, state)
+        facts = cache.of(delta, anatomy, state)
+        shared = facts.shared
+        if facts.not_by_row and not shared:
+            more = f" and {len(facts.not_by_row) - 1} more" if len(facts.not_by_row) > 1 else ""
+            problems.append(
+                f"{name!r} ({delta.method!r}) changes {facts.not_by_row[0]}{more}, whose hidden states are not in the "
+                "order of the batch's rows (their first axis is the length, or they are tokens that a router chose); "
+                f"call use({name!r}) and run its rows in a batch of their own"
+            )
         if all_rows := [edit.place.name for edit in delta.all_edits() if not edit.place.by_row]:
             problems.append(
                 f"{name!r} ({delta.method!r}) changes {all_rows[0]}, whose module reads something that all rows of a "
@@ -466,7 +508,7 @@ def _group_rows(
                 f"call use({name!r}) and run its rows in a batch of their own"
             )
         rows = tuple(i for i, other in enumerate(names) if other == name)
-        groups.append(DeltaRows(delta, rows, len(names), overrides))
+        groups.append(DeltaRows(delta, rows, len(names), facts.overrides))
     if problems:
         raise error_from_problems("these deltas cannot be used in one batch", problems)
     return groups
