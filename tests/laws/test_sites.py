@@ -19,7 +19,7 @@ import peft
 import pytest
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import BertConfig, BertModel, DebertaV2Config, DebertaV2ForMaskedLM, PreTrainedModel
 
 import deltune
 from deltune.runtime.frozen_layers import find_boundary
@@ -570,3 +570,20 @@ def test_a_compiled_lm_head_is_called(part: str) -> None:
     for _ in range(2):
         assert torch.allclose(model(inputs, use_cache=False).logits, expected)
     torch.compiler.reset()
+
+
+def test_a_linear_before_the_vocabulary_is_not_the_vocabulary() -> None:
+    """DeBERTa's new head returns the linear before the product with the word embeddings as its output embeddings."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+    model = DebertaV2ForMaskedLM(DebertaV2Config(legacy=False, vocab_size=64, **sizes))
+    assert deltune.inspect(model).vocabulary is None
+    with pytest.raises(deltune.DeltuneError, match="no projection to the vocabulary"):
+        deltune.attach(model, "lora(rank=2, at='lm_head')")
+    tuned = deltune.attach(model, "trainable_tokens(tokens=(60,))")
+    assert [tensor.name for tensor, _ in tuned.delta().planned.masked] == ["deberta.embeddings.word_embeddings.weight"]
+
+
+def test_the_padding_token_gets_no_gradient() -> None:
+    model = BertModel(BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4))
+    with pytest.warns(UserWarning, match="token 0 is the padding token of embeddings.word_embeddings.weight"):
+        deltune.attach(model, "trainable_tokens(tokens=(0, 5))")

@@ -493,6 +493,9 @@ class _Inspector:
         weight = parameters_of(module).get("weight") if module is not None and path is not None else None
         if path is None or type(module) is not nn.Linear or weight is None:
             return None
+        tokens = getattr(self.model.config.get_text_config(decoder=True), "vocab_size", None)
+        if isinstance(tokens, int) and weight.shape[0] < tokens:  # a linear before the vocabulary, as DeBERTa's
+            return None
         bias = parameters_of(module).get("bias") is not None
         return Linear(path, weight.shape[1], weight.shape[0], bias, shared_with=self._holders_of(module, path))
 

@@ -563,7 +563,9 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
             # the dtype is written to the configuration; without one, the configuration's becomes the process's default
             return AutoModel.from_config(copy.deepcopy(config), dtype=torch.get_default_dtype())
     except Exception as error:
-        raise DeltuneError(f"no model can be built from this {type(config).__name__}: {error}") from error
+        raise DeltuneError(
+            f"no model can be built from this {type(config).__name__}: {error_summary(error)}"
+        ) from error
 
 
 _CALL_ORDERS: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, CallOrder]] = weakref.WeakKeyDictionary()

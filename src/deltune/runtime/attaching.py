@@ -44,6 +44,7 @@ from ..interop.base import (
 )
 from ..methods.counting import base_size, check_memory, resolve_within_memory
 from ..methods.forms import Prompt
+from ..methods.masks import RowMask
 from ..methods.parser import explain_arguments
 from ..methods.registry import parse
 from ..methods.resolve import ResolvedMethod, resolve
@@ -279,9 +280,22 @@ def _attach(handle: Tuned, parsed: Method, planned: ResolvedMethod, name: str, h
             "rounding: load the model in float32 and use autocast",
             stacklevel=4,
         )
-    for waste in planned.wasteful_parts():
+    for waste in (*planned.wasteful_parts(), *_padding_rows(handle.model, planned)):
         warnings.warn(waste, stacklevel=4)
     handle._add_delta(name, delta, handle._base_labels)
+
+
+def _padding_rows(model: PreTrainedModel, planned: ResolvedMethod) -> Iterator[str]:
+    """Yield for each table of embeddings whose padding token is chosen that its row gets no gradient."""
+    for tensor, mask in planned.masked:
+        if not isinstance(mask, RowMask) or tensor.aliases:  # a tied row gets one from the vocabulary
+            continue
+        padding = getattr(model.get_submodule(tensor.name.rpartition(".")[0]), "padding_idx", None)
+        if padding in mask.rows:
+            yield (
+                f"token {padding} is the padding token of {tensor.name}, whose row gets no gradient, so that it stays "
+                "as it is: leave it out of tokens="
+            )
 
 
 @torch.no_grad()
