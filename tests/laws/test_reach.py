@@ -126,7 +126,8 @@ KINDS = (
         "WhisperForConditionalGeneration", "whisper",
         (*((f"model.encoder.layers.{i}", _SELF, ("",), {}) for i in range(2)),
          *((f"model.decoder.layers.{i}", {**_SELF, "encoder_attn": "cross"}, ("",), {}) for i in range(2))),
-        _spectrogram, {"max_source_positions": 20, "num_mel_bins": 80}, _NO_TOKENS,
+        _spectrogram, {"max_source_positions": 20, "num_mel_bins": 80},
+        dict.fromkeys(_NO_TOKENS, "runs on inputs_embeds alone"),
     ),
 )  # fmt: skip
 

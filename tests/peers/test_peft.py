@@ -200,10 +200,9 @@ KINDS: dict[str, Callable[[str], Any]] = {
     "prefix": lambda task: peft.PrefixTuningConfig(task_type=task, num_virtual_tokens=3),
 }
 NOT_HERE = {
-    **dict.fromkeys(
-        ["bert LoRA", "electra LoRA", "albert LoRA", "modernbert LoRA"], "extra tensor"
-    ),  # outside the layers
-    **dict.fromkeys([f"{f} {k}" for f in ("deberta-v2", "bloom", "gptj") for k in ("LoRA", "IA3")], "not visible"),
+    **dict.fromkeys(["electra LoRA", "albert LoRA", "modernbert LoRA"], "extra tensor"),  # outside the layers
+    "deberta-v2 LoRA": "not visible",
+    "deberta-v2 IA3": "only a part of a head",
     **dict.fromkeys([f"{f} prefix" for f in ("mistral", "gemma2", "phi3", "starcoder2")], "sliding window"),
     **dict.fromkeys([f"{f} prefix" for f in ("bloom", "gptj")], "attention interface"),
     "mt5 IA3": "ffn_up1 alone",
