@@ -219,6 +219,11 @@ def token_rows(anatomy: Anatomy, selection: Selection, tokens: tuple[int, ...]) 
     tables = [stack.embedding for stack in anatomy.stacks if stack.embedding is not None]
     if not tables:
         raise DeltuneError("the word embeddings of this model cannot be seen")
+    if anatomy.output_kind == "words" and anatomy.vocabulary is None:
+        raise DeltuneError(
+            f"the projection to the vocabulary of {anatomy.model} cannot be seen, so that it may read the word "
+            "embeddings where rows of chosen tokens would not be put in their place"
+        )
     paths = [table.path for table in tables] if "embedding" in selection.areas else []
     paths += [anatomy.vocabulary.path] if anatomy.vocabulary is not None and "vocabulary" in selection.areas else []
     names = {f"{path}.weight" for path in paths}
