@@ -292,6 +292,12 @@ def test_what_is_not_clearly_better(analysis: Analysis, expected: str, whole: Ru
     assert len(longer) == len(notes) and all("--lr auto" in note for note in longer)
 
 
+def test_a_handful_of_rows_advises_nothing(whole: RunDir) -> None:
+    few = Analysis(10, "", baseline=0.4, accuracy=0.6, majority="beast")
+    (note,) = advising.nothing_learned(whole.config, few, "test", FALLING)
+    assert note.endswith("so few rows cannot show more") and "--lr" not in note
+
+
 @pytest.mark.parametrize(
     ("tried", "chosen", "expected"),
     [((1e-3, 1e-2), 1e-2, "largest value tried.*lr=0.1"), ((1e-2, 1e-3), 1e-3, "smallest value tried.*lr=0.0001"),

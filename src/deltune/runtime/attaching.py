@@ -234,11 +234,11 @@ def attach(
             or there is too little memory. The model stays as it was.
     """
     _check_model(model)
-    parsed = parse(method)
-    if head not in ("train", "freeze"):
-        raise DeltuneError(unknown_name("head", head, ("train", "freeze")))
     with _default_modes():
         check_gradients_pass(model)
+        parsed = parse(method)
+        if head not in ("train", "freeze"):
+            raise DeltuneError(unknown_name("head", head, ("train", "freeze")))
         handle = find_tuned(model)
         check_name(name, handle.names if handle else ())
         anatomy = handle.anatomy if handle else inspect(model)

@@ -16,7 +16,7 @@ from .inference import SPLITS
 from .rates import edge_of_rates
 from .run_dir import DataFacts, RunDir, RunMetrics
 
-FEW_ROWS = 30
+FEW_ROWS = 20
 """With fewer rows of a split its accuracy says too little to advise another learning rate."""
 NEGLIGIBLE = 0.005
 """Accuracy above the majority class that counts as none."""
