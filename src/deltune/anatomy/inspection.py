@@ -189,12 +189,12 @@ class _Inspector:
         if columns is not None:
             width = columns.groups * (columns.stop - columns.start)
         read = next(t for t in node.inputs if t.is_floating_point())
-        common = node.path in self._common_calls
+        batch_independent = node.path in self._batch_independent_calls
         tied = self._holders_of(node.module, node.path)
-        return Linear(node.path, read.shape[-1], width, bias, node.transposed, columns, tied, common)
+        return Linear(node.path, read.shape[-1], width, bias, node.transposed, columns, tied, batch_independent)
 
     @cached_property
-    def _common_calls(self) -> set[str]:
+    def _batch_independent_calls(self) -> set[str]:
         """The paths of the linears that some call gives nothing which depends on the batch."""
         return {n.path for n in self.trace.of_kind("linear") if id(n) not in self.batch_nodes}
 

@@ -16,7 +16,7 @@ _PUTTING = {
 """Operations that put a selection of tokens back into a tensor whose order stays."""
 
 _TOKENS, _ROWS_OF_AXIS = "tokens", "rows of an axis"
-"""What a selection is of: of tokens that a condition chooses, or of the rows of a first axis that is not the batch."""
+"""The two kinds of selections: tokens that a condition chooses, and parts of a first axis that is not the batch."""
 
 
 def modules_not_by_row(trace: Trace) -> tuple[str, ...]:
@@ -46,7 +46,7 @@ def modules_not_by_row(trace: Trace) -> tuple[str, ...]:
 
 
 def _sequence_first(node: Node, lengths: set[int], keys: tuple[int, ...] = ()) -> bool:
-    """Whether tensors of a step, or those of some ids, have the shape (length, batch, …) for a batch of one row."""
+    """Whether the first input or output of a step, or its outputs with given ids, has the shape (length, 1, …)."""
     tensors = [t for t in node.outputs if id(t) in keys] if keys else [*node.inputs[:1], *node.outputs[:1]]
     return any(
         t.dim() > 2 and t.shape[0] in lengths - {1} and t.shape[1] == 1 and t.is_floating_point() for t in tensors
@@ -54,13 +54,13 @@ def _sequence_first(node: Node, lengths: set[int], keys: tuple[int, ...] = ()) -
 
 
 def _of_selection(node: Node, selections: dict[int, str]) -> bool:
-    """Whether a module reads a selection of tokens."""
+    """Whether an input of a step is a selection of tokens."""
     pairs = zip(node.inputs, node.sources, strict=True)
     return any(_is_selection(t.shape, selections.get(id(source))) for t, source in pairs if t.is_floating_point())
 
 
 def _is_selection(shape: tuple[int, ...], selection: str | None) -> bool:
-    """Whether a tensor is a selection, and not one that has the batch as its first axis again."""
+    """Whether a tensor of a shape is a selection; one whose first axis is the batch again is none."""
     return selection == _TOKENS or (selection == _ROWS_OF_AXIS and not (len(shape) > 2 and shape[0] == 1))
 
 

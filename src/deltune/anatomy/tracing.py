@@ -371,7 +371,7 @@ class _Recorder(TorchDispatchMode):
 
 
 _OUTPUTS: dict[tuple[Any, ...], list[TensorMetadata] | TensorMetadata] = {}
-"""What operations return for given shapes, the oldest first."""
+"""The metadata of what operations return, by operation and arguments; emptied when it is full."""
 
 _MAX_OUTPUTS = 20_000
 
@@ -399,7 +399,7 @@ def _run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _are_new(tensors: list[Any], inputs: Any) -> bool:
-    """Whether tensors are whole, on the meta device and not in the memory of an input.
+    """Whether tensors on the meta device begin their storage, and share it with no input.
 
     An operation such as dropout may return its input, of which its schema says nothing.
     """
