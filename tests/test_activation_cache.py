@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -28,6 +25,7 @@ from deltune.training.activation_cache import CachedRows, with_cached_activation
 from deltune.training.config import RunConfig
 from deltune.training.run_dir import RunDir
 from deltune.training.train import train
+from processes import Started, deltune
 
 UPPER = "layernorm(layers='upper half')"
 COLUMNS = {
@@ -114,15 +112,13 @@ def test_killed_and_run_again(root: Path, place: Path, tmp_path: Path) -> None:
     run_spec = spec(root, epochs=60)
     (tmp_path / "spec.yaml").write_text(run_spec.yaml())
     run = RunDir(tmp_path / "run")
-    command = [sys.executable, "-m", "deltune", "train", str(tmp_path / "spec.yaml"), "--output", str(run.folder)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    started = Started(deltune, tmp_path, "train", str(tmp_path / "spec.yaml"), "--output", str(run.folder))
     try:
         while checkpoints.latest_checkpoint(run.checkpoint) is None:
-            assert process.poll() is None, process.communicate()
+            assert started.running, started.printed
             time.sleep(0.01)
     finally:
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+        started.kill()
     assert not run.finished
     made = {path.name: path.read_bytes() for path in place.glob("*.safetensors")}
     train(run_spec, run.folder)

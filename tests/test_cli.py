@@ -493,7 +493,8 @@ def full_disk(size: str) -> list[str] | None:
     return [*prefix, mount, "sh"] if able else None
 
 
-@pytest.mark.parametrize("size", ["64k", pytest.param("8k", marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/kill has a case in `make test`
+@pytest.mark.parametrize("size", ["64k", "8k"])
 def test_a_full_disk(size: str, root: Path) -> None:
     """A real one: a file system of that size."""
     prefix = full_disk(size)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +25,8 @@ from deltune.training.inference import evaluate
 from deltune.training.run_dir import Best, RunDir
 from deltune.training.task_setup import ModelCache
 from deltune.training.train import train
-from deltune.training.trainer import DeltaTrainer
+from deltune.training.trainer import DeltaTrainer, raise_if_interrupted, watch_interrupts
+from processes import Started, deltune
 
 TIMES = ("seconds", "seconds_left", "tokens_per_second")
 
@@ -308,8 +308,9 @@ def test_answers_that_are_not_of_the_delta_are_made_anew(
     same(whole, run)
 
 
-def command(spec_file: Path, folder: Path) -> list[str]:
-    return [sys.executable, "-m", "deltune", "train", str(spec_file), "--output", str(folder)]
+def start(folder: Path) -> Started:
+    """`deltune train` of the folder's spec.yaml, in a process of its own."""
+    return Started(deltune, folder, "train", str(folder / "spec.yaml"), "--output", str(folder / "run"))
 
 
 @pytest.mark.slow  # tests/kill has a small case
@@ -327,14 +328,13 @@ def test_killed_and_run_again(changes: dict[str, Any], root: Path, tmp_path: Pat
     spec = tiny.spec(root, method="prefix(length=4) + lora(rank=2, dropout=0.1)", **changes)
     (tmp_path / "spec.yaml").write_text(spec.yaml())
     run = RunDir(tmp_path / "run")
-    process = subprocess.Popen(command(tmp_path / "spec.yaml", run.folder), stderr=subprocess.PIPE)
+    started = start(tmp_path)
     try:
         while not list(run.folder.rglob("checkpoint/*")):
-            assert process.poll() is None, process.communicate()
+            assert started.running, started.printed
             time.sleep(0.01)
     finally:
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+        started.kill()
     assert not run.finished
     train(spec, run.folder)
     train(spec, tmp_path / "whole")
@@ -348,12 +348,11 @@ def test_killed_again_and_again(root: Path, tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_text(spec.yaml())
     run = RunDir(tmp_path / "run")
     for i in range(7):
-        process = subprocess.Popen(command(tmp_path / "spec.yaml", run.folder), stderr=subprocess.PIPE)
-        while checkpoints.latest_checkpoint(run.checkpoint) is None and process.poll() is None:
+        started = start(tmp_path)
+        while checkpoints.latest_checkpoint(run.checkpoint) is None and started.running:
             time.sleep(0.01)
-        time.sleep(5 + 0.37 * i if i else 0.2)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+        time.sleep(0.37 * i if i else 0.2)
+        started.kill()
     train(spec, run.folder)
     train(spec, tmp_path / "whole")
     same(RunDir(tmp_path / "whole"), run)
@@ -363,25 +362,29 @@ def test_ctrl_c_leaves_a_run_that_goes_on(root: Path, tmp_path: Path) -> None:
     spec = tiny.spec(root, epochs=200)
     (tmp_path / "spec.yaml").write_text(spec.yaml())
     run = RunDir(tmp_path / "run")
-    process = subprocess.Popen(command(tmp_path / "spec.yaml", run.folder), stderr=subprocess.PIPE, text=True)
-    while checkpoints.latest_checkpoint(run.checkpoint) is None and process.poll() is None:
+    started = start(tmp_path)
+    while checkpoints.latest_checkpoint(run.checkpoint) is None and started.running:
         time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    _, message = process.communicate(timeout=60)
-    assert process.returncode == 130 and "run the same command again" in message and "Traceback" not in message
+    assert started.interrupt() == 130
+    assert "run the same command again" in started.printed and "Traceback" not in started.printed
     assert run.exists and not run.finished
 
 
-def test_an_interrupt_that_is_swallowed_comes_again() -> None:
+def swallow_an_interrupt() -> None:
+    watch_interrupts()
+    with contextlib.suppress(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    try:
+        raise_if_interrupted()
+    except KeyboardInterrupt:
+        print("again")
+    raise_if_interrupted()
+
+
+def test_an_interrupt_that_is_swallowed_comes_again(tmp_path: Path) -> None:
     """As in a callback of a library that ignores every exception."""
-    code = (
-        "import os, signal\nfrom deltune.training import trainer\ntrainer.watch_interrupts()\n"
-        "try:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    pass\n"
-        "try:\n    trainer.raise_if_interrupted()\nexcept KeyboardInterrupt:\n    print('again')\n"
-        "trainer.raise_if_interrupted()"
-    )
-    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert completed.stdout == "again\n"
+    started = Started(swallow_an_interrupt, tmp_path / "output")
+    assert started.wait() == 0 and started.printed == "again\n"
 
 
 def test_a_checkpoint_holds_the_delta_alone(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,39 +1,26 @@
-"""Start runs in processes of their own, and disturb them by SIGKILL, a full disk or another process.
-
-The processes are forked from a server that has imported everything, so that each starts within a second.
-"""
+"""Disturb runs in processes of their own by SIGKILL, a full disk or another process."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
 import json
-import multiprocessing
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 from safetensors.torch import load_file
 
 from deltune.training import checkpoints
 from deltune.training.run_dir import RunDir
-
-HANG = 300.0
-"""Seconds after which a process that should take a few counts as hanging."""
-
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(
-    ["deltune.cli.app", "deltune.cli.train", "deltune.training.train", "transformers.models.bert.modeling_bert"]
-)
+from processes import deltune
 
 WRITES = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "os.symlink", "tempfile.mkstemp")
 """Python's audit events of changes to a disk; `open` also where it is for reading, which is as good a moment."""
@@ -76,48 +63,11 @@ class Strike:
         sys.addaudithook(hook)
 
 
-class Started:
-    """A function that runs in a process of its own, with its output in a file."""
-
-    def __init__(self, what: Callable[..., None], folder: Path, *arguments: Any) -> None:
-        self.output = folder.with_name(f"{folder.name}.{time.monotonic_ns()}.txt")
-        self.process = SERVER.Process(target=_run_with_output, args=(str(self.output), what, *arguments))
-        self.process.start()
-
-    def kill(self) -> bool:
-        """Kill the process; return whether it was still running."""
-        self.process.kill()
-        return self.wait() == -signal.SIGKILL
-
-    def wait(self) -> int:
-        """Wait for the process, and return its exit code."""
-        self.process.join(HANG)
-        if self.process.exitcode is None:
-            self.process.kill()
-            pytest.fail(f"it hangs; it printed\n{self.printed}")
-        return int(self.process.exitcode)
-
-    @property
-    def printed(self) -> str:
-        """The output so far."""
-        return self.output.read_text() if self.output.exists() else ""
-
-
-def _run_with_output(output: str, what: Callable[..., None], *arguments: Any) -> None:
-    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT)
-    for stream in (1, 2):
-        os.dup2(descriptor, stream)
-    what(*arguments)
-
-
 def train(spec_file: str, folder: str, strike: Strike | None = None) -> None:
     """`deltune train`, as from a shell."""
-    from deltune.cli import main
-
     if strike is not None:
         strike.arm()
-    sys.argv = ["deltune", "train", spec_file, "--output", folder, "--quiet"]
-    main()
+    deltune("train", spec_file, "--output", folder, "--quiet")
 
 
 def small_disk(folder: str, kilobytes: int) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from strikes import Started, Strike, content, permitted, resized, small_disk, whole
+from strikes import Strike, content, permitted, resized, small_disk, whole
 from transformers import AutoModelForSequenceClassification
 
 import tiny
@@ -17,6 +17,7 @@ from deltune.errors import DeltuneError
 from deltune.training.config import read_config
 from deltune.training.run_dir import RunDir
 from deltune.training.train import train
+from processes import Started
 
 PAGE = 4  # kilobytes
 ENOUGH = 4096

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from strikes import Started, Strike, chance, content, train, whole
+from strikes import Strike, chance, content, train, whole
 
 import tiny
+from processes import Started
 
 ROWS, OTHERS = 32, 12
 

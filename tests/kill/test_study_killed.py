@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from strikes import HANG, chance, content
+from strikes import chance, content
 
 import tiny
 from deltune.studies.engine.store import ResultStore
+from processes import HANG
 from test_engine import drive, driver, finished, scores, study
 
 STRIKES_OF_WORKERS = 2
@@ -22,11 +23,15 @@ STRIKES_OF_WORKERS = 2
 
 
 def workers(process: subprocess.Popen[str]) -> list[int]:
-    """The processes that a driver has started for its work."""
-    listed = subprocess.run(
-        ["ps", "-ww", "-o", "pid=", "-o", "args=", "--ppid", str(process.pid)], capture_output=True, text=True
-    )
-    return [int(line.split()[0]) for line in listed.stdout.splitlines() if "spawn_main" in line]
+    """The processes that a driver's server of workers has forked for its work."""
+    return [pid for server, line in children(process.pid) if "forkserver" in line for pid, _ in children(server)]
+
+
+def children(process: int) -> list[tuple[int, str]]:
+    """The processes that a process has started, each with its command line."""
+    words = ["ps", "-ww", "-o", "pid=", "-o", "args=", "--ppid", str(process)]
+    lines = subprocess.run(words, capture_output=True, text=True).stdout.splitlines()
+    return [(int(pid), words) for pid, words in (line.split(maxsplit=1) for line in lines)]
 
 
 def disturbed(root: Path, file: Path, numbers: random.Random, pause: float, most: int) -> tuple[int, int, int]:

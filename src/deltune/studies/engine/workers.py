@@ -10,10 +10,10 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -29,6 +29,9 @@ from .store import ErrorKind
 
 BUSY_RETRIES = 20
 """How often a worker waits half a second for a run directory that another process is writing."""
+
+PRELOADED = ["deltune.training.train", "deltune.studies.engine.workers"]
+"""What the server of worker processes imports before the first is forked."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,10 @@ def _died(job: Job, reason: str) -> JobResult:
 
 
 class LocalPool:
-    """Processes of this machine, each started by spawn when it is given its first job.
+    """Processes of this machine, each started when it is given its first job.
+
+    They are forked from a server process that has imported what a job needs, once for all of them. Where there is an
+    accelerator they are spawned, since an import may already have initialized it, which a fork does not survive.
 
     Args:
         workers: How many processes.
@@ -123,14 +129,17 @@ class LocalPool:
 
     def __init__(self, workers: int, runs: Path, threads: int = 1) -> None:
         self.runs, self.threads = runs, threads
-        self._context = multiprocessing.get_context("spawn")
+        self._context: Any = multiprocessing.get_context("spawn")
+        if sys.platform == "linux" and not torch.accelerator.is_available():
+            self._context = multiprocessing.get_context("forkserver")
+            self._context.set_forkserver_preload(PRELOADED)
         self._pipes: list[Connection | None] = [None] * workers
         self._processes: list[Any] = [None] * workers
         self._jobs: list[Job | None] = [None] * workers
 
     def _start(self) -> tuple[Connection, Any]:
         ours, theirs = self._context.Pipe()
-        arguments = (theirs, self.runs, self.threads, os.getpid())
+        arguments = (theirs, self.runs, self.threads, dict(os.environ))
         process = self._context.Process(target=_run_worker, args=arguments, daemon=True)
         process.start()
         theirs.close()
@@ -186,10 +195,12 @@ class LocalPool:
             pipe.close()
 
 
-def _run_worker(pipe: Connection, runs: Path, threads: int, parent: int) -> None:
+def _run_worker(pipe: Connection, runs: Path, threads: int, environment: dict[str, str]) -> None:
     """Do the jobs that come through the pipe until it is closed or the parent process is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the scheduler handles it
-    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    os.environ.clear()  # the server's is older than what the parent process may have set since
+    os.environ.update(environment)
     torch.set_num_threads(threads)
     model_cache = ModelCache()
     while True:
@@ -200,9 +211,11 @@ def _run_worker(pipe: Connection, runs: Path, threads: int, parent: int) -> None
         pipe.send(execute_safely(job, runs, model_cache))
 
 
-def _exit_with_parent(parent: int, current_parent: Callable[[], int] = os.getppid) -> None:
-    while current_parent() == parent:
-        time.sleep(0.2)
+def _exit_with_parent() -> None:
+    """Wait for the end of the process that made the pool, which is not the one that forked this process."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
     os._exit(1)
 
 
