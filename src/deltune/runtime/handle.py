@@ -612,16 +612,13 @@ class Tuned(nn.Module):
             DeltuneError: As `save`; or the hub refuses or cannot be reached, `HF_HUB_OFFLINE` is set, or `private` is
                 True and the repository is public.
         """
-        options: dict[str, Any] = {
-            "commit_message": commit_message, "commit_description": commit_description, "private": private,
-            "token": token, "revision": revision, "create_pr": create_pr,
-        }  # fmt: skip
+        commit = hub.Commit(commit_message or "Upload a delta", commit_description, revision, create_pr)
         if not isinstance(repo_id, str):
             raise DeltuneError(f"repo_id must be OWNER/NAME, not {excerpt(repo_id)}")
         with tempfile.TemporaryDirectory() as folder:
             path, card = self._write(Path(folder) / "delta", name, (repo_id.rpartition("/")[2], repo_id))
             assert card is not None
-            return hub.push_delta(path, card, repo_id, **options)
+            return hub.push_delta(path, card, repo_id, commit, private=private, token=token)
 
     def _write(
         self, folder: str | Path, name: str | None, card: tuple[str, str] | None = None
