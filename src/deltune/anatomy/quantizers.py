@@ -16,7 +16,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat import dequantize_packed_4bit, has_packed_weights, parameters_of, replace_parameters
+from ..compat import (
+    dequantize_packed_4bit,
+    has_packed_weights,
+    int8_codes_and_scales,
+    parameters_of,
+    quantize_4bit_like,
+    quantize_int8_like,
+    replace_layer_of_4bit,
+    replace_parameters,
+)
 from ..errors import DeltuneError, error_summary
 
 
@@ -131,9 +140,8 @@ def set_weight_from(module: nn.Module, source: nn.Module) -> None:
     assert quantizer is not None
     for name in quantizer.state:
         module.__dict__[name] = source.__dict__[name]
-    weight: Any = parameters_of(source)["weight"]
-    if getattr(weight, "module", None) is source:  # bitsandbytes' weights refer to their layer
-        weight.module = module
+    weight = parameters_of(source)["weight"]
+    replace_layer_of_4bit(weight, source, module)
     parameters_of(module)["weight"] = weight
 
 
@@ -182,13 +190,7 @@ def _dequantize_4bit(module: Any) -> torch.Tensor:
 
 
 def _quantize_4bit(module: Any, weight: torch.Tensor) -> None:
-    old = module.weight
-    new = type(old)(
-        weight.to(old.quant_state.dtype).contiguous().cpu(), requires_grad=False, blocksize=old.blocksize,
-        compress_statistics=old.compress_statistics, quant_type=old.quant_type, quant_storage=old.quant_storage,
-        module=module,
-    )  # fmt: skip
-    parameters_of(module)["weight"] = new.to(old.device)
+    parameters_of(module)["weight"] = quantize_4bit_like(module.weight, weight, module)
 
 
 def _no_gradient_4bit(module: Any) -> str:
@@ -205,20 +207,15 @@ def _is_stored_8bit(module: Any) -> bool:
 
 
 def _dequantize_8bit(module: Any) -> torch.Tensor:
-    scale = module.state.SCB if module.weight.SCB is None else module.weight.SCB
-    codes = module.state.CB if module.weight.CB is None else module.weight.CB
-    result: torch.Tensor = codes.float() * scale.float().unsqueeze(1) / 127
-    return result
+    codes, scales = int8_codes_and_scales(module)
+    return codes.float() * scales.float().unsqueeze(1) / 127
 
 
 def _quantize_8bit(module: Any, weight: torch.Tensor) -> None:
-    old = module.weight
-    new = type(old)(weight.to(torch.float16).contiguous().cpu(), requires_grad=False, has_fp16_weights=False)
-    parameters_of(module)["weight"] = new.to(old.device)
-    module.state.CB = module.state.SCB = None  # the first call takes them from the weight
+    parameters_of(module)["weight"] = quantize_int8_like(module.weight, weight, module)
 
 
-# -- torchao
+# -- torchao: what is read of its weights here is described by the docstrings of their classes
 
 
 def _is_torchao(module: Any) -> bool:
@@ -339,7 +336,7 @@ QUANTIZERS = (
         "torchao", _is_torchao, _kind_torchao, _dequantize_torchao, _quantize_torchao, no_gradient=_no_gradient_torchao
     ),
     Quantizer(
-        "torchao", _is_of("torchao.quantization.qat.linear", "FakeQuantizedLinear"), _kind_qat, _dequantize_qat,
+        "torchao", _is_of("torchao.quantization.qat", "FakeQuantizedLinear"), _kind_qat, _dequantize_qat,
         _quantize_qat, trainable_weight=True,
     ),
     Quantizer("quanto", _is_quanto, _kind_quanto, _dequantize_torchao, _quantize_quanto),
