@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +31,6 @@ COLUMNS = {
     "text": [row["text"] for row in tiny.sentences(20, 0)],
     "label": [i % 3 for i in range(20)],
 }
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("trunk")
-    tiny.spec(folder)
-    return folder
 
 
 @pytest.fixture
@@ -112,17 +101,8 @@ def test_dropout_of_the_frozen_layers_is_what_off_takes_away(root: Path, tmp_pat
 def test_killed_and_run_again(root: Path, place: Path, tmp_path: Path) -> None:
     """SIGKILL after the first checkpoint: the same numbers as without; the states are not made again."""
     run_spec = spec(root, epochs=60)
-    (tmp_path / "spec.yaml").write_text(run_spec.yaml())
     run = RunDir(tmp_path / "run")
-    command = [sys.executable, "-m", "deltune", "train", str(tmp_path / "spec.yaml"), "--output", str(run.folder)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE)
-    try:
-        while checkpoints.latest_checkpoint(run.checkpoint) is None:
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.01)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+    tiny.killed_training(run_spec, run.folder, lambda: checkpoints.latest_checkpoint(run.checkpoint) is not None)
     assert not run.finished
     made = {path.name: path.read_bytes() for path in place.glob("*.safetensors")}
     train(run_spec, run.folder)

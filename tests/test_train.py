@@ -32,14 +32,6 @@ TIMES = ("seconds", "seconds_left", "tokens_per_second")
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the tiny model and the tiny data."""
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny.spec(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def whole(root: Path) -> RunDir:
     """An uninterrupted run."""
     train(tiny.spec(root), root / "whole")
@@ -325,16 +317,8 @@ def command(spec_file: Path, folder: Path) -> list[str]:
 def test_killed_and_run_again(changes: dict[str, Any], root: Path, tmp_path: Path) -> None:
     """SIGKILL after the first checkpoint: the same numbers as without."""
     spec = tiny.spec(root, method="prefix(length=4) + lora(rank=2, dropout=0.1)", **changes)
-    (tmp_path / "spec.yaml").write_text(spec.yaml())
     run = RunDir(tmp_path / "run")
-    process = subprocess.Popen(command(tmp_path / "spec.yaml", run.folder), stderr=subprocess.PIPE)
-    try:
-        while not list(run.folder.rglob("checkpoint/*")):
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.01)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+    tiny.killed_training(spec, run.folder, lambda: bool(list(run.folder.rglob("checkpoint/*"))))
     assert not run.finished
     train(spec, run.folder)
     train(spec, tmp_path / "whole")

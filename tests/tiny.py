@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +94,21 @@ def still(folder: Path) -> Path:
     config |= {name: 0.0 for name in config if "drop" in name}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def killed_training(run_spec: RunConfig, folder: Path, ready: Callable[[], bool]) -> None:
+    """Begin `deltune train` in a process of its own, and kill it by SIGKILL as soon as `ready` is true."""
+    file = folder.with_name(f"{folder.name}.yaml")
+    file.write_text(run_spec.yaml())
+    command = [sys.executable, "-m", "deltune", "train", str(file), "--output", str(folder)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    try:
+        while not ready():
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.01)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
 
 
 def losses(run: Path) -> list[float]:
