@@ -13,7 +13,7 @@ import deltune
 from deltune.timing import paired_ratio, time_interleaved
 
 from .frame import Piece
-from .rows import Row, Target, of_ratio
+from .rows import Row, Target, compared
 from .shapes import Shape, batch, build, minilm
 
 METHODS = ("layernorm", "lora(rank=8)", "prefix(length=16)", "parallel_adapter(rank=16)", "three_vectors")
@@ -54,7 +54,7 @@ def measure(shape: Shape, rounds: int, methods: Sequence[str] = METHODS) -> list
         gain = paired_ratio(seconds[method, "several"], seconds[method, "one"]).figure
         note = f"gains {gain:.2f} ×, the bare model {bare:.2f} ×"
         name = f"gain from one mixed batch / the bare model's: {method}; {shape.rows} × {shape.tokens}"
-        rows.append(of_ratio(name, paired_ratio(gains[method], gains[BARE]), Target(0.85, "at least"), note))
+        rows.append(compared(name, gains[method], gains[BARE], Target(0.85, "at least"), note))
     return rows
 
 

@@ -28,11 +28,11 @@ import deltune
 from deltune.serving.engine import Server
 from deltune.serving.errors import QueueFull
 from deltune.serving.requests import Answer, Request, Sampling
-from deltune.timing import paired_ratio, time_interleaved
+from deltune.timing import time_interleaved
 
 from .frame import Piece
 from .peers import PAIRS, Pair
-from .rows import Row, Target, of_ratio
+from .rows import Row, Target, compared
 from .shapes import VOCABULARY, Shape, build, minilm
 
 MORE = {
@@ -181,12 +181,11 @@ def classified(shape: Shape, number: int = 256, rounds: int = 7) -> list[Row]:
         seconds = time_interleaved(cases, rounds)
     what = f"{len(tenants_of(shape))} tenants, 8 methods, {number} requests; {shape.name}"
     note = f"{number / statistics.median(seconds['ours']):,.0f} requests a second"
+    name, ours = f"classification, throughput / {{}}: {what}", seconds["ours"]
     return [
-        of_ratio(f"classification, throughput / PEFT switching adapters: {what}",
-                 paired_ratio(seconds["theirs"], seconds["ours"]), Target(4, "at least"), note),
-        of_ratio(f"classification, throughput / the bare model with the same batches: {what}",
-                 paired_ratio(seconds["bare"], seconds["ours"]), Target(0.8, "at least")),
-    ]  # fmt: skip
+        compared(name.format("PEFT switching adapters"), seconds["theirs"], ours, Target(4, "at least"), note),
+        compared(name.format("the bare model with the same batches"), seconds["bare"], ours, Target(0.8, "at least")),
+    ]
 
 
 def generated(shape: Shape, number: int = 32, new: int = 24, rounds: int = 5) -> list[Row]:
@@ -208,12 +207,11 @@ def generated(shape: Shape, number: int = 32, new: int = 24, rounds: int = 5) ->
         seconds = time_interleaved(cases, rounds)
     what = f"{len(tenants_of(shape))} tenants, 8 methods, {number} requests of {new} tokens; {shape.name}"
     note = f"{number * new / statistics.median(seconds['ours']):,.0f} tokens a second"
+    name, ours = f"generation, throughput / {{}}: {what}", seconds["ours"]
     return [
-        of_ratio(f"generation, throughput / PEFT switching adapters: {what}",
-                 paired_ratio(seconds["theirs"], seconds["ours"]), Target(3, "at least"), note),
-        of_ratio(f"generation, throughput / the bare model's continuous batch: {what}",
-                 paired_ratio(seconds["bare"], seconds["ours"]), Target(0.8, "at least")),
-    ]  # fmt: skip
+        compared(name.format("PEFT switching adapters"), seconds["theirs"], ours, Target(3, "at least"), note),
+        compared(name.format("the bare model's continuous batch"), seconds["bare"], ours, Target(0.8, "at least")),
+    ]
 
 
 def arrivals(

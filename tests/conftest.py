@@ -37,6 +37,16 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the tiny model and the tiny data of `tiny.spec`, for the tests of a file."""
+    import tiny  # most tests need none
+
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny.spec(folder)
+    return folder
+
+
 MadeOnce = Callable[[str, Callable[[Path], None]], Path]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from deltune.studies.engine.workers import PRELOADED
+from deltune.training.config import RunConfig
 
 HANG = 300.0
 """Seconds after which a process that should take a few counts as hanging."""
@@ -76,3 +77,16 @@ def deltune(*words: str) -> None:
 
     sys.argv = ["deltune", *words]
     main()
+
+
+def killed_training(run_spec: RunConfig, folder: Path, ready: Callable[[], bool]) -> None:
+    """Begin `deltune train` in a process of its own, and kill it by SIGKILL as soon as `ready` is true."""
+    file = folder.with_name(f"{folder.name}.yaml")
+    file.write_text(run_spec.yaml())
+    started = Started(deltune, folder, "train", str(file), "--output", str(folder))
+    try:
+        while not ready():
+            assert started.running, started.printed
+            time.sleep(0.01)
+    finally:
+        started.kill()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from deltune.training.activation_cache import CachedRows, with_cached_activation
 from deltune.training.config import RunConfig
 from deltune.training.run_dir import RunDir
 from deltune.training.train import train
-from processes import Started, deltune
+from processes import killed_training
 
 UPPER = "layernorm(layers='upper half')"
 COLUMNS = {
@@ -33,13 +32,6 @@ COLUMNS = {
     "text": [row["text"] for row in tiny.sentences(20, 0)],
     "label": [i % 3 for i in range(20)],
 }
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("trunk")
-    tiny.spec(folder)
-    return folder
 
 
 @pytest.fixture
@@ -110,15 +102,8 @@ def test_dropout_of_the_frozen_layers_is_what_off_takes_away(root: Path, tmp_pat
 def test_killed_and_run_again(root: Path, place: Path, tmp_path: Path) -> None:
     """SIGKILL after the first checkpoint: the same numbers as without; the states are not made again."""
     run_spec = spec(root, epochs=60)
-    (tmp_path / "spec.yaml").write_text(run_spec.yaml())
     run = RunDir(tmp_path / "run")
-    started = Started(deltune, tmp_path, "train", str(tmp_path / "spec.yaml"), "--output", str(run.folder))
-    try:
-        while checkpoints.latest_checkpoint(run.checkpoint) is None:
-            assert started.running, started.printed
-            time.sleep(0.01)
-    finally:
-        started.kill()
+    killed_training(run_spec, run.folder, lambda: checkpoints.latest_checkpoint(run.checkpoint) is not None)
     assert not run.finished
     made = {path.name: path.read_bytes() for path in place.glob("*.safetensors")}
     train(run_spec, run.folder)

@@ -55,13 +55,6 @@ def deltune(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     return run
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny.spec(folder)
-    return folder
-
-
 def options(root: Path, **changes: object) -> list[object]:
     """The least options of a training on the tiny parts."""
     values = {"model": root / "model", "data": root / "data", "method": "lora(rank=2)", "epochs": 1, "max-length": 16}

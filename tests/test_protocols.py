@@ -181,14 +181,6 @@ def test_what_several_runs_come_to() -> None:
 # -- whole
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("several")
-    tiny.model(root / "model")
-    tiny.data(root / "data")
-    return root
-
-
 def test_tries_and_seeds(root: Path, tmp_path: Path) -> None:
     """The second rate is better than the first, the third is not; the second seed has the second rate only."""
     tries = {"lr": [1e-6, 1e-2, 1e-7, 1e-4]}

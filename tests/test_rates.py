@@ -39,13 +39,6 @@ AUTO: dict[str, Any] = {"lr": "auto", "steps": 120, "validate_every": 60, "metho
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("rates")
-    tiny.spec(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def searched(root: Path) -> RunDir:
     """A run that found its rate."""
     train(tiny.spec(root, **AUTO), root / "searched")

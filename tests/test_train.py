@@ -26,17 +26,9 @@ from deltune.training.run_dir import Best, RunDir
 from deltune.training.task_setup import ModelCache
 from deltune.training.train import train
 from deltune.training.trainer import DeltaTrainer, raise_if_interrupted, watch_interrupts
-from processes import Started, deltune
+from processes import Started, deltune, killed_training
 
 TIMES = ("seconds", "seconds_left", "tokens_per_second")
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the tiny model and the tiny data."""
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny.spec(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -326,15 +318,8 @@ def start(folder: Path) -> Started:
 def test_killed_and_run_again(changes: dict[str, Any], root: Path, tmp_path: Path) -> None:
     """SIGKILL after the first checkpoint: the same numbers as without."""
     spec = tiny.spec(root, method="prefix(length=4) + lora(rank=2, dropout=0.1)", **changes)
-    (tmp_path / "spec.yaml").write_text(spec.yaml())
     run = RunDir(tmp_path / "run")
-    started = start(tmp_path)
-    try:
-        while not list(run.folder.rglob("checkpoint/*")):
-            assert started.running, started.printed
-            time.sleep(0.01)
-    finally:
-        started.kill()
+    killed_training(spec, run.folder, lambda: bool(list(run.folder.rglob("checkpoint/*"))))
     assert not run.finished
     train(spec, run.folder)
     train(spec, tmp_path / "whole")

@@ -7,10 +7,8 @@ that is no DeltuneError, a trained tensor without effect and a weight that is no
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import json
-import signal
 import sys
 import time
 import warnings
@@ -31,7 +29,9 @@ from transformers.models.auto import modeling_auto  # noqa: E402
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # noqa: E402
 
 import deltune  # noqa: E402
+from tests.alarm import time_limit  # noqa: E402
 from tests.identity.configurations import tiny  # noqa: E402
+from tests.identity.specimens import random_model  # noqa: E402
 
 RESULTS = ROOT / "build" / "families.json"
 CLASSES = {
@@ -82,22 +82,6 @@ class TooLate(Exception):
     """A family has taken more than its seconds."""
 
 
-@contextlib.contextmanager
-def time_limit(seconds: int) -> Iterator[None]:
-    """Raise TooLate in the block after some seconds."""
-
-    def strike(number: int, frame: Any) -> None:
-        raise TooLate(f"more than {seconds} seconds")
-
-    before = signal.signal(signal.SIGALRM, strike)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def shrink(config: PreTrainedConfig) -> None:
     """Make what a configuration has of `SMALLER` small, in the configurations inside it too."""
     for field in fields(type(config)):
@@ -131,17 +115,7 @@ def build(auto: str, model_type: str, class_name: str) -> PreTrainedModel:
     config = configuration(model_type, kind)
     if hasattr(config, "is_decoder") and not config.is_encoder_decoder:
         config.is_decoder = auto == "causal"
-    torch.manual_seed(zlib.crc32(class_name.encode()))
-    with torch.device("meta"):
-        size = sum(parameter.numel() for parameter in kind(config).parameters())
-    if size > LARGEST:
-        raise MemoryError(f"a tiny one has {size:,} parameters")
-    model = kind(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point() and parameter.requires_grad:
-                parameter.add_(torch.randn_like(parameter), alpha=0.05)
-    return model.requires_grad_(False).eval()
+    return random_model(class_name, config, zlib.crc32(class_name.encode()), largest=LARGEST)
 
 
 def batch(model: PreTrainedModel) -> dict[str, Any]:
@@ -213,7 +187,7 @@ def attempt(model: PreTrainedModel, text: str) -> str:
             parameters = list(tuned.trainable_parameters())
             assert parameters, "nothing is trained"
             # `inspect` tells of what is not read, and not every head reads the pooler
-            unread = {t.name for t in tuned.anatomy.tensors if not t.read or t.area == "pooler"}
+            unread = {t.name for t in tuned.anatomy.tensors if not t.receives_gradient or t.area == "pooler"}
             if unreached := without_gradient(model, unread):
                 refusal = f"SCOPE: {unreached[0]} and {len(unreached) - 1} more get no gradient"
         finally:
@@ -266,7 +240,7 @@ def family(auto: str, model_type: str, class_name: str) -> dict[str, Any]:
     row: dict[str, Any] = {"auto": auto, "family": model_type, "class": class_name, "methods": {}, "why": ""}
     start = time.process_time()
     try:
-        with time_limit(SECONDS):
+        with time_limit(SECONDS, TooLate(f"more than {SECONDS} seconds")):
             try:
                 model = build(auto, model_type, class_name)
                 with torch.no_grad():

@@ -170,7 +170,7 @@ def measure(form: Form) -> dict[str, Any]:
     for name, text in METHODS.items():
         row["methods"][name] = attempt(form, text)
         print(f"{form}: {name}: {row['methods'][name]}", flush=True)
-    if form.trains:
+    if form.passes_gradients:
         row["peft"], row["merge"] = beside_peft(form), merge_errors(form)
         print(f"{form}: {row['peft']} {row['merge']}", flush=True)
     return row

@@ -324,6 +324,40 @@ def dequantize_packed_4bit(weight: Any) -> torch.Tensor:
     return result
 
 
+# Where bitsandbytes keeps what its linears store is not documented: a 4-bit weight has its options and its layer as
+# attributes, and an 8-bit linear moves the codes and scales of its weight to its `state` when it is first called.
+
+
+def quantize_4bit_like(old: Any, weight: torch.Tensor, module: nn.Module) -> Any:
+    """Return a weight in floating point as a 4-bit weight of a module, with all options of an old one."""
+    new = type(old)(
+        weight.to(old.quant_state.dtype).contiguous().cpu(), requires_grad=False, blocksize=old.blocksize,
+        compress_statistics=old.compress_statistics, quant_type=old.quant_type, quant_storage=old.quant_storage,
+        module=module,
+    )  # fmt: skip
+    return new.to(old.device)
+
+
+def replace_layer_of_4bit(weight: Any, old: nn.Module, new: nn.Module) -> None:
+    """Let a 4-bit weight that refers to one module as its layer refer to another; do nothing with any other weight."""
+    if getattr(weight, "module", None) is old:
+        weight.module = new
+
+
+def int8_codes_and_scales(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The int8 codes (out_features, in_features) and the scales (out_features,) of an 8-bit linear."""
+    codes = module.state.CB if module.weight.CB is None else module.weight.CB
+    scales = module.state.SCB if module.weight.SCB is None else module.weight.SCB
+    return codes, scales
+
+
+def quantize_int8_like(old: Any, weight: torch.Tensor, module: Any) -> Any:
+    """Return a weight in floating point as an 8-bit weight, which a module's next call takes its codes from."""
+    new = type(old)(weight.to(torch.float16).contiguous().cpu(), requires_grad=False, has_fp16_weights=False)
+    module.state.CB = module.state.SCB = None
+    return new.to(old.device)
+
+
 # -- accelerate
 
 

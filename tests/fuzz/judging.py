@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import resource
 import shutil
-import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 import deltune
+from alarm import time_limit
 from laws.families import FAMILIES
 from laws.specimens import batch, build, differences, equal, facts, run, specimen, stir
 
@@ -38,21 +38,14 @@ class Hanging(BaseException):
 @contextlib.contextmanager
 def bounded(room: int = ROOM, seconds: int = HANG) -> Iterator[None]:
     """Inside, an allocation of more than `room` bytes fails, and so does whatever takes longer than `seconds`."""
-
-    def stop(*_: Any) -> None:
-        raise Hanging(f"not done after {seconds} s")
-
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    before = signal.signal(signal.SIGALRM, stop)
     if STATISTICS.exists():  # Linux
         here = int(STATISTICS.read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (here + room, hard))
-    signal.alarm(seconds)
     try:
-        yield
+        with time_limit(seconds, Hanging(f"not done after {seconds} s")):
+            yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 

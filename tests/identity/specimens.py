@@ -88,27 +88,45 @@ def configuration(entry: Entry, **changes: Any) -> PreTrainedConfig:
     return config
 
 
-def build(entry: Entry, **changes: Any) -> PreTrainedModel:
+def random_model(
+    class_name: str, config: PreTrainedConfig, seed: int = 0, noise: float = 0.05, largest: int = LARGEST
+) -> PreTrainedModel:
     """A model in float32 and eval mode, its weights moved a little so that biases and norms are not trivial.
 
     It is frozen, as a base under a delta is: torch multiplies by a weight that wants a gradient in another order
     (`should_fold` in ATen's LinearAlgebra.cpp), so that the last bit of a product tells the two apart, delta or none.
+
+    Args:
+        class_name: The name of its class in transformers.
+        config: Its configuration.
+        seed: The seed of its weights.
+        noise: How far the weights are moved: the standard deviation.
+        largest: The most parameters that it may have.
+
+    Raises:
+        MemoryError: It would have more parameters.
     """
-    config = configuration(entry, **changes)
-    torch.manual_seed(zlib.crc32(entry.class_name.encode()))
-    kind = getattr(transformers, entry.class_name)
+    kind = getattr(transformers, class_name)
+    torch.manual_seed(seed)
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in kind(config).parameters())
-    if size > LARGEST:
-        raise MemoryError(f"{entry} has {size} parameters")
+    if size > largest:
+        raise MemoryError(f"a tiny one has {size:,} parameters")
     model = kind(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+                parameter.add_(torch.randn_like(parameter), alpha=noise)
+    return model.requires_grad_(False).eval()
+
+
+def build(entry: Entry, **changes: Any) -> PreTrainedModel:
+    """A model of a class, by its tiny configuration."""
+    seed = zlib.crc32(entry.class_name.encode())
+    model = random_model(entry.class_name, configuration(entry, **changes), seed, noise=0.1)
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.pad_token_id = 1
-    return model.requires_grad_(False).eval()
+    return model
 
 
 def variants(entry: Entry, names: tuple[str, ...]) -> tuple[str, ...]:

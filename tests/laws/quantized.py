@@ -31,7 +31,7 @@ class Form:
         name: What deltune calls it.
         options: Returns transformers' configuration, or None where `change` quantises a loaded model.
         change: Quantises the linears of a model in place.
-        trains: Whether gradients pass through its linears.
+        passes_gradients: Whether gradients pass through its linears.
         holds_floats: Whether its weights stay in floating point and are quantised in each pass.
         bits: The bits of a weight, without its scales.
         exact: Whether evaluation multiplies by the dequantised weight, and does not round what it is multiplied with.
@@ -40,7 +40,7 @@ class Form:
     name: str
     options: Callable[[], Any] | None = None
     change: Callable[[nn.Module], None] | None = None
-    trains: bool = True
+    passes_gradients: bool = True
     holds_floats: bool = False
     bits: int = 8
     exact: bool = True
@@ -99,20 +99,20 @@ FORMS = {
         Form(
             "torchao int8 with quantised activations",
             _torchao("Int8DynamicActivationInt8WeightConfig", version=2),
-            trains=False,
+            passes_gradients=False,
             exact=False,
         ),
         Form(
             "torchao int4 with quantised activations",
             _torchao("Int8DynamicActivationIntxWeightConfig", weight_granularity=32, **INT4),
-            trains=False,
+            passes_gradients=False,
             exact=False,
         ),
     )
 }
 """All forms. torchao keeps this int4 in a byte; quanto's int4, whose first call compiles C++, is left out."""
 
-TRAINED = [form for form in FORMS.values() if form.trains]
+TRAINED = [form for form in FORMS.values() if form.passes_gradients]
 
 
 def save_models(folder: Path) -> Path:

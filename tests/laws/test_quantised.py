@@ -127,7 +127,7 @@ def test_a_method_lives_on_a_form(form: Form, family: str, row: Row, folder: Pat
 
 def _of_base(before: dict[str, Any], tuned: deltune.Tuned) -> set[str]:
     """The names in a snapshot of the numbers that belong to quantised linears, and of everything inside them."""
-    paths = [path for path, _, row in quantized_modules(tuned.model) if not row.trains]
+    paths = [path for path, _, row in quantized_modules(tuned.model) if not row.trainable_weight]
     ends = (" is", "requires_grad")
     return {
         name
@@ -153,12 +153,12 @@ def test_the_table_describes_the_linears(form: Form, folder: Path) -> None:
         x = torch.randn(5, module.in_features, requires_grad=True)
         product, weight = module(x), dequantized_weight(module)
         assert weight.shape == (module.out_features, module.in_features)
-        if form.exact or form.trains:
+        if form.exact or form.passes_gradients:
             torch.testing.assert_close(product.detach(), nn.functional.linear(x, weight, module.bias).detach())
         passes = product.requires_grad and (product.sum().backward() or x.grad is not None)
-        through_bias = module.bias is not None and module.bias.requires_grad and not form.trains
-        assert (bool(passes) and not through_bias) == form.trains == (row.no_gradient(module) == ""), path
-        if form.trains:
+        through_bias = module.bias is not None and module.bias.requires_grad and not form.passes_gradients
+        assert (bool(passes) and not through_bias) == form.passes_gradients == (row.no_gradient(module) == ""), path
+        if form.passes_gradients:
             torch.testing.assert_close(x.grad, weight.sum(0).expand_as(x).detach())
     plain = (
         sum(m.weight.numel() for _, m, _ in linears)
@@ -226,7 +226,7 @@ def test_lora_equals_pefts(form: Form, family: str, folder: Path, tmp_path: Path
 @pytest.mark.parametrize(
     "form",
     [
-        pytest.param(f, id=str(f), marks=() if f in (NF4, INT8) or not f.trains else pytest.mark.slow)
+        pytest.param(f, id=str(f), marks=() if f in (NF4, INT8) or not f.passes_gradients else pytest.mark.slow)
         for f in FORMS.values()
     ],
 )
@@ -248,7 +248,7 @@ def test_a_delta_moves_between_forms_on_request(form: Form, folder: Path, tmp_pa
         moved = deltune.load(model, tmp_path / "delta", base="any")
     near = (logits(model, "llama") - answers).norm() / answers.norm()
     assert near < 0.35 and (logits(model, "llama") - plain).norm() > 0.05 * plain.norm()
-    if not form.trains:
+    if not form.passes_gradients:
         assert not any(p.requires_grad for p in moved.delta().parameters()), "it can be used and not trained"
         return
     moved.save(tmp_path / "moved")
@@ -439,13 +439,13 @@ def test_a_refusal_changes_nothing(form: Form, folder: Path, tmp_path: Path, mon
     model = load_form(folder, "bert", form)
     deltune.attach(load_form(folder, "bert", None), "layernorm").save(tmp_path / "floats")
     deltune.attach(load_form(folder, "llama", NF4), "layernorm").save(tmp_path / "other")
-    if form.trains:
+    if form.passes_gradients:
         deltune.attach(load_form(folder, "bert", form), "layernorm").save(tmp_path / "damaged")
         (path := tmp_path / "damaged" / "delta.safetensors").write_bytes(path.read_bytes()[:-1] + b"\x01")
     plain = logits(model, "bert")
     before = snapshot(model)
     for name, (says, refuse) in REFUSALS.items():
-        if (form.holds_floats and says == "are quantised") or (not form.trains and name == "a damaged file"):
+        if (form.holds_floats and says == "are quantised") or (not form.passes_gradients and name == "a damaged file"):
             continue
         with monkeypatch.context() as patch:
             if name == "memory":
@@ -456,7 +456,8 @@ def test_a_refusal_changes_nothing(form: Form, folder: Path, tmp_path: Path, mon
                 with pytest.raises(DeltuneError):
                     refuse(model, tmp_path)
             else:
-                expected = "no gradient passes" if not form.trains and "attach" in refuse.__code__.co_names else says
+                refused_by_attach = not form.passes_gradients and "attach" in refuse.__code__.co_names
+                expected = "no gradient passes" if refused_by_attach else says
                 with pytest.raises(DeltuneError, match=expected):
                     refuse(model, tmp_path)
         assert not changed(before, snapshot(model)), name

@@ -19,6 +19,7 @@ import deltune
 from deltune.methods.resolve import resolve
 from deltune.runtime.modules import Delta
 from tests.identity.configurations import tiny
+from tests.identity.specimens import random_model
 
 from .specimens import differences, facts, loss, stir, tensors
 
@@ -74,13 +75,7 @@ class Kind:
         return self.name
 
     def build(self) -> PreTrainedModel:
-        torch.manual_seed(0)
-        model = getattr(transformers, self.name)(tiny(self.family, **self.changes))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    parameter.add_(torch.randn_like(parameter), alpha=0.05)
-        return model.requires_grad_(False).eval()
+        return random_model(self.name, tiny(self.family, **self.changes))
 
     def inputs(self) -> dict[str, Any]:
         return self.batch(torch.Generator().manual_seed(0))

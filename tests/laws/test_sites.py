@@ -18,12 +18,12 @@ from typing import Any
 import peft
 import pytest
 import torch
-import transformers
 from transformers import BertConfig, BertModel, DebertaV2Config, DebertaV2ForMaskedLM, PreTrainedModel
 
 import deltune
 from deltune.runtime.frozen_layers import find_boundary
 from tests.identity.configurations import tiny
+from tests.identity.specimens import random_model
 
 from .families import FAMILIES
 from .specimens import batch, build, differences, facts, loss, stir, tensors
@@ -80,13 +80,7 @@ class Site:
         return list(dict.fromkeys(name.format(layer) for layer in self.layers for name in self.weights))
 
     def build(self) -> PreTrainedModel:
-        torch.manual_seed(0)
-        model = getattr(transformers, self.model)(tiny(self.family, **self.changes))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    parameter.add_(torch.randn_like(parameter), alpha=0.05)
-        return model.requires_grad_(False).eval()
+        return random_model(self.model, tiny(self.family, **self.changes))
 
 
 LLAMA = ("LlamaForCausalLM", "llama")
@@ -383,38 +377,38 @@ def test_a_projection_that_is_called_on_what_all_rows_share() -> None:
     _close(trained, _run(tuned.merge()))
 
 
+_BERT, _MIXTRAL = ("BertModel", "bert"), ("MixtralForCausalLM", "mixtral")
+NOWHERE = (
+    (LLAMA, "lora(at='router')", "no mixture of experts whose router"),
+    (LLAMA, "lora(at='pooler')", "has no pooler"),
+    (_BERT, "lora(at='lm_head')", "no projection to the vocabulary"),
+    (_BERT, "lora(at='gate_proj')", "no FFN of this model shows a gate: take 'ffn_up'"),
+    (LLAMA, "lora(at='*.qproj')", "paths here end in .*q_proj"),
+    (LLAMA, "lora(at='ffn_up', experts='routed')", "experts='routed': this model has no mixture"),
+    (_MIXTRAL, "lora(at='ffn_up', experts='shared')", "has an expert that every token goes through"),
+    (_MIXTRAL, "lora(at='ffn_up', experts=(4,))", "has 4, 0 to 3, and no 4"),
+    (_MIXTRAL, "lora(at='gate_proj')", "no projections of their own: take 'ffn_up'"),
+    (_MIXTRAL, "lora(at='ffn_up', dropout=0.1)", "no x whose values could be dropped"),
+    (_MIXTRAL, "Modification('ffn_up', Bottleneck(2))", "only a form that is a change of a weight"),
+    (LLAMA, "lora(at='embedding', dropout=0.1)", "token ids have none: give dropout=0"),
+    (LLAMA, "trainable_tokens(tokens=(98, 99))", "has 0 to 98: model.resize_token_embeddings\\(100\\)"),
+    (None, "lora(at='query', experts='routed')", "chooses among linears of FFNs"),
+    (None, "lora(at='ffn_up', experts='some')", "unknown experts 'some'"),
+    (None, "lora(at='lm_head', layers='upper half')", "is in no layer"),
+    (None, "apet(trainable_tokens(tokens=(1,)), parameters=3)", "put it outside of apet"),
+    (None, "trainable_tokens(tokens=(1, 1))", "each once"),
+    (None, "Modification('embedding', Bottleneck(2))", "reads token ids, which Bottleneck cannot"),
+)
+"""A model, or None where no model has it; an expression; and what the refusal says."""
+
+
 def test_places_that_do_not_exist() -> None:
-    llama, mixtral = Site(*LLAMA, "", ()).build(), Site("MixtralForCausalLM", "mixtral", "", ()).build()
-    bert = Site("BertModel", "bert", "", ()).build()
-    for model, text, says in (
-        (llama, "lora(at='router')", "no mixture of experts whose router"),
-        (llama, "lora(at='pooler')", "has no pooler"),
-        (bert, "lora(at='lm_head')", "no projection to the vocabulary"),
-        (bert, "lora(at='gate_proj')", "no FFN of this model shows a gate: take 'ffn_up'"),
-        (llama, "lora(at='*.qproj')", "paths here end in .*q_proj"),
-        (llama, "lora(at='ffn_up', experts='routed')", "experts='routed': this model has no mixture"),
-        (mixtral, "lora(at='ffn_up', experts='shared')", "has an expert that every token goes through"),
-        (mixtral, "lora(at='ffn_up', experts=(4,))", "has 4, 0 to 3, and no 4"),
-        (mixtral, "lora(at='gate_proj')", "no projections of their own: take 'ffn_up'"),
-        (mixtral, "lora(at='ffn_up', dropout=0.1)", "no x whose values could be dropped"),
-        (mixtral, "Modification('ffn_up', Bottleneck(2))", "only a form that is a change of a weight"),
-        (llama, "lora(at='embedding', dropout=0.1)", "token ids have none: give dropout=0"),
-        (llama, "trainable_tokens(tokens=(98, 99))", "has 0 to 98: model.resize_token_embeddings\\(100\\)"),
-    ):
-        before = facts(model)
+    models = {names: Site(*names, "", ()).build() for names in (LLAMA, _BERT, _MIXTRAL)}
+    known = {names: facts(model) for names, model in models.items()}
+    for names, text, says in NOWHERE:
         with pytest.raises(deltune.DeltuneError, match=says):
-            deltune.attach(model, text)
-        assert differences(before, facts(model)) == [], text
-    for text, says in (
-        ("lora(at='query', experts='routed')", "chooses among linears of FFNs"),
-        ("lora(at='ffn_up', experts='some')", "unknown experts 'some'"),
-        ("lora(at='lm_head', layers='upper half')", "is in no layer"),
-        ("apet(trainable_tokens(tokens=(1,)), parameters=3)", "put it outside of apet"),
-        ("trainable_tokens(tokens=(1, 1))", "each once"),
-        ("Modification('embedding', Bottleneck(2))", "reads token ids, which Bottleneck cannot"),
-    ):
-        with pytest.raises(deltune.DeltuneError, match=says):
-            deltune.parse(text)
+            deltune.parse(text) if names is None else deltune.attach(models[names], text)
+        assert names is None or differences(known[names], facts(models[names])) == [], text
 
 
 # -- rows of tokens, and tokens that were added

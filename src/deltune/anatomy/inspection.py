@@ -255,8 +255,8 @@ class _Inspector:
         scores = next((self._router_of(n, number) for n in nodes if n.path == router), None)
         if scores is None:
             self.unobserved.append(f"the router of {sub.block} (no module has a row of weights for each expert)")
-        by_row = all(self._reads_as_batch(n) for n in nodes if n.path in holders)
-        inputs, outputs = _expert_weights(holders, weights, in_width, out_width, by_row)
+        in_batch_order = all(self._reads_as_batch(n) for n in nodes if n.path in holders)
+        inputs, outputs = _expert_weights(holders, weights, in_width, out_width, in_batch_order)
         if not inputs:
             self.unobserved.append(
                 f"which weights of {sub.block} are the experts' inputs and outputs (their shapes are alike)"
@@ -273,7 +273,7 @@ class _Inspector:
             return self.linear(node)
         weight = parameters_of(node.module)["weight"]
         assert weight is not None
-        return ExpertWeight(node.path, "weight", 0, weight.shape[1], number, by_row=self._reads_as_batch(node))
+        return ExpertWeight(node.path, "weight", 0, weight.shape[1], number, in_batch_order=self._reads_as_batch(node))
 
     def _reads_as_batch(self, node: Node) -> bool:
         """Whether a module reads each token of the batch once and in order, and not a copy for each expert."""
@@ -501,10 +501,12 @@ class _Inspector:
 
     def _lookup(self, node: Node) -> Linear:
         """Return word embeddings as a projection of one-hot vectors."""
-        rows, width = node.module.weight.shape
-        exact = node.steps == 1 and node.outputs[0].shape[-1] == width
+        (rows, width), out_width = node.module.weight.shape, node.outputs[0].shape[-1]
         tied = self._holders_of(node.module, node.path)
-        return Linear(node.path, rows, node.outputs[0].shape[-1], False, transposed=True, shared_with=tied, exact=exact)
+        return Linear(
+            node.path, rows, out_width, False, transposed=True, shared_with=tied,
+            product_only=node.steps == 1 and out_width == width,
+        )  # fmt: skip
 
     def _embedding(self, first_layers: dict[StackName, Layer], layer_prefixes: tuple[str, ...]) -> set[str]:
         """Return the paths of the modules outside the layers that the first layer of a stack depends on."""
@@ -718,7 +720,11 @@ def _chooses(node: Node, number: int) -> bool:
 
 
 def _expert_weights(
-    holders: Mapping[str, nn.Module], weights: Mapping[str, torch.Tensor], in_width: int, out_width: int, by_row: bool
+    holders: Mapping[str, nn.Module],
+    weights: Mapping[str, torch.Tensor],
+    in_width: int,
+    out_width: int,
+    in_batch_order: bool,
 ) -> tuple[tuple[ExpertWeight, ...], tuple[ExpertWeight, ...]]:
     """Return the weights of experts that read x, and those that give the output; none where that does not show.
 
@@ -738,16 +744,17 @@ def _expert_weights(
             if fits and len(inner) == len(outer) == 1 and inner.pop() in (width := outer.pop(), 2 * width):
                 both = (inputs, outputs)
                 return tuple(  # type: ignore[return-value]
-                    tuple(_expert_weight(name, weights[name], transposed, by_row) for name in part) for part in both
+                    tuple(_expert_weight(name, weights[name], transposed, in_batch_order) for name in part)
+                    for part in both
                 )
     return (), ()
 
 
-def _expert_weight(name: str, weight: torch.Tensor, transposed: bool, by_row: bool) -> ExpertWeight:
+def _expert_weight(name: str, weight: torch.Tensor, transposed: bool, in_batch_order: bool) -> ExpertWeight:
     path, _, leaf = name.rpartition(".")
     number, first, second = weight.shape
     widths = (first, second) if transposed else (second, first)
-    return ExpertWeight(path, leaf, number, *widths, transposed, by_row)
+    return ExpertWeight(path, leaf, number, *widths, transposed, in_batch_order)
 
 
 def _role(kind: str, leaf: str) -> str:

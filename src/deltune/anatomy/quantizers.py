@@ -16,7 +16,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat import dequantize_packed_4bit, has_packed_weights, parameters_of, replace_parameters
+from ..compat import (
+    dequantize_packed_4bit,
+    has_packed_weights,
+    int8_codes_and_scales,
+    parameters_of,
+    quantize_4bit_like,
+    quantize_int8_like,
+    replace_layer_of_4bit,
+    replace_parameters,
+)
 from ..errors import DeltuneError, error_summary
 
 
@@ -30,20 +39,21 @@ class Quantizer:
         kind: What the weight is stored as, such as "nf4".
         dequantize: Returns the weight in floating point (out_features, in_features), the one that products are
             computed with. It changes nothing.
-        store: Puts the quantised form of a weight into a copy of the layer, which shares no dictionary with it.
-        state: The attributes of a layer beside its parameters that `store` changes.
+        quantize: Quantises a weight in floating point and sets it in a copy of the layer, which shares no dictionary
+            with it.
+        state: The attributes of a layer beside its parameters that `quantize` changes.
         no_gradient: Why no gradient passes from the output of a layer to its input; "" where one does.
-        trains: Whether the stored weight is a plain one that can itself be trained.
+        trainable_weight: Whether the stored weight is a plain one that can itself be trained.
     """
 
     library: str
     matches: Callable[[nn.Module], bool]
     kind: Callable[[nn.Module], str]
     dequantize: Callable[[Any], torch.Tensor]
-    store: Callable[[Any, torch.Tensor], None]
+    quantize: Callable[[Any, torch.Tensor], None]
     state: tuple[str, ...] = ()
     no_gradient: Callable[[Any], str] = lambda module: ""
-    trains: bool = False
+    trainable_weight: bool = False
 
     def name(self, module: nn.Module) -> str:
         """Return the library and the kind of a layer, such as "bitsandbytes nf4"."""
@@ -72,7 +82,7 @@ def visible_parameters(module: nn.Module) -> dict[str, tuple[nn.Parameter, tuple
     """
     parameters = {name: p for name, p in list(parameters_of(module).items()) if p is not None}
     quantizer = find_quantizer(module)
-    if quantizer is None or quantizer.trains:
+    if quantizer is None or quantizer.trainable_weight:
         return {name: (p, tuple(p.shape), "") for name, p in parameters.items()}
     in_features, out_features = linear_sizes(module)
     shape: tuple[int, ...] = (out_features, in_features)
@@ -100,7 +110,7 @@ def dequantized_weight(module: nn.Module) -> torch.Tensor:
         ) from error
 
 
-def requantized(module: nn.Module, weight: torch.Tensor) -> nn.Module:
+def quantized_copy(module: nn.Module, weight: torch.Tensor) -> nn.Module:
     """Return a copy of a quantised linear with another weight, quantised as its own is; the module is not changed.
 
     Raises:
@@ -115,7 +125,7 @@ def requantized(module: nn.Module, weight: torch.Tensor) -> nn.Module:
         twin.__dict__[name] = copy.copy(module.__dict__.get(name))
     try:
         with torch.no_grad():
-            quantizer.store(twin, weight)
+            quantizer.quantize(twin, weight)
     except Exception as error:
         raise DeltuneError(
             f"a weight of {quantizer.name(module)} cannot be quantised again ({type(error).__name__}: "
@@ -124,15 +134,14 @@ def requantized(module: nn.Module, weight: torch.Tensor) -> nn.Module:
     return twin
 
 
-def take_weight(module: nn.Module, source: nn.Module) -> None:
-    """Give a quantised linear the weight of a copy that `requantized` returned."""
+def set_weight_from(module: nn.Module, source: nn.Module) -> None:
+    """Put the weight of a copy that `quantized_copy` returned into the quantised linear itself."""
     quantizer = find_quantizer(source)
     assert quantizer is not None
     for name in quantizer.state:
         module.__dict__[name] = source.__dict__[name]
-    weight: Any = parameters_of(source)["weight"]
-    if getattr(weight, "module", None) is source:  # bitsandbytes' weights refer to their layer
-        weight.module = module
+    weight = parameters_of(source)["weight"]
+    replace_layer_of_4bit(weight, source, module)
     parameters_of(module)["weight"] = weight
 
 
@@ -180,14 +189,8 @@ def _dequantize_4bit(module: Any) -> torch.Tensor:
     return result
 
 
-def _store_4bit(module: Any, weight: torch.Tensor) -> None:
-    old = module.weight
-    new = type(old)(
-        weight.to(old.quant_state.dtype).contiguous().cpu(), requires_grad=False, blocksize=old.blocksize,
-        compress_statistics=old.compress_statistics, quant_type=old.quant_type, quant_storage=old.quant_storage,
-        module=module,
-    )  # fmt: skip
-    parameters_of(module)["weight"] = new.to(old.device)
+def _quantize_4bit(module: Any, weight: torch.Tensor) -> None:
+    parameters_of(module)["weight"] = quantize_4bit_like(module.weight, weight, module)
 
 
 def _no_gradient_4bit(module: Any) -> str:
@@ -204,20 +207,15 @@ def _is_stored_8bit(module: Any) -> bool:
 
 
 def _dequantize_8bit(module: Any) -> torch.Tensor:
-    scale = module.state.SCB if module.weight.SCB is None else module.weight.SCB
-    codes = module.state.CB if module.weight.CB is None else module.weight.CB
-    result: torch.Tensor = codes.float() * scale.float().unsqueeze(1) / 127
-    return result
+    codes, scales = int8_codes_and_scales(module)
+    return codes.float() * scales.float().unsqueeze(1) / 127
 
 
-def _store_8bit(module: Any, weight: torch.Tensor) -> None:
-    old = module.weight
-    new = type(old)(weight.to(torch.float16).contiguous().cpu(), requires_grad=False, has_fp16_weights=False)
-    parameters_of(module)["weight"] = new.to(old.device)
-    module.state.CB = module.state.SCB = None  # the first call takes them from the weight
+def _quantize_8bit(module: Any, weight: torch.Tensor) -> None:
+    parameters_of(module)["weight"] = quantize_int8_like(module.weight, weight, module)
 
 
-# -- torchao
+# -- torchao: what is read of its weights here is described by the docstrings of their classes
 
 
 def _is_torchao(module: Any) -> bool:
@@ -245,7 +243,7 @@ def _dequantize_torchao(module: Any) -> torch.Tensor:
     return result
 
 
-def _store_torchao(module: Any, weight: torch.Tensor) -> None:
+def _quantize_torchao(module: Any, weight: torch.Tensor) -> None:
     old = module.weight
     weight = weight.to(device=old.device, dtype=old.dtype)
     options: Mapping[str, Any]
@@ -303,7 +301,7 @@ def _dequantize_qat(module: Any) -> torch.Tensor:
     return result
 
 
-def _store_qat(module: Any, weight: torch.Tensor) -> None:
+def _quantize_qat(module: Any, weight: torch.Tensor) -> None:
     old = module.weight
     parameters_of(module)["weight"] = nn.Parameter(weight.to(old), requires_grad=old.requires_grad)
 
@@ -321,7 +319,7 @@ def _kind_quanto(module: Any) -> str:
     return f"{name}{' with quantised activations' if module.activation_qtype is not None else ''}"
 
 
-def _store_quanto(module: Any, weight: torch.Tensor) -> None:
+def _quantize_quanto(module: Any, weight: torch.Tensor) -> None:
     old = module.weight
     parameters_of(module)["weight"] = nn.Parameter(weight.to(device=old.device, dtype=old.dtype), requires_grad=False)
     module.freeze()
@@ -330,16 +328,17 @@ def _store_quanto(module: Any, weight: torch.Tensor) -> None:
 
 QUANTIZERS = (
     Quantizer(
-        "bitsandbytes", _is_stored_4bit, _kind_4bit, _dequantize_4bit, _store_4bit, ("quant_state",), _no_gradient_4bit
+        "bitsandbytes", _is_stored_4bit, _kind_4bit, _dequantize_4bit, _quantize_4bit, ("quant_state",),
+        _no_gradient_4bit,
     ),
-    Quantizer("bitsandbytes", _is_stored_8bit, lambda module: "int8", _dequantize_8bit, _store_8bit, ("state",)),
+    Quantizer("bitsandbytes", _is_stored_8bit, lambda module: "int8", _dequantize_8bit, _quantize_8bit, ("state",)),
     Quantizer(
-        "torchao", _is_torchao, _kind_torchao, _dequantize_torchao, _store_torchao, no_gradient=_no_gradient_torchao
+        "torchao", _is_torchao, _kind_torchao, _dequantize_torchao, _quantize_torchao, no_gradient=_no_gradient_torchao
     ),
     Quantizer(
-        "torchao", _is_of("torchao.quantization.qat.linear", "FakeQuantizedLinear"), _kind_qat, _dequantize_qat,
-        _store_qat, trains=True,
+        "torchao", _is_of("torchao.quantization.qat", "FakeQuantizedLinear"), _kind_qat, _dequantize_qat,
+        _quantize_qat, trainable_weight=True,
     ),
-    Quantizer("quanto", _is_quanto, _kind_quanto, _dequantize_torchao, _store_quanto),
+    Quantizer("quanto", _is_quanto, _kind_quanto, _dequantize_torchao, _quantize_quanto),
 )  # fmt: skip
 """All ways of quantising that are known here."""

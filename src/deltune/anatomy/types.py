@@ -64,7 +64,8 @@ class Linear:
         shared_with: The paths of other modules that hold the same weight, such as tied output embeddings.
         batch_independent: Whether some of its calls read nothing that depends on the batch, but a table of positions,
             say.
-        exact: Whether the module does nothing beyond the product, so that a change of the weight is one of the output.
+        product_only: Whether the module does nothing but multiply by its weight and add its bias, so that a linear
+            change of its output can be merged into them.
     """
 
     path: str
@@ -75,7 +76,7 @@ class Linear:
     columns: Columns | None = None
     shared_with: tuple[str, ...] = ()
     batch_independent: bool = False
-    exact: bool = True
+    product_only: bool = True
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class ExpertWeight:
         in_width: Input features of a matrix.
         out_width: Output features of a matrix.
         transposed: Whether a matrix has the shape (in, out).
-        by_row: Whether its module reads the tokens in the order of the batch, so that rows can be told apart.
+        in_batch_order: Whether its module reads the tokens in the order of the batch, so that rows can be told apart.
     """
 
     path: str
@@ -98,7 +99,7 @@ class ExpertWeight:
     in_width: int
     out_width: int
     transposed: bool = False
-    by_row: bool = True
+    in_batch_order: bool = True
 
 
 @dataclass(frozen=True)

@@ -72,9 +72,9 @@ class EditLocation:
     tower: str = ""
 
     @property
-    def by_row(self) -> bool:
+    def can_differ_by_row(self) -> bool:
         """Whether each row of a batch can have its own delta here: the module must read the batch row by row."""
-        if self.weight is not None and not self.weight.by_row:
+        if self.weight is not None and not self.weight.in_batch_order:
             return False
         return self.linear is None or not self.linear.batch_independent
 

@@ -127,13 +127,14 @@ class Scope:
         owner: The pass manager of the model.
         value: What `with ... as` gives.
         make_assignment: Returns the assignment inside the block; what it raises is raised before anything changes.
-        trains: Whether the deltas in use are made trainable inside the block.
+        set_requires_grad: Whether the deltas in use are made trainable inside the block.
     """
 
     def __init__(
-        self, owner: Scopes, value: Any, make_assignment: Callable[[], RowAssignment], trains: bool = True
+        self, owner: Scopes, value: Any, make_assignment: Callable[[], RowAssignment], set_requires_grad: bool = True
     ) -> None:
-        self.owner, self.value, self.make_assignment, self.trains = owner, value, make_assignment, trains
+        self.owner, self.value = owner, value
+        self.make_assignment, self.set_requires_grad = make_assignment, set_requires_grad
         self.assignment: RowAssignment | None = None
         self.carried: CarriedScope | None = None
         self.in_event_loop = False

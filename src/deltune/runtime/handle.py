@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from ..anatomy.inspection import inspect
 from ..anatomy.quantization import is_unquantized, quantized_modules
-from ..anatomy.quantizers import dequantized_weight, plain_linear, take_weight
+from ..anatomy.quantizers import dequantized_weight, plain_linear, set_weight_from
 from ..anatomy.skeleton import HANDLE_NAME, base_modules, base_parameters, base_tensors
 from ..anatomy.tracing import all_configs, call_order, check_takes_embeddings
 from ..anatomy.types import Anatomy
@@ -103,7 +103,7 @@ class Tuned(nn.Module):
         lock = PassLock()
         self._state = ModelState(model, self.deltas, self.base, lock)
         self._passes = PassManager(model, self._state, lock, RowAssignment([], None, self._base_labels))
-        self._stays = False
+        self._kept_without_deltas = False
         self._passes.attention_configs = [(config, attention_implementation(config)) for config in all_configs(model)]
 
     def __dir__(self) -> list[str]:
@@ -468,7 +468,7 @@ class Tuned(nn.Module):
                 del self.deltas[name]
         for users in (*self._users_of_hooks.values(), *self._users_of_parameters.values()):
             users.difference_update(names)
-        if len(self.deltas) or self._stays:
+        if len(self.deltas) or self._kept_without_deltas:
             self._update_hooks()
             return model
         for hook in self._installed_hooks.values():
@@ -550,7 +550,7 @@ class Tuned(nn.Module):
             for name, value in merged.items():
                 self._state.set_parameter(name, nn.Parameter(value.clone()))  # detaching sets its requires_grad
             for module, source in quantized.modules.items():
-                take_weight(module, source)
+                set_weight_from(module, source)
         self._detach(self.names)
         for module, linear in linears.items():
             linear.register_parameter("bias", parameters_of(module).get("bias"))  # it may be a merged one
@@ -612,16 +612,13 @@ class Tuned(nn.Module):
             DeltuneError: As `save`; or the hub refuses or cannot be reached, `HF_HUB_OFFLINE` is set, or `private` is
                 True and the repository is public.
         """
-        options: dict[str, Any] = {
-            "commit_message": commit_message, "commit_description": commit_description, "private": private,
-            "token": token, "revision": revision, "create_pr": create_pr,
-        }  # fmt: skip
+        commit = hub.Commit(commit_message or "Upload a delta", commit_description, revision, create_pr)
         if not isinstance(repo_id, str):
             raise DeltuneError(f"repo_id must be OWNER/NAME, not {excerpt(repo_id)}")
         with tempfile.TemporaryDirectory() as folder:
             path, card = self._write(Path(folder) / "delta", name, (repo_id.rpartition("/")[2], repo_id))
             assert card is not None
-            return hub.push_delta(path, card, repo_id, **options)
+            return hub.push_delta(path, card, repo_id, commit, private=private, token=token)
 
     def _write(
         self, folder: str | Path, name: str | None, card: tuple[str, str] | None = None
@@ -845,7 +842,7 @@ def inference_rows(tuned: Tuned, names: Sequence[str | None]) -> Scope:
     Raises:
         DeltuneError: As `Tuned.rows`, when the block is entered.
     """
-    return Scope(tuned._passes, tuned, lambda: tuned._inference_assignment(tuple(names)), trains=False)
+    return Scope(tuned._passes, tuned, lambda: tuned._inference_assignment(tuple(names)), set_requires_grad=False)
 
 
 def shares_rows(tuned: Tuned, name: str) -> bool:
@@ -860,14 +857,14 @@ def shares_rows(tuned: Tuned, name: str) -> bool:
     return not facts.shared and not facts.not_by_row
 
 
-def keep_attached(tuned: Tuned, stays: bool) -> None:
+def keep_without_deltas(tuned: Tuned, keep: bool) -> None:
     """Choose whether a handle stays that of its model when its last delta is detached, as a server's does.
 
     Args:
         tuned: The handle of the model.
-        stays: Whether it stays. After False, `detach()` removes it as usual.
+        keep: Whether it stays. After False, `detach()` removes it as usual.
     """
-    tuned._stays = stays
+    tuned._kept_without_deltas = keep
 
 
 def remember_base_metadata(tuned: Tuned) -> None:

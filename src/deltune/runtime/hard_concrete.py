@@ -71,7 +71,7 @@ class HardConcreteGates(nn.Module):
         index = self.largest[1]
         return self.delta[index] * self._gate(self.gate[index] * PACE), index
 
-    def on(self, name: str, base: torch.Tensor) -> torch.Tensor:
+    def apply_to_parameter(self, name: str, base: torch.Tensor) -> torch.Tensor:
         """Return the tensor `name` with its difference: base + z ⊙ δ."""
         number = self.names[name]
         start, stop = self.starts[number], self.starts[number + 1]
@@ -150,8 +150,8 @@ class GatedDifference:
     def initialize(self, dense: torch.Tensor) -> None:
         """Do nothing: a difference starts at 0, whatever the tensor is."""
 
-    def on(self, base: torch.Tensor) -> torch.Tensor:
-        return self.gates.on(self.name, base)
+    def apply_to_parameter(self, base: torch.Tensor) -> torch.Tensor:
+        return self.gates.apply_to_parameter(self.name, base)
 
     def final(self, base: torch.Tensor) -> torch.Tensor:
         return self.gates.final(self.name, base)

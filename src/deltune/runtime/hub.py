@@ -9,6 +9,7 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,29 +65,28 @@ def fetch_delta(repo_id: str, revision: str | None = None, token: str | bool | N
     return folder
 
 
+@dataclass(frozen=True)
+class Commit:
+    """A commit to be made on the hub: arguments of `HfApi.create_commit`, described at `Tuned.push_to_hub`."""
+
+    commit_message: str
+    commit_description: str | None
+    revision: str | None
+    create_pr: bool
+
+
 def push_delta(
-    folder: Path,
-    card: str,
-    repo_id: str,
-    commit_message: str | None = None,
-    commit_description: str | None = None,
-    private: bool | None = None,
-    token: str | bool | None = None,
-    revision: str | None = None,
-    create_pr: bool = False,
+    folder: Path, card: str, repo_id: str, commit: Commit, private: bool | None, token: str | bool | None
 ) -> CommitInfo:
-    """Upload a saved delta and its model card in one commit; see `Tuned.push_to_hub`.
+    """Upload a saved delta and its model card in one commit.
 
     Args:
         folder: The folder of the delta.
         card: The text of the model card. What a card on the hub has besides is kept.
-        repo_id: As for `Tuned.push_to_hub`, like all that follow.
-        commit_message: The first line of the commit's message.
-        commit_description: The rest of it.
-        private: Whether a new repository is private.
-        token: An access token.
-        revision: The branch.
-        create_pr: Whether a pull request is opened.
+        repo_id: The repository, which is made if it does not exist.
+        commit: The commit; a branch that it names is made if it does not exist.
+        private: As for `Tuned.push_to_hub`.
+        token: As for `Tuned.push_to_hub`.
 
     Returns:
         What huggingface_hub says about the commit.
@@ -106,19 +106,12 @@ def push_delta(
                 f"the repository {repo_id!r} exists and is public, and private=True is asked for: nothing was pushed. "
                 "Make it private on the hub, or give another name"
             )
-        if revision is not None and not revision.startswith("refs/pr/"):
-            api.create_branch(repo_id, branch=revision, exist_ok=True)
-        old = _card_on_hub(api, repo_id, revision)
+        if commit.revision is not None and not commit.revision.startswith("refs/pr/"):
+            api.create_branch(repo_id, branch=commit.revision, exist_ok=True)
+        old = _card_on_hub(api, repo_id, commit.revision)
         text = update_card(old, card, f"{README} of {repo_id!r}")
         operations = [CommitOperationAdd(name, folder / name) for name in (FACTS, NUMBERS)]
-        return api.create_commit(
-            repo_id,
-            [*operations, CommitOperationAdd(README, text.encode())],
-            commit_message=commit_message or "Upload a delta",
-            commit_description=commit_description,
-            revision=revision,
-            create_pr=create_pr,
-        )
+        return api.create_commit(repo_id, [*operations, CommitOperationAdd(README, text.encode())], **asdict(commit))
 
 
 def _card_on_hub(api: HfApi, repo_id: str, revision: str | None) -> str | None:

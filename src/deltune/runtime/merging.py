@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..anatomy.quantizers import dequantized_weight, find_quantizer, requantized
+from ..anatomy.quantizers import dequantized_weight, find_quantizer, quantized_copy
 from ..anatomy.types import Anatomy
 from ..errors import error_from_problems
 from ..methods.forms import Affine
@@ -44,7 +44,7 @@ def merged_weights(
         for name, edit in delta.weight_edits():
             old = values.get(name, base_value(name).detach())
             precision = torch.promote_types(old.dtype, torch.float32)
-            values[name] = edit.on(old.to(precision)).to(old.dtype)
+            values[name] = edit.apply_to_parameter(old.to(precision)).to(old.dtype)
         for edit in _edits_in_order(delta):
             names = {leaf: _tensor_name(anatomy, edit, leaf) for leaf in ("weight", "bias")}
             change = _affine_change(edit)
@@ -110,7 +110,7 @@ def quantize_merged(
         difference = weight - base_value(name).detach().float()
         for module in modules[name]:
             before = dequantized_weight(module).float()
-            copies[module] = requantized(module, weight)
+            copies[module] = quantized_copy(module, weight)
             after = dequantized_weight(copies[module]).float()
             change += float(difference.square().sum())
             error += float((after - before - difference).square().sum())
@@ -153,7 +153,7 @@ def _reason_against(edit: Edit, change: Affine, bias: str) -> str | None:
     if gain is not None and edit.place.linear is None:
         return "it spans a whole sub-layer, which is no single weight"
     linear = edit.place.linear
-    if linear is not None and not linear.exact:
+    if linear is not None and not linear.product_only:
         return f"{edit.place.target.path!r} does more than the product, so that no weight has the same effect"
     if gain is not None and linear is not None and linear.shared_with:
         others = " and ".join(linear.shared_with)

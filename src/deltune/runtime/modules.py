@@ -49,13 +49,13 @@ class SparseParameter(nn.Module):
             flat = dense.reshape(-1)
             self.values.copy_(flat[self.index.to(flat.device)])
 
-    def on(self, base: torch.Tensor) -> torch.Tensor:
+    def apply_to_parameter(self, base: torch.Tensor) -> torch.Tensor:
         """Return `base` with the trained values in their positions."""
         return base.reshape(-1).index_copy(0, self.index, self.values.to(base.dtype)).view(self.shape)
 
     def final(self, base: torch.Tensor) -> torch.Tensor:
-        """Return the same as `on`: it does not depend on the training mode."""
-        return self.on(base)
+        """Return the same as `apply_to_parameter`: it does not depend on the training mode."""
+        return self.apply_to_parameter(base)
 
 
 class SharedParameter(nn.Module):
@@ -80,7 +80,7 @@ class SharedParameter(nn.Module):
         """Return the dense tensor."""
         if self.sparse is None:
             return self.dense
-        return self.sparse.on(self.sparse.values.new_zeros(self.sparse.shape))
+        return self.sparse.apply_to_parameter(self.sparse.values.new_zeros(self.sparse.shape))
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class Edit(nn.Module):
                 self.modification.compose.initialize(
                     {n: t for n, t in untrained.items() if n in self.composition_names}
                 )
-            tensors |= {name: sparse.on(untrained[name]) for name, sparse in self._sparse_parameters()}
+            tensors |= {name: sparse.apply_to_parameter(untrained[name]) for name, sparse in self._sparse_parameters()}
         return {n: t for n, t in tensors.items() if (n not in self.composition_names) == of_form}
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
@@ -233,7 +233,7 @@ class Edit(nn.Module):
         tensors = self._tensors_of(of_form=False) | {name: tensor.value() for name, tensor in tied.items()}
         return self.modification.compose(h, delta.to(h.dtype), tensors, x)
 
-    def on(self, base: torch.Tensor) -> torch.Tensor:
+    def apply_to_parameter(self, base: torch.Tensor) -> torch.Tensor:
         """Return W + s A, the weight that the place is at with the change of the form, A being that of `affine`."""
         weight = self.place.weight
         tensors = self.full_tensors()

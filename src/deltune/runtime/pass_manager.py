@@ -520,33 +520,33 @@ class PassManager:
             assignment = make_assignment()  # raises before anything has changed
             self.scopes.add(scope)
             scope.open(assignment)
-            self.update_model(assignment, scope.trains)
-            for group in assignment.groups if assignment.rows and scope.trains else ():
+            self.update_model(assignment, scope.set_requires_grad)
+            for group in assignment.groups if assignment.rows and scope.set_requires_grad else ():
                 refuse_late_gradients(group.delta)
 
     def leave_scope(self, scope: Scope) -> None:
         with self.lock.mutex:
             self.scopes.discard(scope)
-            self.update_model(self.assignment_of_new_pass(), scope.trains)
+            self.update_model(self.assignment_of_new_pass(), scope.set_requires_grad)
 
     def overridden_modules(self) -> set[str]:
         """The paths of the modules that run with tensors of deltas in some scope."""
         assignments = [scope.assignment for scope in list(self.scopes)]
         return {path for assignment in assignments if assignment is not None for path in assignment.tensors}
 
-    def update_model(self, assignment: RowAssignment, trains: bool = True) -> None:
+    def update_model(self, assignment: RowAssignment, set_requires_grad: bool = True) -> None:
         """Put the tensors of an assignment in place if no pass runs, and make all deltas in use trainable.
 
         Args:
             assignment: The assignment.
-            trains: Whether what is trainable may have changed.
+            set_requires_grad: Whether what is trainable may have changed.
         """
-        scopes = [scope.assignment for scope in list(self.scopes) if scope.trains]
+        scopes = [scope.assignment for scope in list(self.scopes) if scope.set_requires_grad]
         self.scopes_in_event_loops = sum(scope.in_event_loop for scope in list(self.scopes))
         if self.lock.idle:
             self.state.place_tensors(assignment.placed_delta)
             self.state.set_labels(assignment.labels)
-        if trains:
+        if set_requires_grad:
             self.state.train_only(
                 group.delta for a in (self.default_assignment, *scopes) if a is not None for group in a.groups
             )

@@ -495,7 +495,7 @@ def _group_rows(
                 "order of the batch's rows (their first axis is the length, or they are tokens that a router chose); "
                 f"call use({name!r}) and run its rows in a batch of their own"
             )
-        if all_rows := [edit.place.name for edit in delta.all_edits() if not edit.place.by_row]:
+        if all_rows := [edit.place.name for edit in delta.all_edits() if not edit.place.can_differ_by_row]:
             problems.append(
                 f"{name!r} ({delta.method!r}) changes {all_rows[0]}, whose module reads something that all rows of a "
                 f"batch share, or copies of the rows in an order of its own; call use({name!r}) and run its rows in a "

@@ -279,7 +279,7 @@ def changed_tensor(base: torch.Tensor, changes: Sequence[SparseParameter | Gated
     """Return a tensor with changes applied one after another; a delta's own value of it is trained through edits."""
     value = base
     for change in changes:
-        value = change.on(value if isinstance(change, Edit) else value.detach())
+        value = change.apply_to_parameter(value if isinstance(change, Edit) else value.detach())
     return value
 
 

@@ -29,7 +29,7 @@ from ..methods.forms import Prompt
 from ..models import AUTO_CLASSES
 from ..runtime.attaching import add_delta, find_tuned, read_delta
 from ..runtime.attention import PREFIX
-from ..runtime.handle import Tuned, base_value, inference_rows, keep_attached, remember_base_metadata, shares_rows
+from ..runtime.handle import Tuned, base_value, inference_rows, keep_without_deltas, remember_base_metadata, shares_rows
 from ..runtime.linear_backend import linear_forward, optimize_linear
 from ..runtime.modules import Delta, HeadLabels
 from ..runtime.prompts import unused_position_rows
@@ -132,7 +132,7 @@ class Backbone:
         self.was_training = model.training
         model.eval()
         self.handle = find_tuned(model) or Tuned(model)
-        keep_attached(self.handle, True)
+        keep_without_deltas(self.handle, True)
         remember_base_metadata(self.handle)  # it reads a sample of every weight, which no load need do again
         optimized_before = any(linear_forward(module) is not None for module in model.modules())
         self.optimized = None if optimized_before else optimize_linear(model)
@@ -258,7 +258,7 @@ class Backbone:
         for name in list(self._attached):
             self._attached.discard(name)
             self.handle.detach(name)
-        keep_attached(self.handle, False)
+        keep_without_deltas(self.handle, False)
         if not self.handle.names:
             self.handle.detach()
         if self.optimized is not None:

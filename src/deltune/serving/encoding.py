@@ -36,8 +36,20 @@ class BatchLimits:
 PASS_OVERHEAD = {"cpu": 64, "cuda": 4096}
 """What a pass costs besides its tokens, by type of device, as the number of tokens that take as long."""
 
-Finish = Callable[[Job, "Answer | BaseException"], None]
-"""Is called once for each request, with its answer or error."""
+
+@dataclass(frozen=True)
+class LaneContext:
+    """What an engine gives to all of its lanes.
+
+    Attributes:
+        share: The counters of the tenants.
+        start: Is called with requests whose first batch begins.
+        finish: Is called once for each request, with its answer or error.
+    """
+
+    share: FairShare
+    start: Callable[[Job], None]
+    finish: Callable[[Job, Answer | BaseException], None]
 
 
 class EncodingLane:
@@ -47,23 +59,12 @@ class EncodingLane:
         backbone: The model.
         task: "labels" for classify and tag, "embed" for embeddings.
         limits: How large batches are.
-        share: The counters of the tenants.
-        finish: Ends a request.
-        start: Is called with requests whose first batch begins.
+        context: What all lanes of the engine have.
     """
 
-    def __init__(
-        self,
-        backbone: Backbone,
-        task: str,
-        limits: BatchLimits,
-        share: FairShare,
-        finish: Finish,
-        start: Callable[[Job], None],
-    ) -> None:
-        self.backbone, self.task, self.limits = backbone, task, limits
-        self.queue, self.share = FairQueue(share), share
-        self.finish, self.start = finish, start
+    def __init__(self, backbone: Backbone, task: str, limits: BatchLimits, context: LaneContext) -> None:
+        self.backbone, self.task, self.limits, self.context = backbone, task, limits, context
+        self.queue = FairQueue(context.share)
         tokenizer_pad = getattr(backbone.model.config.get_text_config(), "pad_token_id", None)
         self.overhead = PASS_OVERHEAD.get(self.backbone.device.type, PASS_OVERHEAD["cuda"])
         self.pad = 0 if tokenizer_pad is None else int(tokenizer_pad)
@@ -104,8 +105,8 @@ class EncodingLane:
             if jobs and longest * (len(jobs) + 1) > self.limits.tokens:
                 break
             self.queue.remove(job)
-            self.start(job)
-            self.share.charge(job.tenant, len(job.tokens))
+            self.context.start(job)
+            self.context.share.charge(job.tenant, len(job.tokens))
             jobs.append(job)
         return jobs
 
@@ -117,7 +118,7 @@ class EncodingLane:
         except Exception as error:
             answers = [self._alone(job) for job in jobs] if len(jobs) > 1 else [error]
         for job, answer in zip(jobs, answers, strict=True):
-            self.finish(job, answer)
+            self.context.finish(job, answer)
 
     def _alone(self, job: Job) -> Answer | BaseException:
         try:

@@ -25,7 +25,7 @@ from ..errors import DeltuneError, describe_value, error_summary, unknown_name
 from ..filesystem import user_path
 from ..models import align_padding_token, has_trained_head, load_config, load_model, load_tokenizer
 from .backbone import Backbones, LoadedDelta, PreparedDelta
-from .encoding import BatchLimits, EncodingLane
+from .encoding import BatchLimits, EncodingLane, LaneContext
 from .errors import EngineClosed, InvalidRequest, QueueFull, RequestTimeout, UnknownDelta
 from .fairness import FairShare
 from .generation import GenerationLane, GenerationOptions
@@ -183,6 +183,7 @@ class Server:
                 self._backbones.close()
                 raise
         self._share = FairShare()
+        self._lane_context = LaneContext(self._share, self._start, self._finish)
         self._lanes: dict[tuple[str, str, str], Lane] = {}
         self._base = first.base(HEAD_TASKS[first.head])
         self._entries = {d.name: Entry(d.name, None, current=d) for d in first.attached_before() if d.name is not None}
@@ -825,11 +826,10 @@ class Server:
         task = {"generate": "generate", "embed": "embed"}.get(job.request.task, "labels")
         key = (loaded.backbone.head, task, loaded.group)
         if key not in self._lanes:
-            ways = (self._share, self._finish, self._start)
             if task == "generate":
-                self._lanes[key] = GenerationLane(loaded.backbone, self._options, *ways)
+                self._lanes[key] = GenerationLane(loaded.backbone, self._options, self._lane_context)
             else:
-                self._lanes[key] = EncodingLane(loaded.backbone, task, self.limits, *ways)
+                self._lanes[key] = EncodingLane(loaded.backbone, task, self.limits, self._lane_context)
         return self._lanes[key]
 
     def _start(self, job: Job) -> None:

@@ -27,8 +27,8 @@ from ..runtime.prompts import first_position, unused_position_rows
 from ..tasks.generation import forced_bos_options
 from .backbone import Backbone, LoadedDelta, replaced_output
 from .cache import assemble, cache_of, columns, new_cache, row_of, set_columns
-from .encoding import BatchLimits, Finish, answer_of
-from .fairness import FairQueue, FairShare
+from .encoding import BatchLimits, LaneContext, answer_of
+from .fairness import FairQueue
 from .jobs import Job, RequestEncoder
 from .prompt_cache import Beginning, PromptCache
 from .requests import FinishReason, Request, Sampling, TokenChoice
@@ -147,24 +147,15 @@ class GenerationLane:
 
     Args:
         backbone: The model.
-        options: What all lanes share.
-        share: The counters of the tenants.
-        finish: Ends a request.
-        start: Is called with requests whose first batch begins.
+        options: What all lanes of a server share about generating.
+        context: What all lanes of the engine have.
     """
 
-    def __init__(
-        self,
-        backbone: Backbone,
-        options: GenerationOptions,
-        share: FairShare,
-        finish: Finish,
-        start: Callable[[Job], None],
-    ) -> None:
-        self.backbone, self.options, self.share = backbone, options, share
-        self.finish, self.start = finish, start
-        self.queue = FairQueue(share)
-        self.long = FairQueue(share)  # requests whose prompts are to be read in parts
+    def __init__(self, backbone: Backbone, options: GenerationOptions, context: LaneContext) -> None:
+        self.backbone, self.options = backbone, options
+        self.context, self.share = context, context.share
+        self.queue = FairQueue(context.share)
+        self.long = FairQueue(context.share)  # requests whose prompts are to be read in parts
         self.batches: list[RunningBatch] = []
         self.reading: list[RunningBatch] = []  # a row each, whose long prompt is read in parts
         self.paused: dict[Job, RunningBatch] = {}
@@ -243,7 +234,7 @@ class GenerationLane:
                 break
             if not self.long.remove(job):
                 self.queue.remove(job)
-            self.start(job)
+            self.context.start(job)
             try:
                 row = self._row(job)
                 if self._is_long(job) and len(row.before) - row.cached > limits.prefill:
@@ -253,7 +244,7 @@ class GenerationLane:
                 tokens += len(job.tokens)
                 fresh.append(row)
             except Exception as error:
-                self.finish(job, error)
+                self.context.finish(job, error)
         for group in self.runner.groups(fresh, limits.tokens):
             arrived += self._read(group)
         return arrived
@@ -462,12 +453,12 @@ class GenerationLane:
     def _end(self, row: Row, result: FinishReason | BaseException) -> None:
         row.done = True
         if isinstance(result, BaseException):
-            self.finish(row.job, result)
+            self.context.finish(row.job, result)
             return
         answer = answer_of(
             row.job, cached_tokens=row.cached, text=row.builder.text, tokens=tuple(row.choices), finish_reason=result
         )
-        self.finish(row.job, answer)
+        self.context.finish(row.job, answer)
 
 
 def _same_in_a_batch(
