@@ -1,8 +1,9 @@
 """Finds the attentions, FFNs and experts of a traced forward pass by its residual additions, and places its norms.
 
-A residual addition has an operand that comes from one linear. That linear is the output of an attention if it reads
-one, and of an FFN if it reads, through an activation, linears that read the hidden states. Or the operand is what a
-module has returned that has experts inside, and reads the other operand: then the module is a mixture of experts.
+A residual addition adds the output of a sub-layer to the hidden states. The last linear of the sub-layer is followed
+back: if its input comes from an attention, the sub-layer is an attention; if it comes, through an activation, from
+linears whose input is the hidden states, the sub-layer is an FFN. If the output comes from a module with experts inside
+whose input is the hidden states, the sub-layer is a mixture of experts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _WITHIN_SUBLAYER = {"view", "pass", "op", "add", "norm"}  # nodes between two li
 
 
 class SubLayer:
-    """A sub-layer as nodes of the trace: the node that it ends with, an output linear or experts, and what it reads."""
+    """A sub-layer in the recorded pass: its residual addition, its output linear or experts, and its first linears."""
 
     def __init__(self, add: Node, output: Node, attention: Node | None, inputs: list[Node]) -> None:
         self.add, self.output, self.attention, self.inputs = add, output, attention, inputs

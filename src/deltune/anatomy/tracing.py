@@ -1,8 +1,8 @@
-"""Records one forward pass as a graph of linears, norms, embeddings, attentions, experts and additions.
+"""Records which modules and operations one forward pass runs, and which outputs are the inputs of which others.
 
 No arithmetic is done: a copy of the model's structure runs on meta tensors, without masks, and with functions that
-return the right shape in place of attentions and experts. What remains is which step reads which, and that is all that
-`inspection` needs. The model itself is neither run nor changed, so other threads may run it meanwhile.
+return the right shape in place of attentions and experts. `inspection` needs no numbers, only which outputs are the
+inputs of which others. The model itself is neither run nor changed, so other threads may run it meanwhile.
 
 Some models decide by the numbers what they do next. Of these the copy runs on zeros: every weight is one zero in
 memory, seen in the shape of the weight, and matrix products give zeros without being computed.
