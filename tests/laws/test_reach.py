@@ -213,6 +213,15 @@ def test_inside_an_ffn_that_is_a_mixture_of_experts() -> None:
         deltune.count(KINDS[0].build(), "ia3")
 
 
+def test_a_prompt_before_a_decoder_that_takes_no_mask_of_it() -> None:
+    """FSMT gives its decoder the encoder's mask under another name, where no prompt can be shown to it."""
+    model = random_model("FSMTForConditionalGeneration", tiny("fsmt"))
+    before = facts(model)
+    with pytest.raises(deltune.DeltuneError, match="FSMTDecoder has no argument encoder_attention_mask"):
+        deltune.attach(model, "prompt(length=2)")
+    assert differences(before, facts(model)) == []
+
+
 def test_layers_left_out_are_counted() -> None:
     model = KINDS[1].build()
     assert "site 'query' exists in 1 of 2 layers" in str(deltune.count(model, "lora(rank=2)"))

@@ -43,6 +43,7 @@ from .model_methods import METHODS, WHOLE_MODEL_METHODS, plain_copy
 from .model_state import ModelState
 from .modules import Delta, Edit, HeadLabels, up_projections
 from .pass_manager import PassManager, check_not_offloaded, refuse_shared_modules, reset_after_fork
+from .prompts import check_decoder_mask
 from .row_assignment import RowAssignment, owning_modules
 from .rows import ForwardOverride
 
@@ -777,6 +778,7 @@ class Tuned(nn.Module):
         for edit in delta.all_edits():
             if edit.place.target.side == "tokens":
                 check_takes_embeddings(self.model, edit.place.widths.out_width)
+                check_decoder_mask(self.model, self.anatomy)
         order = call_order(self.model) if len(delta.edits) else None
         for part in self.anatomy.other_towers if order else ():
             if any(edit.place.target.path.startswith(f"{part.tower_path}.") for edit in delta.all_edits()):

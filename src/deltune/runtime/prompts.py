@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from ..anatomy.types import Anatomy
 from ..compat import parameters_of, remove_hooks
@@ -255,6 +256,23 @@ class PromptHook:
                 f"{needed - length} tokens and a prompt of {length} take {needed} positions, and this "
                 f"model has {rows}; shorten the text or the prompt, or use prompt(positions='none')"
             )
+
+
+def check_decoder_mask(model: PreTrainedModel, anatomy: Anatomy) -> None:
+    """Check that the decoder of an encoder-decoder can be shown a prompt before the encoder's tokens.
+
+    Raises:
+        DeltuneError: The decoder takes no mask of the encoder's tokens that could be lengthened by the prompt.
+    """
+    if len(anatomy.stacks) < 2:
+        return
+    decoder = model.get_submodule(anatomy.stacks[1].entry)
+    if "encoder_attention_mask" not in parameter_names(decoder):
+        raise DeltuneError(
+            f"a prompt cannot be attached to {type(model).__name__}: {type(decoder).__name__} has no argument "
+            "encoder_attention_mask, the mask that a prompt before the encoder's tokens lengthens. Choose a method "
+            "that adds no tokens, such as a prefix, lora or layernorm"
+        )
 
 
 def _longest(prompts: Prompts) -> int:
