@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -138,3 +139,24 @@ def test_a_full_disk_at_the_first_file_leaves_nothing(tmp_path: Path, monkeypatc
     with pytest.raises(DeltuneError, match="no space left"), explain_write_errors(run.folder), run.locked():
         run.begin(SPEC, FACTS)
     assert names(tmp_path) == set()
+
+
+def test_a_commit_is_dirty_where_its_folder_was_changed(tmp_path: Path) -> None:
+    """Results that are written beside the sources do not make these others."""
+
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True)
+
+    for name in ("src", "results"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("1")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "one")
+    commit = runs.git_commit.__wrapped__
+    clean = commit(tmp_path / "src", "file")
+    (tmp_path / "results" / "file").write_text("2")
+    assert clean is not None and commit(tmp_path / "src", "file") == clean and len(clean) == 40
+    (tmp_path / "src" / "file").write_text("2")
+    assert commit(tmp_path / "src", "file") == f"{clean}-dirty"
+    assert commit(tmp_path / "src", "another") is None

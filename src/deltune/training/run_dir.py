@@ -764,7 +764,7 @@ class RunDir:
 
 @functools.cache
 def git_commit(folder: Path, tracked: str = ".") -> str | None:
-    """Return the commit of the git repository that a folder is part of, "-dirty" behind it if files were changed.
+    """Return the commit of the git repository that a folder is part of, "-dirty" behind it if the folder was changed.
 
     Args:
         folder: The folder.
@@ -783,7 +783,8 @@ def git_commit(folder: Path, tracked: str = ".") -> str | None:
 
     try:
         git("ls-files", "--error-unmatch", tracked)
-        return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".")  # results beside it may have changed
+        return git("rev-parse", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return None
 
@@ -801,7 +802,7 @@ def collect_environment(facts: dict[str, Any]) -> dict[str, Any]:
     return {
         "command": shlex.join(sys.argv),
         "deltune": __version__,
-        "commit": git_commit(Path(__file__).parent, "run_dir.py"),
+        "commit": git_commit(Path(__file__).parents[1], "training/run_dir.py"),
         "project_commit": git_commit(Path.cwd()),
         "python": platform.python_version(),
         "packages": versions,
