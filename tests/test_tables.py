@@ -6,6 +6,7 @@ import csv
 import io
 import re
 import statistics
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 import made
 from deltune.errors import DeltuneError
 from deltune.studies.engine.jobs import Outcome
-from deltune.studies.report.aggregate import NumberFormat, aggregate
+from deltune.studies.report.aggregate import METRIC, NumberFormat, aggregate
 from deltune.studies.report.figure_spec import TableSpec
 from deltune.studies.report.tables import (
     Table,
@@ -174,8 +175,18 @@ def test_a_metric_that_was_asked_for_and_is_nowhere_is_said() -> None:
     outcomes, (view, *_) = made.STUDIES["ln/nlg"]
     assert isinstance(view, TableSpec)
     table = build_table(view, outcomes)
-    assert table.excluded == tuple(f"{task}, BLEURT: in no outcome" for task in ("E2E", "SAMSum", "dart"))
+    columns = ("E2E, BLEURT", "dart, METEOR", "dart, BLEURT")
+    assert table.excluded == tuple(f"{column}: no outcome has this number" for column in columns)
     assert not any("BLEURT" in column.text for column in table.columns)
+
+
+@pytest.mark.parametrize(
+    ("metric", "said"), [("entity_f1", ()), ("exact", ("g2p_us_to_gb, exact: no outcome has this number",))]
+)
+def test_a_metric_of_another_task_is_not_missed(metric: str, said: tuple[str, ...]) -> None:
+    outcome = replace(cell("a", "g2p_us_to_gb", 0.1), spec={"task": "g2p_us_to_gb"}, scores={"per": 0.1})
+    view = TableSpec(columns=("task", METRIC), metric=("per", metric), order={METRIC: ("per", metric)})
+    assert build_table(view, [outcome]).excluded == said
 
 
 def test_planned_labels_without_an_outcome_are_missing_rows() -> None:
@@ -183,7 +194,7 @@ def test_planned_labels_without_an_outcome_are_missing_rows() -> None:
     planned = table.rows[1]
     assert planned.label == "planned"
     assert [entry.state for entry in planned.cells[1:3]] == ["missing", "missing"]
-    assert "not run" in to_markdown(table)
+    assert "not part of this study" in to_markdown(table)
 
 
 def test_a_seed_that_was_not_run_is_said() -> None:

@@ -15,13 +15,14 @@ import csv
 import io
 import re
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
 
 from scipy.stats import rankdata
 
+from ...tasks.registry import TASKS
 from ..engine.jobs import Outcome
 from .aggregate import METRIC, Aggregates, Labels, NumberFormat, Spread, aggregate, number_format, select_outcomes
 from .figure_spec import Label, TableSpec
@@ -178,7 +179,14 @@ def build_table(view: TableSpec, outcomes: Iterable[Outcome]) -> Table:
         )
         for key in keys
     ]
-    cells_by_row = [[_score_cell(aggregates[(*row, *key)], notes) for key in keys] for row in rows]
+    planned = [outcome.cell for outcome in outcomes]
+
+    def score_cell(labels: Labels) -> TableCell:
+        cell = dict(zip(axes, labels, strict=True))
+        in_study = any(all(one.get(axis, label) == label for axis, label in cell.items()) for one in planned)
+        return _score_cell(aggregates[labels], "not run yet" if in_study else "not part of this study", notes)
+
+    cells_by_row = [[score_cell((*row, *key)) for key in keys] for row in rows]
     cells_by_row = [
         [replace(cell, published=_published(view, row, key)) for cell, key in zip(row_cells, keys, strict=True)]
         for row, row_cells in zip(rows, cells_by_row, strict=True)
@@ -291,10 +299,17 @@ def _drop_unmeasured(
     missing = []
     for key in (key for key in keys if key not in kept):
         where = {axis: label for axis, label in zip(view.columns, key, strict=True) if axis != METRIC}
-        requested = any(key[at] in outcome.spec.get("metrics", ()) for outcome in select_outcomes(outcomes, where))
-        if requested or key[at] not in measured_metrics:
-            missing.append(f"{', '.join(view.display(label) for label in key)}: in no outcome")
+        metrics = [_requested_metrics(outcome) for outcome in select_outcomes(outcomes, where)]
+        if any(key[at] not in measured_metrics if names is None else key[at] in names for names in metrics):
+            missing.append(f"{', '.join(view.display(label) for label in key)}: no outcome has this number")
     return kept, missing
+
+
+def _requested_metrics(outcome: Outcome) -> Collection[str] | None:
+    """Return the metrics that a run was to compute; None where its data are no known task and it names none."""
+    task = TASKS.get(str(outcome.spec.get("task")))
+    named: Collection[str] | None = outcome.spec.get("metrics")
+    return named or (task.metrics if task else None)
 
 
 def _rows_by_group(rows: Sequence[Labels], n_outer: int) -> list[list[int]]:
@@ -322,12 +337,12 @@ def _column_headings(view: TableSpec, aggregates: Aggregates, key: Labels, n_out
     return (*labels[:-1], labels[-1] + (" ↓" if column_format.lower else ""))
 
 
-def _score_cell(spread: Spread, notes: dict[str, int]) -> TableCell:
+def _score_cell(spread: Spread, if_missing: str, notes: dict[str, int]) -> TableCell:
     reasons = [*spread.failed, *spread.absent]
     if spread.mean is not None and reasons:
         reasons = [f"{spread.n} of {spread.n + len(reasons)}: " + "; ".join(reasons)]
     elif spread.mean is None and not spread.failed:
-        reasons = ["not run"]
+        reasons = [if_missing]
     marks = tuple(_note_index(reason, notes) for reason in reasons)
     state: State = "shown" if spread.mean is not None else "failed" if spread.failed else "missing"
     return TableCell(spread.mean, spread.std, spread.n, state, notes=marks)
