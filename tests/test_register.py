@@ -87,6 +87,14 @@ def test_what_is_not_registered_is_not_saved(tmp_path: Path) -> None:
     assert not (tmp_path / "delta").exists()
 
 
+def test_an_expression_with_a_part_of_ones_own_says_how_to_register_it() -> None:
+    with pytest.raises(deltune.DeltuneError, match=r"unknown name 'TanhLowRank'.*deltune\.register\(TanhLowRank\)"):
+        deltune.parse("Modification('ffn', TanhLowRank(4)) + layernorm")
+    with pytest.raises(deltune.DeltuneError) as error:
+        deltune.parse("Modification('ffn', lowrank(4))")
+    assert "register" not in str(error.value), "a name of ours that is written otherwise"
+
+
 def test_a_file_with_a_form_that_is_not_registered_here(tmp_path: Path) -> None:
     deltune.register(Shift)
     model = build(FAMILIES["bert"], "base")

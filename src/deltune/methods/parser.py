@@ -341,8 +341,11 @@ class _ExpressionReader:
         if not isinstance(node.func, ast.Name):
             self.fail(node.func, "only a plain name can be called")
         if node.func.id not in self.vocabulary:
-            hint = hint_for_name(node.func.id, self.vocabulary)
-            self.fail(node.func, unknown_name("name", node.func.id, self.vocabulary, hint=hint))
+            name = node.func.id
+            hint = hint_for_name(name, self.vocabulary)
+            if hint is None and name[0].isupper():  # classes of parts begin so
+                hint = f"A part of your own is registered first: deltune.register({excerpt(name)[1:-1]})."
+            self.fail(node.func, unknown_name("name", name, self.vocabulary, hint=hint))
         return self.build(node, node.func, node.args, node.keywords)
 
     def build(

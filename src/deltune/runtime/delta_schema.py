@@ -331,7 +331,8 @@ def parse_saved_method(anatomy: Anatomy, facts: DeltaMetadata, tensors: int, whe
     try:
         short, explicit = parse(facts.method), parse(facts.explicit)
     except DeltuneError as error:
-        if not (missing := unregistered_names(facts.method) or unregistered_names(facts.explicit)):
+        missing = unregistered_names(facts.method) or unregistered_names(facts.explicit)
+        if not missing or "deltune.register(" in str(error):  # the error says so already
             raise
         calls = ", ".join(f"deltune.register({name[:MAX_NAME_LENGTH]})" for name in missing[:3])
         raise DeltuneError(f"{error}\nA part of your own is registered before it is loaded: {calls}") from error
