@@ -40,6 +40,26 @@ class Halved(deltune.Composition):
         return h + delta / 2
 
 
+@dataclass(frozen=True, repr=False)
+class Rolled(deltune.Form):
+    """Δh = w ⊙ u moved on by one, and its A as it is or transposed."""
+
+    transposed: bool = False
+
+    def shapes(self, widths):  # type: ignore[no-untyped-def]
+        return {"w": (widths.in_width,)}
+
+    def initialize(self, tensors):  # type: ignore[no-untyped-def]
+        tensors["w"].zero_()
+
+    def affine(self, tensors):  # type: ignore[no-untyped-def]
+        a = torch.diag(tensors["w"]).roll(1, 0)
+        return (a.t() if self.transposed else a), None
+
+    def __call__(self, tensors, u, training):  # type: ignore[no-untyped-def]
+        return (tensors["w"] * u).roll(1, -1)
+
+
 @deltune.named_method
 def shifted(size: float = 2.0):  # type: ignore[no-untyped-def]
     """Train a shift after every FFN and the norms."""
@@ -75,6 +95,23 @@ def test_expressions_files_and_rows(tmp_path: Path) -> None:
     with tuned.rows(["own", "other"]):
         mixed = run(model, inputs)["logits"]
     torch.testing.assert_close(mixed, torch.stack([trained["logits"][0], other["logits"][1]]))
+
+
+def test_an_affine_that_is_not_what_the_form_computes_is_not_merged() -> None:
+    model = build(FAMILIES["bert"], "sequence")
+    inputs = batch(model)
+    bare = run(model, inputs)
+    tuned = stir(deltune.attach(model, deltune.Modification("query", Rolled(transposed=True))))
+    trained = run(model, inputs)
+    with pytest.raises(deltune.DeltuneError, match=r"Rolled\.affine is not what it computes: A u \+ b differs by"):
+        tuned.merge()
+    assert equal(trained, run(model, inputs)), "nothing was merged"
+    tuned.detach()
+    assert equal(bare, run(model, inputs))
+    tuned = stir(deltune.attach(model, deltune.Modification("query", Rolled())))
+    trained = run(model, inputs)
+    tuned.merge()
+    torch.testing.assert_close(run(model, inputs)["logits"], trained["logits"])
 
 
 def test_what_is_not_registered_is_not_saved(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from torch import nn
 
 from ..anatomy.quantizers import dequantized_weight, find_quantizer, quantized_copy
 from ..anatomy.types import Anatomy
-from ..errors import error_from_problems
-from ..methods.forms import Affine
+from ..errors import error_from_problems, error_summary
+from ..methods.forms import Affine, Tensors
 from .modules import Delta, Edit
 
 Values = Callable[[str], torch.Tensor]
@@ -144,8 +144,36 @@ def _affine_change(edit: Edit) -> Affine | str:
         return "its gate depends on the input"
     if change is None:
         return f"a {type(edit.modification.form).__name__} is not linear in its input"
+    if problem := _affine_problem(edit, tensors, change):
+        return problem
     gain, shift = change
     return (None if gain is None else gain * factor, None if shift is None else shift * factor)
+
+
+def _affine_problem(edit: Edit, tensors: Tensors, change: Affine) -> str | None:
+    """Compare A u + b with what a form of the user's own computes on random u; return how they differ.
+
+    The forms of deltune are held against their `affine` by its tests.
+    """
+    form, width = edit.modification.form, edit.place.widths.in_width
+    if type(form).__module__.partition(".")[0] == __package__.partition(".")[0]:
+        return None
+    gain, shift = (None if t is None else t.detach().double() for t in change)
+    exact = {name: t.detach().double() for name, t in tensors.items()}
+    u = torch.randn(1, 4, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    u = u.to(next(iter(exact.values())).device)
+    name = f"{type(form).__name__}.affine"
+    try:
+        with torch.no_grad():
+            expected = form(exact, u, training=False)
+            product = torch.zeros_like(expected) if gain is None else u * gain if gain.dim() == 1 else u @ gain.t()
+            difference = float((product + (0 if shift is None else shift) - expected).abs().max())
+            largest = float(expected.abs().max())
+    except Exception as error:  # code of the user's own, and shapes that do not fit
+        return f"{name} could not be compared with what the form computes ({error_summary(error)})"
+    if difference <= 1e-6 * max(largest, 1e-30):
+        return None
+    return f"{name} is not what it computes: A u + b differs by up to {difference:.3g} from values up to {largest:.3g}"
 
 
 def _reason_against(edit: Edit, change: Affine, bias: str) -> str | None:
