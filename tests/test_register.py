@@ -144,15 +144,21 @@ def test_a_file_with_a_form_that_is_not_registered_here(tmp_path: Path) -> None:
 
 def test_what_cannot_be_registered() -> None:
     @dataclass(frozen=True, repr=False)
-    class LowRank(deltune.Form):
+    class LowRank(Shift):
         pass
 
     class Loose(deltune.Form):
         pass
 
+    @dataclass(frozen=True, repr=False)
+    class Half(deltune.Form):
+        def shapes(self, widths):  # type: ignore[no-untyped-def]
+            return {}
+
     def plain() -> None: ...
 
     for term, says in (
+        (Half, r"(?s)Half lacks what every form has.*def initialize\(self, tensors\).*def __call__"),
         (LowRank, "the name 'LowRank' is taken by deltune.methods.forms.LowRank"),
         (Loose, "frozen=True"),
         (plain, "@deltune.named_method above"),

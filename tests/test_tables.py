@@ -181,12 +181,12 @@ def test_a_metric_that_was_asked_for_and_is_nowhere_is_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("metric", "said"), [("entity_f1", ()), ("exact", ("g2p_us_to_gb, exact: no outcome has this number",))]
+    ("metric", "excluded"), [("entity_f1", ()), ("exact", ("g2p_us_to_gb, exact: no outcome has this number",))]
 )
-def test_a_metric_of_another_task_is_not_missed(metric: str, said: tuple[str, ...]) -> None:
+def test_a_metric_of_another_task_is_not_missed(metric: str, excluded: tuple[str, ...]) -> None:
     outcome = replace(cell("a", "g2p_us_to_gb", 0.1), spec={"task": "g2p_us_to_gb"}, scores={"per": 0.1})
     view = TableSpec(columns=("task", METRIC), metric=("per", metric), order={METRIC: ("per", metric)})
-    assert build_table(view, [outcome]).excluded == said
+    assert build_table(view, [outcome]).excluded == excluded
 
 
 def test_planned_labels_without_an_outcome_are_missing_rows() -> None:

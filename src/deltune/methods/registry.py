@@ -159,7 +159,7 @@ def register(term: T) -> T:
         The term itself.
 
     Raises:
-        DeltuneError: It is nothing of these, or something else has its name.
+        DeltuneError: It is nothing of these, lacks a method that every form has, or something else has its name.
     """
     name = getattr(term, "__name__", "")
     is_term = isclass(term) and issubclass(term, Form | Composition)
@@ -172,6 +172,8 @@ def register(term: T) -> T:
         raise DeltuneError(
             f"{name} is compared and hashed by its fields: put @dataclass(frozen=True, repr=False) above it"
         )
+    if isclass(term) and issubclass(term, Form) and (missing := _missing_methods(term)):
+        raise error_from_problems(f"{name} lacks what every form has", missing)
     other = VOCABULARY.get(name)
     if name in _BUILT_IN or name in spec.SITES or (other is not None and _origin(other) != _origin(term)):
         raise DeltuneError(f"the name {name!r} is taken by {_origin(other) if other else 'a site'}; choose another")
@@ -183,6 +185,19 @@ def register(term: T) -> T:
 def _is_frozen_dataclass(kind: Any) -> bool:
     parameters = kind.__dict__.get("__dataclass_params__")
     return parameters is not None and parameters.frozen
+
+
+def _missing_methods(form: type[Form]) -> list[str]:
+    """Return a line to write for each method that a form has not defined."""
+    lines = {
+        "shapes": "def shapes(self, widths): return {'w': (widths.in_width,)}",
+        "initialize": "def initialize(self, tensors): tensors['w'].zero_()",
+        "__call__": "def __call__(self, tensors, u, training): return tensors['w'] * u",
+    }
+    defined = {name for name in (*lines, "inner", "per_head") if getattr(form, name) is not getattr(Form, name)}
+    if defined & {"inner", "per_head"}:  # it computes what it does there
+        defined.add("__call__")
+    return [f"{name}, such as {line}" for name, line in lines.items() if name not in defined]
 
 
 def _origin(term: Any) -> str:
