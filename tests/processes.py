@@ -30,7 +30,8 @@ class Started:
 
     def __init__(self, what: Callable[..., None], folder: Path, *arguments: Any) -> None:
         self.output = folder.with_name(f"{folder.name}.{time.monotonic_ns()}.txt")
-        self.process = SERVER.Process(target=_run_with_output, args=(str(self.output), what, *arguments))
+        around = (str(self.output), dict(os.environ))  # the server has the environment that it was started in
+        self.process = SERVER.Process(target=_run_with_output, args=(*around, what, *arguments))
         self.process.start()
 
     def kill(self) -> bool:
@@ -63,7 +64,9 @@ class Started:
         return self.output.read_text() if self.output.exists() else ""
 
 
-def _run_with_output(output: str, what: Callable[..., None], *arguments: Any) -> None:
+def _run_with_output(output: str, environment: dict[str, str], what: Callable[..., None], *arguments: Any) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
