@@ -129,7 +129,10 @@ def _takes_any_text(hint: Any) -> bool:
 
 def _takes_objects(hint: Any) -> bool:
     """Whether an argument may be a part of a method, which an expression writes as a name or a call."""
-    return dataclasses.is_dataclass(hint) or any(map(_takes_objects, typing.get_args(hint)))
+    is_class = isinstance(hint, type) and typing.get_origin(hint) is None and hint is not Any
+    return (is_class and hint not in (int, float, str, bool, type(None))) or any(
+        map(_takes_objects, typing.get_args(hint))
+    )
 
 
 Vocabulary = Mapping[str, Callable[..., Any]]
@@ -401,7 +404,7 @@ def to_expression(value: Any) -> str:
     """Return the expression that makes a dataclass value; arguments at their defaults are left out."""
     arguments = [
         f"{f.name}={getattr(value, f.name)!r}"
-        for f in dataclasses.fields(value)
+        for f in (dataclasses.fields(value) if dataclasses.is_dataclass(value) else ())
         if f.default is dataclasses.MISSING or getattr(value, f.name) != f.default
     ]
     return f"{type(value).__name__}({', '.join(arguments)})"

@@ -15,6 +15,7 @@ from torch import nn
 from ..anatomy.quantizers import dequantized_weight, find_quantizer, quantized_copy
 from ..anatomy.types import Anatomy
 from ..errors import error_from_problems
+from ..methods.form_checks import affine_difference
 from ..methods.forms import Affine
 from .modules import Delta, Edit
 
@@ -144,6 +145,9 @@ def _affine_change(edit: Edit) -> Affine | str:
         return "its gate depends on the input"
     if change is None:
         return f"a {type(edit.modification.form).__name__} is not linear in its input"
+    form_tensors = {name: tensor for name, tensor in tensors.items() if name not in edit.composition_names}
+    if difference := affine_difference(edit.modification.form, form_tensors, edit.place.widths):
+        return difference
     gain, shift = change
     return (None if gain is None else gain * factor, None if shift is None else shift * factor)
 
