@@ -33,8 +33,8 @@ def check_form(form: Form, place: EditLocation) -> None:
     shapes = _call("shapes", form, widths, lambda: form.shapes(widths))
     if not isinstance(shapes, dict) or not all(map(_is_shape, shapes.values())):
         raise DeltuneError(
-            f"{form!r}: shapes returns {excerpt(shapes)}, and not a tuple of whole numbers for each tensor's name, such "
-            'as {"w": (widths.in_width,)}'
+            f"{form!r}: shapes returns {excerpt(shapes)}, and not a tuple of whole numbers for each tensor's name, "
+            'such as {"w": (widths.in_width,)}'
         )
     if form.needs != "hidden" or widths.lookup or widths.experts:
         return
@@ -51,17 +51,18 @@ def check_form(form: Form, place: EditLocation) -> None:
         raise DeltuneError(f"{form!r}: __call__ returns a {type(delta).__name__}, and not the tensor Δh")
     if not _spreads_to(tuple(delta.shape), expected):
         raise DeltuneError(
-            f"{form!r}: __call__ returns Δh of shape {tuple(delta.shape)} for u of shape {(*LEADING, widths.in_width)}; "
-            f"at {place.name} it must be {expected}, of width widths.out_width = {widths.out_width} (widths.in_width is "
-            f"{widths.in_width})"
+            f"{form!r}: __call__ returns Δh of shape {tuple(delta.shape)} for u of shape "
+            f"{(*LEADING, widths.in_width)}; at {place.name} it must be {expected}, of width widths.out_width = "
+            f"{widths.out_width} (widths.in_width is {widths.in_width})"
         )
 
 
 def affine_difference(form: Form, tensors: Tensors, widths: Widths) -> str | None:
     """Return how A u + b of a form of the user's own differs from what `__call__` computes, on random u.
 
-    Both are computed in float64 on the CPU; in float32 where the form cannot be computed in float64. Rows of u are zero,
-    of the size of hidden states, and a hundred times as large, so that a form which is only nearly affine is seen.
+    Both are computed in float64 on the CPU; in float32 where the form cannot be computed in float64. Rows of u are
+    zero, of the size of hidden states, and a hundred times as large, so that a form which is only nearly affine is
+    seen.
 
     Args:
         form: The form.
@@ -93,8 +94,8 @@ def affine_difference(form: Form, tensors: Tensors, widths: Widths) -> str | Non
         row = int(wrong.flatten().int().argmax())
         part, sample = ("b", "u = 0") if row == 0 and not widths.lookup else ("A u + b", "a random u")
         return (
-            f"affine of {type(form).__name__} is not what its __call__ computes: at {sample}, {part} differs from Δh by "
-            f"up to {float(distance.flatten()[row]):.3g}, where Δh has values up to "
+            f"affine of {type(form).__name__} is not what its __call__ computes: at {sample}, {part} differs from Δh "
+            f"by up to {float(distance.flatten()[row]):.3g}, where Δh has values up to "
             f"{float(delta.abs().amax(-1).flatten()[row]):.3g}; correct affine, or leave it out, and the form is not "
             "merged"
         )
@@ -141,18 +142,20 @@ def _spreads_to(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
 
 
 def _try(name: str, form: Form, shapes: dict[str, Any], widths: Widths, compute: Callable[..., Any]) -> Any:
-    """Compute something of a form on the meta device; on zeros on the CPU where that fails, as for decisions by values."""
-    for device in ("meta", "cpu"):
+    """Compute something of a form on the meta device, or on zeros on the CPU where that fails.
+
+    It fails by a mistake, or for a form that looks at values, which zeros have.
+    """
+
+    def on(device: str) -> Any:
         with torch.device(device), torch.no_grad():
             tensors = {leaf: torch.zeros(shape) for leaf, shape in shapes.items()}
-            u = torch.zeros(*LEADING, widths.in_width)
-            if device == "cpu":
-                return _call(name, form, widths, lambda: compute(tensors, u), shapes)
-            try:
-                return compute(tensors, u)
-            except Exception:  # either the user's mistake or something that needs values: zeros show which
-                continue
-    raise AssertionError("the second device returns or raises")
+            return compute(tensors, torch.zeros(*LEADING, widths.in_width))
+
+    try:
+        return on("meta")
+    except Exception:
+        return _call(name, form, widths, lambda: on("cpu"), shapes)
 
 
 def _call(

@@ -61,7 +61,7 @@ def layernorm(
     Args:
         terms: "both", "gain" or "bias"; "bias" is an error where no norm has one.
         of: Norms of the attentions (query, key and cross-attention norms included), of the FFNs, or "both".
-        layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
+        layers: "all", "lower half", "upper half", "first N", "last N", or indices within each stack (-1 is the last).
         embedding: Whether norms after the embeddings are trained; by default where `of` and `layers` restrict nothing.
         final: Whether norms after the last layer are trained; by default as `embedding`.
         stack: "all", "encoder" or "decoder".
@@ -96,7 +96,7 @@ def bitfit(
             "query+ffn_up" (two in each layer) or "norm" (of norms in the layers).
         add_missing: Whether linears and norms in the layers that `which` names and that have no bias get one, 0 at the
             start.
-        layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
+        layers: "all", "lower half", "upper half", "first N", "last N", or indices within each stack (-1 is the last).
         tower: Of a model of several towers, "text", "vision", "audio" or "projector", "all" of them, or "main", the one
             that its main input enters.
 
@@ -143,7 +143,7 @@ def diff_pruning(
     Args:
         sparsity: The share of scalars that differ from the pretrained ones in the end, between 0 and 1.
         over: "linear" (weights and biases of the linears in the layers) or "all" (every tensor of the model).
-        layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
+        layers: "all", "lower half", "upper half", "first N", "last N", or indices within each stack (-1 is the last).
 
     Returns:
         The method, to attach, count or add to others.
@@ -220,7 +220,7 @@ def adapter(
         dropout: The probability of dropping an inner value while training.
         init: "bert" (down N(0, 0.02)) or "lora" (down Kaiming uniform).
         zero_up: Whether W_up starts at 0, so that the model is unchanged at first; else N(0, 0.02).
-        layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
+        layers: "all", "lower half", "upper half", "first N", "last N", or indices within each stack (-1 is the last).
         stack: "all", "encoder" or "decoder".
         attention: Which attentions, "all", "self" or "cross"; it does not restrict the FFNs.
         tower: Of a model of several towers, "text", "vision" or "audio", "all" of them, or "main", the one that its
@@ -277,7 +277,7 @@ def parallel_adapter(
         init: "bert" (down N(0, 0.02)) or "lora" (down Kaiming uniform).
         zero_up: Whether W_up starts at 0, so that the model is unchanged at first; else N(0, 0.02).
         x: "input" (what the sub-layer reads) or "residual" (the residual stream before its norm).
-        layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
+        layers: "all", "lower half", "upper half", "first N", "last N", or indices within each stack (-1 is the last).
         stack: "all", "encoder" or "decoder".
         attention: Which attentions, "all", "self" or "cross"; it does not restrict the FFNs.
         tower: Of a model of several towers, "text", "vision" or "audio", "all" of them, or "main", the one that its
@@ -334,7 +334,7 @@ def scaled_parallel_adapter(
         init: "bert" (down N(0, 0.02)) or "lora" (down Kaiming uniform).
         zero_up: Whether W_up starts at 0, so that the model is unchanged at first; else N(0, 0.02).
         x: "input" (what the sub-layer reads) or "residual" (the residual stream before its norm).
-        layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
+        layers: "all", "lower half", "upper half", "first N", "last N", or indices within each stack (-1 is the last).
         stack: "all", "encoder" or "decoder".
         attention: Which attentions, "all", "self" or "cross"; it does not restrict the FFNs.
         tower: Of a model of several towers, "text", "vision" or "audio", "all" of them, or "main", the one that its
@@ -372,7 +372,7 @@ def prefix(
             (UV §A.3). None: the keys and values are trained themselves.
         gate: False: h + softmax(q P_kᵀ) P_v, without the gate of UV eq. 8 (UV table 4).
         shift_positions: Whether positions start at l in a stack with a prefix in its self-attention, as PEFT has it.
-        layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
+        layers: "all", "lower half", "upper half", "first N", "last N", or indices within each stack (-1 is the last).
         stack: "all", "encoder" or "decoder".
         attention: "all", "self" or "cross".
         tower: Of a model of several towers, "text", "vision" or "audio", "all" of them, or "main", the one that its
@@ -416,7 +416,7 @@ def p_tuning_v2(
 
     Args:
         length: The number of keys and values before those of every attention, at least 1.
-        layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
+        layers: "all", "lower half", "upper half", "first N", "last N", or indices within each stack (-1 is the last).
         stack: "all", "encoder" or "decoder".
         attention: "all", "self" or "cross".
 
@@ -441,7 +441,7 @@ def multi_head_parallel_adapter(
         length: The rows l of P_k and P_v, at least 1.
         own_down: True: h + relu(x W_down) P_v, with a W_down of its own for each head.
         zero_up: Whether P_v starts at 0, so that the model is unchanged at first; else N(0, 0.02).
-        layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
+        layers: "all", "lower half", "upper half", "first N", "last N", or indices within each stack (-1 is the last).
         stack: "all", "encoder" or "decoder".
         attention: "all", "self" or "cross".
 
@@ -478,7 +478,7 @@ def lora(
             "pooler" and "lm_head"; or paths of linears as a pattern, such as "*.mixer.in_proj".
         alpha: Another way to give s, which is then alpha / rank; above 0.
         dropout: The probability of dropping a value of x while training.
-        layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
+        layers: "all", "lower half", "upper half", "first N", "last N", or indices within each stack (-1 is the last).
         stack: "all", "encoder" or "decoder".
         attention: Which attentions, "all", "self" or "cross"; it does not restrict the FFNs.
         tower: Of a model of several towers, "text", "vision" or "audio", "all" of them, or "main", the one that its
@@ -561,7 +561,7 @@ def mam(
         length: The length of the prefix.
         rank: The inner width of the adapter.
         scale: The adapter's scale.
-        layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
+        layers: "all", "lower half", "upper half", "first N", "last N", or indices within each stack (-1 is the last).
         stack: "all", "encoder" or "decoder".
         attention: Which attentions have a prefix, "all", "self" or "cross".
 
@@ -580,7 +580,7 @@ def prefix_layernorm(
 
     Args:
         length: The length of the prefix.
-        layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
+        layers: "all", "lower half", "upper half", "first N", "last N", or indices within each stack (-1 is the last).
         stack: "all", "encoder" or "decoder".
 
     Returns:
@@ -605,7 +605,7 @@ def unipelt(
         length: The length of the prefix.
         rank: The rank of LoRA.
         bottleneck: The inner width of the adapter.
-        layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
+        layers: "all", "lower half", "upper half", "first N", "last N", or indices within each stack (-1 is the last).
         stack: "all", "encoder" or "decoder".
 
     Returns:
@@ -634,7 +634,7 @@ def ia3(
     Every w is 1 at first, so that the model is unchanged.
 
     Args:
-        layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
+        layers: "all", "lower half", "upper half", "first N", "last N", or indices within each stack (-1 is the last).
         stack: "all", "encoder" or "decoder".
         attention: Which attentions, "all", "self" or "cross"; it does not restrict the FFNs.
 

@@ -27,8 +27,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from pydantic import ConfigDict, InstanceOf, TypeAdapter, ValidationError
 
-from ..errors import DeltuneError, closest_match, error_from_problems, excerpt, unknown_name
-from .other_names import expression_of, hint_for_argument, hint_for_name, hint_for_site
+from ..errors import DeltuneError, closest_match, error_from_problems, excerpt
+from .other_names import expression_of, hint_for_argument, hint_for_site, unknown_term
 
 MAX_INTEGER = 2**63 - 1
 """The largest whole number, which is the largest size that torch can give a tensor."""
@@ -199,7 +199,7 @@ class _Argument:
             return f"{self.call}: a text stands in quotes: {self.key}={word!r}{(hint and f'. {hint}') or ''}"
         if _takes_objects(self.hint):
             known = [*words, *vocabulary]
-            return unknown_name("name", word, known, hint=hint_for_name(word, vocabulary))
+            return unknown_term("name", word, known, vocabulary)
         return f"{self.call}: {type_mismatch(self.key, self.hint, word)}"
 
 
@@ -302,8 +302,7 @@ class _ExpressionReader:
                 return node.id
             if argument is not None:
                 self.fail(node, argument.unquoted(node.id, self.vocabulary, self.words))
-            hint = hint_for_name(node.id, self.vocabulary)
-            self.fail(node, unknown_name("name", node.id, self.vocabulary, hint=hint))
+            self.fail(node, unknown_term("name", node.id, self.vocabulary))
         if not top and isinstance(node, ast.Constant) and isinstance(node.value, int | float | str | bool | None):
             if isinstance(node.value, int | float) and (problem := number_problem(node.value)):
                 self.fail(node, f"{excerpt(node.value)} is too large: {problem}")
@@ -344,8 +343,7 @@ class _ExpressionReader:
         if not isinstance(node.func, ast.Name):
             self.fail(node.func, "only a plain name can be called")
         if node.func.id not in self.vocabulary:
-            hint = hint_for_name(node.func.id, self.vocabulary)
-            self.fail(node.func, unknown_name("name", node.func.id, self.vocabulary, hint=hint))
+            self.fail(node.func, unknown_term("name", node.func.id, self.vocabulary))
         return self.build(node, node.func, node.args, node.keywords)
 
     def build(

@@ -77,7 +77,7 @@ TOWERS = ("main", "text", "vision", "audio", "projector", "all")
 X_CHOICES = ("input", "residual", "normed")
 
 LayersArg = Annotated[
-    str | tuple[int, ...], "'all', 'lower half', 'upper half', 'first 2', 'last 2' or a list of indices"
+    str | tuple[int, ...], "'all', 'lower half', 'upper half', 'first N', 'last N' or a list of indices"
 ]
 ExpertsArg = Annotated[str | tuple[int, ...], "'all', 'shared', 'routed' or a list of numbers"]
 P = ParamSpec("P")
@@ -137,7 +137,7 @@ class Modification(Method):
         form: What Δh is computed by, such as `LowRank(8)`.
         insertion: "parallel" or "sequential".
         compose: How Δh joins h.
-        layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
+        layers: "all", "lower half", "upper half", "first N", "last N", or indices within each stack (-1 is the last).
         stack: "all", "encoder" or "decoder".
         attention: "all", "self" or "cross", at the sites inside attentions.
         x: "input" (what the frozen sub-module reads), "residual" (the residual stream before its norm) or "normed"
@@ -245,7 +245,7 @@ class Selection(Method):
             embeddings and other tables of vectors) or "all".
         areas: "layers", "embedding", "final", "pooler", "vocabulary" or "other".
         of: In the layers, what belongs to the "attention" or to the "ffn", their norms included, or "both".
-        layers: "all", "lower half", "upper half", "first 2", "last 2", or indices within each stack (-1 is the last).
+        layers: "all", "lower half", "upper half", "first N", "last N", or indices within each stack (-1 is the last).
         stack: "all", "encoder" or "decoder".
         sparsity: The share of the scalars that differ in the end, which training finds: W + z ⊙ δ with gates z under an
             L0 penalty (Guo et al. 2021). None: all of them are trained.
@@ -511,9 +511,9 @@ def check_scope(layers: LayersArg, stack: str = "all", attention: str = "all", t
     """
     if isinstance(layers, str):
         if layers not in LAYERS and OUTER_LAYERS.fullmatch(layers) is None:
-            raise DeltuneError(unknown_name("layers", layers, [*LAYERS, "first 2", "last 2", "a list of indices"]))
+            raise DeltuneError(unknown_name("layers", layers, [*LAYERS, "first N", "last N", "a list of indices"]))
     elif not layers or any(not isinstance(i, int) or isinstance(i, bool) for i in layers):
-        choices = ", ".join(map(repr, (*LAYERS, "first 2", "last 2")))
+        choices = ", ".join(map(repr, (*LAYERS, "first N", "last N")))
         raise DeltuneError(f"layers={layers!r}: give {choices} or a list of indices, of which -1 is the last")
     if stack not in STACKS:
         raise DeltuneError(unknown_name("stack", stack, STACKS))
