@@ -145,7 +145,7 @@ class Wave(deltune.Form):
     def __call__(self, tensors, u, training):
         return self.size * torch.sin(tensors["w"] * u)
 """
-WAVES = "Modification(ffn, Wave(2), sequential)"
+WAVES = "Modification(ffn, Wave(2), 'sequential')"
 
 
 @pytest.fixture
