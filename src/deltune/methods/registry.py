@@ -182,7 +182,7 @@ def register(term: T) -> T:
         )
     if is_term and "__dataclass_params__" not in term.__dict__:
         raise DeltuneError(f"{name} is no dataclass of its own: put @dataclass(frozen=True, repr=False) above it")
-    if is_term:
+    if isclass(term):
         check_frozen(term)
     other = VOCABULARY.get(name)
     if name in _BUILT_IN or name in spec.SITES or (other is not None and _origin(other) != _origin(term)):
