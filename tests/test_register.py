@@ -132,6 +132,9 @@ def test_what_cannot_be_registered() -> None:
     ):
         with pytest.raises(deltune.DeltuneError, match=says):
             deltune.register(term)  # type: ignore[type-var]
+        if term in (Loose, Thawed, Empty, Inside):  # nor can it be a part of a method
+            with pytest.raises(deltune.DeltuneError, match=says):
+                deltune.Modification("ffn", term())
     deltune.register(Shift)
     deltune.register(Shift)  # once more, as in a notebook
 
@@ -179,6 +182,9 @@ def test_a_form_is_merged_only_where_affine_is_what_it_computes(form: Linear, sa
         return
     with pytest.raises(deltune.DeltuneError, match=says):
         tuned.merge()
+    with pytest.raises(deltune.DeltuneError) as error:
+        tuned.merge()
+    assert str(error.value).count("affine of Linear") == 1  # once, and not for each layer
     assert equal(trained, run(model, inputs))
     assert all(torch.equal(t, weights[name]) for name, t in model.state_dict().items())
 

@@ -16,7 +16,7 @@ from ..anatomy.quantizers import dequantized_weight, find_quantizer, quantized_c
 from ..anatomy.types import Anatomy
 from ..errors import error_from_problems
 from ..methods.form_checks import affine_difference
-from ..methods.forms import Affine
+from ..methods.forms import Affine, Form
 from .modules import Delta, Edit
 
 Values = Callable[[str], torch.Tensor]
@@ -37,10 +37,12 @@ def merged_weights(
         The changed tensors by name.
 
     Raises:
-        DeltuneError: Some terms cannot be expressed as weights; each is named with the reason.
+        DeltuneError: Some terms cannot be expressed as weights, or `affine` of a form of the user's own is not what it
+            computes; each is named with the reason.
     """
     values = {name: tensor.detach() for name, tensor in delta_values.items()}
     reasons: dict[str, None] = {}
+    wrong_forms: set[Form] = set()
     with torch.no_grad():
         for name, edit in delta.weight_edits():
             old = values.get(name, base_value(name).detach())
@@ -51,6 +53,11 @@ def merged_weights(
             change = _affine_change(edit)
             if why := change if isinstance(change, str) else _reason_against(edit, change, names["bias"]):
                 reasons[f"{edit.modification!r}: {why}"] = None
+            elif edit.form in wrong_forms:
+                continue
+            elif difference := affine_difference(edit.form, edit.tensors(), edit.place.widths):
+                wrong_forms.add(edit.form)  # said once, for the first of its places
+                reasons[f"{edit.modification!r} at {edit.place.name}: {difference}"] = None
             elif not reasons and not isinstance(change, str):
                 before = {leaf: values.get(name, base_value(name).detach()) for leaf, name in names.items() if name}
                 values |= {names[leaf]: tensor for leaf, tensor in _fold(edit, change, before).items()}
@@ -145,9 +152,6 @@ def _affine_change(edit: Edit) -> Affine | str:
         return "its gate depends on the input"
     if change is None:
         return f"a {type(edit.modification.form).__name__} is not linear in its input"
-    form_tensors = {name: tensor for name, tensor in tensors.items() if name not in edit.composition_names}
-    if difference := affine_difference(edit.modification.form, form_tensors, edit.place.widths):
-        return difference
     gain, shift = change
     return (None if gain is None else gain * factor, None if shift is None else shift * factor)
 
