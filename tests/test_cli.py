@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from typer.main import get_command
 import tiny
 from deltune.cli import app as cli
 from deltune.cli.train import train_app
+from deltune.methods import registry
 from deltune.training import run_dir
 from deltune.training.config import PLACES, SECTIONS
 from deltune.training.run_dir import CONTENTS, RunDir
@@ -112,6 +113,106 @@ def test_terms_of_the_algebra_have_pages(deltune: Command, term: str) -> None:
     page = deltune("methods", term)
     assert page.code == 0 and page.out.startswith(f"{term}(") and TERMS[term] in page.out
     assert json.loads(deltune("methods", term, "--json").out)["name"] == term
+
+
+BASES = {"Form": "def initialize(self, tensors)", "Composition": "How Δh joins h", "Widths": "in_width: The width of u"}
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_what_parts_of_the_users_own_derive_from_has_pages(deltune: Command, base: str) -> None:
+    assert "deltune methods Form" in deltune("methods").out
+    page = deltune("methods", base)
+    assert page.code == 0 and BASES[base] in page.out
+    assert json.loads(deltune("methods", base, "--json").out)["name"] == base
+
+
+WAVE = """
+from __future__ import annotations
+from dataclasses import dataclass
+import deltune, torch
+
+@deltune.register
+@dataclass(frozen=True, repr=False)
+class Wave(deltune.Form):
+    size: float = 1.0
+
+    def shapes(self, widths):
+        return {"w": (widths.in_width,)}
+
+    def initialize(self, tensors):
+        tensors["w"].zero_()
+
+    def __call__(self, tensors, u, training):
+        return self.size * torch.sin(tensors["w"] * u)
+"""
+WAVES = "Modification(ffn, Wave(2), 'sequential')"
+
+
+@pytest.fixture
+def wave(tmp_path: Path) -> Iterator[Path]:
+    """A file that registers a form, which is unknown again after the test."""
+    file = tmp_path / "wave.py"  # the standard library has such a module too
+    file.write_text(WAVE)
+    yield file
+    forget(file)
+
+
+def forget(file: Path) -> None:
+    """Make this process as one that did not import a file."""
+    registry.VOCABULARY.pop("Wave", None)
+    registry._parse_cached.cache_clear()
+    sys.modules.pop(str(file), None)
+
+
+def test_a_form_of_the_users_own_on_the_command_line(
+    deltune: Command, root: Path, tmp_path: Path, wave: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = options(root, method=WAVES, output=tmp_path / "run")
+    refused = deltune("train", *trained)
+    assert refused.code == 2 and "--import FILE" in refused.err and "deltune.register(Wave)" in refused.err
+    assert deltune("train", *trained, "--import", wave).code == 0
+    commands: list[list[object]] = [
+        ["count", root / "model", WAVES],
+        ["fit", root / "model", f"{WAVES} + lora(rank=?)", "--budget", 3000],
+        ["methods", "Wave"],
+        ["evaluate", tmp_path / "run"],
+        ["predict", tmp_path / "run", "--text", "a plum"],
+        ["report", tmp_path / "run"],
+        ["train", *trained],
+    ]
+    for command in commands:
+        assert deltune(*command, "--import", wave).code == 0, command
+        forget(wave)
+        without = deltune(*command)
+        assert without.code == 0 or "--import" in without.err, without.err
+        assert without.code == 2 or command[0] == "report"
+    for command in ("merge", "export"):  # neither can express it, which only who knows it can say
+        result = deltune(command, tmp_path / "run", "--to", tmp_path / "to", "--import", wave)
+        assert result.code == 2 and "Wave" in result.err and "--import" not in result.err
+    forget(wave)
+    monkeypatch.syspath_prepend(tmp_path)
+    wave.rename(tmp_path / "my_waves.py")
+    assert deltune("count", root / "model", WAVES, "--import", "my_waves").code == 0
+    assert registry.VOCABULARY.pop("Wave").__module__ == sys.modules.pop("my_waves").__name__
+
+
+IMPORTS = {
+    "no file": (None, "wave.py", "there is no such file"),
+    "no module": (None, "no_such_forms", "there is no such module on Python's path.*--import no_such_forms.py"),
+    "an error": ("import deltune\n1 / 0", "wave.py", r"ZeroDivisionError: division by zero \(.*wave.py, line 2\)"),
+    "a syntax error": ("def", "wave.py", "SyntaxError"),
+    "another module is missing": ("import no_such", "wave.py", "ModuleNotFoundError: No module named 'no_such'"),
+    "a form without methods": (WAVE.partition("    def shapes")[0], "wave.py", "the form Wave has no shapes"),
+}
+
+
+@pytest.mark.parametrize("case", IMPORTS)
+def test_what_cannot_be_imported(case: str, deltune: Command, root: Path, tmp_path: Path) -> None:
+    text, name, match = IMPORTS[case]
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    result = deltune("count", root / "model", "lora", "--import", tmp_path / name if name.endswith(".py") else name)
+    assert result.code == 2 and not result.out and "--import" in result.err and re.search(match, result.err)
 
 
 def test_words_of_others(deltune: Command) -> None:

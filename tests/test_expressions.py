@@ -242,6 +242,10 @@ MISTAKES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("Modification(ffn, Bottleneck())", ("Bottleneck",), ("Bottleneck needs rank", "deltune methods Bottleneck")),
     ("Modification(ffn, LowRank(2), compose=SigmoidGate())", ("SigmoidGate",), ("SigmoidGate needs name",)),
     ("Modification(ffn, Botleneck)", ("Botleneck",), ("unknown name 'Botleneck'. Did you mean 'Bottleneck'?",)),
+    ("Modification(ffn, TanhLowRank(4))", ("TanhLowRank",), ("Did you mean 'LowRank'? A part of your own", "--import")),
+    ("Modification(ffn, Wave)", ("Wave",), ("is registered first: deltune.register(Wave); on the command line,",)),
+    ("waves(rank=4)", ("waves",), ("deltune.register(waves)",)),
+    ("lora(layers='first2')", ("lora",), ("unknown layers 'first2'. Did you mean 'first N'?", "first N, last N")),
     ("lora(rank=8, bias=all)", ("bias",), ("lora has no argument 'bias'. Add a term that trains biases",)),
     ("lora(rank=eight, layers=upper)", ("eight", "upper"), ("'eight' is not a whole number", "layers='upper'")),
     ("bitfit(which=linear)", ("linear",), ("bitfit: a text stands in quotes: which='linear'",)),
@@ -293,6 +297,15 @@ def test_mistakes(text: str, places: tuple[str, ...], says: tuple[str, ...]) -> 
     carets = [i for i, line in enumerate(lines) if line.strip() == "^"]
     if places:
         assert [lines[i - 1][lines[i].index("^") :] for i in carets] == [text[text.index(p) :] for p in places]
+
+
+@pytest.mark.parametrize(
+    "text", ["prefx(length=16)", "lorra", "LoRA(rank=8)", "adalora", "Modification(ffn, lowrank(4))"]
+)
+def test_a_name_of_ours_misspelt_is_no_part_of_the_users_own(text: str) -> None:
+    with pytest.raises(deltune.DeltuneError) as caught:
+        deltune.parse(text)
+    assert "register" not in str(caught.value)
 
 
 def test_a_caret_in_a_long_text_is_in_view() -> None:

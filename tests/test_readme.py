@@ -1,6 +1,7 @@
 """The documentation runs: blocks of README.md, CONTRIBUTING.md and docs/**/*.md, by the mark of their fence.
 
-python   runs, in order and in one namespace a file; a comment `# -> text` is a line that is printed, in this order
+python   runs, in order and in one namespace a file; a comment `# -> text` is a line that is printed, in this order;
+         with title="FILE" it is that file, which commands after it may import
 console  `$ deltune ...` runs, trainings cut to a few rows; the lines after it are what is printed, `…` for anything
 bash     is only shown; commands, options and targets of make in it exist
 Every file works in a folder of its own that looks like a checkout.
@@ -41,17 +42,21 @@ pages = pytest.mark.parametrize("page", FILES, ids=lambda page: str(page.relativ
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its mark, its text, the line it begins on."""
+    """A fenced block: its mark, its text, the line it begins on, and the name of the file that it is."""
 
     mark: str
     text: str
     line: int
+    file: str = ""
 
 
 def blocks(page: Path, *marks: str) -> list[Block]:
     text = page.read_text(encoding="utf-8")
-    matches = re.finditer(r"^```(\S*)[^\n]*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    all_of_them = [Block(m[1], m[2], text.count("\n", 0, m.start(2)) + 1) for m in matches]
+    matches = re.finditer(r"^```(\S*)([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    all_of_them = [
+        Block(m[1], m[3], text.count("\n", 0, m.start(3)) + 1, m[2].strip().removeprefix("title=").strip('"'))
+        for m in matches
+    ]
     return [block for block in all_of_them if not marks or block.mark in marks]
 
 
@@ -85,7 +90,9 @@ def test_it_runs(page: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch) ->
     namespace: dict[str, Any] = {"__name__": "documentation"}
     for block in blocks(page, "python", "console"):
         at = f"{page.name} line {block.line}"
-        if block.mark == "python":
+        if block.file:
+            Path(block.file).write_text(block.text, encoding="utf-8")
+        elif block.mark == "python":
             with contextlib.redirect_stdout(io.StringIO()) as out:
                 exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), namespace)
             lines = iter(squeezed(line) for line in out.getvalue().splitlines())

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import deltune
 from deltune.methods import registry
+from deltune.methods.forms import check_form_class
 from tests.laws.families import FAMILIES
 from tests.laws.specimens import batch, build, equal, run, stir
 
@@ -38,26 +40,6 @@ class Halved(deltune.Composition):
     def __call__(self, *args, **kwargs):  # type: ignore[no-untyped-def]
         h, delta, *_ = args
         return h + delta / 2
-
-
-@dataclass(frozen=True, repr=False)
-class Rolled(deltune.Form):
-    """Δh = w ⊙ u moved on by one, and its A as it is or transposed."""
-
-    transposed: bool = False
-
-    def shapes(self, widths):  # type: ignore[no-untyped-def]
-        return {"w": (widths.in_width,)}
-
-    def initialize(self, tensors):  # type: ignore[no-untyped-def]
-        tensors["w"].zero_()
-
-    def affine(self, tensors):  # type: ignore[no-untyped-def]
-        a = torch.diag(tensors["w"]).roll(1, 0)
-        return (a.t() if self.transposed else a), None
-
-    def __call__(self, tensors, u, training):  # type: ignore[no-untyped-def]
-        return (tensors["w"] * u).roll(1, -1)
 
 
 @deltune.named_method
@@ -97,23 +79,6 @@ def test_expressions_files_and_rows(tmp_path: Path) -> None:
     torch.testing.assert_close(mixed, torch.stack([trained["logits"][0], other["logits"][1]]))
 
 
-def test_an_affine_that_is_not_what_the_form_computes_is_not_merged() -> None:
-    model = build(FAMILIES["bert"], "sequence")
-    inputs = batch(model)
-    bare = run(model, inputs)
-    tuned = stir(deltune.attach(model, deltune.Modification("query", Rolled(transposed=True))))
-    trained = run(model, inputs)
-    with pytest.raises(deltune.DeltuneError, match=r"Rolled\.affine is not what it computes: A u \+ b differs by"):
-        tuned.merge()
-    assert equal(trained, run(model, inputs)), "nothing was merged"
-    tuned.detach()
-    assert equal(bare, run(model, inputs))
-    tuned = stir(deltune.attach(model, deltune.Modification("query", Rolled())))
-    trained = run(model, inputs)
-    tuned.merge()
-    torch.testing.assert_close(run(model, inputs)["logits"], trained["logits"])
-
-
 def test_what_is_not_registered_is_not_saved(tmp_path: Path) -> None:
     model = build(FAMILIES["bert"], "base")
     tuned = deltune.attach(model, shifted() + deltune.Modification("block", Shift(), "sequential", Halved()))
@@ -122,14 +87,6 @@ def test_what_is_not_registered_is_not_saved(tmp_path: Path) -> None:
     for name in ("shifted", "Shift", "Halved"):
         assert f"deltune.register({name})" in str(error.value)
     assert not (tmp_path / "delta").exists()
-
-
-def test_an_expression_with_a_part_of_ones_own_says_how_to_register_it() -> None:
-    with pytest.raises(deltune.DeltuneError, match=r"unknown name 'TanhLowRank'.*deltune\.register\(TanhLowRank\)"):
-        deltune.parse("Modification('ffn', TanhLowRank(4)) + layernorm")
-    with pytest.raises(deltune.DeltuneError) as error:
-        deltune.parse("Modification('ffn', lowrank(4))")
-    assert "register" not in str(error.value), "a name of ours that is written otherwise"
 
 
 def test_a_file_with_a_form_that_is_not_registered_here(tmp_path: Path) -> None:
@@ -144,27 +101,125 @@ def test_a_file_with_a_form_that_is_not_registered_here(tmp_path: Path) -> None:
 
 def test_what_cannot_be_registered() -> None:
     @dataclass(frozen=True, repr=False)
-    class LowRank(Shift):
+    class LowRank(deltune.Form):
         pass
 
     class Loose(deltune.Form):
         pass
 
+    @dataclass
+    class Thawed(Loose):
+        pass
+
     @dataclass(frozen=True, repr=False)
-    class Half(deltune.Form):
-        def shapes(self, widths):  # type: ignore[no-untyped-def]
-            return {}
+    class Empty(deltune.Form):
+        pass
+
+    @dataclass(frozen=True, repr=False)
+    class Inside(Empty):
+        needs = "attention"
 
     def plain() -> None: ...
 
     for term, says in (
-        (Half, r"(?s)Half lacks what every form has.*def initialize\(self, tensors\).*def __call__"),
         (LowRank, "the name 'LowRank' is taken by deltune.methods.forms.LowRank"),
         (Loose, "frozen=True"),
+        (Thawed, "frozen=True"),
+        (Empty, r"(?s)no shapes and no initialize and no __call__; .*def shapes.*def initialize.*def __call__"),
+        (Inside, "def per_head"),
         (plain, "@deltune.named_method above"),
         (deltune.lora(), "register takes a Form, a Composition or a named method"),
     ):
         with pytest.raises(deltune.DeltuneError, match=says):
             deltune.register(term)  # type: ignore[type-var]
+        if term in (Loose, Thawed, Empty, Inside):  # nor can it be a part of a method
+            with pytest.raises(deltune.DeltuneError, match=says):
+                deltune.Modification("ffn", term())
     deltune.register(Shift)
     deltune.register(Shift)  # once more, as in a notebook
+
+
+@dataclass(frozen=True, repr=False)
+class Linear(deltune.Form):
+    """Δh = W u + b, and `affine` that says so, or something else."""
+
+    factor: float = 1.0
+    shift: float = 0.0
+    curve: float = 0.0
+
+    def shapes(self, widths):  # type: ignore[no-untyped-def]
+        return {"w": (widths.out_width, widths.in_width), "b": (widths.out_width,)}
+
+    def initialize(self, tensors):  # type: ignore[no-untyped-def]
+        tensors["w"].zero_(), tensors["b"].zero_()
+
+    def affine(self, tensors):  # type: ignore[no-untyped-def]
+        return tensors["w"] * self.factor, tensors["b"] + self.shift
+
+    def __call__(self, tensors, u, training):  # type: ignore[no-untyped-def]
+        delta = u @ tensors["w"].to(u.dtype).T
+        return delta + self.curve * delta**3 + tensors["b"].to(u.dtype)
+
+
+@pytest.mark.parametrize(
+    ("form", "says"),
+    [
+        (Linear(), None),
+        (Linear(factor=1.001), r"at a random u, A u \+ b differs from Δh by up to [0-9.]+, where Δh has values up to"),
+        (Linear(shift=0.01), r"at u = 0, b differs from Δh by up to 0.01,"),
+        (Linear(curve=1e-6), "A u \\+ b differs"),
+    ],
+)
+def test_a_form_is_merged_only_where_affine_is_what_it_computes(form: Linear, says: str | None) -> None:
+    model = build(FAMILIES["bert"], "base")
+    inputs = batch(model)
+    tuned = stir(deltune.attach(model, deltune.Modification("query", form)))
+    trained, weights = run(model, inputs), {name: t.clone() for name, t in model.state_dict().items()}
+    if says is None:
+        merged = run(tuned.merge(), inputs)
+        for name, value in trained.items():
+            torch.testing.assert_close(merged[name], value)
+        return
+    with pytest.raises(deltune.DeltuneError, match=says):
+        tuned.merge()
+    with pytest.raises(deltune.DeltuneError) as error:
+        tuned.merge()
+    assert str(error.value).count("affine of Linear") == 1  # once, and not for each layer
+    assert equal(trained, run(model, inputs))
+    assert all(torch.equal(t, weights[name]) for name, t in model.state_dict().items())
+
+
+def _form(**functions: Any) -> deltune.Form:
+    """Make a form of Linear whose methods are other functions."""
+    return dataclass(frozen=True, repr=False)(type("Odd", (Linear,), functions))()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("form", "says"),
+    [
+        (_form(__call__=lambda *_: torch.zeros(2, 8, 3)), r"Δh of shape \(2, 8, 3\) .* widths.out_width = "),
+        (_form(__call__=lambda *_: None), "__call__ returns a NoneType"),
+        (_form(__call__=lambda self, tensors, u, training: tensors["v"] * u), "__call__ raises KeyError: 'v'"),
+        (_form(__call__=lambda self, tensors, u, training: u @ u), "__call__ raises RuntimeError: .*widths: in_width="),
+        (_form(shapes=lambda self, widths: [3]), r"shapes returns \[3\]"),
+        (_form(shapes=lambda self, widths: {"w": widths.in_width}), "a tuple of whole numbers"),
+        (_form(shapes=lambda self, widths: {"w": (widths.width,)}), "shapes raises AttributeError"),
+        (_form(__call__=lambda self, tensors, u, training: u * (1 if bool(u.sum() > 0) else 2)), None),
+        (_form(__call__=lambda self, tensors, u, training: tensors["b"]), None),
+    ],
+)
+def test_what_a_form_returns_is_checked_when_it_is_attached(form: deltune.Form, says: str | None) -> None:
+    model = build(FAMILIES["bert"], "base")
+    inputs = batch(model)
+    bare, method = run(model, inputs), deltune.Modification("ffn", form)
+    if says is None:
+        deltune.attach(model, method)
+        return
+    with pytest.raises(deltune.DeltuneError, match=says):
+        deltune.attach(model, method)
+    assert equal(bare, run(model, inputs))
+
+
+@pytest.mark.parametrize("kind", [*registry.FORMS, Shift, Linear])
+def test_a_form_has_what_it_needs_to_be_registered(kind: type[deltune.Form]) -> None:
+    check_form_class(kind)

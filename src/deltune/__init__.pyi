@@ -34,6 +34,9 @@ from .methods.forms import (
 from .methods.forms import (
     Vector as Vector,
 )
+from .methods.forms import (
+    Widths as Widths,
+)
 from .methods.library import (
     adapter as adapter,
 )

@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -334,6 +335,7 @@ def test_what_is_read_is_not_overwritten_meanwhile() -> None:
         assert distance(forward(model, inputs), expected) < 1e-12
 
 
+@dataclass(frozen=True, repr=False)
 class Taken(Composition):
     """Δh in place of h."""
 

@@ -226,6 +226,10 @@ def test_layers_left_out_are_counted() -> None:
     model = KINDS[1].build()
     assert "site 'query' exists in 1 of 2 layers" in str(deltune.count(model, "lora(rank=2)"))
     assert deltune.count(model, "adapter(rank=2)").scope == ()
+    few = "the mask has scalars at site 'output' in 1 of 2 layers"
+    assert deltune.count(model, "apet(lora(rank=1, at='output'), parameters=2)").scope == (few,)
+    part = str(deltune.count(model, "apet(lora(rank=2, at='query'), parameters=2)"))
+    assert "site 'query' exists in 1 of 2 layers" in part and "mask" not in part
 
 
 # -- several towers

@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 
 from .._version import __version__
-from ..errors import DeltuneError, unknown_name
-from ..methods.other_names import hint_for_name
+from ..errors import DeltuneError
+from ..methods.other_names import unknown_term
+from .imports import Imports
 from .output import Json, ModelArgument, Quiet, RunArgument, console, fast_imports, log_to_stderr
 from .serve import bench_serve, serve, serve_key
 from .study import app as study
@@ -54,22 +55,25 @@ def inspect(model: ModelArgument, as_json: Json = False) -> None:
 @app.command()
 def methods(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="One method, in full.")] = None,
+    imports: Imports = None,
     as_json: Json = False,
 ) -> None:
     """List the methods, or explain one of them. NAME may also be a part of a method, such as Bottleneck."""
     with fast_imports():
         from . import formatting
 
-    facts, terms = formatting.method_facts(), formatting.term_facts()
+    facts, terms, bases = formatting.method_facts(), formatting.term_facts(), formatting.base_facts()
     if name is None:
         console.print_json(data=facts) if as_json else console.print(formatting.method_table(facts, terms))
     elif name in facts:
         console.print_json(data=facts[name]) if as_json else console.print(formatting.method_page(facts[name]))
     elif name in terms:
         console.print_json(data=terms[name]) if as_json else console.print(formatting.term_page(terms[name]))
+    elif name in bases:
+        console.print_json(data=bases[name]) if as_json else console.print(formatting.term_page(bases[name]))
     else:
-        known = [*facts, *terms]
-        raise DeltuneError(unknown_name("method", name, known, hint=hint_for_name(name, known)))
+        known = [*facts, *terms, *bases]
+        raise DeltuneError(unknown_term("method", name, known))
 
 
 @app.command()
@@ -88,6 +92,7 @@ def count(
     denominator: Annotated[
         str, typer.Option(help="model, no_pooler, no_embeddings, layers, untied or a number.")
     ] = "model",
+    imports: Imports = None,
     as_json: Json = False,
 ) -> None:
     """Count exactly what a method trains on a model. The model's configuration is read and no weights."""
@@ -107,6 +112,7 @@ def fit(
     align: Annotated[str | None, typer.Option(help="Match the count of this method instead.")] = None,
     denominator: Annotated[str, typer.Option(help="What a share is a share of.")] = "model",
     weights: Annotated[str | None, typer.Option(help="Shares of the ? in order: 3,1 [equal].")] = None,
+    imports: Imports = None,
     as_json: Json = False,
 ) -> None:
     """Solve the sizes written as ? in a method for a budget. The result is never over it."""
@@ -146,6 +152,7 @@ def evaluate(
     rescore: Annotated[bool, typer.Option("--rescore", help="From its prediction files, without the model.")] = False,
     metrics: Annotated[str | None, typer.Option(help="With --rescore: a,b,c [those of the run].")] = None,
     quiet: Quiet = False,
+    imports: Imports = None,
     as_json: Json = False,
 ) -> None:
     """Score a run on its own or other data. Or score its prediction files again, or a model that was never tuned."""
@@ -181,6 +188,7 @@ def predict(
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Write JSON lines there instead of printing.")] = None,
     quiet: Quiet = False,
+    imports: Imports = None,
     as_json: Json = False,
 ) -> None:
     """Predict texts with a run. The answers are labels, tags, choices, texts or log-likelihoods, as it was trained."""
@@ -221,6 +229,7 @@ def generate(
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens of this share.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
     quiet: Quiet = False,
+    imports: Imports = None,
     as_json: Json = False,
 ) -> None:
     """Let a run's model go on with a text, or answer it. The text is printed as it is generated."""
@@ -267,6 +276,7 @@ def merge(
         bool, typer.Option(help="Write a quantised model in floating point, so that nothing is rounded.")
     ] = False,
     quiet: Quiet = False,
+    imports: Imports = None,
     as_json: Json = False,
 ) -> None:
     """Fold a run's delta into the weights. It becomes a plain transformers checkpoint, where the method allows it."""
@@ -283,6 +293,7 @@ def export(
     to: Annotated[Path, typer.Option(help="A new folder.")],
     format: Annotated[str, typer.Option(help="peft, vllm or llama.cpp.")] = "peft",
     quiet: Quiet = False,
+    imports: Imports = None,
     as_json: Json = False,
 ) -> None:
     """Write a run's delta as an adapter for PEFT, vLLM or llama.cpp. What they cannot express is refused by name."""
@@ -321,6 +332,7 @@ def report(
     output: Annotated[
         Path | None, typer.Option(help="The page [report.html in the folder of a single run, or here].")
     ] = None,
+    imports: Imports = None,
     as_json: Json = False,
 ) -> None:
     """Show a finished run as a page, or compare several. It has scores with intervals, curves, errors and examples."""

@@ -10,6 +10,8 @@ from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from ..methods.compositions import Composition
+from ..methods.forms import Form, Widths
 from ..methods.parser import signature_text
 from ..methods.registry import LONG_STEPS, REGISTRY, SHORT_STEPS, VOCABULARY
 from ..methods.spec import AREAS, ROLES, SITES
@@ -69,6 +71,26 @@ def term_facts() -> dict[str, dict[str, Any]]:
     return facts
 
 
+def base_facts() -> dict[str, dict[str, Any]]:
+    """Return what there is to know of the classes that parts of the user's own derive from, and of what they get.
+
+    Returns:
+        name, formula, text and usage, by name.
+    """
+    usages = {Form: "class Wave(deltune.Form)", Composition: "class Halved(deltune.Composition)", Widths: "Widths"}
+    usages[Widths] += signature_text(Widths)
+    texts = {kind: inspect.getdoc(kind) or "" for kind in usages}
+    return {
+        kind.__name__: {
+            "name": kind.__name__,
+            "formula": " ".join(texts[kind].split("\n\n")[0].split()),
+            "text": texts[kind],
+            "usage": usage,
+        }
+        for kind, usage in usages.items()
+    }
+
+
 def term_page(fact: Mapping[str, Any]) -> str:
     """Return the page of one term of the algebra."""
     page = f"{fact['usage']}\n\n{fact['text']}"
@@ -85,6 +107,7 @@ def method_table(facts: Mapping[str, Mapping[str, Any]], terms: Mapping[str, Any
     for fact in facts.values():
         table.add_row(fact["name"], fact["formula"], fact["scalars"], fact["paper"])
     made_of = f"Methods are sums of these terms, which are explained in the same way: {', '.join(terms)}"
+    made_of += "\nParts of your own derive from Form or Composition: deltune methods Form"
     return Group(table, f"{LETTERS}\n{PAPERS}\nOne in full: deltune methods NAME\n{made_of}")
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import DeltuneError, check_extra
+from .imports import Imports
 from .output import Json, Quiet, console, fast_imports, log_to_stderr
 
 
@@ -65,6 +66,7 @@ def run(
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the whole config as YAML, and serve nothing.")
     ] = False,
+    imports: Imports = None,
     quiet: Quiet = False,
     *,
     options: Mapping[str, Any],
@@ -76,6 +78,7 @@ def run(
         config: A YAML file with values of the config.
         settings: Values of the config as "section.field=value".
         print_config: Print the config instead.
+        imports: Files and modules of the user's own, which are imported by now.
         quiet: Say nothing but errors.
         options: Values of the config by flat name.
     """
@@ -87,6 +90,8 @@ def run(
     values = {} if config is None else read_values(config)
     named_model = {} if model is None else {"model": model}
     resolved = ServeConfig.from_values(values, _without_null(options), _parse_settings(settings or []), named_model)
+    if imports and resolved.ray.ray:
+        raise DeltuneError("--import does not reach the replicas that --ray starts: serve such deltas without --ray")
     if print_config:
         print(resolved.yaml(), end="")
         return

@@ -26,6 +26,7 @@ import typer
 from ..errors import DeltuneError
 from ..filesystem import user_path
 from ..methods.other_names import hint_for_option
+from .imports import Imports
 from .output import Json, Quiet, console, fast_imports, log_to_stderr
 
 if TYPE_CHECKING:
@@ -232,6 +233,7 @@ def run(
         str | None, typer.Option(metavar="none|fsdp", help="fsdp: each process has a share of the model.")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Discard the run in the folder and start anew.")] = False,
+    imports: Imports = None,
     quiet: Quiet = False,
     as_json: Json = False,
     *,
@@ -248,6 +250,7 @@ def run(
         launch: A number of processes.
         sharding: "none" or "fsdp".
         fresh: Discard the run in the folder.
+        imports: Files and modules of the user's own, which are imported by now.
         quiet: Show neither progress nor notes.
         as_json: Print the metrics as JSON.
         options: Values of the config by flat name, as texts.

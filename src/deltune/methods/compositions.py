@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True, repr=False)
 class Composition(MethodPart):
     """How Δh joins h. The base class adds it; subclasses may have tensors of their own."""
 

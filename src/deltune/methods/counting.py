@@ -27,7 +27,7 @@ from .forms import Shapes
 from .parser import MAX_INTEGER, explain_arguments
 from .registry import parse
 from .resolve import ResolvedMethod, resolve
-from .sites import EditLocation, select_layers
+from .sites import EditLocation, resolve_locations, select_layers
 from .spec import OUTSIDE_LAYERS, Method, Modification, is_pattern
 
 DENOMINATORS = {
@@ -228,11 +228,12 @@ def count_resolved(
 
 
 def layers_left_out(anatomy: Anatomy, resolved: ResolvedMethod) -> Iterator[str]:
-    """Yield for each modification that does not act in every layer that it chooses, in how many it does."""
-    parts: dict[Modification, set[str]] = {}
+    """Yield for each modification that does not act in every layer that it chooses, in how many it does, and why."""
+    trained: dict[Modification, set[str]] = {}
+    masked = {edit.modification for edit in resolved.edits if edit.mask is not None}
     for edit in resolved.edits:
-        parts.setdefault(edit.modification, set()).add(edit.place.layer)
-    for modification, layers in parts.items():
+        trained.setdefault(edit.modification, set()).add(edit.place.layer)
+    for modification, layers in trained.items():
         if modification.site in OUTSIDE_LAYERS or is_pattern(modification.site) or modification.optional:
             continue
         if modification.attention != "all" or modification.tower not in ("main", anatomy.tower):
@@ -240,8 +241,13 @@ def layers_left_out(anatomy: Anatomy, resolved: ResolvedMethod) -> Iterator[str]
         chosen = select_layers(anatomy, modification.layers, modification.stack)
         if modification.experts != "all":
             chosen = [layer for layer in chosen if layer.experts]
-        if len(layers) < len(chosen):
-            yield f"site {modification.site!r} exists in {len(layers)} of {len(chosen)} layers"
+        existing = layers
+        if modification in masked:  # a mask can leave out places that exist
+            existing = layers | {location.layer for location in resolve_locations(anatomy, modification)}
+        if len(existing) < len(chosen):
+            yield f"site {modification.site!r} exists in {len(existing)} of {len(chosen)} layers"
+        if len(layers) < len(existing):
+            yield f"the mask has scalars at site {modification.site!r} in {len(layers)} of {len(existing)} layers"
 
 
 def towers_left_out(anatomy: Anatomy, resolved: ResolvedMethod) -> Iterator[str]:

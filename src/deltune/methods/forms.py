@@ -89,9 +89,31 @@ class MethodPart:
         refuse_sum(other, self)
 
 
-@dataclass(frozen=True, repr=False)
 class Form(MethodPart):
     """A functional form of Δh: its tensors, their initial values and what it computes.
+
+    A form of your own is a class that derives from this one and is a frozen dataclass; its fields are its arguments:
+
+        @deltune.register
+        @dataclass(frozen=True, repr=False)
+        class Wave(deltune.Form):
+            def shapes(self, widths):  # the tensors at one place, by name; widths is a deltune.Widths
+                return {"w": (widths.in_width,)}
+
+            def initialize(self, tensors):  # their initial values, in place
+                tensors["w"].zero_()
+
+            def __call__(self, tensors, u, training):  # Δh (B, n, out_width) from u (B, n, in_width)
+                return torch.sin(tensors["w"] * u)
+
+    These three must be written. Everything else has a default:
+
+    - `__post_init__` checks the arguments: call `super().__post_init__()` first, and raise a DeltuneError.
+    - `starts_at_zero` is False where Δh is not 0 at the start.
+    - `affine` returns (A, b) where Δh = A u + b, so that the form can be merged into weights.
+    - `incompatibility` says at which places the form cannot act, and `waste` where it trains more than it can use.
+    - `inner`, in place of `__call__`, returns v where Δh = v W_up + b_up.
+    - `product` and `fill_untrained` serve masks (`apet`), and `trained`, `shared` and `fold` a reparameterisation.
 
     Class attributes:
         needs: What a site must offer: "hidden" (hidden states at one point), "attention" (the inside of an attention),
@@ -314,6 +336,50 @@ class Form(MethodPart):
             Δh (B, n, N_h, d_v).
         """
         raise NotImplementedError
+
+
+REQUIRED = {
+    "shapes": 'def shapes(self, widths): return {"w": (widths.in_width,)}  # the tensors at one place, by name',
+    "initialize": 'def initialize(self, tensors): tensors["w"].zero_()  # their initial values, in place',
+    "__call__": 'def __call__(self, tensors, u, training): return tensors["w"] * u  # Δh, of width widths.out_width',
+    "per_head": "def per_head(self, tensors, query, scaling): ...  # Δh (B, n, heads, value width)",
+    "affine": "def affine(self, tensors): return A, b  # where Δh = A u + b; None for zero",
+}
+"""What forms write, with a line that does."""
+
+
+def check_frozen(kind: type) -> None:
+    """Check that a class of forms or compositions is a frozen dataclass, so that its values compare and have a hash.
+
+    Raises:
+        DeltuneError: It is not; the message shows the line to write.
+    """
+    parameters = getattr(kind, "__dataclass_params__", None)
+    if parameters is None or not parameters.frozen:
+        raise DeltuneError(
+            f"{kind.__name__} is compared and hashed by its fields: put @dataclass(frozen=True, repr=False) above it"
+        )
+
+
+def check_form_class(kind: type[Form]) -> None:
+    """Check that a class of forms has what every form needs.
+
+    Raises:
+        DeltuneError: Something is missing; the message shows the lines to write.
+    """
+    check_frozen(kind)
+    needed = ["shapes", "initialize"]
+    needed += ["per_head"] if kind.needs == "attention" else ["__call__"] if kind.needs in ("hidden", "states") else []
+    needed += ["affine"] if kind.acts_on_weights else []
+    alternatives = {"__call__": ("__call__", "inner")}
+    missing = [
+        name
+        for name in needed
+        if all(getattr(kind, one) is getattr(Form, one) for one in alternatives.get(name, (name,)))
+    ]
+    if missing:
+        lines = "".join(f"\n    {REQUIRED[name]}" for name in missing)
+        raise DeltuneError(f"the form {kind.__name__} has no {' and no '.join(missing)}; write, for example:{lines}")
 
 
 Affine: TypeAlias = "tuple[torch.Tensor | None, torch.Tensor | None]"

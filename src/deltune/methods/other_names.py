@@ -6,8 +6,10 @@ Nothing runs under another library's name: an error says which word to write ins
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
+
+from ..errors import MAX_NAME_LENGTH, closest_match, unknown_name
 
 METHOD_NAMES: Mapping[str, str] = {
     "lntuning": "layernorm", "ln": "layernorm", "layernormtuning": "layernorm", "rmsnorm": "layernorm",
@@ -227,6 +229,35 @@ def hint_for_name(name: object, vocabulary: Collection[str] = ()) -> str | None:
         if method := ours.get(candidate) or METHOD_NAMES.get(candidate):
             return f"Here it is called {method}."
     return hint_for_site(name)
+
+
+def registration_hint(names: Iterable[str]) -> str:
+    """Return how parts of the user's own, by their names, become known, as a sentence."""
+    calls = ", ".join(f"deltune.register({name[:MAX_NAME_LENGTH]})" for name in names)
+    return (
+        f"A part of your own is registered first: {calls}; on the command line, --import FILE runs the file that does."
+    )
+
+
+def unknown_term(kind: str, name: str, known: Collection[str], vocabulary: Collection[str] | None = None) -> str:
+    """Return the message for a name in an expression that nothing has.
+
+    It says what the name is called here, or which name is nearest. It also says that parts of the user's own are
+    registered first, but for a name in small letters that is near one of ours: that is a method misspelt.
+
+    Args:
+        kind: What the name should be the name of, such as "method".
+        name: The unknown name.
+        known: All names that exist.
+        vocabulary: The names that may be called. Default: `known`.
+    """
+    hint = hint_for_name(name, known if vocabulary is None else vocabulary)
+    if hint is None:
+        guess = closest_match(name, sorted(known))
+        sentences = [f"Did you mean {guess!r}?"] if guess else []
+        sentences += [] if guess and name.islower() else [registration_hint([name])]
+        hint = " ".join(sentences)
+    return unknown_name(kind, name, known, hint=hint or None)
 
 
 def hint_for_site(name: object) -> str | None:

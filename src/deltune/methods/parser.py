@@ -27,8 +27,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from pydantic import ConfigDict, InstanceOf, TypeAdapter, ValidationError
 
-from ..errors import DeltuneError, closest_match, error_from_problems, excerpt, unknown_name
-from .other_names import expression_of, hint_for_argument, hint_for_name, hint_for_site
+from ..errors import DeltuneError, closest_match, error_from_problems, excerpt
+from .other_names import expression_of, hint_for_argument, hint_for_site, unknown_term
 
 MAX_INTEGER = 2**63 - 1
 """The largest whole number, which is the largest size that torch can give a tensor."""
@@ -129,7 +129,10 @@ def _takes_any_text(hint: Any) -> bool:
 
 def _takes_objects(hint: Any) -> bool:
     """Whether an argument may be a part of a method, which an expression writes as a name or a call."""
-    return dataclasses.is_dataclass(hint) or any(map(_takes_objects, typing.get_args(hint)))
+    is_class = isinstance(hint, type) and typing.get_origin(hint) is None and hint is not Any
+    return (is_class and hint not in (int, float, str, bool, type(None))) or any(
+        map(_takes_objects, typing.get_args(hint))
+    )
 
 
 Vocabulary = Mapping[str, Callable[..., Any]]
@@ -196,7 +199,7 @@ class _Argument:
             return f"{self.call}: a text stands in quotes: {self.key}={word!r}{(hint and f'. {hint}') or ''}"
         if _takes_objects(self.hint):
             known = [*words, *vocabulary]
-            return unknown_name("name", word, known, hint=hint_for_name(word, vocabulary))
+            return unknown_term("name", word, known, vocabulary)
         return f"{self.call}: {type_mismatch(self.key, self.hint, word)}"
 
 
@@ -299,8 +302,7 @@ class _ExpressionReader:
                 return node.id
             if argument is not None:
                 self.fail(node, argument.unquoted(node.id, self.vocabulary, self.words))
-            hint = hint_for_name(node.id, self.vocabulary)
-            self.fail(node, unknown_name("name", node.id, self.vocabulary, hint=hint))
+            self.fail(node, unknown_term("name", node.id, self.vocabulary))
         if not top and isinstance(node, ast.Constant) and isinstance(node.value, int | float | str | bool | None):
             if isinstance(node.value, int | float) and (problem := number_problem(node.value)):
                 self.fail(node, f"{excerpt(node.value)} is too large: {problem}")
@@ -341,11 +343,7 @@ class _ExpressionReader:
         if not isinstance(node.func, ast.Name):
             self.fail(node.func, "only a plain name can be called")
         if node.func.id not in self.vocabulary:
-            name = node.func.id
-            hint = hint_for_name(name, self.vocabulary)
-            if hint is None and name[0].isupper():  # classes of parts begin so
-                hint = f"A part of your own is registered first: deltune.register({excerpt(name)[1:-1]})."
-            self.fail(node.func, unknown_name("name", name, self.vocabulary, hint=hint))
+            self.fail(node.func, unknown_term("name", node.func.id, self.vocabulary))
         return self.build(node, node.func, node.args, node.keywords)
 
     def build(
@@ -404,7 +402,7 @@ def to_expression(value: Any) -> str:
     """Return the expression that makes a dataclass value; arguments at their defaults are left out."""
     arguments = [
         f"{f.name}={getattr(value, f.name)!r}"
-        for f in dataclasses.fields(value)
+        for f in (dataclasses.fields(value) if dataclasses.is_dataclass(value) else ())
         if f.default is dataclasses.MISSING or getattr(value, f.name) != f.default
     ]
     return f"{type(value).__name__}({', '.join(arguments)})"

@@ -14,7 +14,17 @@ from ..errors import DeltuneError, error_from_problems, excerpt
 from . import parser, spec
 from .attention_forms import MultiHead, OwnMultiHead, Prefix
 from .compositions import Add, Composition, Gate, Scale, SigmoidGate
-from .forms import Bottleneck, Form, LowRank, Mixture, Prompt, Rescale, Vector
+from .forms import (
+    Bottleneck,
+    Form,
+    LowRank,
+    Mixture,
+    Prompt,
+    Rescale,
+    Vector,
+    check_form_class,
+    check_frozen,
+)
 from .library import (
     adapter,
     apet,
@@ -132,6 +142,7 @@ REGISTRY: Mapping[str, RegistryEntry] = {
 """Every named method, by name."""
 
 FORMS = (Bottleneck, LowRank, Prefix, MultiHead, OwnMultiHead, Prompt, Vector, Rescale, Mixture)
+"""The forms of the library. Any other is a user's own, and checked before it acts (`form_checks`)."""
 
 VOCABULARY: dict[str, Callable[..., Any]] = {
     **{name: entry.make for name, entry in REGISTRY.items()},
@@ -159,7 +170,8 @@ def register(term: T) -> T:
         The term itself.
 
     Raises:
-        DeltuneError: It is nothing of these, lacks a method that every form has, or something else has its name.
+        DeltuneError: It is nothing of these, something else has its name, or a form lacks what every form needs; the
+            message shows the lines to write.
     """
     name = getattr(term, "__name__", "")
     is_term = isclass(term) and issubclass(term, Form | Composition)
@@ -168,36 +180,18 @@ def register(term: T) -> T:
             f"register takes a Form, a Composition or a named method, not {excerpt(term)}: derive a frozen dataclass "
             "from deltune.Form or deltune.Composition, or put @deltune.named_method above a function that returns parts"
         )
-    if is_term and not _is_frozen_dataclass(term):
-        raise DeltuneError(
-            f"{name} is compared and hashed by its fields: put @dataclass(frozen=True, repr=False) above it"
-        )
-    if isclass(term) and issubclass(term, Form) and (missing := _missing_methods(term)):
-        raise error_from_problems(f"{name} lacks what every form has", missing)
+    if is_term and "__dataclass_params__" not in term.__dict__:
+        raise DeltuneError(f"{name} is no dataclass of its own: put @dataclass(frozen=True, repr=False) above it")
+    if isclass(term):
+        check_frozen(term)
     other = VOCABULARY.get(name)
     if name in _BUILT_IN or name in spec.SITES or (other is not None and _origin(other) != _origin(term)):
         raise DeltuneError(f"the name {name!r} is taken by {_origin(other) if other else 'a site'}; choose another")
+    if isclass(term) and issubclass(term, Form):
+        check_form_class(term)
     VOCABULARY[name] = term
     _parse_cached.cache_clear()
     return term
-
-
-def _is_frozen_dataclass(kind: Any) -> bool:
-    parameters = kind.__dict__.get("__dataclass_params__")
-    return parameters is not None and parameters.frozen
-
-
-def _missing_methods(form: type[Form]) -> list[str]:
-    """Return a line to write for each method that a form has not defined."""
-    lines = {
-        "shapes": "def shapes(self, widths): return {'w': (widths.in_width,)}",
-        "initialize": "def initialize(self, tensors): tensors['w'].zero_()",
-        "__call__": "def __call__(self, tensors, u, training): return tensors['w'] * u",
-    }
-    defined = {name for name in (*lines, "inner", "per_head") if getattr(form, name) is not getattr(Form, name)}
-    if defined & {"inner", "per_head"}:  # it computes what it does there
-        defined.add("__call__")
-    return [f"{name}, such as {line}" for name, line in lines.items() if name not in defined]
 
 
 def _origin(term: Any) -> str:

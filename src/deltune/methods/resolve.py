@@ -8,6 +8,7 @@ from typing import Any
 
 from ..anatomy.types import Anatomy, Norm, Tensor, is_inside
 from ..errors import DeltuneError, error_from_problems, excerpt
+from .form_checks import check_form
 from .masks import Mask, MaskUnit, RowMask, split_budget
 from .sites import EditLocation, ModuleSide, resolve_locations, select_layers
 from .spec import MaskedMethod, Method, Modification, Selection
@@ -195,6 +196,8 @@ def _resolve_term(anatomy: Anatomy, term: Method, index: int, problems: list[str
         try:
             if isinstance(part, Modification):
                 locations = resolve_locations(anatomy, part)
+                for location in {location.widths: location for location in locations}.values():
+                    check_form(part.form, location)
                 edits += [
                     ResolvedEdit(f"{number}_{location.name.replace('.', '_')}", part, location, index)
                     for location in locations

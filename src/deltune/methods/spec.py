@@ -19,7 +19,7 @@ from ..errors import DeltuneError, error_from_problems, unknown_name
 from ..notebook import html_table
 from .attention_forms import Prefix
 from .compositions import Add, Composition, Gate, Scale, SigmoidGate
-from .forms import Form, Vector, refuse_sum
+from .forms import Form, Vector, check_form_class, check_frozen, refuse_sum
 from .other_names import hint_for_site
 from .parser import (
     argument_types,
@@ -166,6 +166,8 @@ class Modification(Method):
 
     def __post_init__(self) -> None:
         check_fields(self)
+        check_form_class(type(self.form))
+        check_frozen(type(self.compose))
         check_scope(self.layers, self.stack, self.attention, self.tower)
         check_experts(self.experts, (self.site,))
         for name, value, allowed in (

@@ -17,6 +17,7 @@ from ..anatomy.types import Anatomy
 from ..errors import MAX_NAME_LENGTH, DeltuneError, error_from_problems, excerpt, validation_problems
 from ..filesystem import read_json
 from ..methods.counting import kept_shapes
+from ..methods.other_names import registration_hint
 from ..methods.registry import parse, unregistered_names
 from ..methods.resolve import ResolvedMethod, resolve
 from ..methods.spec import MaskedMethod, Method, explicit_expression
@@ -332,10 +333,9 @@ def parse_saved_method(anatomy: Anatomy, facts: DeltaMetadata, tensors: int, whe
         short, explicit = parse(facts.method), parse(facts.explicit)
     except DeltuneError as error:
         missing = unregistered_names(facts.method) or unregistered_names(facts.explicit)
-        if not missing or "deltune.register(" in str(error):  # the error says so already
+        if not (unmentioned := [name for name in missing[:3] if registration_hint([name]) not in str(error)]):
             raise
-        calls = ", ".join(f"deltune.register({name[:MAX_NAME_LENGTH]})" for name in missing[:3])
-        raise DeltuneError(f"{error}\nA part of your own is registered before it is loaded: {calls}") from error
+        raise DeltuneError(f"{error}\n{registration_hint(unmentioned)}") from error
     if len(explicit.parts) > limit:
         raise DeltuneError(f"{where}: its method has {len(explicit.parts)} parts, its file {tensors} tensors")
     if short.parts != explicit.parts or _masks(short) != _masks(explicit):

@@ -14,8 +14,9 @@ from torch import nn
 
 from ..anatomy.quantizers import dequantized_weight, find_quantizer, quantized_copy
 from ..anatomy.types import Anatomy
-from ..errors import error_from_problems, error_summary
-from ..methods.forms import Affine, Tensors
+from ..errors import error_from_problems
+from ..methods.form_checks import affine_difference
+from ..methods.forms import Affine, Form
 from .modules import Delta, Edit
 
 Values = Callable[[str], torch.Tensor]
@@ -36,10 +37,12 @@ def merged_weights(
         The changed tensors by name.
 
     Raises:
-        DeltuneError: Some terms cannot be expressed as weights; each is named with the reason.
+        DeltuneError: Some terms cannot be expressed as weights, or `affine` of a form of the user's own is not what it
+            computes; each is named with the reason.
     """
     values = {name: tensor.detach() for name, tensor in delta_values.items()}
     reasons: dict[str, None] = {}
+    wrong_forms: set[Form] = set()
     with torch.no_grad():
         for name, edit in delta.weight_edits():
             old = values.get(name, base_value(name).detach())
@@ -50,6 +53,11 @@ def merged_weights(
             change = _affine_change(edit)
             if why := change if isinstance(change, str) else _reason_against(edit, change, names["bias"]):
                 reasons[f"{edit.modification!r}: {why}"] = None
+            elif edit.form in wrong_forms:
+                continue
+            elif difference := affine_difference(edit.form, edit.tensors(), edit.place.widths):
+                wrong_forms.add(edit.form)  # said once, for the first of its places
+                reasons[f"{edit.modification!r} at {edit.place.name}: {difference}"] = None
             elif not reasons and not isinstance(change, str):
                 before = {leaf: values.get(name, base_value(name).detach()) for leaf, name in names.items() if name}
                 values |= {names[leaf]: tensor for leaf, tensor in _fold(edit, change, before).items()}
@@ -144,36 +152,8 @@ def _affine_change(edit: Edit) -> Affine | str:
         return "its gate depends on the input"
     if change is None:
         return f"a {type(edit.modification.form).__name__} is not linear in its input"
-    if problem := _affine_problem(edit, tensors, change):
-        return problem
     gain, shift = change
     return (None if gain is None else gain * factor, None if shift is None else shift * factor)
-
-
-def _affine_problem(edit: Edit, tensors: Tensors, change: Affine) -> str | None:
-    """Compare A u + b with what a form of the user's own computes on random u; return how they differ.
-
-    The forms of deltune are held against their `affine` by its tests.
-    """
-    form, width = edit.modification.form, edit.place.widths.in_width
-    if type(form).__module__.partition(".")[0] == __package__.partition(".")[0]:
-        return None
-    gain, shift = (None if t is None else t.detach().double() for t in change)
-    exact = {name: t.detach().double() for name, t in tensors.items()}
-    u = torch.randn(1, 4, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    u = u.to(next(iter(exact.values())).device)
-    name = f"{type(form).__name__}.affine"
-    try:
-        with torch.no_grad():
-            expected = form(exact, u, training=False)
-            product = torch.zeros_like(expected) if gain is None else u * gain if gain.dim() == 1 else u @ gain.t()
-            difference = float((product + (0 if shift is None else shift) - expected).abs().max())
-            largest = float(expected.abs().max())
-    except Exception as error:  # code of the user's own, and shapes that do not fit
-        return f"{name} could not be compared with what the form computes ({error_summary(error)})"
-    if difference <= 1e-6 * max(largest, 1e-30):
-        return None
-    return f"{name} is not what it computes: A u + b differs by up to {difference:.3g} from values up to {largest:.3g}"
 
 
 def _reason_against(edit: Edit, change: Affine, bias: str) -> str | None:
