@@ -271,6 +271,7 @@ def test_mixed() -> None:
     assert all("the bare model" in row.note for row in rows)
 
 
+@pytest.mark.slow  # tests/serving has the laws; here the benchmark's own lines are run
 def test_serving() -> None:
     encoder, decoder = tiny("encoder", padded=True, dropout=0.0), tiny("decoder", padded=True, dropout=0.0)
     measured(serving.classified(encoder, 40, rounds=1))

@@ -421,7 +421,7 @@ def test_two_threads_enter_frozen_layers_at_once(monkeypatch: pytest.MonkeyPatch
 # -- torch.compile
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["one graph", "graphs"])
+@pytest.mark.parametrize("whole", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["one graph", "graphs"])
 def test_a_compiled_pass_beside_a_scope(whole: bool) -> None:
     """While other tensors stand in the model for another thread, a graph cannot wait for them: it is refused. Where
     torch then runs the model without a graph, the pass takes its turn."""

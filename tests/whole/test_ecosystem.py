@@ -129,11 +129,12 @@ def test_save_pretrained_holds_base_and_delta(tickets: loading.TaskData, tmp_pat
     assert {k for k in saved if not k.startswith("deltune.")} == keys
 
 
+@pytest.mark.slow  # test_trainer_and_pipeline has a small case
 @pytest.mark.parametrize(
     "method",
     [
         "prefix(length=8) + layernorm",
-        pytest.param("lora(rank=8, at=('query', 'value', 'ffn'))", marks=pytest.mark.slow),
+        "lora(rank=8, at=('query', 'value', 'ffn'))",
     ],
 )
 def test_g2p_with_seq2seq_trainer(method: str, shared: Path, tmp_path: Path) -> None:
