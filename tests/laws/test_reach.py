@@ -5,6 +5,8 @@ Facts are written down from the families' own sources, as in `families`.
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -208,9 +210,27 @@ def test_rows(kind: Kind) -> None:
         torch.testing.assert_close(mixed[row], alone[name][row])
 
 
-def test_inside_an_ffn_that_is_a_mixture_of_experts() -> None:
-    with pytest.raises(deltune.DeltuneError, match=r"'ffn_inner' is inside an FFN, and .* is a mixture of 4 experts"):
-        deltune.count(KINDS[0].build(), "ia3")
+@pytest.mark.parametrize(("kind", "dense"), [(KINDS[0], None), (KINDS[1], (0,))], ids=str)
+def test_inside_an_ffn_that_is_a_mixture_of_experts(kind: Kind, dense: tuple[int, ...] | None) -> None:
+    """What the refusal of `ia3` advises can be had: its other parts, and the layers whose FFNs have no experts."""
+    model = kind.build()
+    with pytest.raises(deltune.DeltuneError, match=r"'ffn_inner' is inside an FFN, and .* is a mixture of 4") as caught:
+        deltune.count(model, "ia3")
+    message = str(caught.value)
+    rest = message.split("the parts of ia3 that this model can have: ")[1]
+    advised = re.search(r"layers=(\(.*?\)) have FFNs without experts", message)
+    assert (advised and ast.literal_eval(advised[1])) == dense and ("as all FFNs of this decoder" in message) == (
+        not dense
+    )
+    for text in (rest, *([f"Modification('ffn_inner', Rescale(), 'sequential', layers={dense})"] if dense else [])):
+        tuned = deltune.attach(model, text, head="freeze")
+        model(**kind.inputs()).logits.sum().backward()
+        assert all(p.grad is not None for p in tuned.trainable_parameters())
+        tuned.detach()
+    assert {part.site for part in deltune.parse(rest).parts if isinstance(part, deltune.Modification)} == {
+        "key",
+        "value",
+    }
 
 
 def test_a_prompt_before_a_decoder_that_takes_no_mask_of_it() -> None:

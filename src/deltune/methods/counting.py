@@ -257,7 +257,7 @@ def towers_left_out(anatomy: Anatomy, resolved: ResolvedMethod) -> Iterator[str]
     for tower in anatomy.towers:
         if tower not in acted:
             size = sum(t.numel for t in anatomy.tensors if t.tower == tower and t.area != "head")
-            yield f"the tower {tower} with {size:,} scalars is left as it is (tower=)"
+            yield f"the tower {tower} with {size:,} scalars is left as it is (tower= chooses another)"
 
 
 def base_size(model: PreTrainedModel | PreTrainedConfig, denominator: str | int = "model") -> tuple[str, int]:

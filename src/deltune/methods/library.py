@@ -27,8 +27,8 @@ def full(tower: Tower = "main") -> tuple[Modification | Selection, ...]:
     """Train W, every tensor of the model.
 
     Args:
-        tower: Of a model of several towers, "text", "vision", "audio" or "projector", "all" of them, or "main", the one
-            that its main input enters.
+        tower: The part of a multimodal model to tune: "main" (the default, what reads the model's main input, which is
+            the text in a vision-language model), "text", "vision", "audio", "projector" (between two of them) or "all".
 
     Returns:
         The method, to attach, count or add to others.
@@ -65,8 +65,8 @@ def layernorm(
         embedding: Whether norms after the embeddings are trained; by default where `of` and `layers` restrict nothing.
         final: Whether norms after the last layer are trained; by default as `embedding`.
         stack: "all", "encoder" or "decoder".
-        tower: Of a model of several towers, "text", "vision", "audio" or "projector", "all" of them, or "main", the one
-            that its main input enters.
+        tower: The part of a multimodal model to tune: "main" (the default, what reads the model's main input, which is
+            the text in a vision-language model), "text", "vision", "audio", "projector" (between two of them) or "all".
 
     Returns:
         The method, to attach, count or add to others.
@@ -97,8 +97,8 @@ def bitfit(
         add_missing: Whether linears and norms in the layers that `which` names and that have no bias get one, 0 at the
             start.
         layers: "all", "lower half", "upper half", "first N", "last N", or indices within each stack (-1 is the last).
-        tower: Of a model of several towers, "text", "vision", "audio" or "projector", "all" of them, or "main", the one
-            that its main input enters.
+        tower: The part of a multimodal model to tune: "main" (the default, what reads the model's main input, which is
+            the text in a vision-language model), "text", "vision", "audio", "projector" (between two of them) or "all".
 
     Returns:
         The method, to attach, count or add to others.
@@ -223,8 +223,8 @@ def adapter(
         layers: "all", "lower half", "upper half", "first N", "last N", or indices within each stack (-1 is the last).
         stack: "all", "encoder" or "decoder".
         attention: Which attentions, "all", "self" or "cross"; it does not restrict the FFNs.
-        tower: Of a model of several towers, "text", "vision" or "audio", "all" of them, or "main", the one that its
-            main input enters.
+        tower: The part of a multimodal model to tune: "main" (the default, what reads the model's main input, which is
+            the text in a vision-language model), "text", "vision", "audio" or "all".
 
     Returns:
         The method, to attach, count or add to others.
@@ -280,8 +280,8 @@ def parallel_adapter(
         layers: "all", "lower half", "upper half", "first N", "last N", or indices within each stack (-1 is the last).
         stack: "all", "encoder" or "decoder".
         attention: Which attentions, "all", "self" or "cross"; it does not restrict the FFNs.
-        tower: Of a model of several towers, "text", "vision" or "audio", "all" of them, or "main", the one that its
-            main input enters.
+        tower: The part of a multimodal model to tune: "main" (the default, what reads the model's main input, which is
+            the text in a vision-language model), "text", "vision", "audio" or "all".
 
     Returns:
         The method, to attach, count or add to others.
@@ -337,8 +337,8 @@ def scaled_parallel_adapter(
         layers: "all", "lower half", "upper half", "first N", "last N", or indices within each stack (-1 is the last).
         stack: "all", "encoder" or "decoder".
         attention: Which attentions, "all", "self" or "cross"; it does not restrict the FFNs.
-        tower: Of a model of several towers, "text", "vision" or "audio", "all" of them, or "main", the one that its
-            main input enters.
+        tower: The part of a multimodal model to tune: "main" (the default, what reads the model's main input, which is
+            the text in a vision-language model), "text", "vision", "audio" or "all".
 
     Returns:
         The method, to attach, count or add to others.
@@ -375,8 +375,8 @@ def prefix(
         layers: "all", "lower half", "upper half", "first N", "last N", or indices within each stack (-1 is the last).
         stack: "all", "encoder" or "decoder".
         attention: "all", "self" or "cross".
-        tower: Of a model of several towers, "text", "vision" or "audio", "all" of them, or "main", the one that its
-            main input enters.
+        tower: The part of a multimodal model to tune: "main" (the default, what reads the model's main input, which is
+            the text in a vision-language model), "text", "vision", "audio" or "all".
 
     Returns:
         The method, to attach, count or add to others.
@@ -481,8 +481,8 @@ def lora(
         layers: "all", "lower half", "upper half", "first N", "last N", or indices within each stack (-1 is the last).
         stack: "all", "encoder" or "decoder".
         attention: Which attentions, "all", "self" or "cross"; it does not restrict the FFNs.
-        tower: Of a model of several towers, "text", "vision" or "audio", "all" of them, or "main", the one that its
-            main input enters.
+        tower: The part of a multimodal model to tune: "main" (the default, what reads the model's main input, which is
+            the text in a vision-language model), "text", "vision", "audio" or "all".
         experts: Where FFNs are mixtures of experts, "all" of them, "shared" (those that every token goes through),
             "routed" (those that the router chooses from), or the numbers of some of the latter.
 

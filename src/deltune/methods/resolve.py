@@ -11,7 +11,7 @@ from ..errors import DeltuneError, error_from_problems, excerpt
 from .form_checks import check_form
 from .masks import Mask, MaskUnit, RowMask, split_budget
 from .sites import EditLocation, ModuleSide, resolve_locations, select_layers
-from .spec import MaskedMethod, Method, Modification, Selection
+from .spec import MaskedMethod, Method, Modification, NamedMethod, Selection
 
 
 @dataclass(frozen=True)
@@ -192,6 +192,8 @@ def _resolve_term(anatomy: Anatomy, term: Method, index: int, problems: list[str
     selected: list[Tensor] = []
     by_token: list[tuple[Tensor, RowMask]] = []
     gated: list[ResolvedGates] = []
+    possible: list[Modification | Selection] = []
+    first_problem = len(problems)
     for number, part in enumerate(term.parts, index):
         try:
             if isinstance(part, Modification):
@@ -208,8 +210,14 @@ def _resolve_term(anatomy: Anatomy, term: Method, index: int, problems: list[str
                 selected += selected_tensors(anatomy, part)
             elif tensors := selected_tensors(anatomy, part):
                 gated.append(_resolve_gates(tensors, part.sparsity, str(number)))
+            possible.append(part)
         except DeltuneError as error:
             problems.append(f"{part!r}: {error}")
+    # of other methods, at= chooses the parts
+    fixed = isinstance(term, NamedMethod) and "at" not in dict(term.arguments)
+    if len(problems) > first_problem and possible and fixed:
+        rest = " + ".join(map(repr, possible))
+        problems[-1] += f"; the parts of {term!r} that this model can have: {rest}"
     return ResolvedMethod(tuple(edits), tuple(dict.fromkeys(selected)), tuple(by_token), gated=tuple(gated))
 
 

@@ -202,7 +202,7 @@ def towers_of(anatomy: Anatomy, tower: str) -> list[Anatomy]:
     parts = anatomy.in_tower(tower)
     if not parts:
         raise DeltuneError(
-            f"tower={tower!r}: this model has no such tower with layers that show, but {_listed(anatomy)}"
+            f"tower={tower!r}: this model has no such tower whose layers can be observed; it has {_listed(anatomy)}"
         )
     return parts
 
@@ -346,7 +346,7 @@ def _layer_sites(anatomy: Anatomy, layer: Layer, modification: Modification) -> 
             if site == "ffn":
                 yield _experts_site(inner, layer, experts, modification)
             else:
-                yield from _sites_in_experts(inner, layer, experts, modification)
+                yield from _sites_in_experts(inner, anatomy, layer, experts, modification)
     else:
         for attention in layer.attentions:
             is_mixer = attention.kind == "mixer"
@@ -424,7 +424,9 @@ def _experts_site(stem: str, layer: Layer, experts: Experts, modification: Modif
     return SiteLocation(sublayer, target, experts.out_width, sublayer, layer.stack, x, experts.in_width)
 
 
-def _sites_in_experts(stem: str, layer: Layer, experts: Experts, modification: Modification) -> Iterator[SiteLocation]:
+def _sites_in_experts(
+    stem: str, anatomy: Anatomy, layer: Layer, experts: Experts, modification: Modification
+) -> Iterator[SiteLocation]:
     """Yield the linears of shared experts, and the weights of those that the router chooses from."""
     site, chosen = modification.site, modification.experts
     if chosen in ("all", "shared"):
@@ -433,9 +435,15 @@ def _sites_in_experts(stem: str, layer: Layer, experts: Experts, modification: M
     if chosen == "shared" or modification.optional:
         return
     if site == "ffn_inner":
+        alike = [other for other in anatomy.layers if other.stack == layer.stack]
+        dense = tuple(other.index for other in alike if other.ffns and not other.experts)
         raise DeltuneError(
-            f"site {site!r} is inside an FFN, and {experts.path!r} is a mixture of {experts.number} experts: give "
-            f"layers without experts, or the terms of the method at other sites alone (`deltune methods NAME`)"
+            f"site {site!r} is inside an FFN, and {experts.path!r} is a mixture of {experts.number} experts"
+            + (
+                f", as all FFNs of this {layer.stack} are"
+                if not dense
+                else f": layers={dense} have FFNs without experts"
+            )
         )
     if site in ("gate_proj", "up_proj"):
         raise DeltuneError(

@@ -143,8 +143,8 @@ class Modification(Method):
         x: "input" (what the frozen sub-module reads), "residual" (the residual stream before its norm) or "normed"
             (sequential after the FFN's add & norm, with that norm applied again).
         optional: Whether a model without such a place is accepted.
-        tower: Of a model of several towers, "text", "vision" or "audio", "all" of them, or "main", the one that its
-            main input enters.
+        tower: The part of a multimodal model to tune: "main" (the default, what reads the model's main input, which is
+            the text in a vision-language model), "text", "vision", "audio" or "all".
         experts: At linears of FFNs that are mixtures of experts: "all", "shared" (those that every token goes through),
             "routed" (those that the router chooses from), or the numbers of some of the latter.
 
@@ -250,8 +250,8 @@ class Selection(Method):
         sparsity: The share of the scalars that differ in the end, which training finds: W + z ⊙ δ with gates z under an
             L0 penalty (Guo et al. 2021). None: all of them are trained.
         optional: Whether a model without such parameters is accepted.
-        tower: Of a model of several towers, "text", "vision", "audio" or "projector" (what leads from one to another),
-            "all" of them, or "main", the one that its main input enters.
+        tower: The part of a multimodal model to tune: "main" (the default, what reads the model's main input, which is
+            the text in a vision-language model), "text", "vision", "audio", "projector" (between two of them) or "all".
         tokens: Of the tables with a row for each token, the word embeddings and an output projection of its own in the
             areas, the rows of these token ids alone; with roles=("embedding",).
 
