@@ -24,7 +24,7 @@ from deltune.cli import app as cli
 from deltune.cli.train import train_app
 from deltune.methods import registry
 from deltune.training import run_dir
-from deltune.training.config import PLACES, SECTIONS
+from deltune.training.config import PLACES, SECTIONS, RunConfig
 from deltune.training.run_dir import CONTENTS, RunDir
 
 
@@ -353,20 +353,42 @@ def test_every_field_of_the_config_is_an_option(deltune: Command, root: Path, tm
 
 
 def test_print_config(deltune: Command, tmp_path: Path) -> None:
-    """The whole of a config, resolved; it reads back as the same config, and nothing is trained."""
+    """A config, resolved; options without a value are comments. It reads back the same, and nothing is trained."""
     file = tmp_path / "run.yaml"
     file.write_text("model: m\ndata: {source: d, columns: [text, label]}\noptim: {lr: 0.5}\nmethod: layernorm\n")
     more = ["--lr", "null", "--set", "generation.template={source}", "--set", "evaluation.metric_options={bleu: {}}"]
     result = deltune("train", file, "--output", tmp_path / "run", "--print-config", *more)
     assert result.code == 0 and not result.err and names(tmp_path) == {"run.yaml"}
     values = yaml.safe_load(result.out)
-    assert {section: set(fields) for section, fields in values.items()} == {
-        section: set(kind.model_fields) for section, kind in SECTIONS.items()
-    }
-    assert values["optim"]["lr"] is None, "a run knows its steps, and then the rate of the method"
+    unset = {field: note for field, note in re.findall(r"^  # (\w+):  # (.+)$", result.out, re.MULTILINE)}
+    for section, kind in SECTIONS.items():
+        fields = values.get(section, {})
+        assert set(kind.model_fields) == {*fields, *(unset.keys() & kind.model_fields)}
+        assert not any(value in (None, [], {}) for value in fields.values())
+    assert "layernorm" in values["method"]["expression"]
+    assert "0.02 for 50 steps or fewer, down to 0.01 for 5,000" in unset["lr"], "a run knows its steps, and the rate"
     assert values["generation"]["template"] == "{source}" and values["data"]["columns"] == ["text", "label"]
     file.write_text(result.out)
     assert deltune("train", file, "--print-config").out == result.out
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--protocol", "uv_glue", "--lr", "null"), ("--protocol", "uv_glue"), ("--steps", "7"),
+     ("--search", "lr=1e-3"), ("--task", "tagging", "--labels", "a,b")],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_printed_config_means_the_same_run(options: tuple[str, ...], deltune: Command, tmp_path: Path) -> None:
+    """Also where a null undoes a value of the protocol."""
+    basis = ("--model", "m", "--data", "d", "--method", "prefix + layernorm")
+    printed = deltune("train", *basis, *options, "--print-config").out
+    values = {name.removeprefix("--"): value for name, value in zip(options[::2], options[1::2], strict=True)}
+    search = {"search": {"lr": ["1e-3"]}} if "search" in values else {}
+    flat = {name: None if value == "null" else value for name, value in values.items()} | search
+    config = RunConfig.from_flat(model="m", data="d", method="prefix + layernorm", **flat)
+    assert RunConfig.model_validate(yaml.safe_load(printed)) == config
+    everything = re.sub(r"^(  )?# (\w+:)(  # .*)?$", r"\1\2", printed, flags=re.MULTILINE)
+    assert set(yaml.safe_load(everything)) == set(SECTIONS), "a comment becomes an option without its #"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import logging
 import math
@@ -18,6 +19,7 @@ from rich.console import Console
 from scipy.stats import binomtest
 
 import tiny
+from deltune.cli.formatting import comparison_table
 from deltune.cli.threads import free_threads
 from deltune.errors import DeltuneError
 from deltune.metrics.intervals import difference_interval, interval, standard_error
@@ -160,6 +162,31 @@ def test_runs_side_by_side(whole: RunDir, copy: Callable[..., RunDir]) -> None:
     better.environment_file.write_text(json.dumps(facts))
     other = compare(read_all([whole, better]))
     assert "differ" in other.notes[0] and not any(run.difference.text for run in other.runs)
+
+
+LONG_METHOD = "prefix(length=4) + layernorm + scaled_parallel_adapter(rank=8, scale=2, layers='first 1')"
+
+
+@pytest.mark.parametrize(("terminal", "width"), [(False, 80), (True, 240), (True, 40)])
+def test_the_table_on_the_console_cuts_nothing(
+    terminal: bool, width: int, whole: RunDir, copy: Callable[..., RunDir]
+) -> None:
+    """Methods, and the options that differ, are folded on a terminal where they do not fit."""
+    other = copy("other")
+    other.spec_file.write_text(whole.config.replace(method=LONG_METHOD, epochs=9, weight_decay=0.25).yaml())
+    comparison = compare(read_all([whole, other]))
+    assert {name for name, _ in comparison.fields} == {"method", "epochs", "weight_decay"}
+    written = io.StringIO()
+    console = Console(file=written, soft_wrap=True, force_terminal=terminal, width=width, color_system=None)
+    console.print(comparison_table(comparison, fold=terminal))
+    head, _, *rows = written.getvalue().strip("\n ").splitlines()
+    starts = [head.index(title) for title in ("method", "options", "trained")]
+    second = next(i for i, row in enumerate(rows) if row.strip().startswith("other"))
+    method, options = ("".join(row[a:b] for row in rows[second:]) for a, b in itertools.pairwise(starts))
+    assert "".join(method.split()) == LONG_METHOD.replace(" ", "")
+    assert "".join(options.split()) == "epochs=9,weight_decay=0.25"
+    if not terminal:
+        assert LONG_METHOD in rows[second], "in a file a run is one line"
 
 
 # -- errors by kind of task

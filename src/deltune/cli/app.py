@@ -354,7 +354,7 @@ def report(
     if as_json:
         console.print_json(data=[reports.run_facts(one) for one in finished])
     else:
-        console.print(formatting.comparison_table(comparison))
+        console.print(formatting.comparison_table(comparison, fold=console.is_terminal))
         for one in finished:
             for text in advice(one):
                 console.print(f"note: {one.run.folder}: {text}")

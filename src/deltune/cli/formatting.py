@@ -180,20 +180,36 @@ def run_table(config: RunConfig, metrics: RunMetrics, folder: str) -> Renderable
     return Group(lines, score_table(metrics.scores, metrics.std)) if metrics.scores else lines
 
 
-def comparison_table(comparison: Comparison) -> RenderableType:
-    """Return a table with one line a run: its size and time, its main score, and how far it is from the best run."""
+FOLDED_WIDTH = 20
+"""The least width of a column whose cells are folded on a terminal."""
+
+
+def comparison_table(comparison: Comparison, fold: bool) -> RenderableType:
+    """Return a table with one line a run: its options, size and time, its main score, and its difference from the best.
+
+    Nothing is cut: cells that do not fit are folded, or the lines are as long as they need to be.
+
+    Args:
+        comparison: The runs.
+        fold: Whether methods and options are folded where the lines would not fit, which is for terminals.
+    """
     main, several = comparison.main, len(comparison.runs) > 1
     titles = [] if main is None else [f"{comparison.split} {main}", "95 % interval"]
     titles += ["Δ best", "its interval"] if main is not None and several else []
-    table = _table("run", "method", "trained", "seconds", *titles, right=len(titles) + 2)
-    for run in comparison.runs:
+    fields = [(name, values) for name, values in comparison.fields if name != "method"]
+    texts = ["run", "method", *(["options that differ"] if fields else [])]
+    table = _table(*texts, "trained", "seconds", *titles, right=len(titles) + 2)
+    for i, run in enumerate(comparison.runs):
         cells = [run.trained.text, run.seconds.text]
         if main is not None:
             score = run.scores[comparison.metrics.index(main)]
             cells += [score.text, score.spread, run.difference.text, run.difference.spread]
-        table.add_row(run.name, run.method, *cells[: len(titles) + 2])
-    for column in (table.columns[0], *table.columns[2:]):  # only a method may be broken into lines
+        options = [", ".join(f"{name}={values[i]}" for name, values in fields)] if fields else []
+        table.add_row(run.name, run.method, *options, *cells[: len(titles) + 2])
+    for i, column in enumerate(table.columns):
         column.min_width = max(len(text) for text in (str(column.header), *map(str, column.cells)))
+        if fold and 0 < i < len(texts):
+            column.min_width, column.overflow = min(column.min_width, FOLDED_WIDTH), "fold"
     return Group(table, *comparison.notes)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
+import yaml
 from pydantic import BaseModel
 from rich.markup import escape
 
@@ -41,6 +42,37 @@ def config_parameters(sections: Sections, places: Places, repeatable: tuple[str,
         annotation = Annotated[kind, declaration]  # type: ignore[valid-type]
         parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
     return parameters
+
+
+def commented_yaml(
+    configuration: Mapping[str, Mapping[str, Any]],
+    sections: Sections,
+    needed: Collection[str] = (),
+    notes: Mapping[str, str] | None = None,
+) -> str:
+    """Return a configuration as YAML that reads back as the same; fields without a value are comments.
+
+    Args:
+        configuration: Section -> field -> value, of every field.
+        sections: The models of the sections, by name.
+        needed: Fields as "section.field" that are written out though they have no value.
+        notes: By "section.field", what a field without a value stands for, in place of its description.
+    """
+    lines = []
+    for section, values in configuration.items():
+        written: list[str] = []
+        unset: list[str] = []
+        for field, value in values.items():
+            name, info = f"{section}.{field}", sections[section].model_fields[field]
+            default = info.get_default(call_default_factory=True)
+            default = list(default) if isinstance(default, tuple) else default
+            if value not in (None, [], {}) or value != default or name in needed:
+                text = yaml.safe_dump({section: {field: value}}, sort_keys=False, allow_unicode=True, width=120)
+                written += text.splitlines()[1:]
+            else:
+                unset.append(f"  # {field}:  # {(notes or {}).get(name, info.description)}")
+        lines += [f"{section}:" if written else f"# {section}:", *written, *unset]
+    return "\n".join(lines) + "\n"
 
 
 def _is_flag(annotation: Any) -> bool:

@@ -26,7 +26,7 @@ def serve(context: typer.Context) -> None:
 EPILOG = (
     "A first server: deltune serve MODEL --deltas DIR. DIR has a folder for each delta: what `deltune train` or "
     "Tuned.save() wrote, or an adapter of PEFT or AdapterHub. The config has more options. --print-config prints all "
-    "of them with their values; set them in SERVE.yaml or by --set SECTION.FIELD=VALUE."
+    "of them, those without a value as comments; set them in SERVE.yaml or by --set SECTION.FIELD=VALUE."
 )
 
 
@@ -64,7 +64,11 @@ def run(
         typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Any option of the config; repeatable."),
     ] = None,
     print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print the whole config as YAML, and serve nothing.")
+        bool,
+        typer.Option(
+            "--print-config",
+            help="Print the config as YAML, with comments for options without a value, and serve nothing.",
+        ),
     ] = False,
     imports: Imports = None,
     quiet: Quiet = False,
@@ -84,7 +88,7 @@ def run(
     """
     check_extra("serve", "deltune serve needs")
     with fast_imports():
-        from ..serving.config import ServeConfig
+        from ..serving.config import SECTIONS, ServeConfig
         from ..training.config import read_values
 
     values = {} if config is None else read_values(config)
@@ -93,7 +97,9 @@ def run(
     if imports and resolved.ray.ray:
         raise DeltuneError("--import does not reach the replicas that --ray starts: serve such deltas without --ray")
     if print_config:
-        print(resolved.yaml(), end="")
+        from .options import commented_yaml
+
+        print(commented_yaml(resolved.model_dump(mode="json"), SECTIONS), end="")
         return
     with log_to_stderr(quiet):
         with fast_imports():

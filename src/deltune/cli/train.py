@@ -195,7 +195,7 @@ def train_app() -> typer.Typer:
 
 EPILOG = (
     'A first run: deltune train --model minilm --data DIR --method "lora(rank=8)" --output runs/first. The config has '
-    "more options. --print-config prints all of them with their values; set them in RUN.yaml or by "
+    "more options. --print-config prints all of them, those without a value as comments; set them in RUN.yaml or by "
     "--set SECTION.FIELD=VALUE."
 )
 
@@ -219,7 +219,11 @@ def run(
         typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Any option of the config; repeatable."),
     ] = None,
     print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print the whole resolved config as YAML, and train nothing.")
+        bool,
+        typer.Option(
+            "--print-config",
+            help="Print the resolved config as YAML, with comments for options without a value, and train nothing.",
+        ),
     ] = False,
     devices: Annotated[
         str,
@@ -265,7 +269,7 @@ def run(
     overrides = configs.flatten({**_parse_options(options), **_parse_settings(settings or [])})
     config = configs.RunConfig.from_flat(**merge_values(configs.flatten(values), overrides))
     if print_config:
-        print(config.yaml(), end="")
+        print(_commented(config), end="")
         return
     if folder is None:
         raise DeltuneError("--output is missing: the folder of the run")
@@ -287,6 +291,23 @@ def run(
         console.print(formatting.run_table(finished.config, metrics, str(folder)))
     for text in advice(finished):
         print(f"note: {text}", file=sys.stderr if as_json else sys.stdout)
+
+
+def _commented(config: RunConfig) -> str:
+    """Return a config as YAML with comments for what has no value; a null that undoes a protocol's value is written."""
+    from ..methods.registry import LONG_STEPS, SHORT_STEPS, default_learning_rate
+    from ..training.config import DOTTED, SECTIONS, RunConfig, parse_yaml
+    from .options import commented_yaml
+
+    values = config.flat(mode="json")
+    unset = {name for name, value in values.items() if value in (None, [], {})}
+    read = RunConfig.from_flat(**{name: value for name, value in values.items() if name not in unset}).flat(mode="json")
+    needed = [dotted for dotted, name in DOTTED.items() if name in unset and read[name] != values[name]]
+    short, long = (default_learning_rate(config.method.expression, steps) for steps in (SHORT_STEPS, LONG_STEPS))
+    rate = f"{short:g} for {SHORT_STEPS} steps or fewer, down to {long:g} for {LONG_STEPS:,} or more"
+    is_searched = not {"lr", "method"}.isdisjoint(config.runtime.search)
+    notes = {} if is_searched else {"optim.lr": f"learning rate; auto: a short search [the method's: {rate}]"}
+    return commented_yaml(parse_yaml(config.yaml(), "the config"), SECTIONS, needed, notes)
 
 
 def _train(config: RunConfig, folder: Path, fresh: bool, quiet: bool, devices: str, sharding: str | None) -> RunMetrics:

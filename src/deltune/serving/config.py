@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from ..errors import error_from_problems, unknown_name, validation_problems
@@ -221,10 +220,6 @@ class ServeConfig(BaseModel):
         if problems:
             raise error_from_problems("the config of the server is wrong", problems)
         return config
-
-    def yaml(self) -> str:
-        """Write out every value, defaults included, as nested YAML."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
 
     @property
     def base_name(self) -> str:
