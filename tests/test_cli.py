@@ -581,6 +581,15 @@ def test_help_loads_no_torch() -> None:
     assert "typer" in loaded and not loaded & {"torch", "transformers", "pydantic"}
 
 
+@pytest.mark.parametrize("command", ["train --help", "methods lora"])
+def test_what_needs_no_model_loads_no_model_class(command: str) -> None:
+    """transformers imports torchao with its model classes, which prints lines where the two do not fit."""
+    completed = python("-X", "importtime", "-m", "deltune", *command.split())
+    loaded = {line.rpartition("|")[2].strip() for line in completed.stderr.splitlines()}
+    assert completed.returncode == 0 and "typer" in loaded
+    assert not loaded & {"transformers.modeling_utils", "torchao", "peft", "bitsandbytes"}
+
+
 def test_a_method_is_made_and_explained_without_torch() -> None:
     code = "import deltune, sys; from deltune.cli import formatting as f; m = deltune.parse('lora + prefix'); "
     code += "pages = [*map(f.method_page, f.method_facts().values())]; print(m, 'torch' in sys.modules)"

@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 from transformers import PreTrainedModel
 
 import deltune
@@ -31,12 +32,18 @@ from deltune.cli import app as cli
 from deltune.cli.serve import serve_app
 from deltune.cli.train import train_app
 from deltune.methods import registry
+from tests.laws.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
 FEW = ["--epochs", "1", "--max-train-rows", "16", "--batch-size", "16", "--max-length", "16", "--quiet"]
 """What a training in the documentation is cut to; the last of equal options counts."""
 
+guides = next(
+    section["Guides"]
+    for section in yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    if "Guides" in section
+)
 pages = pytest.mark.parametrize("page", FILES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -106,6 +113,16 @@ def test_it_runs(page: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch) ->
                 assert re.fullmatch(pattern, squeezed(printed)), f"{at}: {shlex.join(command)} prints\n{printed}"
 
 
+@pytest.mark.parametrize("guide", [file for guide in guides for file in guide.values()], ids=str)
+def test_guides_begin_with_code_that_runs(guide: str) -> None:
+    """Before it stand the title and a paragraph or two, and no table."""
+    page = ROOT / "docs" / guide
+    first = blocks(page)[0]
+    before = page.read_text(encoding="utf-8").splitlines()[: first.line - 1]
+    assert first.mark in ("python", "console") and len(before) <= 12
+    assert not any(line.startswith("|") for line in before)
+
+
 def sessions(block: Block) -> Iterator[tuple[list[str], str]]:
     """Commands of a console block, each with what it prints."""
     for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
@@ -139,6 +156,20 @@ def rows(page: str) -> dict[str, tuple[str, str]]:
         re.MULTILINE,
     )
     return {name: (scalars, count) for name, scalars, count in matches}
+
+
+def test_the_number_of_families() -> None:
+    """The README counts the families of the laws' table, and the page about models names each of them."""
+    numbers = re.findall(r"\[(\d+) (?:tested model )?families\]", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert numbers == [str(len(FAMILIES))] * 2
+    page = (ROOT / "docs" / "anatomy.md").read_text(encoding="utf-8")
+    listed = page.split("as tiny models with random weights:\n\n")[1].partition(".\n\n")[0]
+    assert sorted(map(plain_name, listed.split(","))) == sorted(map(plain_name, FAMILIES))
+
+
+def plain_name(family: str) -> str:
+    """The name of a family without what papers and transformers write differently: GPT-NeoX is gpt_neox."""
+    return re.sub(r"[-_\s]", "", family).lower()
 
 
 REFERENCE = "docs/reference/methods.md"
