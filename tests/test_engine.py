@@ -195,6 +195,17 @@ def test_a_finished_work_cannot_be_claimed(tmp_path: Path) -> None:
         assert not two.claim("a") and not two.claim("b") and two.claim("b", again=True)
 
 
+def test_a_job_that_is_being_done_shows_in_every_store(tmp_path: Path) -> None:
+    with ResultStore(tmp_path / "r.sqlite") as one, ResultStore(tmp_path / "r.sqlite", read_only=True) as two:
+        assert two.claimed_jobs() == set()
+        assert one.claim("a") and one.claim("b")
+        assert two.claimed_jobs() == {"a", "b"}
+        one.put(row("a"))
+        assert two.claimed_jobs() == {"b"}
+        one.release()
+        assert two.claimed_jobs() == set()
+
+
 def test_a_worker_dies_in_the_middle_of_its_answer() -> None:
     """More than a pipe holds, cut off: a death like any other."""
     pool = LocalPool.__new__(LocalPool)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -17,6 +19,7 @@ from deltune.studies.claims.decisions import ComparisonResult, Finding, PrintedF
 from deltune.studies.engine.jobs import Outcome
 from deltune.studies.report.charts import draw
 from deltune.studies.report.figure_spec import Bars, FigureSpec, HeatMap, TableSpec
+from deltune.studies.report.findings import findings_csv
 from deltune.studies.report.page import Section, render_page, sparkline
 from deltune.studies.report.tables import build_table
 
@@ -160,6 +163,19 @@ def test_what_is_seen_at_small_scale_does_not_read_like_the_paper() -> None:
     )
     (whole,) = Section("ln/nlu", findings=FOUND, printed=PRINTED, outcomes=tuple(outcomes)).finding_tables
     assert [row.cells[whole.verdict_column] for row in whole.rows] == [one.verdict for one in FOUND]
+
+
+def test_findings_as_csv_have_a_row_for_each_setting() -> None:
+    rows = list(csv.DictReader(io.StringIO(findings_csv(FOUND))))
+    assert [(row["comparison"], row["setting"], row["effect"], row["low"], row["verdict"]) for row in rows] == [
+        ("LN − BitFit: accuracy", "all", "0.021", "0.012", "holds"),
+        ("LN − BitFit: accuracy", "on CB", "0.05", "0.01", ""),
+        ("LN − BitFit: accuracy", "on SICK", "-0.008", "-0.02", ""),
+        ("MAM − LoRA: accuracy", "all", "-0.011", "-0.02", "does not hold"),
+        ("", "", "", "", "undecided"),
+    ]
+    assert rows[0]["unit"] == "points" and rows[0]["true above"] == "0.0" and rows[0]["adjusted p"] == "0.0004"
+    assert "all claims together" in rows[0]["interval"] and "this setting alone" in rows[1]["interval"]
 
 
 def test_ten_studies_fit_into_three_megabytes(text: str) -> None:

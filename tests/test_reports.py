@@ -63,7 +63,7 @@ def run_study(root: Path) -> None:
     assert "6 jobs, 0 done; 6 left" in dry and not list(root.glob("r.*")), "what is only asked for makes nothing"
     printed = deltune("run", root / "mine.yaml", "--store", root / "r.sqlite", "--workers", 2, code=1)
     assert "6 run, 0 were there; 2 of them failed" in printed.stdout
-    assert re.search(r"study \d/6 jobs, job .*(layernorm|lora).* took \d+ s, .* left", printed.stderr)
+    assert re.search(r"study \d/6 jobs, job .*(norms|low rank).* took \d+ s, .* left", printed.stderr)
 
 
 def test_it_is_not_run_again(place: Path) -> None:
@@ -78,7 +78,7 @@ def test_status(place: Path) -> None:
     assert (facts["jobs"], facts["done"], facts["begun"], facts["waiting"], len(facts["failed"])) == (6, 4, {}, 0, 2)
     assert all("decoder" in error for error in facts["failed"].values())
     output = deltune("status", place / "mine.yaml", "--store", place / "r.sqlite").stdout
-    assert "method impossible" in output and "seed 1" in output, "a cell's name, not the hash of its content"
+    assert "impossible · seed 0: " in output and "impossible · seed 1: " in output, "a cell's name, not the hash of its content"
 
 
 def test_results_as_text_are_the_results(place: Path) -> None:
@@ -119,7 +119,7 @@ def test_results_are_verified(every: bool, place: Path) -> None:
     (folder / "tiny.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     words = ("verify", mine, "--store", folder, "--only", "method=norms", "--only", "seed=1", "--quiet")
     printed = deltune(*words, code=1).stdout
-    assert "differs: layernorm" in printed and "1 of 1 differs" in printed and "accuracy: 9." in printed
+    assert "differs: bert · words · norms · seed 1" in printed and "1 of 1 differs" in printed and "accuracy: 9." in printed
     (fact,) = json.loads(deltune(*words, "--json", code=1).stdout)
     assert fact["verdict"] == "differs" and fact["scores"]["accuracy"]["now"] < 1
 

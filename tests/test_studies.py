@@ -19,6 +19,7 @@ from deltune.studies.engine.jobs import Job, Outcome, run_job
 from deltune.studies.engine.scheduler import Scheduler
 from deltune.studies.engine.store import ErrorKind, JobRecord, ResultStore
 from deltune.studies.papers.apet import PAPER_FAMILIES, SMALL_FAMILIES
+from deltune.studies.papers.questions import QUESTIONS
 from deltune.studies.papers.registry import CLAIMS, STUDIES, paper_statements
 from deltune.studies.report.figure_spec import TableSpec
 from deltune.studies.scales import (
@@ -410,7 +411,36 @@ def test_the_outlook_adds_studies_up_and_counts_a_shared_job_once() -> None:
         Study(name, "?", lambda records, part=part: [PlannedCell({"seed": n}, job) for n, job in enumerate(part)])
         for name, part in plans.items()
     ]
-    one, two, both = _outlook(made, rows, 2).splitlines()
+    one, two, both = _outlook(made, rows, rows, 2).splitlines()
     assert one == "one: 3 jobs, 1 done; 2 left, about 2.0 hours"
     assert two.startswith("two: 4 jobs, 0 done; 3 left, how long 3 of them take") and "1 more are counted above" in two
     assert both.startswith("in all: 6 jobs, 1 done; 5 left, about 2.0 hours and how long 3 of them")
+
+
+def test_the_outlook_takes_times_from_results_of_elsewhere_and_counts_what_follows() -> None:
+    from deltune.cli.study import _outlook
+
+    jobs = [Job("run", {"model": "m", "task": "a", "seed": seed}) for seed in range(2)]
+    other = Job("run", {"model": "m", "task": "a", "seed": 9})
+    timed = {other.name: JobRecord(other.name, "run", dict(other.spec), {}, None, 3600.0)}
+    cells = [*(PlannedCell({"seed": n}, job) for n, job in enumerate(jobs)), PlannedCell({"seed": 2}, None)]
+    made = Study("one", "?", lambda records: cells)
+    assert _outlook([made], {}, timed, 1) == (
+        "one: 2 jobs, 0 done; 2 left, about 2.0 hours; jobs of 1 more cell follow from the results of these"
+    )
+    assert "--results FOLDER takes times" in _outlook([made], {}, {}, 1)
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_a_job_is_called_by_the_labels_of_its_cell(name: str, place: StudySetup) -> None:
+    """A reader of the progress sees labels that `--only` takes, and no expression."""
+    made = built(name, "small", place)
+    axes = made.axes()
+    for job in made.jobs({}):
+        assert job.cell is not None and "(" not in job.label.replace(" (", ""), job.label
+        assert {axis: str(label) in axes[axis] for axis, label in job.cell.items()} == dict.fromkeys(job.cell, True)
+
+
+def test_the_list_of_studies_has_the_questions_of_the_studies(place: StudySetup) -> None:
+    assert list(QUESTIONS) == list(STUDIES)
+    assert {name: built(name, "small", place).question for name in STUDIES} == QUESTIONS

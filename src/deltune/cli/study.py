@@ -81,8 +81,8 @@ def studies(
     selected = [select_cells(study, only or []) for study in requested]
     if not any(study.plan_cells({}) for study in selected):
         raise DeltuneError(
-            f"no cell has {' and '.join(only or [])} at once, so there is nothing to run; leave one of them out, or "
-            "see the cells that there are: deltune study status"
+            f"no cell has {' and '.join(only or [])} at once, so there is nothing to run; leave one of them out "
+            "(`deltune study show STUDY` lists the axes and their labels)"
         )
     return selected
 
@@ -105,16 +105,76 @@ def _rows(store: Path) -> dict[str, JobRecord]:
         return {row.name: row for row in results.records()}
 
 
+def _claimed_jobs(store: Path) -> set[str]:
+    """Return the names of the jobs that processes are doing now; none for a folder of exported results."""
+    from ..studies.engine.store import ResultStore
+
+    if user_path(store, "--store").is_dir():
+        return set()
+    with ResultStore(store, read_only=True) as results:
+        return results.claimed_jobs()
+
+
 @app.command("list")
 def listed(as_json: Json = False) -> None:
     """List the papers' studies, and what each of them asks."""
-    from ..studies.papers.registry import STUDIES
-    from ..studies.scales import StudySetup
+    from ..studies.papers.questions import QUESTIONS
 
-    facts = {name: make(StudySetup("paper")).question for name, make in STUDIES.items()}
-    console.print_json(data=facts) if as_json else console.print(
-        "\n".join(f"{n:18s} {text}" for n, text in facts.items())
-    )
+    if as_json:
+        console.print_json(data=dict(QUESTIONS))
+    else:
+        console.print("\n".join(f"{name:18s} {text}" for name, text in QUESTIONS.items()))
+
+
+@app.command()
+def show(
+    names: Names,
+    scale: Scale = "small",
+    data_root: DataRoot = None,
+    model_root: ModelRoot = None,
+    only: Only = None,
+    as_json: Json = False,
+) -> None:
+    """Show what studies consist of: their axes with the labels for --only, and their tables, figures and claims."""
+    from ..studies.papers.registry import CLAIMS
+    from ..studies.report.figure_spec import TableSpec, as_tuple
+
+    requested = studies(names, scale, data_root, model_root, only)
+    facts = [
+        {
+            "study": study.name,
+            "question": study.question,
+            "scale": scale,
+            "axes": study.axes(),
+            "cells": len(study.plan_cells({})),
+            "jobs": len(study.jobs({})),
+            "scores": list(as_tuple(study.metric)),
+            "tables": [view.title for view in study.views if isinstance(view, TableSpec)],
+            "figures": [view.title for view in study.views if not isinstance(view, TableSpec)],
+            "claims": [claim.text for claim in CLAIMS.get(study.name, ())],
+            "notes": study.notes,
+        }
+        for study in requested
+    ]
+    if as_json:
+        console.print_json(data=facts)
+    else:
+        console.print("\n\n".join(map(_study_text, facts)))
+
+
+def _study_text(facts: Mapping[str, Any]) -> str:
+    """Describe a study in lines."""
+    width = max(map(len, facts["axes"]), default=0)
+    lines = [f"{facts['study']}, {facts['scale']} scale: {facts['question']}"]
+    lines += ["axes and their labels, for --only AXIS=LABEL:"]
+    lines += [f"  {axis:{width}s}  {', '.join(labels)}" for axis, labels in facts["axes"].items()]
+    lines += [f"{counted(facts['cells'], 'cell')}, {counted(facts['jobs'], 'job')}"]
+    if facts["jobs"] < facts["cells"]:
+        lines[-1] += "; what the other cells run follows from the results of these"
+    lines += [f"scores: {', '.join(facts['scores'])}" + " (the first that a task has)" * (len(facts["scores"]) > 1)]
+    for part in ("tables", "figures", "claims"):
+        lines += [f"{part}:", *(f"  {text}" for text in facts[part])] if facts[part] else []
+    return "\n".join([*lines, *([facts["notes"]] if facts["notes"] else [])])
 
 
 @app.command()
@@ -130,7 +190,10 @@ def run(
     only: Only = None,
     retry: Annotated[bool, typer.Option("--retry", help="Run jobs again that failed before.")] = False,
     results: Annotated[
-        Path | None, typer.Option(help="Folder to which each study is exported when it is done.")
+        Path | None,
+        typer.Option(
+            help="Folder to which each study is exported when it is done; --dry-run takes the times of jobs from it."
+        ),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would run and for how long; run nothing.")
@@ -149,7 +212,9 @@ def run(
         raise DeltuneError(unknown_name("engine", engine, ("local", "ray")))
     requested = studies(names, scale, data_root, model_root, only, runs=not dry_run)
     if dry_run:
-        console.print(_outlook(requested, _rows(store) if user_path(store, "--store").exists() else {}, workers))
+        rows = _rows(store) if user_path(store, "--store").exists() else {}
+        timed = {**({} if results is None else _rows(results)), **rows}
+        console.print(_outlook(requested, rows, timed, workers))
         return
     if user_path(store, "--store").is_dir():
         raise DeltuneError(
@@ -208,15 +273,21 @@ def _records_of(study: Study, rows: Mapping[str, JobRecord]) -> list[JobRecord]:
     return [rows[job.name] for job in topological_order(study.jobs(rows)) if job.name in rows]
 
 
-def _outlook(studies: list[Study], rows: dict[str, JobRecord], workers: int) -> str:
+def _outlook(studies: list[Study], rows: Mapping[str, JobRecord], timed: Mapping[str, JobRecord], workers: int) -> str:
     """Describe what would run, and how long it would take judging by jobs of the same kind, model and task.
 
-    A job of several studies counts for the first of them. Jobs that follow from results are not counted yet.
+    A job of several studies counts for the first of them. Cells whose jobs follow from results are counted apart.
+
+    Args:
+        studies: The studies.
+        rows: The results so far.
+        timed: Results that tell how long jobs take, those of elsewhere included.
+        workers: How many jobs run at once.
     """
     from ..studies.engine.jobs import topological_order
 
     seconds_of: dict[tuple[Any, ...], list[float]] = {}
-    for row in rows.values():
+    for row in timed.values():
         seconds_of.setdefault(_similarity_key(row.kind, row.spec), []).append(row.seconds)
     lines, known = [], set(rows)
     estimates: list[_Estimate] = []
@@ -231,7 +302,9 @@ def _outlook(studies: list[Study], rows: dict[str, JobRecord], workers: int) -> 
         estimates.append(_Estimate(len(jobs), done, len(left), hours, len(left) - len(similar)))
         shared = len(jobs) - done - len(left)
         above = f"; {shared} more are counted above" if shared else ""
-        lines.append(f"{study.name}: {estimates[-1].describe()}{above}")
+        later = sum(planned.job is None and not planned.lost for planned in study.plan_cells(rows))
+        follow = f"; jobs of {counted(later, 'more cell')} follow from the results of these" if later else ""
+        lines.append(f"{study.name}: {estimates[-1].describe()}{above}{follow}")
     if len(studies) > 1:
         jobs_in_all = {job.name for study in studies for job in topological_order(study.jobs(rows))}
         done = sum(name in rows for name in jobs_in_all)
@@ -266,7 +339,10 @@ class _Estimate:
         time = f"about {self.hours:.1f} hours" if self.hours >= 1 else f"about {60 * self.hours:.1f} minutes"
         estimate = [time] if self.unknown < self.left or not self.left else []
         if self.unknown:
-            estimate.append(f"how long {self.unknown} of them take is not known: nothing like them was run yet")
+            estimate.append(
+                f"how long {self.unknown} of them take is not known: nothing like them was run yet (--results FOLDER "
+                "takes times from exported results)"
+            )
         return f"{self.jobs} jobs, {self.done} done; {self.left} left, {' and '.join(estimate)}"
 
 
@@ -406,20 +482,22 @@ def status(
     from ..studies.engine.jobs import topological_order
     from ..studies.engine.progress import job_progress
     from ..studies.engine.store import folder_of_runs
-    from ..studies.report.aggregate import cell_label
 
     requested = studies(names, scale, data_root, model_root, only)
-    rows, runs = _rows(store), folder_of_runs(store)
+    rows, runs, claimed = _rows(store), folder_of_runs(store), _claimed_jobs(store)
     facts: dict[str, dict[str, Any]] = {}
     labels: dict[str, str] = {}
     for study in requested:
         jobs = topological_order(study.jobs(rows))
         labels |= {job.name: job.label for job in jobs}
-        labels |= {want.job.name: cell_label(want.cell) for want in study.plan_cells(rows) if want.job is not None}
         recorded = [rows[job.name] for job in jobs if job.name in rows]
         failed = {record.name: record.error for record in recorded if record.error is not None}
         progress = {job.name: job_progress(job, runs) for job in jobs if job.name not in rows}
-        begun = {name: round(one.share, 3) for name, one in progress.items() if one is not None}
+        begun = {
+            name: round(one.share, 3) if one else 0.0
+            for name, one in progress.items()
+            if one is not None or name in claimed
+        }
         facts[study.name] = {
             "jobs": len(jobs), "done": len(recorded) - len(failed), "begun": begun,
             "waiting": len(progress) - len(begun), "failed": failed,
@@ -474,5 +552,12 @@ def report(
     if to is not None:
         written = [path for part in parts for path in sections.write_section(part, to)]
         print(f"{len(written)} files in {to}", file=sys.stderr)
+    if paper and not any(table.has_published for part in parts for table in part.tables):
+        reason = "models and tasks of small scale are not the paper's" if scale == "small" else "it prints none of them"
+        print(
+            f'no number of the paper stands beside ours, because {reason}; the table "About the paper" has what it '
+            "prints",
+            file=sys.stderr,
+        )
     if html is None and to is None:
         console.print("\n".join(sections.section_markdown(part) for part in parts))

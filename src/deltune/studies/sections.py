@@ -13,6 +13,7 @@ from .engine.jobs import Outcome
 from .report.aggregate import cell_label
 from .report.charts import draw, save
 from .report.figure_spec import DISPLAY_NAMES, FigureSpec, TableSpec, as_tuple
+from .report.findings import findings_csv
 from .report.page import Section
 from .report.tables import build_table, escape_markdown, to_csv, to_latex, to_markdown
 from .study import Records, Study
@@ -113,7 +114,7 @@ def _markdown_row(cells: Sequence[str]) -> str:
 
 
 def write_section(section: Section, folder: Path) -> list[Path]:
-    """Write a section as Markdown, its tables as LaTeX and CSV, and its figures as PNG, SVG and PDF.
+    """Write a section as Markdown, its tables as LaTeX and CSV, its findings as CSV, and its figures as images.
 
     Args:
         section: The section.
@@ -134,6 +135,9 @@ def write_section(section: Section, folder: Path) -> list[Path]:
             for suffix, text in ((".tex", to_latex(table)), (".csv", to_csv(table))):
                 files.append(folder / f"{stem}-table{i}{suffix}")
                 write_text(files[-1], text)
+        if section.findings:
+            files.append(folder / f"{stem}-findings.csv")
+            write_text(files[-1], findings_csv(section.findings))
         for i, figure in enumerate(section.figures, 1):
             files += save(figure.figure, folder / f"{stem}-figure{i}")
     return files

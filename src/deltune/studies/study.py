@@ -303,9 +303,21 @@ class Study:
     read_outcomes: OutcomeReader = job_outcomes
     lower: bool = False
 
+    def axes(self) -> dict[str, list[str]]:
+        """Return the axes of the study with the labels of each, in the order of the cells."""
+        axes: dict[str, dict[str, None]] = {}
+        for planned in self.plan_cells({}):
+            for axis, label in planned.cell.items():
+                axes.setdefault(axis, {})[str(label)] = None
+        return {axis: list(labels) for axis, labels in axes.items()}
+
     def jobs(self, records: Records) -> list[Job]:
-        """Return the jobs of all cells that are known now, each once."""
-        return list(dict.fromkeys(planned.job for planned in self.plan_cells(records) if planned.job is not None))
+        """Return the jobs of all cells that are known now, each once and with the labels of its first cell."""
+        cells: dict[Job, Cell] = {}
+        for planned in self.plan_cells(records):
+            if planned.job is not None:
+                cells.setdefault(planned.job, planned.cell)
+        return [replace(job, cell=cell) for job, cell in cells.items()]
 
     def outcomes(self, records: Records) -> list[Outcome]:
         """Return the outcomes of every cell.
@@ -398,15 +410,14 @@ def select_cells(study: Study, only: Sequence[str]) -> Study:
     """
     patterns = [text.partition("=") for text in only]
     wrong = [f"{''.join(parts)!r} is not AXIS=LABEL" for parts in patterns if not parts[1]]
-    cells = [planned.cell for planned in study.plan_cells({})]
-    axes = {axis for cell in cells for axis in cell}
+    axes = study.axes()
     wrong += [unknown_name("axis", axis, axes, study.name) for axis, sign, _ in patterns if sign and axis not in axes]
     for axis, _, pattern in patterns:
-        labels = dict.fromkeys(str(cell[axis]) for cell in cells if axis in cell)
+        labels = axes.get(axis)
         if labels and not any(fnmatch(label, pattern) for label in labels):
             wrong.append(unknown_name(axis, pattern, labels, study.name))
     if wrong:
-        raise error_from_problems("these cells cannot be chosen", wrong)
+        raise error_from_problems("these cells cannot be chosen (`deltune study show` lists axes and labels)", wrong)
     if not patterns:
         return study
 

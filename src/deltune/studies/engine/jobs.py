@@ -227,12 +227,15 @@ class Job:
         spec: Its arguments, as JSON values.
         requires: Jobs that must be done before this one.
         roots: Where this machine has what the spec names.
+        cell: The labels of the cell that it fills, by which progress and reports call it. They are no part of what
+            the job is: several studies may have it in cells of different names.
     """
 
     kind: str
     spec: Mapping[str, Any]
     requires: tuple[Job, ...] = ()
     roots: Roots = NO_ROOTS
+    cell: Cell | None = None
 
     @cached_property
     def name(self) -> str:
@@ -248,7 +251,10 @@ class Job:
 
     @property
     def label(self) -> str:
-        """The job in a few words: its kind unless it is a run, its method, model and data, and its seed."""
+        """The job in a few words: the labels of its cell; without one its kind, method, model, data and seed."""
+        if self.cell is not None:
+            labels = {axis: str(label) for axis, label in self.cell.items()}
+            return " · ".join(f"{axis} {text}" if text[:1].isdigit() else text for axis, text in labels.items())
         spec = self.spec.get("run", self.spec)
         source = spec.get("task") if spec.get("data") is None else Path(str(spec["data"])).name
         seed = f"seed {spec.get('seed', 0)}" if "method" in spec else ""

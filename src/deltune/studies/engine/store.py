@@ -217,6 +217,12 @@ class ResultStore:
             self._db.execute("INSERT OR REPLACE INTO claims VALUES (?, ?, ?)", (name, self.owner, self._heartbeat))
             return True
 
+    def claimed_jobs(self) -> set[str]:
+        """Return the names of the jobs that were claimed by a process which, as far as can be seen, is running."""
+        with self._translate_errors():
+            claims = self._db.execute("SELECT name, owner FROM claims").fetchall()
+        return {name for name, owner in claims if not _owner_is_dead(owner)}
+
     def _owner_is_alive(self, name: str, owner: str, heartbeat: int) -> bool:
         """Whether the owner of a claim may still be running, by its heartbeats so far.
 

@@ -25,6 +25,7 @@ from ..scales import (
 from ..study import PINNED_OPTIONS, SEED_PLACEHOLDER, CellPlan, PlannedCell, Records, Study
 from ..thresholds import ThresholdSearch, plan_searches, powers_of_two, threshold_outcomes
 from .published import AP_TABLE2
+from .questions import QUESTIONS
 
 PARITY = 1.0
 """Points within which two scores count as the same performance."""
@@ -288,7 +289,7 @@ def gap(setup: StudySetup) -> Study:
         plans += [_plan(setup, "ap/gap", label, model, tasks, variants[model], **limits) for model in family.models]
     return Study(
         "ap/gap",
-        "Does the gap between methods shrink as models grow? (AP figures 1 and 3)",
+        QUESTIONS["ap/gap"],
         join_plans(*plans),
         (
             *(
@@ -328,7 +329,7 @@ def structure(setup: StudySetup) -> Study:
     ]  # fmt: skip
     return Study(
         "ap/structure",
-        "Does the structure of what is trained matter less as models grow, N being equal? (AP figure 5)",
+        QUESTIONS["ap/structure"],
         join_plans(*plans),
         (
             Bars(
@@ -373,7 +374,7 @@ def convergence(setup: StudySetup) -> Study:
     ]  # fmt: skip
     return Study(
         "ap/convergence",
-        "Do adjacent parameters converge in fewer steps than discrete ones? (AP figure 6)",
+        QUESTIONS["ap/convergence"],
         join_plans(*plans),
         tuple(
             Curves(title=f"{NAMES[task]} (AP figure 6)", y="eval_accuracy", series="structure", panels="model",
@@ -400,7 +401,7 @@ def everything(setup: StudySetup) -> Study:
             plans.append(_plan(setup, "ap/all", label, model, tasks, variants, **limits))
     return Study(
         "ap/all",
-        "APET with adjacent parameters on every task, with four numbers of parameters (AP table 2)",
+        QUESTIONS["ap/all"],
         join_plans(*plans),
         (_table("All tasks (AP table 2)", "group", order={"group": ("full", *GROUPS)},
                 published={} if setup.small else AP_TABLE2),),
@@ -420,7 +421,7 @@ def thresholds(setup: StudySetup) -> Study:
                 searches += _threshold_searches(setup, label, model, task)
     return Study(
         "ap/thresholds",
-        "How many parameters leave chance, and how many reach full tuning? (AP figure 7)",
+        QUESTIONS["ap/thresholds"],
         plan_searches(searches),
         tuple(
             Curves(
@@ -475,7 +476,7 @@ def transfer(setup: StudySetup) -> Study:
     ]  # fmt: skip
     return Study(
         "ap/transfer",
-        "Do tuned parameters serve other tasks, of their own type and of others? (AP figure 9)",
+        QUESTIONS["ap/transfer"],
         join_plans(*plans),
         (
             *(

@@ -16,6 +16,7 @@ from ..report.figure_spec import Bars, HeatMap, Scatter, TableSpec
 from ..scales import SEEDS, StudySetup, Values, cross_product, join_plans, method_variants
 from ..study import CellPlan, PlannedCell, Records, Study
 from .published import LN_TABLE1, LN_TABLE2, LN_TABLE5
+from .questions import QUESTIONS
 
 LN_TUNING, BITFIT, MAM, PREFIX_LN = ({"method": name} for name in ("layernorm", "bitfit", "mam", "prefix_layernorm"))
 THREE_VECTORS, PREFIX, ADAPTER, LORA, FULL = (
@@ -215,7 +216,7 @@ def nlu(setup: StudySetup) -> Study:
     tasks = SMALL_NLU if setup.small else NLU
     return Study(
         "ln/nlu",
-        "Does tuning only the norms compete with other ways to tune few parameters? (LN table 1)",
+        QUESTIONS["ln/nlu"],
         join_plans(*(_nlu(setup, "ln/nlu", model, tasks, SIZES[model]) for model in models)),
         (
             TableSpec(
@@ -305,7 +306,7 @@ def nlg(setup: StudySetup) -> Study:
         )  # fmt: skip
     return Study(
         "ln/nlg",
-        "The same for generated text (LN table 2)",
+        QUESTIONS["ln/nlg"],
         plan_cells,
         (
             TableSpec(
@@ -373,7 +374,7 @@ def time(setup: StudySetup) -> Study:
 
     return Study(
         "ln/time",
-        "How much time does each method take, full tuning = 100? (LN figures 2 and 4)",
+        QUESTIONS["ln/time"],
         plan_cells,
         (
             bars("train", "Training step (LN figure 2)"),
@@ -435,7 +436,7 @@ def terms(setup: StudySetup) -> Study:
 
     return Study(
         "ln/terms",
-        "Which gains and biases does tuning the norms move, and how far? (LN figure 3)",
+        QUESTIONS["ln/terms"],
         plan_cells,
         (HeatMap(title="Mean absolute change of gain and bias (LN figure 3)", entries="changes", panels="task",
               order={"task": tasks}, display_names={**NAMES, **LAYER_NAMES, "value": "mean absolute change",
@@ -463,7 +464,7 @@ def ablation(setup: StudySetup) -> Study:
     tasks = SMALL_TWO if setup.small else NLU
     return Study(
         "ln/ablation",
-        "Is any part of tuning the norms superfluous? (LN table 5)",
+        QUESTIONS["ln/ablation"],
         join_plans(*(_nlu(setup, "ln/ablation", model, tasks, ABLATIONS) for model in models)),
         (
             TableSpec(
@@ -495,7 +496,7 @@ def unified(setup: StudySetup) -> Study:
     model = "minilm-d128" if setup.small else "bert-base"
     return Study(
         "ln/unified",
-        "Do methods at attention gain from tuned norms, and do those at the FFN lose? (abstract of the third version)",
+        QUESTIONS["ln/unified"],
         _nlu(setup, "ln/unified", model, tasks, expressions),
         (
             TableSpec(title="Methods with and without tuned norms", metric=SCORE, display_names=NAMES,

@@ -32,6 +32,7 @@ from .published import (
     UV_TABLE6,
     UV_TABLE12_BY_BUDGET,
 )
+from .questions import QUESTIONS
 
 LORA_SCALES = (1, 2, 4)
 """The scales that are tried for LoRA, in this order until one is no better on validation (§A.1; which ones is ours)."""
@@ -307,7 +308,7 @@ def budget(setup: StudySetup) -> Study:
 
     return Study(
         "uv/budget",
-        "How do scores grow with the share of tuned parameters, and is full tuning reached? (UV figures 2 and 4)",
+        QUESTIONS["uv/budget"],
         _plan(setup, "uv/budget", variants, _tasks(setup)),
         (
             Scatter(
@@ -342,7 +343,7 @@ def insertion(setup: StudySetup) -> Study:
 
     return Study(
         "uv/insertion",
-        "Sequential or parallel insertion, at attention and at the FFN? (UV table 3)",
+        QUESTIONS["uv/insertion"],
         _plan(setup, "uv/insertion", variants, _tasks(setup)),
         (
             TableSpec(
@@ -383,7 +384,7 @@ def representation(setup: StudySetup) -> Study:
 
     return Study(
         "uv/representation",
-        "Which is better modified, attention or FFN, with a large budget and with a tiny one? (UV figure 5, table 4)",
+        QUESTIONS["uv/representation"],
         _plan(setup, "uv/representation", variants, _tasks(setup)),
         (
             Scatter(
@@ -424,7 +425,7 @@ def composition(setup: StudySetup) -> Study:
 
     return Study(
         "uv/composition",
-        "Does scaling Δh help, and need the scale be learned? (UV table 5)",
+        QUESTIONS["uv/composition"],
         _plan(setup, "uv/composition", variants, SMALL_TASKS if setup.small else ("xsum",)),
         (_methods_table("Compositions (UV table 5)", setup, UV_TABLE5, "xsum"),),
         METRIC,
@@ -462,7 +463,7 @@ def integration(setup: StudySetup) -> Study:
 
     return Study(
         "uv/integration",
-        "Do combinations of the favourable choices match full tuning? (UV table 6)",
+        QUESTIONS["uv/integration"],
         _plan(setup, "uv/integration", variants, _tasks(setup)),
         (_methods_table("All methods and combinations (UV table 6)", setup, UV_TABLE6),),
         METRIC,
@@ -497,7 +498,7 @@ def full(setup: StudySetup) -> Study:
     tasks = _tasks(setup)
     return Study(
         "uv/full",
-        "All methods at attention and FFN with several bottlenecks (UV table 12)",
+        QUESTIONS["uv/full"],
         _plan(setup, "uv/full", variants, tasks),
         (
             _site_table("Bottlenecks (UV table 12)", METRIC, setup, UV_TABLE12_BY_BUDGET),
@@ -528,7 +529,7 @@ def glue(setup: StudySetup) -> Study:
     seeds = (0, 1, 2) if setup.small else (0, 1, 2, 3, 4)
     return Study(
         "uv/glue",
-        "Do the methods match full tuning on understanding with 0.5 % of the parameters? (UV table 2)",
+        QUESTIONS["uv/glue"],
         cross_product(setup, "uv/glue", model, tasks, variants(sizes), options, seeds),
         (
             TableSpec(title="Understanding (UV table 2)", display_names=NAMES, order={"task": tasks}, median=True,

@@ -6,6 +6,8 @@ there, and no sentence that could be taken for the paper's.
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +15,7 @@ from dataclasses import dataclass, replace
 from ..claims.decisions import ComparisonResult, Finding, PrintedFinding, Verdict
 from ..claims.selectors import describe_cell
 from ..engine.jobs import Outcome
+from .tables import csv_cell, csv_number
 
 KINDS: Mapping[Verdict, str] = {"holds": "holds", "does not hold": "fails", "undecided": "undecided"}
 """Verdict -> its class in the style sheet."""
@@ -24,6 +27,15 @@ SEEN: Mapping[Verdict, str] = {
 
 PAPER_INTRO = "The paper's sentences, and whether the numbers that it prints agree with them."
 UNTESTED = "Nothing here was run at the paper's scale, so that nothing is said about whether they are true."
+INTERVALS = (
+    "An interval is of the level at which its claim is tested by Holm's procedure, 95 % for all claims of the study "
+    "together; that of a single setting is of 95 % for itself."
+)
+CSV_COLUMNS = (
+    "claim", "source", "comparison", "setting", "effect", "unit", "low", "high", "interval", "true above", "true below",
+    "decides", "verdict", "p", "adjusted p",
+)  # fmt: skip
+"""Columns of `findings_csv`."""
 
 
 @dataclass(frozen=True)
@@ -86,19 +98,61 @@ def finding_tables(
     if not small:
         columns = (*claims, "our number", "interval", "verdict", "p", "note")
         rows = tuple(_tested_row(*pair) for pair in zip(findings, printed, strict=True))
-        return [FindingTable("About the paper", intro, columns, rows, len(claims) + 2)]
+        return [FindingTable("About the paper", f"{intro} {INTERVALS}", columns, rows, len(claims) + 2)]
     paper_rows = tuple(_printed_row(one) for one in printed)
     seen_columns = ("comparison", "difference or number", "interval", "result", "p", "compare the claim", "note")
     return [
         FindingTable("About the paper", intro, (*claims, "note"), paper_rows, len(claims) - 1),
         FindingTable(
             "In this miniature",
-            f"Comparisons on {_place(outcomes, names)}. They are about these models and these rows alone.",
+            f"Comparisons on {_place(outcomes, names)}. They are about these models and these rows alone. {INTERVALS}",
             seen_columns,
             tuple(_seen_row(finding) for finding in findings),
             3,
         ),
     ]
+
+
+def findings_csv(findings: Sequence[Finding]) -> str:
+    """Write findings as CSV: a row for each comparison and each setting of it, with numbers in full.
+
+    A number is in the row's unit, and the interval says of which level it is; what is empty is not known. The claim is
+    true of effects between "true above" and "true below". Only the row that decides has a verdict and p values.
+
+    Args:
+        findings: What a study says of each claim.
+    """
+    file = io.StringIO()
+    writer = csv.DictWriter(file, CSV_COLUMNS, restval="", lineterminator="\n")
+    writer.writeheader()
+    for finding in findings:
+        claim = {"claim": finding.claim.text, "source": finding.claim.source}
+        if finding.deciding is None:
+            writer.writerow({**claim, "verdict": finding.verdict})
+        for result in finding.comparisons:
+            decides = result == finding.deciding
+            low, high = map(csv_number, result.region)
+            row = {
+                **claim, "comparison": csv_cell(_compared(result)), "unit": result.unit,
+                "true above": low, "true below": high,
+            }  # fmt: skip
+            verdict = {
+                "decides": "yes", "verdict": finding.verdict,
+                "p": csv_number(finding.p), "adjusted p": csv_number(finding.p_adjusted),
+            }  # fmt: skip
+            pooled = {"setting": "all", **_effect_cells(result.effect, result.interval, "all claims together")}
+            writer.writerow({**row, **pooled, **(verdict if decides else {})})
+            for one in result.by_setting:
+                alone = _effect_cells(one.effect, one.interval, "this setting alone")
+                writer.writerow({**row, "setting": csv_cell(one.setting), **alone})
+    return file.getvalue()
+
+
+def _effect_cells(effect: float, interval: tuple[float, float] | None, scope: str) -> dict[str, str]:
+    if interval is None:
+        return {"effect": csv_number(effect)}
+    low, high = map(csv_number, interval)
+    return {"effect": csv_number(effect), "low": low, "high": high, "interval": f"95 % for {scope}"}
 
 
 def number_text(value: float, result: ComparisonResult, unit: bool = True) -> str:

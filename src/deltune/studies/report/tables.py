@@ -544,18 +544,18 @@ def to_csv(table: Table) -> str:
     head = [*(["group"] if grouped else []), table.head]
     for column, more in zip(table.columns, more_columns, strict=True):
         head += [column.text, *(f"{column.text} {name}" for name in more)]
-    writer.writerow(map(_csv_cell, [*head, "notes"]))
+    writer.writerow(map(csv_cell, [*head, "notes"]))
     for row in table.rows:
         cells: list[str] = [*([row.group] if grouped else []), row.label]
         for (cell, _), more in zip(_cells_with_columns(row, table), more_columns, strict=True):
-            cells += [_number(cell.mean), *(_number(getattr(cell, FIELDS[name])) for name in more)]
-        writer.writerow(map(_csv_cell, [*cells, "; ".join(_notes(row, table))]))
+            cells += [csv_number(cell.mean), *(csv_number(getattr(cell, FIELDS[name])) for name in more)]
+        writer.writerow(map(csv_cell, [*cells, "; ".join(_notes(row, table))]))
     for text in table.excluded:
-        writer.writerow(map(_csv_cell, ["not in the table", *[""] * (len(head) - 1), text]))
+        writer.writerow(map(csv_cell, ["not in the table", *[""] * (len(head) - 1), text]))
     return file.getvalue()
 
 
-def _csv_cell(cell: str) -> str:
+def csv_cell(cell: str) -> str:
     """Return a cell that no spreadsheet computes: numbers as they are, formulas with an apostrophe before them."""
     return f"'{cell}" if cell.lstrip()[:1] in FORMULA_STARTS and not NUMBER.fullmatch(cell) else cell
 
@@ -565,8 +565,9 @@ def _has_any(table: Table, at: int, name: str) -> bool:
     return any(value is not None and not (name == "n" and value < 2) for value in values)
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else repr(value)
+def csv_number(value: float | None) -> str:
+    """Return a number in full, as a cell of a CSV file; an empty text if there is none."""
+    return "" if value is None else repr(value if isinstance(value, int) else float(value))
 
 
 def _notes(row: Row, table: Table) -> list[str]:
