@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import shutil
-from collections.abc import Callable, Iterator
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,6 +23,32 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("everyday", max_examples=8)
     settings.register_profile("all", max_examples=50)
     settings.load_profile("everyday" if config.option.markexpr == "not slow" else "all")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the cases that `@pytest.mark.sample(number)` leaves out of `make test` as slow."""
+    tests: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sample") and not item.get_closest_marker("slow"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for cases in tests.values():
+        marker = cases[0].get_closest_marker("sample")
+        assert marker is not None
+        for item in spread_out(cases)[marker.args[0] :]:
+            item.add_marker(pytest.mark.slow)
+
+
+def spread_out(cases: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Order cases so that the first few have as many different values of the parameters as there are."""
+    values = {case: set(re.split(r": |-", case.nodeid.partition("[")[2].removesuffix("]"))) for case in cases}
+    used: Counter[str] = Counter()
+    ordered: list[pytest.Item] = []
+    while len(ordered) < len(cases):
+        left = (case for case in cases if case not in ordered)
+        ordered.append(min(left, key=lambda c: (sum(used[v] for v in values[c]), zlib.crc32(c.nodeid.encode()))))
+        used.update(values[ordered[-1]])
+    return ordered
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -244,6 +244,7 @@ def test_claims_that_could_not_be_tested_cost_nothing() -> None:
     assert first.p is None and third.p is None and second.p_adjusted == second.p
 
 
+@pytest.mark.slow
 def test_a_study_without_differences_is_seldom_wrong() -> None:
     """Of 200 studies of four claims without any true difference 5 % may have a verdict, and 4 standard errors more."""
     forms = [Beats(A, B), Beats(B, C), GapShrinks("method", "model"), Rises("model", A, minus=B)]

@@ -86,6 +86,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.sample(6)
 def test_real_data_of_other_kinds(shared: Path, name: str) -> None:
     """The kind of task, its columns and labels are found without being told; every row is as its file has it."""
     kind, columns, labels = OTHERS[name]

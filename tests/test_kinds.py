@@ -142,6 +142,7 @@ GOING_ON = {
     ("kind", "model", "metric", "more"),
     [pytest.param(*run, marks=() if run[:2] in GOING_ON else pytest.mark.slow) for run in RUNS],
 )
+@pytest.mark.sample(3)
 def test_a_run_goes_on(
     kind: str, model: str, metric: str, more: Any, places: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +178,7 @@ SMOOTHED = [
 
 
 @pytest.mark.parametrize(("kind", "model", "metric", "more", "smoothing"), SMOOTHED)
+@pytest.mark.sample(6)
 def test_the_loss_of_a_step_is_that_of_its_rows(
     kind: str, model: str, metric: str, more: Any, smoothing: float, places: Path, tmp_path: Path
 ) -> None:

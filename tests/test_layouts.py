@@ -162,6 +162,7 @@ def test_every_task_with_a_hub_id_is_here() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*have no label")
 @pytest.mark.parametrize("name", HUB)
+@pytest.mark.sample(12)
 def test_the_hub_gives_the_rows_of_a_folder(name: str, hub: list[Any], shared: Path) -> None:
     """All three splits, the roles and types of the folder's rows, labels of the same names, every label in words."""
     task, got = TASKS[name], read(name)

@@ -78,7 +78,8 @@ def test_status(place: Path) -> None:
     assert (facts["jobs"], facts["done"], facts["begun"], facts["waiting"], len(facts["failed"])) == (6, 4, {}, 0, 2)
     assert all("decoder" in error for error in facts["failed"].values())
     output = deltune("status", place / "mine.yaml", "--store", place / "r.sqlite").stdout
-    assert "impossible · seed 0: " in output and "impossible · seed 1: " in output, "a cell's name, not the hash of its content"
+    for seed in (0, 1):
+        assert f"impossible · seed {seed}: " in output, "a cell's name, not the hash of its content"
 
 
 def test_results_as_text_are_the_results(place: Path) -> None:
@@ -119,7 +120,8 @@ def test_results_are_verified(every: bool, place: Path) -> None:
     (folder / "tiny.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     words = ("verify", mine, "--store", folder, "--only", "method=norms", "--only", "seed=1", "--quiet")
     printed = deltune(*words, code=1).stdout
-    assert "differs: bert · words · norms · seed 1" in printed and "1 of 1 differs" in printed and "accuracy: 9." in printed
+    for part in ("differs: bert · words · norms · seed 1", "accuracy: 9.", "1 of 1 differs"):
+        assert part in printed
     (fact,) = json.loads(deltune(*words, "--json", code=1).stdout)
     assert fact["verdict"] == "differs" and fact["scores"]["accuracy"]["now"] < 1
 

@@ -65,6 +65,7 @@ def test_means_of_the_seeds_alone_would_be_wrong() -> None:
     assert alone / TIMES > at_most(0.10)
 
 
+@pytest.mark.slow
 def test_models_on_one_test_split_share_its_examples() -> None:
     generator = np.random.default_rng(0)
     shared = wrong = 0

@@ -46,7 +46,13 @@ from deltune.training.config import RunConfig
 from deltune.training.progress import ProgressDisplay
 from test_engine import Here
 
-BOTH = [(name, scale) for name in STUDIES for scale in ("small", "paper")]
+MANY_CELLS = ("ap/thresholds", "ap/transfer", "ln/nlu")
+"""Studies that take seconds to build at the scale of the paper."""
+BOTH = [
+    pytest.param(name, scale, marks=pytest.mark.slow if scale == "paper" and name in MANY_CELLS else ())
+    for name in STUDIES
+    for scale in ("small", "paper")
+]
 SHARED = Path(__file__).parents[2] / "shared"
 
 

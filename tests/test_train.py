@@ -268,6 +268,7 @@ WRITES = 21
 @pytest.mark.parametrize(
     "moment", [pytest.param(n, marks=() if n % 3 == 0 else pytest.mark.slow) for n in range(1, WRITES + 1)]
 )
+@pytest.mark.sample(4)
 def test_interrupted_at_any_write(
     moment: int, root: Path, whole: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -179,6 +179,7 @@ def test_real_entities_survive_their_words(shared: Path) -> None:
     assert count == 1079
 
 
+@pytest.mark.slow
 def test_a_known_task_in_words(shared: Path, tmp_path: Path) -> None:
     """Template and words of the task are the run's on any data."""
     model = str(shared / "models" / "stories260k-llama")

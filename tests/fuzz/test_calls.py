@@ -149,6 +149,7 @@ def check(name: str, call: Call, kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
+@pytest.mark.sample(33)
 def test_every_value(name: str) -> None:
     for kind in VALUES:
         try:

@@ -77,6 +77,7 @@ def by_hand(model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
 
 
 @GENERATING
+@pytest.mark.sample(14)
 def test_caches_beams_and_sampling_agree(family: Family, text: str, subtests: pytest.Subtests) -> None:
     model = specimen(family.name, main_role(family))
     inputs = batch(model, pad=0)

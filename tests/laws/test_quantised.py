@@ -70,6 +70,7 @@ def trains_weights(model: PreTrainedModel, method: str) -> bool:
 
 
 @pytest.mark.parametrize(("form", "family", "row"), product())
+@pytest.mark.sample(18)
 def test_a_method_lives_on_a_form(form: Form, family: str, row: Row, folder: Path, tmp_path: Path) -> None:
     """Attach, count, train, mix rows, save, load, generate and detach."""
     model, data = load_form(folder, family, form), batch(family)

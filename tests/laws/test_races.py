@@ -586,6 +586,7 @@ def test_a_block_that_was_dropped_leaves_nothing() -> None:
 # -- torch.compile in an event loop
 
 
+@pytest.mark.slow
 def test_compiled_in_an_event_loop() -> None:
     """The results are right, during it and afterwards; it is refused where a whole graph is demanded."""
     tuned = tuned_model(num_hidden_layers=1)

@@ -78,6 +78,7 @@ def alone(model: PreTrainedModel, prompt: str, candidate: Sequence[int]) -> floa
 
 
 @pytest.mark.parametrize("family", SPEAKING, ids=lambda f: f.name)
+@pytest.mark.sample(11)
 def test_a_score_is_the_log_likelihood_alone(family: Family, subtests: pytest.Subtests) -> None:
     """Of every family, bare and under deltas, in batches of any size, summed and as the mean."""
     model = specimen(family.name, main_role(family), torch.float32)

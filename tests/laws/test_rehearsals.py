@@ -233,6 +233,7 @@ CHANGES = (in_double_precision, in_training_mode, another_attention, gradient_ch
 @EACH
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("text", ["prefix(length=2) + layernorm", "adapter(rank=2)"])
+@pytest.mark.sample(18)
 def test_a_load_after_a_change(name: str, text: str, change: Callable[[PreTrainedModel], None], tmp_path: Path) -> None:
     """It is what it would be on a model that was changed before anything was loaded: tensors, devices and outputs."""
     model = build(FAMILIES[name], main_role(FAMILIES[name]))

@@ -135,6 +135,7 @@ def test_compiled(family: Family, method: str, backend: str) -> None:
         [True, False],
     ),
 )
+@pytest.mark.sample(4)
 def test_a_compiled_graph_is_in_one_piece(name: str, text: str, gradients: bool) -> None:
     """As the bare model's: nothing that an edit does in a pass breaks it."""
     family = FAMILIES[name]

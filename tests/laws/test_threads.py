@@ -88,6 +88,7 @@ def inspected(family: Family) -> None:
 
 
 @cells(families=lambda f: f.name in ("bert", "gpt2", "llama", "t5"))
+@pytest.mark.sample(33)
 def test_passes_beside_each_other_and_beside_inspecting(family: Family, row: Row) -> None:
     model = specimen(family.name)
     stir(deltune.attach(model, row.text))
@@ -376,6 +377,7 @@ def _same(one: list[Outputs], two: list[Outputs]) -> bool:
     return all(equal(a, b) for a, b in zip(one, two, strict=True))
 
 
+@pytest.mark.slow
 def test_processes_that_are_given_a_model() -> None:
     """A pool of spawned processes gets a pickle, made inside of rows(); the answers are those of here."""
     tuned = several("bert", "sequence")

@@ -98,6 +98,7 @@ def test_the_base_is_the_same(family: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "name"), MEANT, ids=[f"{f}: {n}" for f, n in MEANT])
+@pytest.mark.sample(14)
 def test_the_same_logits(family: str, name: str, tmp_path: Path) -> None:
     model = base(family)
     plain = logits(model, family)

@@ -7,6 +7,7 @@ PEFT keeps a prompt in float32, to float32's rounding.
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from transformers import PreTrainedModel
 
 import deltune
 from laws.families import FAMILIES, Family
-from laws.specimens import batch, build, main_role, stir
+from laws.specimens import batch, build, differences, facts, main_role, stir
 
 peft = pytest.importorskip("peft", reason="PEFT is not installed: pip install -e '.[peers]' -c constraints.txt")
 
@@ -69,6 +70,11 @@ ROWS = (
     Row("llama", "causal",
         lora("CAUSAL_LM", r=2, lora_alpha=2, rank_pattern={"v_proj": 4}, alpha_pattern={"v_proj": 8}),
         "lora(rank=2, at='query') + lora(rank=4, scale=2.0, at='value')"),
+    Row("llama", "causal", lora("CAUSAL_LM", r=2, lora_alpha=2, target_modules=["gate_proj", "q_proj"]),
+        "lora(rank=2, at=('query', 'gate_proj'))"),
+    Row("llama", "causal",
+        lora("CAUSAL_LM", r=2, lora_alpha=2, target_modules=["embed_tokens", "lm_head", "layers.0.mlp.up_proj"]),
+        "lora(rank=2, at=('embedding', 'lm_head')) + lora(rank=2, at='up_proj', layers=(0,))"),
     Row("bert", "sequence", lambda: peft.IA3Config(
         task_type="SEQ_CLS", target_modules=["key", "value", r"intermediate.dense", "layer.0.output.dense",
         "layer.1.output.dense"], feedforward_modules=["layer.0.output.dense", "layer.1.output.dense"]),
@@ -151,6 +157,7 @@ def test_a_file_that_peft_wrote(row: Row, tmp_path: Path) -> None:
     assert torch.equal(logits(other, inputs), actual)
     deltune.export(model, tmp_path / "again")
     before, after = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("peft", "again"))
+    before = {name: t for name, t in before.items() if ".base_layer." not in name}  # embeddings, which are the base's
     assert before.keys() == after.keys() and all(torch.equal(before[n], after[n].to(before[n])) for n in before)
 
 
@@ -173,7 +180,7 @@ def test_a_file_for_peft(row: Row, tmp_path: Path) -> None:
     deltune.export(model, tmp_path / "peft")
     theirs = peft.PeftModel.from_pretrained(build(FAMILIES[row.family], row.role), str(tmp_path / "peft")).eval()
     assert close(row, logits(theirs, inputs, row.rows), expected)
-    hit = {n.partition(".lora_A.")[0] for n, _ in theirs.named_modules() if ".lora_A." in n}
+    hit = {re.split(r"\.lora_(?:embedding_)?A$", n)[0] for n, _ in theirs.named_modules() if n.endswith("_A")}
     if hit:
         edited_paths = {edit.place.target.path for edit in tuned.delta().all_edits()}
         assert {n.removeprefix("base_model.model.") for n in hit} == edited_paths
@@ -205,7 +212,6 @@ NOT_HERE = {
     "deberta-v2 IA3": "only a part of a head",
     **dict.fromkeys([f"{f} prefix" for f in ("mistral", "gemma2", "phi3", "starcoder2")], "sliding window"),
     **dict.fromkeys([f"{f} prefix" for f in ("bloom", "gptj")], "attention interface"),
-    "mt5 IA3": "ffn_up1 alone",
 }
 """What PEFT makes of a family at its defaults and has no translation here."""
 PEFT_REFUSES = (
@@ -350,6 +356,22 @@ def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
 class Harm:
     def __reduce__(self) -> Any:
         return Path.touch, (Path("harm"),)
+
+
+def test_embeddings_of_another_base(tmp_path: Path) -> None:
+    """PEFT saves the base's embeddings beside LoRA on them; on another base the adapter would mean something else."""
+    row = next(row for row in ROWS if "embedding" in row.method)
+    trained(row).save_pretrained(tmp_path / "peft")
+    model = build(FAMILIES[row.family], row.role)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[3, 0] += 1
+    before = facts(model)
+    with pytest.raises(deltune.DeltuneError, match=r"embed_tokens.weight is not the one that the adapter was trained"):
+        deltune.load(model, tmp_path / "peft")
+    assert differences(before, facts(model)) == []
+    model.resize_token_embeddings(model.config.vocab_size + 1)
+    with pytest.raises(deltune.DeltuneError, match=r"embed_tokens.weight has shape .* resize the embeddings"):
+        deltune.load(model, tmp_path / "peft")
 
 
 def test_torch_files_are_read_as_tensors_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ def all_answers(server: Served) -> list[str]:
     return texts
 
 
+@pytest.mark.slow
 def test_kill_and_restart(decoder: tuple[Path, Path]) -> None:
     """A killed server harms nothing of its folder, and the next one answers the same, within seconds."""
     model, deltas = decoder
@@ -95,6 +96,7 @@ def test_sigterm_drains(decoder: tuple[Path, Path]) -> None:
             server.get("/ready")
 
 
+@pytest.mark.slow
 def test_logs_have_no_contents_and_a_second_signal_ends_at_once(decoder: tuple[Path, Path], tmp_path: Path) -> None:
     model, deltas = decoder
     file = tmp_path / "serve.yaml"

@@ -54,7 +54,7 @@ def test_trainer_and_pipeline(method: str, alone: bool, tickets: loading.TaskDat
         {"input_ids": tokenizer(rows["text"], truncation=True)["input_ids"], "labels": rows["label"]}
     )
     arguments = TrainingArguments(
-        str(tmp_path), max_steps=8, per_device_train_batch_size=24, learning_rate=1e-2, save_steps=4, report_to=[],
+        str(tmp_path), max_steps=4, per_device_train_batch_size=24, learning_rate=1e-2, save_steps=2, report_to=[],
         disable_tqdm=True, seed=0, logging_steps=1,
     )  # fmt: skip
     trainer = Trainer(
@@ -65,7 +65,7 @@ def test_trainer_and_pipeline(method: str, alone: bool, tickets: loading.TaskDat
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < losses[0]  # every step sees the same 24 rows
     after = {name: p.detach().clone() for name, p in tuned.named_trainable_parameters()}
-    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     for name, parameter in tuned.named_trainable_parameters():
         torch.testing.assert_close(parameter, after[name])
     model.eval()
@@ -76,12 +76,12 @@ def test_trainer_and_pipeline(method: str, alone: bool, tickets: loading.TaskDat
         assert answer["label"] == tickets.labels[int(logits.argmax())]
         if not alone:
             with pytest.raises(deltune.DeltuneError, match=r"without what was tuned\. .*SaveDeltaCallback"):
-                deltune.load(model, tmp_path / "checkpoint-8", name="again")
+                deltune.load(model, tmp_path / "checkpoint-4", name="again")
             return
-        assert (tmp_path / "checkpoint-8" / "model.safetensors").stat().st_size < 500_000
-        again = deltune.load(tmp_path / "checkpoint-8")
+        assert (tmp_path / "checkpoint-4" / "model.safetensors").stat().st_size < 500_000
+        again = deltune.load(tmp_path / "checkpoint-4")
         torch.testing.assert_close(again.model.eval()(**tokenizer(rows["text"][0], return_tensors="pt")).logits, logits)
-    deltune.load(again.model, tmp_path / "checkpoint-4", name="earlier", use=False)
+    deltune.load(again.model, tmp_path / "checkpoint-2", name="earlier", use=False)
     assert again.active == "default" and again.names == ("default", "earlier")
 
 

@@ -60,9 +60,9 @@ def compare(whole: RunDir, other: RunDir) -> None:
 
 METHODS: dict[str, dict[str, Any]] = {
     "prefix": {"method": "prefix(length=4) + layernorm", "device_batch_size": 1},
-    "trunk": {"method": "layernorm(layers='upper half')", "trunk_dropout": "off", "device_batch_size": 1},
 }
 MORE: dict[str, dict[str, Any]] = {
+    "upper half": {"method": "layernorm(layers='upper half')", "trunk_dropout": "off", "device_batch_size": 1},
     "layernorm": {"method": "layernorm"},
     "lora": {"method": "lora(rank=4)", "lr": 1e-2},
     "full": {"method": "full", "lr": 1e-3},

@@ -450,6 +450,8 @@ def method_from_pieces(
             if names and names <= remaining:
                 modifications.append(candidate)
                 remaining -= names
+            if not remaining:
+                break
         if remaining:
             names_left = ", ".join(sorted(remaining)[:4])
             raise DeltuneError(

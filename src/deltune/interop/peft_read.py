@@ -20,7 +20,7 @@ from ..methods.compositions import Add, Scale
 from ..methods.forms import LowRank, Rescale
 from ..methods.library import ia3, layernorm, lora, prefix, prompt
 from ..methods.resolve import resolve
-from ..methods.spec import PROJECTIONS, Method, Modification
+from ..methods.spec import OTHER_PROJECTIONS, PROJECTIONS, Method, Modification
 from .base import (
     ForeignFolder,
     Patterns,
@@ -63,12 +63,16 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-def read_peft(anatomy: Anatomy, folder: ForeignFolder, windowed: bool = False) -> Translation:
+def read_peft(
+    anatomy: Anatomy, folder: ForeignFolder, base_value: Callable[[str], torch.Tensor], windowed: bool = False
+) -> Translation:
     """Translate a PEFT folder for a model.
 
     Args:
         anatomy: The model's anatomy.
         folder: The folder's options and tensors.
+        base_value: Returns the weight of the model that has this name. PEFT saves the base's own embeddings where they
+            are adapted; they are no part of the adapter, and have to be this model's.
         windowed: Whether some attention of the model has a sliding window.
 
     Returns:
@@ -92,6 +96,9 @@ def read_peft(anatomy: Anatomy, folder: ForeignFolder, windowed: bool = False) -
         raise error_from_problems(str(folder.where), problems)
     unused = UnusedTensors(anatomy, folder.tensors, NAME_PREFIX)
     head = unused.take_all([t.name for t in anatomy.tensors if t.area == "head"])
+    problems = _other_embeddings(anatomy, unused, base_value)
+    if problems:
+        raise error_from_problems(str(folder.where), problems)
     try:
         method, tensors = _READERS[kind](anatomy, options, unused)
     except DeltuneError as error:
@@ -101,7 +108,29 @@ def read_peft(anatomy: Anatomy, folder: ForeignFolder, windowed: bool = False) -
     return Translation(method, tensors, head)
 
 
+_LORA_OF_LINEAR = ("lora_A.weight", "lora_B.weight")
+_LORA_OF_EMBEDDING = ("lora_embedding_A", "lora_embedding_B")
+_IA3_LEAF = "ia3_l"
+_GATED = ("gate_proj", "up_proj")
+_OUTSIDE_FFN = tuple(site for site in OTHER_PROJECTIONS if site not in _GATED)
+
 MethodAndTensors = tuple[Method, dict[str, torch.Tensor]]
+
+
+def _other_embeddings(anatomy: Anatomy, unused: UnusedTensors, base_value: Callable[[str], torch.Tensor]) -> list[str]:
+    """Take the base model's own tensors out of a file, and return what is wrong with them."""
+    problems = []
+    for tensor, name in ((t, name) for t in anatomy.tensors for name in (t.name, *t.aliases)):
+        module, _, leaf = name.rpartition(".")
+        saved = unused.take(f"{module}.base_layer.{leaf}")
+        if saved is None:
+            continue
+        base, shapes = base_value(tensor.name), (tuple(saved.shape), tuple(tensor.shape))
+        if shapes[0] != shapes[1]:
+            problems.append(f"{name} has shape {shapes[0]} in the file and {shapes[1]} here; resize the embeddings")
+        elif not base.is_meta and not torch.equal(saved.to(base.device, base.dtype), base):
+            problems.append(f"{name} is not the one that the adapter was trained with, which the file has")
+    return problems
 
 
 def _decoder_problems(anatomy: Anatomy, kind: str, windowed: bool) -> list[str]:
@@ -117,18 +146,20 @@ def _read_lora(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTenso
     pieces: list[PlacedTensors] = []
     problems: list[str] = []
     patterns = Patterns(options.get("alpha_pattern"))
-    for path, linears in _projections_by_path(anatomy, "parallel", LowRank(1)):
-        path_in_file = unused.name_in_file(f"{path}.lora_A.weight").removesuffix(".lora_A.weight")
-        down, up = unused.take(f"{path}.lora_A.weight", axes=2), unused.take(f"{path}.lora_B.weight", axes=2)
+    for path, linears in _projections_by_path(anatomy, "parallel", LowRank(1), unused):
+        leaves = _LORA_OF_EMBEDDING if linears[0][1].widths.lookup else _LORA_OF_LINEAR
+        path_in_file = unused.name_in_file(f"{path}.{leaves[0]}").removesuffix(f".{leaves[0]}")
+        down, up = (unused.take(f"{path}.{leaf}", axes=2) for leaf in leaves)
         if down is None and up is None:
             continue
         if down is None or up is None:
-            problems.append(f"missing tensor {path}.lora_{'A' if down is None else 'B'}.weight")
+            problems.append(f"missing tensor {path}.{leaves[0 if down is None else 1]}")
             continue
         rank = down.shape[0]
         alpha = patterns.value(path_in_file, options.get("lora_alpha", 8))
         scale = alpha / (math.sqrt(rank) if options.get("use_rslora") else rank)
-        form = LowRank(rank, float(options.get("lora_dropout") or 0))
+        dropout = 0.0 if leaves is _LORA_OF_EMBEDDING else float(options.get("lora_dropout") or 0)  # PEFT's has none
+        form = LowRank(rank, dropout)
         if sum(place.widths.out_width for _, place in linears) != up.shape[0]:
             problems.append(f"{path} should have as many outputs as this model's, not {up.shape[0]} values")
             continue
@@ -149,15 +180,37 @@ def _read_lora(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTenso
     return method, tensors_by_file_name(anatomy, method, pieces)
 
 
-def _projections_by_path(anatomy: Anatomy, insertion: Any, form: Any) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
-    """Yield the modules that are projections, each with its sites and places; a fused one has several."""
+def _projections_by_path(
+    anatomy: Anatomy, insertion: Any, form: Any, unused: UnusedTensors
+) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
+    """Yield the modules that are projections, each with its sites and places; a fused one has several.
+
+    Where the file changes one of the two linears before a gated FFN's activation and not the other, the two are sites
+    of their own instead of `ffn_up`.
+    """
+    linears = [(site, place) for site in PROJECTIONS for place in _linears_at(anatomy, site, insertion, form)]
+    in_file: dict[str, set[bool]] = {}
+    for site, place in linears:
+        if site == "ffn_up":
+            path = place.target.path
+            leaves = (*_LORA_OF_LINEAR, _IA3_LEAF)
+            in_file.setdefault(path.rpartition(".")[0], set()).add(
+                any(f"{path}.{leaf}" in unused.tensors for leaf in leaves)
+            )
+    if any(len(both) > 1 for both in in_file.values()):
+        linears = [(site, place) for site, place in linears if site != "ffn_up"]
+        linears += [(site, place) for site in _GATED for place in _linears_at(anatomy, site, insertion, form)]
+    linears += [(site, place) for site in _OUTSIDE_FFN for place in _linears_at(anatomy, site, insertion, form)]
     by_path: dict[str, list[tuple[str, Any]]] = {}
-    for site in (*PROJECTIONS, "pooler", "lm_head"):
-        for place in locations_or_none(anatomy, Modification(site, form, insertion)):
-            if place.linear is None:  # the weight of experts, which PEFT stores otherwise
-                continue
-            by_path.setdefault(place.target.path, []).append((site, place))
+    for site, place in linears:
+        by_path.setdefault(place.target.path, []).append((site, place))
     yield from by_path.items()
+
+
+def _linears_at(anatomy: Anatomy, site: str, insertion: Any, form: Any) -> list[Any]:
+    """Return the places of a site; without the weights of experts, which PEFT stores otherwise."""
+    places = locations_or_none(anatomy, Modification(site, form, insertion))
+    return [place for place in places if place.linear is not None]
 
 
 def _read_ia3(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensors) -> MethodAndTensors:
@@ -168,8 +221,8 @@ def _read_ia3(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensor
         for place in locations_or_none(anatomy, Modification(site, Rescale(), "sequential"))
     }
     input_gains: dict[str, torch.Tensor] = {}
-    for path, linears in _projections_by_path(anatomy, "sequential", Rescale()):
-        gain = unused.take(f"{path}.ia3_l", axes=2)
+    for path, linears in _projections_by_path(anatomy, "sequential", Rescale(), unused):
+        gain = unused.take(f"{path}.{_IA3_LEAF}", axes=2)
         if gain is not None and gain.shape[0] != 1:
             if tuple(gain.shape) != (sum(place.widths.out_width for _, place in linears), 1):
                 raise DeltuneError(f"{path}.ia3_l has shape {tuple(gain.shape)}, which does not fit {path}")

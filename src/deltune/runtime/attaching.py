@@ -115,7 +115,7 @@ def read_foreign(handle: Tuned, folder: str | Path) -> Translation:
     """
     contents = open_folder(folder)
     if "peft_type" in contents.options:
-        return peft_read.read_peft(handle.anatomy, contents, _has_sliding_window(handle.model))
+        return peft_read.read_peft(handle.anatomy, contents, handle._base_value, _has_sliding_window(handle.model))
     relative = hasattr(handle.model.config, "relative_attention_num_buckets")
     return adapterhub.read_adapterhub(handle.anatomy, contents, relative)
 
