@@ -321,6 +321,7 @@ def test_whole(shared: Path) -> None:
 
 
 @pytest.mark.peers
+@pytest.mark.slow
 def test_gpu_s_code_on_a_cpu() -> None:
     size = gpu.SIZES["tiny"]
     with_peft = measured(gpu.measure(size, "cpu", "eager", "lora(rank=8)", 1))
@@ -346,6 +347,7 @@ def test_gpu_s_compiled_code_on_a_cpu() -> None:
     "family",
     [pytest.param(f, id=f.name, marks=[] if f.name == "llama" else pytest.mark.slow) for f in gpu_laws.FAMILIES],
 )
+@pytest.mark.slow
 def test_gpu_s_laws_hold_on_a_cpu(family: gpu_laws.Family, precision: str) -> None:
     """Every check runs and holds here, where the device is compared with itself."""
     rows = gpu_laws.measure(family, "cpu", precision, 32, compiled=False)

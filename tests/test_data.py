@@ -58,6 +58,7 @@ def message(source: str, *args: Any, **kwargs: Any) -> str:
         ("qqp", (6600, 1000, 2000), "question1 question2", "not_duplicate duplicate"),
     ],
 )
+@pytest.mark.sample(5)
 def test_real_data(shared: Path, name: str, rows: tuple[int, ...], columns: str, labels: str) -> None:
     got = loading.load_data(str(shared / "data" / name))
     assert tuple(len(got.splits[s]) for s in ("train", "validation", "test")) == rows

@@ -97,6 +97,7 @@ def _close(value: Any) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "model", "metric", "more"), RUNS)
+@pytest.mark.sample(5)
 def test_a_whole_run(kind: str, model: str, metric: str, more: dict[str, Any], places: Path, tmp_path: Path) -> None:
     """Trained, scored, and scored again from the delta on the disk: the same numbers, a line of prediction a row; and
     the same predictions of the same inputs."""

@@ -89,6 +89,7 @@ def assert_legible(figure: Figure) -> None:
 
 
 @pytest.mark.parametrize(("view", "outcomes"), FIGURES)
+@pytest.mark.sample(5)
 def test_words_are_legible(view: FigureSpec, outcomes: list[Outcome]) -> None:
     assert_legible(draw(view, outcomes).figure)
 

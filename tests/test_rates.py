@@ -313,6 +313,7 @@ def test_only_the_main_process_reads_what_was_tried(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("tries", [pytest.param(0, marks=pytest.mark.slow), 1, len(FACTORS)])
+@pytest.mark.sample(1)
 def test_an_interrupted_search_goes_on(
     tries: int, searched: RunDir, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -375,6 +376,7 @@ def cache() -> ModelCache:
 
 
 @pytest.mark.parametrize("method", REGISTRY)
+@pytest.mark.sample(10)
 def test_the_defaults_of_a_method_teach_or_tell(method: str, root: Path, tmp_path: Path, cache: ModelCache) -> None:
     short = {"prompt": "prompt(length=4)"}  # the tiny model has few positions
     config = tiny.spec(root, method=short.get(method, repr(REGISTRY[method].plain)), epochs=2)

@@ -45,6 +45,8 @@ guides = next(
     if "Guides" in section
 )
 pages = pytest.mark.parametrize("page", FILES, ids=lambda page: str(page.relative_to(ROOT)))
+LONG = ("anatomy.md", "many.md", "reproduce.md", "serve.md")
+"""Pages whose code runs for many seconds."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,13 @@ def run_command(command: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[st
     return out.getvalue(), code in (0, None)
 
 
-@pages
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=str(page.relative_to(ROOT)), marks=pytest.mark.slow if page.name in LONG else ())
+        for page in FILES
+    ],
+)
 def test_it_runs(page: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     namespace: dict[str, Any] = {"__name__": "documentation"}
     for block in blocks(page, "python", "console"):

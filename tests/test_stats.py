@@ -45,6 +45,7 @@ SETTINGS = (  # strata, seeds, examples, (spread of seeds, of examples, of both)
 
 
 @pytest.mark.parametrize(("strata", "seeds", "examples", "spread"), SETTINGS)
+@pytest.mark.sample(3)
 def test_a_true_mean_is_missed_no_oftener_than_said(
     strata: int, seeds: int, examples: int, spread: tuple[float, float, float]
 ) -> None:

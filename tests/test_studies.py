@@ -127,6 +127,7 @@ def driven(made: Study) -> dict[str, JobRecord]:
 
 
 @pytest.mark.parametrize(("name", "scale"), BOTH)
+@pytest.mark.sample(20)
 def test_a_study_is_whole(name: str, scale: str, place: StudySetup) -> None:
     """Specs are valid, cells are one of a kind, claims find their axes and labels, views can be drawn."""
     made = built(name, scale, place)

@@ -148,6 +148,7 @@ def test_patience(root: Path, tmp_path: Path) -> None:
     ],
     ids=str,
 )
+@pytest.mark.sample(6)
 def test_options(changes: dict[str, Any], root: Path, tmp_path: Path) -> None:
     metrics = train(tiny.spec(root, epochs=1, **changes), tmp_path / "run")
     assert metrics.validation["accuracy"] == metrics.best.value, "what is on the disk is what was chosen"

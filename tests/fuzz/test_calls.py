@@ -149,7 +149,7 @@ def check(name: str, call: Call, kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.sample(33)
+@pytest.mark.sample(20)
 def test_every_value(name: str) -> None:
     for kind in VALUES:
         try:

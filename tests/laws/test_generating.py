@@ -113,6 +113,7 @@ def _takes_static_cache(model: PreTrainedModel) -> bool:
 
 @GENERATING
 @pytest.mark.parametrize("use_cache", [True, False], ids=["cached", "uncached"])
+@pytest.mark.sample(18)
 def test_padding_changes_nothing(family: Family, text: str, use_cache: bool) -> None:
     """A row of a padded batch (left for decoders, right for encoders) continues as it does alone. In float32: in
     float64 some families make a row that sees nothing NaN, and padded positions are such rows."""

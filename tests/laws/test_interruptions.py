@@ -159,6 +159,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize(("change", "texts"), crossed(CHANGES, TEXTS))
+@pytest.mark.sample(6)
 def test_interrupted_at_any_line(change: str, texts: str, tmp_path: Path, points: int) -> None:
     stage = Stage(TEXTS[texts], tmp_path)
     work, changed, may_be_used = CHANGES[change]

@@ -33,7 +33,7 @@ HEADED = [
 
 
 @pytest.mark.parametrize(("family", "role"), HEADED, ids=[f"{f.name} as {role}" for f, role in HEADED])
-@pytest.mark.sample(12)
+@pytest.mark.sample(8)
 def test_heads_with_other_labels(family: Family, role: str, tmp_path: Path) -> None:
     """Deltas for 2 and 5 labels on a model built for 3: head, num_labels and names switch with the delta."""
     names = {2: ("no", "yes"), 5: tuple("abcde")}

@@ -41,6 +41,7 @@ def test_a_product_keeps_exactly_n_live_scalars(rank: int, wide: int, high: int,
 @pytest.mark.parametrize(("pattern", "along"), PATTERNS)
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("rank", "wide", "high"), [(4, 6, 5), (1, 3, 3), (8, 32, 16)])
+@pytest.mark.sample(20)
 def test_what_n_keeps_n_plus_one_keeps(rank: int, wide: int, high: int, pattern: str, along: str, seed: int) -> None:
     """As far as exactness allows: one more rank takes two scalars, so one of the others is given up for it."""
     unit = pair("w", rank, wide, high)

@@ -106,6 +106,7 @@ def test_mixed_batches(family: Family, left: bool) -> None:
         [4, 2], ["plain", "causal", "masked", "added", "one query"], [torch.float64, torch.float32, torch.bfloat16]
     ),
 )
+@pytest.mark.sample(4)
 def test_the_kernel(kv_heads: int, kind: str, dtype: torch.dtype) -> None:
     """`merged` is attention over the joined keys; in float64 its gradients are also those of finite differences."""
     made = torch.Generator().manual_seed(0)

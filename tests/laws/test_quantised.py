@@ -70,7 +70,7 @@ def trains_weights(model: PreTrainedModel, method: str) -> bool:
 
 
 @pytest.mark.parametrize(("form", "family", "row"), product())
-@pytest.mark.sample(18)
+@pytest.mark.sample(10)
 def test_a_method_lives_on_a_form(form: Form, family: str, row: Row, folder: Path, tmp_path: Path) -> None:
     """Attach, count, train, mix rows, save, load, generate and detach."""
     model, data = load_form(folder, family, form), batch(family)
@@ -435,6 +435,7 @@ REFUSALS: dict[str, tuple[str, Callable[[PreTrainedModel, Path], Any]]] = {
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=str)
+@pytest.mark.sample(6)
 def test_a_refusal_changes_nothing(form: Form, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs, quantisation state, buffers, hooks, attributes and configurations, after every kind of refusal."""
     model = load_form(folder, "bert", form)

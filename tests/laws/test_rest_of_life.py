@@ -560,7 +560,7 @@ def name_of(law: Callable[[Cell], None]) -> str:
 
 
 @pytest.mark.parametrize(("family", "role", "text"), CELLS, ids=str)
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 def test_rest_of_life(family: str, role: str, text: str, tmp_path: Path, subtests: pytest.Subtests) -> None:
     model = build(FAMILIES[family], role)
     base, inputs = copy.deepcopy(model), batch(model)
@@ -712,7 +712,7 @@ def exported_as(name: str, what: str) -> Iterator[tuple[PreTrainedModel, dict[st
 
 
 @pytest.mark.parametrize(("name", "what", "strict"), crossed(["bert", "gpt2"], EXPORTED, [False, True]))
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 def test_exported(name: str, what: str, strict: bool) -> None:
     """torch.export takes the model as it is, and leaves it as it was."""
     with exported_as(name, what) as (model, inputs, outputs):
@@ -789,6 +789,7 @@ OF_BERT = sorted(
 
 
 @pytest.mark.parametrize(("row", "way"), crossed(OF_BERT, ["attach", "load"]))
+@pytest.mark.sample(20)
 def test_made_in_inference_mode(row: Row, way: str, tmp_path: Path) -> None:
     """Nothing that is kept is made in inference mode, so that it trains outside, and so does the model afterwards."""
     model = build(FAMILIES["bert"], "sequence")

@@ -88,6 +88,7 @@ def check(family: Family, tuned: deltune.Tuned, names: Sequence[str | None], inp
 
 
 @cells(families=lambda f: f.name in SOME)
+@pytest.mark.sample(36)
 def test_every_method_by_row(family: Family, row: Row) -> None:
     model = model_of(family)
     tuned = stir(deltune.attach(model, row.text, name="one"))
@@ -111,6 +112,7 @@ MANY = (
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES.values() if f.interface], ids=lambda f: f.name)
 @pytest.mark.parametrize("left", [None, False, True], ids=["padded right", "padded left", "padded left and numbered"])
+@pytest.mark.sample(14)
 def test_all_at_once(family: Family, left: bool | None) -> None:
     """Prompts and prefixes of different lengths, norms, adapters and nothing, in one batch with padding."""
     model = model_of(family)
@@ -190,6 +192,7 @@ def test_labels_of_different_kinds_have_no_common_loss() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "llama", "gemma2", "bart", "t5"])
 @pytest.mark.parametrize("ways", [{}, {"num_beams": 3}, {"use_cache": False}], ids=["cached", "beams", "no cache"])
+@pytest.mark.sample(9)
 def test_generation(name: str, ways: dict[str, Any]) -> None:
     """Beams repeat rows; the cache of each row holds its own prompt."""
     family = FAMILIES[name]

@@ -31,6 +31,7 @@ def gradients(model: PreTrainedModel, tuned: deltune.Tuned, inputs: dict[str, An
 
 
 @cells(*CHECKPOINTED, families=lambda f: f.checkpoints)
+@pytest.mark.sample(20)
 def test_gradient_checkpointing(family: Family, row: Row) -> None:
     """The layers are computed a second time, in both of torch's ways, and the gradients are the same."""
     model = build(family, main_role(family))
@@ -79,6 +80,7 @@ def test_autocast(family: Family, row: Row) -> None:
 
 
 @cells(*FEW, "bitfit", "parallel_adapter(rank=4)", "prompt(length=3, positions='none')")
+@pytest.mark.sample(20)
 def test_a_model_in_half_precision(family: Family, row: Row) -> None:
     """The base in bfloat16, what is added in float32: it runs, in the base's precision, and gradients are float32."""
     model = build(family, main_role(family), torch.bfloat16)
@@ -108,6 +110,7 @@ def _backends() -> list[Any]:
 
 
 @pytest.mark.parametrize(("family", "method", "backend"), _backends())
+@pytest.mark.sample(1)
 def test_compiled(family: Family, method: str, backend: str) -> None:
     model = specimen(family.name)
     inputs = batch(model)
@@ -147,6 +150,7 @@ def test_a_compiled_graph_is_in_one_piece(name: str, text: str, gradients: bool)
 
 
 @cells("prefix(length=3) + lora(rank=2) + layernorm", "prefix(length=3, gate=False)", "prompt(length=3)", EVERY)
+@pytest.mark.sample(18)
 def test_hidden_states_and_attentions_keep_their_shapes(family: Family, row: Row) -> None:
     model = build(family, main_role(family), attn_implementation="eager")
     inputs = batch(model)
@@ -160,6 +164,7 @@ def test_hidden_states_and_attentions_keep_their_shapes(family: Family, row: Row
 
 
 @cells(*FEW, "prefix(length=3, gate=False)", families=lambda f: len(f.kernels) == 2)
+@pytest.mark.sample(17)
 def test_kernels_agree(family: Family, row: Row) -> None:
     """sdpa and eager attention give the same outputs, with and without padding and without a mask at all."""
     outputs: dict[str, list[dict[str, torch.Tensor]]] = {}

@@ -140,6 +140,7 @@ def same(one: str, two: deltune.Tuned) -> bool:
 
 
 @rows
+@pytest.mark.sample(16)
 def test_a_file_that_peft_wrote(row: Row, tmp_path: Path) -> None:
     theirs = trained(row)
     theirs.save_pretrained(tmp_path / "peft")

@@ -45,7 +45,7 @@ def served(of: Deltas, requests: list[Request], **options: object) -> None:
         ("llama", "causal"), ("opt", "causal"), ("bart", "seq2seq"), ("t5", "seq2seq"), ("gpt2", "sequence"),
     ],
 )  # fmt: skip
-@pytest.mark.sample(5)
+@pytest.mark.sample(4)
 def test_all_methods_in_one_batch(family: str, role: str) -> None:
     of = deltas(family, role)
     served(of, mixed(of, each=3))

@@ -66,6 +66,7 @@ def _ignore(work: Any) -> None:
         work()
 
 
+@pytest.mark.slow
 def test_sigterm_drains(decoder: tuple[Path, Path]) -> None:
     """Readiness goes first; what runs is finished, streams too; new requests are refused; the exit code is 0."""
     model, deltas = decoder

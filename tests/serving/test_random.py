@@ -92,6 +92,7 @@ ACTIONS = st.one_of(
     actions=st.lists(ACTIONS, min_size=5, max_size=40), loaded=st.integers(1, 6), rows=st.integers(1, 6),
     cache=st.sampled_from([0, 5000, 1 << 20]), part=st.sampled_from([2, 5, 512]),
 )  # fmt: skip
+@pytest.mark.sample(1)
 def test_no_answer_depends_on_others(
     family: str, role: str, actions: list[tuple[Any, ...]], loaded: int, rows: int, cache: int, part: int
 ) -> None:

@@ -60,8 +60,6 @@ def compare(whole: RunDir, other: RunDir) -> None:
 
 METHODS: dict[str, dict[str, Any]] = {
     "prefix": {"method": "prefix(length=4) + layernorm", "device_batch_size": 1},
-}
-MORE: dict[str, dict[str, Any]] = {
     "upper half": {"method": "layernorm(layers='upper half')", "trunk_dropout": "off", "device_batch_size": 1},
     "layernorm": {"method": "layernorm"},
     "lora": {"method": "lora(rank=4)", "lr": 1e-2},
@@ -76,33 +74,24 @@ MORE: dict[str, dict[str, Any]] = {
 }
 
 
-def compare_with_two_processes(root: Path, folder: Path, table: dict[str, dict[str, Any]]) -> None:
-    """Run every spec of the table in one process, and in two under DDP and FSDP. Of 23 rows the last step has 3."""
-    jobs = []
-    for name, changes in table.items():
-        fields = {"max_train_rows": 23, "batch_size": 10, "epochs": 2, **changes}
-        fields["model"] = str(root / fields.get("model", "model"))
-        spec = tiny.spec(root, **fields)
-        train(spec, folder / name / "one", progress=False)
-        flat = spec.flat(mode="json")
-        jobs += [{"spec": flat, "output": str(folder / name / how), "sharded": how} for how in SHARDED]
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    assert launch(2, [sys.executable, str(DRIVER), str(folder / "jobs.json")]) == 0
-    for name in table:
-        for how in SHARDED:
-            compare(RunDir(folder / name / "one"), RunDir(folder / name / how))
-            facts = RunDir(folder / name / how).environment
-            assert (facts["processes"], facts["sharded"]) == (2, how)
-
-
-def test_two_processes_give_the_results_of_one(root: Path, tmp_path: Path) -> None:
-    compare_with_two_processes(root, tmp_path, METHODS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MORE)
-def test_two_processes_give_the_results_of_one_for_more_methods(name: str, root: Path, tmp_path: Path) -> None:
-    compare_with_two_processes(root, tmp_path, {name: MORE[name]})
+@pytest.mark.parametrize(
+    ("name", "ways"),
+    [("prefix", ("none",)), *(pytest.param(name, SHARDED, marks=pytest.mark.slow) for name in METHODS)],
+)
+def test_two_processes_give_the_results_of_one(name: str, ways: tuple[str, ...], root: Path, tmp_path: Path) -> None:
+    """A run in one process, and in two under DDP ("none") and FSDP. Of 23 rows the last step has 3."""
+    fields = {"max_train_rows": 23, "batch_size": 10, "epochs": 2, **METHODS[name]}
+    fields["model"] = str(root / fields.get("model", "model"))
+    spec = tiny.spec(root, **fields)
+    train(spec, tmp_path / "one", progress=False)
+    flat = spec.flat(mode="json")
+    jobs = [{"spec": flat, "output": str(tmp_path / how), "sharded": how} for how in ways]
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    assert launch(2, [sys.executable, str(DRIVER), str(tmp_path / "jobs.json")]) == 0
+    for how in ways:
+        compare(RunDir(tmp_path / "one"), RunDir(tmp_path / how))
+        facts = RunDir(tmp_path / how).environment
+        assert (facts["processes"], facts["sharded"]) == (2, how)
 
 
 def command(spec: Path, output: Path, *options: str, by: tuple[str, ...] = (sys.executable, "-m")) -> list[str]:
