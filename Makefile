@@ -4,13 +4,13 @@ PYTHON ?= $(shell command -v python3 || command -v python)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-WORKERS ?= 2
+WORKERS ?= 3
 
 # What is typed goes to the command as it is: quotes and dollar signs included.
 override TEXT := $(value TEXT)
 export TEXT
 
-# One thread a worker: two workers with two threads each would fight over two cores.
+# One thread a worker: workers with two threads each would fight over two cores. A third one works while others wait.
 # Nothing in the tests may ask the hub.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error TOKENIZERS_PARALLELISM=false
 

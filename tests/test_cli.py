@@ -673,6 +673,7 @@ TRAIN = ("train", "--model", "m", "--data", "d", "--method", "lora(rank=2)", "--
     ],
     ids=lambda arguments: "-".join(arguments),
 )
+@pytest.mark.sample(20)
 def test_paths_that_the_file_system_refuses(
     arguments: tuple[str, ...], path: str, deltune: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

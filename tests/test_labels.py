@@ -58,6 +58,7 @@ def table(label: str) -> Table:
 @pytest.mark.filterwarnings("ignore:Glyph .* missing from font")
 @pytest.mark.parametrize("kind", FIGURES)
 @pytest.mark.parametrize("label", [pytest.param(one, marks=() if one in DRAWN else pytest.mark.slow) for one in LABELS])
+@pytest.mark.sample(8)
 def test_a_figure_shows_a_label_as_it_is(label: str, kind: str) -> None:
     picture = draw(FIGURES[kind], outcomes(label))
     assert all(render(picture.figure, form) for form in (FORMATS if label not in DRAWN else ["svg"]))

@@ -121,7 +121,7 @@ def test_every_outcome_is_drawn_or_noted(view: FigureSpec, outcomes: list[Outcom
 
 
 @pytest.mark.parametrize(("view", "outcomes"), FIGURES)
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 def test_equal_numbers_give_equal_bytes(view: FigureSpec, outcomes: list[Outcome]) -> None:
     one, two = draw(view, outcomes).figure, draw(view, outcomes).figure
     for kind in ("svg", "png"):

@@ -45,7 +45,7 @@ guides = next(
     if "Guides" in section
 )
 pages = pytest.mark.parametrize("page", FILES, ids=lambda page: str(page.relative_to(ROOT)))
-LONG = ("anatomy.md", "many.md", "reproduce.md", "serve.md")
+LONG = ("anatomy.md", "many.md", "quickstart.md", "reproduce.md", "serve.md")
 """Pages whose code runs for many seconds."""
 
 
@@ -74,12 +74,16 @@ def squeezed(text: str) -> str:
 
 
 @pytest.fixture
-def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the sources in it, as the working directory."""
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with the sources in it, as the working directory. What a page registers is unknown again after it."""
     (tmp_path / "src").symlink_to(ROOT / "src")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
-    return tmp_path
+    vocabulary = dict(registry.VOCABULARY)
+    yield tmp_path
+    for name in registry.VOCABULARY.keys() - vocabulary:
+        del registry.VOCABULARY[name]
+    registry._parse_cached.cache_clear()
 
 
 def run_command(command: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[str, bool]:

@@ -391,6 +391,7 @@ for target in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_no_space_left(saved: Path, tmp_path: Path) -> None:
     """A new folder and one over another, each with three sizes that a file may have, which its path names."""
     places = [f"{room} {there}" for room in (0, 1000, 50_000) for there in ("new", "over another")]

@@ -165,6 +165,7 @@ def test_calls(name: str, call: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", HANDLE)
+@pytest.mark.sample(8)
 def test_every_value_for_a_handle(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is refused leaves the delta in use, and detaching restores the model."""
     monkeypatch.chdir(tmp_path)  # where "x" is saved

@@ -313,6 +313,7 @@ TAKEN = (
 
 @pytest.mark.parametrize("name", ["llama", "t5"])
 @pytest.mark.parametrize("text", TAKEN)
+@pytest.mark.sample(11)
 def test_taken_after_all(name: str, text: str) -> None:
     check(name, text)
     deltune.attach(specimen(name), text).detach()

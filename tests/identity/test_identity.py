@@ -53,6 +53,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(("entry", "row"), rows)
 
 
+@pytest.mark.sample(60)
 def test_unchanged(entry: Entry, row: Behaviour) -> None:
     try:
         bare = prepared(row, entry) if row.prepare else specimen(entry).bare

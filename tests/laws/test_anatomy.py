@@ -36,6 +36,7 @@ def stack_name(family: Family, stack: Stack) -> str:
 
 
 @EACH
+@pytest.mark.sample(15)
 def test_operations_that_ran_before_change_nothing(family: Family) -> None:
     """Outputs of operations are remembered by the shapes of their inputs: what a first pass shows, a second does."""
     tracing._OUTPUTS.clear()
@@ -147,6 +148,7 @@ CLASSES = [(f, role) for f in FAMILIES.values() for role in roles(f)]
 
 
 @pytest.mark.parametrize(("family", "role"), CLASSES, ids=[f"{f.name} as {role}" for f, role in CLASSES])
+@pytest.mark.sample(18)
 def test_the_live_model_has_the_anatomy_of_its_configuration(family: Family, role: str) -> None:
     """Paths inside the base model, layers and norms are the same; observing changes nothing."""
     model = specimen(family.name, role)

@@ -47,6 +47,7 @@ def test_every_named_method_has_a_row() -> None:
 
 
 @refused()
+@pytest.mark.sample(18)
 def test_what_a_family_lacks_is_refused(family: Family, row: Row) -> None:
     need = row.lacking(family)[0]
     says = "(?s)" + need.says
@@ -71,6 +72,7 @@ def of_the_base(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
 
 @EACH_CLASS
 @pytest.mark.parametrize("text", ["{prefix}adapter(rank=2) + layernorm", "prompt(length=3)", "full"])
+@pytest.mark.sample(25)
 def test_every_auto_class(family: Family, role: str, text: str) -> None:
     """The head is what lies outside the base and maps to labels; outputs keep their names and shapes."""
     model = specimen(family.name, role)
@@ -128,6 +130,7 @@ def test_denominators(family: Family, main: bool, denominator: str) -> None:
 
 
 @EACH
+@pytest.mark.sample(15)
 def test_a_silent_module_makes_attaching_fail_by_name(family: Family) -> None:
     """The first layer no longer calls its parts: every place in it is named, and the model is as it was."""
     model = build(family, "base")

@@ -191,6 +191,7 @@ LATE: dict[str, tuple[Callable[[deltune.Tuned], Any], str]] = {
 
 
 @pytest.mark.parametrize(("texts", "moment"), crossed(TEXTS, itertools.product(LATE, CHECKPOINTS)))
+@pytest.mark.sample(13)
 def test_a_change_before_the_backward_pass(texts: str, moment: tuple[str, str]) -> None:
     """Right gradients, or an error: a gradient is never dropped without a word. The loss is of a hidden state, so that
     no head, which every delta trains, has part in it."""

@@ -32,6 +32,7 @@ def moved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> se
 @pytest.mark.parametrize("layers", WHERE, ids=str)
 @pytest.mark.parametrize("form", ["adapter(rank=2{})", "lora(rank=2, at='ffn'{})", "prefix(length=2{})"])
 @pytest.mark.parametrize("family", [f for f in FAMILIES.values() if not f.shared], ids=lambda f: f.name)
+@pytest.mark.sample(22)
 def test_layers(family: Family, form: str, layers: str | tuple[int, ...]) -> None:
     """Hidden states below the first chosen layer stay, the one after it moves; numbers count within each stack."""
     if form.startswith("prefix") and not family.interface:
@@ -54,6 +55,7 @@ def test_layers(family: Family, form: str, layers: str | tuple[int, ...]) -> Non
 
 @pytest.mark.parametrize("layers", [*WHERE, None], ids=str)
 @EACH
+@pytest.mark.sample(17)
 def test_layers_of_a_selection(family: Family, layers: str | tuple[int, ...] | None) -> None:
     model = specimen(family.name, "base")
     if family.shared and layers not in ("all", None):
@@ -177,6 +179,7 @@ SITES = {"query": 0, "key": 1, "value": 2, "output": 3}
 
 @pytest.mark.parametrize("site", [*SITES, "ffn_up", "ffn_down"])
 @pytest.mark.parametrize("family", [f for f in FAMILIES.values() if f.interface], ids=lambda f: f.name)
+@pytest.mark.sample(15)
 def test_projections_are_the_true_ones(family: Family, site: str) -> None:
     """LoRA at a site edits exactly the modules that the family's source calls so, and merges into their weights alone,
     in a fused projection into the site's own rows (or columns, where the weight is transposed)."""

@@ -15,6 +15,7 @@ from .specimens import HEADS, batch, build, config, differences, distance, equal
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda f: f.name)
+@pytest.mark.sample(15)
 def test_a_merged_model_is_a_plain_checkpoint(family: Family, tmp_path: Path) -> None:
     model = build(family, main_role(family))
     tuned = stir(deltune.attach(model, "lora(rank=2, at=('output', 'ffn')) + layernorm"))

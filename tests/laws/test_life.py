@@ -282,7 +282,7 @@ LAWS: tuple[Callable[[Cell], None], ...] = (
 
 
 @cells()
-@pytest.mark.sample(40)
+@pytest.mark.sample(30)
 def test_life(family: Family, row: Row, tmp_path: Path, subtests: pytest.Subtests) -> None:
     cell = attached(family, row, tmp_path)
     for law in LAWS:

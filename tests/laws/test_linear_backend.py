@@ -346,6 +346,7 @@ METHODS = ("lora(rank=4)", "prefix(length=4) + layernorm", "full", "diff_pruning
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 @pytest.mark.parametrize("first", ["optimize_linear", "attach"])
+@pytest.mark.sample(10)
 def test_tuned_models_train_alike_and_all_is_restored(family: str, method: str, first: str, calls: list[str]) -> None:
     losses = []
     for backend in ("torch", "onednn"):
@@ -655,6 +656,7 @@ def test_casts_are_only_kept_where_that_is_requested() -> None:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 @pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.sample(10)
 def test_tuned_models_train_to_the_same_bits_with_kept_casts(family: str, method: str, checkpointing: bool) -> None:
     """What is trained stays in float32, the base keeps its bits, and losses and gradients are those of autocast."""
     results = []

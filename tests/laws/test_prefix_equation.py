@@ -103,6 +103,7 @@ KERNELS += [(f, "merged") for f in FAMILIES.values() if "sdpa" in f.kernels and 
 
 @pytest.mark.parametrize("inputs", PADDED)
 @pytest.mark.parametrize(("family", "kernel"), KERNELS, ids=[f"{f.name}: {kernel}" for f, kernel in KERNELS])
+@pytest.mark.sample(16)
 def test_prefix_is_a_gated_sum(family: Family, kernel: str, inputs: str) -> None:
     how: How = "merged" if kernel == "merged" else "joined"
     kernel = "sdpa" if kernel == "merged" else kernel
@@ -133,6 +134,7 @@ def test_prefix_is_a_gated_sum(family: Family, kernel: str, inputs: str) -> None
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES.values() if "sdpa" in f.kernels], ids=lambda f: f.name)
+@pytest.mark.sample(13)
 def test_prefix_without_its_gate(family: Family) -> None:
     """gate=False: the attention as it is, plus softmax(q P_kᵀ) P_v (UV table 4)."""
     model = build(family, "base", attn_implementation="sdpa")

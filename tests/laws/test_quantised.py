@@ -297,6 +297,7 @@ def test_another_revision_of_the_same_form_is_another_base(folder: Path, tmp_pat
 
 
 @pytest.mark.parametrize("form", TRAINED, ids=str)
+@pytest.mark.sample(5)
 def test_merging(form: Form, folder: Path, tmp_path: Path) -> None:
     """Quantised again with the error printed, or in floating point with none."""
 

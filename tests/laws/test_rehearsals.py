@@ -152,6 +152,7 @@ FRESH: tuple[Callable[[PreTrainedModel], None], ...] = (
 
 @EACH
 @pytest.mark.parametrize("change", (*STALE, *FRESH), ids=lambda change: change.__name__)
+@pytest.mark.sample(24)
 def test_a_change_of_the_model(name: str, change: Callable[[PreTrainedModel], None]) -> None:
     """The stamp of the base model differs after what could matter, so that it is rehearsed again, and only then."""
     model = build(FAMILIES[name], main_role(FAMILIES[name]))
@@ -233,7 +234,7 @@ CHANGES = (in_double_precision, in_training_mode, another_attention, gradient_ch
 @EACH
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("text", ["prefix(length=2) + layernorm", "adapter(rank=2)"])
-@pytest.mark.sample(18)
+@pytest.mark.sample(9)
 def test_a_load_after_a_change(name: str, text: str, change: Callable[[PreTrainedModel], None], tmp_path: Path) -> None:
     """It is what it would be on a model that was changed before anything was loaded: tensors, devices and outputs."""
     model = build(FAMILIES[name], main_role(FAMILIES[name]))
@@ -313,6 +314,7 @@ REFUSED: tuple[Callable[[Path, PreTrainedModel], str], ...] = (
 
 @EACH
 @pytest.mark.parametrize("refusal", REFUSED, ids=lambda refusal: refusal.__name__)
+@pytest.mark.sample(10)
 def test_a_refused_load(name: str, refusal: Callable[[Path, PreTrainedModel], str], tmp_path: Path) -> None:
     """After several that were not refused: the model, its deltas and what is in use are as they were."""
     model = build(FAMILIES[name], main_role(FAMILIES[name]))

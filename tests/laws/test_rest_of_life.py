@@ -580,18 +580,13 @@ COMPILED = (
 
 
 TIMES = ("before", "after", "in place")
-QUICK = ("prefix(length=2) + layernorm", "before")
-"""Compiling takes seconds: the one case that `make test` tries."""
 
 
 @pytest.mark.parametrize(
     ("family", "role", "text", "when"),
-    [
-        pytest.param(*case, when, marks=() if (case[2], when) == QUICK else pytest.mark.slow)
-        for case in COMPILED
-        for when in TIMES
-    ],
+    [(*case, when) for case in COMPILED for when in TIMES],
 )
+@pytest.mark.slow
 def test_compiled(family: str, role: str, text: str, when: str) -> None:
     """Compiled before or after attaching: right after use, and inside of rows() and disable()."""
     torch._dynamo.reset()
@@ -767,7 +762,7 @@ class Logits(nn.Module):
         ("gpt2", "rows"),
     ],
 )
-@pytest.mark.sample(1)
+@pytest.mark.slow
 def test_exported_to_onnx(name: str, what: str) -> None:
     """What torch.onnx writes gives the same logits by ONNX's own evaluator."""
     pytest.importorskip("onnxscript", reason="torch.onnx needs onnxscript (in the extra dev)")

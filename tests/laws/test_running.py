@@ -61,6 +61,7 @@ def test_who_checkpoints(family: Family) -> None:
 
 
 @cells(*FEW, "bitfit", "full", "ia3", "scaled_parallel_adapter(rank=4, scale='learned', x='residual')")
+@pytest.mark.sample(20)
 def test_autocast(family: Family, row: Row) -> None:
     """bfloat16 keeps 8 bits, 2^-9 of relative error a rounding; a few dozen roundings in sequence are under 5 %."""
     model = specimen(family.name, dtype=torch.float32)

@@ -135,6 +135,7 @@ def outcome(job: Callable[[], Any]) -> Any:
 @pytest.mark.parametrize("interrupted", [False, True], ids=["whole", "interrupted"])
 @pytest.mark.parametrize("other", WAYS)
 @pytest.mark.parametrize("nested", SCOPES)
+@pytest.mark.sample(12)
 def test_a_nested_pass_with_other_tensors(
     nested: str, other: str, interrupted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

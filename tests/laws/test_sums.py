@@ -32,6 +32,7 @@ from .specimens import batch, build, distance, equal, forward, stir
         "Modification('ffn_inner', LowRank(2), 'sequential') + ia3",
     ],
 )
+@pytest.mark.sample(22)
 def test_sums_merge_in_the_order_they_run(family: str, text: str) -> None:
     model = build(FAMILIES[family], "base")
     inputs = batch(model)

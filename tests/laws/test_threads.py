@@ -104,6 +104,7 @@ def test_passes_beside_each_other_and_beside_inspecting(family: Family, row: Row
 
 
 @cells("layernorm", "mam(length=3, rank=4)", "diff_pruning(sparsity=0.02)", "prompt(length=3)")
+@pytest.mark.sample(16)
 def test_every_family_beside_itself(family: Family, row: Row) -> None:
     model = specimen(family.name)
     tuned = stir(deltune.attach(model, row.text))

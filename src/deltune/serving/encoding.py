@@ -92,12 +92,24 @@ class EncodingLane:
         return max(0.0, oldest + self.limits.wait - now)
 
     def advance(self) -> None:
-        """Answer the next requests, in one pass or in a few whose rows are of similar lengths."""
+        """Answer the next request in one pass, with those that wait too and are of similar length.
+
+        The others of a batch go back to the queue, so that a request that arrives meanwhile waits for a pass and not
+        for the whole batch.
+        """
         jobs = self._take()
-        for part in split_by_length(jobs, self.overhead):
-            self._answer(part)
+        parts = split_by_length(jobs, self.overhead)
+        (chosen,) = (part for part in parts if jobs[0] in part)
+        for job in reversed(jobs):
+            if job not in chosen:
+                self.context.share.charge(job.tenant, -len(job.tokens))
+                self.queue.push(job, first=True)
+        for job in chosen:
+            self.context.start(job)
+        self._answer(chosen)
 
     def _take(self) -> list[Job]:
+        """Take the requests of a batch out of the queue, the next one first."""
         jobs: list[Job] = []
         longest = 0
         while (job := self.queue.peek()) is not None and len(jobs) < self.limits.rows:
@@ -105,7 +117,6 @@ class EncodingLane:
             if jobs and longest * (len(jobs) + 1) > self.limits.tokens:
                 break
             self.queue.remove(job)
-            self.context.start(job)
             self.context.share.charge(job.tenant, len(job.tokens))
             jobs.append(job)
         return jobs
