@@ -96,14 +96,15 @@ results: $(STAMP)
 	@test -n "$(STUDIES)" || { echo "results has no study yet: make studies ROOT=... MODELS=..." >&2; exit 1; }
 	@$(BIN)/deltune study report $(STUDIES) --store results --html build/results/studies.html --to build/results
 
-# A worker with one thread for each core. Every study is exported as soon as it is done, to be committed.
+# A worker with one thread for each of two cores. Every study is exported as soon as it is done, to be committed.
 STORE ?= build/studies/small.sqlite
+STUDY_WORKERS ?= 2
 
 studies: $(STAMP)
 	@test -n "$(ROOT)" || { echo "name the folder of data sets: make studies ROOT=... MODELS=..." >&2; exit 1; }
 	@mkdir -p $(dir $(STORE))
 	@HF_HUB_OFFLINE=1 nice $(BIN)/deltune study run all --scale small --data-root "$(ROOT)" $(if $(MODELS),--model-root "$(MODELS)") \
-		--store $(STORE) --workers $(WORKERS) --results results $(ARGS)
+		--store $(STORE) --workers $(STUDY_WORKERS) --results results $(ARGS)
 
 # All cores, and nothing asked of the hub; PARTS=steps,memory measures these alone, ARGS="--again" and the like goes on.
 BENCH_ENV := HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error TOKENIZERS_PARALLELISM=false
