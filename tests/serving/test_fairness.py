@@ -91,6 +91,23 @@ def test_a_light_tenant_does_not_wait_for_a_burst_of_classification() -> None:
         assert gate.passes >= 15
 
 
+@pytest.mark.parametrize(("seconds", "passes"), [(1e-6, 12), (3600.0, 4)])
+def test_a_pass_is_as_long_as_it_may_be(seconds: float, passes: int) -> None:
+    """By the speed of the passes before, which the warm request shows."""
+    of = deltas("bert", "sequence")
+    many = [ask("classify", 8, n, "d2") for n in range(12)]
+    with Server(of.model(), deltas=of.folder, max_batch_size=4, max_wait=0.0, max_pass_seconds=seconds) as server:
+        warm(server, ask("classify", 3, 1, "d2", tenant="warm"))
+        gate = Gate(server)
+        first = server.submit(many[0])
+        assert gate.waits.wait(60)
+        futures = [first, *(server.submit(request) for request in many[1:])]
+        gate.release()
+        answers = [future.result(60) for future in futures]
+        assert gate.passes == passes
+    check(of, many, answers)
+
+
 def test_two_heavy_tenants_get_equal_shares() -> None:
     """One sends four times as many requests, which does not give it more while both wait."""
     of = deltas("gpt2", "causal")

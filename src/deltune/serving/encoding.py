@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,12 +26,14 @@ class BatchLimits:
         rows: The most requests in a batch.
         wait: The longest wait for a fuller batch, in seconds.
         prefill: The most tokens of a decoder's prompt that are read in one step; longer ones are read in parts.
+        pass_seconds: About how long a pass of an encoder takes at most, by the speed of the passes before.
     """
 
     tokens: int
     rows: int
     wait: float
     prefill: int = 512
+    pass_seconds: float = 0.2
 
 
 PASS_OVERHEAD = {"cpu": 64, "cuda": 4096}
@@ -68,6 +71,8 @@ class EncodingLane:
         tokenizer_pad = getattr(backbone.model.config.get_text_config(), "pad_token_id", None)
         self.overhead = PASS_OVERHEAD.get(self.backbone.device.type, PASS_OVERHEAD["cuda"])
         self.pad = 0 if tokenizer_pad is None else int(tokenizer_pad)
+        self.speed = math.inf
+        """Tokens a second, the overhead of a pass included; of the last passes, the later ones counting more."""
 
     @property
     def busy(self) -> bool:
@@ -99,14 +104,19 @@ class EncodingLane:
         """
         jobs = self._take()
         parts = split_by_length(jobs, self.overhead)
-        (chosen,) = (part for part in parts if jobs[0] in part)
+        (part,) = (part for part in parts if jobs[0] in part)
+        rows = (self.speed * self.limits.pass_seconds - self.overhead) / _width(part)
+        chosen = [job for job in jobs if job in part][: max(1, int(min(rows, len(part))))]
         for job in reversed(jobs):
             if job not in chosen:
                 self.context.share.charge(job.tenant, -len(job.tokens))
                 self.queue.push(job, first=True)
         for job in chosen:
             self.context.start(job)
+        began = time.perf_counter()
         self._answer(chosen)
+        speed = (self.overhead + len(chosen) * _width(chosen)) / (time.perf_counter() - began)
+        self.speed = (3 * self.speed + speed) / 4 if math.isfinite(self.speed) else speed
 
     def _take(self) -> list[Job]:
         """Take the requests of a batch out of the queue, the next one first."""
@@ -192,6 +202,11 @@ class EncodingLane:
         several = job.version.problem_type == "multi_label_classification"
         scores = (values.sigmoid() if several else values.softmax(-1)).tolist()
         return answer_of(job, label=names[int(values.argmax())], scores=dict(zip(names, scores, strict=True)))
+
+
+def _width(jobs: Sequence[Job]) -> int:
+    """The length of a pass: its longest text and its longest prompt together."""
+    return max(len(job.tokens) for job in jobs) + max(job.version.prompt_length for job in jobs)
 
 
 def split_by_length(jobs: Sequence[Job], overhead: int) -> list[list[Job]]:

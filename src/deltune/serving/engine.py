@@ -122,6 +122,8 @@ class Server:
         max_batch_size: The most requests in one batch.
         max_prefill_tokens: The most tokens of a decoder's prompt that are read in one step. A longer prompt is read in
             parts, so that the other rows of the batch wait for a part alone.
+        max_pass_seconds: About how long a pass of an encoder takes at most, by the speed of the passes before it: so
+            long a request of another tenant waits for it. A single request has a pass of its own, however long.
         max_wait: How long a request waits for a fuller batch, in seconds; a decoder's batch is joined at once.
         max_queue: The most requests that wait.
         max_queue_per_tenant: The most requests of one tenant that wait.
@@ -145,6 +147,7 @@ class Server:
         max_batch_tokens: int = 4096,
         max_batch_size: int = 32,
         max_prefill_tokens: int = 512,
+        max_pass_seconds: float = 0.2,
         max_wait: float = 0.005,
         max_queue: int = 1024,
         max_queue_per_tenant: int = 256,
@@ -156,6 +159,7 @@ class Server:
             max_loaded=max_loaded, max_loaded_bytes=max_loaded_bytes, max_batch_tokens=max_batch_tokens,
             max_batch_size=max_batch_size, max_prefill_tokens=max_prefill_tokens, max_queue=max_queue,
             max_queue_per_tenant=max_queue_per_tenant, max_length=max_length, watch=watch,
+            max_pass_seconds=max_pass_seconds,
         )  # fmt: skip
         if max_wait < 0 or prompt_cache_bytes < 0:
             raise DeltuneError("max_wait and prompt_cache_bytes must not be negative")
@@ -169,7 +173,7 @@ class Server:
             raise DeltuneError(f"a server takes a model of transformers, or its name, not {describe_value(model)}")
         self.max_loaded, self.max_loaded_bytes = max_loaded, max_loaded_bytes
         self.max_queue, self.max_queue_per_tenant, self.max_length = max_queue, max_queue_per_tenant, max_length
-        self.limits = BatchLimits(max_batch_tokens, max_batch_size, max_wait, max_prefill_tokens)
+        self.limits = BatchLimits(max_batch_tokens, max_batch_size, max_wait, max_prefill_tokens, max_pass_seconds)
         self.tokenizer = tokenizer
         self._backbones = Backbones(model)
         first = self._backbones.first

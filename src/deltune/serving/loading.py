@@ -56,6 +56,7 @@ def load_server(config: ServeConfig) -> tuple[Server, Any]:
         tokenizer,
         deltas=folder,
         max_loaded=config.deltas.max_loaded,
+        max_pass_seconds=config.batching.max_pass_seconds,
         max_wait=config.batching.max_wait,
         prompt_cache_bytes=config.batching.prompt_cache,
         watch=config.deltas.watch or None,
