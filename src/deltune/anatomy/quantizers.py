@@ -1,4 +1,4 @@
-"""How quantised linear layers look: their sizes, their weight in floating point, and the bytes that they store.
+"""The formats of quantised linear layers: how each one's sizes, dequantised weight and stored bytes are read.
 
 `QUANTIZERS` is a table with one row for each way of quantising. Everything else in deltune sees a quantised linear as a
 linear of `in_features` and `out_features` whose weight cannot be trained, and asks this table alone for anything more.

@@ -27,7 +27,7 @@ PAPERS = "LN: LN-tuning · UV: Towards a Unified View of Parameter-Efficient Tra
 
 
 def method_facts() -> dict[str, dict[str, Any]]:
-    """Return what there is to know of every named method, by name.
+    """Return formula, usage, default rates, paper and example of every named method, by name.
 
     Returns:
         name, formula, text, usage, rate and short_rate (the default learning rates of long and short runs), scalars (a

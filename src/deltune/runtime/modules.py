@@ -424,7 +424,7 @@ class Delta(nn.Module):
             parameter.requires_grad_(False)
 
     def unfreeze(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Make trainable what was before; at first everything but a frozen head that the method does not select.
+        """Make the parameters trainable again that were before `freeze`; at first all but a head with head="freeze".
 
         Args:
             parameters: Its parameters by name, wherever they are.

@@ -30,7 +30,7 @@ Prompts = list[tuple[DeltaRows, list[Edit]]]
 
 @dataclass
 class PromptPass:
-    """What the prompt hook did at the entry of a stack, for its positions and its outputs.
+    """The prompts put before the tokens in one pass, by which positions are shifted and outputs cut.
 
     Attributes:
         prompts: The prompts of each group.
@@ -86,6 +86,7 @@ class PromptHook:
             module.register_forward_hook(self.after_stack)
 
     def remove(self) -> None:
+        """Take the hook off its modules."""
         for module in (self.entry, self.positions, self.decoder, *self.exits):
             remove_hooks(module, self)
 
@@ -435,6 +436,7 @@ class PositionHook:
             )
 
     def remove(self) -> None:
+        """Take the hook off its modules."""
         for module in (self.entry, self.table):
             remove_hooks(module, self)
 

@@ -329,7 +329,7 @@ class Backbones:
             return self._by_head[head]
 
     def all(self) -> list[Backbone]:
-        """Return all models that exist, the first one first."""
+        """Return the model of each head class that deltas need, the first one first; they share their parameters."""
         return list(self._by_head.values())
 
     def close(self) -> None:

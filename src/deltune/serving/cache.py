@@ -97,7 +97,7 @@ def _layers(cache: Cache) -> list[RowsLayer]:
 
 
 def assemble(parts: Sequence[Part], width: int, at_end: bool = True) -> Cache:
-    """Return a cache of the chosen rows of some caches, in order.
+    """Return one cache with the chosen rows of several caches, padded to one width.
 
     Args:
         parts: The caches and their rows.

@@ -634,7 +634,7 @@ class RunDir:
 
     @writer_only
     def write_config(self, config: RunConfig) -> None:
-        """Write spec.yaml, unless the folder has one with the same learning rate."""
+        """Write spec.yaml for a new run, or again when a search has chosen its learning rate."""
         if not self.exists or self.config.optim.lr != config.optim.lr:
             write_text(self.spec_file, config.yaml())
 

@@ -49,7 +49,7 @@ class RateLimits:
         self._buckets: OrderedDict[tuple[str, str, float], TokenBucket] = OrderedDict()
 
     def admit(self, tenant: Tenant) -> None:
-        """Count a request.
+        """Count a request, or refuse it where the tenant has used up its limits.
 
         Args:
             tenant: Who asks.

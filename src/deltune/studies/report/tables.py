@@ -35,7 +35,7 @@ RANK = NumberFormat(1.0, 2, True, "average rank")
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table.
+    """A column of a table: its headings, what its cells are, and how its numbers are shown.
 
     Attributes:
         labels: Its headings, from the widest to the narrowest.
