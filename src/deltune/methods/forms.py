@@ -629,7 +629,6 @@ class Rescale(Form):
         return f"Rescale needs u as wide as h, here they are {widths.in_width} and {widths.out_width}"
 
     def fill_untrained(self, tensors: Tensors) -> None:
-        """Fill the entries that a mask leaves out with the values that change nothing."""
         self.initialize(tensors)
 
     def affine(self, tensors: Tensors) -> Affine:
@@ -663,7 +662,6 @@ class Mixture(Form):
         torch.nn.init.zeros_(tensors["bias"])
 
     def fill_untrained(self, tensors: Tensors) -> None:
-        """Fill the entries that a mask leaves out with the values that change nothing."""
         self.initialize(tensors)
 
     def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
