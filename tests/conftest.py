@@ -43,10 +43,11 @@ def spread_out(cases: Sequence[pytest.Item]) -> list[pytest.Item]:
     """Order cases so that the first few have as many different values of the parameters as there are."""
     values = {case: set(re.split(r": |-", case.nodeid.partition("[")[2].removesuffix("]"))) for case in cases}
     used: Counter[str] = Counter()
+    left = list(cases)
     ordered: list[pytest.Item] = []
-    while len(ordered) < len(cases):
-        left = (case for case in cases if case not in ordered)
+    while left:
         ordered.append(min(left, key=lambda c: (sum(used[v] for v in values[c]), zlib.crc32(c.nodeid.encode()))))
+        left.remove(ordered[-1])
         used.update(values[ordered[-1]])
     return ordered
 

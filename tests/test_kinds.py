@@ -129,20 +129,7 @@ def test_a_whole_run(kind: str, model: str, metric: str, more: dict[str, Any], p
     assert sum(steps[-3:]) < sum(steps[:3])
 
 
-GOING_ON = {
-    ("tagging", "bert"),
-    ("generation", "gpt2"),
-    ("generation", "t5"),
-    ("language", "gpt2"),
-    ("classification", "gpt2"),
-}
-"""Of which `make test` tries to go on with a run; what it resumes is the same for every kind."""
-
-
-@pytest.mark.parametrize(
-    ("kind", "model", "metric", "more"),
-    [pytest.param(*run, marks=() if run[:2] in GOING_ON else pytest.mark.slow) for run in RUNS],
-)
+@pytest.mark.parametrize(("kind", "model", "metric", "more"), RUNS)
 @pytest.mark.sample(3)
 def test_a_run_goes_on(
     kind: str, model: str, metric: str, more: Any, places: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -171,11 +158,8 @@ def test_a_run_goes_on(
 
 
 SMOOTHED = [
-    pytest.param(*run, smoothing, marks=() if number == 0 or number % 2 == (smoothing > 0) else pytest.mark.slow)
-    for number, run in enumerate((("classification", "bert", "accuracy", {}), *RUNS))
-    for smoothing in (0.0, 0.1)
+    (*run, smoothing) for run in (("classification", "bert", "accuracy", {}), *RUNS) for smoothing in (0.0, 0.1)
 ]
-"""`make test` tries the first with both losses, the others with the one and the other in turn."""
 
 
 @pytest.mark.parametrize(("kind", "model", "metric", "more", "smoothing"), SMOOTHED)

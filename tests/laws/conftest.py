@@ -8,8 +8,8 @@ makes its cases. Of the product `make test` runs
 - with each other family one case, of a representative method where the law has any: the first family takes the first
   case, the next one the next, so that the families together take all of them.
 
-Every other cell is marked `slow` here. A law whose parameter is a family's name has chosen its few families itself,
-and is left alone.
+Every other cell is marked `slow` here; of a law with the mark `sample` only so many remain. A law whose parameter is a
+family's name has chosen its few families itself, and is left alone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Quantised base models: every method lives on every form as on floats, and a refusal changes nothing.
 
-Most cells of the product of forms, families and methods are slow; each form and each method has a quick one.
+Of the product of forms, families and methods `make test` takes a sample, in which every form has a cell.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ from .methods import ROWS, Row
 from .quantized import FORMS, TRAINED, Form, batch, changed, load_form, logits, save_models, snapshot
 
 NF4, INT8 = FORMS["bitsandbytes nf4"], FORMS["torchao int8"]
-QUICK = ("lora(rank=2)", "prefix(length=3) + layernorm")
-"""Methods that `make test` tries on every form; every other method is tried on NF4."""
 
 MISSING = [name for name in ("bitsandbytes", "torchao", "optimum") if importlib.util.find_spec(name) is None]
 pytestmark = [
@@ -47,15 +45,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def product() -> list[Any]:
-    cases = []
-    for number, row in enumerate(ROWS):
-        for form in TRAINED:
-            for family in ("llama", "bert"):
-                turn = family == ("llama", "bert")[number % 2]
-                quick = (row.text in QUICK and turn) or (form is NF4 and turn and number % 4 == 0)
-                marks = () if quick else pytest.mark.slow
-                cases.append(pytest.param(form, family, row, id=f"{form}: {family}: {row.text}", marks=marks))
-    return cases
+    return [
+        pytest.param(form, family, row, id=f"{form}: {family}: {row.text}")
+        for row in ROWS
+        for form in TRAINED
+        for family in ("llama", "bert")
+    ]
 
 
 def trains_weights(model: PreTrainedModel, method: str) -> bool:

@@ -52,21 +52,10 @@ TEXTS = (
     "apet(layernorm + lora(rank=2), parameters=40)", "parallel_adapter(rank=2)", "prompt(length=2)",
 )  # fmt: skip
 
-QUICK_TEXTS = {
-    "bert": ("prefix(length=2) + layernorm", "apet(layernorm + lora(rank=2), parameters=40)", "prompt(length=2)",
-             "lora(rank=2)", "head"),
-    "gpt2": ("apet(layernorm + lora(rank=2), parameters=40)",), "llama": ("prefix(length=2) + layernorm",),
-    "t5": ("prefix(length=2) + layernorm",),
-}  # fmt: skip
-"""What `make test` tries on each family: attention, inputs and existing parameters, whole and in part."""
-
 CELLS = [
-    pytest.param(name, role, text, marks=() if text in QUICK_TEXTS[name] else pytest.mark.slow)
-    for name, role, text in (
-        *((name, main_role(FAMILIES[name]), text) for name in ("bert", "gpt2", "llama", "t5") for text in TEXTS
-          if text != "bitfit" or FAMILIES[name].biases),
-        *((name, "sequence", "head") for name in ("bert", "gpt2", "llama")),
-    )
+    *((name, main_role(FAMILIES[name]), text) for name in ("bert", "gpt2", "llama", "t5") for text in TEXTS
+      if text != "bitfit" or FAMILIES[name].biases),
+    *((name, "sequence", "head") for name in ("bert", "gpt2", "llama")),
 ]  # fmt: skip
 
 
@@ -757,7 +746,8 @@ class Logits(nn.Module):
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        *(pytest.param(name, "merged", marks=pytest.mark.slow) for name in ("bert", "gpt2")),
+        ("bert", "merged"),
+        ("gpt2", "merged"),
         ("bert", "prefix(length=2)"),
         ("gpt2", "rows"),
     ],

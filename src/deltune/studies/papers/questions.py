@@ -1,4 +1,4 @@
-"""What each study of the papers asks. It imports nothing, so that `deltune study list` need not build the studies."""
+"""The questions of the papers' studies, apart from the studies, which `deltune study list` need not build."""
 
 from __future__ import annotations
 
