@@ -25,7 +25,7 @@ from ..anatomy.inspection import inspect
 from ..anatomy.quantization import is_unquantized, quantized_modules
 from ..anatomy.quantizers import dequantized_weight, plain_linear, set_weight_from
 from ..anatomy.skeleton import HANDLE_NAME, base_modules, base_parameters, base_tensors
-from ..anatomy.tracing import all_configs, call_order, check_takes_embeddings
+from ..anatomy.tracing import CallOrder, all_configs, call_order, check_takes_embeddings
 from ..anatomy.types import Anatomy
 from ..compat import attention_implementation, forget_quantization, parameters_of, submodules_of
 from ..errors import DeltuneError, error_from_problems, excerpt, unknown_name
@@ -96,6 +96,7 @@ class Tuned(nn.Module):
         self._base_labels = HeadLabels.from_config(model.config)
         self._base_labels.check_ids()
         self._base_metadata: dict[str, Any] | None = None
+        self._base_order: CallOrder | None = None  # kept with the metadata, for a base that does not change any more
         self._initial_requires_grad = {name: p.requires_grad for name, p in base_parameters(model)}
         self._installed_hooks: dict[tuple[str, str], Hook] = {}
         self._hook_makers: Hooks = {}
@@ -773,13 +774,20 @@ class Tuned(nn.Module):
             self._installed_hooks.pop(key, None)
             raise
 
+    def _call_order(self) -> CallOrder:
+        """Which modules a forward pass of the base model calls; looked up once where its metadata are remembered."""
+        order = self._base_order or call_order(self.model)
+        if self._base_metadata is not None:
+            self._base_order = order
+        return order
+
     def _check_reached(self, delta: Delta) -> None:
         """Check on the model's structure that a forward pass reaches every edit of a delta."""
         for edit in delta.all_edits():
             if edit.place.target.side == "tokens":
                 check_takes_embeddings(self.model, edit.place.widths.out_width)
                 check_decoder_mask(self.model, self.anatomy)
-        order = call_order(self.model) if len(delta.edits) else None
+        order = self._call_order() if len(delta.edits) else None
         for part in self.anatomy.other_towers if order else ():
             if any(edit.place.target.path.startswith(f"{part.tower_path}.") for edit in delta.all_edits()):
                 tower = self.model.get_submodule(part.tower_path)
@@ -872,12 +880,22 @@ def keep_without_deltas(tuned: Tuned, keep: bool) -> None:
 def remember_base_metadata(tuned: Tuned) -> None:
     """Compute the facts about the base model that `Tuned.save` writes, for all later calls.
 
-    It reads a sample of every weight, so it must be called before the weights are sharded over processes.
+    From then on the base model counts as fixed: neither its weights nor its structure are compared with what they
+    were. It reads a sample of every weight, so it must be called before the weights are sharded over processes.
 
     Args:
         tuned: The handle of the model.
     """
     tuned._base_metadata = tuned._metadata_of_base(tuned.delta() if tuned.active is not None else None)
+
+
+def forget_base_metadata(tuned: Tuned) -> None:
+    """Undo `remember_base_metadata`: compare the base model again each time that a delta is loaded or saved.
+
+    Args:
+        tuned: The handle of the model.
+    """
+    tuned._base_metadata = tuned._base_order = None
 
 
 def _handle_of(model: PreTrainedModel) -> nn.Module | None:

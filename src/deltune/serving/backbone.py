@@ -29,7 +29,15 @@ from ..methods.forms import Prompt
 from ..models import AUTO_CLASSES
 from ..runtime.attaching import add_delta, find_tuned, read_delta
 from ..runtime.attention import PREFIX
-from ..runtime.handle import Tuned, base_value, inference_rows, keep_without_deltas, remember_base_metadata, shares_rows
+from ..runtime.handle import (
+    Tuned,
+    base_value,
+    forget_base_metadata,
+    inference_rows,
+    keep_without_deltas,
+    remember_base_metadata,
+    shares_rows,
+)
 from ..runtime.linear_backend import linear_forward, optimize_linear
 from ..runtime.modules import Delta, HeadLabels
 from ..runtime.prompts import unused_position_rows
@@ -259,6 +267,7 @@ class Backbone:
             self._attached.discard(name)
             self.handle.detach(name)
         keep_without_deltas(self.handle, False)
+        forget_base_metadata(self.handle)
         if not self.handle.names:
             self.handle.detach()
         if self.optimized is not None:

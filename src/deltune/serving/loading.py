@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +64,15 @@ def load_server(config: ServeConfig) -> tuple[Server, Any]:
         **{name: value for name, value in overrides.items() if value is not None},
     )
     return server, tokenizer
+
+
+def freeze_start_up() -> None:
+    """Leave all objects that exist by now out of garbage collections, in a process that does nothing but serve.
+
+    They stay until it ends, and walking through them stops all requests for up to 200 ms each time.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def deltas_folder(config: ServeConfig) -> Path | None:

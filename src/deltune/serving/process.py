@@ -18,6 +18,7 @@ from ..errors import DeltuneError, check_extra
 from .api.app import create_app
 from .api.logs import configure_logs
 from .config import ServeConfig
+from .loading import freeze_start_up, load_server
 
 if TYPE_CHECKING:
     from .api.service import Engine, Service
@@ -44,6 +45,7 @@ def serve(config: ServeConfig, quiet: bool = False) -> None:
     listener = bind(config.http.host, config.http.port)
     try:
         engine, tokenizer = build_engine(config)
+        freeze_start_up()
         try:
             app = create_app(engine, tokenizer, config)
         except BaseException:
@@ -74,8 +76,6 @@ def build_engine(config: ServeConfig) -> tuple[Engine, Any]:
 
         replicas = Replicas(config)
         return replicas, replicas.tokenizer
-    from .loading import load_server
-
     return load_server(config)
 
 

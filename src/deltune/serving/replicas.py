@@ -81,10 +81,11 @@ def replica_class(max_loaded: int) -> type[Any]:
         """The model and its engine in a process of the cluster."""
 
         def __init__(self, values: dict[str, Any]) -> None:
-            from .loading import load_server
+            from .loading import freeze_start_up, load_server
 
             self.config = ServeConfig.from_values(values)
             self.server, _ = load_server(self.config)
+            freeze_start_up()
             self.folders: dict[str, str] = {}
 
         @serve.multiplexed(max_num_models_per_replica=max_loaded)
