@@ -201,6 +201,22 @@ def test_csv_columns_of_numbers_are_not_text(tmp_path: Path) -> None:
     assert got.labels == ("9", "10") and got.splits["train"]["label"][:] == [1, 0, 1]
 
 
+CONLL = "-DOCSTART- O\n\n# id 1\nAda B-PER\nlives O\n\n\nin O\nNew\u00a0York B-LOC\n"
+
+
+@pytest.mark.parametrize("text", [CONLL.replace("\u00a0", ""), CONLL.replace("# id 1\n", "").replace(" ", "\t")])
+def test_conll(tmp_path: Path, text: str) -> None:
+    """Tokens and tags a line, with blanks or tabs, and with columns between; the rows are those of JSON lines."""
+    got = loading.load_data(write(tmp_path, train_conll=text))
+    assert got.kind == "tagging" and got.labels == ("O", "B-LOC", "B-PER")
+    assert [len(tokens) for tokens in got.splits["train"]["tokens"]] == [2, 2]
+    assert got.splits["train"]["tags"][:] == [[2, 0], [0, 1]]
+    (tmp_path / "wide.bio").write_text("Ada NNP x B-PER\nlives VBZ y O\n")
+    (tmp_path / "tokens.conll").write_text("Ada\nlives\n")
+    rows = [readers.read_rows(tmp_path / name).rows for name in ("wide.bio", "tokens.conll")]
+    assert rows == [[(1, {"tokens": ["Ada", "lives"], "tags": ["B-PER", "O"]})], [(1, {"tokens": ["Ada", "lives"]})]]
+
+
 @pytest.mark.parametrize(
     ("values", "labels", "meta", "expected", "ids"),
     [
@@ -294,6 +310,8 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"train_jsonl": lines(ROWS) + '{"text": "a"\n'}, ["train.jsonl line 5: broken JSON"]),
         ({"train_jsonl": [*ROWS, 3]}, ["train.jsonl line 5: not a JSON object but 3 (int)"]),
         ({"train_json": json.dumps(ROWS)}, ["train.json line 1: a JSON array; give one JSON object on each line"]),
+        ({"train_conll": "a O\nb\n"}, ["train.conll line 2: 1 columns, the lines before it have 2"]),
+        ({"train_bio": "a\tO\nb\t\n"}, ["train.bio line 2: an empty column"]),
         ({"train_csv": "text,label\na,x\nb\n"}, ["train.csv line 3: 1 fields, the header has 2"]),
         ({"train_csv": 'text,label\na,x\n"b,y\n'}, ["train.csv line 3: cannot be read from here to its end"]),
         ({"train_csv": "text,text,label\na,b,x\n"}, ["train.csv line 1: a column name occurs twice"]),

@@ -228,7 +228,8 @@ MISTAKES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("lora(rank=-1)", ("lora",), ("rank=-1",)),
     ("lora(dropout=1)", ("lora",), ("dropout=1", "[0, 1)")),
     ("lora(scale=2, alpha=2)", ("lora",), ("give scale or alpha, not both",)),
-    ("lora(8, 1, 'ffn', None, 0.0, 'all', 'all', 'all', 'main', 'all', 9)", ("9",), ("lora takes 10 arguments",)),
+    ("full('main', 9)", ("9",), ("full takes 1 argument:",)),
+    ("lora(8, 16)", ("16",), ("lora takes 1 argument without a name", "scale=1")),  # PEFT's second number is alpha
     ("lora(8, rank=9)", ("rank",), ("'rank' is given twice",)),
     ("lora(rank=2, rank=3)", ("rank=3",), ("lora: 'rank' is given twice",)),
     ("lora(rank=2, at=quey, rank=3, rank=4)", ("quey", "rank=3", "rank=4"), ("3 problems", "'quey'")),

@@ -193,6 +193,7 @@ ARGUMENTS: dict[str, tuple[Callable[[deltune.Tuned, dict[str, Any]], Any], str]]
     "use adapter_name": (lambda t, x: t.use(**x), "Here it is called 'name'. It takes: (name)"),
     "merge safe_merge": (lambda t, x: t.merge(**x), "merge has no argument 'safe_merge'. Leave it out."),
     "merge adapter_names": (lambda t, x: t.merge(**x), "Here it is called 'name'."),
+    "attach lora_alpha": (lambda t, x: deltune.attach(t.model, "lora", **x), 'expression, such as "lora(alpha=…)"'),
     "count config": (lambda t, x: deltune.count(t.model, **x), "Here it is called 'method'."),
 }  # fmt: skip
 """A function and an argument of others -> a call with it, and what its error says."""
@@ -206,6 +207,45 @@ def test_an_argument_of_others_is_answered_with_ours(case: str) -> None:
         call(tuned, {case.split()[1]: "x"})
     with pytest.raises(TypeError, match="attach"):  # any other wrong call is what it is in every function
         deltune.attach()  # type: ignore[call-arg]
+
+
+def test_the_handle_stands_for_the_whole_model() -> None:
+    """A loop that PEFT's wrapper was given to gets the same from the handle."""
+    model = build(FAMILIES["bert"], "sequence")
+    tuned = deltune.attach(model, "lora(rank=2)")
+    assert dict(tuned.named_parameters()).keys() == dict(model.named_parameters()).keys()
+    trained = [p for p in tuned.parameters() if p.requires_grad]
+    assert {id(p) for p in trained} == {id(p) for p in tuned.trainable_parameters()}
+    assert not tuned.eval().training and not any(module.training for module in model.modules())
+    assert tuned.train().training and all(module.training for module in model.modules())
+    assert not model.eval().training and not tuned.training
+    assert {p.dtype for p in tuned.to(torch.float64).parameters()} == {p.dtype for p in model.parameters()}
+    assert next(model.parameters()).dtype == torch.float64
+    tuned.detach()
+    assert list(tuned.parameters()) == [] and not tuned.eval().training
+
+
+def test_a_folder_is_no_method(tmp_path: Path) -> None:
+    model = build(FAMILIES["bert"], "sequence")
+    deltune.attach(model, "lora(rank=2)").save(tmp_path / "lora_of_mine")
+    with pytest.raises(deltune.DeltuneError, match=r"is a folder, .*deltune\.load\(model, "):
+        deltune.attach(build(FAMILIES["bert"], "sequence"), str(tmp_path / "lora_of_mine"))
+
+
+def test_a_head_for_another_purpose_is_refused(tmp_path: Path) -> None:
+    """The heads of a classifier and of a tagger have tensors of the same names and shapes."""
+    model, tagger = build(FAMILIES["bert"], "sequence"), build(FAMILIES["bert"], "tokens")
+    tagger.load_state_dict(dict(model.state_dict()), strict=False)
+    deltune.attach(model, "lora(rank=2)").save(tmp_path / "delta")
+    with pytest.raises(deltune.DeltuneError, match="load the base model as BertForSequenceClassification"):
+        deltune.load(tagger, tmp_path / "delta")
+
+    class Mine(type(build(FAMILIES["bert"], "sequence"))):  # type: ignore[misc]
+        """A class of the user's own."""
+
+    model = build(FAMILIES["bert"], "sequence")
+    model.__class__ = Mine
+    assert deltune.load(model, tmp_path / "delta").names == ("default",)
 
 
 def test_a_model_is_no_name() -> None:

@@ -275,7 +275,7 @@ ADVICE: dict[str, tuple[dict[str, Any], str]] = {
     "no better": ({"log": FALLING, "answer": lambda row: "beast" if row["reference"] == "beast" else "<b>tool</b>"
                    if row["reference"] != "<b>tool</b>" else EVIL}, r"no better than always answering.*--epochs 6"),
     "rose": ({"log": losses(1, 2, 3), "answer": lambda row: row["reference"]}, r"rose from 1 to 3.*--lr 0\.004"),
-    "stayed": ({"log": losses(1, 1, 0.99), "answer": lambda row: row["reference"]}, r"hardly fell.*--lr 0\.1"),
+    "stayed, and all is right": ({"log": losses(1, 1, 0.99), "answer": lambda row: row["reference"]}, "^$"),
     "improving": ({"log": [*FALLING, *validations((1.0, 0.3), (0.9, 0.4), (0.8, 0.5))],
                    "answer": lambda row: row["reference"],
                    "metrics": lambda values: values["best"].update(step=18, value=0.5)},
@@ -290,6 +290,17 @@ def test_advice(case: str, copy: Callable[..., RunDir]) -> None:
     changes, expected = ADVICE[case]
     notes = advising.advice(advising.read_finished(copy(**changes)))
     assert len(notes) <= 1 and re.search(expected, "".join(notes)), notes
+
+
+def test_the_rate_that_is_advised(copy: Callable[..., RunDir]) -> None:
+    """Higher below the default, the default above it, lower where the loss rose."""
+    config, log = copy().config, losses(1, 1, 0.99)
+    assert config.optim.rate == 0.02
+    high = config.replace(lr=0.5)
+    rates = [advising.loss_stayed(config, log), advising.loss_stayed(high, log), advising.loss_rose(high, losses(1, 3))]
+    shown = [re.search(r"--lr ([\d.]+)", "".join(notes)) for notes in rates]
+    low, usual, lower = [float(match[1]) for match in shown if match]
+    assert low == pytest.approx(0.1) and 0.0 < usual < 0.5 / 5 and lower <= usual
 
 
 @pytest.mark.parametrize(

@@ -213,6 +213,21 @@ def test_a_text_that_ends_within_a_character_is_given_as_it_is() -> None:
     assert builder.take(final=True) == "\ufffd"
 
 
+class Words:
+    """Decodes numbers to words with blanks between them, without one before the first, as SentencePiece does."""
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+def test_the_blank_behind_a_prompt_is_kept() -> None:
+    for prompt in ([], [1], list(range(20))):
+        builder = TextBuilder(Words().decode, [], prompt)
+        for token in (5, 6):
+            builder.add(token)
+        assert Words().decode(prompt) + builder.take(final=True) == Words().decode([*prompt, 5, 6])
+
+
 # -- tokenizers
 
 

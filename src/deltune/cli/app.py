@@ -147,6 +147,7 @@ def evaluate(
     columns: Annotated[str | None, typer.Option(help="Columns of --data: text=a,label=b [as the run's].")] = None,
     task: Annotated[str | None, typer.Option(help="Of a model: the kind of task [as the columns show].")] = None,
     answer: Annotated[str, typer.Option(help="Of a model: head or words.")] = "head",
+    max_length: Annotated[int | None, typer.Option(min=1, help="Of a model: tokens of a text [128].")] = None,
     split: Annotated[list[str] | None, typer.Option(help="Repeatable [validation and test].")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder for predictions, SPLIT.jsonl each.")] = None,
     rescore: Annotated[bool, typer.Option("--rescore", help="From its prediction files, without the model.")] = False,
@@ -171,9 +172,13 @@ def evaluate(
         if rescore:
             scores = inference.rescore(run, [name.strip() for name in (metrics or "").split(",") if name.strip()])
         elif data is None or inference.is_run(run):
+            if max_length is not None:
+                raise DeltuneError(f"--max-length is of a model as it is; {run} is a run, whose texts have a length")
             scores = inference.evaluate(run, data, split, output, not quiet, columns=columns)
         else:
-            scores = inference.evaluate_model(str(run), data, task, columns, answer, split, output, not quiet)
+            scores = inference.evaluate_model(
+                str(run), data, task, columns, answer, split, output, not quiet, max_length
+            )
     console.print_json(data=scores) if as_json else console.print(formatting.score_table(scores))
 
 

@@ -215,10 +215,26 @@ def comparison_table(comparison: Comparison, fold: bool) -> RenderableType:
 
 def prediction_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Return a table with one line an input: what is predicted, its score where it has one, the input."""
+    if rows and all(_is_tagged(row) for row in rows):
+        table = _table("prediction")
+        for row in rows:
+            table.add_row(_tagged_text(row["input"], row["prediction"]))
+        return table
     table = _table("prediction", "score", "input")
     for row in rows:
         table.add_row(_plain(row["prediction"]), _score(row["prediction"], row["scores"]), _plain(row["input"]))
     return table
+
+
+def _is_tagged(row: Mapping[str, Any]) -> bool:
+    """Whether a prediction is a list of tags, one for each token of the input."""
+    tags, tokens = row["prediction"], row["input"]
+    return isinstance(tags, list) and isinstance(tokens, list) and len(tags) == len(tokens)
+
+
+def _tagged_text(tokens: Sequence[str], tags: Sequence[str]) -> str:
+    """Return tokens in one line, each behind which a tag other than O stands: "Ada/B-PER lives in London/B-LOC"."""
+    return " ".join(token if tag == "O" else f"{token}/{tag}" for token, tag in zip(tokens, tags, strict=True))
 
 
 def _plain(value: Any) -> str:

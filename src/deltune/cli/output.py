@@ -45,11 +45,17 @@ class StderrHandler(logging.Handler):
         print(self.format(record), file=sys.stderr)
 
 
+_TALKATIVE = ("torchao", "bitsandbytes", "torch.utils._pytree")
+"""Loggers that warn, whenever transformers imports them, of kernels that a machine lacks and nothing here uses."""
+
+
 @contextlib.contextmanager
 def log_to_stderr(quiet: bool) -> Iterator[None]:
     """Print deltune's notes and warnings on standard error, one line each, and silence those of other libraries."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for name in _TALKATIVE:
+        logging.getLogger(name).setLevel(logging.ERROR)
     logger = logging.getLogger("deltune")
     handler, level = StderrHandler(), logger.level
     handler.setFormatter(logging.Formatter("%(message)s"))

@@ -233,8 +233,8 @@ def load_data(
     """Load the data of a task and check every row of it.
 
     Args:
-        source: A folder of train, validation and test files (.jsonl, .json, .csv, .txt, also with .gz, or .parquet), or
-            a hub id, which may name a revision and a configuration: OWNER/NAME@REVISION:CONFIGURATION.
+        source: A folder of train, validation and test files (.jsonl, .json, .csv, .txt, .conll, .bio, also with .gz, or
+            .parquet), or a hub id, which may name a revision and a configuration: OWNER/NAME@REVISION:CONFIGURATION.
         columns: The columns, as {"text": …, "pair": …, "label": …} or in the order of the kind's roles. Default: those
             of meta.json, else those that have usual names.
         labels: Names of the labels in the order of their ids. Default: `label_names` of meta.json, else the labels of
@@ -257,9 +257,14 @@ def load_data(
         raise DeltuneError(unknown_name("kind of task", kind, TASK_COLUMNS))
     folder = user_path(source, "data")
     if folder.is_file():
+        suffix = data_suffix(folder) or ".jsonl"
         raise DeltuneError(
             f"data {source} is a file: give a folder with the rows of each split in a file of its own, "
-            f"train{folder.suffix}, and validation{folder.suffix} and test{folder.suffix} if there are any"
+            + (
+                f"train{suffix}, and validation{suffix} and test{suffix} if there are any"
+                if training
+                else f"such as test{suffix} alone"
+            )
         )
     needed = ("train",) if training else tuple(SPLITS)
     if folder.is_dir():

@@ -1,4 +1,4 @@
-"""Reading one data file (JSON lines, CSV, Parquet or text): its rows, each with its line number."""
+"""Reading one data file (JSON lines, CSV, Parquet, CoNLL or text): its rows, each with its line number."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import codecs
 import csv
 import gzip
 import io
+import itertools
 import re
 import sys
 import zlib
@@ -252,11 +253,35 @@ def _read_text(path: Path, problems: list[str]) -> NumberedRows:
         yield 1, {"text": text}
 
 
+def _read_conll(path: Path, problems: list[str]) -> NumberedRows:
+    """Read sentences with a blank line between them, each a line for a token: the token first, its tag last.
+
+    Lines -DOCSTART- and comments (# and a blank) are left out. Of tokens alone there are no tags.
+    """
+    width = first = 0
+    sentence: list[list[str]] = []
+    for number, line in itertools.chain(text_lines(path), [(0, "")]):
+        cells = line.rstrip("\r\n").split("\t") if "\t" in line else line.split()
+        if not any(cells) or cells[0] == "-DOCSTART-":
+            if sentence:
+                tags = {"tags": [row[-1] for row in sentence]} if width > 1 else {}
+                yield first, {"tokens": [row[0] for row in sentence], **tags}
+            sentence = []
+        elif line.startswith("# ") and "\t" not in line and len(cells) != width:
+            continue
+        elif (width and len(cells) != width) or not all(cells):
+            wrong = f"{len(cells)} columns, the lines before it have {width}" if all(cells) else "an empty column"
+            problems.append(f"{path.name} line {number}: {wrong}")
+        else:
+            width, first = len(cells), first if sentence else number
+            sentence.append(cells)
+
+
 READERS = {
     ".jsonl": _read_json_lines, ".json": _read_json_lines, ".csv": _read_csv, ".parquet": _read_parquet,
-    ".txt": _read_text,
+    ".conll": _read_conll, ".bio": _read_conll, ".txt": _read_text,
 }  # fmt: skip
-READERS |= {f"{suffix}.gz": READERS[suffix] for suffix in (".jsonl", ".json", ".csv", ".txt")}
+READERS |= {f"{suffix}.gz": READERS[suffix] for suffix in READERS if suffix != ".parquet"}
 
 
 def short_repr(value: object) -> str:

@@ -415,7 +415,7 @@ def _read_lora(anatomy: Anatomy, config: Mapping[str, Any], name: str, unused: U
     _check_every_layer(anatomy, config, pieces)
     sites = tuple(dict.fromkeys(piece.modification.site for piece in pieces))
     at = ("query", "value") if set(sites) == {"query", "value"} else sites
-    return ReadConfig(pieces, [lambda: lora(rank, scale, at, dropout=dropout)])
+    return ReadConfig(pieces, [lambda: lora(rank, scale=scale, at=at, dropout=dropout)])
 
 
 def _check_every_layer(anatomy: Anatomy, config: Mapping[str, Any], pieces: list[PlacedTensors]) -> None:

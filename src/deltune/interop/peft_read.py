@@ -175,7 +175,7 @@ def _read_lora(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTenso
     assert isinstance(first_form, LowRank) and isinstance(factor, float | int)
     at = ("query", "value") if set(sites) == {"query", "value"} else sites
     method = method_from_pieces(
-        anatomy, pieces, [lambda: lora(first_form.rank, factor, at, dropout=first_form.dropout)]
+        anatomy, pieces, [lambda: lora(first_form.rank, scale=factor, at=at, dropout=first_form.dropout)]
     )
     return method, tensors_by_file_name(anatomy, method, pieces)
 

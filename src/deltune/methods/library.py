@@ -458,6 +458,7 @@ def multi_head_parallel_adapter(
 @named_method
 def lora(
     rank: int = 8,
+    *,  # PEFT's second number is alpha
     scale: float = 1,
     at: Site = ("query", "value"),
     alpha: float | None = None,

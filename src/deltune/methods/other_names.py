@@ -53,7 +53,7 @@ ARGUMENT_NAMES: Mapping[str, tuple[str, ...]] = {
     "non_linearity": ("activation",), "nonlinearity": ("activation",), "act": ("activation",),
     "encoder_hidden_size": ("reparameterise",), "prefix_projection": ("reparameterise",),
     "ln_before": ("layer_norm",), "add_layer_norm_before": ("layer_norm",),
-    "init_weights": ("init",), "init_lora_weights": ("init",),
+    "init_weights": ("init",),
     "prompt_tuning_init": ("init_from",), "prompt_tuning_init_text": ("init_from",),
     **dict.fromkeys(("adapter_name", "adapter", "adapter_setup", "new_adapter_name", "load_as"), ("name",)),
     **dict.fromkeys(("adapter_names", "adapters", "selected_adapters"), ("names", "name")),
@@ -82,6 +82,7 @@ ARGUMENT_NOTES: Mapping[str, str] = {
         "Leave it out",
     ),
     "bias": "Add a term that trains biases: … + bitfit(which='linear')",
+    "init_lora_weights": "Leave it out: LoRA starts as by PEFT's default, W_down by Kaiming and W_up at 0",
     "use_rslora": "Give scale=alpha / √rank",
     "use_dora": "DoRA has no translation",
     "rank_pattern": "Write a sum, such as lora(rank=4, at='query') + lora(rank=8, at='value')",
@@ -189,7 +190,8 @@ FUNCTION_NAMES: Mapping[str, str] = {
     "push_to_hub": "tuned.push_to_hub(repo_id)",
     "print_trainable_parameters": "print(tuned.count())", "get_nb_trainable_parameters": "tuned.count()",
     "merge_and_unload": "tuned.merge()", "merge_adapter": "tuned.merge()", "unload": "tuned.detach()",
-    "delete_adapter": "tuned.detach(name)", "set_adapter": "tuned.use(name)", "active_adapters": "tuned.active",
+    "delete_adapter": "tuned.detach(name)", "set_adapter": "tuned.use(name)",
+    "active_adapters": "tuned.active", "active_adapter": "tuned.active",
     "add_adapter": "deltune.attach(model, method, name)", "load_adapter": "deltune.load(model, folder, name)",
     "disable_adapter": "with tuned.disable(): …", "disable_adapters": "with tuned.disable(): …",
     "get_base_model": "tuned.model, the model that you attached to", "base_model": "tuned.model",
@@ -201,6 +203,7 @@ FUNCTION_NAMES: Mapping[str, str] = {
 
 def hint_for_function(name: str) -> str | None:
     """Return what a function or method of PEFT is here, as a sentence, or None for another name."""
+    name = "AutoPeftModel" if name.startswith("AutoPeftModelFor") else name
     return f"Here it is: {FUNCTION_NAMES[name]}." if name in FUNCTION_NAMES else None
 
 
@@ -283,6 +286,14 @@ def hint_for_argument(key: str, parameters: Collection[str]) -> str | None:
     name = next((name for name in ARGUMENT_NAMES.get(key, ()) if name in parameters), None)
     note = ARGUMENT_NOTES.get(key) if name is not None or key not in ARGUMENT_NAMES else None
     return " ".join(filter(None, (name and f"Here it is called {name!r}.", note and f"{note}.")))
+
+
+def argument_of_methods(key: str) -> str | None:
+    """Return what an argument of methods is called here, or None for one that no method has."""
+    of_methods = {"rank", "scale", "alpha", "dropout", "at", "site", "layers", "length", "activation", "init", "tokens"}
+    if key in of_methods:
+        return key
+    return next((name for name in ARGUMENT_NAMES.get(key, ()) if name in of_methods), None)
 
 
 def hint_for_option(name: object, written: str = "{}") -> str | None:

@@ -27,8 +27,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from pydantic import ConfigDict, InstanceOf, TypeAdapter, ValidationError
 
-from ..errors import DeltuneError, closest_match, error_from_problems, excerpt
-from .other_names import expression_of, hint_for_argument, hint_for_site, unknown_term
+from ..errors import DeltuneError, closest_match, counted, error_from_problems, excerpt
+from .other_names import argument_of_methods, expression_of, hint_for_argument, hint_for_site, unknown_term
 
 MAX_INTEGER = 2**63 - 1
 """The largest whole number, which is the largest size that torch can give a tensor."""
@@ -149,6 +149,8 @@ def unknown_argument(name: str, key: str, make: Callable[..., Any]) -> str:
     """Return the message for an argument that does not exist: the nearest name, and all that exist."""
     parameters = [parameter for parameter in signature(make).parameters if parameter != "self"]
     hint = hint_for_argument(key, parameters)
+    if "method" in parameters and not hint and (word := argument_of_methods(key)):
+        hint = f'It is an argument of the method, and stands in its expression, such as "lora({word}=…)".'
     if not hint and (guess := closest_match(key, parameters)):
         hint = f"Did you mean {guess!r}?"
     return f"{name} has no argument {key!r}.{hint and ' '}{hint} It takes: {signature_text(make)}"
@@ -168,9 +170,8 @@ def explain_arguments(function: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if not kwargs.keys() <= known:
-            raise DeltuneError(
-                " ".join(unknown_argument(function.__name__, key, function) for key in kwargs if key not in known)
-            )
+            unknown = [unknown_argument(function.__name__, key, function) for key in kwargs if key not in known]
+            raise error_from_problems(f"{function.__name__} was called with arguments that it does not have", unknown)
         return function(*args, **kwargs)
 
     return call
@@ -354,12 +355,13 @@ class _ExpressionReader:
         parameters = signature(make).parameters
         before = len(self.problems)
         bound: dict[str, tuple[ast.AST, ast.expr]] = {}
-        for argument, key in zip(positional, parameters, strict=False):
+        places = [key for key, parameter in parameters.items() if parameter.kind is not Parameter.KEYWORD_ONLY]
+        for argument, key in zip(positional, places, strict=False):
             bound[key] = argument, argument
-        for argument in positional[len(parameters) :]:
-            self.problems.append(
-                _Problem(argument, f"{name.id} takes {len(parameters)} arguments: {signature_text(make)}")
-            )
+        for argument in positional[len(places) :]:
+            taken = counted(len(places), "argument")
+            by_name = "" if len(places) == len(parameters) else " without a name"
+            self.problems.append(_Problem(argument, f"{name.id} takes {taken}{by_name}: {signature_text(make)}"))
         for keyword in keywords:
             if keyword.arg is None:
                 self.problems.append(_Problem(keyword.value, "** is not allowed"))
@@ -394,7 +396,11 @@ class _ExpressionReader:
 def signature_text(make: Callable[..., Any]) -> str:
     """Return a signature as it is written in an expression, without types."""
     typed: Signature = signature(make)
-    parameters = [p.replace(annotation=Parameter.empty) for p in typed.parameters.values() if p.name != "self"]
+    parameters = [
+        p.replace(annotation=Parameter.empty, kind=Parameter.POSITIONAL_OR_KEYWORD)  # without the star between them
+        for p in typed.parameters.values()
+        if p.name != "self"
+    ]
     return str(typed.replace(parameters=parameters, return_annotation=Signature.empty))
 
 

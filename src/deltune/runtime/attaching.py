@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import warnings
 from collections.abc import Iterable, Iterator
@@ -236,7 +237,7 @@ def attach(
     _check_model(model)
     with _default_modes():
         check_gradients_pass(model)
-        parsed = parse(method)
+        parsed = _parse_or_explain(method)
         if head not in ("train", "freeze"):
             raise DeltuneError(unknown_name("head", head, ("train", "freeze")))
         handle = find_tuned(model)
@@ -250,6 +251,19 @@ def attach(
         handle = handle or Tuned(model)
         _attach(handle, parsed, planned, name, head)
     return handle
+
+
+def _parse_or_explain(method: str | Method) -> Method:
+    """Parse a method; of what is a folder and no method, say how a delta is loaded."""
+    try:
+        return parse(method)
+    except DeltuneError:
+        if isinstance(method, str | Path) and os.path.isdir(method):
+            raise DeltuneError(
+                f"{excerpt(str(method))} is a folder, and a method is an expression such as 'lora(rank=8)': a saved "
+                f"delta is attached by deltune.load(model, {excerpt(str(method))})"
+            ) from None
+        raise
 
 
 @contextlib.contextmanager
@@ -484,6 +498,8 @@ def _read_delta(
             f"{where} holds a head of {facts.base.model} ({', '.join(head[:8])}); {type(handle.model).__name__} has "
             f"{', '.join(head_tensors) or 'none'}: load the base model as {facts.base.model}"
         )
+    if head:
+        _check_purpose(facts.base.model, handle.model, where)
     method, explicit = parse_saved_method(anatomy, facts, len(saved.tensors), where)
     planned = resolve(anatomy, explicit, lambda: base_size(handle.model)[1])
     labels = (
@@ -496,6 +512,27 @@ def _read_delta(
     delta = handle._move_to_model(Delta(method, planned, head, facts.head.mode, folded=True))
     _fill(handle, delta, saved.numbers(), where, allow_nonfinite)
     return delta, labels
+
+
+def _check_purpose(saved_class: str, model: PreTrainedModel, where: Path) -> None:
+    """Raise an error for a model whose head has tensors of the same names and another purpose, such as to tag tokens.
+
+    Args:
+        saved_class: The class of the model that the delta was tuned on.
+        model: The model that it is loaded on; it may be of a class that is derived from that one.
+        where: The folder, for the message.
+    """
+    here = {match[0] for kind in type(model).__mro__ if (match := _PURPOSE.search(kind.__name__))}
+    saved = _PURPOSE.search(saved_class)
+    if saved and here and saved[0] not in here:
+        raise DeltuneError(
+            f"{where} holds a head of {saved_class}, and this model is a {type(model).__name__}: load the base model "
+            f"as {saved_class}"
+        )
+
+
+_PURPOSE = re.compile(r"For[A-Z][A-Za-z]*$")
+"""The end of the name of a class of transformers, which says what its head is for."""
 
 
 def _check_file(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import tempfile
 import threading
@@ -110,7 +111,14 @@ class Tuned(nn.Module):
 
     def __dir__(self) -> list[str]:
         """The names that a user needs; torch's own for modules exist too."""
-        return sorted({"anatomy", "deltas", "base", *(name for name in vars(Tuned) if not name.startswith("_"))})
+        return sorted(
+            {
+                "anatomy",
+                "deltas",
+                "base",
+                *(name for name in vars(Tuned) if not name.startswith("_") and not hasattr(nn.Module, name)),
+            }
+        )
 
     def _add_to_model(self) -> None:
         self.model.requires_grad_(False)
@@ -162,6 +170,42 @@ class Tuned(nn.Module):
             DeltuneError: Always.
         """
         raise DeltuneError("the handle cannot be called: call the model itself, which uses the delta in use")
+
+    # -- what a PeftModel would do for the whole model, and torch would do for the tensors of deltas alone
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterate over the parameters of the whole model, as `model.named_parameters()` does.
+
+        Args:
+            prefix: Put before each name.
+            recurse: Whether those of sub-modules come too. False: those of the handle itself, which has none.
+            remove_duplicate: Whether a parameter with several names comes once.
+
+        Returns:
+            An iterator over (name, parameter).
+        """
+        of: nn.Module | None = self.__dict__["_model"]
+        if of is None or not recurse:
+            return super().named_parameters(prefix, recurse, remove_duplicate)
+        return of.named_parameters(prefix, recurse, remove_duplicate)
+
+    def train(self, mode: bool = True) -> Tuned:
+        """Set the whole model to training, or with `mode=False` to evaluation, as `model.train(mode)` does.
+
+        Args:
+            mode: Whether to train.
+
+        Returns:
+            The handle itself.
+        """
+        of: nn.Module | None = self.__dict__["_model"]
+        if of is not None and of.training != mode:
+            of.train(mode)  # which calls this again, for the handle is a sub-module
+        else:
+            super().train(mode)
+        return self
 
     def __getattr__(self, name: str) -> Any:
         """Of a name that a PeftModel has, say what it is called here."""
@@ -248,8 +292,8 @@ class Tuned(nn.Module):
         """Iterate over the parameters to give to an optimizer: those that train with the delta in use.
 
         They include the head and the tensors of the model that the delta trains in place, and leave out the deltas
-        that are not in use. Inside `rows()` they are those of every delta that is named there. (`parameters()` is
-        torch's and returns all parameters that are registered in the handle, trainable or not.)
+        that are not in use. Inside `rows()` they are those of every delta that is named there. (`parameters()` has all
+        parameters of the model, trained or not.)
 
         Returns:
             An iterator over parameters; none where no delta is in use.
@@ -865,6 +909,21 @@ def shares_rows(tuned: Tuned, name: str) -> bool:
     with tuned._state.mutex:
         facts = tuned._passes.delta_cache.of(tuned.delta(name), tuned.anatomy, tuned._state)
     return not facts.shared and not facts.not_by_row
+
+
+def _of_whole_model(name: str) -> Callable[..., Tuned]:
+    """Return a method of a handle that does to the whole model what torch's method of this name does."""
+
+    @functools.wraps(getattr(nn.Module, name))
+    def method(self: Tuned, *args: Any, **kwargs: Any) -> Tuned:
+        getattr(self.model, name)(*args, **kwargs)
+        return self
+
+    return method
+
+
+for _name in ("to", "cuda", "cpu", "half", "float", "double", "bfloat16"):
+    setattr(Tuned, _name, _of_whole_model(_name))
 
 
 def keep_without_deltas(tuned: Tuned, keep: bool) -> None:

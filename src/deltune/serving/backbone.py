@@ -73,6 +73,7 @@ class LoadedDelta:
         shifts: By how many positions it moves the tokens of each stack besides, by name of the stack.
         bytes: Its size in memory.
         max_length: The length in tokens to which its run cuts texts, or None.
+        takes_pairs: Whether its run classifies pairs of texts; None where no run says so.
         users: How many requests need it now.
         used: Whether a request has used it since it was loaded.
         last_used: When it was last needed, on the monotonic clock.
@@ -96,6 +97,7 @@ class LoadedDelta:
     shifts: dict[str, int] = field(default_factory=dict)
     bytes: int = 0
     max_length: int | None = None
+    takes_pairs: bool | None = None
     users: int = 0
     used: bool = False
     last_used: float = 0.0
@@ -211,6 +213,7 @@ class Backbone:
         facts = prepared.facts
         loaded = self._loaded(prepared.name, internal, facts.version, prepared.delta, time.time())
         loaded.bytes, loaded.max_length, loaded.permanent = prepared.bytes, facts.max_length, False
+        loaded.takes_pairs = facts.takes_pairs
         loaded.parameters = facts.parameters or loaded.parameters
         loaded.tasks = tuple(task for task in facts.tasks if task in HEAD_TASKS[self.head])
         if not set(loaded.tasks) & {"classify", "tag"}:

@@ -29,10 +29,10 @@ from .encoding import BatchLimits, EncodingLane, LaneContext
 from .errors import EngineClosed, InvalidRequest, QueueFull, RequestTimeout, UnknownDelta
 from .fairness import FairShare
 from .generation import GenerationLane, GenerationOptions
-from .jobs import LONG_TEXT, Job, Listener, RequestEncoder, check_task, input_size
+from .jobs import LONG_TEXT, Job, Listener, RequestEncoder, check_pair, check_task, input_size
 from .prompt_cache import PromptCache
 from .registry import HEAD_TASKS, FolderFacts, Signature, check_delta_name, read_facts, scan, signature
-from .requests import Answer, DeltaInfo, EngineStats, Request, Task, TokenChoice
+from .requests import Answer, DeltaInfo, EngineStats, Request, TokenChoice
 
 logger = logging.getLogger(__name__)
 
@@ -385,30 +385,31 @@ class Server:
 
     def _job(self, request: Request, listener: Listener | None, arrived: float) -> Job:
         """Check a request, and read its text."""
-        entry, tasks, max_length = self._target(request.delta)
-        check_task(request.task, tasks, request.delta)
+        entry, facts = self._target(request.delta)
+        check_task(request.task, facts.tasks, request.delta)
+        if request.task == "classify":
+            check_pair(request, facts.takes_pairs)
         if request.timeout is not None and not request.timeout > 0:
             raise InvalidRequest(f"a timeout is a number of seconds above 0, not {request.timeout}")
-        job = self._encoder.encode(request, listener, max_length)
+        job = self._encoder.encode(request, listener, facts.max_length)
         job.submitted = arrived
         if request.task == "generate":
             self._options.check(request.sampling)
         self._check_length(job, (None if entry is None else entry.current) or self._base)
         return job
 
-    def _target(self, name: str | None) -> tuple[Entry | None, tuple[Task, ...], int | None]:
-        """The entry of a delta, what it can be asked, and to how many tokens its run cut texts."""
+    def _target(self, name: str | None) -> tuple[Entry | None, LoadedDelta | FolderFacts]:
+        """The entry of a delta, and what is known of it: in memory, or from its files."""
         if name is None:
-            return None, self._base.tasks, None
+            return None, self._base
         with self._lock:
             entry = self._entries.get(name)
             known = None if entry is None else entry.current
         if entry is None:
             raise UnknownDelta(unknown_name("delta", name, self._entries))
         if known is not None:
-            return entry, known.tasks, known.max_length
-        facts = self._facts(entry)
-        return entry, facts.tasks, facts.max_length
+            return entry, known
+        return entry, self._facts(entry)
 
     def _check_length(self, job: Job, loaded: LoadedDelta) -> None:
         length, backbone = len(job.tokens), loaded.backbone

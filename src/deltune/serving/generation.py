@@ -275,7 +275,7 @@ class GenerationLane:
         row = Row(
             job,
             TokenChooser(sampling, processors, self.options.encoder.token_text),
-            TextBuilder(self.options.encoder.decode, sampling.stop),
+            TextBuilder(self.options.encoder.decode, sampling.stop, () if self.backbone.is_encoder_decoder else before),
             before,
         )
         if not self.backbone.is_encoder_decoder:

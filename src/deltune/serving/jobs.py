@@ -219,6 +219,25 @@ class RequestEncoder:
             return str(self.tokenizer.decode([token]))
 
 
+def check_pair(request: Request, takes_pairs: bool | None) -> None:
+    """Check that a classified text comes with a second one if and only if its delta was trained on pairs.
+
+    Args:
+        request: The request.
+        takes_pairs: Whether it was; None if nobody knows.
+
+    Raises:
+        InvalidRequest: It has one text too many or too few.
+    """
+    if request.text is None or takes_pairs is None or takes_pairs == (request.second_text is not None):
+        return
+    raise InvalidRequest(
+        f"delta {request.delta!r} classifies pairs of texts: send the second one too (over HTTP in pair)"
+        if takes_pairs
+        else f"delta {request.delta!r} classifies single texts: send no second one (over HTTP no pair)"
+    )
+
+
 def input_size(request: Request) -> int:
     """Return the length of a request's input, in characters or tokens."""
     return len(request.text or "") + len(request.second_text or "") + len(request.tokens or ())

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from ..errors import DeltuneError, check_extra
+from ..errors import DeltuneError, check_extra, counted
 from .api.app import create_app
 from .api.logs import configure_logs
 from .config import ServeConfig
@@ -225,7 +225,7 @@ def _greeting(config: ServeConfig, engine: Engine, listener: socket.socket) -> s
     scheme = "https" if config.http.ssl_certfile else "http"
     deltas = engine.deltas()
     refused = sum(bool(delta.error) for delta in deltas)
-    line = f"serving {config.base_name} with {len(deltas):,} deltas at {scheme}://{host}:{address[1]}"
+    line = f"serving {config.base_name} with {counted(len(deltas), 'delta')} at {scheme}://{host}:{address[1]}"
     if refused:
         line += f"; {refused} of them have files that were refused: GET /v1/deltas says why"
     if config.http.keys is None and not config.is_local:

@@ -65,6 +65,7 @@ class FolderFacts:
         has_head: Whether it brings a head of its own.
         version: A digest of its files.
         max_length: The length in tokens to which the run that it is from cuts its texts, or None.
+        takes_pairs: Whether the run that it is from classifies pairs of texts; None where no run says so.
     """
 
     head: str
@@ -74,6 +75,7 @@ class FolderFacts:
     has_head: bool
     version: str
     max_length: int | None = None
+    takes_pairs: bool | None = None
 
     @property
     def tasks(self) -> tuple[Task, ...]:
@@ -133,16 +135,18 @@ def _facts(where: Path, run: Path) -> FolderFacts:
         labels if metadata.head.tensors else (),
         bool(metadata.head.tensors),
         _digest([where / FACTS], metadata.sha256),
-        _run_length(run),
+        *_facts_of_run(run),
     )
 
 
-def _run_length(run: Path) -> int | None:
-    if not (run / "spec.yaml").is_file():
-        return None
+def _facts_of_run(folder: Path) -> tuple[int | None, bool | None]:
+    """Return to which length a run cuts its texts and whether it classifies pairs of them; None of another folder."""
+    if not (folder / "spec.yaml").is_file():
+        return None, None
     from ..training.run_dir import RunDir
 
-    return RunDir(run, writer=False).config.data.max_length
+    run = RunDir(folder, writer=False)
+    return run.config.data.max_length, "pair" in run.data.columns if run.data.kind == "classification" else None
 
 
 def _foreign_facts(folder: Path) -> FolderFacts:

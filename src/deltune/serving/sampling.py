@@ -170,21 +170,27 @@ def end_tokens(model: Any) -> frozenset[int]:
     return frozenset(int(token) for token in values)
 
 
+DECODED_BEFORE = 8
+"""Tokens of a prompt that are decoded together with the first token of its continuation."""
+
+
 class TextBuilder:
     """Makes the text of tokens that come one by one, and finds where it is to stop.
 
     Args:
         decode: Returns the text of tokens.
         stop: Texts at which it ends.
+        prompt: The tokens that it goes on from. A tokenizer may drop a blank before the first token that it is given,
+            so the first one is decoded behind the last ones of the prompt.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str]) -> None:
+    def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str], prompt: Sequence[int] = ()) -> None:
         self.decode, self.stop = decode, tuple(stop)
         self.text = ""
         self.stopped = False
-        self._ids: list[int] = []
-        self._begin = self._read = self._given = 0
-        self._read_text = ""
+        self._ids = list(prompt[-DECODED_BEFORE:])
+        self._begin, self._read, self._given = 0, len(self._ids), 0
+        self._read_text = decode(self._ids) if self._ids else ""
 
     def add(self, token: int) -> None:
         """Add a token. A character that is not whole, such as a part of an emoji, waits for the next one."""

@@ -30,6 +30,8 @@ IMPROVING = 0.98
 """A validation loss that the last validation brought below that share of the one before is still falling."""
 SEARCHABLE_STEPS = 150
 """From about so many steps on a run is long enough for `lr: auto`."""
+ABOVE_DEFAULT = 1.5
+"""From so many times the default on a learning rate counts as high."""
 RATE_FACTOR = 5.0
 """By how much another learning rate to try differs."""
 
@@ -91,8 +93,10 @@ def advice(finished: FinishedRun) -> list[str]:
     """
     nothing = nothing_learned(finished.best_config, finished.analysis, finished.split, finished.log)
     nothing = nothing or few_entities(finished.best_config, finished.best_metrics, finished.split, finished.log)
+    # an accuracy that nothing is said about is clearly above the most frequent answer's, however little the loss fell
+    has_learned = finished.analysis.accuracy is not None and finished.analysis.baseline is not None
     of_best = [
-        *(nothing or loss_stayed(finished.best_config, finished.log)),
+        *(nothing or ([] if has_learned else loss_stayed(finished.best_config, finished.log))),
         *loss_rose(finished.best_config, finished.log),
         *still_improving(finished.best_config, finished.best_metrics, finished.log),
     ]
@@ -159,7 +163,7 @@ def loss_stayed(config: RunConfig, log: Sequence[Mapping[str, Any]]) -> list[str
     if len(losses) < 2 or not HARDLY_FALLEN * losses[0] < losses[-1] <= RISEN * losses[0]:
         return []
     return [
-        f"the training loss hardly fell ({losses[0]:.4g} → {losses[-1]:.4g}). Try a higher learning rate, such as "
+        f"the training loss hardly fell ({losses[0]:.4g} → {losses[-1]:.4g}). Try another learning rate, such as "
         f"--lr {_other_rate(config, log, rose=False):.2g}, or {_longer(config)}"
     ]
 
@@ -223,9 +227,11 @@ def _training_losses(log: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def _other_rate(config: RunConfig, log: Sequence[Mapping[str, Any]], rose: bool) -> float:
-    """Return a rate to try: lower if the loss rose, else higher; the method's default where that lies beyond it."""
+    """Return a rate to try: lower if the loss rose, the method's default where the rate is above it, else higher."""
     rate, usual = config.optim.rate, default_learning_rate(config.method.expression, _steps(log) or None)
-    return min(rate / RATE_FACTOR, usual) if rose else max(rate * RATE_FACTOR, usual)
+    if rose:
+        return min(rate / RATE_FACTOR, usual)
+    return usual if rate > ABOVE_DEFAULT * usual else max(rate * RATE_FACTOR, usual)
 
 
 def _steps(log: Sequence[Mapping[str, Any]]) -> int:

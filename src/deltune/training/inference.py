@@ -343,6 +343,7 @@ def evaluate_model(
     splits: Sequence[str] | None = None,
     output: str | Path | None = None,
     progress: bool = False,
+    max_length: int | None = None,
 ) -> dict[str, dict[str, float]]:
     """Score a model as it is, before any tuning.
 
@@ -355,6 +356,7 @@ def evaluate_model(
         splits: The splits to score; by default validation and test, as far as they exist.
         output: A folder for the predictions, SPLIT.jsonl each.
         progress: Show a progress bar on a terminal.
+        max_length: To how many tokens texts are cut, and running text into pieces. Default: as when training.
 
     Returns:
         The metrics of every split.
@@ -362,7 +364,10 @@ def evaluate_model(
     Raises:
         DeltuneError: There is no such model, its checkpoint has no trained head for the task, or the data is wrong.
     """
-    config = RunConfig.from_flat(model=model, data=data, task=task, columns=columns, answer=answer, method="head")
+    lengths = {} if max_length is None else {"max_length": max_length}
+    config = RunConfig.from_flat(
+        model=model, data=data, task=task, columns=columns, answer=answer, method="head", **lengths
+    )
     name, configuration = config.model.name, load_config(config.model.name)
     arguments = (name, config.data, answer, config.evaluation, 0, False)
     setup = set_up_task(*arguments)
@@ -476,9 +481,17 @@ def generate(
             generated = model.generate(  # type: ignore[operator]
                 input_ids=inputs, attention_mask=torch.ones_like(inputs), streamer=streamer, **options
             )[0]
-            answer = generated if is_encoder_decoder else generated[len(ids) :]
-            texts.append(str(tokenizer.decode(answer, skip_special_tokens=True)))
+            texts.append(_continuation(tokenizer, [] if is_encoder_decoder else ids, generated.tolist()))
     return texts
+
+
+def _continuation(tokenizer: Any, prompt: list[int], tokens: list[int]) -> str:
+    """Return the text of tokens behind those of a prompt, with the blank that some tokenizers drop at the beginning."""
+    before = str(tokenizer.decode(prompt, skip_special_tokens=True))
+    text = str(tokenizer.decode(tokens, skip_special_tokens=True))
+    if text.startswith(before):
+        return text[len(before) :]
+    return str(tokenizer.decode(tokens[len(prompt) :], skip_special_tokens=True))
 
 
 def _check_room(model: PreTrainedModel, prompt_tokens: Sequence[int], max_new_tokens: int) -> None:
@@ -615,6 +628,8 @@ def predict(
         DeltuneError: There are no texts, an input is of another kind, or a name is no run's.
     """
     loaded = run if isinstance(run, LoadedRun) else load_run(run)
+    if isinstance(texts, str):
+        raise DeltuneError(f"texts is a list, and here it is one text: predict(run, [{excerpt(texts, 40)}])")
     if not texts:
         raise DeltuneError("no texts to predict")
     if rows is not None:

@@ -62,7 +62,7 @@ def columns_from_inputs(
             f"{role} ({TYPE_DESCRIPTIONS[INPUT_TYPES[role]]})" for role in roles
         )
         listed = ", ".join(misfits[:MAX_ROWS_LISTED])
-        raise DeltuneError(f"this run takes {expected} in every row; row {listed} has something else")
+        raise DeltuneError(f"run {run.folder.name} takes {expected} in every row; row {listed} has something else")
     texts = [(number, row[role]) for number, row in numbered for role in roles]
     if broken := [
         str(number) for number, text in texts if any(map(has_lone_surrogate, [text] if isinstance(text, str) else text))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -347,9 +348,15 @@ def _loading(finished: FinishedRun) -> str:
             "",
             f"model = {metadata.base.model}.from_pretrained("
             f"{'packaged_minilm()' if packaged else repr(base)}{labels}){note}",
-            f"tuned = deltune.load(model, {finished.run.folder.name!r})  # the folder of this page",
+            f"tuned = deltune.load(model, {_shown_path(finished.run.folder)!r})  # the folder of this page",
         )
     )
+
+
+def _shown_path(folder: Path) -> str:
+    """Return a folder as it is named from the working directory, or its name alone where it lies elsewhere."""
+    relative = os.path.relpath(folder)
+    return folder.name if relative.startswith("..") else relative
 
 
 def _commands(finished: FinishedRun) -> tuple[str, ...]:

@@ -106,8 +106,8 @@ def set_up_task(
     task, rows = load_task_data(data, seed, training, labels, read)
     kind = task_kind_for(rows.kind, config, answer)
     metrics = evaluation.metrics or (task.metrics if task else kind.default_metrics)
-    if len(rows.labels) != 2:
-        if "f1" in evaluation.metrics or evaluation.metric == "f1":
+    if len(rows.labels) != 2 and METRICS["f1"].input_type in kind.metric_inputs:
+        if "f1" in (*evaluation.metrics, evaluation.metric):
             raise DeltuneError(f"metric f1 is for two labels, and the data has {len(rows.labels)}; use f1_macro")
         metrics = tuple(name for name in metrics if name != "f1")
     if evaluation.metric not in (None, "loss", *metrics):
