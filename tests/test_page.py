@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import re
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,12 @@ import made
 from deltune.studies.claims.claims import Beats, Claim
 from deltune.studies.claims.decisions import ComparisonResult, Finding, PrintedFinding, SettingResult
 from deltune.studies.engine.jobs import Outcome
+from deltune.studies.engine.store import JobRecord
 from deltune.studies.report.charts import draw
 from deltune.studies.report.figure_spec import Bars, FigureSpec, HeatMap, TableSpec
 from deltune.studies.report.findings import findings_csv
 from deltune.studies.report.page import Section, render_page, sparkline
+from deltune.studies.report.provenance import provenance
 from deltune.studies.report.tables import build_table
 
 VOID = {"meta", "br", "img", "link", "hr", "input"}
@@ -163,6 +167,25 @@ def test_what_is_seen_at_small_scale_does_not_read_like_the_paper() -> None:
     )
     (whole,) = Section("ln/nlu", findings=FOUND, printed=PRINTED, outcomes=tuple(outcomes)).finding_tables
     assert [row.cells[whole.verdict_column] for row in whole.rows] == [one.verdict for one in FOUND]
+
+
+def test_what_was_found_and_where_it_comes_from() -> None:
+    """On top of the page: the claims of each verdict in sentences, and a job that two studies share counted once."""
+    environment = {"commit": "abcdef0123", "processor": "EPYC", "threads": 1, "packages": {"torch": "2.13.0"}}
+    records = tuple(
+        JobRecord(f"job{i}", "run", {}, {"environment": environment}, None, 1800.0, date=f"2026-11-2{i}")
+        for i in (1, 2, 3)
+    )
+    sections = [Section("ln/nlu", findings=FOUND, small=True, records=records), Section("b", records=records[:1])]
+    text = " ".join(Reader(render_page(sections)).visible_text().split())
+    counts = Counter(one.verdict for one in FOUND)
+    assert f"Of {len(FOUND)} claims" in text and f"and {counts['undecided']} could not be decided" in text
+    assert "a claim that is not seen here is not refuted" in text
+    assert "Seen here: " + "; ".join(f"{f.claim.text} (ln/nlu)" for f in FOUND if f.verdict == "holds") in text
+    whole = "3 runs from 2026-11-21 to 2026-11-23, 1.5 hours of computing in all. Machine: EPYC, 1 thread a run. "
+    assert f"{whole}With torch 2.13.0, deltune at commit abcdef0." in text
+    assert "1 run on 2026-11-21, 0.5 hours" in text
+    assert provenance([replace(records[0], result=None, error="lost")]) == ""
 
 
 def test_findings_as_csv_have_a_row_for_each_setting() -> None:

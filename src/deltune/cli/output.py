@@ -45,8 +45,10 @@ class StderrHandler(logging.Handler):
         print(self.format(record), file=sys.stderr)
 
 
-_TALKATIVE = ("torchao", "bitsandbytes", "torch.utils._pytree")
-"""Loggers that warn, whenever transformers imports them, of kernels that a machine lacks and nothing here uses."""
+def quiet_kernel_warnings() -> None:
+    """Silence what torchao and bitsandbytes warn of when transformers imports them: kernels that a machine lacks."""
+    for name in ("torchao", "bitsandbytes", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 @contextlib.contextmanager
@@ -54,8 +56,6 @@ def log_to_stderr(quiet: bool) -> Iterator[None]:
     """Print deltune's notes and warnings on standard error, one line each, and silence those of other libraries."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    for name in _TALKATIVE:
-        logging.getLogger(name).setLevel(logging.ERROR)
     logger = logging.getLogger("deltune")
     handler, level = StderrHandler(), logger.level
     handler.setFormatter(logging.Formatter("%(message)s"))

@@ -547,7 +547,9 @@ def report(
         html = user_path(html, "--html")
         with explain_write_errors(html):
             html.parent.mkdir(parents=True, exist_ok=True)
-            write_text(html, page.render_page(parts))
+            at_scale = {"small": ", at small scale", "paper": ", at the papers' own scale"}[scale]
+            title = f"Three papers on parameter-efficient fine-tuning{at_scale}"
+            write_text(html, page.render_page(parts, title if len(parts) > 1 else f"{parts[0].title}{at_scale}"))
         print(f"{len(parts)} stud{'y' if len(parts) == 1 else 'ies'} in {html}", file=sys.stderr)
     if to is not None:
         written = [path for part in parts for path in sections.write_section(part, to)]

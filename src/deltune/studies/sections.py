@@ -58,6 +58,7 @@ def build_section(
         statements.choices,
         small,
         names,
+        tuple(record for job in study.jobs(records) if (record := records.get(job.name)) is not None),
     )
 
 

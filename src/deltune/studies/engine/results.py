@@ -126,6 +126,7 @@ def _to_line(record: JobRecord, environments: dict[str, Any]) -> dict[str, Any]:
     """Return the line of a record, and add its environment to `environments`."""
     line: dict[str, Any] = {
         "job": record.name, "kind": record.kind, "spec": record.spec, "seconds": record.seconds,
+        **({"date": record.date} if record.date else {}),
     }  # fmt: skip
     if record.result is None:
         return {**line, "error": record.error, **({"error_kind": record.error_kind} if record.error_kind else {})}
@@ -155,7 +156,7 @@ def _from_line(line: Mapping[str, Any], environments: Mapping[str, Any]) -> JobR
     error = line.get("error")
     return JobRecord(
         line["job"], line["kind"], dict(line["spec"]), result, error, float(line["seconds"]),
-        read_error_kind(error, line.get("error_kind")),
+        read_error_kind(error, line.get("error_kind")), str(line.get("date", "")),
     )  # fmt: skip
 
 

@@ -18,7 +18,8 @@ import time
 import uuid
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -68,6 +69,7 @@ class JobRecord:
         error: The message of the error that it ended with; None if there is a result.
         seconds: How long it took.
         error_kind: What kind of error it was, as the worker reported it; None if there is a result.
+        date: The day on which it ended, in UTC, such as "2026-11-24"; empty if nobody knows.
     """
 
     name: str
@@ -77,6 +79,7 @@ class JobRecord:
     error: str | None
     seconds: float
     error_kind: ErrorKind | None = None
+    date: str = field(default="", compare=False)
 
 
 def read_error_kind(error: str | None, stored: str | None) -> ErrorKind | None:
@@ -184,7 +187,8 @@ class ResultStore:
             error,
         )
         total = _checksum(*values, *([record.error_kind] if record.error_kind else []))
-        row = dict(zip(TABLE_COLUMNS["works"], (*values, record.seconds, time.time(), total), strict=True))
+        finished = datetime.fromisoformat(f"{record.date}T00:00:00+00:00").timestamp() if record.date else time.time()
+        row = dict(zip(TABLE_COLUMNS["works"], (*values, record.seconds, finished, total), strict=True))
         row["error_kind"] = record.error_kind
         with self._translate_errors(), self._transaction():
             existing = None if record.error is None else self.get(record.name)
@@ -298,7 +302,7 @@ class ResultStore:
 
     def _to_record(self, values: tuple[Any, ...]) -> JobRecord | None:
         """Build a record from a row of the table; None with a warning if the row is corrupt."""
-        name, kind, spec, result, error, seconds, _, total, error_kind = values
+        name, kind, spec, result, error, seconds, finished, total, error_kind = values
         try:
             if _checksum(name, kind, spec, result, error, *([error_kind] if error_kind else [])) != total:
                 raise ValueError("its checksum does not match")
@@ -312,6 +316,7 @@ class ResultStore:
                 error,
                 float(seconds),
                 read_error_kind(error, error_kind),
+                datetime.fromtimestamp(float(finished), UTC).date().isoformat(),
             )
         except (ValueError, TypeError, RecursionError) as problem:
             warnings.warn(f"row {name} of {self.path} is corrupt ({problem}); it is ignored", stacklevel=3)

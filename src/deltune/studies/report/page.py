@@ -16,12 +16,15 @@ from typing import Any
 import yaml
 from markupsafe import Markup
 
+from ...errors import counted
 from ...pages.rendering import render as render_template
 from ..claims.decisions import Finding, PrintedFinding
 from ..engine.jobs import Outcome
+from ..engine.store import JobRecord
 from .aggregate import SEED
 from .charts import DrawnFigure, render
 from .findings import FindingRow, FindingTable, finding_tables
+from .provenance import provenance
 from .tables import Row, Table, TableCell, header_label, note_mark, table_legend, to_csv, to_latex, to_markdown
 
 LARGE_SVG = 100_000  # characters of SVG from which a PNG may be the smaller
@@ -191,6 +194,7 @@ class Section:
         choices: Where the paper disagrees with itself or is silent, and what was chosen.
         small: Whether the study is of small scale, whose findings are not about the paper.
         names: How labels are shown.
+        records: What was run for it.
     """
 
     title: str
@@ -204,6 +208,7 @@ class Section:
     choices: tuple[str, ...] = ()
     small: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
+    records: tuple[JobRecord, ...] = ()
 
     @property
     def finding_tables(self) -> list[FindingTable]:
@@ -224,7 +229,42 @@ def render_page(sections: Sequence[Section], title: str = "deltune report") -> s
     studies = [_study_context(section, i) for i, section in enumerate(sections)]
     summary = _summary([o for s in sections for o in s.outcomes], [f for s in sections for f in s.findings])
     n_studies = f"{len(sections)} studies · " if len(sections) != 1 else ""
-    return render_template("study.html", title=title, summary=n_studies + summary, studies=studies)
+    return render_template(
+        "study.html", title=title, summary=n_studies + summary, found=found_in_words(sections), studies=studies,
+        provenance=provenance(record for section in sections for record in section.records),
+    )  # fmt: skip
+
+
+def found_in_words(sections: Sequence[Section]) -> list[str]:
+    """Return what was found as paragraphs: how many claims were decided, and the claims of each verdict.
+
+    Args:
+        sections: The studies; those without claims say nothing.
+    """
+    verdicts: dict[str, list[str]] = {"holds": [], "does not hold": [], "undecided": []}
+    for section in sections:
+        for finding in section.findings:
+            verdicts[finding.verdict].append(f"{finding.claim.text} ({section.title})")
+    total = sum(map(len, verdicts.values()))
+    if not total:
+        return []
+    seen, unseen, undecided = (len(verdicts[verdict]) for verdict in verdicts)
+    models = " on these small models and few rows" if any(section.small for section in sections) else ""
+    paragraphs = [
+        f"Of {counted(total, 'claim')} of the papers that these runs can speak of, {seen} {_was(seen)} seen{models}, "
+        f"{unseen} {_was(unseen)} not, and {undecided} could not be decided; the tables say which effect these runs "
+        "could have decided, and what a smaller one takes."
+    ]
+    if models:
+        paragraphs[0] += " Nothing here was run at the papers' scale, so a claim that is not seen here is not refuted."
+    heads = {"holds": "Seen here", "does not hold": "Not seen here"}
+    return paragraphs + [
+        f"{head}: {'; '.join(verdicts[verdict])}." for verdict, head in heads.items() if verdicts[verdict]
+    ]
+
+
+def _was(number: int) -> str:
+    return "was" if number == 1 else "were"
 
 
 def _study_context(section: Section, at: int) -> dict[str, Any]:
@@ -232,6 +272,7 @@ def _study_context(section: Section, at: int) -> dict[str, Any]:
         "id": f"s{at}-{re.sub(r'[^a-z0-9]+', '-', section.title.lower()).strip('-')}",
         "section": section,
         "summary": _summary(section.outcomes, section.findings),
+        "provenance": provenance(section.records),
         "paragraphs": [part for part in re.split(r"\n\s*\n", section.text.strip()) if part],
         "findings": [_finding_table_context(table) for table in section.finding_tables],
         "tables": [_table_context(table) for table in section.tables],

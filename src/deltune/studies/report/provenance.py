@@ -1,0 +1,66 @@
+"""Where results come from, in sentences: when, on which machine, with what, and how long it took."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ...errors import counted
+from ..engine.store import JobRecord
+
+PACKAGES = ("torch", "transformers")
+"""The packages whose versions are said."""
+COMMIT_DIGITS = 7
+MAX_COMMITS = 3
+"""Commits that are listed, those of the most runs first."""
+
+
+def provenance(records: Iterable[JobRecord]) -> str:
+    """Return sentences about the runs of a study or of several.
+
+    Args:
+        records: Their records; a job that occurs twice counts once.
+
+    Returns:
+        The sentences, or an empty text if nothing was run.
+    """
+    done = [record for record in {record.name: record for record in records}.values() if record.result is not None]
+    if not done:
+        return ""
+    hours = sum(record.seconds for record in done) / 3600
+    dates = sorted({record.date for record in done if record.date})
+    when = f" from {dates[0]} to {dates[-1]}" if len(dates) > 1 else f" on {dates[0]}" if dates else ""
+    recorded = [record.result.get("environment") for record in done if record.result is not None]
+    environments = [environment for environment in recorded if isinstance(environment, Mapping)]
+    sentences = [f"{counted(len(done), 'run')}{when}, {hours:.1f} hours of computing in all"]
+    if environments:
+        sentences.append(_machines(environments))
+        sentences.append(_software(environments))
+    return ". ".join(sentences) + "."
+
+
+def _machines(environments: Sequence[Mapping[str, Any]]) -> str:
+    kinds = Counter(
+        (str(e.get("device", "cpu")), str(e.get("processor", "unknown processor")), e.get("threads"))
+        for e in environments
+    )
+    parts = []
+    for (device, processor, threads), _ in kinds.most_common():
+        each = "" if not isinstance(threads, int) else f", {counted(threads, 'thread')} a run"
+        parts.append(f"{processor}{each}" if device == "cpu" else f"{device} beside {processor}{each}")
+    return "Machine: " + "; ".join(parts)
+
+
+def _software(environments: Sequence[Mapping[str, Any]]) -> str:
+    packages = {
+        name: sorted({str(e["packages"][name]) for e in environments if name in e.get("packages", {})})
+        for name in PACKAGES
+    }
+    versions = [f"{name} {' and '.join(of_package)}" for name, of_package in packages.items() if of_package]
+    commits = Counter(str(e["commit"])[:COMMIT_DIGITS] for e in environments if e.get("commit"))
+    listed = [commit for commit, _ in commits.most_common(MAX_COMMITS)]
+    if listed:
+        more = f" and {len(commits) - len(listed)} more" if len(commits) > len(listed) else ""
+        versions.append(f"deltune at {'commit' if len(commits) == 1 else 'commits'} {', '.join(listed)}{more}")
+    return "With " + ", ".join(versions) if versions else "Versions are not recorded"
