@@ -181,7 +181,7 @@ def test_what_was_found_and_where_it_comes_from() -> None:
     counts = Counter(one.verdict for one in FOUND)
     assert f"Of {len(FOUND)} claims" in text and f"and {counts['undecided']} could not be decided" in text
     assert "a claim that is not seen here is not refuted" in text
-    assert "Seen here: " + "; ".join(f"{f.claim.text} (ln/nlu)" for f in FOUND if f.verdict == "holds") in text
+    assert "Seen here: " + " ".join(f"{f.claim.text} ( ln/nlu )" for f in FOUND if f.verdict == "holds") in text
     whole = "3 runs from 2026-11-21 to 2026-11-23, 1.5 hours of computing in all. Machine: EPYC, 1 thread a run. "
     assert f"{whole}With torch 2.13.0, deltune at commit abcdef0." in text
     assert "1 run on 2026-11-21, 0.5 hours" in text

@@ -229,38 +229,39 @@ def render_page(sections: Sequence[Section], title: str = "deltune report") -> s
     studies = [_study_context(section, i) for i, section in enumerate(sections)]
     summary = _summary([o for s in sections for o in s.outcomes], [f for s in sections for f in s.findings])
     n_studies = f"{len(sections)} studies · " if len(sections) != 1 else ""
+    in_words, claims = findings_in_words(sections)
+    study_of = {id(finding): study for study in studies for finding in study["section"].findings}
+    linked = [(head, [(finding.claim.text, study_of[id(finding)]) for finding in of_head]) for head, of_head in claims]
     return render_template(
-        "study.html", title=title, summary=n_studies + summary, found=found_in_words(sections), studies=studies,
+        "study.html", title=title, summary=n_studies + summary, in_words=in_words, claims=linked, studies=studies,
         provenance=provenance(record for section in sections for record in section.records),
     )  # fmt: skip
 
 
-def found_in_words(sections: Sequence[Section]) -> list[str]:
-    """Return what was found as paragraphs: how many claims were decided, and the claims of each verdict.
+def findings_in_words(sections: Sequence[Section]) -> tuple[str, list[tuple[str, list[Finding]]]]:
+    """Return what was found: sentences with the numbers of claims that were decided, and the claims of each verdict.
 
     Args:
         sections: The studies; those without claims say nothing.
     """
-    verdicts: dict[str, list[str]] = {"holds": [], "does not hold": [], "undecided": []}
-    for section in sections:
-        for finding in section.findings:
-            verdicts[finding.verdict].append(f"{finding.claim.text} ({section.title})")
-    total = sum(map(len, verdicts.values()))
-    if not total:
-        return []
-    seen, unseen, undecided = (len(verdicts[verdict]) for verdict in verdicts)
+    findings = [finding for section in sections for finding in section.findings]
+    if not findings:
+        return "", []
+    by_verdict = {
+        verdict: [finding for finding in findings if finding.verdict == verdict]
+        for verdict in ("holds", "does not hold", "undecided")
+    }
+    seen, unseen, undecided = map(len, by_verdict.values())
     models = " on these small models and few rows" if any(section.small for section in sections) else ""
-    paragraphs = [
-        f"Of {counted(total, 'claim')} of the papers that these runs can speak of, {seen} {_was(seen)} seen{models}, "
-        f"{unseen} {_was(unseen)} not, and {undecided} could not be decided; the tables say which effect these runs "
-        "could have decided, and what a smaller one takes."
-    ]
+    text = (
+        f"Of {counted(len(findings), 'claim')} of the papers that these runs can speak of, {seen} {_was(seen)} "
+        f"seen{models}, {unseen} {_was(unseen)} not, and {undecided} could not be decided; the tables say which effect "
+        "these runs could have decided, and what a smaller one takes."
+    )
     if models:
-        paragraphs[0] += " Nothing here was run at the papers' scale, so a claim that is not seen here is not refuted."
+        text += " Nothing here was run at the papers' scale, so a claim that is not seen here is not refuted."
     heads = {"holds": "Seen here", "does not hold": "Not seen here"}
-    return paragraphs + [
-        f"{head}: {'; '.join(verdicts[verdict])}." for verdict, head in heads.items() if verdicts[verdict]
-    ]
+    return text, [(head, by_verdict[verdict]) for verdict, head in heads.items() if by_verdict[verdict]]
 
 
 def _was(number: int) -> str:
