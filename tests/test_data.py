@@ -213,6 +213,10 @@ def test_conll(tmp_path: Path, text: str) -> None:
     assert got.splits["train"]["tags"][:] == [[2, 0], [0, 1]]
     (tmp_path / "wide.bio").write_text("Ada NNP x B-PER\nlives VBZ y O\n")
     (tmp_path / "tokens.conll").write_text("Ada\nlives\n")
+    (tmp_path / "hash.bio").write_text("# O\ntag O\n# a comment of some words\n# B-X\n")
+    assert readers.read_rows(tmp_path / "hash.bio").rows == [
+        (1, {"tokens": ["#", "tag", "#"], "tags": ["O", "O", "B-X"]})
+    ]
     rows = [readers.read_rows(tmp_path / name).rows for name in ("wide.bio", "tokens.conll")]
     assert rows == [[(1, {"tokens": ["Ada", "lives"], "tags": ["B-PER", "O"]})], [(1, {"tokens": ["Ada", "lives"]})]]
 

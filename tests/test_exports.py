@@ -6,6 +6,7 @@ import json
 import random
 import tempfile
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,24 @@ def test_nothing_is_lost(tmp_path: Path) -> None:
     assert path == results_file(tmp_path, "ln/nlu") == tmp_path / "ln" / "nlu.jsonl"
     assert by_name(read_results(tmp_path)) == by_name(read_results(tmp_path, ["ln/nlu"])) == by_name(RECORDS)
     assert not read_results(tmp_path, ["uv/full"]) and exported_studies(tmp_path) == ["ln/nlu"]
+
+
+def test_the_day_of_a_job_goes_with_it(tmp_path: Path) -> None:
+    """Through the store, a file and another store; where nobody knows the day, nobody invents one."""
+    days = {"known": "2026-11-20", "unknown": "", "now": None}
+    with ResultStore(tmp_path / "a.sqlite") as stored:
+        for name, date in days.items():
+            stored.put(replace(RECORDS[0], name=name, date=date))
+        write_results(tmp_path / "out", "s", stored.records())
+    with ResultStore(tmp_path / "b.sqlite") as other:
+        for one in read_results(tmp_path / "out"):
+            other.put(one)
+        dates = {one.name: one.date for one in other.records()}
+    today = datetime.now(UTC).date()
+    assert dates.pop("now") in {str(today), str(today - timedelta(days=1))} and dates == {
+        "known": "2026-11-20",
+        "unknown": "",
+    }
 
 
 @pytest.mark.parametrize(

@@ -253,6 +253,11 @@ def _read_text(path: Path, problems: list[str]) -> NumberedRows:
         yield 1, {"text": text}
 
 
+def _is_tag(text: str) -> bool:
+    """Whether a text looks like a tag of an entity, so that a line that begins with # is a token and no comment."""
+    return re.fullmatch(r"O|[BIOESLU]-.+", text) is not None
+
+
 def _read_conll(path: Path, problems: list[str]) -> NumberedRows:
     """Read sentences with a blank line between them, each a line for a token: the token first, its tag last.
 
@@ -267,7 +272,7 @@ def _read_conll(path: Path, problems: list[str]) -> NumberedRows:
                 tags = {"tags": [row[-1] for row in sentence]} if width > 1 else {}
                 yield first, {"tokens": [row[0] for row in sentence], **tags}
             sentence = []
-        elif line.startswith("# ") and "\t" not in line and len(cells) != width:
+        elif line.startswith("# ") and "\t" not in line and len(cells) != (width or (2 if _is_tag(cells[-1]) else 0)):
             continue
         elif (width and len(cells) != width) or not all(cells):
             wrong = f"{len(cells)} columns, the lines before it have {width}" if all(cells) else "an empty column"

@@ -69,7 +69,7 @@ class JobRecord:
         error: The message of the error that it ended with; None if there is a result.
         seconds: How long it took.
         error_kind: What kind of error it was, as the worker reported it; None if there is a result.
-        date: The day on which it ended, in UTC, such as "2026-11-24"; empty if nobody knows.
+        date: The day on which it ended, in UTC, such as "2026-11-24"; empty if nobody knows, None for now.
     """
 
     name: str
@@ -79,7 +79,7 @@ class JobRecord:
     error: str | None
     seconds: float
     error_kind: ErrorKind | None = None
-    date: str = field(default="", compare=False)
+    date: str | None = field(default=None, compare=False)
 
 
 def read_error_kind(error: str | None, stored: str | None) -> ErrorKind | None:
@@ -187,7 +187,9 @@ class ResultStore:
             error,
         )
         total = _checksum(*values, *([record.error_kind] if record.error_kind else []))
-        finished = datetime.fromisoformat(f"{record.date}T00:00:00+00:00").timestamp() if record.date else time.time()
+        finished = time.time()
+        if record.date is not None:
+            finished = datetime.fromisoformat(f"{record.date}T00:00:00+00:00").timestamp() if record.date else 0.0
         row = dict(zip(TABLE_COLUMNS["works"], (*values, record.seconds, finished, total), strict=True))
         row["error_kind"] = record.error_kind
         with self._translate_errors(), self._transaction():
@@ -316,7 +318,7 @@ class ResultStore:
                 error,
                 float(seconds),
                 read_error_kind(error, error_kind),
-                datetime.fromtimestamp(float(finished), UTC).date().isoformat(),
+                datetime.fromtimestamp(float(finished), UTC).date().isoformat() if finished else "",
             )
         except (ValueError, TypeError, RecursionError) as problem:
             warnings.warn(f"row {name} of {self.path} is corrupt ({problem}); it is ignored", stacklevel=3)
