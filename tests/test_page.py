@@ -163,7 +163,7 @@ def test_what_is_seen_at_small_scale_does_not_read_like_the_paper() -> None:
         assert one.verdict not in row.cells and row.cells[5] == f"“{one.claim.text}”"
     text = Reader(render_page([small])).visible_text()
     assert (
-        "+1.7 points (LN − BitFit: accuracy; table 1)" in text and "✓ seen here" in text and "✗ not seen here" in text
+        "+1.7 points (LN − BitFit: accuracy; table 1)" in text and "✓ seen here" in text and "≠ otherwise here" in text
     )
     (whole,) = Section("ln/nlu", findings=FOUND, printed=PRINTED, outcomes=tuple(outcomes)).finding_tables
     assert [row.cells[whole.verdict_column] for row in whole.rows] == [one.verdict for one in FOUND]
@@ -180,11 +180,15 @@ def test_what_was_found_and_where_it_comes_from() -> None:
     text = " ".join(Reader(render_page(sections)).visible_text().split())
     counts = Counter(one.verdict for one in FOUND)
     assert f"Of {len(FOUND)} claims" in text and f"and {counts['undecided']} could not be decided" in text
-    assert "a claim that is not seen here is not refuted" in text
+    assert "a claim that comes out otherwise is not refuted" in text
     assert "Seen here: " + " ".join(f"{f.claim.text} ( ln/nlu )" for f in FOUND if f.verdict == "holds") in text
     whole = "3 runs from 2026-11-21 to 2026-11-23, 1.5 hours of computing in all. Machine: EPYC, 1 thread a run. "
     assert f"{whole}With torch 2.13.0, deltune at commit abcdef0." in text
     assert "1 run on 2026-11-21, 0.5 hours" in text
+    undated = replace(records[0], name="undated", date="")
+    assert provenance([*records[:1], undated]).startswith(
+        "2 runs on 2026-11-21 (the day of 1 is not recorded), 1.0 hours"
+    )
     assert provenance([replace(records[0], result=None, error="lost")]) == ""
 
 

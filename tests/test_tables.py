@@ -26,6 +26,7 @@ from deltune.studies.report.tables import (
     format_percent,
     mark_best,
     note_mark,
+    table_legend,
     to_csv,
     to_latex,
     to_markdown,
@@ -58,6 +59,26 @@ def test_a_view_may_show_the_median() -> None:
     shown = {median: aggregate(TableSpec(median=median), outcomes, "accuracy", ("method",)) for median in (False, True)}
     assert shown[True]["a",].mean == 0.2 and shown[False]["a",].mean == pytest.approx(0.4)
     assert shown[True]["a",].std == shown[False]["a",].std == statistics.stdev((0.1, 0.2, 0.9))
+    for median, word in ((True, "Median"), (False, "Mean")):
+        (line,) = table_legend(build_table(TableSpec(median=median), outcomes))
+        assert f"{word} ± standard deviation over 3 seeds." in line
+
+
+def test_runs_that_answer_every_row_alike_are_marked() -> None:
+    """By an exact 0 of a score that only such a run has; a lower loss is better, and such a run is no missing one."""
+    scores = {"a": (0.0, 0.4, 0.0), "b": (0.3, 0.2, 0.1)}
+    outcomes = [
+        Outcome({"method": row, "task": "x", "seed": seed}, scores={"accuracy": 0.5, "matthews": value, "loss": value})
+        for row, values in scores.items()
+        for seed, value in enumerate(values)
+    ]
+    table = build_table(TableSpec(metric="accuracy", percent=False, average=False, rank=False), outcomes)
+    assert table.notes == ("seeds 0, 2: answers every row alike",)
+    assert [(row.cells[0].mean, row.cells[0].n, bool(row.cells[0].notes)) for row in table.rows] == [
+        (0.5, 3, True), (0.5, 3, False)
+    ]  # fmt: skip
+    losses = build_table(TableSpec(metric="loss", percent=False, average=False, rank=False), outcomes)
+    assert [row.cells[0].best for row in losses.rows] == [True, False] and "↓" in losses.columns[0].labels[-1]
 
 
 def entries(made_grid: Table) -> dict[tuple[str, str], TableCell]:

@@ -10,7 +10,7 @@ from ..errors import error_summary
 from ..filesystem import explain_write_errors, write_text
 from .claims.decisions import PaperStatements, check_printed, decide_claims
 from .engine.jobs import Outcome
-from .report.aggregate import cell_label
+from .report.aggregate import SEED, answers_alike, cell_label
 from .report.charts import draw, save
 from .report.figure_spec import DISPLAY_NAMES, FigureSpec, TableSpec, as_tuple
 from .report.findings import findings_csv
@@ -48,7 +48,7 @@ def build_section(
     )
     return Section(
         study.name,
-        "\n\n".join(text for text in (study.question, study.notes) if text),
+        "\n\n".join(text for text in (study.question, study.notes, _answered_alike(outcomes)) if text),
         tuple(build_table(view, outcomes) for view in tables),
         tuple(draw(view, outcomes) for view in figures),
         tuple(findings),
@@ -75,6 +75,28 @@ def _metric(study: Study, outcomes: Sequence[Outcome]) -> str | dict[str, str]:
                 by_task.setdefault(task, name)
                 break
     return by_task
+
+
+def _answered_alike(outcomes: Sequence[Outcome]) -> str:
+    """Say which runs have learned nothing, so that a comparison with them says nothing of a method."""
+    alike = [outcome for outcome in outcomes if answers_alike(outcome)]
+    if not alike:
+        return ""
+    cells: dict[str, list[str]] = {}
+    for outcome in alike:
+        label = cell_label({axis: value for axis, value in outcome.cell.items() if axis != SEED})
+        cells.setdefault(label, []).append(str(outcome.cell.get(SEED, "")))
+    listed = [f"{label} (seed {', '.join(seeds)})" if any(seeds) else label for label, seeds in cells.items()]
+    more = f"; and {len(listed) - MAX_LISTED} more" if len(listed) > MAX_LISTED else ""
+    return (
+        f"{len(alike)} of {len(outcomes)} runs answer every row of the test split alike: they have learned nothing at "
+        "their learning rate, and a comparison with them says nothing about the method. They are "
+        f"{'; '.join(listed[:MAX_LISTED])}{more}."
+    )
+
+
+MAX_LISTED = 12
+"""Cells that are listed, of which runs have learned nothing."""
 
 
 def _missing(outcomes: Sequence[Outcome]) -> list[str]:

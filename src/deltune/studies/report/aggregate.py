@@ -63,7 +63,7 @@ def number_format(name: str, view: ViewSpec) -> NumberFormat:
             f"{view.display(bare).replace('_', ' ')}, relative (%)",
         )
     if bare not in METRICS:
-        return NumberFormat(1.0, digits, view.lower, view.display(bare).replace("_", " "))
+        return NumberFormat(1.0, digits, _lower(bare, view), view.display(bare).replace("_", " "))
     metric = METRICS[bare]
     usual = 2 if metric.input_type in ("texts", "log-likelihoods") else 1
     factor = 100.0 if metric.range[1] == 1.0 else 1.0
@@ -73,7 +73,7 @@ def number_format(name: str, view: ViewSpec) -> NumberFormat:
 
 
 def _lower(name: str, view: ViewSpec) -> bool:
-    return METRICS[name].better == "lower" if name in METRICS else view.lower
+    return METRICS[name].better == "lower" if name in METRICS else name == "loss" or view.lower
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ class Spread:
         n: How many seeds have a number.
         failed: Why other seeds failed.
         absent: Which seeds did not run.
+        alike: Which seeds answer every row of the test split alike, though they have a number.
     """
 
     mean: float | None
@@ -93,6 +94,7 @@ class Spread:
     n: int = 0
     failed: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
+    alike: tuple[str, ...] = ()
 
 
 MISSING = Spread(None, absent=("not run",))
@@ -108,6 +110,7 @@ class Observation:
         error: The reason.
         metric: The name of the number.
         waiting: Whether the outcome's job has not run yet.
+        alike: Whether the run answers every row of the test split alike.
     """
 
     cell: Cell
@@ -115,6 +118,21 @@ class Observation:
     error: str | None
     metric: str
     waiting: bool = False
+    alike: bool = False
+
+
+ALIKE = "answers every row alike"
+
+
+def answers_alike(outcome: Outcome) -> bool:
+    """Return whether a run has learned nothing: it gives every row of the test split the same answer.
+
+    A classifier that does has a Matthews correlation of exactly 0, and a tagger that never finds an entity an F1 of 0.
+
+    Args:
+        outcome: The run's outcome.
+    """
+    return any(outcome.scores.get(name) == 0.0 for name in ("matthews", "entity_f1"))
 
 
 @dataclass(frozen=True)
@@ -222,7 +240,7 @@ def _observe(
         value = read_number(outcome, name, entry)
         if value is not None:
             return (
-                Observation(cell, value, None, name)
+                Observation(cell, value, None, name, alike=answers_alike(outcome))
                 if math.isfinite(value)
                 else Observation(cell, None, f"{name} is {value}", "")
             )
@@ -309,7 +327,7 @@ def relative_spreads(spreads: Mapping[Labels, Spread], base: Callable[[Labels], 
             result[key] = Spread(None, failed=(*spread.failed, reason), absent=spread.absent)
         else:
             std = None if spread.std is None else 100 * spread.std / abs(reference)
-            result[key] = Spread(100 * spread.mean / reference, std, spread.n, spread.failed, spread.absent)
+            result[key] = replace(spread, mean=100 * spread.mean / reference, std=std)
     return result
 
 
@@ -334,7 +352,8 @@ def _spread(observed: Sequence[Observation], seeds: Sequence[Any], median: bool)
         return Spread(None, failed=reasons, absent=absent)
     std = statistics.stdev(values) if len(values) > 1 else None
     middle = statistics.median(values) if median else statistics.fmean(values)
-    return Spread(middle, std, len(values), reasons, absent)
+    alike = _reasons([(o.cell.get(SEED), ALIKE) for o in observed if o.alike], len(seeds) > 1)
+    return Spread(middle, std, len(values), reasons, absent, alike)
 
 
 def _reasons(failed: Sequence[tuple[Any, str]], several: bool) -> tuple[str, ...]:

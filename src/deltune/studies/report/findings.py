@@ -21,7 +21,7 @@ KINDS: Mapping[Verdict, str] = {"holds": "holds", "does not hold": "fails", "und
 """Verdict -> its class in the style sheet."""
 
 SEEN: Mapping[Verdict, str] = {
-    "holds": "seen here", "does not hold": "not seen here", "undecided": "undecided here",
+    "holds": "seen here", "does not hold": "otherwise here", "undecided": "undecided here",
 }  # fmt: skip
 """Verdict -> its words at small scale."""
 
@@ -94,13 +94,13 @@ def finding_tables(
         return []
     printed = printed or [PrintedFinding(finding.claim, None) for finding in findings]
     intro = f"{PAPER_INTRO} {UNTESTED}" if small else PAPER_INTRO
-    claims = ("claim", "source", "the paper's number", "its numbers")
+    claims = ("claim", "source", "the paper's number", "do its numbers agree?")
     if not small:
         columns = (*claims, "our number", "interval", "verdict", "p", "note")
         rows = tuple(_tested_row(*pair) for pair in zip(findings, printed, strict=True))
         return [FindingTable("About the paper", f"{intro} {INTERVALS}", columns, rows, len(claims) + 2)]
     paper_rows = tuple(_printed_row(one) for one in printed)
-    seen_columns = ("comparison", "difference or number", "interval", "result", "p", "compare the claim", "note")
+    seen_columns = ("comparison", "difference or number", "interval", "result", "p", "claim", "note")
     return [
         FindingTable("About the paper", intro, (*claims, "note"), paper_rows, len(claims) - 1),
         FindingTable(

@@ -174,7 +174,7 @@ def _yaml(value: Mapping[str, Any]) -> str:
     return yaml.safe_dump(dict(value), sort_keys=False, allow_unicode=True, width=100).rstrip()
 
 
-GLYPHS = {"holds": "✓", "fails": "✗", "undecided": "?"}
+GLYPHS = {"holds": "✓", "fails": "≠", "undecided": "?"}
 """Class of a verdict -> a sign, so that it does not depend on colour alone."""
 
 
@@ -255,12 +255,12 @@ def findings_in_words(sections: Sequence[Section]) -> tuple[str, list[tuple[str,
     models = " on these small models and few rows" if any(section.small for section in sections) else ""
     text = (
         f"Of {counted(len(findings), 'claim')} of the papers that these runs can speak of, {seen} {_was(seen)} "
-        f"seen{models}, {unseen} {_was(unseen)} not, and {undecided} could not be decided; the tables say which effect "
-        "these runs could have decided, and what a smaller one takes."
+        f"seen{models}, {unseen} came out otherwise, and {undecided} could not be decided; the tables say which effect "
+        "these runs could have decided, and what a smaller one takes. Some claims of several studies rest on one run."
     )
     if models:
-        text += " Nothing here was run at the papers' scale, so a claim that is not seen here is not refuted."
-    heads = {"holds": "Seen here", "does not hold": "Not seen here"}
+        text += " Nothing here was run at the papers' scale, so a claim that comes out otherwise is not refuted."
+    heads = {"holds": "Seen here", "does not hold": "Otherwise here"}
     return text, [(head, by_verdict[verdict]) for verdict, head in heads.items() if by_verdict[verdict]]
 
 
@@ -283,7 +283,7 @@ def _study_context(section: Section, at: int) -> dict[str, Any]:
 
 
 def _summary(outcomes: Sequence[Outcome], findings: Iterable[Finding]) -> str:
-    """Summarise a study: "216 runs, 3 failed, 2 not run yet · findings: 2 hold, 1 does not, 1 undecided"."""
+    """Summarise a study: "216 runs, 3 failed, 2 not run yet · claims: 2 as the paper says, 1 otherwise"."""
     waiting = sum(outcome.waiting for outcome in outcomes)
     failed = sum(outcome.error is not None for outcome in outcomes) - waiting
     runs = f"{len(outcomes):,} run{'s' * (len(outcomes) != 1)}"
@@ -291,14 +291,8 @@ def _summary(outcomes: Sequence[Outcome], findings: Iterable[Finding]) -> str:
     summaries = [", ".join([runs, *states])]
     count: Counter[str] = Counter(finding.verdict for finding in findings)
     if count:
-        verdict_words = {
-            "holds": "hold" if count["holds"] != 1 else "holds",
-            "does not hold": "does not" if count["does not hold"] == 1 else "do not",
-            "undecided": "undecided",
-        }
-        summaries.append(
-            "findings: " + ", ".join(f"{count[v]} {word}" for v, word in verdict_words.items() if count[v])
-        )
+        verdict_words = {"holds": "as the paper says", "does not hold": "otherwise", "undecided": "undecided"}
+        summaries.append("claims: " + ", ".join(f"{count[v]} {word}" for v, word in verdict_words.items() if count[v]))
     return " · ".join(summaries)
 
 

@@ -33,6 +33,8 @@ def provenance(records: Iterable[JobRecord]) -> str:
     when = f" from {dates[0]} to {dates[-1]}" if len(dates) > 1 else f" on {dates[0]}" if dates else ""
     recorded = [record.result.get("environment") for record in done if record.result is not None]
     environments = [environment for environment in recorded if isinstance(environment, Mapping)]
+    if dates and (undated := sum(not record.date for record in done)):
+        when += f" (the day of {undated:,} is not recorded)"
     sentences = [f"{counted(len(done), 'run')}{when}, {hours:.1f} hours of computing in all"]
     if environments:
         sentences.append(_machines(environments))

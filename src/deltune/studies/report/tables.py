@@ -101,6 +101,7 @@ class Table:
         rows: The rows, those of a group one after the other.
         notes: What the marks in the cells stand for.
         excluded: Outcomes that are in no cell, each with the reason.
+        median: Whether its scores are medians over seeds and not means.
     """
 
     title: str
@@ -109,6 +110,7 @@ class Table:
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
     excluded: tuple[str, ...] = ()
+    median: bool = False
 
     @property
     def header_levels(self) -> int:
@@ -232,6 +234,7 @@ def build_table(view: TableSpec, outcomes: Iterable[Outcome]) -> Table:
         ),
         tuple(notes),
         tuple(excluded),
+        view.median,
     )
 
 
@@ -343,6 +346,7 @@ def _score_cell(spread: Spread, if_missing: str, notes: dict[str, int]) -> Table
         reasons = [f"{spread.n} of {spread.n + len(reasons)}: " + "; ".join(reasons)]
     elif spread.mean is None and not spread.failed:
         reasons = [if_missing]
+    reasons += spread.alike
     marks = tuple(_note_index(reason, notes) for reason in reasons)
     state: State = "shown" if spread.mean is not None else "failed" if spread.failed else "missing"
     return TableCell(spread.mean, spread.std, spread.n, state, notes=marks)
@@ -592,9 +596,9 @@ def table_legend(table: Table, published_legend: str = PUBLISHED_LEGEND) -> list
     cells = [cell for row in table.rows for cell in row.cells]
     best = [BEST_LEGEND] if any(cell.best for cell in cells) else []
     counts = sorted({cell.n for cell in cells if cell.std is not None})
-    seeds = (
-        [f"Mean ± standard deviation over {'–'.join(map(str, counts[:1] + counts[1:][-1:]))} seeds."] if counts else []
-    )
+    number = "–".join(map(str, counts[:1] + counts[1:][-1:]))
+    middle = "Median" if table.median else "Mean"
+    seeds = [f"{middle} ± standard deviation over {number} seeds."] if counts else []
     published = [published_legend] if table.has_published else []
     sentences = [*best, *seeds, *published]
     return [" ".join(sentences)] if sentences else []
