@@ -332,7 +332,11 @@ def test_predict_on_the_command_line(places: Path, tmp_path: Path, capsys: pytes
         "prediction",
         "scores",
     }
-    assert "the | old | fig" in printed("predict", str(tags), "--text", "the old fig")
+    words = [  # tags stand behind their tokens
+        token if tag == "O" else f"{token}/{tag}"
+        for token, tag in zip(predictions[0]["input"], predictions[0]["prediction"], strict=True)
+    ]
+    assert " ".join(words) in printed("predict", str(tags), "--text", "the old fig")
     file = tiny.lines(tmp_path / "in.jsonl", [{"id": 7, "question": "the old", "choices": ["fig", "a saw"]}])
     predictions = json.loads(printed("predict", str(choice), "--file", str(file), "--json"))
     assert (
