@@ -21,6 +21,7 @@ from deltune.studies.engine.store import ErrorKind, JobRecord, ResultStore
 from deltune.studies.papers.apet import PAPER_FAMILIES, SMALL_FAMILIES
 from deltune.studies.papers.questions import QUESTIONS
 from deltune.studies.papers.registry import CLAIMS, STUDIES, paper_statements
+from deltune.studies.rates import choose_rates
 from deltune.studies.report.figure_spec import TableSpec
 from deltune.studies.scales import (
     LEARNING_RATES,
@@ -31,7 +32,7 @@ from deltune.studies.scales import (
     small_scale_rate,
 )
 from deltune.studies.sections import build_section
-from deltune.studies.study import PlannedCell, Study, job_outcomes
+from deltune.studies.study import PlannedCell, Records, Study, job_outcomes
 from deltune.studies.thresholds import (
     ThresholdSearch,
     bisect_sizes,
@@ -440,14 +441,48 @@ def test_the_outlook_takes_times_from_results_of_elsewhere_and_counts_what_follo
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_a_job_is_called_by_the_labels_of_its_cell(name: str, place: StudySetup) -> None:
-    """A reader of the progress sees labels that `--only` takes, and no expression."""
+    """A reader of the progress sees labels that `--only` takes, and no expression; tries of a rate are numbered."""
     made = built(name, "small", place)
     axes = made.axes()
     for job in made.jobs({}):
         assert job.cell is not None and "(" not in job.label.replace(" (", ""), job.label
-        assert {axis: str(label) in axes[axis] for axis, label in job.cell.items()} == dict.fromkeys(job.cell, True)
+        others = {"try", "method", "N"} if "try" in job.cell else set()
+        assert all(str(label) in axes[axis] for axis, label in job.cell.items() if axis not in others)
 
 
 def test_the_list_of_studies_has_the_questions_of_the_studies(place: StudySetup) -> None:
     assert list(QUESTIONS) == list(STUDIES)
     assert {name: built(name, "small", place).question for name in STUDIES} == QUESTIONS
+
+
+def test_rates_are_chosen_on_validation_under_the_first_seed() -> None:
+    """Every rate is tried once, whatever the others did; a diverged try is worse than any, a failed one is an error."""
+    rates = (1e-2, 3e-3, 3e-2)
+
+    def plan(rate: float) -> Callable[[Records], list[PlannedCell]]:
+        cells = [PlannedCell({"method": "lora", "seed": s}, Job("run", {"lr": rate, "seed": s})) for s in (0, 1)]
+        return lambda records: cells
+
+    def record(rate: float, value: float | None, error_kind: str | None = "diverged") -> JobRecord:
+        job = Job("run", {"lr": rate, "seed": 0})
+        result = None if value is None else {"best": {"metric": "accuracy", "value": value}}
+        error = "no" if value is None else None
+        return JobRecord(job.name, "run", dict(job.spec), result, error, 1.0, error_kind if error else None)
+
+    def planned(*values: float | None, error_kind: str = "diverged") -> tuple[set[float], list[PlannedCell]]:
+        records = [record(rate, value, error_kind) for rate, value in zip(rates, values, strict=False)]
+        cells = choose_rates([plan(rate) for rate in rates])({one.name: one for one in records})
+        return {cell.job.spec["lr"] for cell in cells if cell.job is not None}, cells
+
+    study = Study("s", "?", choose_rates([plan(rate) for rate in rates]))
+    assert [(job.spec["lr"], job.cell) for job in study.jobs({})] == [
+        (rate, {"method": "lora", "seed": 0, "try": i}) for i, rate in enumerate(rates, 1)
+    ]
+    assert planned(0.7, 0.8)[0] == set(), "one try is missing"
+    assert planned(0.7, 0.8, 0.6)[0] == {3e-3}
+    assert planned(0.7, 0.7, 0.7)[0] == {1e-2}, "of equal ones the first"
+    assert planned(None, 0.2, None)[0] == {3e-3}
+    chosen, cells = planned(None, None, None)
+    assert not chosen and all(cell.lost and "at every learning rate" in cell.why for cell in cells)
+    chosen, cells = planned(0.7, None, 0.8, error_kind="exception")
+    assert not chosen and all(cell.lost and "failed: no" in cell.why for cell in cells)

@@ -12,6 +12,7 @@ from ..methods.registry import parse
 from ..methods.spec import MaskedMethod, Method, NamedMethod
 from ..tasks.registry import TASKS
 from .engine.jobs import Cell, Roots
+from .rates import choose_rates, rates_to_try
 from .study import SEED_PLACEHOLDER, CellPlan, PlannedCell, Records, Sweep, plan_sweep
 
 Values = Mapping[str, Any]
@@ -45,7 +46,7 @@ LEARNING_RATES: Mapping[str, float] = {
     "prefix": 3e-2, "prefix_layernorm": 3e-2, "mam": 1e-2, "lora": 1e-2, "adapter": 1e-2, "parallel_adapter": 1e-2,
     "scaled_parallel_adapter": 1e-2, "multi_head_parallel_adapter": 1e-2,
 }  # fmt: skip
-"""Learning rates at small scale, by named method.
+"""Usual learning rates at small scale, by named method; studies that compare models try others beside them.
 
 Chosen on validation rows of SICK and SST-2 with minilm-d128 and seed 99 (1,500 rows, 4 epochs of batches of 16) among
 two or three rates a factor of 3 apart; on g2p the same are best or next to it. They are 3 to 10 times the papers': few
@@ -104,6 +105,21 @@ class StudySetup:
     def task(self, name: str) -> dict[str, Any]:
         """Return the fields of a spec that name a task; the folder of its data is among the roots."""
         return {"task": name, **(SMALL_TASK_OPTIONS.get(name, {}) if self.small else {})}
+
+    def rates(self, method: str | Method, search: bool = False) -> list[Values]:
+        """Return the learning rates that a method's runs try, as fields of a spec.
+
+        Args:
+            method: The method.
+            search: Whether small scale tries several.
+
+        Returns:
+            The rates at small scale, the usual one first; at paper scale no field, since the protocol has the rate.
+        """
+        if not self.small:
+            return [{}]
+        usual = small_scale_rate(method)
+        return [{"lr": rate} for rate in (rates_to_try(usual) if search else [usual])]
 
     def check(self, models: Iterable[str], tasks: Iterable[str]) -> None:
         """Check that models and tasks are present at small scale.
@@ -179,6 +195,7 @@ def cross_product(
     exclude: Callable[[Cell], bool] = lambda cell: False,
     labels: Cell | None = None,
     by_task: Mapping[str, Values] | None = None,
+    search_rates: bool = False,
 ) -> CellPlan:
     """Return the cells of models × tasks × variants × seeds.
 
@@ -193,27 +210,28 @@ def cross_product(
         exclude: Whether a cell is left out.
         labels: Labels of every cell on further axes.
         by_task: Task -> fields of its runs.
+        search_rates: Whether small scale tries several learning rates for each model, task and variant.
 
     Raises:
         DeltuneError: Models or data are missing, or a run is wrong.
     """
     setup.check(models.values(), tasks)
     options = {**(SMALL_OPTIONS if setup.small else {}), **(options or {})}
-    methods = {}
-    for i, variant in enumerate(variants):
-        rate = {"lr": small_scale_rate(variant.values["method"])} if setup.small and "lr" not in options else {}
-        methods[str(i)] = {**rate, **variant.values}
-    plan_cells = plan_sweep(
+    rates: list[list[Values]] = [
+        setup.rates(variant.values["method"], search_rates) if "lr" not in options else [{}] for variant in variants
+    ]
+    sweeps = [
         Sweep(
             name=name,
             models={label: {"model": model} for label, model in models.items()},
             tasks={task: {**setup.task(task), **(by_task or {}).get(task, {})} for task in tasks},
-            methods=methods,
+            methods={str(i): {**rate, **variant.values} for i, (rate, variant) in enumerate(pairs)},
             seeds=seeds,
             options=options,
-        ),
-        roots=setup.roots,
-    )
+        )
+        for pairs in (zip(tried, variants, strict=True) for tried in zip(*rates, strict=True))
+    ]
+    plan_cells = choose_rates([plan_sweep(sweep, roots=setup.roots) for sweep in sweeps])
 
     def relabel(cell: Cell) -> Cell:
         """Replace the sweep's number of a variant by the variant's labels."""
@@ -221,7 +239,14 @@ def cross_product(
         return {**(labels or {}), **others, **variants[int(cell["method"])].labels, "seed": cell["seed"]}
 
     def plan_relabelled(records: Records) -> list[PlannedCell]:
-        cells = [replace(planned, cell=relabel(planned.cell)) for planned in plan_cells(records)]
+        cells = [
+            replace(
+                planned,
+                cell=relabel(planned.cell),
+                tries=tuple(replace(one, cell=relabel(one.cell)) for one in planned.tries),
+            )
+            for planned in plan_cells(records)
+        ]
         return [planned for planned in cells if not exclude(planned.cell)]
 
     return plan_relabelled

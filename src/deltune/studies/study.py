@@ -251,6 +251,7 @@ class PlannedCell:
         extra: What other jobs say about this cell.
         why: Why the cell is empty as long as it is.
         lost: Whether it will never be filled, because the job that would determine it failed.
+        tries: Cells whose jobs determine this cell's job.
     """
 
     cell: Cell
@@ -258,6 +259,7 @@ class PlannedCell:
     extra: Mapping[str, Any] = field(default_factory=dict)
     why: str = "not run yet"
     lost: bool = False
+    tries: tuple[PlannedCell, ...] = ()
 
 
 CellPlan = Callable[[Records], Sequence[PlannedCell]]
@@ -312,11 +314,12 @@ class Study:
         return {axis: list(labels) for axis, labels in axes.items()}
 
     def jobs(self, records: Records) -> list[Job]:
-        """Return the jobs of all cells that are known now, each once and with the labels of its first cell."""
+        """Return the jobs of all cells and tries that are known now, each once and with its first cell's labels."""
         cells: dict[Job, Cell] = {}
-        for planned in self.plan_cells(records):
-            if planned.job is not None:
-                cells.setdefault(planned.job, planned.cell)
+        for cell in self.plan_cells(records):
+            for planned in (*cell.tries, cell):
+                if planned.job is not None:
+                    cells.setdefault(planned.job, planned.cell)
         return [replace(job, cell=cell) for job, cell in cells.items()]
 
     def outcomes(self, records: Records) -> list[Outcome]:

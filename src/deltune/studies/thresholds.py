@@ -40,6 +40,7 @@ class ThresholdSearch:
         full: Full tuning's job.
         chance: The score of guessing.
         metric: The score that counts.
+        tries: Cells whose jobs determine those of the search, such as those that try learning rates.
     """
 
     cell: Cell
@@ -48,6 +49,7 @@ class ThresholdSearch:
     full: Job
     chance: float
     metric: str = "accuracy"
+    tries: tuple[PlannedCell, ...] = ()
 
 
 def powers_of_two(most: int, first: int = 4) -> tuple[int, ...]:
@@ -148,7 +150,7 @@ def search_cells(search: ThresholdSearch, records: Records) -> list[PlannedCell]
     # The job of the brackets' cell is one that has ended: a failed one, else any other, for its count and its spec.
     last = next(iter([*failed, *succeeded, *map(search.run, ended)]), None) if done or failed else None
     extra = {name: list(bracket) for name, (_, bracket) in bisections.items() if bracket is not None}
-    return [*cells, PlannedCell(search.cell, last, extra)]
+    return [*cells, PlannedCell(search.cell, last, extra, tries=search.tries)]
 
 
 def plan_searches(searches: Sequence[ThresholdSearch]) -> CellPlan:

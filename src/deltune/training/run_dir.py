@@ -39,6 +39,7 @@ from ..filesystem import (
     write_jsonl,
     write_text,
 )
+from ..metrics.registry import METRICS
 from ..processor import processor_name
 from .config import RunConfig, read_config
 
@@ -99,6 +100,14 @@ class Best(Record):
     step: int | None = None
     metric: str | None = None
     value: Number | None = None
+
+    @property
+    def quality(self) -> float:
+        """The value, negated if lower is better; 0 without a validation split."""
+        if self.metric is None or self.value is None:
+            return 0.0
+        lower = self.metric == "loss" or METRICS[self.metric].better == "lower"
+        return -self.value if lower else self.value
 
     def as_json(self) -> dict[str, Any]:
         """Return the values as metrics.json has them, those that were tried behind the run."""

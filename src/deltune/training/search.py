@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DivergedError
-from ..metrics.registry import METRICS
 from .config import RunConfig
 from .run_dir import Best, RunDir, RunMetrics, SeriesRun
 
@@ -33,14 +32,8 @@ class Trial:
 
     @property
     def quality(self) -> float:
-        """Validation score, negated if lower is better; 0 without a validation split, -inf if the run diverged."""
-        if self.metrics is None:
-            return -float("inf")
-        best = self.metrics.best
-        if best.metric is None or best.value is None:
-            return 0.0
-        lower = best.metric == "loss" or METRICS[best.metric].better == "lower"
-        return -best.value if lower else best.value
+        """How well the run validated (`Best.quality`); -inf if it diverged."""
+        return -float("inf") if self.metrics is None else self.metrics.best.quality
 
     @property
     def outcome(self) -> str:

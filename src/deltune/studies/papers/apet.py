@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ...training.config import RunConfig
 from ..claims.claims import AllOf, AllWithin, Beats, Claim, Falls, GapShrinks, InEach, Rises, Within
 from ..claims.comparisons import RELATIVE, STEPS, threshold
 from ..claims.selectors import EVERY, LARGEST, SMALLEST, CellSelector
-from ..engine.jobs import Cell, run_job, transfer_job
+from ..engine.jobs import Cell, Job, run_job, transfer_job
+from ..rates import choose_rates
 from ..report.figure_spec import Bars, Curves, HeatMap, TableSpec
 from ..scales import (
     SEEDS,
     SMALL_OPTIONS,
     StudySetup,
+    Values,
     Variant,
     cross_product,
     join_plans,
     method_variants,
-    small_scale_rate,
 )
 from ..study import PINNED_OPTIONS, SEED_PLACEHOLDER, CellPlan, PlannedCell, Records, Study
 from ..thresholds import ThresholdSearch, plan_searches, powers_of_two, threshold_outcomes
@@ -246,8 +248,8 @@ NOTE = (
 )
 SMALL_NOTE = (
     "Encoders of 4 to 23 million parameters of one series, the smaller ones distilled from the largest, where the "
-    "paper goes to 11 billion: a trend over less than one power of ten says nothing of the paper's range. One learning "
-    "rate a method, chosen before on other seeds."
+    "paper goes to 11 billion: a trend over less than one power of ten says nothing of the paper's range. A method's "
+    "learning rate is the one of four that validates best under the first seed, on each model and task."
 )
 
 
@@ -275,7 +277,7 @@ def _plan(
     return cross_product(
         setup, name, {model: family.models[model].hub_id}, tasks,
         variants, options,
-        labels={"family": label}, by_task=by_task,
+        labels={"family": label}, by_task=by_task, search_rates=True,
     )  # fmt: skip
 
 
@@ -413,16 +415,15 @@ def everything(setup: StudySetup) -> Study:
 
 def thresholds(setup: StudySetup) -> Study:
     """Return the study of AP figure 7."""
-    searches = []
     tasks = ("sst2",) if setup.small else ("sst2", "rte", "mrpc")
-    for label, family in _families(setup).items():
-        for model in _compared_models(setup, family):
-            for task in tasks:
-                searches += _threshold_searches(setup, label, model, task)
+    plans = [
+        _plan_thresholds(setup, label, model, task)
+        for label, family in _families(setup).items() for model in _compared_models(setup, family) for task in tasks
+    ]  # fmt: skip
     return Study(
         "ap/thresholds",
         QUESTIONS["ap/thresholds"],
-        plan_searches(searches),
+        join_plans(*plans),
         tuple(
             Curves(
                 title=f"{NAMES[task]}: two thresholds (AP figure 7)", where={"task": task}, x="N", y="accuracy",
@@ -435,13 +436,17 @@ def thresholds(setup: StudySetup) -> Study:
         ("600 rows. The head is frozen as drawn, for full tuning too: else N = 0 is above chance. " if setup.small
          else "BERT's head is frozen as it was drawn, T5 answers in words. ")
         + "A run that diverges has not reached a threshold. Each seed has a bisection of its own, so that seeds differ "
-        "in the N that they met; what one seed did not meet is noted. " + _note(setup),
+        "in the N that they met; what one seed did not meet is noted. " + _note(setup)
+        + (" It is chosen with the most parameters, for every N." if setup.small else ""),
         threshold_outcomes,
     )  # fmt: skip
 
 
-def _threshold_searches(setup: StudySetup, label: str, model: str, task: str) -> list[ThresholdSearch]:
-    """Return the searches among adjacent and among discrete parameters, for each seed."""
+def _plan_thresholds(setup: StudySetup, label: str, model: str, task: str) -> CellPlan:
+    """Return the cells of the searches among adjacent and among discrete parameters, for each seed.
+
+    At small scale the learning rate is the one that validates best with the most parameters, for every N.
+    """
     family = _families(setup)[label]
     prompt, _, lora, _ = family.models[model].sizes
     sizes = powers_of_two(prompt + 2 * lora)  # the pool has a prompt and LoRA of twice the rank
@@ -451,19 +456,52 @@ def _threshold_searches(setup: StudySetup, label: str, model: str, task: str) ->
     base |= {"answer": "words"} if family.answers_in_words else {"head": "freeze"}
     cell: Cell = {"family": label, "model": model, "task": task}
     chance = 1 / len(LABELS[task]) if not family.answers_in_words else 0.0
+    first, *_ = SEEDS
 
-    def spec(method: str, seed: int) -> RunConfig:
-        rate = {"lr": small_scale_rate(method)} if setup.small else {}
-        return RunConfig.from_flat(**{**base, "method": method, "seed": seed, **rate})
+    def job(method: str, seed: int, rate: Values) -> Job:
+        return run_job(RunConfig.from_flat(**{**base, "method": method, "seed": seed, **rate}), setup.roots)
 
-    def search(pattern: str, seed: int) -> ThresholdSearch:
-        def run(n: int) -> Any:
-            return run_job(spec(family.drawn(n, pattern, seed), seed), setup.roots)
+    def first_runs(name: str, method: str) -> CellPlan:
+        """Return the cell of a method under the first seed."""
+        labels = {**cell, "method": name, "N": sizes[-1], "seed": first}
+        jobs = [job(method, first, rate) for rate in setup.rates(method, search=True)]
+        return choose_rates([partial(_plan_one, PlannedCell(labels, one)) for one in jobs])
 
-        full = run_job(spec("full", seed), setup.roots)
-        return ThresholdSearch({**cell, "method": pattern, "seed": seed}, sizes, run, full, chance)
+    methods = {"full": "full", **{pattern: family.drawn(sizes[-1], pattern, first) for pattern in THE_PAPERS}}
+    runs = {name: first_runs(name, method) for name, method in methods.items()}
 
-    return [search(pattern, seed) for pattern in THE_PAPERS for seed in SEEDS]
+    def search(pattern: str, seed: int, rates: Mapping[str, Values], tries: tuple[PlannedCell, ...]) -> ThresholdSearch:
+        def run(n: int) -> Job:
+            return job(family.drawn(n, pattern, seed), seed, rates[pattern])
+
+        full = job("full", seed, rates["full"])
+        return ThresholdSearch({**cell, "method": pattern, "seed": seed}, sizes, run, full, chance, tries=tries)
+
+    def plan_cells(records: Records) -> list[PlannedCell]:
+        chosen = {name: plan(records)[0] for name, plan in runs.items()}
+        tries = tuple(one for planned in chosen.values() for one in planned.tries)
+        for planned in chosen.values():
+            if planned.job is None:
+                waiting = [{**cell, "method": pattern, "seed": seed} for pattern in THE_PAPERS for seed in SEEDS]
+                waiting += [{**cell, "method": "full", "N": 0, "seed": seed} for seed in SEEDS]
+                return [replace(planned, cell=labels, tries=tries) for labels in waiting]
+        rates: dict[str, Values] = {name: _rate_of(planned, setup) for name, planned in chosen.items()}
+        return list(
+            plan_searches([search(pattern, seed, rates, tries) for pattern in THE_PAPERS for seed in SEEDS])(records)
+        )
+
+    return plan_cells
+
+
+def _plan_one(planned: PlannedCell, records: Records) -> list[PlannedCell]:
+    return [planned]
+
+
+def _rate_of(planned: PlannedCell, setup: StudySetup) -> Values:
+    """Return the learning rate of a cell's job as a field of a spec; nothing where the protocol has it."""
+    if not setup.small or planned.job is None:
+        return {}
+    return {"lr": RunConfig.from_canonical(planned.job.spec).optim.rate}
 
 
 def transfer(setup: StudySetup) -> Study:
@@ -508,7 +546,7 @@ def _transferred(setup: StudySetup, label: str, model: str, sources: Sequence[st
     options = {} if setup.small else {"protocol": "ap"}
     runs = cross_product(
         setup, "ap/transfer", {model: family.models[model].hub_id}, sources, variants, options,
-        labels={"family": label}, by_task=by_task,
+        labels={"family": label}, by_task=by_task, search_rates=True,
     )  # fmt: skip
     target_fields = {
         target: {k: v for k, v in {**setup.task(target), "relabel": relabel[target]}.items() if k in TARGET_FIELDS}
@@ -517,12 +555,14 @@ def _transferred(setup: StudySetup, label: str, model: str, sources: Sequence[st
 
     def plan_cells(records: Records) -> list[PlannedCell]:
         return [
-            PlannedCell(
-                {**planned.cell, "target": target},
-                transfer_job(RunConfig.from_canonical(planned.job.spec), other, setup.roots),
+            replace(
+                planned,
+                cell={**planned.cell, "target": target},
+                job=None
+                if planned.job is None
+                else transfer_job(RunConfig.from_canonical(planned.job.spec), other, setup.roots),
             )
             for planned in runs(records)
-            if planned.job is not None
             for target, other in target_fields.items()
         ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -155,9 +156,10 @@ SMALL_TWO = ("sst2", "conll04")
 """Tasks that small encoders learn from 1,000 rows; on SICK they stay at chance."""
 CHOICE = ("commonsense_qa", "social_iqa")
 SCORE = ("entity_f1", "accuracy")
-DISTILLED = (
-    "Small encoders distilled from MiniLM-L6, sub-samples of the data, and one learning rate a method, chosen before "
-    "on other seeds, instead of a search."
+SMALLER = "Small encoders distilled from MiniLM-L6, sub-samples of the data"
+DISTILLED = f"{SMALLER}, and one learning rate a method, chosen before on other seeds, instead of a search."
+SEARCHED = (
+    f"{SMALLER}; the learning rate is the one of four that validates best under the first seed, by model and task."
 )
 
 NAMES = {
@@ -252,22 +254,22 @@ def _nlu(
     tasks: tuple[str, ...],
     expressions: Mapping[str, str],
     by_task: Mapping[str, Values] | None = None,
-    **small: Any,
+    search_rates: bool = False,
 ) -> CellPlan:
     """Return the cells of methods on understanding.
 
-    At paper scale the options are those of the paper's protocol for the model's size; at small scale they are `by_task`
-    and `small`.
+    At paper scale the options are those of the paper's protocol for the model's size; at small scale they are
+    `by_task`, and learning rates may be searched.
     """
 
     def exclude(cell: Mapping[str, Any]) -> bool:
         return cell["method"] == "three_vectors" and cell["task"] in CHOICE
 
-    options = small if setup.small else {"protocol": PROTOCOLS[model]}
+    options: Values = {} if setup.small else {"protocol": PROTOCOLS[model]}
     return cross_product(
         setup, name, {model: BERT_MODELS.get(model, model)}, tasks, method_variants(expressions), options,
         exclude=exclude,
-        by_task=by_task if setup.small else None,
+        by_task=by_task if setup.small else None, search_rates=search_rates,
     )  # fmt: skip
 
 
@@ -423,13 +425,14 @@ def terms(setup: StudySetup) -> Study:
     by_task: dict[str, Values] = {
         "sst2": {"max_train_rows": 2000}, "cb": {"epochs": 3}, "commonsense_qa": {"max_train_rows": 300},
     }  # fmt: skip
-    runs = _nlu(setup, "ln/terms", model, tasks, {"layernorm": "layernorm"}, by_task)
+    runs = _nlu(setup, "ln/terms", model, tasks, {"layernorm": "layernorm"}, by_task, search_rates=True)
 
     def plan_cells(records: Records) -> list[PlannedCell]:
         return [
-            PlannedCell(
-                {axis: label for axis, label in planned.cell.items() if axis != "method"},
-                None if planned.job is None else _term_change_job(planned.job, setup),
+            replace(
+                planned,
+                cell={axis: label for axis, label in planned.cell.items() if axis != "method"},
+                job=None if planned.job is None else _term_change_job(planned.job, setup),
             )
             for planned in runs(records)
         ]
@@ -442,7 +445,7 @@ def terms(setup: StudySetup) -> Study:
               order={"task": tasks}, display_names={**NAMES, **LAYER_NAMES, "value": "mean absolute change",
                                               "gain": "gain", "bias": "bias"}),),
         "change",
-        f"{DISTILLED} Four layers. 2,000 rows of SST-2, 1,000 of SICK, 200 of CB, in the paper's order of sizes, but "
+        f"{SEARCHED} Four layers. 2,000 rows of SST-2, 1,000 of SICK, 200 of CB, in the paper's order of sizes, but "
         "300 of CommonsenseQA and 1,000 of Broad Twitter." if setup.small else "",
     )  # fmt: skip
 
@@ -465,7 +468,7 @@ def ablation(setup: StudySetup) -> Study:
     return Study(
         "ln/ablation",
         QUESTIONS["ln/ablation"],
-        join_plans(*(_nlu(setup, "ln/ablation", model, tasks, ABLATIONS) for model in models)),
+        join_plans(*(_nlu(setup, "ln/ablation", model, tasks, ABLATIONS, search_rates=True) for model in models)),
         (
             TableSpec(
                 title="Terms, modules and layers (LN table 5)", groups="model", metric=SCORE, display_names=NAMES,
@@ -473,7 +476,7 @@ def ablation(setup: StudySetup) -> Study:
             ),
         ),
         SCORE,
-        f"{DISTILLED} Models of 2 and 4 layers: half of the smaller one is one layer." if setup.small
+        f"{SEARCHED} Models of 2 and 4 layers: half of the smaller one is one layer." if setup.small
         else "Here the norms of the embeddings belong to the whole method and to its terms, not to halves and modules."
        ,
     )  # fmt: skip
