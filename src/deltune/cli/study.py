@@ -533,11 +533,13 @@ def report(
     """Print tables, figures and findings of studies, or write them as files or as one page."""
     from ..filesystem import explain_write_errors, write_text
     from ..studies import sections
-    from ..studies.papers.registry import paper_statements
+    from ..studies.papers.registry import STUDIES, paper_statements
     from ..studies.report import page
 
     to = None if to is None else user_path(to, "--to")
+    order = list(STUDIES)  # that of the papers; studies of one's own come last
     requested = studies(names, scale, data_root, model_root, only)
+    requested.sort(key=lambda study: order.index(study.name) if study.name in order else len(order))
     rows = _rows(store)
     parts = [
         sections.build_section(study, rows, paper_statements(study.name), paper, scale == "small")
@@ -547,9 +549,7 @@ def report(
         html = user_path(html, "--html")
         with explain_write_errors(html):
             html.parent.mkdir(parents=True, exist_ok=True)
-            at_scale = {"small": ", at small scale", "paper": ", at the papers' own scale"}[scale]
-            title = f"Three papers on parameter-efficient fine-tuning{at_scale}"
-            write_text(html, page.render_page(parts, title if len(parts) > 1 else f"{parts[0].title}{at_scale}"))
+            write_text(html, page.render_page(parts))
         print(f"{len(parts)} stud{'y' if len(parts) == 1 else 'ies'} in {html}", file=sys.stderr)
     if to is not None:
         written = [path for part in parts for path in sections.write_section(part, to)]
@@ -557,8 +557,7 @@ def report(
     if paper and not any(table.has_published for part in parts for table in part.tables):
         reason = "models and tasks of small scale are not the paper's" if scale == "small" else "it prints none of them"
         print(
-            f'no number of the paper stands beside ours, because {reason}; the table "About the paper" has what it '
-            "prints",
+            f"no table has the paper's numbers beside ours, because {reason}; the table of claims has what it prints",
             file=sys.stderr,
         )
     if html is None and to is None:

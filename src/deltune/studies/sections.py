@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ..errors import error_summary
 from ..filesystem import explain_write_errors, write_text
 from .claims.decisions import PaperStatements, check_printed, decide_claims
+from .claims.selectors import describe_cell
 from .engine.jobs import Outcome
-from .report.aggregate import SEED, answers_alike, cell_label
+from .report.aggregate import SEED, answers_alike
 from .report.charts import draw, save
 from .report.figure_spec import DISPLAY_NAMES, FigureSpec, TableSpec, as_tuple
-from .report.findings import findings_csv
+from .report.findings import CLAIM_COLUMNS, findings_csv
 from .report.page import Section
 from .report.tables import build_table, escape_markdown, to_csv, to_latex, to_markdown
 from .study import Records, Study
@@ -37,8 +38,9 @@ def build_section(
     """
     statements = statements or PaperStatements()
     outcomes = study.outcomes(records)
-    tables = [view if paper else replace(view, published={}) for view in study.views if isinstance(view, TableSpec)]
-    figures = [view for view in study.views if isinstance(view, FigureSpec)]
+    views = study.views if any(not outcome.waiting for outcome in outcomes) else ()
+    tables = [view if paper else replace(view, published={}) for view in views if isinstance(view, TableSpec)]
+    figures = [view for view in views if isinstance(view, FigureSpec)]
     names = dict(DISPLAY_NAMES)
     for view in study.views:
         names |= view.display_names
@@ -48,17 +50,18 @@ def build_section(
     )
     return Section(
         study.name,
-        "\n\n".join(text for text in (study.question, study.notes, _answered_alike(outcomes)) if text),
+        "\n\n".join(text for text in (study.question, study.notes, _answered_alike(outcomes, names)) if text),
         tuple(build_table(view, outcomes) for view in tables),
         tuple(draw(view, outcomes) for view in figures),
         tuple(findings),
         tuple(outcomes),
-        tuple(_missing(outcomes)),
+        tuple(_missing(outcomes, names)),
         tuple(printed),
         statements.choices,
         small,
         names,
         tuple(record for job in study.jobs(records) if (record := records.get(job.name)) is not None),
+        statements.paper,
     )
 
 
@@ -77,14 +80,14 @@ def _metric(study: Study, outcomes: Sequence[Outcome]) -> str | dict[str, str]:
     return by_task
 
 
-def _answered_alike(outcomes: Sequence[Outcome]) -> str:
+def _answered_alike(outcomes: Sequence[Outcome], names: Mapping[str, str]) -> str:
     """Say which runs have learned nothing, so that a comparison with them says nothing of a method."""
     alike = [outcome for outcome in outcomes if answers_alike(outcome)]
     if not alike:
         return ""
     cells: dict[str, list[str]] = {}
     for outcome in alike:
-        label = cell_label({axis: value for axis, value in outcome.cell.items() if axis != SEED})
+        label = describe_cell({axis: value for axis, value in outcome.cell.items() if axis != SEED}, names)
         cells.setdefault(label, []).append(str(outcome.cell.get(SEED, "")))
     listed = [f"{label} (seed {', '.join(seeds)})" if any(seeds) else label for label, seeds in cells.items()]
     more = f"; and {len(listed) - MAX_LISTED} more" if len(listed) > MAX_LISTED else ""
@@ -99,16 +102,22 @@ MAX_LISTED = 12
 """Cells that are listed, of which runs have learned nothing."""
 
 
-def _missing(outcomes: Sequence[Outcome]) -> list[str]:
+def _missing(outcomes: Sequence[Outcome], names: Mapping[str, str]) -> list[str]:
     """What was planned and has no result, by reason."""
     reasons: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         if outcome.error is not None:
             reasons.setdefault(error_summary(outcome.error), []).append(outcome)
     return [
-        f"{len(missing)} of {len(outcomes)}: {reason} (such as {cell_label(missing[0].cell)})"
+        f"{len(missing)} of {len(outcomes)} runs: {reason} (such as {describe_cell(missing[0].cell, names)})"
         for reason, missing in reasons.items()
     ]
+
+
+NOT_THE_PAPER = (
+    "Nothing here was run at the paper's scale: what is *seen here* is no proof of the paper's sentence, and what is "
+    "*otherwise here* does not refute it."
+)
 
 
 def section_markdown(section: Section) -> str:
@@ -117,10 +126,10 @@ def section_markdown(section: Section) -> str:
     lines = [f"## {escape_markdown(section.title)}", "", *(escape_markdown(text) + "\n" for text in paragraphs)]
     for table in section.tables:
         lines += [to_markdown(table), ""]
-    for findings in section.finding_tables:
-        lines += [f"### {findings.title}", "", escape_markdown(findings.intro), ""]
-        rows = [_markdown_row(row.cells) for row in findings.rows]
-        lines += [_markdown_row(findings.columns), "|" + "---|" * len(findings.columns), *rows, ""]
+    if section.findings:
+        rows = [_markdown_row(row.cells) for row in section.claim_rows]
+        lines += ["### Claims of the paper", "", *([NOT_THE_PAPER, ""] if section.small else [])]
+        lines += [_markdown_row(CLAIM_COLUMNS), "|" + "---|" * len(CLAIM_COLUMNS), *rows, ""]
     if section.choices:
         lines += [
             "### What the paper leaves open, and what was chosen",
@@ -128,7 +137,7 @@ def section_markdown(section: Section) -> str:
             *(f"- {escape_markdown(c)}" for c in section.choices),
             "",
         ]
-    lines += [f"- not there: {escape_markdown(text)}" for text in section.missing]
+    lines += [f"- missing: {escape_markdown(text)}" for text in section.missing]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -401,6 +401,7 @@ class Claim:
         form: The comparisons that decide it.
         exclude: Axis -> labels that it is not about.
         contradiction: What else in the paper says otherwise, if anything does.
+        miniature: What the runs of small scale have in place of sizes that the sentence names.
     """
 
     text: str
@@ -408,6 +409,7 @@ class Claim:
     form: Form
     exclude: CellSelector = field(default_factory=dict)
     contradiction: str = ""
+    miniature: str = ""
 
 
 def _all_checks(cells: Cells, forms: Sequence[Form]) -> list[Check]:

@@ -34,6 +34,9 @@ from .selectors import (
 )
 from .statistics import average_ranks, slope_weights
 
+NOT_RUN = "not run yet"
+"""How a reason begins that a run will remove."""
+
 CONVERGED = 0.95
 """A curve has converged where it has come this share of the way to the lower of the compared curves' bests."""
 
@@ -457,7 +460,10 @@ class Cells:
                 raise MissingCells([f"labels of {axis!r} are not in an order: {label!r}"])
             return float(number[1])
         if label not in self._model_sizes:
-            raise MissingCells([f"the size of the model {label!r} is not known"])
+            model = self.describe({axis: label})
+            if all(outcome.waiting for outcome in self.outcomes if outcome.cell.get(axis) == label):
+                raise MissingCells([f"{NOT_RUN}: all {model}"])
+            raise MissingCells([f"the size of the model is not known: {model}"])
         return self._model_sizes[label]
 
     @functools.cached_property
@@ -491,8 +497,9 @@ class Cells:
         if outcome is None:
             raise MissingCells([f"missing: {self.describe(full)}"])
         if outcome.error is not None:
-            state = "waiting" if outcome.waiting else "failed"
-            raise MissingCells([f"{state}: {self.describe(full)} ({(outcome.error.splitlines() or [''])[0]})"])
+            if outcome.waiting:
+                raise MissingCells([f"{NOT_RUN}: {self.describe(full)}"])
+            raise MissingCells([f"failed: {self.describe(full)} ({(outcome.error.splitlines() or [''])[0]})"])
         key = (measurement, self._key(full, self.axes))
         if key not in self._read:
             group = [outcome]

@@ -112,14 +112,13 @@ class Resolution:
     @property
     def text(self) -> str:
         """Both in a sentence."""
-        smallest = f"{self.smallest:.3g}{f' {self.unit}' if self.unit else ''}"
-        effect = f"{smallest} beyond {self.margin}" if self.margin else f"of {smallest}"
+        effect = f"{self.smallest:.3g} {self.unit}".rstrip() + (f" beyond {self.margin}" if self.margin else "")
         whose = "the paper's" if self.target_is_printed else "the one measured"
-        size = f"{self.seeds} seeds" + (f" × {self.rows:,} test rows" if self.rows else "")
+        size = f"{self.seeds} seeds" + (f" and {self.rows:,} test rows of each task" if self.rows else "")
         needs = "more than 1,000 seeds" if self.seeds is None else size
         return (
-            f"a run of this size decides an effect {effect} in {100 * POWER:.0f} % of cases (α = {self.alpha:.2g}); "
-            f"one as large as {whose} ({self.target:.2g}) takes {needs}"
+            f"With these seeds and test rows an effect of {effect} is decided in {100 * POWER:.0f} % of cases; "
+            f"one as large as {whose} ({self.target:.2g}) takes {needs}."
         )
 
 
@@ -155,7 +154,7 @@ class UndecidedEffect:
         size = self.estimate.sample_size(target, self.seeds, self.alpha, POWER)
         rows = round(size[1] * self.rows) if size and self.rows else None
         seeds = size[0] if size else None
-        margin = "" if self.borders == (0.0,) else " or ".join(f"{border:g}" for border in self.borders)
+        margin = "" if self.borders == (0.0,) else " or ".join(f"{border:g}".replace("-", "−") for border in self.borders)
         return Resolution(smallest, self.alpha, target, self.printed is not None, seeds, rows, self.unit, margin)
 
 
@@ -176,7 +175,8 @@ class Finding:
             their number. None if nothing was tested.
         p_adjusted: p after Holm's procedure over all claims of the study.
         n_pairs: How many pairs of seeds were compared, over all settings.
-        note: What the numbers rest on, or why nothing was decided.
+        settings: How many settings and seeds were compared; empty if nothing was tested.
+        note: Which spread the interval covers, or why nothing was decided.
         comparisons: All comparisons.
         deciding: The comparison that decides.
         parts: The verdicts on the score and on the number of parameters, if the claim is about both.
@@ -191,6 +191,7 @@ class Finding:
     p: float | None = None
     p_adjusted: float | None = None
     n_pairs: int = 0
+    settings: str = ""
     note: str = ""
     comparisons: tuple[ComparisonResult, ...] = ()
     deciding: ComparisonResult | None = None
@@ -225,7 +226,8 @@ class PrintedFinding:
     Attributes:
         claim: The claim.
         agrees: Whether they agree with it; None if the paper prints no numbers to compare.
-        deciding: The comparison that is the nearest to being false, or the furthest from being true.
+        deciding: The comparison that is the nearest to being false, or the furthest from being true; where it agrees
+            it is one of scores, if there are any, as the comparison of a `Finding` is.
         source: Where they are printed.
         comparisons: All comparisons.
     """
@@ -238,15 +240,32 @@ class PrintedFinding:
 
 
 @dataclass(frozen=True)
+class Paper:
+    """A paper that is reproduced.
+
+    Attributes:
+        abbreviation: How tables and figures of it are cited, such as "UV".
+        title: Its title.
+        citation: Authors, year and where it appeared.
+    """
+
+    abbreviation: str
+    title: str
+    citation: str
+
+
+@dataclass(frozen=True)
 class PaperStatements:
     """What a paper says about a study.
 
     Attributes:
+        paper: The paper.
         claims: Its claims.
         tables: Its printed numbers.
         choices: Where it disagrees with itself or is silent, and what was chosen.
     """
 
+    paper: Paper | None = None
     claims: tuple[Claim, ...] = ()
     tables: tuple[PrintedTable, ...] = ()
     choices: tuple[str, ...] = ()
@@ -267,7 +286,7 @@ def check_printed(claim: Claim, tables: Sequence[PrintedTable], names: Names | N
         except MissingCells:
             continue
         results = tuple(_printed_result(check, cells) for check in checks)
-        deciding = min(results, key=_room)
+        deciding = min(results, key=lambda result: (result.agrees, result.agrees and result.closed, _room(result)))
         return PrintedFinding(claim, all(result.agrees for result in results), deciding, table.name, results)
     return PrintedFinding(claim, None)
 
@@ -421,15 +440,19 @@ def _p_value(check: Comparison, estimate: Estimate) -> float:
 
 
 def _basis(comparisons: Sequence[Comparison]) -> str:
-    """Say what an interval rests on: "8 settings × 3 seeds, spread of seeds and examples"."""
-    settings = {len(c.effects) for c in comparisons}
-    seeds = {len(s) for c in comparisons for s in c.effects.values()}
+    """Say which spread an interval covers: "spread of seeds and examples"."""
     by_example = {number.examples is not None for c in comparisons for s in c.effects.values() for number in s.values()}
     spread = "seeds, and examples where there are any"
     if len(by_example) == 1:
         spread = "seeds and examples" if by_example == {True} else "seeds alone"
-    prefix = f"{len(comparisons)} comparisons, " if len(comparisons) > 1 else ""
-    return f"{prefix}{_range(settings, 'setting')} × {_range(seeds, 'seed')}, spread of {spread}"
+    return f"spread of {spread}"
+
+
+def _settings(comparisons: Sequence[Comparison]) -> str:
+    """Say how much was compared: "8 settings × 3 seeds"."""
+    settings = {len(c.effects) for c in comparisons}
+    seeds = {len(s) for c in comparisons for s in c.effects.values()}
+    return f"{_range(settings, 'setting')} × {_range(seeds, 'seed')}" if comparisons else ""
 
 
 def _range(sizes: set[int], word: str) -> str:
@@ -474,6 +497,7 @@ def _finding(
         test.p,
         adjusted,
         max((sum(len(seeds) for seeds in check.effects.values()) for check in test.comparisons), default=0),
+        _settings(test.comparisons),
         test.note,
         (*scores, *counts),
         deciding,

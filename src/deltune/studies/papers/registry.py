@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ..claims.claims import Claim
-from ..claims.decisions import PaperStatements
+from ..claims.decisions import Paper, PaperStatements
 from ..scales import StudySetup
 from ..study import Study
 from .apet import AP_CLAIMS, AP_STUDIES
@@ -13,6 +13,25 @@ from .ln import LN_CLAIMS, LN_STUDIES
 from .printed import PRINTED
 from .published import CHOICES, RULE
 from .uv import UV_CLAIMS, UV_STUDIES
+
+PAPERS: Mapping[str, Paper] = {
+    "ln": Paper(
+        "LN",
+        "Parameter-Efficient Tuning on Layer Normalization for Pre-trained Language Models",
+        "Wang Qi, Yu-Ping Ruan, Yuan Zuo and Taihao Li, 2022, arXiv 2211.08682",
+    ),
+    "uv": Paper(
+        "UV",
+        "Towards a Unified View of Parameter-Efficient Transfer Learning",
+        "Junxian He, Chunting Zhou, Xuezhe Ma, Taylor Berg-Kirkpatrick and Graham Neubig, ICLR 2022, arXiv 2110.04366",
+    ),
+    "ap": Paper(
+        "AP",
+        "Exploring the Impact of Model Scaling on Parameter-Efficient Tuning",
+        "Yusheng Su, Chi-Min Chan, Jiali Cheng and others, EMNLP 2023",
+    ),
+}
+"""First part of a study's name -> its paper."""
 
 FIRST = (
     "uv/integration", "uv/full", "uv/glue", "ap/gap", "ap/all", "ln/unified", "ln/nlg", "uv/budget",
@@ -30,4 +49,5 @@ STUDIES: Mapping[str, Callable[[StudySetup], Study]] = {**LN_STUDIES, **UV_STUDI
 def paper_statements(study: str) -> PaperStatements:
     """Return what a study's paper claims and prints; empty for a study that is not of the papers."""
     choices = tuple(choice.text for choice in CHOICES if study in choice.studies)
-    return PaperStatements(CLAIMS.get(study, ()), PRINTED.get(study, ()), (RULE, *choices) if choices else ())
+    paper = PAPERS.get(study.partition("/")[0]) if study in STUDIES else None
+    return PaperStatements(paper, CLAIMS.get(study, ()), PRINTED.get(study, ()), (RULE, *choices) if choices else ())

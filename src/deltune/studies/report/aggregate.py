@@ -13,8 +13,9 @@ from typing import Any
 
 from ...errors import DeltuneError
 from ...metrics.registry import METRICS
+from ..claims.selectors import describe_cell
 from ..engine.jobs import Cell, Outcome
-from .figure_spec import Label, LabelFilter, Numbers, ViewSpec, as_tuple
+from .figure_spec import DISPLAY_NAMES, Label, LabelFilter, Numbers, ViewSpec, as_tuple
 
 SEED, METRIC, CURVE = "seed", "metric", "curve"
 
@@ -288,11 +289,12 @@ def aggregate(
     seeds = list(dict.fromkeys(observation.cell[SEED] for observation in collected if SEED in observation.cell))
     groups: dict[Labels, list[Observation]] = {}
     excluded: list[str] = []
+    names = {**DISPLAY_NAMES, **view.display_names}
     for observation in collected:
         lacking = [axis for axis in inner if axis not in observation.cell]
         if lacking:
             reason = f"no {', '.join(lacking)}" if not observation.error else observation.error
-            excluded.append(f"{cell_label(observation.cell, view)}: {reason}")
+            excluded.append(f"{describe_cell(observation.cell, names)}: {reason}")
         else:
             groups.setdefault(tuple(observation.cell[axis] for axis in inner), []).append(observation)
     spreads = {key: _spread(group, seeds, view.median) for key, group in groups.items()}
@@ -301,7 +303,7 @@ def aggregate(
         missing_axes = [axis for axis in view.relative_to if axis not in inner]
         if missing_axes:
             missing = ", ".join(missing_axes)
-            raise DeltuneError(f"relative to {cell_label(view.relative_to)}: the view has no axis {missing}.")
+            raise DeltuneError(f"relative to {describe_cell(view.relative_to)}: the view has no axis {missing}.")
         spreads = relative_spreads(
             spreads, lambda key: tuple(view.relative_to.get(a, v) for a, v in zip(inner, key, strict=True))
         )
@@ -386,7 +388,3 @@ def _average_over(
         names[outer] = next((metrics[(*outer, *rest)] for rest in combinations if metrics.get((*outer, *rest))), "")
     return averages, names
 
-
-def cell_label(cell: Cell, view: ViewSpec | None = None) -> str:
-    """Describe a cell: "method lora, task sick, seed 0"."""
-    return ", ".join(f"{axis} {view.display(label) if view else label}" for axis, label in cell.items())

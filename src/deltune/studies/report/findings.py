@@ -1,7 +1,7 @@
-"""Findings as tables of words: what the paper says and prints, and beside it what was seen in runs of small scale.
+"""Claims as rows of text: what the paper says and prints, and beside it what our runs show.
 
-A table about the paper has the paper's sentences. A table about runs of small scale has the comparisons that were made
-there, and no sentence that could be taken for the paper's.
+At small scale the words of a verdict differ from those of a verdict about the paper, so that neither is taken for the
+other.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ..claims.comparisons import NOT_RUN
 from ..claims.decisions import ComparisonResult, Finding, PrintedFinding, Verdict
-from ..claims.selectors import describe_cell
-from ..engine.jobs import Outcome
 from .tables import csv_cell, csv_number
 
 KINDS: Mapping[Verdict, str] = {"holds": "holds", "does not hold": "fails", "undecided": "undecided"}
@@ -25,12 +24,12 @@ SEEN: Mapping[Verdict, str] = {
 }  # fmt: skip
 """Verdict -> its words at small scale."""
 
-PAPER_INTRO = "The paper's sentences, and whether the numbers that it prints agree with them."
-UNTESTED = "Nothing here was run at the paper's scale, so that nothing is said about whether they are true."
-INTERVALS = (
-    "An interval is of the level at which its claim is tested by Holm's procedure, 95 % for all claims of the study "
-    "together; that of a single setting is of 95 % for itself."
-)
+NO_RESULT = "no result yet"
+"""The verdict of a claim whose runs are not done."""
+
+CLAIM_COLUMNS = ("claim", "in the paper", "here", "interval", "settings", "verdict", "notes")
+"""Headings of a table of claims in Markdown."""
+
 CSV_COLUMNS = (
     "claim", "source", "comparison", "setting", "effect", "unit", "low", "high", "interval", "true above", "true below",
     "decides", "verdict", "p", "adjusted p",
@@ -39,78 +38,112 @@ CSV_COLUMNS = (
 
 
 @dataclass(frozen=True)
-class FindingRow:
-    """A claim or a comparison as text.
+class ClaimRow:
+    """A claim, the paper's number and ours, as text.
 
     Attributes:
-        cells: A text for each column.
-        kind: The class of the verdict in the style sheet; empty if there is no verdict.
-        details: What else there is to say, a line each: single comparisons, settings.
-        p: The adjusted p value.
+        claim: The sentence.
+        source: Where the paper has it.
+        printed: The number that follows from the paper's tables.
+        printed_of: What was compared there, and in which table.
+        number: Our number.
+        number_of: What was compared here.
+        interval: Its interval.
+        settings: How many settings and seeds were compared.
+        spread: Which spread the interval covers.
+        verdict: The verdict.
+        verdict_of: The verdicts on its parts, if there are several.
+        kind: The class of the verdict in the style sheet.
+        notes: What else there is to say, in sentences.
+        details: A line for each comparison and setting.
     """
 
-    cells: tuple[str, ...]
-    kind: str = ""
+    claim: str
+    source: str
+    printed: str
+    printed_of: str
+    number: str
+    number_of: str
+    interval: str
+    settings: str
+    spread: str
+    verdict: str
+    verdict_of: str
+    kind: str
+    notes: tuple[str, ...] = ()
     details: tuple[str, ...] = ()
-    p: float | None = None
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """A text for each of `CLAIM_COLUMNS`."""
+        pairs = (
+            (self.claim, self.source), (self.printed, self.printed_of), (self.number, self.number_of),
+            (self.interval, ""), (self.settings, self.spread), (self.verdict, self.verdict_of),
+        )  # fmt: skip
+        cells = [f"{text} ({more})" if more else text for text, more in pairs]
+        return (*cells, " ".join(self.notes))
 
 
-@dataclass(frozen=True)
-class FindingTable:
-    """A table of findings.
-
-    Attributes:
-        title: Its title.
-        intro: What it is about, in sentences.
-        columns: The headings.
-        rows: The rows.
-        verdict_column: The index of the column with the verdict.
-    """
-
-    title: str
-    intro: str
-    columns: tuple[str, ...]
-    rows: tuple[FindingRow, ...]
-    verdict_column: int
-
-
-def finding_tables(
-    findings: Sequence[Finding],
-    printed: Sequence[PrintedFinding],
-    outcomes: Iterable[Outcome],
-    names: Mapping[str, str],
-    small: bool,
-) -> list[FindingTable]:
-    """Return the tables of a study's findings; none without claims.
+def claim_rows(findings: Sequence[Finding], printed: Sequence[PrintedFinding], small: bool) -> list[ClaimRow]:
+    """Return the rows of a study's claims.
 
     Args:
         findings: What the study says of each claim.
         printed: What the paper's printed numbers say of each; may be empty.
-        outcomes: The study's outcomes.
-        names: How labels are shown.
         small: Whether the study is of small scale, whose findings are not about the paper.
     """
-    if not findings:
-        return []
     printed = printed or [PrintedFinding(finding.claim, None) for finding in findings]
-    intro = f"{PAPER_INTRO} {UNTESTED}" if small else PAPER_INTRO
-    claims = ("claim", "source", "the paper's number", "do its numbers agree?")
-    if not small:
-        columns = (*claims, "our number", "interval", "verdict", "p", "note")
-        rows = tuple(_tested_row(*pair) for pair in zip(findings, printed, strict=True))
-        return [FindingTable("About the paper", f"{intro} {INTERVALS}", columns, rows, len(claims) + 2)]
-    paper_rows = tuple(_printed_row(one) for one in printed)
-    seen_columns = ("comparison", "difference or number", "interval", "result", "p", "claim", "note")
-    return [
-        FindingTable("About the paper", intro, (*claims, "note"), paper_rows, len(claims) - 1),
-        FindingTable(
-            "In this miniature",
-            f"Comparisons on {_place(outcomes, names)}. They are about these models and these rows alone. {INTERVALS}",
-            seen_columns,
-            tuple(_seen_row(finding) for finding in findings),
-            3,
-        ),
+    return [_claim_row(*pair, small) for pair in zip(findings, printed, strict=True)]
+
+
+def has_no_result(finding: Finding) -> bool:
+    """Return whether a claim waits for runs, as opposed to being undecided by those that are done."""
+    return finding.verdict == "undecided" and finding.deciding is None and finding.note.startswith(NOT_RUN)
+
+
+def _claim_row(finding: Finding, printed: PrintedFinding, small: bool) -> ClaimRow:
+    claim, ours, theirs = finding.claim, finding.deciding, printed.deciding
+    words = SEEN if small else {verdict: verdict for verdict in KINDS}
+    waits = has_no_result(finding)
+    notes = [
+        claim.miniature if small else "",
+        "The paper's own numbers disagree with this sentence." if printed.agrees is False else "",
+        claim.contradiction,
+        _sentence(finding.note) if not (finding.settings or waits) else "",
+        _other_settings(ours),
+        finding.resolution.text if finding.resolution is not None else "",
     ]
+    parts = [
+        f"{name}: {words[part.verdict]}" + ("" if part.result is None else f", {number_text(part.result.effect, part.result)}")
+        for part, name in zip(finding.parts, ("score", "parameters"), strict=False)
+    ]
+    return ClaimRow(
+        claim.text,
+        claim.source,
+        "not printed" if theirs is None else number_text(theirs.effect, theirs),
+        "" if theirs is None else f"{_compared(theirs)}; {printed.source}",
+        "–" if ours is None else number_text(ours.effect, ours),
+        "" if ours is None else _compared(ours),
+        "–" if ours is None else interval_text(ours.interval, ours),
+        finding.settings or "–",
+        finding.note if finding.settings else "",
+        NO_RESULT if waits else words[finding.verdict],
+        "; ".join(parts),
+        KINDS[finding.verdict],
+        tuple(note for note in notes if note),
+        _details(finding.comparisons),
+    )
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}." if text else ""
+
+
+def _other_settings(result: ComparisonResult | None) -> str:
+    """Say in which settings the effect lies on the other side than the mean does."""
+    settings = result.by_setting if result else ()
+    others = [one.setting for one in settings if result and one.agrees != result.agrees]
+    return f"It is the other way in {len(others)} of {len(settings)} settings: {', '.join(others)}." if others else ""
 
 
 def findings_csv(findings: Sequence[Finding]) -> str:
@@ -163,7 +196,9 @@ def number_text(value: float, result: ComparisonResult, unit: bool = True) -> st
         result: The comparison.
         unit: Whether to say the unit.
     """
-    text = f"{value:+.3g}" if result.is_difference and value else f"{value:.3g}"
+    text = f"{value:.3g}"
+    if result.is_difference and value:
+        text = f"{value:+.2f}" if abs(value) >= 0.005 else f"{value:+.1g}"
     space = "" if result.unit.startswith("%") and not unit else " "
     return text.replace("-", "−") + (f"{space}{result.unit}" if unit and result.unit else "")
 
@@ -186,70 +221,6 @@ def _compared(result: ComparisonResult) -> str:
     return f"{result.text}: {result.subject}" if result.subject else result.text
 
 
-def _printed_cells(printed: PrintedFinding) -> tuple[str, ...]:
-    claim, result = printed.claim, printed.deciding
-    if result is None:
-        return claim.text, claim.source, "–", "not printed"
-    words = "agree" if printed.agrees else "disagree"
-    return (
-        claim.text,
-        claim.source,
-        f"{number_text(result.effect, result)} ({_compared(result)}; {printed.source})",
-        words,
-    )
-
-
-def _printed_row(printed: PrintedFinding) -> FindingRow:
-    kind = "" if printed.agrees is None else "holds" if printed.agrees else "fails"
-    return FindingRow((*_printed_cells(printed), printed.claim.contradiction), kind, _details(printed.comparisons))
-
-
-def _tested_row(finding: Finding, printed: PrintedFinding) -> FindingRow:
-    number, interval = _numbers(finding)
-    cells = (
-        *_printed_cells(printed),
-        " ".join((number, f"({_compared(finding.deciding)})")) if finding.deciding else number,
-        interval,
-        finding.verdict,
-        p_text(finding.p_adjusted),
-        " ".join(text for text in (_note(finding, {}), printed.claim.contradiction) if text),
-    )
-    return FindingRow(cells, KINDS[finding.verdict], _details(finding.comparisons), finding.p_adjusted)
-
-
-def _seen_row(finding: Finding) -> FindingRow:
-    cells = (
-        "–" if finding.deciding is None else _compared(finding.deciding),
-        *_numbers(finding),
-        SEEN[finding.verdict],
-        p_text(finding.p_adjusted),
-        f"“{finding.claim.text}”",
-        _note(finding, SEEN),
-    )
-    return FindingRow(cells, KINDS[finding.verdict], _details(finding.comparisons), finding.p_adjusted)
-
-
-def _numbers(finding: Finding) -> tuple[str, str]:
-    result = finding.deciding
-    if result is None:
-        return "–", "–"
-    return number_text(result.effect, result), interval_text(result.interval, result)
-
-
-def _note(finding: Finding, words: Mapping[Verdict, str]) -> str:
-    sentences = [finding.note]
-    for part, name in zip(finding.parts, ("score", "parameters"), strict=False):
-        number = "" if part.result is None else f" ({number_text(part.result.effect, part.result)})"
-        sentences.append(f"{name}: {words.get(part.verdict, part.verdict)}{number}")
-    settings = finding.deciding.by_setting if finding.deciding else ()
-    others = [one.setting for one in settings if finding.deciding and one.agrees != finding.deciding.agrees]
-    if others:
-        sentences.append(f"the other way in {len(others)} of {len(settings)} settings: {', '.join(others)}")
-    if finding.resolution is not None:
-        sentences.append(finding.resolution.text)
-    return "; ".join(sentence for sentence in sentences if sentence)
-
-
 def _details(comparisons: Sequence[ComparisonResult]) -> tuple[str, ...]:
     """Return a line for each comparison, if there are several, and one for each setting of it."""
     lines: list[str] = []
@@ -262,14 +233,3 @@ def _details(comparisons: Sequence[ComparisonResult]) -> tuple[str, ...]:
             spread = "" if one.interval[0] == one.interval[1] else f" ({interval_text(one.interval, alone)})"
             lines.append(f"– {one.setting}: {number_text(one.effect, alone)}{spread}")
     return tuple(lines)
-
-
-def _place(outcomes: Iterable[Outcome], names: Mapping[str, str]) -> str:
-    """Say of which models and tasks outcomes are: "MiniLM d128, on SST-2 and CB"."""
-    labels: dict[str, dict[str, None]] = {"model": {}, "task": {}}
-    for outcome in outcomes:
-        for axis, seen in labels.items():
-            if axis in outcome.cell:
-                seen[str(outcome.cell[axis])] = None
-    models = describe_cell({"method": tuple(labels["model"])}, names) if labels["model"] else "models of small scale"
-    return models + (f", {describe_cell({'task': tuple(labels['task'])}, names)}" if labels["task"] else "")

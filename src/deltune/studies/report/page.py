@@ -7,8 +7,7 @@ import json
 import math
 import os
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -18,14 +17,14 @@ from markupsafe import Markup
 
 from ...errors import counted
 from ...pages.rendering import render as render_template
-from ..claims.decisions import Finding, PrintedFinding
+from ..claims.decisions import Finding, Paper, PrintedFinding
 from ..engine.jobs import Outcome
 from ..engine.store import JobRecord
 from .aggregate import SEED
 from .charts import DrawnFigure, render
-from .findings import FindingRow, FindingTable, finding_tables
-from .provenance import provenance
-from .tables import Row, Table, TableCell, header_label, note_mark, table_legend, to_csv, to_latex, to_markdown
+from .findings import ClaimRow, claim_rows, has_no_result
+from .provenance import CITATION, provenance, setup
+from .tables import Row, Table, TableCell, header_label, note_mark, table_legend
 
 LARGE_SVG = 100_000  # characters of SVG from which a PNG may be the smaller
 MIN_SHRINK = 0.75  # a figure is shrunk to no less of its own width (letters of 7 points); below that its box scrolls
@@ -80,7 +79,7 @@ SPARKLINE_POINTS = 40  # one for every 2.4 pixels
 SPARKLINE_WIDTH, SPARKLINE_HEIGHT = 192, 48  # units of the view box
 
 
-def _runs_context(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def _runs_context(outcomes: Sequence[Outcome], names: Mapping[str, str]) -> dict[str, Any]:
     """Return what the template needs of the runs: axes, names of scores, what all specs share as YAML, and rows."""
     axes = list(dict.fromkeys(axis for outcome in outcomes for axis in outcome.cell))
     axes = [axis for axis in axes if axis != SEED] + [SEED] * (SEED in axes)
@@ -94,14 +93,15 @@ def _runs_context(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
     return {
         "axes": axes,
-        "scores": scores,
+        "scores": [names.get(name, name).replace("_", " ") for name in scores],
         "shared": _yaml(shared) if shared else "",
-        "runs": [_run_context(outcome, axes, scores, shared) for outcome in outcomes],
+        "runs": [_run_context(outcome, axes, scores, shared, names) for outcome in outcomes],
+        "any_failed": any(outcome.error for outcome in outcomes),
     }
 
 
 def _run_context(
-    outcome: Outcome, axes: Sequence[str], scores: Sequence[str], shared: Mapping[str, Any]
+    outcome: Outcome, axes: Sequence[str], scores: Sequence[str], shared: Mapping[str, Any], names: Mapping[str, str]
 ) -> dict[str, Any]:
     own_spec = {
         key: value for key, value in _relative_paths(_to_json_values(outcome.spec)).items() if key not in shared
@@ -110,7 +110,7 @@ def _run_context(
     details = {"spec": own_spec, "count": _to_json_values(outcome.count), "scores": _to_json_values(more)}
     values = [outcome.scores.get(name) for name in scores]
     return {
-        "labels": [str(outcome.cell.get(axis, "–")) for axis in axes],
+        "labels": [names.get(label, label) for label in (str(outcome.cell.get(axis, "–")) for axis in axes)],
         "scores": [("" if value is None else repr(float(value)), _short_number(value)) for value in values],
         "spark": sparkline(outcome.curve),
         "seconds": f"{outcome.seconds:.1f}" if outcome.seconds else "",
@@ -195,6 +195,7 @@ class Section:
         small: Whether the study is of small scale, whose findings are not about the paper.
         names: How labels are shown.
         records: What was run for it.
+        paper: The paper that it is of, if any.
     """
 
     title: str
@@ -209,107 +210,117 @@ class Section:
     small: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
     records: tuple[JobRecord, ...] = ()
+    paper: Paper | None = None
 
     @property
-    def finding_tables(self) -> list[FindingTable]:
-        """The findings in words: about the paper, and about runs of small scale."""
-        return finding_tables(self.findings, self.printed, self.outcomes, self.names, self.small)
+    def claim_rows(self) -> list[ClaimRow]:
+        """The claims in words, each with the paper's number and ours."""
+        return claim_rows(self.findings, self.printed, self.small)
 
 
-def render_page(sections: Sequence[Section], title: str = "deltune report") -> str:
+def render_page(sections: Sequence[Section], title: str = "") -> str:
     """Render the page.
 
     Args:
-        sections: The studies.
-        title: The title of the page.
+        sections: The studies; those of one paper are shown together, below its claims.
+        title: The title of the page. Default: what the studies are.
 
     Returns:
         HTML in which every word is escaped and nothing is loaded from elsewhere.
     """
-    studies = [_study_context(section, i) for i, section in enumerate(sections)]
-    summary = _summary([o for s in sections for o in s.outcomes], [f for s in sections for f in s.findings])
-    n_studies = f"{len(sections)} studies · " if len(sections) != 1 else ""
-    in_words, claims = findings_in_words(sections)
-    study_of = {id(finding): study for study in studies for finding in study["section"].findings}
-    linked = [(head, [(finding.claim.text, study_of[id(finding)]) for finding in of_head]) for head, of_head in claims]
+    papers: dict[Paper | None, list[dict[str, Any]]] = {}
+    for i, section in enumerate(sections):
+        papers.setdefault(section.paper, []).append(_study_context(section, i))
+    parts = [_paper_context(paper, studies, i) for i, (paper, studies) in enumerate(papers.items())]
+    small = any(section.small for section in sections)
     return render_template(
-        "study.html", title=title, summary=n_studies + summary, in_words=in_words, claims=linked, studies=studies,
+        "study.html", title=title or _title(sections, list(papers), small), parts=parts, small=small,
+        summary=_runs_in_words(sections), in_words=findings_in_words(sections), n_studies=len(sections),
+        citation=CITATION,
+        setup=setup((section.outcomes, section.names) for section in sections),
         provenance=provenance(record for section in sections for record in section.records),
     )  # fmt: skip
 
 
-def findings_in_words(sections: Sequence[Section]) -> tuple[str, list[tuple[str, list[Finding]]]]:
-    """Return what was found: sentences with the numbers of claims that were decided, and the claims of each verdict.
+NUMBERS = {1: "a paper", 2: "two papers", 3: "three papers"}
+
+
+def _title(sections: Sequence[Section], papers: Sequence[Paper | None], small: bool) -> str:
+    if len(sections) == 1:
+        return f"{sections[0].title}, at small scale" if small else sections[0].title
+    if None in papers or len(papers) not in NUMBERS:
+        return "deltune report"
+    scale = "a reproduction in miniature" if small else "a reproduction at the papers' scale"
+    return f"Parameter-efficient fine-tuning: {scale} of {NUMBERS[len(papers)]}"
+
+
+def findings_in_words(sections: Sequence[Section]) -> str:
+    """Return how many claims have which verdict, in sentences; empty without claims.
 
     Args:
-        sections: The studies; those without claims say nothing.
+        sections: The studies.
     """
     findings = [finding for section in sections for finding in section.findings]
     if not findings:
-        return "", []
-    by_verdict = {
-        verdict: [finding for finding in findings if finding.verdict == verdict]
-        for verdict in ("holds", "does not hold", "undecided")
-    }
-    seen, unseen, undecided = map(len, by_verdict.values())
-    models = " on these small models and few rows" if any(section.small for section in sections) else ""
-    text = (
-        f"Of {counted(len(findings), 'claim')} of the papers that these runs can speak of, {seen} {_was(seen)} "
-        f"seen{models}, {unseen} came out otherwise, and {undecided} could not be decided; the tables say which effect "
-        "these runs could have decided, and what a smaller one takes. Some claims of several studies rest on one run."
+        return ""
+    waiting = sum(has_no_result(finding) for finding in findings)
+    held, not_held, undecided = (
+        sum(finding.verdict == verdict for finding in findings) for verdict in ("holds", "does not hold", "undecided")
     )
-    if models:
-        text += " Nothing here was run at the papers' scale, so a claim that comes out otherwise is not refuted."
-    heads = {"holds": "Seen here", "does not hold": "Otherwise here"}
-    return text, [(head, by_verdict[verdict]) for verdict, head in heads.items() if by_verdict[verdict]]
+    small = any(section.small for section in sections)
+    text = (
+        f"Of {counted(len(findings), 'claim')}, {held} {_was(held)} seen{' in these small runs' if small else ''}, "
+        f"{not_held} came out otherwise, and {undecided - waiting} could not be decided by the runs that are done."
+    )
+    return text + (f" {waiting} more wait{'s' * (waiting == 1)} for runs that are not done yet." if waiting else "")
 
 
 def _was(number: int) -> str:
     return "was" if number == 1 else "were"
 
 
-def _study_context(section: Section, at: int) -> dict[str, Any]:
+def _paper_context(paper: Paper | None, studies: Sequence[dict[str, Any]], at: int) -> dict[str, Any]:
+    """Return what the template needs of a paper: its studies, the rows of its claims, and those that were decided."""
+    sections = [study["section"] for study in studies]
+    claims = [(study, study["section"].claim_rows) for study in studies if study["section"].findings]
+    decided = {
+        head: [(row.claim, study) for study, rows in claims for row in rows if row.kind == kind]
+        for kind, head in (("holds", "Seen"), ("fails", "Otherwise"))
+    }
     return {
-        "id": f"s{at}-{re.sub(r'[^a-z0-9]+', '-', section.title.lower()).strip('-')}",
-        "section": section,
-        "summary": _summary(section.outcomes, section.findings),
-        "provenance": provenance(section.records),
-        "paragraphs": [part for part in re.split(r"\n\s*\n", section.text.strip()) if part],
-        "findings": [_finding_table_context(table) for table in section.finding_tables],
-        "tables": [_table_context(table) for table in section.tables],
-        "figures": [_figure_context(figure, f"s{at}f{i}-") for i, figure in enumerate(section.figures)],
-        **_runs_context(section.outcomes),
+        "id": f"p{at}",
+        "paper": paper,
+        "studies": studies,
+        "in_words": findings_in_words(sections),
+        "claims": claims,
+        "decided": [(head, of_head) for head, of_head in decided.items() if of_head],
+        "glyphs": GLYPHS,
     }
 
 
-def _summary(outcomes: Sequence[Outcome], findings: Iterable[Finding]) -> str:
-    """Summarise a study: "216 runs, 3 failed, 2 not run yet · claims: 2 as the paper says, 1 otherwise"."""
+def _study_context(section: Section, at: int) -> dict[str, Any]:
+    paragraphs = [part for part in re.split(r"\n\s*\n", section.text.strip()) if part]
+    return {
+        "id": f"s{at}-{re.sub(r'[^a-z0-9]+', '-', section.title.lower()).strip('-')}",
+        "section": section,
+        "question": paragraphs[0] if paragraphs else section.title,
+        "paragraphs": paragraphs[1:],
+        "summary": _runs_in_words([section]),
+        "setup": setup([(section.outcomes, section.names)]),
+        "provenance": provenance(section.records),
+        "tables": [_table_context(table) for table in section.tables],
+        "figures": [_figure_context(figure, f"s{at}f{i}-") for i, figure in enumerate(section.figures)],
+        **_runs_context([outcome for outcome in section.outcomes if not outcome.waiting], section.names),
+    }
+
+
+def _runs_in_words(sections: Sequence[Section]) -> str:
+    """Say how far studies are: "216 runs, 3 failed, 2 not run yet"."""
+    outcomes = [outcome for section in sections for outcome in section.outcomes]
     waiting = sum(outcome.waiting for outcome in outcomes)
     failed = sum(outcome.error is not None for outcome in outcomes) - waiting
-    runs = f"{len(outcomes):,} run{'s' * (len(outcomes) != 1)}"
     states = [f"{n:,} {word}" for n, word in ((failed, "failed"), (waiting, "not run yet")) if n]
-    summaries = [", ".join([runs, *states])]
-    count: Counter[str] = Counter(finding.verdict for finding in findings)
-    if count:
-        verdict_words = {"holds": "as the paper says", "does not hold": "otherwise", "undecided": "undecided"}
-        summaries.append("claims: " + ", ".join(f"{count[v]} {word}" for v, word in verdict_words.items() if count[v]))
-    return " · ".join(summaries)
-
-
-def _finding_table_context(table: FindingTable) -> dict[str, Any]:
-    rows = [_finding_row_context(table, row) for row in table.rows]
-    return {"table": table, "rows": rows}
-
-
-def _finding_row_context(table: FindingTable, row: FindingRow) -> dict[str, Any]:
-    """Return what the template needs of a row; a verdict sorts by its kind, a p value by its number."""
-    cells = []
-    for at, (column, text) in enumerate(zip(table.columns, row.cells, strict=True)):
-        value = str(list(GLYPHS).index(row.kind)) if at == table.verdict_column and row.kind else ""
-        if column == "p" and row.p is not None:
-            value = repr(float(row.p))
-        cells.append({"column": column, "text": text, "value": value, "is_verdict": at == table.verdict_column})
-    return {"cells": cells, "kind": row.kind, "glyph": GLYPHS.get(row.kind, ""), "details": row.details}
+    return ", ".join([counted(len(outcomes), "run"), *states])
 
 
 def _table_context(table: Table) -> dict[str, Any]:
@@ -328,7 +339,6 @@ def _table_context(table: Table) -> dict[str, Any]:
         "groups": groups,
         "legend": table_legend(table, published_legend="Small: the paper's number."),
         "notes": [(note_mark(i), note) for i, note in enumerate(table.notes)],
-        "sources": [to_markdown(table), to_latex(table), to_csv(table)],
     }
 
 

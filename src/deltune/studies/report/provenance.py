@@ -1,4 +1,4 @@
-"""Where results come from, in sentences: when, on which machine, with what, and how long it took."""
+"""Where results come from, in sentences: on which models and data, when, on which machine, and how long it took."""
 
 from __future__ import annotations
 
@@ -6,14 +6,58 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ..._version import __version__
 from ...errors import counted
+from ..engine.jobs import Outcome
 from ..engine.store import JobRecord
+from .aggregate import SEED
 
 PACKAGES = ("torch", "transformers")
 """The packages whose versions are said."""
 COMMIT_DIGITS = 7
 MAX_COMMITS = 3
 """Commits that are listed, those of the most runs first."""
+CITATION = (
+    "The deltune developers, deltune: parameter-efficient fine-tuning over one design space, version "
+    f"{__version__}, with the commits above"
+)
+"""How these results are cited, as in CITATION.cff."""
+
+
+def setup(studies: Iterable[tuple[Iterable[Outcome], Mapping[str, str]]]) -> str:
+    """Return a sentence about the models, the data and the seeds of runs that are done; empty if there are none.
+
+    Args:
+        studies: For each study its outcomes, and how its labels are shown.
+    """
+    models: dict[str, int] = {}
+    tasks: dict[str, None] = {}
+    rows: set[int] = set()
+    seeds: set[int] = set()
+    for outcomes, names in studies:
+        done = [outcome for outcome in outcomes if outcome.error is None]
+        for outcome in done:
+            labels = {axis: names.get(str(label), str(label)) for axis, label in outcome.cell.items()}
+            if model := labels.get("model"):
+                models[model] = max(models.get(model, 0), int(outcome.count.get("denominator_size", 0)))
+            tasks |= dict.fromkeys(labels[axis] for axis in ("task", "target") if axis in labels)
+            rows |= {int(outcome.spec["max_train_rows"])} if outcome.spec.get("max_train_rows") else set()
+        seeds |= {len({outcome.cell[SEED] for outcome in done if SEED in outcome.cell})} - {0}
+    sizes = [
+        f"{name} ({size / 1e6:.2g} million parameters)" if size else name
+        for name, size in sorted(models.items(), key=lambda item: item[1])
+    ]
+    parts = [f"models: {', '.join(sizes)}"] if sizes else []
+    parts += [f"tasks: {', '.join(tasks)}"] if tasks else []
+    parts += [f"{_span(rows)} training rows at most"] if rows else []
+    parts += [f"{_span(seeds)} seeds"] if seeds else []
+    text = "; ".join(parts)
+    return f"{text[0].upper()}{text[1:]}." if text else ""
+
+
+def _span(numbers: set[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
 def provenance(records: Iterable[JobRecord]) -> str:
