@@ -3,9 +3,9 @@
     python -m benchmarks [--only steps,memory] [--data-root ../shared/data] [--adapterhub build/adapterhub] [--again]
     python -m benchmarks --write docs/speed.md
 
-Parts: adapterhub, steps, products, inference, memory, prefix, life, trunk, mixed, serving, study, whole; by name only:
-methods, others, wholefull. What was interrupted goes on where it was; --again measures what is asked anew. Exit code 1
-where a target is missed.
+Parts: adapterhub, products, inference, memory, life, mixed, whole; by name only, or all of them as `--only all`: steps,
+prefix, trunk, serving, study, methods, others, wholefull. What was interrupted goes on where it was; --again measures
+what is asked anew. Exit code 1 where a target is missed.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ from .allocator import keep_memory
 from .frame import Piece, Report, carry_out, chosen, machine
 
 ROOT = Path(__file__).parents[1]
-EXTRA = ("methods", "others", "wholefull")
-"""Parts that are measured only when they are named."""
+DEFAULT = ("adapterhub", "products", "inference", "memory", "life", "mixed", "whole")
+"""The parts that are measured when none is named: a quarter of an hour."""
 
 
 def parts(data_root: Path | None, environment: Path) -> dict[str, Sequence[Piece]]:
     """All parts, in the order of the table."""
     return {
         "adapterhub": adapterhub.pieces(environment),  # first: its process is fresh, and so is ours now
-        "steps": steps.pieces(),
         "products": products.pieces(),
         "inference": inference.pieces(),
         "memory": memory.pieces(),
-        "prefix": prefix.pieces(),
         "life": life.pieces(),
-        "trunk": trunk.pieces(),
         "mixed": mixed.pieces(),
+        "whole": whole.pieces(data_root),
+        "steps": steps.pieces(),
+        "prefix": prefix.pieces(),
+        "trunk": trunk.pieces(),
         "serving": serving.pieces(),
         "study": study.pieces(),
-        "whole": whole.pieces(data_root),
         "methods": methods.pieces(),
         "others": [*adapterhub.others(environment), *steps.others(), *inference.others()],
         "wholefull": whole.pieces(data_root, full=True),
@@ -73,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", help="parts: a,b,…")
+    parser.add_argument("--only", help="parts: a,b,…, or all")
     parser.add_argument("--data-root", type=Path, default=ROOT.parent / "shared" / "data")
     parser.add_argument("--adapterhub", type=Path, default=ROOT / "build" / "adapterhub", help="its environment")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -88,8 +88,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     logging.set_verbosity_error()
     known = parts(arguments.data_root if arguments.data_root.is_dir() else None, arguments.adapterhub)
-    default = ",".join(name for name in known if name not in EXTRA)
-    todo = chosen(known, arguments.only or default)
+    todo = chosen(known, ",".join(known) if arguments.only == "all" else arguments.only or ",".join(DEFAULT))
     every = [piece for pieces in known.values() for piece in pieces]
     results = Report.begin(arguments.output, machine(arguments.threads), todo, every, arguments.again)
     measured(todo, results)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import nn
 
 import deltune
 from deltune.timing import TimedModel, paired_ratio, time_interleaved
@@ -16,35 +18,55 @@ from .rows import NOT_SLOWER, Row, Target, of_ratio
 from .shapes import Shape, base, build, minilm
 
 BACKENDS = ("torch", "auto")
-NAMES = ("lora, r=8", "layernorm", "prefix, l=16")
+NAMES = ("lora, r=8", "layernorm", "prefix, l=16", "ia3", "prompt, l=20")
+IN_BF16 = NAMES[:3]
+GENERATED = "lora, r=8"
+NEW_TOKENS = 24
 
 
 def measure(shape: Shape, rounds: int, limit: float) -> list[Row]:
     """All rows of a shape. limit: the target of a step with the fastest products, as a share of PEFT's."""
     like = build(shape)
     pairs = [pair for pair in PAIRS if pair.name in NAMES]
-    cases = {("PEFT's", pair.name): peft.step for pair in pairs if (peft := theirs(pair, shape, like)) is not None}
+    peft = {pair.name: one for pair in pairs if (one := theirs(pair, shape, like)) is not None}
+    cases: dict[tuple[str, str], Callable[[], object]] = {("PEFT's", name): one.step for name, one in peft.items()}
     cases |= {("plain", "full"): full(shape).step, ("plain", "inference"): bare(shape, like).inference}
     for backend in BACKENDS:
         for pair in pairs:
-            cases[backend, pair.name] = _optimized(ours(pair.ours, shape, like), backend).step
+            one = _optimized(ours(pair.ours, shape, like), backend)
+            cases[backend, pair.name] = one.step
+            if shape.kind == "decoder" and pair.name == GENERATED:
+                cases["PEFT's", "generate"] = partial(_generate, peft[pair.name].model)
+                cases[backend, "generate"] = partial(_generate, one.model)
         cases[backend, "full"] = _optimized(full(shape), backend).step
         cases[backend, "inference"] = _optimized(bare(shape, like), backend).inference
-    cases |= {("bf16", pair.name): _in_bf16(ours(pair.ours, shape, like)).step for pair in pairs}
+    cases |= {("bf16", p.name): _in_bf16(ours(p.ours, shape, like)).step for p in pairs if p.name in IN_BF16}
     gc.collect()
     seconds = time_interleaved(cases, rounds)
     rows = []
     for who, what in [case for case in cases if case[0] in ("PEFT's", "plain")]:
         for backend in BACKENDS:
-            target = Target(limit if who == "PEFT's" else 0.6) if backend == "auto" else None
+            limits = {"generate": 0.75} if who == "PEFT's" else {"full": 0.6, "inference": 0.6}
+            target = Target(limits.get(what, limit)) if backend == "auto" else None
             ratio = paired_ratio(seconds[backend, what], seconds[who, what])
             rows.append(of_ratio(f"products, {backend} / {who}: {what}; {shape}", ratio, target))
-        if who == "PEFT's":
+        if ("bf16", what) in cases:
             ratio = paired_ratio(seconds["bf16", what], seconds[who, what])
             rows.append(of_ratio(f"products, bf16 / {who} in fp32: {what}; {shape}", ratio, Target(0.4)))
         ratio = paired_ratio(seconds["auto", what], seconds["torch", what])
         rows.append(of_ratio(f"products, auto / torch: {what}; {shape}", ratio, NOT_SLOWER))
     return rows
+
+
+def _generate(model: nn.Module) -> torch.Tensor:
+    """Continue 16 texts of 8 tokens greedily."""
+    tokens = torch.arange(16 * 8).reshape(16, 8)
+    with torch.no_grad():
+        out: torch.Tensor = model.generate(  # type: ignore[operator]
+            input_ids=tokens, attention_mask=torch.ones_like(tokens), do_sample=False, num_beams=1,
+            max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, pad_token_id=0,
+        )  # fmt: skip
+    return out
 
 
 def _optimized(timed: TimedModel, backend: str) -> TimedModel:
@@ -61,10 +83,10 @@ def _in_bf16(timed: TimedModel) -> TimedModel:
 
 def pieces() -> list[Piece]:
     shapes = [
-        (minilm("encoder", False, 0.0), 6, 0.6),
-        (minilm("decoder", True, 0.1), 6, 0.6),
-        (base("encoder", True, 0.1), 6, 0.55),
+        (minilm("encoder", False, 0.0), 0.6),
+        (minilm("encoder", True, 0.1), 0.6),
+        (minilm("decoder", False, 0.0), 0.6),
+        (minilm("decoder", True, 0.1), 0.6),
+        (base("encoder", True, 0.1), 0.55),
     ]
-    return [
-        Piece(f"products: {shape}", partial(measure, shape, rounds, limit), 60.0) for shape, rounds, limit in shapes
-    ]
+    return [Piece(f"products: {shape}", partial(measure, shape, 6, limit), 80.0) for shape, limit in shapes]

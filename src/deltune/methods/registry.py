@@ -101,7 +101,11 @@ REGISTRY: Mapping[str, RegistryEntry] = {
     ),
     "parallel_adapter": RegistryEntry(parallel_adapter, "UV §3.3", "2dr", "parallel_adapter(at='attention', rank=32)"),
     "scaled_parallel_adapter": RegistryEntry(
-        scaled_parallel_adapter, "UV §3.3, §4.5", "2dr", "scaled_parallel_adapter(rank=512, scale='learned')"
+        scaled_parallel_adapter,
+        "UV §3.3, §4.5",
+        "2dr",
+        "scaled_parallel_adapter(rank=512, scale='learned')",
+        short_rate=3e-3,  # 1e-2, times the scale of 4, diverges on MiniLM
     ),
     "multi_head_parallel_adapter": RegistryEntry(
         multi_head_parallel_adapter,
@@ -120,7 +124,7 @@ REGISTRY: Mapping[str, RegistryEntry] = {
     "trainable_tokens": RegistryEntry(
         trainable_tokens, "ours", "d for each token, once", "trainable_tokens(tokens=(5, 7)) + lora"
     ),
-    "mam": RegistryEntry(mam, "UV §4.6", "2ld + 2dr", "mam(length=30, rank=512)"),
+    "mam": RegistryEntry(mam, "UV §4.6", "2ld + 2dr", "mam(length=30, rank=512)", short_rate=3e-3),
     "prefix_layernorm": RegistryEntry(
         prefix_layernorm, "LN §3.2", "2ld + 4d (+ 2d)", "prefix_layernorm(length=16)", rate=1e-2, short_rate=2e-2
     ),

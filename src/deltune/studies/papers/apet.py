@@ -248,17 +248,20 @@ NOTE = (
 )
 SMALL_NOTE = (
     "Encoders of 4 to 23 million parameters of one series, the smaller ones distilled from the largest, where the "
-    "paper goes to 11 billion: a trend over less than one power of ten says nothing of the paper's range. A method's "
-    "learning rate is the one of four that validates best under the first seed, on each model and task."
+    "paper goes to 11 billion: a trend over less than one power of ten says nothing of the paper's range."
 )
+SEARCHED_NOTE = (
+    "A method's learning rate is the one of four that validates best under the first seed, on each model and task."
+)
+ONE_RATE_NOTE = "One learning rate for all models, chosen before on the smallest of them."
 
 
 def _families(setup: StudySetup) -> Mapping[str, ModelFamily]:
     return SMALL_FAMILIES if setup.small else PAPER_FAMILIES
 
 
-def _note(setup: StudySetup) -> str:
-    return SMALL_NOTE if setup.small else NOTE
+def _note(setup: StudySetup, rates: str = SEARCHED_NOTE) -> str:
+    return f"{SMALL_NOTE} {rates}" if setup.small else NOTE
 
 
 def _plan(
@@ -531,7 +534,7 @@ def transfer(setup: StudySetup) -> Study:
         "Labels are 1 (positive, entailment, duplicate) and 0 (the rest). Adjacent and discrete parameters, "
         "as many as LoRA has. "
         + ("QQP is a source alone: no other task of its type is here. " if setup.small
-           else "Without questions and summaries: what they answer is no label. ") + _note(setup),
+           else "Without questions and summaries: what they answer is no label. ") + _note(setup, ONE_RATE_NOTE),
     )  # fmt: skip
 
 
@@ -546,7 +549,7 @@ def _transferred(setup: StudySetup, label: str, model: str, sources: Sequence[st
     options = {} if setup.small else {"protocol": "ap"}
     runs = cross_product(
         setup, "ap/transfer", {model: family.models[model].hub_id}, sources, variants, options,
-        labels={"family": label}, by_task=by_task, search_rates=True,
+        labels={"family": label}, by_task=by_task,
     )  # fmt: skip
     target_fields = {
         target: {k: v for k, v in {**setup.task(target), "relabel": relabel[target]}.items() if k in TARGET_FIELDS}
