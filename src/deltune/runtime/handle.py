@@ -265,7 +265,7 @@ class Tuned(nn.Module):
             raise DeltuneError(f"no delta is in use; call use(name) with one of: {', '.join(self.names)}")
         if not isinstance(requested, str) or requested not in self.deltas:
             raise DeltuneError(unknown_name("delta", requested, self.names))
-        follow_offloading(self._state)
+        follow_offloading(self._state, every_module=False)
         delta = self.deltas[requested]
         assert isinstance(delta, Delta)
         return delta
@@ -312,7 +312,7 @@ class Tuned(nn.Module):
         used = {id(group.delta) for group in self._passes.assignment_of_new_pass().groups}
         if not used:
             return
-        follow_offloading(self._state)
+        follow_offloading(self._state, every_module=False)
         with self._state.mutex:
             unused = [self.delta(name) for name in self.names if id(self.delta(name)) not in used]
             excluded = {id(parameter) for delta in unused for parameter in self._state.parameters_of(delta)}
@@ -676,6 +676,7 @@ class Tuned(nn.Module):
         self, folder: str | Path, name: str | None, card: tuple[str, str] | None = None
     ) -> tuple[Path, str | None]:
         """Write a delta, with a model card of a title and a folder to load from; return the folder and the card."""
+        follow_offloading(self._state)
         with self._state.mutex:
             delta = self.delta(name)
             delta.warn_if_never_advanced()

@@ -36,21 +36,29 @@ class _MoveOfBase:
             return self.move(module, *args, **kwargs)
 
 
-def follow_offloading(state: ModelState) -> None:
+def follow_offloading(state: ModelState, every_module: bool = True) -> None:
     """Take note of what accelerate offloads by now, and keep the tensors of deltas out of it.
 
-    The model may be offloaded, and loaded again, at any time between two passes. This takes no time where it is not.
+    The model may be offloaded, and loaded again, at any time between two passes.
 
     Args:
         state: The state of the model.
+        every_module: Look for hooks in every module. False takes no time where the model is not offloaded, and misses
+            a part of it that is, as long as no delta has values of its own there.
     """
     model: Any = state.model
-    if not state.offloaded and offload_hook(model) is None and offload_hook(model.base_model) is None:
+    if not (
+        every_module
+        or state.offloaded
+        or offload_hook(model) is not None
+        or offload_hook(model.base_model) is not None
+        or any(_is_on_meta(state, key) for key in parameters_of_dict(state.base))
+    ):
         return
     with state.mutex:
         state.offloaded = offloaded_tensors(model)
         hooked = [m for part in (state.deltas, state.base) for m in part.modules() if offloading_hooks(m)]
-        if hooked or any(_is_away(state, parameter_name(key)) for key in parameters_of_dict(state.base)):
+        if hooked or any(_is_on_meta(state, key) for key in parameters_of_dict(state.base)):
             _take_back(state, hooked)
         for tensor in state.offloaded.values():
             methods = tensor.hook.__dict__
@@ -77,9 +85,9 @@ def _take_back(state: ModelState, hooked: list[nn.Module]) -> None:
     deltas = [delta for delta in state.deltas.children() if isinstance(delta, Delta)]
     for key, base in list(parameters_of_dict(state.base).items()):
         name = parameter_name(key)
-        if not _is_away(state, name):
-            continue
         places = [state.offloaded[place] for place in state.slots[name] if place in state.offloaded]
+        if not places or not _is_on_meta(state, key):
+            continue
         module, leaf = state.slots[name][0]
         slot = parameters_of(module)[leaf]
         assert slot is not None
@@ -91,11 +99,11 @@ def _take_back(state: ModelState, hooked: list[nn.Module]) -> None:
         _restore_identities(state, delta)
 
 
-def _is_away(state: ModelState, name: str) -> bool:
-    """Whether a tensor that is in the model's own slots, in place of the base's, was offloaded from there."""
-    module, leaf = place = state.slots[name][0]
+def _is_on_meta(state: ModelState, key: str) -> bool:
+    """Whether a delta's tensor was moved out of the model's own slots, by the key of the base's that it replaces."""
+    module, leaf = state.slots[parameter_name(key)][0]
     parameter = parameters_of(module).get(leaf)
-    return place in state.offloaded and parameter is not None and parameter.device.type == "meta"
+    return parameter is not None and parameter.device.type == "meta"
 
 
 def _restore_identities(state: ModelState, delta: Delta) -> None:

@@ -459,7 +459,7 @@ class PassManager:
     def check_model(self) -> None:
         """Check that the modules deltas act at are in the model."""
         self.modules.check()
-        follow_offloading(self.state)
+        follow_offloading(self.state, every_module=False)
 
     # -- attention
 
@@ -497,7 +497,7 @@ class PassManager:
                 call and the scope's beginning.
         """
         with self.lock.mutex:
-            follow_offloading(self.state)
+            follow_offloading(self.state, every_module=False)
             assignment = make_assignment()  # raises before anything has changed
             self.scopes.add(scope)
             scope.open(assignment)
