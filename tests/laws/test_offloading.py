@@ -287,6 +287,28 @@ def test_generating_and_started_prompts(kind: str, tmp_path: Path) -> None:
     assert torch.equal(*made)
 
 
+@pytest.mark.parametrize("text", ["lora(rank=2)", "layernorm", "full"])
+def test_loaded_by_a_device_map(text: str, tmp_path: Path) -> None:
+    """As from_pretrained loads a model: what is on the disk was never in memory, and stays in the checkpoint's file."""
+    base = build(FAMILIES["gpt2"], "causal")
+    base.save_pretrained(tmp_path / "model")
+    places = {f"transformer.{n}": ("disk", "cpu")[i % 2] for i, (n, _) in enumerate(base.transformer.named_children())}
+    places["lm_head"] = "disk"
+    model = type(base).from_pretrained(
+        tmp_path / "model", device_map=places, offload_folder=tmp_path / "weights", dtype=torch.float64
+    )
+    stays = resident(model)
+    assert len(stays) < len(resident(base))
+    plain, inputs = copy.deepcopy(base), batch(base)
+    reference, tuned = attached(plain, text), attached(model, text)
+    expected, outputs = train(plain, inputs, adam(reference)), train(model, inputs, adam(tuned))
+    assert max(distance(one, two) for one, two in zip(outputs, expected, strict=True)) < TOLERANCE
+    tuned.save(tmp_path / "delta")
+    assert close(run(deltune.load(copy.deepcopy(base), tmp_path / "delta").model, inputs), run(plain, inputs))
+    tuned.detach()
+    assert resident(model) == stays and close(run(model, inputs), run(base, inputs))
+
+
 def test_other_labels(tmp_path: Path) -> None:
     """A head of another number of labels than the base's."""
     wide = build(FAMILIES["bert"], "sequence", num_labels=5)
