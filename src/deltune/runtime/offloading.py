@@ -52,13 +52,13 @@ def follow_offloading(state: ModelState, every_module: bool = True) -> None:
         or state.offloaded
         or offload_hook(model) is not None
         or offload_hook(model.base_model) is not None
-        or any(_is_on_meta(state, key) for key in parameters_of_dict(state.base))
+        or _any_on_meta(state)
     ):
         return
     with state.mutex:
         state.offloaded = offloaded_tensors(model)
         hooked = [m for part in (state.deltas, state.base) for m in part.modules() if offloading_hooks(m)]
-        if hooked or any(_is_on_meta(state, key) for key in parameters_of_dict(state.base)):
+        if hooked or _any_on_meta(state):
             _take_back(state, hooked)
         for tensor in state.offloaded.values():
             methods = tensor.hook.__dict__
@@ -99,11 +99,16 @@ def _take_back(state: ModelState, hooked: list[nn.Module]) -> None:
         _restore_identities(state, delta)
 
 
+def _any_on_meta(state: ModelState) -> bool:
+    """Whether a tensor of the delta in use was moved out of the model; other threads may be moving tensors."""
+    return any(_is_on_meta(state, key) for key in list(parameters_of_dict(state.base)))
+
+
 def _is_on_meta(state: ModelState, key: str) -> bool:
     """Whether a delta's tensor was moved out of the model's own slots, by the key of the base's that it replaces."""
     module, leaf = state.slots[parameter_name(key)][0]
     parameter = parameters_of(module).get(leaf)
-    return parameter is not None and parameter.device.type == "meta"
+    return parameter is not None and parameter.is_meta
 
 
 def _restore_identities(state: ModelState, delta: Delta) -> None:
