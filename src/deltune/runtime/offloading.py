@@ -14,7 +14,15 @@ from torch import nn
 
 from ..anatomy.offloading import offloaded_tensors, offloading_hooks
 from ..anatomy.quantization import quantization_of
-from ..compat import offload_hook, parameters_of, parameters_of_dict, remove_offload_hook, set_in_parameter_dict
+from ..anatomy.skeleton import base_modules
+from ..compat import (
+    offload_hook,
+    parameters_of,
+    parameters_of_dict,
+    remove_offload_hook,
+    set_in_parameter_dict,
+    submodules_of,
+)
 from ..errors import DeltuneError
 from .model_state import ModelState
 from .modules import Delta, parameter_name
@@ -57,7 +65,10 @@ def follow_offloading(state: ModelState, every_module: bool = True) -> None:
         return
     with state.mutex:
         state.offloaded = offloaded_tensors(model)
-        hooked = [m for part in (state.deltas, state.base) for m in part.modules() if offloading_hooks(m)]
+        if not state.offloaded:
+            return
+        parts = (state.base, *_deltas_of(state))
+        hooked = [module for part in parts for _, module in base_modules(part) if offloading_hooks(module)]
         if hooked or _any_on_meta(state):
             _take_back(state, hooked)
         for tensor in state.offloaded.values():
@@ -82,7 +93,6 @@ def _take_back(state: ModelState, hooked: list[nn.Module]) -> None:
     """
     for module in hooked:
         remove_offload_hook(module)
-    deltas = [delta for delta in state.deltas.children() if isinstance(delta, Delta)]
     for key, base in list(parameters_of_dict(state.base).items()):
         name = parameter_name(key)
         places = [state.offloaded[place] for place in state.slots[name] if place in state.offloaded]
@@ -95,8 +105,13 @@ def _take_back(state: ModelState, hooked: list[nn.Module]) -> None:
         for place in places:
             place.replace(base)
         set_in_parameter_dict(state.base, key, nn.Parameter(base.to("meta"), requires_grad=False))
-    for delta in deltas:
+    for delta in _deltas_of(state):
         _restore_identities(state, delta)
+
+
+def _deltas_of(state: ModelState) -> list[Delta]:
+    """The attached deltas; other threads may be attaching more."""
+    return [delta for delta in list(submodules_of(state.deltas).values()) if isinstance(delta, Delta)]
 
 
 def _any_on_meta(state: ModelState) -> bool:
