@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -366,9 +367,49 @@ def offload_hook(module: nn.Module) -> Any:
     return module.__dict__.get("_hf_hook")
 
 
-def wrapped_forward(module: nn.Module) -> Any:
-    """The forward that accelerate put aside when it replaced a module's, or None."""
-    return module.__dict__.get("_old_forward")
+_WRAPPED = "_old_forward"
+"""Where accelerate keeps the forward that its own replacement calls."""
+
+OFFLOAD_ATTRIBUTES = ("forward", "_hf_hook", _WRAPPED)
+"""The attributes that accelerate sets on a module with a hook."""
+
+
+def instance_forward(module: nn.Module) -> Any:
+    """The forward by which one module computes otherwise than its class, or None. What accelerate puts around the
+    forward of a module with a hook is not counted."""
+    forward = module.__dict__.get("forward" if offload_hook(module) is None else _WRAPPED)
+    return None if getattr(forward, "__func__", None) is getattr(type(module), "forward", None) else forward
+
+
+def set_instance_forward(module: nn.Module, forward: Any) -> None:
+    """Let one module compute by another forward, inside what accelerate puts around it; None: by that of its class."""
+    of_class = types.MethodType(type(module).forward, module)
+    if offload_hook(module) is not None:
+        module.__dict__[_WRAPPED] = of_class if forward is None else forward
+        wrapper = module.__dict__["forward"]
+        if getattr(wrapper, "__wrapped__", None) is not None:  # it has copied the attributes of what it wraps
+            wrapper.__dict__.clear()
+            functools.update_wrapper(wrapper, of_class)
+    elif forward is None:
+        module.__dict__.pop("forward", None)
+    else:
+        module.__dict__["forward"] = forward
+
+
+def offloaded_state(weights: Any, name: str) -> tuple[Any, str]:
+    """The dictionary in memory that a hook of accelerate reads a value from first, and the name of the value in it."""
+    while hasattr(weights, "dataset"):  # a PrefixedDataset
+        weights, name = weights.dataset, weights.prefix + name
+    return getattr(weights, "state_dict", weights), name
+
+
+def remove_offload_hook(module: nn.Module) -> None:
+    """Take accelerate's hook from a module, which puts the values of its tensors back, and leave no attribute of it."""
+    from accelerate.hooks import remove_hook_from_module
+
+    remove_hook_from_module(module)
+    if instance_forward(module) is None:
+        module.__dict__.pop("forward", None)
 
 
 # -- sacreBLEU: its public methods return only sums, and for chrF not even those

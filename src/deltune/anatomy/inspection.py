@@ -32,6 +32,7 @@ from transformers.models.auto import modeling_auto
 from ..compat import auto_class_mapping, experts_transposed, parameters_of, submodules_of
 from ..errors import DeltuneError, describe_value, error_summary, excerpt
 from .inputs import LENGTHS, READABLE, tower_name
+from .offloading import tied_identities
 from .quantization import check_quantization
 from .quantizers import visible_parameters
 from .residuals import SubLayer, find_sublayers, gate_and_up, norm_position, shared_experts
@@ -161,11 +162,16 @@ class _Inspector:
         self.towers = self._towers()
         self.widths: dict[str, int] = {}
         self.batch_nodes = self._nodes_of_batch()
+        self.tied = tied_identities(model)
         self.holders: dict[int, list[str]] = {}  # by tensor, the modules that hold it, each once
         for path, module in base_modules(model):
             for parameter in parameters_of(module).values():
                 if parameter is not None:
-                    self.holders.setdefault(id(parameter), []).append(path)
+                    self.holders.setdefault(self._identity(parameter), []).append(path)
+
+    def _identity(self, parameter: Any) -> int:
+        """What one tensor is known by that several modules hold."""
+        return self.tied.get(id(parameter), id(parameter))
 
     def _towers(self) -> dict[str, str]:
         """Return the models inside the base model that read images or sounds, which a pass on text does not enter."""
@@ -200,7 +206,7 @@ class _Inspector:
 
     def _holders_of(self, module: nn.Module, path: str) -> tuple[str, ...]:
         """Return the paths of the other modules that hold a module's weight."""
-        return tuple(p for p in self.holders.get(id(parameters_of(module).get("weight")), ()) if p != path)
+        return tuple(p for p in self.holders.get(self._identity(parameters_of(module).get("weight")), ()) if p != path)
 
     def attention_of(self, sub: SubLayer, norms: dict[str, str]) -> Attention:
         node, output = sub.attention, self.linear(sub.output)
@@ -645,8 +651,9 @@ class _Inspector:
         shapes: dict[int, tuple[tuple[int, ...], str]] = {}
         for path, module in base_modules(self.model, remove_duplicate=False):
             for leaf, (parameter, shape, quantized) in visible_parameters(module).items():
-                names.setdefault(id(parameter), []).append(f"{path}.{leaf}".lstrip("."))
-                shapes[id(parameter)] = shape, quantized
+                identity = self._identity(parameter)
+                names.setdefault(identity, []).append(f"{path}.{leaf}".lstrip("."))
+                shapes[identity] = shape, quantized
         final = {n.path for n in self.trace.nodes if n.path} - embedding_paths
         of_batch = {n.path for n in self.trace.nodes if id(n) in self.batch_nodes}
         read, reached = (self._names_read_by(nodes) for nodes in (self.trace.nodes, self.trace.differentiable()))

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..compat import CALL_OVERRIDES, buffers_of, offload_hook, parameters_of, submodules_of
+from ..compat import CALL_OVERRIDES, OFFLOAD_ATTRIBUTES, buffers_of, offload_hook, parameters_of, submodules_of
 from .quantizers import find_quantizer, linear_sizes
 
 HANDLE_NAME = "deltune"
@@ -171,11 +171,12 @@ _NOT_COPIED = frozenset((*nn.Module().__dict__, *PASS_OVERRIDES))
 def _copied_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Iterate over the attributes of a live module that its copy has, beside torch's own."""
     attributes = module.__dict__
-    offloaded = offload_hook(module) is not None  # accelerate's wrapper around forward, which runs the live module
+    # accelerate's wrapper around forward runs the live module
+    excluded = OFFLOAD_ATTRIBUTES if offload_hook(module) is not None else ()
     for name in sorted(attributes.keys() - _NOT_COPIED):
         value = attributes.get(name)
         is_copied = type(value) in _VALUES or not getattr(type(value), "of_live_model", False)
-        if is_copied and not (offloaded and name == "forward"):
+        if is_copied and name not in excluded:
             yield name, value
 
 

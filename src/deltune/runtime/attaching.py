@@ -21,6 +21,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..anatomy.inspection import inspect
+from ..anatomy.offloading import loaded_devices
 from ..anatomy.quantization import check_gradients_pass, check_quantization
 from ..anatomy.skeleton import HANDLE_NAME
 from ..anatomy.tracing import all_configs
@@ -65,7 +66,8 @@ from .delta_schema import (
 from .handle import Tuned
 from .model_card import task_of_class
 from .modules import Delta, HeadLabels, parameter_key
-from .pass_manager import check_not_offloaded, refuse_inference_tensors, refuse_shared_modules
+from .offloading import check_offloading, follow_offloading
+from .pass_manager import refuse_inference_tensors, refuse_shared_modules
 
 FORMATS = ("peft", *peft_write.SERVERS)
 """The formats that `export` writes: PEFT's own, and what other programs read of it."""
@@ -231,7 +233,7 @@ def attach(
 
     Raises:
         DeltuneError: The method is unknown or needs a place that this model does not have, the name is taken, the model
-            is offloaded or quantised in a way that cannot be tuned, a part of it belongs to another model with deltas,
+            is quantised in a way that cannot be tuned, a part of it belongs to another model with deltas,
             or there is too little memory. The model stays as it was.
     """
     _check_model(model)
@@ -320,7 +322,7 @@ def _start_rows(handle: Tuned, delta: Delta) -> None:
         if isinstance(form, Prompt) and form.init_from:
             embeddings = handle.model.get_submodule(handle.anatomy.stacks[0].words or "")
             ids = [form.init_from[i % len(form.init_from)] for i in range(form.length)]
-            device = next(embeddings.parameters()).device
+            device = next(device for _, device in loaded_devices(embeddings))
             with handle.disable():  # the base model's embeddings, whatever delta is in use
                 edit.set_initial_value("rows", embeddings(torch.tensor(ids, device=device)))
 
@@ -663,9 +665,11 @@ def _check_model(model: object) -> None:
     """Raise an error for anything that is not a plain model of transformers, such as a model wrapped by PEFT."""
     if isinstance(model, PreTrainedModel):
         check_quantization(model)
-        check_not_offloaded(model)
+        check_offloading(model)
         refuse_shared_modules(model)
         refuse_inference_tensors(model)
+        if (handle := find_tuned(model)) is not None:
+            follow_offloading(handle._state)
         return
     advice = ", as in attach(model, method)"
     if hasattr(model, "peft_config"):

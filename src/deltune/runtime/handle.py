@@ -23,11 +23,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..anatomy.inspection import inspect
+from ..anatomy.offloading import loaded_devices
 from ..anatomy.quantization import is_unquantized, quantized_modules
 from ..anatomy.quantizers import dequantized_weight, plain_linear, set_weight_from
 from ..anatomy.skeleton import HANDLE_NAME, base_modules, base_parameters, base_tensors
 from ..anatomy.tracing import CallOrder, all_configs, call_order, check_takes_embeddings
-from ..anatomy.types import Anatomy
+from ..anatomy.types import Anatomy, is_inside
 from ..compat import attention_implementation, forget_quantization, parameters_of, submodules_of
 from ..errors import DeltuneError, error_from_problems, excerpt, unknown_name
 from ..filesystem import user_path
@@ -42,8 +43,9 @@ from .hooks import ATTRIBUTE, Hook, Hooks, hooks_of_delta, hooks_of_model, insta
 from .model_card import write_card
 from .model_methods import METHODS, WHOLE_MODEL_METHODS, plain_copy
 from .model_state import ModelState
-from .modules import Delta, Edit, HeadLabels, up_projections
-from .pass_manager import PassManager, check_not_offloaded, refuse_shared_modules, reset_after_fork
+from .modules import Delta, HeadLabels, up_projections
+from .offloading import follow_offloading, leave_offloading, refuse_offloaded
+from .pass_manager import PassManager, refuse_shared_modules, reset_after_fork
 from .prompts import check_decoder_mask
 from .row_assignment import RowAssignment, owning_modules
 from .rows import ForwardOverride
@@ -263,6 +265,7 @@ class Tuned(nn.Module):
             raise DeltuneError(f"no delta is in use; call use(name) with one of: {', '.join(self.names)}")
         if not isinstance(requested, str) or requested not in self.deltas:
             raise DeltuneError(unknown_name("delta", requested, self.names))
+        follow_offloading(self._state, every_module=False)
         delta = self.deltas[requested]
         assert isinstance(delta, Delta)
         return delta
@@ -309,6 +312,7 @@ class Tuned(nn.Module):
         used = {id(group.delta) for group in self._passes.assignment_of_new_pass().groups}
         if not used:
             return
+        follow_offloading(self._state, every_module=False)
         with self._state.mutex:
             unused = [self.delta(name) for name in self.names if id(self.delta(name)) not in used]
             excluded = {id(parameter) for delta in unused for parameter in self._state.parameters_of(delta)}
@@ -521,6 +525,7 @@ class Tuned(nn.Module):
             hook.remove()
         self._installed_hooks.clear()
         self._passes.set_prefix_attention(False)
+        leave_offloading(self._state)
         submodules_of(model).pop(HANDLE_NAME, None)
         for parameter_name, parameter in base_parameters(model):
             parameter.requires_grad_(self._initial_requires_grad.get(parameter_name, True))
@@ -542,12 +547,13 @@ class Tuned(nn.Module):
 
         Raises:
             DeltuneError: A term of the method cannot be expressed as weights (a prefix, an adapter, a prompt); the
-                message names it. Or no delta has this name or none is in use, a weight cannot be quantised again, or
-                another thread or task is inside `rows()` or `disable()`. Nothing is changed.
+                message names it. Or no delta has this name or none is in use, a weight cannot be quantised again,
+                weights are offloaded, or another thread or task is inside `rows()` or `disable()`. Nothing is changed.
         """
         with self._exclusive("merge"):
             self._passes.refuse_in_scopes("merge", self.names)
             self._passes.refuse_other_scopes("merge")
+            refuse_offloaded(self.model, "merge")
             delta = self.delta(name)
             delta.warn_if_never_advanced()
             values: dict[str, torch.Tensor] = {name: self._delta_value(delta, name) for name in delta.owned_tensors}
@@ -617,8 +623,8 @@ class Tuned(nn.Module):
             The folder.
 
         Raises:
-            DeltuneError: No delta has this name or none is in use, weights of the model are offloaded, or the folder
-                holds other files or cannot be written. What was there before is kept.
+            DeltuneError: No delta has this name or none is in use, or the folder holds other files or cannot be
+                written. What was there before is kept.
         """
         title = user_path(folder, "folder").resolve().name or "delta"
         path, _ = self._write(folder, name, (title, title) if model_card else None)
@@ -670,7 +676,7 @@ class Tuned(nn.Module):
         self, folder: str | Path, name: str | None, card: tuple[str, str] | None = None
     ) -> tuple[Path, str | None]:
         """Write a delta, with a model card of a title and a folder to load from; return the folder and the card."""
-        check_not_offloaded(self.model)
+        follow_offloading(self._state)
         with self._state.mutex:
             delta = self.delta(name)
             delta.warn_if_never_advanced()
@@ -706,19 +712,16 @@ class Tuned(nn.Module):
 
     def _move_to_model(self, delta: Delta) -> Delta:
         """Move a new delta to the devices of the modules it acts at, in float32, or float64 in a float64 model."""
-        tensors = list(base_tensors(self.model))
-        default, devices = tensors[0].device, {tensor.device for tensor in tensors}
-        dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+        devices = dict(loaded_devices(self.model))
+        default, several = next(iter(devices.values())), len(set(devices.values())) > 1
+        dtype = torch.float64 if any(p.dtype == torch.float64 for p in base_tensors(self.model)) else torch.float32
         for edit in delta.all_edits():
-            _move(edit, default if len(devices) == 1 else self._device_of(edit, default), dtype)
+            path = edit.place.target.path
+            inside = (device for name, device in devices.items() if several and is_inside(name, path))
+            _move(edit, next(inside, default), dtype)
         for shared in (*delta.shared.values(), *delta.tied.values(), *delta.partly.values(), *delta.gated.values()):
             _move(shared, default, dtype)
         return delta
-
-    def _device_of(self, edit: Edit, default: torch.device) -> torch.device:
-        path = edit.place.target.path
-        module = self.model.get_submodule(path) if path else self.model
-        return next((p.device for _, p in base_parameters(module)), default)
 
     @contextlib.contextmanager
     def _exclusive(self, operation: str) -> Iterator[None]:
@@ -738,6 +741,7 @@ class Tuned(nn.Module):
             self._passes.modules.check()
             previous = self._passes.default_assignment
             delta.labels = labels
+            delta.attached_parameters = self._state.parameters_by_name(delta)
             if delta.training != self.model.training:
                 delta.train(self.model.training)
             if name in self.deltas:

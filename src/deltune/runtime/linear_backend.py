@@ -24,7 +24,15 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from ..compat import is_mapped, onednn_linear, parameters_of, runs_plainly, runs_unobserved, tensor_version
+from ..compat import (
+    instance_forward,
+    is_mapped,
+    onednn_linear,
+    parameters_of,
+    runs_plainly,
+    runs_unobserved,
+    tensor_version,
+)
 from ..errors import DeltuneError, unknown_name
 from ..filesystem import cache_folder, read_json_object, write_json
 from ..processor import processor_facts
@@ -205,7 +213,7 @@ class _CastWeight:
 
 def linear_forward(module: nn.Module) -> LinearForward | None:
     """Return the replaced forward of a linear layer, also one that an override of a delta surrounds."""
-    forward = module.__dict__.get("forward")
+    forward = instance_forward(module)
     forward = getattr(forward, "linear", forward)
     return forward if isinstance(forward, LinearForward) else None
 

@@ -21,6 +21,7 @@ from ..anatomy.skeleton import HANDLE_NAME, base_modules
 from ..compat import buffers_of, parameters_of, submodules_of
 from ..errors import DeltuneError, error_from_problems
 from ..filesystem import explain_write_errors
+from .offloading import refuse_offloaded
 from .pass_manager import PassManager
 
 CHECKPOINT_PREFIX = "checkpoint-"
@@ -117,6 +118,7 @@ class SavePretrained(ModelMethod):
             if bound.arguments.get("is_main_process", True):
                 self._save_deltas(Path(bound.arguments["save_directory"]))
             return None
+        refuse_offloaded(self.passes.model, "save_pretrained")
         with self._tensors_placed(None) as handle:
             self.passes.state.set_labels(handle._base_labels)
             if bound.arguments.get("state_dict") is not None:
@@ -159,6 +161,7 @@ class LoadStateDict(ModelMethod):
     def __call__(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         if self.path:
             self._refuse_ambiguous()
+        refuse_offloaded(self.passes.model, "load_state_dict")
         with self._tensors_placed(self.passes.state.placed_delta_in(state_dict)):
             self._check(state_dict, strict)
             return self.original(state_dict, strict=strict, assign=assign)

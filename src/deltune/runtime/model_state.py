@@ -8,17 +8,18 @@ every tensor is registered exactly once at any time, and follows .to(), state_di
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..anatomy.offloading import OffloadedTensor, Place, offloaded_tensors, tied_identities
 from ..anatomy.skeleton import HANDLE_NAME, base_modules
 from ..compat import delete_from_parameter_dict, parameters_of, parameters_of_dict, set_in_parameter_dict
 from ..errors import DeltuneError
-from .modules import Delta, HeadLabels, parameter_key
+from .modules import Delta, HeadLabels, parameter_key, parameter_name
 from .rows import refuse_late_gradients
 
 _BASE = f"{HANDLE_NAME}.base."
@@ -35,11 +36,17 @@ class ModelState:
         placed_delta: The delta whose tensors are in the model's slots, or None for the base's own tensors.
         labels: What the model's configuration says about its labels.
         lock: The lock of forward passes. Its mutex is held while tensors move, and while somebody reads where they are.
+        offloaded: Where the values are of the base's parameters that accelerate offloads, by their places.
     """
 
     def __init__(self, model: PreTrainedModel, deltas: nn.ModuleDict, base: nn.ParameterDict, lock: Any) -> None:
         self.model, self.deltas, self.base, self.lock = model, deltas, base, lock
         self.slots = parameter_slots(model)
+        self.offloaded: dict[Place, OffloadedTensor] = offloaded_tensors(model)
+        self._keys: dict[Place, str] = {}  # of a tensor with several names the first, which deltas call it by
+        for name, places in self.slots.items():
+            for place in places:
+                self._keys.setdefault(place, parameter_key(name))
         self.placed_delta: str | None = None
         self.labels = HeadLabels.from_config(model.config)
         self._trainable: set[Delta] = set()
@@ -64,10 +71,14 @@ class ModelState:
         return contextlib.nullcontext() if torch.compiler.is_dynamo_compiling() else self.mutex
 
     def base_value(self, name: str) -> nn.Parameter:
-        """The base model's own value of a tensor, whether it is in its slot or replaced by a delta's."""
+        """The base model's own value of a tensor: in its slot, replaced by a delta's, or offloaded."""
         with self.locked():
             base = parameters_of_dict(self.base).get(parameter_key(name))
-            return self._parameter_in_slot(name) if base is None else base
+            value = self._parameter_in_slot(name) if base is None else base
+            offloaded = [self.offloaded[place] for place in self.slots[name] if place in self.offloaded]
+        if value.device.type != "meta" or not offloaded:
+            return value
+        return nn.Parameter(offloaded[0].value(value), requires_grad=False)
 
     def delta_value(self, delta: Delta, name: str) -> nn.Parameter:
         """A delta's value of a tensor that it owns, whether it is in the model or in `held`."""
@@ -124,10 +135,33 @@ class ModelState:
         """
         if self.placed_delta != name:
             incoming = self.delta(name).owned_tensors if name is not None else ()
-            for tensor in (*incoming, *(key.replace("/", ".") for key in parameters_of_dict(self.base))):
+            for tensor in (*incoming, *(parameter_name(key) for key in parameters_of_dict(self.base))):
                 self._parameter_in_slot(tensor)
 
     # -- changing
+
+    @contextlib.contextmanager
+    def base_in(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Have the base's own tensors in the slots of some modules inside the block, in which accelerate moves them."""
+        swapped: list[tuple[dict[str, nn.Parameter | None], str, str, nn.Parameter | None]] = []
+        with self.mutex:
+            replaced = parameters_of_dict(self.base)
+            for module in modules if replaced else ():
+                parameters = parameters_of(module)
+                for leaf, parameter in list(parameters.items()):
+                    key = self._keys.get((module, leaf))
+                    if key in replaced:
+                        swapped.append((parameters, leaf, key, parameter))
+                        parameters[leaf] = replaced[key]
+        try:
+            yield
+        finally:
+            with self.mutex:
+                for parameters, leaf, key, parameter in swapped:
+                    base = parameters[leaf]
+                    assert base is not None
+                    set_in_parameter_dict(self.base, key, base)
+                    parameters[leaf] = parameter
 
     def set_parameter(self, name: str, parameter: nn.Parameter) -> None:
         """Put a parameter into every slot of a tensor; tied tensors have several."""
@@ -164,7 +198,7 @@ class ModelState:
                     set_in_parameter_dict(delta.held, parameter_key(owned), self._parameter_in_slot(owned))
         incoming = {} if name is None else {parameter_key(owned): owned for owned in self.delta(name).owned_tensors}
         for key in [key for key in parameters_of_dict(self.base) if key not in incoming]:
-            self.set_parameter(key.replace("/", "."), parameters_of_dict(self.base)[key])
+            self.set_parameter(parameter_name(key), parameters_of_dict(self.base)[key])
             delete_from_parameter_dict(self.base, key)
         for key, owned in incoming.items():
             held = self.delta(name or "").held
@@ -219,9 +253,11 @@ def parameter_slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     """Return all modules, with the parameter's name in them, that hold each parameter; a tied tensor has several."""
     slots: dict[int, list[tuple[nn.Module, str]]] = {}
     names: dict[str, int] = {}
+    tied = tied_identities(model)
     for path, module in base_modules(model):
         for leaf, parameter in list(parameters_of(module).items()):
             if parameter is not None:
-                slots.setdefault(id(parameter), []).append((module, leaf))
-                names[f"{path}.{leaf}".strip(".")] = id(parameter)
+                identity = tied.get(id(parameter), id(parameter))
+                slots.setdefault(identity, []).append((module, leaf))
+                names[f"{path}.{leaf}".strip(".")] = identity
     return {name: slots[key] for name, key in names.items()}

@@ -324,6 +324,7 @@ class Delta(nn.Module):
         self.head, self.head_mode, self.folded = head, head_mode, folded
         self.labels: HeadLabels | None = None
         self.saved_requires_grad: dict[str, bool] | None = {}  # of a delta that is not in use; None while it is
+        self.attached_parameters: dict[str, nn.Parameter] = {}  # by name, as they were when it was attached
         self.edits = nn.ModuleDict()
         self.shared = nn.ModuleDict()  # reparameterisations, by term and attention kind
         self.tied = nn.ModuleDict()  # what the places of one sub-module have in common
@@ -367,7 +368,7 @@ class Delta(nn.Module):
         }
         for key, common in self.tied.items():
             result |= {f"tied.{key}.{leaf}": t for leaf, t in common.state_dict(keep_vars=True).items()}
-        partly = {key.replace("/", "."): sparse for key, sparse in self.partly.items()}
+        partly = {parameter_name(key): sparse for key, sparse in self.partly.items()}
         result |= {f"partly.{name}": t for name, t in _sparse_to_save(partly).items()}  # type: ignore[arg-type]
         for key, gates in self.all_gates():
             result |= {f"gated.{key}.{leaf}": t for leaf, t in gates.tensors_to_save().items()}
@@ -393,7 +394,7 @@ class Delta(nn.Module):
         """Iterate over the partly trained tensors of the model, with their names there."""
         for key, sparse in self.partly.items():
             assert isinstance(sparse, SparseParameter)
-            yield key.replace("/", "."), sparse
+            yield parameter_name(key), sparse
         for _, gates in self.all_gates():
             yield from gates.differences()
 
@@ -483,5 +484,13 @@ def up_projections(delta: Delta) -> Iterator[nn.Parameter]:
 
 
 def parameter_key(name: str) -> str:
-    """Return a tensor's name as a key of a ParameterDict, which allows no dots."""
-    return name.replace(".", "/")
+    """Return a tensor's name as a key of a ParameterDict, which allows no dots.
+
+    The key has no slashes either: accelerate's disk_offload writes a file by the name of each tensor of a model.
+    """
+    return name.replace(".", "~")
+
+
+def parameter_name(key: str) -> str:
+    """Return the tensor's name that `parameter_key` made a key of."""
+    return key.replace("~", ".")

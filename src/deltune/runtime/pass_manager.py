@@ -19,7 +19,6 @@ from ..compat import (
     attention_implementation,
     backward_id,
     buffers_of,
-    offload_hook,
     parameters_of,
     set_attention_implementation,
     submodules_of,
@@ -41,6 +40,7 @@ from .forward_pass import (
     run_in_pass,
 )
 from .model_state import ModelState, missing_parameter
+from .offloading import follow_offloading
 from .row_assignment import DeltaCache, RowAssignment
 from .rows import refuse_frozen, refuse_late_gradients
 
@@ -101,21 +101,6 @@ class AttachedModules:
                 )
 
 
-def check_not_offloaded(model: nn.Module) -> None:
-    """Check that no weights of the model are offloaded by accelerate.
-
-    Raises:
-        DeltuneError: Some are: accelerate loads them only for their module's own call.
-    """
-    for path, module in base_modules(model):
-        if _offloads(offload_hook(module)):
-            raise DeltuneError(
-                f"weights of {path or type(model).__name__} are offloaded (cpu_offload, disk_offload, or a device_map "
-                "with cpu or disk), where deltas cannot reach them: call accelerate.hooks."
-                "remove_hook_from_submodules(model), or load the model on devices that can hold it"
-            )
-
-
 def refuse_shared_modules(model: nn.Module) -> None:
     """Check that no module with tensors of the model belongs to another model that has deltas.
 
@@ -155,10 +140,6 @@ def refuse_inference_tensors(model: nn.Module) -> None:
             "train through such tensors: create or load the model outside of it (attaching, loading a delta and "
             "running the model inside of it work)"
         )
-
-
-def _offloads(hook: Any) -> bool:
-    return bool(getattr(hook, "offload", False)) or any(_offloads(inner) for inner in getattr(hook, "hooks", ()))
 
 
 T = TypeVar("T")
@@ -476,10 +457,9 @@ class PassManager:
                     self.state.set_labels(self.default_assignment.labels)
 
     def check_model(self) -> None:
-        """Check that the modules deltas act at are in the model, and its weights not offloaded."""
+        """Check that the modules deltas act at are in the model."""
         self.modules.check()
-        if offload_hook(self.model) is not None:  # accelerate puts it on the root of a model that it offloads
-            check_not_offloaded(self.model)
+        follow_offloading(self.state, every_module=False)
 
     # -- attention
 
@@ -517,6 +497,7 @@ class PassManager:
                 call and the scope's beginning.
         """
         with self.lock.mutex:
+            follow_offloading(self.state, every_module=False)
             assignment = make_assignment()  # raises before anything has changed
             self.scopes.add(scope)
             scope.open(assignment)
@@ -568,9 +549,8 @@ class PassManager:
             raise DeltuneError(
                 f"{operation} cannot be called inside a forward pass of the same model: wait until it has returned"
             )
-        if offload_hook(self.model) is not None:
-            check_not_offloaded(self.model)
         with self.lock.alone():
+            follow_offloading(self.state)
             yield
 
     def refuse_other_scopes(self, operation: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..anatomy.offloading import call_with_weights
 from ..anatomy.skeleton import base_modules
 from ..anatomy.types import Anatomy, is_inside
 from ..errors import DeltuneError, error_from_problems, excerpt, unknown_name
@@ -191,7 +192,7 @@ class EditChain:
 
 
 def _forward_of(group: DeltaRows, module: nn.Module, h: torch.Tensor) -> torch.Tensor:
-    output: torch.Tensor = group.forward_of(module)(h)
+    output: torch.Tensor = call_with_weights(module, group.forward_of(module), h)
     return output
 
 

@@ -16,7 +16,14 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..compat import hooks_of_tensor, parameters_of, remove_hooks, replace_parameters, wrapped_forward
+from ..compat import (
+    hooks_of_tensor,
+    instance_forward,
+    parameters_of,
+    remove_hooks,
+    replace_parameters,
+    set_instance_forward,
+)
 from ..errors import DeltuneError
 from .hard_concrete import GatedDifference
 from .linear_backend import LinearForward, linear_forward
@@ -221,12 +228,12 @@ class ForwardOverride:
 
     def install(self) -> None:
         self.linear = linear_forward(self.module)
-        if self.linear is None and "forward" in self.module.__dict__:
+        if self.linear is None and instance_forward(self.module) is not None:
             raise DeltuneError(
-                f"the forward of {self.path!r} was replaced by something else (offloading does that), so it cannot run "
-                "with tensors of a delta: attach before it is replaced, or remove the replacement"
+                f"the forward of {self.path!r} was replaced by something else, so it cannot run with tensors of a "
+                "delta: attach before it is replaced, or remove the replacement"
             )
-        self.module.__dict__["forward"] = self
+        set_instance_forward(self.module, self)
         self.module.register_forward_pre_hook(self.check_installed)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -237,10 +244,7 @@ class ForwardOverride:
 
     def check_installed(self, module: nn.Module, args: Any) -> None:
         """Raise an error if the module's forward was replaced later by one that does not call this one."""
-        attributes = module.__dict__
-        if (
-            attributes.get("forward") is not self and wrapped_forward(module) is not self
-        ):  # accelerate keeps the previous forward in _old_forward
+        if instance_forward(module) is not self:
             raise DeltuneError(
                 f"the forward of {self.path!r} was replaced after a delta was attached that trains its tensors: "
                 "detach, replace it, and attach again"
@@ -248,10 +252,8 @@ class ForwardOverride:
 
     def remove(self) -> None:
         remove_hooks(self.module, self)
-        if self.module.__dict__.get("forward") is self:
-            del self.module.__dict__["forward"]
-            if self.linear is not None:
-                self.module.__dict__["forward"] = self.linear
+        if instance_forward(self.module) is self:
+            set_instance_forward(self.module, self.linear)
 
 
 def runs_class_forward(module: nn.Module) -> bool:
