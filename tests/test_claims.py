@@ -190,7 +190,9 @@ def test_a_failed_cell_is_told_and_nothing_is_decided(form: Form, outcomes: list
 def test_a_cell_that_waits_is_told_apart() -> None:
     waiting = [replace(o, error="not run yet", waiting=True) if o.cell["seed"] == 0 else o for o in METHODS]
     decision = decided(FORMS[0][0], waiting)
-    assert decision.verdict == "undecided" and "waiting: " in decision.note and "failed" not in decision.note
+    assert (
+        decision.verdict == "undecided" and "not run yet: a, on cb" in decision.note and "failed" not in decision.note
+    )
 
 
 def test_a_missing_cell_is_told() -> None:
@@ -418,7 +420,7 @@ def test_what_an_undecided_claim_would_have_taken() -> None:
     resolution = finding.resolution
     assert finding.verdict == "undecided" and resolution is not None
     assert resolution.target == pytest.approx(abs(finding.effect + 10)) and resolution.target < resolution.smallest
-    assert "beyond -10 in 80 % of cases (α = 0.05); one as large as the one measured" in resolution.text
+    assert "beyond −10 is decided in 80 % of cases; one as large as the one measured" in resolution.text
     table = PrintedTable("table 1", tuple(seeds_alone({"cb": 5.0}, draw=0, seeds=1, noise=0.0)), "accuracy")
     printed = check_printed(claim, [table])
     assert printed.agrees and printed.deciding.effect == pytest.approx(-5.0)

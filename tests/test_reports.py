@@ -128,7 +128,7 @@ def test_results_are_verified(every: bool, place: Path) -> None:
 
 def test_a_report_in_words(place: Path) -> None:
     output = deltune("report", place / "mine.yaml", "--store", place / "r.sqlite").stdout
-    assert "norms" in output and "±" in output and "2 of 6: " in output
+    assert "norms" in output and "±" in output and "2 of 6 runs: " in output
 
 
 def test_a_report_as_files(place: Path) -> None:
@@ -152,7 +152,7 @@ def test_what_was_not_run_yet_did_not_fail(place: Path) -> None:
     more = place / "more.yaml"
     more.write_text(text.replace("- 1\n", "- 1\n- 2\n") if "- 1\n" in text else text.replace("[0, 1]", "[0, 1, 2]"))
     output = deltune("report", more, "--store", store).stdout
-    assert "3 of 9: not run yet" in output and "2 of 9: " in output
+    assert "3 of 9 runs: not run yet" in output and "2 of 9 runs: " in output
     deltune("report", more, "--store", store, "--html", place / "more.html")
     assert "9 runs, 2 failed, 3 not run yet" in (place / "more.html").read_text()
 

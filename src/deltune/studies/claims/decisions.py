@@ -154,7 +154,9 @@ class UndecidedEffect:
         size = self.estimate.sample_size(target, self.seeds, self.alpha, POWER)
         rows = round(size[1] * self.rows) if size and self.rows else None
         seeds = size[0] if size else None
-        margin = "" if self.borders == (0.0,) else " or ".join(f"{border:g}".replace("-", "−") for border in self.borders)
+        margin = (
+            "" if self.borders == (0.0,) else " or ".join(f"{border:g}".replace("-", "−") for border in self.borders)
+        )
         return Resolution(smallest, self.alpha, target, self.printed is not None, seeds, rows, self.unit, margin)
 
 

@@ -387,4 +387,3 @@ def _average_over(
         )
         names[outer] = next((metrics[(*outer, *rest)] for rest in combinations if metrics.get((*outer, *rest))), "")
     return averages, names
-

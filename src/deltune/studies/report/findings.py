@@ -114,7 +114,8 @@ def _claim_row(finding: Finding, printed: PrintedFinding, small: bool) -> ClaimR
         finding.resolution.text if finding.resolution is not None else "",
     ]
     parts = [
-        f"{name}: {words[part.verdict]}" + ("" if part.result is None else f", {number_text(part.result.effect, part.result)}")
+        f"{name}: {words[part.verdict]}"
+        + ("" if part.result is None else f", {number_text(part.result.effect, part.result)}")
         for part, name in zip(finding.parts, ("score", "parameters"), strict=False)
     ]
     return ClaimRow(

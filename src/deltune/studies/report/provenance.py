@@ -50,7 +50,7 @@ def setup(studies: Iterable[tuple[Iterable[Outcome], Mapping[str, str]]]) -> str
     parts = [f"models: {', '.join(sizes)}"] if sizes else []
     parts += [f"tasks: {', '.join(tasks)}"] if tasks else []
     parts += [f"{_span(rows)} training rows at most"] if rows else []
-    parts += [f"{_span(seeds)} seeds"] if seeds else []
+    parts += [f"{_span(seeds)} seed{'s' if seeds != {1} else ''}"] if seeds else []
     text = "; ".join(parts)
     return f"{text[0].upper()}{text[1:]}." if text else ""
 
