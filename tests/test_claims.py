@@ -427,7 +427,7 @@ def test_what_an_undecided_claim_would_have_taken() -> None:
     (against_paper,) = decide_claims([claim], METHODS, "accuracy", printed=[printed])
     larger = against_paper.resolution
     assert larger.target == pytest.approx(5.0) and larger.target_is_printed and larger.seeds >= 3 and larger.rows >= 400
-    assert f"(5) takes {larger.seeds} seeds × {larger.rows:,} test rows" in larger.text
+    assert f"(5) takes {larger.seeds} seeds and {larger.rows:,} test rows" in larger.text
     assert decided(Beats(A, B), METHODS).resolution is None
     same = [replace(o, scores={"accuracy": by_method(o.cell)}, examples={}) for o in METHODS]
     assert decided(Beats(A, B), same).resolution is None, "nothing is known about the spread"
