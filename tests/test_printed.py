@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from statistics import fmean
 
 import numpy as np
@@ -12,6 +13,7 @@ import deltune
 from deltune.metrics.registry import METRICS
 from deltune.studies.claims.decisions import PrintedFinding, check_printed
 from deltune.studies.claims.statistics import average_ranks
+from deltune.studies.engine.results import read_results
 from deltune.studies.papers.apet import PAPER_FAMILIES
 from deltune.studies.papers.ln import SIZES
 from deltune.studies.papers.published import (
@@ -29,6 +31,9 @@ from deltune.studies.papers.published import (
     Published,
 )
 from deltune.studies.papers.registry import CLAIMS, STUDIES, paper_statements
+from deltune.studies.scales import StudySetup
+
+RESULTS = Path(__file__).parents[1] / "results"
 
 VERDICTS = {
     "ln/nlu": "++++++", "ln/nlg": "++++-", "ln/time": ".........", "ln/terms": "....", "ln/ablation": "++-+++",
@@ -53,6 +58,32 @@ def test_the_printed_tables_give_the_papers_verdicts(study: str) -> None:
             f"{one.claim.text}: a contradiction without its reason"
         )
         assert (one.agrees is None) == (one.deciding is None) == (not one.source)
+
+
+def test_sizes_that_small_runs_have_in_place_of_the_papers() -> None:
+    """What is said beside a claim is what the committed runs have."""
+    words = {name: [claim.miniature for claim in CLAIMS[name] if claim.miniature] for name in CLAIMS}
+    shares: dict[str, dict[str, str]] = {}
+    for name in ("uv/glue", "ln/nlu"):
+        study = STUDIES[name](StudySetup("small", runs=False))
+        outcomes = study.outcomes({record.name: record for record in read_results(RESULTS, [name])})
+        shares[name] = {o.cell["method"]: f"{o.count['percent']:.2f} %" for o in outcomes if o.error is None}
+    assert f"MAM trains {shares['uv/glue']['mam']}" in words["uv/glue"][0]
+    of_methods = sorted({shares["ln/nlu"][method] for method in ("adapter", "prefix", "lora", "mam")})
+    assert f"{of_methods[0]} to {of_methods[-1]}" in words["ln/nlu"][0]
+    expressions = {
+        (name, *(planned.cell[axis] for axis in axes)): planned.job.spec["method"]
+        for name, axes in (("uv/integration", ("method", "task")), ("uv/representation", ("method", "task", "budget")))
+        for planned in STUDIES[name](StudySetup("small", runs=False)).plan_cells({})
+        if planned.job is not None
+    }
+    for task, rank in (("g2p_us_to_gb", 128), ("conll04", 40)):
+        assert f"rank={rank}" in expressions["uv/integration", "parallel_adapter_ffn", task]
+        assert f"r = {rank}" in words["uv/integration"][0]
+    for task, many, few in (("g2p_us_to_gb", "3", "0.4"), ("conll04", "0.4", "0.05")):
+        assert "length=32" in expressions["uv/representation", "prefix", task, many]
+        assert "length=4" in expressions["uv/representation", "prefix", task, few]
+    assert "32 vectors become 4" in words["uv/representation"][0]
 
 
 def test_contradictions_inside_a_paper() -> None:

@@ -51,7 +51,8 @@ LN_CLAIMS: dict[str, tuple[Claim, ...]] = {
         ),
         Claim("LN-tuning beats 3V", "§3.2, table 1", Beats(LN_TUNING, THREE_VECTORS), exclude=NOT_THREE_VECTORS),
         Claim("LN-tuning is inferior to methods with over 0.3 % of the parameters: adapter, prefix, LoRA, MAM",
-              "§3.2, table 1", AllOf(tuple(Beats(other, LN_TUNING) for other in (ADAPTER, PREFIX, LORA, MAM)))),
+              "§3.2, table 1", AllOf(tuple(Beats(other, LN_TUNING) for other in (ADAPTER, PREFIX, LORA, MAM))),
+              miniature="Here these methods train 0.09 % to 0.19 % of the parameters."),
         Claim("prefix + LN beats MAM with fewer parameters", "§1, table 1",
               AllOf((Beats(PREFIX_LN, MAM), FewerParameters(PREFIX_LN, MAM))),
               contradiction="With the sizes of appendix A MAM trains fewer parameters (0.27 % of BERT-base and 0.35 % "
@@ -92,7 +93,7 @@ LN_CLAIMS: dict[str, tuple[Claim, ...]] = {
         Claim("all parameter-efficient methods train in less than 80 % of full tuning's time on BERT-large",
               "appendix B, figure 2",
               AllOf(tuple(Between({**method, "model": LARGEST}, TRAIN, high=80.0) for method in EFFICIENT)),
-              exclude=DECODERS),
+              exclude=DECODERS, miniature="Here MiniLM-L6 stands for BERT-large."),
         Claim("parameter-efficient methods save more of the training time of decoders than of encoders",
               "appendix B, figure 2",
               Beats({"method": EFFICIENT_NAMES, "kind": "causal-lm", "model": EVERY},
@@ -156,10 +157,11 @@ SMALL_TWO = ("sst2", "conll04")
 """Tasks that small encoders learn from 1,000 rows; on SICK they stay at chance."""
 CHOICE = ("commonsense_qa", "social_iqa")
 SCORE = ("entity_f1", "accuracy")
-SMALLER = "Small encoders distilled from MiniLM-L6, sub-samples of the data"
-DISTILLED = f"{SMALLER}, and one learning rate a method, chosen before on other seeds, instead of a search."
+SMALLER = "The models are small encoders that were distilled from MiniLM-L6, and they see a part of the data."
+DISTILLED = f"{SMALLER} Each method has one learning rate, which was chosen before with another seed."
 SEARCHED = (
-    f"{SMALLER}; the learning rate is the one of four that validates best under the first seed, by model and task."
+    f"{SMALLER} Each method has the learning rate, of four, that validates best under the first seed, chosen for each "
+    "model and task."
 )
 
 NAMES = {
@@ -234,7 +236,8 @@ def nlu(setup: StudySetup) -> Study:
             ),
         ),
         SCORE,
-        f"{DISTILLED} Four of the eight tasks on one model: what depends on the model's size is not seen."
+        f"{DISTILLED} There are four of the paper's eight tasks, and one model, so that nothing is seen of what "
+        "depends on a model's size."
         if setup.small
         else "",
     )  # fmt: skip
@@ -322,9 +325,10 @@ def nlg(setup: StudySetup) -> Study:
             ),
         ),
         ("bleu", "rouge2_pltrdy", "rouge2"),
-        "A model of stories with 260,032 parameters and 512 tokens, 60 steps a task: its texts are bad under every "
-        "method, so that ranks say which method learns fast and little of the paper's. It has RMSNorm, hence no bias "
-        "in its norms, and no biases: BitFit adds them. Without METEOR, whose start alone takes longer than a run."
+        "The model writes children's stories. It has 260,032 parameters, knows 512 tokens and is trained for 60 steps "
+        "on each task. Its texts are bad under every method, so that ranks say which method learns fast, and little "
+        "about the paper's ranks. Its norms are RMSNorm, which has no bias, and it has no other biases, so that BitFit "
+        "adds them. METEOR is left out, because its start alone takes longer than a run."
         if setup.small
         else "METEOR needs Java; MoverScore, BERTScore and BLEURT need models and are left out without them.",
     )  # fmt: skip
@@ -391,7 +395,7 @@ def time(setup: StudySetup) -> Study:
         "The methods take turns, so that noise is the same to all; ratios to full tuning are of one round. Batches of "
         "random tokens without padding; the paper took times from the logs of whole runs, whose batch sizes differ by "
         f"method. The {TIMING_BLOCKS} seeds are thirds of the rounds."
-        + (" Small models on a CPU: fixed costs of each operation weigh more." if setup.small else ""),
+        + (" On small models and a CPU the fixed costs of each operation weigh more." if setup.small else ""),
         timings,
         lower=True,
     )  # fmt: skip
@@ -443,9 +447,10 @@ def terms(setup: StudySetup) -> Study:
         plan_cells,
         (HeatMap(title="Mean absolute change of gain and bias (LN figure 3)", entries="changes", panels="task",
               order={"task": tasks}, display_names={**NAMES, **LAYER_NAMES, "value": "mean absolute change",
-                                              "gain": "gain", "bias": "bias"}),),
+                                              "gain": "gain", "bias": "bias", "ffn": "FFN"}),),
         "change",
-        f"{SEARCHED} Four layers. 2,000 rows of SST-2, 1,000 of SICK, 200 of CB, in the paper's order of sizes, but "
+        f"{SEARCHED} The model has four layers. It sees 2,000 rows of SST-2, 1,000 of SICK and 200 of CB, which keeps "
+        "the order of the paper's sizes, but "
         "300 of CommonsenseQA and 1,000 of Broad Twitter." if setup.small else "",
     )  # fmt: skip
 
@@ -476,7 +481,7 @@ def ablation(setup: StudySetup) -> Study:
             ),
         ),
         SCORE,
-        f"{SEARCHED} Models of 2 and 4 layers: half of the smaller one is one layer." if setup.small
+        f"{SEARCHED} The models have 2 and 4 layers, so that half of the smaller one is one layer." if setup.small
         else "Here the norms of the embeddings belong to the whole method and to its terms, not to halves and modules."
        ,
     )  # fmt: skip
