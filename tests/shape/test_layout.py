@@ -8,8 +8,12 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import yaml
+
 import deltune
 from deltune.methods.registry import REGISTRY
+from deltune.studies.papers.registry import PAPERS
+from deltune.studies.report.provenance import CITATION
 from laws.families import FAMILIES
 from mutation.mutations import MUTATIONS
 
@@ -198,6 +202,9 @@ def test_every_mutation_still_has_its_line() -> None:
     assert stale == []
 
 
-def test_the_citation_has_the_version() -> None:
-    citation = (SOURCE.parents[1] / "CITATION.cff").read_text(encoding="utf-8")
-    assert f"\nversion: {deltune.__version__}\n" in citation
+def test_the_citation_has_the_version_and_what_the_page_of_results_cites() -> None:
+    text = (SOURCE.parents[1] / "CITATION.cff").read_text(encoding="utf-8")
+    citation = yaml.safe_load(text)
+    assert citation["version"] == deltune.__version__
+    assert CITATION.startswith(f"{citation['authors'][0]['name']}, {citation['title']}, version {citation['version']}")
+    assert {one["title"] for one in citation["references"]} == {paper.title for paper in PAPERS.values()}
