@@ -397,6 +397,18 @@ def test_a_count_refutes_and_the_score_is_said_all_the_same() -> None:
     assert not decided(Beats(A, B), METHODS).parts and not decided(FewerParameters(A, B), METHODS).parts
 
 
+def test_the_printed_number_is_of_the_score_where_ours_is() -> None:
+    """A claim about a score and a number of parameters: 0.5 times as many are no 0.5 points."""
+    claim = Claim("", "", AllOf((Beats(A, B), FewerParameters(A, B))))
+    printed = check_printed(claim, [PrintedTable("table 1", tuple(METHODS), "accuracy")])
+    (finding,) = decide_claims([claim], METHODS, "accuracy")
+    assert printed.agrees and finding.deciding is not None
+    assert printed.deciding.unit == finding.deciding.unit == "points"
+    fewer = Claim("", "", AllOf((Beats(A, B), FewerParameters(A, B, ratio=0.01))))
+    printed = check_printed(fewer, [PrintedTable("table 1", tuple(METHODS), "accuracy")])
+    assert printed.agrees is False and printed.deciding.unit == "times as many"
+
+
 @pytest.mark.parametrize("form", [Falls("model"), Rises("model"), GapShrinks("method", "model")])
 def test_a_printed_effect_of_zero_agrees_with_no_direction(form: Any) -> None:
     """Only an exact number of parameters may lie on the border of what a claim says."""
@@ -428,6 +440,7 @@ def test_what_an_undecided_claim_would_have_taken() -> None:
     larger = against_paper.resolution
     assert larger.target == pytest.approx(5.0) and larger.target_is_printed and larger.seeds >= 3 and larger.rows >= 400
     assert f"(5) takes {larger.seeds} seeds and {larger.rows:,} test rows" in larger.text
+    assert replace(larger, seeds=None, rows=None).text.endswith("takes more than 1,000 seeds.")
     assert decided(Beats(A, B), METHODS).resolution is None
     same = [replace(o, scores={"accuracy": by_method(o.cell)}, examples={}) for o in METHODS]
     assert decided(Beats(A, B), same).resolution is None, "nothing is known about the spread"

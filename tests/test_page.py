@@ -17,9 +17,11 @@ import pytest
 import browser
 import made
 from deltune.studies.claims.claims import Beats, Claim
+from deltune.studies.claims.comparisons import NOT_RUN
 from deltune.studies.claims.decisions import ComparisonResult, Finding, PrintedFinding, SettingResult
 from deltune.studies.engine.jobs import Outcome
 from deltune.studies.engine.store import JobRecord
+from deltune.studies.papers.registry import PAPERS
 from deltune.studies.report.charts import draw
 from deltune.studies.report.figure_spec import Bars, FigureSpec, HeatMap, TableSpec
 from deltune.studies.report.findings import findings_csv
@@ -155,10 +157,7 @@ def test_what_is_seen_at_small_scale_does_not_read_like_the_paper() -> None:
         "ln/nlu", findings=FOUND, printed=PRINTED, outcomes=tuple(outcomes), small=True, names={"m": "Mini"}
     )
     text = " ".join(Reader(render_page([small])).visible_text().split())
-    assert (
-        "what is seen is no proof of a paper's sentence" in text
-        and "on models that are thousands of times smaller" in text
-    )
+    assert "what is seen is no proof of a paper's sentence" in text and "on much smaller models" in text
     for words in (
         "half the parameters LN 3.2 +1.70 points LN − BitFit: accuracy; table 1 +0.02 points LN − BitFit: accuracy",
         "✓ seen here", "≠ otherwise here", "? undecided here", "not printed",
@@ -192,6 +191,34 @@ def test_what_was_found_and_where_it_comes_from() -> None:
         "2 runs on 2026-11-21 (the day of 1 is not recorded), 1.0 hours"
     )
     assert provenance([replace(records[0], result=None, error="lost")]) == ""
+
+
+def test_claims_of_a_paper_stand_in_one_table_below_its_title() -> None:
+    sections = [
+        Section(name, "Is it so?", findings=FOUND, paper=PAPERS[name[:2]]) for name in ("ln/nlu", "ln/nlg", "uv/full")
+    ]
+    reader = Reader(render_page(sections))
+    text = reader.visible_text()
+    assert [attrs.get("class") for attrs in reader.all("table")] == ["fit claims", "fit claims"]
+    assert "in miniature" not in text and "a reproduction at the papers' scale of two papers" in text
+    for paper in (PAPERS["ln"], PAPERS["uv"]):
+        assert f"{paper.title} ( {paper.abbreviation} )" in text or f"{paper.title} ({paper.abbreviation})" in text
+        assert paper.citation in text
+    assert PAPERS["ap"].title not in text
+
+
+def test_sizes_that_a_sentence_names_are_not_taken_for_those_of_small_runs() -> None:
+    claim = replace(FOUND[0].claim, miniature="Here it is 0.09 %.")
+    findings = (replace(FOUND[0], claim=claim),)
+    assert "Here it is 0.09 %." in render_page([Section("a", findings=findings, small=True)])
+    assert "Here it is 0.09 %." not in render_page([Section("a", findings=findings)])
+
+
+def test_a_claim_that_waits_for_runs_is_not_called_undecided() -> None:
+    waiting = finding("it waits", "LN 1", "undecided", note=f"{NOT_RUN}: a, on cb")
+    text = Reader(render_page([Section("a", findings=(waiting, FOUND[2]), small=True)])).visible_text()
+    assert "? no result yet" in text and text.count("? undecided here") == 1
+    assert "1 could not be decided by the runs that are done. 1 more waits for runs" in text
 
 
 def test_findings_as_csv_have_a_row_for_each_setting() -> None:
@@ -286,6 +313,7 @@ def test_it_fits_opened_from_disk(tab: browser.Browser, file: Path, tmp_path: Pa
     tab.open(file, width)
     tab.ask("document.querySelectorAll('details').forEach(one => { one.open = true })")
     assert tab.ask("document.documentElement.scrollWidth") <= width
+    assert tab.ask("[...document.querySelectorAll('.claims')].every(e => e.scrollWidth <= e.parentNode.clientWidth)")
     over = tab.ask(
         "[...document.querySelectorAll('body *')].filter(e => !e.closest('.scroll') && !e.closest('pre')"
         f" && e.getBoundingClientRect().right > {width}).map(e => e.outerHTML.slice(0, 80))"

@@ -210,6 +210,13 @@ def test_a_metric_of_another_task_is_not_missed(metric: str, excluded: tuple[str
     assert build_table(view, [outcome]).excluded == excluded
 
 
+def test_budgets_stand_in_the_order_of_their_numbers() -> None:
+    outcomes = [cell("a", budget, 0.5) for budget in ("10", "0.4", "0.05", "1.5")]
+    assert [column.text for column in build_table(TableSpec(average=False, percent=False), outcomes).columns] == [
+        "0.05", "0.4", "1.5", "10",
+    ]  # fmt: skip
+
+
 def test_planned_labels_without_an_outcome_are_missing_rows() -> None:
     table = build_table(TableSpec(order={"method": ("a", "planned")}), [cell("a", "x", 0.5), cell("a", "y", 0.6)])
     planned = table.rows[1]

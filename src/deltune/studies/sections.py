@@ -86,8 +86,9 @@ def _answered_alike(outcomes: Sequence[Outcome], names: Mapping[str, str]) -> st
     if not alike:
         return ""
     cells: dict[str, list[str]] = {}
+    axes = _varied(outcomes) - {SEED}
     for outcome in alike:
-        label = describe_cell({axis: value for axis, value in outcome.cell.items() if axis != SEED}, names)
+        label = describe_cell({axis: value for axis, value in outcome.cell.items() if axis in axes}, names)
         cells.setdefault(label, []).append(str(outcome.cell.get(SEED, "")))
     listed = [f"{label} (seed {', '.join(seeds)})" if any(seeds) else label for label, seeds in cells.items()]
     more = f"; and {len(listed) - MAX_LISTED} more" if len(listed) > MAX_LISTED else ""
@@ -105,13 +106,24 @@ MAX_LISTED = 12
 def _missing(outcomes: Sequence[Outcome], names: Mapping[str, str]) -> list[str]:
     """What was planned and has no result, by reason."""
     reasons: dict[str, list[Outcome]] = {}
+    axes = _varied(outcomes)
     for outcome in outcomes:
         if outcome.error is not None:
             reasons.setdefault(error_summary(outcome.error), []).append(outcome)
     return [
-        f"{len(missing)} of {len(outcomes)} runs: {reason} (such as {describe_cell(missing[0].cell, names)})"
+        f"{len(missing)} of {len(outcomes)} runs: {reason} (such as "
+        f"{describe_cell({axis: label for axis, label in missing[0].cell.items() if axis in axes}, names)})"
         for reason, missing in reasons.items()
     ]
+
+
+def _varied(outcomes: Sequence[Outcome]) -> set[str]:
+    """Return the axes on which cells differ; what all of them share need not be said of one."""
+    labels: dict[str, set[str]] = {}
+    for outcome in outcomes:
+        for axis, label in outcome.cell.items():
+            labels.setdefault(axis, set()).add(str(label))
+    return {axis for axis, of_axis in labels.items() if len(of_axis) > 1}
 
 
 NOT_THE_PAPER = (

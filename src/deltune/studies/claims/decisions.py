@@ -114,8 +114,8 @@ class Resolution:
         """Both in a sentence."""
         effect = f"{self.smallest:.3g} {self.unit}".rstrip() + (f" beyond {self.margin}" if self.margin else "")
         whose = "the paper's" if self.target_is_printed else "the one measured"
-        size = f"{self.seeds} seeds" + (f" and {self.rows:,} test rows of each task" if self.rows else "")
-        needs = "more than 1,000 seeds" if self.seeds is None else size
+        needs = "more than 1,000 seeds" if self.seeds is None else f"{self.seeds:,} seeds"
+        needs += f" and {self.rows:,} test rows of each task" if self.rows else ""
         return (
             f"With these seeds and test rows an effect of {effect} is decided in {100 * POWER:.0f} % of cases; "
             f"one as large as {whose} ({self.target:.2g}) takes {needs}."

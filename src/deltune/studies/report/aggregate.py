@@ -5,6 +5,7 @@ Tables and figures only lay these numbers out.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -156,13 +157,16 @@ class Aggregates:
         return self.spreads.get(key, MISSING)
 
     def labels(self, axis: str, view: ViewSpec) -> tuple[Label, ...]:
-        """Return the labels of an axis in the view's order, then the others: numbers by size, names as they occur."""
+        """Return the labels of an axis in the view's order, then the others: numbers by size, names as they occur.
+
+        A text such as "0.05" is a number too: budgets are named like this.
+        """
         at = self.axes.index(axis)
         seen = dict.fromkeys(key[at] for key in self.spreads)
         ordered = view.order.get(axis, ())
         rest = [label for label in seen if label not in ordered]
-        if rest and all(isinstance(label, (int, float)) for label in rest):
-            rest.sort(key=lambda label: float(label or 0))
+        with contextlib.suppress(ValueError):
+            rest.sort(key=lambda label: float(str(label)))
         return (*ordered, *rest)
 
 

@@ -50,7 +50,6 @@ class ClaimRow:
         number_of: What was compared here.
         interval: Its interval.
         settings: How many settings and seeds were compared.
-        spread: Which spread the interval covers.
         verdict: The verdict.
         verdict_of: The verdicts on its parts, if there are several.
         kind: The class of the verdict in the style sheet.
@@ -66,7 +65,6 @@ class ClaimRow:
     number_of: str
     interval: str
     settings: str
-    spread: str
     verdict: str
     verdict_of: str
     kind: str
@@ -78,7 +76,7 @@ class ClaimRow:
         """A text for each of `CLAIM_COLUMNS`."""
         pairs = (
             (self.claim, self.source), (self.printed, self.printed_of), (self.number, self.number_of),
-            (self.interval, ""), (self.settings, self.spread), (self.verdict, self.verdict_of),
+            (self.interval, ""), (self.settings, ""), (self.verdict, self.verdict_of),
         )  # fmt: skip
         cells = [f"{text} ({more})" if more else text for text, more in pairs]
         return (*cells, " ".join(self.notes))
@@ -127,7 +125,6 @@ def _claim_row(finding: Finding, printed: PrintedFinding, small: bool) -> ClaimR
         "" if ours is None else _compared(ours),
         "–" if ours is None else interval_text(ours.interval, ours),
         finding.settings or "–",
-        finding.note if finding.settings else "",
         NO_RESULT if waits else words[finding.verdict],
         "; ".join(parts),
         KINDS[finding.verdict],

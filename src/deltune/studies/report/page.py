@@ -24,7 +24,7 @@ from .aggregate import SEED
 from .charts import DrawnFigure, render
 from .findings import ClaimRow, claim_rows, has_no_result
 from .provenance import CITATION, provenance, setup
-from .tables import Row, Table, TableCell, header_label, note_mark, table_legend
+from .tables import Row, Table, TableCell, format_percent, header_label, note_mark, table_legend
 
 LARGE_SVG = 100_000  # characters of SVG from which a PNG may be the smaller
 MIN_SHRINK = 0.75  # a figure is shrunk to no less of its own width (letters of 7 points); below that its box scrolls
@@ -107,14 +107,16 @@ def _run_context(
         key: value for key, value in _relative_paths(_to_json_values(outcome.spec)).items() if key not in shared
     }
     more = {name: value for name, value in outcome.scores.items() if name not in scores}
-    details = {"spec": own_spec, "count": _to_json_values(outcome.count), "scores": _to_json_values(more)}
+    details = {**own_spec, **({"scores": _to_json_values(more)} if more else {})}
+    size, percent = outcome.count.get("method"), outcome.count.get("percent")
     values = [outcome.scores.get(name) for name in scores]
     return {
         "labels": [names.get(label, label) for label in (str(outcome.cell.get(axis, "–")) for axis in axes)],
         "scores": [("" if value is None else repr(float(value)), _short_number(value)) for value in values],
         "spark": sparkline(outcome.curve),
+        "parameters": ("", "–") if size is None else (str(size), f"{size:,} ({format_percent(float(percent or 0))} %)"),
         "seconds": f"{outcome.seconds:.1f}" if outcome.seconds else "",
-        "spec": _yaml({name: part for name, part in details.items() if part}) if any(details.values()) else "nothing",
+        "spec": _yaml(details) if details else "",
         "error": outcome.error or "",
     }
 
@@ -236,6 +238,7 @@ def render_page(sections: Sequence[Section], title: str = "") -> str:
     return render_template(
         "study.html", title=title or _title(sections, list(papers), small), parts=parts, small=small,
         summary=_runs_in_words(sections), in_words=findings_in_words(sections), n_studies=len(sections),
+        unfinished=sum(outcome.error is not None for section in sections for outcome in section.outcomes),
         citation=CITATION,
         setup=setup((section.outcomes, section.names) for section in sections),
         provenance=provenance(record for section in sections for record in section.records),

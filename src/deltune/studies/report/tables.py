@@ -600,5 +600,7 @@ def table_legend(table: Table, published_legend: str = PUBLISHED_LEGEND) -> list
     middle = "Median" if table.median else "Mean"
     seeds = [f"{middle} ± standard deviation over {number} seeds."] if counts else []
     published = [published_legend] if table.has_published else []
-    sentences = [*best, *seeds, *published]
+    ranges = any(cell.high is not None and cell.high != cell.mean for cell in cells)
+    percent = ["A range of % params is over the models and tasks of the row."] if ranges else []
+    sentences = [*best, *seeds, *published, *percent]
     return [" ".join(sentences)] if sentences else []
