@@ -170,7 +170,7 @@ class _Inspector:
                     self.holders.setdefault(self._identity(parameter), []).append(path)
 
     def _identity(self, parameter: Any) -> int:
-        """What one tensor is known by that several modules hold."""
+        """Return a key that is the same for all parameters that are one tied tensor."""
         return self.tied.get(id(parameter), id(parameter))
 
     def _towers(self) -> dict[str, str]:

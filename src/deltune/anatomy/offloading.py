@@ -7,7 +7,7 @@ hook's `weights_map`, in memory or on the disk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,14 +71,20 @@ def offloaded_tensors(model: nn.Module) -> dict[Place, OffloadedTensor]:
     return result
 
 
-def loaded_devices(model: nn.Module) -> Iterator[tuple[str, torch.device]]:
-    """Iterate over the names of a model's own parameters and the devices that they are on, or are loaded to."""
-    offloaded = offloaded_tensors(model)
+def loaded_devices(
+    model: nn.Module, offloaded: Mapping[Place, OffloadedTensor]
+) -> Iterator[tuple[str, nn.Parameter, torch.device]]:
+    """Iterate over a model's own parameters by name, each with the device that it is on, or is loaded to.
+
+    Args:
+        model: The model.
+        offloaded: Its offloaded parameters, by their places.
+    """
     for path, module in base_modules(model, remove_duplicate=False):
         for leaf, parameter in list(parameters_of(module).items()):
             if parameter is not None:
                 place = offloaded.get((module, leaf))
-                yield f"{path}.{leaf}".lstrip("."), parameter.device if place is None else place.device
+                yield f"{path}.{leaf}".lstrip("."), parameter, parameter.device if place is None else place.device
 
 
 def tied_identities(model: nn.Module) -> dict[int, int]:
@@ -108,6 +114,9 @@ def call_with_weights(module: nn.Module, function: Callable[[torch.Tensor], Any]
         module: The module.
         function: The function.
         x: Its argument.
+
+    Returns:
+        What the function returns.
     """
     hook = offload_hook(module)
     if hook is None:

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..anatomy.inspection import check_model_or_config, inspect
-from ..anatomy.offloading import loaded_devices
+from ..anatomy.offloading import loaded_devices, offloaded_tensors
 from ..anatomy.quantization import quantization_of, stored_bytes
 from ..anatomy.skeleton import base_tensors
 from ..anatomy.tracing import meta_model
@@ -381,7 +381,7 @@ def check_memory(
     needed = needed_bytes(anatomy, resolved, 8 if wide else 4, copies)
     if needed <= NEGLIGIBLE_BYTES and not os.environ.get(LIMIT_VARIABLE, "").strip():
         return
-    limit, source = _limit({device for _, device in loaded_devices(model)})
+    limit, source = _limit({device for _, _, device in loaded_devices(model, offloaded_tensors(model))})
     if limit is None or needed <= limit:
         return
     count = count_resolved(anatomy, resolved, "number", 1)

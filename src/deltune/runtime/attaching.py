@@ -322,7 +322,7 @@ def _start_rows(handle: Tuned, delta: Delta) -> None:
         if isinstance(form, Prompt) and form.init_from:
             embeddings = handle.model.get_submodule(handle.anatomy.stacks[0].words or "")
             ids = [form.init_from[i % len(form.init_from)] for i in range(form.length)]
-            device = next(device for _, device in loaded_devices(embeddings))
+            device = next(device for _, _, device in loaded_devices(embeddings, handle._state.offloaded))
             with handle.disable():  # the base model's embeddings, whatever delta is in use
                 edit.set_initial_value("rows", embeddings(torch.tensor(ids, device=device)))
 

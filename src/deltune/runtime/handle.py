@@ -712,13 +712,13 @@ class Tuned(nn.Module):
 
     def _move_to_model(self, delta: Delta) -> Delta:
         """Move a new delta to the devices of the modules it acts at, in float32, or float64 in a float64 model."""
-        devices = dict(loaded_devices(self.model))
-        default, several = next(iter(devices.values())), len(set(devices.values())) > 1
-        dtype = torch.float64 if any(p.dtype == torch.float64 for p in base_tensors(self.model)) else torch.float32
+        loaded = list(loaded_devices(self.model, self._state.offloaded))
+        default, several = loaded[0][2], len({device for _, _, device in loaded}) > 1
+        dtype = torch.float64 if any(p.dtype == torch.float64 for _, p, _ in loaded) else torch.float32
         for edit in delta.all_edits():
             path = edit.place.target.path
-            inside = (device for name, device in devices.items() if several and is_inside(name, path))
-            _move(edit, next(inside, default), dtype)
+            inside = (device for name, _, device in loaded if is_inside(name, path))
+            _move(edit, next(inside, default) if several else default, dtype)
         for shared in (*delta.shared.values(), *delta.tied.values(), *delta.partly.values(), *delta.gated.values()):
             _move(shared, default, dtype)
         return delta

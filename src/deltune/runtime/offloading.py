@@ -115,12 +115,12 @@ def _deltas_of(state: ModelState) -> list[Delta]:
 
 
 def _any_on_meta(state: ModelState) -> bool:
-    """Whether a tensor of the delta in use was moved out of the model; other threads may be moving tensors."""
+    """Return whether a parameter of the delta in use is on the meta device; other threads may change `base`."""
     return any(_is_on_meta(state, key) for key in list(parameters_of_dict(state.base)))
 
 
 def _is_on_meta(state: ModelState, key: str) -> bool:
-    """Whether a delta's tensor was moved out of the model's own slots, by the key of the base's that it replaces."""
+    """Return whether the parameter of a delta that stands in place of the base's `key` is on the meta device."""
     module, leaf = state.slots[parameter_name(key)][0]
     parameter = parameters_of(module).get(leaf)
     return parameter is not None and parameter.is_meta
