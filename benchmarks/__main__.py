@@ -45,7 +45,7 @@ from .frame import Piece, Report, carry_out, chosen, machine
 
 ROOT = Path(__file__).parents[1]
 DEFAULT = ("adapterhub", "products", "inference", "memory", "life", "mixed", "whole")
-"""The parts that are measured when none is named: a quarter of an hour."""
+"""The parts that are measured when none is named, which should take no more than a quarter of an hour."""
 
 
 def parts(data_root: Path | None, environment: Path) -> dict[str, Sequence[Piece]]:

@@ -30,13 +30,14 @@ def measure(shape: Shape, rounds: int, limit: float) -> list[Row]:
     pairs = [pair for pair in PAIRS if pair.name in NAMES]
     peft = {pair.name: one for pair in pairs if (one := theirs(pair, shape, like)) is not None}
     cases: dict[tuple[str, str], Callable[[], object]] = {("PEFT's", name): one.step for name, one in peft.items()}
+    if generates := shape.kind == "decoder":
+        cases["PEFT's", "generate"] = partial(_generate, peft[GENERATED].model)
     cases |= {("plain", "full"): full(shape).step, ("plain", "inference"): bare(shape, like).inference}
     for backend in BACKENDS:
         for pair in pairs:
             one = _optimized(ours(pair.ours, shape, like), backend)
             cases[backend, pair.name] = one.step
-            if shape.kind == "decoder" and pair.name == GENERATED:
-                cases["PEFT's", "generate"] = partial(_generate, peft[pair.name].model)
+            if generates and pair.name == GENERATED:
                 cases[backend, "generate"] = partial(_generate, one.model)
         cases[backend, "full"] = _optimized(full(shape), backend).step
         cases[backend, "inference"] = _optimized(bare(shape, like), backend).inference
@@ -45,8 +46,8 @@ def measure(shape: Shape, rounds: int, limit: float) -> list[Row]:
     seconds = time_interleaved(cases, rounds)
     rows = []
     for who, what in [case for case in cases if case[0] in ("PEFT's", "plain")]:
+        limits = {"generate": 0.75} if who == "PEFT's" else {"full": 0.6, "inference": 0.6}
         for backend in BACKENDS:
-            limits = {"generate": 0.75} if who == "PEFT's" else {"full": 0.6, "inference": 0.6}
             target = Target(limits.get(what, limit)) if backend == "auto" else None
             ratio = paired_ratio(seconds[backend, what], seconds[who, what])
             rows.append(of_ratio(f"products, {backend} / {who}: {what}; {shape}", ratio, target))

@@ -44,7 +44,6 @@ WRONG = (
     {"model": "nobody", "prompt": "a"}, {"model": "base"}, {"prompt": 5}, {"model": "base", "prompt": "a", "n": -1},
     {"model": "base", "prompt": "a", "temperature": "hot"}, {"model": "base", "prompt": "a", "max_tokens": 10**9},
 )  # fmt: skip
-RSS_LEVEL = 0.95
 ADDRESS = re.compile(r"serving .* at (http://\S+?);?\s")
 
 
@@ -87,7 +86,7 @@ class Client:
 
     def __init__(self, number: int, http: httpx.AsyncClient, folder: Path, outcome: Outcome) -> None:
         self.chance, self.http, self.folder, self.outcome = random.Random(number), http, folder, outcome
-        self.names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("own"))
+        self.names = sorted(path.name for path in folder.iterdir())  # before any client has put one of its own there
         self.own = f"own{number}"
 
     async def run(self, until: float) -> None:
@@ -122,10 +121,9 @@ class Client:
             self.outcome.wrong.append(f"{model}: {answer.status_code} {answer.text[:200]}")
             return
         text = answer.json()["choices"][0]["text"]
-        if self.outcome.first.setdefault((model, prompt), text) != text:
-            self.outcome.wrong.append(
-                f"{model}, {prompt!r}: {text!r}, and {self.outcome.first[model, prompt]!r} before"
-            )
+        before = self.outcome.first.setdefault((model, prompt), text)
+        if text != before:
+            self.outcome.wrong.append(f"{model}, {prompt!r}: {text!r}, and {before!r} before")
 
     async def close_early(self) -> None:
         """Read a few lines of a stream and leave."""
@@ -197,7 +195,7 @@ async def soaked(url: str, process: subprocess.Popen[str], folder: Path, minutes
 def growth(memory: list[tuple[float, float]]) -> tuple[float, float, float]:
     """MiB an hour after the first third, with the 95 % interval of Theil and Sen's slope."""
     kept = memory[len(memory) // 3 :: 5]
-    slope, _, low, high = stats.theilslopes([m for _, m in kept], [t / 3600 for t, _ in kept], RSS_LEVEL)
+    slope, _, low, high = stats.theilslopes([m for _, m in kept], [t / 3600 for t, _ in kept], 0.95)
     return slope, low, high
 
 
@@ -212,18 +210,8 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:
         model, deltas = prepared(Path(root), arguments.deltas)
-        command = [
-            sys.executable,
-            "-m",
-            "deltune",
-            "serve",
-            str(model),
-            "--served-name",
-            "base",
-            "--deltas",
-            str(deltas),
-        ]
-        command += ["--max-loaded", str(arguments.loaded), "--port", "0"]
+        command = [sys.executable, "-m", "deltune", "serve", str(model), "--served-name", "base", "--port", "0"]
+        command += ["--deltas", str(deltas), "--max-loaded", str(arguments.loaded)]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert process.stderr is not None
         try:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..training.run_dir import Best
-from .engine.jobs import Cell
-from .study import CellPlan, PlannedCell, Records
+from .study import CellPlan, PlannedCell, Records, labels_without_seed
 
 LADDER = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 """The learning rates that small scale chooses from, ascending."""
@@ -42,14 +41,10 @@ def choose_rates(plans: Sequence[CellPlan]) -> CellPlan:
         tries: dict[tuple[object, ...], tuple[PlannedCell, ...]] = {}
         for choice in choices:
             numbered = (replace(one, cell={**one.cell, "try": i}) for i, one in enumerate(choice, 1))
-            tries.setdefault(_labels_without_seed(choice[0].cell), tuple(numbered))
-        return [_choose(choice, tries[_labels_without_seed(choice[0].cell)], records) for choice in choices]
+            tries.setdefault(labels_without_seed(choice[0].cell), tuple(numbered))
+        return [_choose(choice, tries[labels_without_seed(choice[0].cell)], records) for choice in choices]
 
     return plan_cells
-
-
-def _labels_without_seed(cell: Cell) -> tuple[object, ...]:
-    return tuple(label for axis, label in cell.items() if axis != "seed")
 
 
 def _choose(choice: Sequence[PlannedCell], tries: tuple[PlannedCell, ...], records: Records) -> PlannedCell:

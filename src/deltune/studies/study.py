@@ -357,16 +357,17 @@ def plan_sweep(sweep: Sweep, data_root: str | None = None, roots: Roots = NO_ROO
     """
     runs = sweep.cells(data_root, roots)
     jobs = {id(run): run.job for run in runs}
-    first_seeds = {_labels_without_seed(run): run for run in reversed(runs)}
+    first_seeds = {labels_without_seed(run.cell): run for run in reversed(runs)}
 
     def plan_cells(records: Records) -> list[PlannedCell]:
-        return [_plan_cell(run, first_seeds[_labels_without_seed(run)], jobs, records) for run in runs]
+        return [_plan_cell(run, first_seeds[labels_without_seed(run.cell)], jobs, records) for run in runs]
 
     return plan_cells
 
 
-def _labels_without_seed(run: PlannedRun) -> tuple[Any, ...]:
-    return tuple(label for axis, label in run.cell.items() if axis != "seed")
+def labels_without_seed(cell: Cell) -> tuple[Any, ...]:
+    """Return the labels of a cell on all axes but that of seeds: runs that are repeats of each other share them."""
+    return tuple(label for axis, label in cell.items() if axis != "seed")
 
 
 def _plan_cell(run: PlannedRun, first_seed: PlannedRun, jobs: Mapping[int, Job], records: Records) -> PlannedCell:
