@@ -29,7 +29,7 @@ help:
 	@echo "make results                 page, tables and figures of the committed results: build/results, in seconds"
 	@echo "make studies ROOT=… MODELS=… run every study at small scale, in days; stop it at any time, it goes on where it was"
 	@echo "make notebooks               execute the notebooks of docs/notebooks and write their outputs; NAME=study: one of them"
-	@echo "make bench                   deltune beside PEFT and AdapterHub: a table, build/bench.json; 15 minutes on two cores; PARTS=all: everything"
+	@echo "make bench                   deltune beside PEFT and AdapterHub: a table, build/bench.json; PARTS=all measures every part"
 	@echo "make bench-whole             whole runs in full: 5 seeds, 3 epochs, both libraries; about 45 minutes"
 	@echo "make check-gpu               laws and speed on an accelerator: build/bench-gpu.json"
 	@echo "make bench-adapterhub-env    the environment that AdapterHub's side of make bench needs"
