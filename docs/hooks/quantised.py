@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 import warnings
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -266,7 +267,7 @@ def main() -> int:
         results["versions"] = {
             "torch": torch.__version__, "transformers": transformers.__version__, "peft": peft.__version__,
             "bitsandbytes": bitsandbytes.__version__, "torchao": torchao.__version__,
-            "optimum-quanto": quanto.__version__,
+            "optimum-quanto": quanto.__version__, "hqq": version("hqq"),
         }  # fmt: skip
         results["machine"] = machine()
         linears = [m for n, m in load(None).named_modules() if isinstance(m, torch.nn.Linear) and n != "classifier"]

@@ -35,6 +35,7 @@ class Form:
         holds_floats: Whether its weights stay in floating point and are quantised in each pass.
         bits: The bits of a weight, without its scales.
         exact: Whether evaluation multiplies by the dequantised weight, and does not round what it is multiplied with.
+        trains_biases: Whether the biases of its linears can be trained.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Form:
     holds_floats: bool = False
     bits: int = 8
     exact: bool = True
+    trains_biases: bool = True
 
     def __str__(self) -> str:
         return self.name
@@ -78,6 +80,18 @@ def _fake(model: nn.Module) -> None:
     )
 
 
+def _hqq(bits: int) -> Callable[[nn.Module], None]:
+    def change(model: nn.Module) -> None:
+        from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
+
+        options = BaseQuantizeConfig(nbits=bits, group_size=32, axis=1)
+        for path, module in list(model.named_modules()):
+            if type(module) is nn.Linear and "classifier" not in path:
+                model.set_submodule(path, HQQLinear(module, options, compute_dtype=torch.float32, device="cpu"))
+
+    return change
+
+
 INT4 = {"weight_dtype": torch.int4}
 FORMS = {
     form.name: form
@@ -96,6 +110,8 @@ FORMS = {
         Form("torchao fake-quantised int4", change=_fake, holds_floats=True, bits=32),
         Form("quanto int8", _quanto("int8")),
         Form("quanto float8_e4m3fn", _quanto("float8")),
+        Form("hqq int8", change=_hqq(8), trains_biases=False),
+        Form("hqq int4", change=_hqq(4), bits=4, trains_biases=False),
         Form(
             "torchao int8 with quantised activations",
             _torchao("Int8DynamicActivationInt8WeightConfig", version=2),
@@ -192,7 +208,7 @@ def snapshot(model: PreTrainedModel) -> dict[str, Any]:
         for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
             values |= dict(stored(tensor, f"{path}.{leaf}", seen))
             values[f"identity of {path}.{leaf}"] = id(tensor)
-        for leaf in ("state", "quant_state", "compute_dtype"):
+        for leaf in ("state", "quant_state", "compute_dtype", "meta", "bias"):
             values |= dict(stored(module.__dict__.get(leaf), f"{path}.{leaf}", seen))
         values[f"hooks of {path}"] = (len(module._forward_hooks), len(module._forward_pre_hooks))
         values[f"attributes of {path}"] = sorted(module.__dict__)

@@ -30,12 +30,10 @@ from .quantized import FORMS, TRAINED, Form, batch, changed, load_form, logits, 
 
 NF4, INT8 = FORMS["bitsandbytes nf4"], FORMS["torchao int8"]
 
-MISSING = [name for name in ("bitsandbytes", "torchao", "optimum") if importlib.util.find_spec(name) is None]
+MISSING = [name for name in ("bitsandbytes", "torchao", "optimum", "hqq") if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.skipif(
-        bool(MISSING), reason="the extra quant is missing: pip install -e '.[quant]' -c constraints.txt"
-    ),
+    pytest.mark.skipif(bool(MISSING), reason="libraries are missing: pip install -e '.[quant]' hqq -c constraints.txt"),
 ]
 
 
@@ -53,12 +51,13 @@ def product() -> list[Any]:
     ]
 
 
-def trains_weights(model: PreTrainedModel, method: str) -> bool:
-    """Whether a method trains weights of linears in the layers in place, of a model in floating point."""
+def trains_quantised(model: PreTrainedModel, method: str, form: Form) -> bool:
+    """Whether a method trains in place, of a model in floating point, what a form has quantised."""
+    leaves = () if form.holds_floats else ("weight",) if form.trains_biases else ("weight", "bias")
     selected = deltune.attach(model, method)
     planned = selected.delta().planned
     names = {t.name for t in (*planned.selected, *planned.trained_in_part)}
-    linears = {f"{n}.weight" for n, m in model.base_model.named_modules() if isinstance(m, nn.Linear)}
+    linears = {f"{n}.{x}" for n, m in model.base_model.named_modules() if isinstance(m, nn.Linear) for x in leaves}
     prefix = f"{model.base_model_prefix}."
     selected.detach()
     return bool({name.removeprefix(prefix) for name in names} & linears)
@@ -77,7 +76,7 @@ def test_a_method_lives_on_a_form(form: Form, family: str, row: Row, folder: Pat
             deltune.attach(model, row.text)
         assert not changed(before, snapshot(model))
         return
-    if not form.holds_floats and trains_weights(floats, row.text):
+    if trains_quantised(floats, row.text, form):
         with pytest.raises(DeltuneError, match=r"are quantised .*cannot be trained"):
             deltune.attach(model, row.text)
         assert not changed(before, snapshot(model)) and torch.equal(logits(model, family), plain)
@@ -296,10 +295,12 @@ def test_another_revision_of_the_same_form_is_another_base(folder: Path, tmp_pat
 def test_merging(form: Form, folder: Path, tmp_path: Path) -> None:
     """Quantised again with the error printed, or in floating point with none."""
 
+    in_place = "bitfit" if form.trains_biases else "layernorm"
+
     def tuned_model() -> tuple[PreTrainedModel, deltune.Tuned]:
         model = load_form(folder, "bert", form)
         torch.manual_seed(5)
-        tuned = deltune.attach(model, "lora(rank=4, at='ffn') + lora(rank=4) + bitfit")
+        tuned = deltune.attach(model, f"lora(rank=4, at='ffn') + lora(rank=4) + {in_place}")
         with torch.no_grad():
             for parameter in tuned.trainable_parameters():
                 parameter.add_(0.2 * torch.randn_like(parameter))

@@ -34,7 +34,7 @@ from ..errors import DeltuneError, describe_value, error_summary, excerpt
 from .inputs import LENGTHS, READABLE, tower_name
 from .offloading import tied_identities
 from .quantization import check_quantization
-from .quantizers import visible_parameters
+from .quantizers import bias_of, visible_parameters
 from .residuals import SubLayer, find_sublayers, gate_and_up, norm_position, shared_experts
 from .row_order import modules_not_by_row
 from .skeleton import base_modules, base_parameters, structure_stamp
@@ -190,7 +190,7 @@ class _Inspector:
     # -- sub-layers
 
     def linear(self, node: Node, columns: Columns | None = None) -> Linear:
-        bias = parameters_of(node.module).get("bias") is not None
+        bias = bias_of(node.module) is not None
         width = node.outputs[0].shape[-1]
         if columns is not None:
             width = columns.groups * (columns.stop - columns.start)

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..compat import buffers_of, has_packed_weights, parameters_of, storage_id
 from ..errors import DeltuneError
-from .quantizers import QUANTIZERS, Quantizer, find_quantizer
+from .quantizers import QUANTIZERS, Quantizer, bias_of, find_quantizer
 from .skeleton import base_modules
 
 TRAINABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -39,8 +39,9 @@ def stored_bytes(model: nn.Module) -> int:
         for tensor in (*parameters_of(module).values(), *buffers_of(module).values()):
             _add_storages(tensor, seen)
         quantizer = find_quantizer(module)
-        for name in quantizer.state if quantizer is not None else ():
-            _add_storages(module.__dict__.get(name), seen)
+        if quantizer is not None:
+            for value in (bias_of(module), *(module.__dict__.get(name) for name in quantizer.state)):
+                _add_storages(value, seen)
     return sum(seen.values())
 
 
@@ -55,6 +56,9 @@ def _add_storages(value: Any, seen: dict[int, int]) -> None:
             seen[storage_id(value)] = value.numel() * value.element_size()
             for attribute in list(value.__dict__.values()):
                 _add_storages(attribute, seen)
+    elif type(value) is dict:
+        for entry in list(value.values()):
+            _add_storages(entry, seen)
     elif value is not None and type(value).__module__.startswith("bitsandbytes.") and not isinstance(value, nn.Module):
         for attribute in list(vars(value).values()):
             _add_storages(attribute, seen)

@@ -44,6 +44,7 @@ class Quantizer:
         state: The attributes of a layer beside its parameters that `quantize` changes.
         no_gradient: Why no gradient passes from the output of a layer to its input; "" where one does.
         trainable_weight: Whether the stored weight is a plain one that can itself be trained.
+        weight_name: The name of the parameter that holds the stored weight.
     """
 
     library: str
@@ -54,6 +55,7 @@ class Quantizer:
     state: tuple[str, ...] = ()
     no_gradient: Callable[[Any], str] = lambda module: ""
     trainable_weight: bool = False
+    weight_name: str = "weight"
 
     def name(self, module: nn.Module) -> str:
         """Return the library and the kind of a layer, such as "bitsandbytes nf4"."""
@@ -62,8 +64,10 @@ class Quantizer:
 
 def find_quantizer(module: nn.Module) -> Quantizer | None:
     """Return the row of the table for a module; None for one that is no quantised linear."""
-    weight = parameters_of(module).get("weight")
-    if weight is None or (type(weight) is nn.Parameter and type(module).__module__.startswith("torch.nn.")):
+    parameters = parameters_of(module)
+    if not parameters:
+        return None
+    if type(parameters.get("weight")) is nn.Parameter and type(module).__module__.startswith("torch.nn."):
         return None
     return next((quantizer for quantizer in QUANTIZERS if quantizer.matches(module)), None)
 
@@ -86,10 +90,17 @@ def visible_parameters(module: nn.Module) -> dict[str, tuple[nn.Parameter, tuple
         return {name: (p, tuple(p.shape), "") for name, p in parameters.items()}
     in_features, out_features = linear_sizes(module)
     shape: tuple[int, ...] = (out_features, in_features)
-    visible = {"weight": (parameters["weight"], shape, quantizer.name(module))}
-    if "bias" in parameters:
-        visible["bias"] = (parameters["bias"], tuple(parameters["bias"].shape), "")
+    visible = {"weight": (parameters[quantizer.weight_name], shape, quantizer.name(module))}
+    bias = bias_of(module)
+    if bias is not None:
+        visible["bias"] = (bias, tuple(bias.shape), "" if "bias" in parameters else quantizer.name(module))
     return visible
+
+
+def bias_of(module: nn.Module) -> Any:
+    """Return the bias of a linear, which HQQ keeps in a plain attribute; None where there is none."""
+    bias = parameters_of(module).get("bias", module.__dict__.get("bias"))
+    return bias if isinstance(bias, torch.Tensor) else None  # some modules keep a flag under this name
 
 
 def dequantized_weight(module: nn.Module) -> torch.Tensor:
@@ -140,19 +151,19 @@ def set_weight_from(module: nn.Module, source: nn.Module) -> None:
     assert quantizer is not None
     for name in quantizer.state:
         module.__dict__[name] = source.__dict__[name]
-    weight = parameters_of(source)["weight"]
+    weight = parameters_of(source)[quantizer.weight_name]
     replace_layer_of_4bit(weight, source, module)
-    parameters_of(module)["weight"] = weight
+    parameters_of(module)[quantizer.weight_name] = weight
 
 
 def plain_linear(module: Any, weight: torch.Tensor) -> nn.Linear:
     """Return a plain linear in place of a quantised one, with its bias and a weight in floating point."""
     in_features, out_features = linear_sizes(module)
-    bias = parameters_of(module).get("bias")
+    bias = bias_of(module)
     linear = nn.Linear(in_features, out_features, bias=bias is not None, device="meta")
     linear.weight = nn.Parameter(weight)
     if bias is not None:
-        linear.bias = bias
+        linear.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias)
     return linear.train(module.training)
 
 
@@ -326,6 +337,32 @@ def _quantize_quanto(module: Any, weight: torch.Tensor) -> None:
     parameters_of(module)["weight"].requires_grad_(False)  # type: ignore[union-attr]
 
 
+# -- HQQ: its layer keeps the codes in the parameter `W_q`, and scales and zero points in the dictionary `meta`
+
+
+def _is_stored_hqq(module: Any) -> bool:
+    return _is_of("hqq.core.quantize", "HQQLinear")(module) and module.W_q is not None and module.meta is not None
+
+
+def _kind_hqq(module: Any) -> str:
+    return f"int{module.meta['nbits']}"
+
+
+def _dequantize_hqq(module: Any) -> torch.Tensor:
+    result: torch.Tensor = module.dequantize()
+    return result
+
+
+def _quantize_hqq(module: Any, weight: torch.Tensor) -> None:
+    options = {name: module.meta[name] for name in ("nbits", "group_size", "axis")}
+    codes, meta = sys.modules["hqq.core.quantize"].Quantizer.quantize(
+        weight.to(module.compute_dtype), device=module.device, compute_dtype=module.compute_dtype,
+        channel_wise=module.meta.get("channel_wise", True), view_as_float=module.meta["view_as_float"], **options,
+    )  # fmt: skip
+    module.__dict__["meta"] = {**module.meta, **meta}
+    parameters_of(module)["W_q"] = nn.Parameter(codes, requires_grad=False)
+
+
 QUANTIZERS = (
     Quantizer(
         "bitsandbytes", _is_stored_4bit, _kind_4bit, _dequantize_4bit, _quantize_4bit, ("quant_state",),
@@ -340,5 +377,6 @@ QUANTIZERS = (
         _quantize_qat, trainable_weight=True,
     ),
     Quantizer("quanto", _is_quanto, _kind_quanto, _dequantize_torchao, _quantize_quanto),
+    Quantizer("hqq", _is_stored_hqq, _kind_hqq, _dequantize_hqq, _quantize_hqq, ("meta",), weight_name="W_q"),
 )  # fmt: skip
 """All ways of quantising that are known here."""

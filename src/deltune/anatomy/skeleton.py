@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..compat import CALL_OVERRIDES, OFFLOAD_ATTRIBUTES, buffers_of, offload_hook, parameters_of, submodules_of
-from .quantizers import find_quantizer, linear_sizes
+from .quantizers import bias_of, find_quantizer, linear_sizes
 
 HANDLE_NAME = "deltune"
 """The name of deltune's own child of a tuned model, which is not part of what is observed."""
@@ -138,7 +138,7 @@ class _Copier:
     def _plain_linear(self, module: nn.Module) -> nn.Module:
         """Return a linear of the same sizes in place of a quantised one, whose forward needs its true weight."""
         in_features, out_features = linear_sizes(module)
-        bias = parameters_of(module).get("bias") is not None
+        bias = bias_of(module) is not None
         twin = nn.Linear(in_features, out_features, bias, device="meta", dtype=torch.float32).eval()
         twin.requires_grad_(False)
         self.copies[id(module)] = twin
@@ -244,7 +244,7 @@ class _Stamper:
             self._class(kind)
         quantizer = find_quantizer(module)
         if quantizer is not None:
-            bias = parameters_of(module).get("bias")
+            bias = bias_of(module)
             note = None if bias is None else self._tensor(bias)
             self.structure.append((number, kind, quantizer.name(module), linear_sizes(module), note))
             return number

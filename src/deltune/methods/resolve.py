@@ -331,7 +331,7 @@ def selected_tensors(anatomy: Anatomy, selection: Selection) -> list[Tensor]:
         raise DeltuneError(
             f"{len(quantized)} of the tensors that it trains are quantised ({quantized[0].name}: "
             f"{quantized[0].quantized}), and quantised numbers cannot be trained: choose a method that adds to the "
-            "weights or the hidden states (lora, adapter, prefix, ia3) or trains norms and biases (layernorm, bitfit), "
+            "weights or the hidden states (lora, adapter, prefix, ia3) or trains norms (layernorm), "
             "or load the model without quantisation"
         )
     return tensors

@@ -605,7 +605,8 @@ class Tuned(nn.Module):
                 set_weight_from(module, source)
         self._detach(self.names)
         for module, linear in linears.items():
-            linear.register_parameter("bias", parameters_of(module).get("bias"))  # it may be a merged one
+            if "bias" in parameters_of(module):
+                linear.register_parameter("bias", parameters_of(module)["bias"])  # it may be a merged one
         if linears:
             _replace_modules(model, linears)
 

@@ -138,9 +138,10 @@ def _edits_in_order(delta: Delta) -> list[Edit]:
 
 
 def _tensor_name(anatomy: Anatomy, edit: Edit, leaf: str) -> str:
-    """The model's name of a parameter of an edit's module, or "" if it has none."""
+    """The model's name of a parameter of an edit's module, or "" if it has none, or a bias that cannot be changed."""
     full_name = f"{edit.place.target.path}.{leaf}"
-    return next((t.name for t in anatomy.tensors if full_name in (t.name, *t.aliases)), "")
+    named = (t for t in anatomy.tensors if full_name in (t.name, *t.aliases) and (leaf == "weight" or not t.quantized))
+    return next((t.name for t in named), "")
 
 
 def _affine_change(edit: Edit) -> Affine | str:
@@ -167,7 +168,7 @@ def _reason_against(edit: Edit, change: Affine, bias: str) -> str | None:
         others = " and ".join(linear.shared_with)
         return f"the weight of {edit.place.target.path!r} is tied to {others}, which merging would change too"
     if shift is not None and not bias:
-        return f"{edit.place.target.path!r} has no bias to fold it into"
+        return f"{edit.place.target.path!r} has no bias to fold it into, or one that cannot be changed"
     return None
 
 
