@@ -253,15 +253,14 @@ SMALL_NOTE = (
 SEARCHED_NOTE = (
     "A method's learning rate is the one of four that validates best under the first seed, on each model and task."
 )
-ONE_RATE_NOTE = "One learning rate for all models, chosen before on the smallest of them."
 
 
 def _families(setup: StudySetup) -> Mapping[str, ModelFamily]:
     return SMALL_FAMILIES if setup.small else PAPER_FAMILIES
 
 
-def _note(setup: StudySetup, rates: str = SEARCHED_NOTE) -> str:
-    return f"{SMALL_NOTE} {rates}" if setup.small else NOTE
+def _note(setup: StudySetup) -> str:
+    return f"{SMALL_NOTE} {SEARCHED_NOTE}" if setup.small else NOTE
 
 
 def _plan(
@@ -534,7 +533,7 @@ def transfer(setup: StudySetup) -> Study:
         "Labels are 1 (positive, entailment, duplicate) and 0 (the rest). Adjacent and discrete parameters, "
         "as many as LoRA has. "
         + ("QQP is a source alone: no other task of its type is here. " if setup.small
-           else "Without questions and summaries: what they answer is no label. ") + _note(setup, ONE_RATE_NOTE),
+           else "Without questions and summaries: what they answer is no label. ") + _note(setup),
     )  # fmt: skip
 
 
@@ -549,7 +548,7 @@ def _transferred(setup: StudySetup, label: str, model: str, sources: Sequence[st
     options = {} if setup.small else {"protocol": "ap"}
     runs = cross_product(
         setup, "ap/transfer", {model: family.models[model].hub_id}, sources, variants, options,
-        labels={"family": label}, by_task=by_task,
+        labels={"family": label}, by_task=by_task, search_rates=True,
     )  # fmt: skip
     target_fields = {
         target: {k: v for k, v in {**setup.task(target), "relabel": relabel[target]}.items() if k in TARGET_FIELDS}
