@@ -241,7 +241,7 @@ def arrivals(
     return took
 
 
-def shared(shape: Shape, seconds: float = 20.0, tenants: int = 4) -> list[Row]:
+def shared(shape: Shape, seconds: float = 60.0, tenants: int = 4) -> list[Row]:
     """The 99th percentile of a light tenant's latency while another sends ten times its share, over that without it."""
     requests = requests_of(shape, 256, 0)
     options = {"max_queue_per_tenant": 256}
@@ -318,6 +318,6 @@ def pieces() -> list[Piece]:
     return [
         Piece("serving: classification", partial(classified, encoder), 60.0),
         Piece("serving: generation", partial(generated, decoder), 120.0),
-        Piece("serving: a light tenant", partial(shared, encoder), 50.0),
+        Piece("serving: a light tenant", partial(shared, encoder), 130.0),
         Piece("serving: deltas on the disk", partial(stored, encoder), 40.0),
     ]

@@ -84,7 +84,7 @@ class BatchingSection(Section):
     max_prefill_tokens: Size | None = _option(
         None, "tokens of a decoder's prompt that are read in one step, at most [the engine's default]"
     )
-    max_pass_seconds: PositiveDuration = _option(0.2, "about how many seconds a pass of an encoder takes, at most")
+    max_pass_seconds: PositiveDuration = _option(0.1, "about how many seconds a batch of an encoder takes, at most")
     max_wait: Duration = _option(0.005, "seconds that a first request waits for others")
     max_queue: Size | None = _option(None, "requests that may wait in all [the engine's default]")
     max_queue_per_tenant: Size | None = _option(None, "requests of one tenant that may wait [the engine's default]")

@@ -26,14 +26,14 @@ class BatchLimits:
         rows: The most requests in a batch.
         wait: The longest wait for a fuller batch, in seconds.
         prefill: The most tokens of a decoder's prompt that are read in one step; longer ones are read in parts.
-        pass_seconds: About how long a pass of an encoder takes at most, by the speed of the passes before.
+        pass_seconds: About how long an encoder's batch takes at most, by the speed of the passes before.
     """
 
     tokens: int
     rows: int
     wait: float
     prefill: int = 512
-    pass_seconds: float = 0.2
+    pass_seconds: float = 0.1
 
 
 PASS_OVERHEAD = {"cpu": 64, "cuda": 4096}
@@ -97,16 +97,13 @@ class EncodingLane:
         return max(0.0, oldest + self.limits.wait - now)
 
     def advance(self) -> None:
-        """Answer the next request in one pass, with those that wait too and are of similar length.
+        """Answer the next request in one pass, with those of its batch that are of similar length.
 
         The others of a batch go back to the queue, so that a request that arrives meanwhile waits for a pass and not
         for the whole batch.
         """
         jobs = self._take()
-        parts = split_by_length(jobs, self.overhead)
-        (part,) = (part for part in parts if jobs[0] in part)
-        rows = (self.speed * self.limits.pass_seconds - self.overhead) / _width(part)
-        chosen = [job for job in jobs if job in part][: max(1, int(min(rows, len(part))))]
+        (chosen,) = (part for part in split_by_length(jobs, self.overhead) if jobs[0] in part)
         for job in reversed(jobs):
             if job not in chosen:
                 self.context.share.charge(job.tenant, -len(job.tokens))
@@ -119,12 +116,14 @@ class EncodingLane:
         self.speed = (3 * self.speed + speed) / 4 if math.isfinite(self.speed) else speed
 
     def _take(self) -> list[Job]:
-        """Take the requests of a batch out of the queue, the next one first."""
+        """Take the requests of a batch out of the queue, the next one first, up to the time that a batch may take."""
         jobs: list[Job] = []
         longest = 0
+        room = self.speed * self.limits.pass_seconds - self.overhead
         while (job := self.queue.peek()) is not None and len(jobs) < self.limits.rows:
             longest = max(longest, len(job.tokens))
-            if jobs and longest * (len(jobs) + 1) > self.limits.tokens:
+            room -= len(job.tokens) + job.version.prompt_length
+            if jobs and (room < 0 or longest * (len(jobs) + 1) > self.limits.tokens):
                 break
             self.queue.remove(job)
             self.context.share.charge(job.tenant, len(job.tokens))

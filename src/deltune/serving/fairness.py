@@ -78,8 +78,16 @@ class FairQueue:
             jobs.append(job)
 
     def peek(self) -> Job | None:
-        """Return the next request, and leave it in the queue; None if there is none."""
-        tenant = min(self._jobs, key=lambda t: (self.share.of(t), self._jobs[t][0].submitted), default=None)
+        """Return the next request, and leave it in the queue; None if there is none.
+
+        Among tenants that were served the same, the one with the fewest requests is next: one that comes back begins
+        at the counter of those that are here, and would otherwise wait behind a burst once more.
+        """
+        tenant = min(
+            self._jobs,
+            key=lambda t: (self.share.of(t), len(self._jobs[t]), self._jobs[t][0].submitted),
+            default=None,
+        )
         return None if tenant is None else self._jobs[tenant][0]
 
     def heads(self) -> list[Job]:
