@@ -39,8 +39,8 @@ class Job:
 
 
 JOBS = (
-    Job("sick", {"text": "premise", "pair": "hypothesis", "label": "label"}, {}, 0.62),
-    Job("sst2", {"text": "sentence", "label": "label"}, {"train": 4000}, 0.40),
+    Job("sick", {"text": "premise", "pair": "hypothesis", "label": "label"}, {}, 0.35),
+    Job("sst2", {"text": "sentence", "label": "label"}, {"train": 4000}, 0.25),
 )
 SHORT = {"train": 600, "validation": 100, "test": 100}
 
