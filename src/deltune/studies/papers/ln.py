@@ -258,6 +258,7 @@ def _nlu(
     expressions: Mapping[str, str],
     by_task: Mapping[str, Values] | None = None,
     search_rates: bool = False,
+    seeds: tuple[int, ...] | None = None,
 ) -> CellPlan:
     """Return the cells of methods on understanding.
 
@@ -272,7 +273,7 @@ def _nlu(
     return cross_product(
         setup, name, {model: BERT_MODELS.get(model, model)}, tasks, method_variants(expressions), options,
         exclude=exclude,
-        by_task=by_task if setup.small else None, search_rates=search_rates,
+        by_task=by_task if setup.small else None, search_rates=search_rates, seeds=seeds,
     )  # fmt: skip
 
 
@@ -303,6 +304,7 @@ def nlg(setup: StudySetup) -> Study:
         plan_cells = cross_product(
             setup, "ln/nlg", {"stories260k": "stories260k-llama"}, NLG, method_variants(STORIES),
             {**limits, "batch_size": 8, "steps": 60, "validate_every": 30, "metric": "loss"}, by_task=by_task,
+            seeds=SEEDS,
         )  # fmt: skip
     else:
         plan_cells = cross_product(
@@ -429,7 +431,7 @@ def terms(setup: StudySetup) -> Study:
     by_task: dict[str, Values] = {
         "sst2": {"max_train_rows": 2000}, "cb": {"epochs": 3}, "commonsense_qa": {"max_train_rows": 300},
     }  # fmt: skip
-    runs = _nlu(setup, "ln/terms", model, tasks, {"layernorm": "layernorm"}, by_task, search_rates=True)
+    runs = _nlu(setup, "ln/terms", model, tasks, {"layernorm": "layernorm"}, by_task, search_rates=True, seeds=SEEDS)
 
     def plan_cells(records: Records) -> list[PlannedCell]:
         return [
@@ -505,7 +507,7 @@ def unified(setup: StudySetup) -> Study:
     return Study(
         "ln/unified",
         QUESTIONS["ln/unified"],
-        _nlu(setup, "ln/unified", model, tasks, expressions),
+        _nlu(setup, "ln/unified", model, tasks, expressions, seeds=SEEDS),
         (
             TableSpec(title="Methods with and without tuned norms", metric=SCORE, display_names=NAMES,
                   order={"method": tuple(expressions), "task": tasks}),
