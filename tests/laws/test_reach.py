@@ -352,3 +352,45 @@ def test_a_method_in_another_tower(llava: PreTrainedModel, text: str, tmp_path: 
     assert _equal(trained, _run(llava, inputs))
     loaded.detach()
     llava.requires_grad_(False)
+
+
+# -- what is a head, a pooler, a norm
+
+
+def _blip() -> PreTrainedModel:
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    text = {"vocab_size": 99, "encoder_hidden_size": 32, "max_position_embeddings": 40, **sizes}
+    config = transformers.BlipConfig(text_config=text, vision_config={"image_size": 32, "patch_size": 8, **sizes})
+    return transformers.BlipForConditionalGeneration(config)
+
+
+def test_a_decoder_beside_the_base_model_is_no_head() -> None:
+    """AutoModel's class of BLIP has no text decoder, whose embeddings would be trained whole if they were a head's."""
+    model = _blip()
+    anatomy = deltune.inspect(model)
+    assert anatomy.head == ()
+    tuned = deltune.attach(model, "lora(rank=2)")
+    assert sum(p.numel() for p in tuned.trainable_parameters()) == tuned.count().method
+
+
+def test_a_pooler_is_the_end_of_a_pass() -> None:
+    """The pooler inside of an encoder is that module and not the encoder; experts that read one position are none."""
+    encoder, decoder = tiny("vit", **VISION), tiny("gpt2", is_decoder=True, add_cross_attention=True)
+    config = transformers.VisionEncoderDecoderConfig(encoder=encoder.to_dict(), decoder=decoder.to_dict())
+    anatomy = deltune.inspect(transformers.VisionEncoderDecoderModel(config))
+    assert anatomy.pooler == "encoder.pooler"
+    assert {t.name for t in anatomy.tensors if t.area == "pooler"} == {
+        "encoder.pooler.dense.weight", "encoder.pooler.dense.bias",
+    }  # fmt: skip
+    config = tiny("qwen4_exp").text_config
+    with torch.device("meta"):
+        model = transformers.Qwen4ExpForCausalLM(config)
+    anatomy = deltune.inspect(model)
+    assert anatomy.pooler is None and anatomy.layers == ()
+    norms = sum(t.numel for t in anatomy.tensors if t.role == "norm.gain" and t.receives_gradient)
+    assert deltune.count(model, "layernorm").method == norms

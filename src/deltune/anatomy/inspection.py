@@ -38,7 +38,7 @@ from .quantizers import bias_of, visible_parameters
 from .residuals import SubLayer, find_sublayers, gate_and_up, norm_position, shared_experts
 from .row_order import modules_not_by_row
 from .skeleton import base_modules, base_parameters, structure_stamp
-from .tracing import Node, Trace, ancestors, base_model, meta_model, trace_forward
+from .tracing import Node, Trace, ancestors, base_model, descendants, meta_model, trace_forward
 from .types import (
     FFN,
     Anatomy,
@@ -463,8 +463,8 @@ class _Inspector:
         )
         if any(stack.positions for stack in stacks):
             self.computed = tuple(f".{name}" for name in computed_parameters(self.model))
-        pooler = self._pooler(outside_layers, embedding_paths)
-        head = self._head()
+        pooler = self._pooler(outside_layers, embedding_paths, layers)
+        head = self._head(layers)
         parts = tuple(self._parts())
         return Anatomy(
             family=self.model.config.model_type,
@@ -587,12 +587,20 @@ class _Inspector:
         rows = node.module.weight.shape[0]
         return rows != types and rows >= LENGTHS["input_ids"]
 
-    def _pooler(self, outside_layers: list[Node], embedding_paths: set[str]) -> str | None:
-        """Return the path of the base model's child whose linear reads one position of the last layer's output."""
+    def _pooler(self, outside_layers: list[Node], embedding_paths: set[str], layers: Sequence[Layer]) -> str | None:
+        """Return the path of the module whose linear reads one position of the last layer's output, and ends the pass.
+
+        It is the outermost module around that linear that has neither layers nor embeddings in it.
+        """
+        others = {*embedding_paths, *(layer.path for layer in layers)}
         for node in outside_layers:
             if node.kind == "linear" and node.path not in embedding_paths and node.outputs[0].dim() == 2:
-                inner = node.path[len(self.base_path) + 1 :] if self.base_path else node.path
-                return f"{self.base_path}.{inner.split('.')[0]}".strip(".")
+                if descendants(node, _WITHOUT_WEIGHTS, _WITH_WEIGHTS):
+                    continue
+                around = [
+                    path for path in _around(node.path) if path != self.base_path and is_inside(path, self.base_path)
+                ]
+                return [path for path in around if not any(is_inside(other, path) for other in others)][-1]
         return None
 
     def _nodes_of_batch(self) -> set[int]:
@@ -613,7 +621,7 @@ class _Inspector:
         choosers = modeling_auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES.values()
         return "choices" if type(self.model).__name__ in choosers else "labels" if head else "states"
 
-    def _head(self) -> tuple[str, ...]:
+    def _head(self, layers: Sequence[Layer]) -> tuple[str, ...]:
         """Return the modules outside the base model that map to labels; a vocabulary projection is no head."""
         if self.model.get_output_embeddings() is not None:
             return ()
@@ -624,6 +632,8 @@ class _Inspector:
             base_children |= {name for name, _ in meta_model(self.model.config).named_children()}
         elif self.base is self.model:
             return ()
+        # BLIP's decoder stands beside AutoModel's modules too; what has layers is a part of the model and no head
+        base_children |= {layer.path.split(".")[0] for layer in layers}
         children = ((n, m) for n, m in base_modules(self.model) if "." not in n)
         return tuple(n for n, m in children if n not in base_children and list(m.parameters()))
 
@@ -773,3 +783,8 @@ def _role(kind: str, leaf: str) -> str:
 
 def _argument_names(module: torch.nn.Module) -> set[str]:
     return set(signature(module.forward).parameters)
+
+
+_WITHOUT_WEIGHTS = {"view", "pass", "op", "add"}
+_WITH_WEIGHTS = {"linear", "norm", "embedding", "attention", "experts", "mix"}
+"""Kinds of nodes: what only reshapes or combines hidden states, and what computes with weights or mixes tokens."""
