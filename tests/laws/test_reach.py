@@ -394,3 +394,22 @@ def test_a_pooler_is_the_end_of_a_pass() -> None:
     assert anatomy.pooler is None and anatomy.layers == ()
     norms = sum(t.numel for t in anatomy.tensors if t.role == "norm.gain" and t.receives_gradient)
     assert deltune.count(model, "layernorm").method == norms
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "text", "left"),
+    [
+        ("GptOssForCausalLM", "gpt_oss", "bitfit", "biases of no linear or norm are left as they are: 4, such as "
+         "model.layers.0.mlp.experts.gate_up_proj_bias"),
+        ("DebertaModel", "deberta", "bitfit", "biases of no linear or norm are left as they are: 4, such as "
+         "encoder.layer.0.attention.self.q_bias"),
+        ("SqueezeBertModel", "squeezebert", "layernorm", "what may be norms over other axes is left as it is: 4, such "
+         "as encoder.layers.0.post_attention.layernorm"),
+        ("SqueezeBertModel", "squeezebert", "full", None),
+        ("GptOssForCausalLM", "gpt_oss", "bitfit(which='attention')", None),
+        ("BertForMaskedLM", "bert", "layernorm + bitfit", None),
+    ],
+)  # fmt: skip
+def test_norms_and_biases_that_are_not_recognised_are_said(name: str, family: str, text: str, left: str | None) -> None:
+    """A count names what looks like what a selection trains and is not trained."""
+    assert deltune.count(random_model(name, tiny(family)), text).scope == ((left,) if left else ())

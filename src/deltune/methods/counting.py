@@ -224,7 +224,11 @@ def count_resolved(
         stored=method + masked + head_size,  # a masked scalar is stored with its index
         denominator=denominator,
         denominator_size=size,
-        scope=(*layers_left_out(anatomy, resolved), *towers_left_out(anatomy, resolved)),
+        scope=(
+            *layers_left_out(anatomy, resolved),
+            *towers_left_out(anatomy, resolved),
+            *unrecognized_left_out(resolved),
+        ),
     )
 
 
@@ -259,6 +263,17 @@ def towers_left_out(anatomy: Anatomy, resolved: ResolvedMethod) -> Iterator[str]
         if tower not in acted:
             size = sum(t.numel for t in anatomy.tensors if t.tower == tower and t.area != "head")
             yield f"the tower {tower} with {size:,} scalars is left as it is (tower= chooses another)"
+
+
+def unrecognized_left_out(resolved: ResolvedMethod) -> Iterator[str]:
+    """Yield what looks like the norms or biases that a method trains, and is left as it is."""
+    names = [t.name for t in resolved.unrecognized]
+    norms = list(dict.fromkeys(n.rpartition(".")[0] for n in names if n.rpartition(".")[2] in ("weight", "bias")))
+    biases = [n for n in names if n.rpartition(".")[2] not in ("weight", "bias")]
+    if norms:
+        yield f"what may be norms over other axes is left as it is: {len(norms)}, such as {norms[0]}"
+    if biases:
+        yield f"biases of no linear or norm are left as they are: {len(biases)}, such as {biases[0]}"
 
 
 def base_size(model: PreTrainedModel | PreTrainedConfig, denominator: str | int = "model") -> tuple[str, int]:
