@@ -34,7 +34,7 @@ from ..errors import DeltuneError, describe_value, error_summary, excerpt
 from .inputs import LENGTHS, READABLE, tower_name
 from .offloading import tied_identities
 from .quantization import check_quantization
-from .quantizers import bias_of, visible_parameters
+from .quantizers import bias_of, find_quantizer, linear_sizes, visible_parameters
 from .residuals import SubLayer, find_sublayers, gate_and_up, norm_position, shared_experts
 from .row_order import modules_not_by_row
 from .skeleton import base_modules, base_parameters, structure_stamp
@@ -466,6 +466,7 @@ class _Inspector:
         pooler = self._pooler(outside_layers, embedding_paths, layers)
         head = self._head(layers)
         parts = tuple(self._parts())
+        tensors = self._tensors(layers, embedding_paths, pooler, head, parts)
         return Anatomy(
             family=self.model.config.model_type,
             model=type(self.model).__name__,
@@ -475,7 +476,7 @@ class _Inspector:
             norms=tuple(norms),
             pooler=pooler,
             head=head,
-            tensors=self._tensors(layers, embedding_paths, pooler, head, parts),
+            tensors=tensors,
             unobserved=tuple(self.unobserved),
             output_kind=self._output_kind(head),
             other_towers=parts,
@@ -483,6 +484,7 @@ class _Inspector:
             vocabulary=self._vocabulary(),
             on_zeros=self.trace.on_zeros,
             not_by_row=modules_not_by_row(self.trace),
+            projector=tuple(self._projector(tensors)),
         )
 
     def _linears(self) -> tuple[Linear, ...]:
@@ -491,6 +493,16 @@ class _Inspector:
         linears = tuple(self.linear(node) for node in reversed(by_path.values()))
         vocabulary = self._vocabulary()
         return linears if vocabulary is None or vocabulary.path in by_path else (*linears, vocabulary)
+
+    def _projector(self, tensors: Sequence[Tensor]) -> Iterator[Linear]:
+        """Yield the linears between two towers. Rows of a batch may have several images each, so they share these."""
+        names = {t.name for t in tensors if t.tower == "projector"}
+        for path, module in base_modules(self.model):
+            quantized = find_quantizer(module) is not None
+            if f"{path}.weight" in names and (quantized or type(module) is nn.Linear):
+                in_width, out_width = linear_sizes(module)
+                bias, tied = bias_of(module) is not None, self._holders_of(module, path)
+                yield Linear(path, in_width, out_width, bias, shared_with=tied, batch_independent=True)
 
     def _vocabulary(self) -> Linear | None:
         """Return the output embeddings, which the base model's pass does not call, where they are a linear."""
@@ -548,7 +560,8 @@ class _Inspector:
             and not any(is_inside(n.path, path) for path in paths)
         ]
         # one table for both stacks stands outside of them, once tokens were added to an encoder-decoder model
-        outside = [n for n in self.trace.of_kind("embedding") if n.path in embedding_paths and n not in embeddings]
+        below = self._embedding({name: layers[0]}, tuple(f"{layer.path}." for layer in layers))
+        outside = [n for n in self.trace.of_kind("embedding") if n.path in below and n not in embeddings]
         words = next((n for n in [*embeddings, *outside] if self._reads_ids(n)), None)
         word_embedding = None if words is None else words.path
         if words is None and self.tower == "text":

@@ -178,9 +178,15 @@ def _sub_layer(add: Node, output: Node) -> SubLayer | None:
         query, key = (_streams(sublayer.projections.get(role, (None,))[0]) for role in ("query", "key"))
         sublayer.kind = "cross" if query and key and query.isdisjoint(key) else "self"
         return sublayer
-    if sources and all(n.kind == "linear" for n in sources):
+    # an FFN returns as many tokens as it reads; Swin's downsampling, which joins four, is none
+    if sources and all(n.kind == "linear" and _tokens(n) == _tokens(output) for n in sources):
         return SubLayer(add, output, None, sources)
     return None
+
+
+def _tokens(node: Node) -> int:
+    """Return of how many tokens a linear returns hidden states, those of the whole batch."""
+    return node.outputs[0].numel() // max(1, node.outputs[0].shape[-1])
 
 
 def _drop_unclear(projections: dict[str, tuple[Node, Columns | None]]) -> None:

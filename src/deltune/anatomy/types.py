@@ -349,6 +349,7 @@ class Anatomy:
         on_zeros: Why the forward pass was observed on zeros in place of shapes alone; "" where it was not.
         not_by_row: The paths of the modules whose tensors do not have the rows of the batch, in their order, as the
             first axis: hidden states of shape (length, batch, width), or tokens that a router sends to an expert.
+        projector: The linears between two towers, which a pass on one input does not call, by their modules.
     """
 
     family: str
@@ -368,6 +369,7 @@ class Anatomy:
     vocabulary: Linear | None = None
     on_zeros: str = ""
     not_by_row: tuple[str, ...] = ()
+    projector: tuple[Linear, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Anatomy:
         """Return itself: it is a value, which copies of a tuned model share."""
@@ -516,6 +518,9 @@ def _lines(anatomy: Anatomy) -> Iterator[str]:
     for part in anatomy.other_towers:
         yield f"├─ tower {part.tower} [{part.tower_path}]"
         yield from (f"│  {line}" for line in list(_lines(part))[1:])
+    if anatomy.projector:
+        yield "├─ tower projector"
+        yield from (f"│  ├─ linear {_linear(linear)}" for linear in anatomy.projector)
     if anatomy.pooler:
         yield f"├─ pooler [{anatomy.pooler}]"
     if anatomy.vocabulary is not None:

@@ -277,7 +277,7 @@ def unrecognized_left_out(resolved: ResolvedMethod) -> Iterator[str]:
 
 
 def base_size(model: PreTrainedModel | PreTrainedConfig, denominator: str | int = "model") -> tuple[str, int]:
-    """Return the name and the number of scalars of a denominator, always of AutoModel of the configuration.
+    """Return the name and the number of scalars of a denominator, of AutoModel of the configuration where there is one.
 
     Raises:
         DeltuneError: The denominator does not exist, or is out of range.
@@ -292,14 +292,20 @@ def base_size(model: PreTrainedModel | PreTrainedConfig, denominator: str | int 
     if not isinstance(denominator, str) or denominator not in DENOMINATORS:
         raise DeltuneError(unknown_name("denominator", denominator, [*DENOMINATORS, "a number"]))
     config = model if isinstance(model, PreTrainedConfig) else model.config
-    anatomy = inspect(meta_model(config))
+    try:
+        tensors = inspect(meta_model(config)).tensors
+    except DeltuneError:
+        if isinstance(model, PreTrainedConfig):
+            raise
+        # AutoModel has no class for it, as for a SpeechEncoderDecoderModel
+        tensors = tuple(t for t in inspect(model).tensors if t.area not in ("head", "vocabulary"))
     areas: dict[str, int] = {}
-    for tensor in anatomy.tensors:
+    for tensor in tensors:
         areas[tensor.area] = areas.get(tensor.area, 0) + tensor.numel
     total = sum(areas.values())
     without = {"no_pooler": ("pooler",), "no_embeddings": ("embedding",), "layers": ("embedding", "pooler")}
     if denominator == "untied":
-        return denominator, total + _output_embeddings(anatomy, config)
+        return denominator, total + _output_embeddings(inspect(meta_model(config)), config)
     return denominator, total - sum(areas.get(area, 0) for area in without.get(denominator, ()))
 
 

@@ -169,11 +169,34 @@ def resolve_locations(anatomy: Anatomy, modification: Modification) -> list[Edit
     Raises:
         DeltuneError: The model has no such place, or it cannot be observed.
     """
+    named = anatomy.tower if modification.tower == "main" else modification.tower
     locations: list[EditLocation] = []
-    for part in towers_of(anatomy, modification.tower):
-        prefix = tower_prefix(anatomy, part)
-        locations += [_in_tower(location, part.tower, prefix) for location in _resolve_in_tower(part, modification)]
+    reasons: list[DeltuneError] = []
+    if is_pattern(modification.site) and named in ("all", "projector"):
+        locations = [_in_tower(place, "projector", "projector.") for place in _in_projector(anatomy, modification)]
+    parts = anatomy.in_tower(modification.tower) if locations else towers_of(anatomy, modification.tower)
+    for part in parts:
+        try:
+            of_part = _resolve_in_tower(part, modification)
+        except DeltuneError as error:  # of all towers those that have the site; the count names the others
+            if named != "all" or sum(other.tower == part.tower for other in parts) > 1:
+                raise
+            reasons.append(error)
+        else:
+            prefix = tower_prefix(anatomy, part)
+            locations += [_in_tower(location, part.tower, prefix) for location in of_part]
+    if reasons and not locations:
+        raise reasons[0]
     return locations
+
+
+def _in_projector(anatomy: Anatomy, modification: Modification) -> list[EditLocation]:
+    """Return the places of a pattern among the linears between two towers, which are in no layer and no stack."""
+    if (modification.layers, modification.stack) != ("all", "all"):
+        return []
+    matching = [x for x in anatomy.projector if fnmatchcase(x.path, modification.site)]
+    sites = [_projection_site(linear.path, linear, "projector", "projector") for linear in matching]
+    return [_edit_location(site, modification) for site in sites]
 
 
 def tower_prefix(anatomy: Anatomy, part: Anatomy) -> str:
@@ -200,11 +223,14 @@ def towers_of(anatomy: Anatomy, tower: str) -> list[Anatomy]:
         DeltuneError: The model has no such tower, or its layers could not be observed.
     """
     parts = anatomy.in_tower(tower)
-    if not parts:
-        raise DeltuneError(
-            f"tower={tower!r}: this model has no such tower whose layers can be observed; it has {_listed(anatomy)}"
-        )
-    return parts
+    if parts:
+        return parts
+    if tower == "projector" and anatomy.projector:
+        names = ", ".join(linear.path for linear in anatomy.projector[:3])
+        raise DeltuneError(f"tower='projector': it has no layers, so give the paths of its linears as site: {names}")
+    raise DeltuneError(
+        f"tower={tower!r}: this model has no such tower whose layers can be observed; it has {_listed(anatomy)}"
+    )
 
 
 def _listed(anatomy: Anatomy) -> str:
@@ -528,8 +554,9 @@ def _matching_sites(anatomy: Anatomy, modification: Modification) -> list[SiteLo
         names = sorted({linear.path.rpartition(".")[2] for linear in anatomy.linears})
         close = get_close_matches(pattern.rpartition(".")[2], names, 8, 0.3) or names
         raise DeltuneError(
-            f"no linear of this model has a path that matches {pattern!r}; paths here end in "
+            f"no linear of this model has a path that matches {pattern!r}{_in_which_tower(anatomy)}; paths here end in "
             f"{', '.join(close[:8])}, such as {next((x.path for x in anatomy.linears), 'none')}"
+            + _elsewhere(anatomy, pattern)
         )
     sites = []
     for linear in matching:
@@ -541,6 +568,17 @@ def _matching_sites(anatomy: Anatomy, modification: Modification) -> list[SiteLo
             site = _projection_site(f"{stem}.{inner}", linear, stem, layer.stack if layer else stack)
             sites.append(replace(site, layer=layer.path if layer else ""))
     return sites
+
+
+def _in_which_tower(anatomy: Anatomy) -> str:
+    return f" in the tower {anatomy.tower}" if len(anatomy.towers) > 1 else ""
+
+
+def _elsewhere(anatomy: Anatomy, pattern: str) -> str:
+    """Return in which other tower a pattern matches a linear, as advice; "" where it does in none."""
+    towers = {part.tower: part.linears for part in anatomy.other_towers} | {"projector": anatomy.projector}
+    names = [name for name, linears in towers.items() if any(fnmatchcase(x.path, pattern) for x in linears)]
+    return f"; it matches in another tower: tower={names[0]!r}" if names else ""
 
 
 def _x_path(sublayer: Attention | FFN, modification: Modification) -> str:
