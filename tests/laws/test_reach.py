@@ -243,6 +243,23 @@ def test_a_prompt_before_a_decoder_that_takes_no_mask_of_it() -> None:
     assert differences(before, facts(model)) == []
 
 
+def test_keys_and_values_of_an_earlier_layer() -> None:
+    """Gemma 3n's last layers have none of their own: LoRA acts where they are made, and the count says in how many."""
+    model = random_model("Gemma3nForCausalLM", tiny("gemma3n_text"))
+    attentions = [layer.attentions[0] for layer in deltune.inspect(model).layers]
+    assert [a.reused for a in attentions] == [(), (), ("key", "value"), ("key", "value")]
+    assert all(a.query is not None and (a.value is None) == bool(a.reused) for a in attentions)
+    count = deltune.count(model, "lora(rank=2)")
+    assert count.scope == ("site 'value' exists in 2 of 4 layers",)
+    inputs = _tokens(torch.Generator().manual_seed(0))
+    tuned = stir(deltune.attach(model, "lora(rank=2) + ia3"))
+    loss(dict(tensors(model(**inputs)))).backward()
+    assert all(p.grad is not None for p in tuned.trainable_parameters())
+    trained = _run(model, inputs)["logits"]
+    tuned.merge()
+    torch.testing.assert_close(_run(model, inputs)["logits"], trained)
+
+
 def test_layers_left_out_are_counted() -> None:
     model = KINDS[1].build()
     assert "site 'query' exists in 1 of 2 layers" in str(deltune.count(model, "lora(rank=2)"))

@@ -212,7 +212,7 @@ class _Inspector:
         node, output = sub.attention, self.linear(sub.output)
         assert node is not None
         parts = {role: self.linear(*projection) for role, projection in sub.projections.items()}
-        missing = [role for role in ("query", "key", "value") if role not in parts]
+        missing = [role for role in ("query", "key", "value") if role not in parts and role not in sub.reused]
         inputs = tuple(self.linear(n) for n in sub.inputs) if missing else ()
         path = self.paths[node.module] if node.kind == "attention" else self.trace.around(sub.paths)
         if sub.kind == "mixer":
@@ -224,13 +224,14 @@ class _Inspector:
             self.unobserved.append(f"heads of {path} (not on the attention interface)")
             return Attention(
                 path, sub.kind, sub.input_node.path, output, parts.get("query"), parts.get("key"), parts.get("value"),
-                inputs=inputs, **norms,  # type: ignore[arg-type]
+                inputs=inputs, reused=sub.reused, **norms,  # type: ignore[arg-type]
             )  # fmt: skip
         query, key, value = (t.shape for t in node.inputs[:3])
         return Attention(
             path, sub.kind, sub.input_node.path, output, parts.get("query"), parts.get("key"), parts.get("value"),
             heads=query[1], kv_heads=key[1], head_width=query[3], value_width=value[3],
-            causal=sub.kind == "self" and bool(getattr(node.module, "is_causal", False)), inputs=inputs, **norms,
+            causal=sub.kind == "self" and bool(getattr(node.module, "is_causal", False)), inputs=inputs,
+            reused=sub.reused, **norms,
         )  # fmt: skip
 
     def ffn_of(self, sub: SubLayer, norms: dict[str, str]) -> FFN:

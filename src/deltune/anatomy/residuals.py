@@ -25,6 +25,7 @@ class SubLayer:
     def __init__(self, add: Node, output: Node, attention: Node | None, inputs: list[Node]) -> None:
         self.add, self.output, self.attention, self.inputs = add, output, attention, inputs
         self.projections: dict[str, tuple[Node, Columns | None]] = {}
+        self.reused: tuple[str, ...] = ()  # what is that of an earlier attention, "key" or "value"
         self.kind: AttentionKind = "self"
         self.block = ""
 
@@ -75,6 +76,7 @@ def find_sublayers(trace: Trace) -> list[SubLayer]:
     projected: set[int] = set()
     for sub in sorted(sublayers.values(), key=lambda s: s.output.order):
         reused = [role for role in ("key", "value") if id(sub.projections.get(role, (None,))[0]) in projected]
+        sub.reused = tuple(reused)
         for role in reused:  # those of an earlier layer once more
             del sub.projections[role]
             sub.kind = "self"

@@ -125,6 +125,8 @@ class Attention:
         pre: The path of the norm before it.
         post: The path of the norm after its residual addition.
         inputs: The linears that it reads the hidden states with, where their roles cannot be observed.
+        reused: Which of key and value are those that an earlier attention has projected, as in the last layers of
+            Gemma 3n, so that it has none of its own.
     """
 
     path: str
@@ -142,6 +144,7 @@ class Attention:
     pre: str | None = None
     post: str | None = None
     inputs: tuple[Linear, ...] = ()
+    reused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -593,7 +596,8 @@ def _layer_lines(layer: Layer, last: Layer | None = None) -> Iterator[str]:
         heads = f"{attention.heads} heads × {attention.head_width}" if attention.heads else "heads not visible"
         groups = f", {attention.kv_heads} key-value heads" if attention.kv_heads != attention.heads else ""
         causal = ", causal" if attention.causal else ""
-        yield f"│  ├─ {attention.kind} attention: {heads}{groups}{causal} [{attention.path}]"
+        reused = f", {' and '.join(attention.reused)} of an earlier attention" if attention.reused else ""
+        yield f"│  ├─ {attention.kind} attention: {heads}{groups}{causal}{reused} [{attention.path}]"
         for role in ("query", "key", "value", "output"):
             linear = getattr(attention, role)
             if linear is not None:

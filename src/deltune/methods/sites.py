@@ -376,6 +376,8 @@ def _layer_sites(anatomy: Anatomy, layer: Layer, modification: Modification) -> 
     else:
         for attention in layer.attentions:
             is_mixer = attention.kind == "mixer"
+            if site in attention.reused:
+                continue
             if modification.attention in ("all", attention.kind) and (site in ("attention", "output") or not is_mixer):
                 alike = [other for other in layer.attentions if other.kind == attention.kind]
                 number = alike.index(attention)  # a layer may have two, as those of LongCat-Flash
