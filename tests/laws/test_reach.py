@@ -243,6 +243,17 @@ def test_a_prompt_before_a_decoder_that_takes_no_mask_of_it() -> None:
     assert differences(before, facts(model)) == []
 
 
+def test_a_refusal_says_which_projections_exist() -> None:
+    """A state-space model has no queries, and the message says what can be named in their place."""
+    model = KINDS[3].build()
+    with pytest.raises(
+        deltune.DeltuneError, match=r"no site 'query' .*it has output; .* path, such as '(.*?)'"
+    ) as caught:
+        deltune.count(model, "lora")
+    advised = re.findall(r"such as '(.*?)'", str(caught.value))
+    assert deltune.count(model, f"lora(at={advised[0]!r})").method > 0
+
+
 def test_keys_and_values_of_an_earlier_layer() -> None:
     """Gemma 3n's last layers have none of their own: LoRA acts where they are made, and the count says in how many."""
     model = random_model("Gemma3nForCausalLM", tiny("gemma3n_text"))

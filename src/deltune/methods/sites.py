@@ -8,14 +8,15 @@ the same way for all sites.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from ..anatomy.types import FFN, Anatomy, Attention, Columns, Experts, ExpertWeight, Layer, Linear, is_inside
 from ..errors import DeltuneError
-from .forms import Prompt, Vector, Widths
-from .spec import OUTER_LAYERS, OUTSIDE_LAYERS, LayersArg, Modification, is_pattern
+from .forms import LowRank, Prompt, Vector, Widths
+from .spec import OUTER_LAYERS, OUTSIDE_LAYERS, PROJECTIONS, LayersArg, Modification, is_pattern
 
 
 @dataclass(frozen=True)
@@ -288,7 +289,21 @@ def _no_such_site(anatomy: Anatomy, modification: Modification) -> str:
         return f"experts={modification.experts!r}: this model has no mixture of experts"
     if site == "router":
         return "this model has no mixture of experts whose router can be seen"
-    return f"this model has no site {site!r} that can be seen"
+    return f"this model has no site {site!r} that can be seen{_what_exists(anatomy)}"
+
+
+def _what_exists(anatomy: Anatomy) -> str:
+    """Return which projections of a model can be seen, and how to name any other linear; "" where there is none."""
+    existing = []
+    for name in PROJECTIONS:
+        with suppress(DeltuneError):
+            at_projection = Modification(name, LowRank(1))
+            if any(True for layer in anatomy.layers for _ in _layer_sites(anatomy, layer, at_projection)):
+                existing.append(name)
+    inner = (x.path.split(".") for layer in anatomy.layers for x in anatomy.linears if is_inside(x.path, layer.path))
+    patterns = sorted({f"*.{'.'.join(parts[-2:])}" for parts in inner})
+    text = f"; of projections it has {' and '.join(existing)}" if existing else ""
+    return text + (f"; any linear can be named by its path, such as {patterns[0]!r}" if patterns else "")
 
 
 def _edit_location(site: SiteLocation, modification: Modification) -> EditLocation:
@@ -476,7 +491,7 @@ def _sites_in_experts(
     if site in ("gate_proj", "up_proj"):
         raise DeltuneError(
             f"the gates of the {experts.number} experts at {experts.path!r} are no projections of their own: take "
-            "'ffn_up', which is both, or experts='shared'"
+            f"'ffn_up', which is both{', or experts=' + repr('shared') if experts.shared else ''}"
         )
     weights = experts.inputs if site == "ffn_up" else experts.outputs
     if not weights:
