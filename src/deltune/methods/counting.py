@@ -55,7 +55,8 @@ class Count:
         stored: Numbers in the saved file, the task head's and the positions of masked scalars included.
         denominator: The name of what the method's size is compared with.
         denominator_size: The scalars of the denominator.
-        scope: What the method leaves out: layers without a site, and towers that it does not act on.
+        scope: What the method leaves out: layers without a site, towers that it does not act on, and what looks like a
+            norm or bias that it trains and is not observed as one.
         quantization: How the base model's weights are quantised, such as "bitsandbytes nf4"; "" where they are not.
         base_bytes: Bytes that the base model stores, its quantised weights as they are; None without a live model.
     """
