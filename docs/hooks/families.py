@@ -1,8 +1,9 @@
 """Try deltune on a tiny model of every family of transformers, and write docs/families.md from what came out.
 
-`python docs/hooks/families.py` makes every model (about ten minutes on one core) and writes the page. Names of families
+`python docs/hooks/families.py` makes every model (some minutes on one core) and writes the page. Names of families
 after it try these alone; results are kept in build/families.json, and `--page` writes the page from them. An exception
-that is no DeltuneError, a trained tensor without effect and a weight that is not restored end it with exit code 1.
+that is no DeltuneError, a trained tensor without effect, a layer, norm or bias that a method leaves and its count does
+not name, and a weight that is not restored end it with exit code 1.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,14 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from transformers import PreTrainedConfig, PreTrainedModel  # noqa: E402
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel  # noqa: E402
 from transformers.models.auto import modeling_auto  # noqa: E402
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # noqa: E402
 
 import deltune  # noqa: E402
+from deltune.methods.resolve import resolve  # noqa: E402
 from tests.alarm import time_limit  # noqa: E402
-from tests.identity.configurations import tiny  # noqa: E402
+from tests.identity.configurations import sizes, tiny  # noqa: E402
 from tests.identity.specimens import random_model  # noqa: E402
 
 RESULTS = ROOT / "build" / "families.json"
@@ -57,13 +59,13 @@ METHODS = {
 NOT_APPLICABLE = ("no norm.gain", "no norm of this model", "no bias in", "reads no token ids")
 """What a refusal says where the family has nothing that the method could train."""
 
-LARGEST = 12_000_000  # parameters of a model that is called tiny
+LARGEST = 20_000_000  # parameters of a model that is called tiny
 SECONDS = 40  # for one family
 SMALLER: dict[str, Any] = {
     "image_size": 32, "patch_size": 8, "num_mel_bins": 16, "max_source_positions": 20, "num_conv_pos_embeddings": 4,
     "num_conv_pos_embedding_groups": 2, "num_feat_extract_layers": 2, "hidden_size": 32, "projection_dim": 16,
     "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 32, "depth": 2, "crop_size": 32,
-    "mlp_dim": 64, "depths": 1, "layer_depths": 1, "hidden_sizes": 16, "embed_dims": 16, "conv_dim": 16,
+    "mlp_dim": 64, "depths": 2, "layer_depths": 2, "hidden_sizes": 16, "embed_dims": 16, "conv_dim": 16,
     "conv_stride": 2, "conv_kernel": 3, "neck_hidden_sizes": 16, "classifier_proj_size": 16, "codevector_dim": 16,
     "output_hidden_size": 32, "image_token_id": 7, "image_token_index": 7, "video_token_id": 8, "video_token_index": 8,
     "audio_token_id": 9, "audio_token_index": 9, "vision_start_token_id": 10, "vision_end_token_id": 11,
@@ -71,11 +73,108 @@ SMALLER: dict[str, Any] = {
 """Small values for what models of images and sounds have, beside those of tests/identity/configurations.py."""
 
 
+_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+_MROPE = {"text_config": {"rope_parameters": _ROPE}}
+_WINDOWS = {
+    "embed_dim": 16,
+    "depths": [1, 1],
+    "num_heads": [2, 2],
+    "window_size": 2,
+    "hidden_size": 32,
+    "patch_size": 4,
+}
+_PYRAMID = {"hidden_sizes": [16, 16, 32, 32], "num_attention_heads": [1, 1, 2, 2], "depths": [2, 2, 1, 1]}
+_CONVOLUTIONS = {
+    "conv_dim": [16, 16], "conv_stride": [5, 2], "conv_kernel": [10, 3], "num_feat_extract_layers": 2,
+}  # fmt: skip
+
 CHANGES: dict[str, dict[str, Any]] = {
+    "bit": {"hidden_sizes": [32, 32, 32, 32], "num_groups": 4, "embedding_size": 32},
+    "blt": {"encoder_hash_byte_group_vocab": 64},
+    "chameleon": {"vocabulary_map": {"<image>": 7}},
+    "cvt": {"embed_dim": [16, 16, 32], "num_heads": [1, 1, 2], "depth": [1, 1, 1]},
+    "donut-swin": _WINDOWS,
+    "efficientnet": {"width_coefficient": 0.2, "depth_coefficient": 0.2, "hidden_dim": 64},
+    "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [24, 24]}},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
+    "glm46v": _MROPE,
+    "glm4v": _MROPE,
+    "glm4v_moe": {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [1, 1, 0]}}},
+    "glm5_next": {"text_config": {"index_topk": 16}},
+    "glm_ocr": _MROPE,
+    "granite_docling": {"vision_config": {"out_hidden_size": 32}},
+    "granite_speech5_ctc": {"context_size": 16, "encoder_config": {"context_size": 16}},
+    "inkling2": {"vision_config": {"text_hidden_size": 32}},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_vl": {"text_config": {"layer_types": ["conv", "full_attention"]}},
+    "levit": {
+        "hidden_sizes": [16, 32, 32], "num_attention_heads": [2, 2, 2], "depths": [2, 2, 2], "key_dim": [8, 8, 8],
+        "image_size": 64, "patch_size": 16,
+    },
+    "mobilevitv2": {"image_size": 64},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "nemo_speechlm": {"head_config": {"audio_hidden_size": 32}},
+    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
+    "paddleocr_vl": _MROPE,
+    "pvt": _PYRAMID,
+    "pvt_v2": _PYRAMID,
+    "qwen2_5_omni_thinker": {**_MROPE, "vision_start_token_id": 10},
+    "qwen2_5_vl": _MROPE,
+    "qwen2_vl": _MROPE,
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 10},
     # it trains on inputs of certain lengths alone
     "reformer": {"axial_pos_embds": False, "local_attn_chunk_length": 2, "lsh_attn_chunk_length": 2},
-}
-"""Settings of families that have no tiny value of their own."""
+    "sew": _CONVOLUTIONS,
+    "sew-d": _CONVOLUTIONS,
+    "shieldgemma2": {"yes_token_index": 20, "no_token_index": 21},
+    "speech_to_text": {"conv_channels": 32},
+    "swin": _WINDOWS,
+    "swinv2": _WINDOWS,
+    "textnet": {"hidden_sizes": [64, 16, 16, 16, 16]},
+    "xlstm": {"hidden_size": 64},
+}  # fmt: skip
+"""Settings of families that have no tiny value of their own; those of a configuration inside stand in a dictionary."""
+
+
+def _boxes(ids: torch.Tensor, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    return {"bbox": torch.zeros(*ids.shape, 4)}
+
+
+def _patches(ids: torch.Tensor, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    patches = torch.randn(2, 8, 770, generator=generator)
+    patches[..., :2] = torch.tensor([1.0, 1.0])  # row and column
+    return {"flattened_patches": patches, "decoder_input_ids": ids[:, :4]}
+
+
+def _grid_of_patches(ids: torch.Tensor, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    return {
+        "pixel_values": torch.randn(2, 4, 192, generator=generator),
+        "pixel_attention_mask": torch.ones(2, 4, dtype=torch.long),
+        "spatial_shapes": torch.tensor([[2, 2], [2, 2]]),
+    }  # fmt: skip
+
+
+def _images_in_text(ids: torch.Tensor, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    return {
+        "pixel_values": torch.randn(2, 1, 3, 32, 32, generator=generator),
+        "image_attention_mask": torch.ones(2, ids.shape[1], 1),
+    }
+
+
+def _queries(ids: torch.Tensor, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    return {"qformer_input_ids": ids, "pixel_values": torch.randn(2, 3, 32, 32, generator=generator)}
+
+
+def _codes(ids: torch.Tensor, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    return {"decoder_input_ids": ids[:, :4, None].expand(-1, -1, 9)}
+
+
+INPUTS: dict[str, Callable[[torch.Tensor, torch.Generator], dict[str, torch.Tensor]]] = {
+    "dia": _codes, "idefics": _images_in_text, "instructblip": _queries, "pix2struct": _patches,
+    "siglip2": _grid_of_patches, "udop": _boxes,
+}  # fmt: skip
+"""What families read beside the usual inputs, from the token ids."""
 
 
 class TooLate(Exception):
@@ -99,10 +198,26 @@ def shrink(config: PreTrainedConfig) -> None:
             shrink(part)
 
 
+def change(config: Any, changes: dict[str, Any]) -> None:
+    """Set the settings of a table again that `shrink` may have changed."""
+    for name, value in changes.items():
+        part = getattr(config, name, None)
+        if isinstance(part, PreTrainedConfig) and isinstance(value, dict):
+            change(part, value)
+        else:
+            setattr(config, name, value)
+
+
 def configuration(model_type: str, kind: Any) -> PreTrainedConfig:
     """Return the tiny configuration of a family, or the part of it that a class is built from."""
-    config = tiny(model_type, **CHANGES.get(model_type, {}))
+    changes, usual = CHANGES.get(model_type, {}), sizes(CONFIG_MAPPING[model_type])
+    merged = {
+        name: {**usual.get(name, {}), **value} if isinstance(usual.get(name), dict) else value
+        for name, value in changes.items()
+    }
+    config = tiny(model_type, **merged)
     shrink(config)
+    change(config, changes)
     if not isinstance(config, kind.config_class):
         parts = [getattr(config, name) for name in config.sub_configs]
         config = next((part for part in parts if isinstance(part, kind.config_class)), config)
@@ -137,16 +252,27 @@ def batch(model: PreTrainedModel) -> dict[str, Any]:
         if "input_ids" in accepted:
             inputs["input_ids"] = ids
     elif main == "input_features":
-        bins = getattr(config, "num_mel_bins", getattr(config, "feature_projection_input_dim", 80))
+        parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+        names = ("feature_projection_input_dim", "input_feat_per_channel", "num_mel_bins")
+        bins = next((vars(part)[n] for part in parts if part is not None for n in names if n in vars(part)), 80)
         frames = 2 * getattr(config, "max_source_positions", 20)
-        shape = (2, bins, frames) if "max_source_positions" in vars(config) else (2, frames, bins)
+        first = "max_source_positions" in vars(config) and not any(n in vars(config) for n in names[:2])
+        shape = (2, bins, frames) if first else (2, frames, bins)
         inputs = {"input_features": torch.randn(*shape, generator=generator)}
-    elif main == "input_values":
+    elif main == "input_values" or (main == "inputs" and "input_values" in accepted):
         inputs = {"input_values": torch.randn(2, 2000, generator=generator)}
-    else:
+    elif main == "inputs":
+        size = getattr(config, "image_size", 32)
+        images = torch.randn(2, 3, size, size, generator=generator)
+        inputs = {"inputs": ids if "MaskedLM" in type(model).__name__ else images}
+    elif main not in ("flattened_patches",):
         raise NotImplementedError(f"its input is {main}")
+    else:
+        inputs = {}
     if config.is_encoder_decoder and "decoder_input_ids" in accepted:
         inputs["decoder_input_ids"] = ids[:, :4]
+    if config.model_type.removesuffix("_vision_model") in INPUTS:
+        inputs |= INPUTS[config.model_type.removesuffix("_vision_model")](ids, generator)
     if not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
         inputs = {name: value for name, value in inputs.items() if name in accepted}
     if "use_cache" in accepted:
@@ -190,6 +316,10 @@ def attempt(model: PreTrainedModel, text: str) -> str:
             unread = {t.name for t in tuned.anatomy.tensors if not t.receives_gradient or t.area == "pooler"}
             if unreached := without_gradient(model, unread):
                 refusal = f"SCOPE: {unreached[0]} and {len(unreached) - 1} more get no gradient"
+            if (left := left_unsaid(model, tuned)) and not tuned.count().scope:
+                refusal = (
+                    f"SCOPE: {left[0]} and {len(left) - 1} more are left as they are, and the count does not say so"
+                )
         finally:
             tuned.detach()
             model.requires_grad_(False)
@@ -200,6 +330,43 @@ def attempt(model: PreTrainedModel, text: str) -> str:
         torch.manual_seed(0)
         assert all(map(_same, expected, floats(model(**batch(model))))), "the outputs have changed"
     return refusal
+
+
+def left_unsaid(model: PreTrainedModel, tuned: deltune.Tuned) -> list[str]:
+    """Return what a method seems to be meant for and leaves, by names and classes, which deltune does not look at.
+
+    These are vectors of modules whose class is called a norm, for `layernorm`; vectors called a bias, for `bitfit`; and
+    modules in a list beside others with the same parameters in which the method acts. A vocabulary's projection and a
+    head are left by `layernorm` and `bitfit` everywhere.
+    """
+    anatomy, method = tuned.anatomy, tuned.method
+    assert method is not None
+    resolved = resolve(anatomy, method, lambda: 0)
+    acted = {edit.place.target.path for edit in resolved.edits}
+    selected = {t.name for t in (*resolved.selected, *resolved.trained_in_part)}
+    text, left = repr(method).partition("(")[0], []
+    if text in ("layernorm", "bitfit"):
+        modules = dict(model.named_modules())
+        for tensor in anatomy.tensors:
+            path, _, leaf = tensor.name.rpartition(".")
+            is_norm = "norm" in type(modules[path]).__name__.lower() and leaf in ("weight", "bias")
+            dimensions = 1 if text == "layernorm" else 2
+            if not (is_norm if text == "layernorm" else leaf.endswith("bias")) or len(tensor.shape) > dimensions:
+                continue
+            if tensor.area not in ("vocabulary", "head") and tensor.receives_gradient and tensor.name not in selected:
+                left.append(tensor.name)
+    for path, module in model.named_modules():
+        if isinstance(module, torch.nn.ModuleList) and acted:
+            alike: dict[Any, list[tuple[str, bool]]] = {}
+            for number, child in enumerate(module):
+                inside = f"{path}.{number}"
+                acts = any(f"{place}.".startswith(f"{inside}.") for place in acted)
+                kind = type(child), *(name for name, _ in child.named_parameters())
+                alike.setdefault(kind, []).append((inside, acts))
+            for children in alike.values():
+                if any(acts for _, acts in children):
+                    left += [inside for inside, acts in children if not acts]
+    return left
 
 
 def without_gradient(model: PreTrainedModel, unread: set[str]) -> list[str]:
@@ -283,9 +450,10 @@ This page is generated by `docs/hooks/families.py`, with transformers {version}.
 classes below it makes a tiny model with random weights, inspects it, and for each of seven methods ({methods})
 attaches it, runs it forward and backward, and detaches it again. "Whole" means that every method works that the family
 has something for: `bitfit` where there are biases, `layernorm` where norms have parameters, `prompt` where token ids
-are read first. Of a model of several towers, what reads token ids is tried. After every attempt, refusals included, the
-model's weights and outputs were the same to the last bit. Rows marked otherwise than whole, part, refused or not made
-are known faults that are not mended yet.
+are read first. Of a model of several towers, what reads token ids is tried. No method leaves a layer, a norm or a bias
+that it seems to be meant for, by names and classes, without a word in its count. After every attempt, refusals
+included, the model's weights and outputs were the same to the last bit. Rows marked otherwise than whole, part, refused
+or not made are known faults that are not mended yet.
 
 A refusal is a `DeltuneError` that gives its reason; `deltune inspect` prints what cannot be seen of a model. "Not made"
 says why the script could not make a tiny model of a family, which says nothing about deltune.

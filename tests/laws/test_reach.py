@@ -6,6 +6,7 @@ Facts are written down from the families' own sources, as in `families`.
 from __future__ import annotations
 
 import ast
+import copy
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -124,7 +125,7 @@ KINDS = (
         (*((f"model.encoder.layers.{i}", _SELF, ("",), {}) for i in range(2)),
          *((f"model.decoder.layers.{i}", {**_SELF, "encoder_attn": "cross"}, ("",), {}) for i in range(2))),
         _spectrogram, {"max_source_positions": 20, "num_mel_bins": 80},
-        dict.fromkeys(_NO_TOKENS, "runs on inputs_embeds alone"),
+        _NO_TOKENS,
     ),
 )  # fmt: skip
 
@@ -242,6 +243,34 @@ def test_a_prompt_before_a_decoder_that_takes_no_mask_of_it() -> None:
     assert differences(before, facts(model)) == []
 
 
+def test_a_refusal_says_which_projections_exist() -> None:
+    """A state-space model has no queries, and the message says what can be named in their place."""
+    model = KINDS[3].build()
+    with pytest.raises(
+        deltune.DeltuneError, match=r"no site 'query' .*it has output; .* path, such as '(.*?)'"
+    ) as caught:
+        deltune.count(model, "lora")
+    advised = re.findall(r"such as '(.*?)'", str(caught.value))
+    assert deltune.count(model, f"lora(at={advised[0]!r})").method > 0
+
+
+def test_keys_and_values_of_an_earlier_layer() -> None:
+    """Gemma 3n's last layers have none of their own: LoRA acts where they are made, and the count says in how many."""
+    model = random_model("Gemma3nForCausalLM", tiny("gemma3n_text"))
+    attentions = [layer.attentions[0] for layer in deltune.inspect(model).layers]
+    assert [a.reused for a in attentions] == [(), (), ("key", "value"), ("key", "value")]
+    assert all(a.query is not None and (a.value is None) == bool(a.reused) for a in attentions)
+    count = deltune.count(model, "lora(rank=2)")
+    assert count.scope == ("site 'value' exists in 2 of 4 layers",)
+    inputs = _tokens(torch.Generator().manual_seed(0))
+    tuned = stir(deltune.attach(model, "lora(rank=2) + ia3"))
+    loss(dict(tensors(model(**inputs)))).backward()
+    assert all(p.grad is not None for p in tuned.trainable_parameters())
+    trained = _run(model, inputs)["logits"]
+    tuned.merge()
+    torch.testing.assert_close(_run(model, inputs)["logits"], trained)
+
+
 def test_layers_left_out_are_counted() -> None:
     model = KINDS[1].build()
     assert "site 'query' exists in 1 of 2 layers" in str(deltune.count(model, "lora(rank=2)"))
@@ -352,3 +381,202 @@ def test_a_method_in_another_tower(llava: PreTrainedModel, text: str, tmp_path: 
     assert _equal(trained, _run(llava, inputs))
     loaded.detach()
     llava.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    "text", ["lora(rank=2, at='*linear_*', tower='projector')", "lora(rank=2, at='*1', tower='all')"]
+)
+def test_linears_between_two_towers(llava: PreTrainedModel, text: str, tmp_path: Path) -> None:
+    """No pass on one input calls the projector, so its linears are named by their paths; they train, save and merge."""
+    made = torch.Generator().manual_seed(0)
+    ids = torch.cat([torch.full((1, 16), 7), torch.randint(12, 89, (1, 4), generator=made)], dim=1)
+    inputs = {"input_ids": ids, "pixel_values": torch.randn(1, 3, 32, 32, generator=made)}
+    model = copy.deepcopy(llava)
+    bare = _run(model, inputs)
+    before = facts(model)
+    anatomy = deltune.inspect(model)
+    assert [x.path.rpartition(".")[2] for x in anatomy.projector] == ["linear_1", "linear_2"]
+    assert anatomy.projector[0].path in str(anatomy)
+    tuned = stir(deltune.attach(model, text))
+    loss(dict(tensors(model(**inputs)))).backward()
+    assert any(p.grad is not None for n, p in tuned.named_trainable_parameters() if "projector" in n)
+    trained = _run(model, inputs)
+    assert not _equal(bare, trained)
+    with pytest.raises(deltune.DeltuneError, match="all rows of a batch share"), tuned.rows(["default"]):
+        model(**inputs)
+    tuned.save(tmp_path / "delta")
+    tuned.detach()
+    model.requires_grad_(False)
+    assert differences(before, facts(model)) == []
+    loaded = deltune.load(model, tmp_path / "delta")
+    assert _equal(trained, _run(model, inputs))
+    loaded.merge()
+    torch.testing.assert_close(_run(model, inputs)["logits"], trained["logits"])
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("lora(at='*.q_proj', tower='all')", ["projector"]),
+        ("lora(at='gate_proj', tower='all')", ["vision", "projector"]),
+        ("lora(at='*fc1', tower='all')", ["text", "projector"]),
+    ],
+)
+def test_all_towers_are_those_that_have_the_site(llava: PreTrainedModel, text: str, left: list[str]) -> None:
+    """As for existing parameters, and the count names the others."""
+    count = deltune.count(llava, text)
+    assert [line.split(" with ")[0] for line in count.scope] == [f"the tower {tower}" for tower in left]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("lora(at='*vision_tower*.q_proj')", "in the tower text; .* matches in another tower: tower='vision'"),
+        ("lora(at='*linear_1')", "matches in another tower: tower='projector'"),
+        ("lora(at='*nothing', tower='all')", "no linear of this model has a path .* in the tower text"),
+        (
+            "lora(tower='projector')",
+            r"no layers, so give the paths of its linears as site: model\.multi_modal_projector",
+        ),
+        ("layernorm(tower='projector')", "tensors there: none$"),
+    ],
+)
+def test_where_a_tower_lacks_a_site(llava: PreTrainedModel, text: str, says: str) -> None:
+    with pytest.raises(deltune.DeltuneError, match=says):
+        deltune.count(llava, text)
+
+
+# -- images in windows, in lists of patches, and pages
+
+
+def _swin() -> PreTrainedModel:
+    sizes: dict[str, Any] = {"depths": [2, 1], "num_heads": [2, 2], "embed_dim": 16, "window_size": 2}
+    config = transformers.SwinConfig(image_size=32, patch_size=4, num_labels=3, **sizes)
+    return transformers.SwinForImageClassification(config).requires_grad_(False).eval()
+
+
+def test_windows_and_a_step_that_joins_tokens() -> None:
+    """Swin's downsampling returns a quarter of the tokens, and is no FFN; every second attention reads shifted windows.
+
+    Rows keep their deltas in windows.
+    """
+    model = _swin()
+    blocks = [f"swin.encoder.layers.{i}.blocks.{j}" for i, j in ((0, 0), (0, 1), (1, 0))]
+    layers = deltune.inspect(model).layers
+    assert [layer.path for layer in layers] == blocks
+    assert all(len(layer.attentions) == 1 for layer in layers)
+    assert [(ffn.path, ffn.output.path) for layer in layers for ffn in layer.ffns] == [
+        (f"{block}.mlp", f"{block}.mlp.fc2") for block in blocks
+    ]
+    inputs = _image(torch.Generator().manual_seed(0))
+    alone = {}
+    for seed, text in enumerate(("lora(rank=2) + layernorm", "parallel_adapter(rank=2) + prefix(length=2)")):
+        tuned = stir(deltune.attach(model, text, name=f"d{seed}", head="freeze"), seed)
+        alone[seed] = _run(model, inputs)["logits"]
+    with tuned.rows(["d0", "d1"]):
+        mixed = _run(model, inputs)["logits"]
+    for row in alone:
+        torch.testing.assert_close(mixed[row], alone[row][row])
+
+
+def _siglip2() -> PreTrainedModel:
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = {"vocab_size": 99, **vision}
+    config = transformers.Siglip2Config(text_config=text, vision_config={"patch_size": 8, "num_patches": 16, **vision})
+    return transformers.Siglip2ForImageClassification(config)
+
+
+def _pix2struct() -> PreTrainedModel:
+    text = {"vocab_size": 99, "hidden_size": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    vision = {"hidden_size": 32, "d_kv": 8, "d_ff": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.Pix2StructConfig(text_config=text, vision_config={**vision, "patch_embed_hidden_size": 48})
+    return transformers.Pix2StructForConditionalGeneration(config)
+
+
+def _udop() -> PreTrainedModel:
+    return random_model("UdopForConditionalGeneration", tiny("udop", image_size=32, patch_size=8))
+
+
+@pytest.mark.parametrize(("build", "depths"), [(_siglip2, [2]), (_pix2struct, [2, 2]), (_udop, [2, 2])])
+def test_patches_and_pages(build: Callable[[], PreTrainedModel], depths: list[int]) -> None:
+    """Models that read images as patches, or words with their boxes on a page, are inspected and tuned."""
+    model = build()
+    anatomy = deltune.inspect(model)
+    assert [stack.depth for stack in anatomy.stacks] == depths
+    assert all(layer.attentions[0].query is not None and layer.ffns for layer in anatomy.layers)
+    if depths == [2, 2] and build is not _udop:
+        assert anatomy.stacks[0].words is None and anatomy.stacks[1].words == "decoder.embed_tokens"
+    deltune.attach(model, "lora(rank=2) + adapter(rank=2) + layernorm")
+
+
+def test_the_size_of_a_model_without_automodel() -> None:
+    """A count is in shares of AutoModel's class, and where there is none, of the model without head and vocabulary."""
+    encoder, decoder = tiny("wav2vec2"), tiny("gpt2", is_decoder=True, add_cross_attention=True)
+    config = transformers.SpeechEncoderDecoderConfig(encoder=encoder.to_dict(), decoder=decoder.to_dict())
+    with torch.device("meta"):
+        model = transformers.SpeechEncoderDecoderModel(config)
+    count = deltune.count(model, "layernorm")
+    tied = model.decoder.lm_head.weight is model.decoder.transformer.wte.weight
+    vocabulary = 0 if tied else model.decoder.lm_head.weight.numel()
+    assert count.denominator_size == sum(p.numel() for p in model.parameters()) - vocabulary
+
+
+# -- what is a head, a pooler, a norm
+
+
+def _blip() -> PreTrainedModel:
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    text = {"vocab_size": 99, "encoder_hidden_size": 32, "max_position_embeddings": 40, **sizes}
+    config = transformers.BlipConfig(text_config=text, vision_config={"image_size": 32, "patch_size": 8, **sizes})
+    return transformers.BlipForConditionalGeneration(config)
+
+
+def test_a_decoder_beside_the_base_model_is_no_head() -> None:
+    """AutoModel's class of BLIP has no text decoder, whose embeddings would be trained whole if they were a head's."""
+    model = _blip()
+    anatomy = deltune.inspect(model)
+    assert anatomy.head == ()
+    tuned = deltune.attach(model, "lora(rank=2)")
+    assert sum(p.numel() for p in tuned.trainable_parameters()) == tuned.count().method
+
+
+def test_a_pooler_is_the_end_of_a_pass() -> None:
+    """The pooler inside of an encoder is that module and not the encoder; experts that read one position are none."""
+    encoder, decoder = tiny("vit", **VISION), tiny("gpt2", is_decoder=True, add_cross_attention=True)
+    config = transformers.VisionEncoderDecoderConfig(encoder=encoder.to_dict(), decoder=decoder.to_dict())
+    anatomy = deltune.inspect(transformers.VisionEncoderDecoderModel(config))
+    assert anatomy.pooler == "encoder.pooler"
+    assert {t.name for t in anatomy.tensors if t.area == "pooler"} == {
+        "encoder.pooler.dense.weight", "encoder.pooler.dense.bias",
+    }  # fmt: skip
+    config = tiny("qwen4_exp").text_config
+    with torch.device("meta"):
+        model = transformers.Qwen4ExpForCausalLM(config)
+    anatomy = deltune.inspect(model)
+    assert anatomy.pooler is None and anatomy.layers == ()
+    norms = sum(t.numel for t in anatomy.tensors if t.role == "norm.gain" and t.receives_gradient)
+    assert deltune.count(model, "layernorm").method == norms
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "text", "left"),
+    [
+        ("GptOssForCausalLM", "gpt_oss", "bitfit", "biases of no linear or norm are left as they are: 4, such as "
+         "model.layers.0.mlp.experts.gate_up_proj_bias"),
+        ("DebertaModel", "deberta", "bitfit", "biases of no linear or norm are left as they are: 4, such as "
+         "encoder.layer.0.attention.self.q_bias"),
+        ("SqueezeBertModel", "squeezebert", "layernorm", "what may be norms over other axes is left as it is: 4, such "
+         "as encoder.layers.0.post_attention.layernorm"),
+        ("SqueezeBertModel", "squeezebert", "full", None),
+        ("GptOssForCausalLM", "gpt_oss", "bitfit(which='attention')", None),
+        ("BertForMaskedLM", "bert", "layernorm + bitfit", None),
+    ],
+)  # fmt: skip
+def test_norms_and_biases_that_are_not_recognised_are_said(name: str, family: str, text: str, left: str | None) -> None:
+    """A count names what looks like what a selection trains and is not trained."""
+    assert deltune.count(random_model(name, tiny(family)), text).scope == ((left,) if left else ())

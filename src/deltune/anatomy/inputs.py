@@ -25,8 +25,8 @@ SAMPLES = 4000
 FRAMES = 32
 """Frames of a spectrogram, where the model does not fix their number."""
 
-READABLE = ("input_ids", "pixel_values", "input_features", "input_values", "hidden_states")
-"""The inputs that can be made up, the first that a model takes being its main input. The last are patches of images."""
+READABLE = ("input_ids", "pixel_values", "input_features", "input_values", "flattened_patches", "hidden_states")
+"""The inputs that can be made up, the first that a model takes being its main input. The last two are patches."""
 
 GRID = (1, 4, 4)
 """Frames, rows and columns of patches, for a model that is given them in a list with their grid."""
@@ -46,7 +46,7 @@ def tower_name(model: nn.Module) -> str:
     main: str = main_input(model) or getattr(model, "main_input_name", None) or "input_ids"
     if main == "input_ids" and "text" in words:
         return "text"
-    return "vision" if main.startswith("pixel") or words & {"image", "video"} else "audio"
+    return "vision" if main.startswith(("pixel", "flattened")) or words & {"image", "video"} else "audio"
 
 
 def input_candidates(model: nn.Module) -> list[dict[str, Any]]:
@@ -80,12 +80,30 @@ def input_candidates(model: nn.Module) -> list[dict[str, Any]]:
     if "grid_thw" in accepted and main != "input_ids":
         common["grid_thw"] = partial(torch.tensor, [GRID])
     candidates = [common] if main == "input_ids" else []
+    if main == "input_ids" and "bbox" in accepted:  # the boxes of words on a page, in shares of its sides
+        candidates.append({**common, "bbox": partial(torch.zeros, 1, LENGTHS["input_ids"], 4)})
     # A model of text and images may do without the images, or not.
     for name in ("hidden_states",) if main == "hidden_states" else READABLE[1:-1]:
         if name in accepted:
             config = getattr(model, "config", None)
+            if name == "pixel_values" and "spatial_shapes" in accepted:
+                candidates += _listed_patches(common, config)
             candidates += [{**common, name: partial(torch.zeros, *shape)} for shape in _SHAPES[name](config)]
     return candidates
+
+
+def _listed_patches(common: dict[str, Any], config: Any) -> list[dict[str, Any]]:
+    """Return the inputs of a model that is given images as lists of patches, with the rows and columns of each."""
+    _, rows, columns = GRID
+    return [
+        {
+            **common,
+            "pixel_values": partial(torch.zeros, 1, rows * columns, width),
+            "pixel_attention_mask": partial(torch.ones, 1, rows * columns, dtype=torch.long),
+            "spatial_shapes": partial(torch.tensor, [[rows, columns]]),
+        }
+        for _, width in _patch_shapes(config)
+    ]
 
 
 def _setting(config: Any, *names: str) -> Any:
@@ -128,8 +146,14 @@ def _value_shapes(config: Any) -> list[tuple[int, ...]]:
     return [(1, length, bins), *sound] if bins and length else sound
 
 
+def _flattened_shapes(config: Any) -> list[tuple[int, ...]]:
+    """Return the shapes of patches in a row, each after the numbers of its row and column."""
+    width = _setting(config, "patch_embed_hidden_size") or 768
+    return [(1, GRID[1] * GRID[2], width + 2)]
+
+
 _SHAPES: dict[str, Callable[[Any], list[tuple[int, ...]]]] = {
     "pixel_values": _image_shapes, "input_features": _feature_shapes, "input_values": _value_shapes,
-    "hidden_states": _patch_shapes,
+    "flattened_patches": _flattened_shapes, "hidden_states": _patch_shapes,
 }  # fmt: skip
 """By main input, a function from the configuration to the shapes to try."""

@@ -34,11 +34,11 @@ from ..errors import DeltuneError, describe_value, error_summary, excerpt
 from .inputs import LENGTHS, READABLE, tower_name
 from .offloading import tied_identities
 from .quantization import check_quantization
-from .quantizers import bias_of, visible_parameters
+from .quantizers import bias_of, find_quantizer, linear_sizes, visible_parameters
 from .residuals import SubLayer, find_sublayers, gate_and_up, norm_position, shared_experts
 from .row_order import modules_not_by_row
 from .skeleton import base_modules, base_parameters, structure_stamp
-from .tracing import Node, Trace, ancestors, base_model, meta_model, trace_forward
+from .tracing import Node, Trace, ancestors, base_model, descendants, meta_model, trace_forward
 from .types import (
     FFN,
     Anatomy,
@@ -212,7 +212,7 @@ class _Inspector:
         node, output = sub.attention, self.linear(sub.output)
         assert node is not None
         parts = {role: self.linear(*projection) for role, projection in sub.projections.items()}
-        missing = [role for role in ("query", "key", "value") if role not in parts]
+        missing = [role for role in ("query", "key", "value") if role not in parts and role not in sub.reused]
         inputs = tuple(self.linear(n) for n in sub.inputs) if missing else ()
         path = self.paths[node.module] if node.kind == "attention" else self.trace.around(sub.paths)
         if sub.kind == "mixer":
@@ -224,13 +224,14 @@ class _Inspector:
             self.unobserved.append(f"heads of {path} (not on the attention interface)")
             return Attention(
                 path, sub.kind, sub.input_node.path, output, parts.get("query"), parts.get("key"), parts.get("value"),
-                inputs=inputs, **norms,  # type: ignore[arg-type]
+                inputs=inputs, reused=sub.reused, **norms,  # type: ignore[arg-type]
             )  # fmt: skip
         query, key, value = (t.shape for t in node.inputs[:3])
         return Attention(
             path, sub.kind, sub.input_node.path, output, parts.get("query"), parts.get("key"), parts.get("value"),
             heads=query[1], kv_heads=key[1], head_width=query[3], value_width=value[3],
-            causal=sub.kind == "self" and bool(getattr(node.module, "is_causal", False)), inputs=inputs, **norms,
+            causal=sub.kind == "self" and bool(getattr(node.module, "is_causal", False)), inputs=inputs,
+            reused=sub.reused, **norms,
         )  # fmt: skip
 
     def ffn_of(self, sub: SubLayer, norms: dict[str, str]) -> FFN:
@@ -463,9 +464,10 @@ class _Inspector:
         )
         if any(stack.positions for stack in stacks):
             self.computed = tuple(f".{name}" for name in computed_parameters(self.model))
-        pooler = self._pooler(outside_layers, embedding_paths)
-        head = self._head()
+        pooler = self._pooler(outside_layers, embedding_paths, layers)
+        head = self._head(layers)
         parts = tuple(self._parts())
+        tensors = self._tensors(layers, embedding_paths, pooler, head, parts)
         return Anatomy(
             family=self.model.config.model_type,
             model=type(self.model).__name__,
@@ -475,7 +477,7 @@ class _Inspector:
             norms=tuple(norms),
             pooler=pooler,
             head=head,
-            tensors=self._tensors(layers, embedding_paths, pooler, head, parts),
+            tensors=tensors,
             unobserved=tuple(self.unobserved),
             output_kind=self._output_kind(head),
             other_towers=parts,
@@ -483,6 +485,7 @@ class _Inspector:
             vocabulary=self._vocabulary(),
             on_zeros=self.trace.on_zeros,
             not_by_row=modules_not_by_row(self.trace),
+            projector=tuple(self._projector(tensors)),
         )
 
     def _linears(self) -> tuple[Linear, ...]:
@@ -491,6 +494,16 @@ class _Inspector:
         linears = tuple(self.linear(node) for node in reversed(by_path.values()))
         vocabulary = self._vocabulary()
         return linears if vocabulary is None or vocabulary.path in by_path else (*linears, vocabulary)
+
+    def _projector(self, tensors: Sequence[Tensor]) -> Iterator[Linear]:
+        """Yield the linears between two towers. Rows of a batch may have several images each, so they share these."""
+        names = {t.name for t in tensors if t.tower == "projector"}
+        for path, module in base_modules(self.model):
+            quantized = find_quantizer(module) is not None
+            if f"{path}.weight" in names and (quantized or type(module) is nn.Linear):
+                in_width, out_width = linear_sizes(module)
+                bias, tied = bias_of(module) is not None, self._holders_of(module, path)
+                yield Linear(path, in_width, out_width, bias, shared_with=tied, batch_independent=True)
 
     def _vocabulary(self) -> Linear | None:
         """Return the output embeddings, which the base model's pass does not call, where they are a linear."""
@@ -548,7 +561,8 @@ class _Inspector:
             and not any(is_inside(n.path, path) for path in paths)
         ]
         # one table for both stacks stands outside of them, once tokens were added to an encoder-decoder model
-        outside = [n for n in self.trace.of_kind("embedding") if n.path in embedding_paths and n not in embeddings]
+        below = self._embedding({name: layers[0]}, tuple(f"{layer.path}." for layer in layers))
+        outside = [n for n in self.trace.of_kind("embedding") if n.path in below and n not in embeddings]
         words = next((n for n in [*embeddings, *outside] if self._reads_ids(n)), None)
         word_embedding = None if words is None else words.path
         if words is None and self.tower == "text":
@@ -587,12 +601,20 @@ class _Inspector:
         rows = node.module.weight.shape[0]
         return rows != types and rows >= LENGTHS["input_ids"]
 
-    def _pooler(self, outside_layers: list[Node], embedding_paths: set[str]) -> str | None:
-        """Return the path of the base model's child whose linear reads one position of the last layer's output."""
+    def _pooler(self, outside_layers: list[Node], embedding_paths: set[str], layers: Sequence[Layer]) -> str | None:
+        """Return the path of the module whose linear reads one position of the last layer's output, and ends the pass.
+
+        It is the outermost module around that linear that has neither layers nor embeddings in it.
+        """
+        others = {*embedding_paths, *(layer.path for layer in layers)}
         for node in outside_layers:
             if node.kind == "linear" and node.path not in embedding_paths and node.outputs[0].dim() == 2:
-                inner = node.path[len(self.base_path) + 1 :] if self.base_path else node.path
-                return f"{self.base_path}.{inner.split('.')[0]}".strip(".")
+                if descendants(node, _WITHOUT_WEIGHTS, _WITH_WEIGHTS):
+                    continue
+                around = [
+                    path for path in _around(node.path) if path != self.base_path and is_inside(path, self.base_path)
+                ]
+                return [path for path in around if not any(is_inside(other, path) for other in others)][-1]
         return None
 
     def _nodes_of_batch(self) -> set[int]:
@@ -613,7 +635,7 @@ class _Inspector:
         choosers = modeling_auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES.values()
         return "choices" if type(self.model).__name__ in choosers else "labels" if head else "states"
 
-    def _head(self) -> tuple[str, ...]:
+    def _head(self, layers: Sequence[Layer]) -> tuple[str, ...]:
         """Return the modules outside the base model that map to labels; a vocabulary projection is no head."""
         if self.model.get_output_embeddings() is not None:
             return ()
@@ -624,6 +646,8 @@ class _Inspector:
             base_children |= {name for name, _ in meta_model(self.model.config).named_children()}
         elif self.base is self.model:
             return ()
+        # BLIP's decoder stands beside AutoModel's modules too; what has layers is a part of the model and no head
+        base_children |= {layer.path.split(".")[0] for layer in layers}
         children = ((n, m) for n, m in base_modules(self.model) if "." not in n)
         return tuple(n for n, m in children if n not in base_children and list(m.parameters()))
 
@@ -773,3 +797,8 @@ def _role(kind: str, leaf: str) -> str:
 
 def _argument_names(module: torch.nn.Module) -> set[str]:
     return set(signature(module.forward).parameters)
+
+
+_WITHOUT_WEIGHTS = {"view", "pass", "op", "add"}
+_WITH_WEIGHTS = {"linear", "norm", "embedding", "attention", "experts", "mix"}
+"""Kinds of nodes: what only reshapes or combines hidden states, and what computes with weights or mixes tokens."""

@@ -25,6 +25,7 @@ class SubLayer:
     def __init__(self, add: Node, output: Node, attention: Node | None, inputs: list[Node]) -> None:
         self.add, self.output, self.attention, self.inputs = add, output, attention, inputs
         self.projections: dict[str, tuple[Node, Columns | None]] = {}
+        self.reused: tuple[str, ...] = ()  # what is that of an earlier attention, "key" or "value"
         self.kind: AttentionKind = "self"
         self.block = ""
 
@@ -75,6 +76,7 @@ def find_sublayers(trace: Trace) -> list[SubLayer]:
     projected: set[int] = set()
     for sub in sorted(sublayers.values(), key=lambda s: s.output.order):
         reused = [role for role in ("key", "value") if id(sub.projections.get(role, (None,))[0]) in projected]
+        sub.reused = tuple(reused)
         for role in reused:  # those of an earlier layer once more
             del sub.projections[role]
             sub.kind = "self"
@@ -178,9 +180,15 @@ def _sub_layer(add: Node, output: Node) -> SubLayer | None:
         query, key = (_streams(sublayer.projections.get(role, (None,))[0]) for role in ("query", "key"))
         sublayer.kind = "cross" if query and key and query.isdisjoint(key) else "self"
         return sublayer
-    if sources and all(n.kind == "linear" for n in sources):
+    # an FFN returns as many tokens as it reads; Swin's downsampling, which joins four, is none
+    if sources and all(n.kind == "linear" and _tokens(n) == _tokens(output) for n in sources):
         return SubLayer(add, output, None, sources)
     return None
+
+
+def _tokens(node: Node) -> int:
+    """Return of how many tokens a linear returns hidden states, those of the whole batch."""
+    return node.outputs[0].numel() // max(1, node.outputs[0].shape[-1])
 
 
 def _drop_unclear(projections: dict[str, tuple[Node, Columns | None]]) -> None:

@@ -258,6 +258,7 @@ _PASS_OPERATIONS = _VIEW_OPERATIONS | {
     "div",
     "mul",
     "where",
+    "roll",
 }
 _SHAPE_OPERATIONS = {
     "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_ones", "new_full",
@@ -341,7 +342,7 @@ class _Recorder(TorchDispatchMode):
             return out
         # what only takes a shape, such as zeros_like, reads no number
         inputs = [] if name in _SHAPE_OPERATIONS else list(tensors_in((args, kwargs or {})))
-        kind = _operation_kind(name, inputs, self.producer)
+        kind = _operation_kind(name, inputs, out, self.producer)
         self.record(kind, inputs, list(tensors_in(out)), operation=name, picks=_picked_axis(name, args))
         return out
 
@@ -454,7 +455,7 @@ def _picked_axis(name: str, args: tuple[Any, ...]) -> int | None:
     return 0 if name == "masked_select" else None
 
 
-def _operation_kind(name: str, inputs: list[torch.Tensor], producer: dict[int, Node]) -> str:
+def _operation_kind(name: str, inputs: list[torch.Tensor], output: Any, producer: dict[int, Node]) -> str:
     traced = [t for t in inputs if id(t) in producer]
     if name == "add" and len(traced) == 2 and traced[0].shape == traced[1].shape and traced[0].is_floating_point():
         return "add"
@@ -464,6 +465,8 @@ def _operation_kind(name: str, inputs: list[torch.Tensor], producer: dict[int, N
         return "mix"
     # a product of two activations is a gate; one with a number or a parameter only changes the scale
     if name in _PASS_OPERATIONS and len(traced) <= 1:
+        return "pass"
+    if name == "constant_pad_nd" and traced and traced[0].shape == output.shape:  # Swin pads images, often by nothing
         return "pass"
     return "op"
 

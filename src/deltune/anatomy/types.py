@@ -125,6 +125,8 @@ class Attention:
         pre: The path of the norm before it.
         post: The path of the norm after its residual addition.
         inputs: The linears that it reads the hidden states with, where their roles cannot be observed.
+        reused: Which of key and value are those that an earlier attention has projected, as in the last layers of
+            Gemma 3n, so that it has none of its own.
     """
 
     path: str
@@ -142,6 +144,7 @@ class Attention:
     pre: str | None = None
     post: str | None = None
     inputs: tuple[Linear, ...] = ()
+    reused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -349,6 +352,7 @@ class Anatomy:
         on_zeros: Why the forward pass was observed on zeros in place of shapes alone; "" where it was not.
         not_by_row: The paths of the modules whose tensors do not have the rows of the batch, in their order, as the
             first axis: hidden states of shape (length, batch, width), or tokens that a router sends to an expert.
+        projector: The linears between two towers, which a pass on one input does not call, by their modules.
     """
 
     family: str
@@ -368,6 +372,7 @@ class Anatomy:
     vocabulary: Linear | None = None
     on_zeros: str = ""
     not_by_row: tuple[str, ...] = ()
+    projector: tuple[Linear, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Anatomy:
         """Return itself: it is a value, which copies of a tuned model share."""
@@ -516,6 +521,9 @@ def _lines(anatomy: Anatomy) -> Iterator[str]:
     for part in anatomy.other_towers:
         yield f"├─ tower {part.tower} [{part.tower_path}]"
         yield from (f"│  {line}" for line in list(_lines(part))[1:])
+    if anatomy.projector:
+        yield "├─ tower projector"
+        yield from (f"│  ├─ linear {_linear(linear)}" for linear in anatomy.projector)
     if anatomy.pooler:
         yield f"├─ pooler [{anatomy.pooler}]"
     if anatomy.vocabulary is not None:
@@ -588,7 +596,8 @@ def _layer_lines(layer: Layer, last: Layer | None = None) -> Iterator[str]:
         heads = f"{attention.heads} heads × {attention.head_width}" if attention.heads else "heads not visible"
         groups = f", {attention.kv_heads} key-value heads" if attention.kv_heads != attention.heads else ""
         causal = ", causal" if attention.causal else ""
-        yield f"│  ├─ {attention.kind} attention: {heads}{groups}{causal} [{attention.path}]"
+        reused = f", {' and '.join(attention.reused)} of an earlier attention" if attention.reused else ""
+        yield f"│  ├─ {attention.kind} attention: {heads}{groups}{causal}{reused} [{attention.path}]"
         for role in ("query", "key", "value", "output"):
             linear = getattr(attention, role)
             if linear is not None:

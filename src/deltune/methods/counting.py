@@ -55,7 +55,8 @@ class Count:
         stored: Numbers in the saved file, the task head's and the positions of masked scalars included.
         denominator: The name of what the method's size is compared with.
         denominator_size: The scalars of the denominator.
-        scope: What the method leaves out: layers without a site, and towers that it does not act on.
+        scope: What the method leaves out: layers without a site, towers that it does not act on, and what looks like a
+            norm or bias that it trains and is not observed as one.
         quantization: How the base model's weights are quantised, such as "bitsandbytes nf4"; "" where they are not.
         base_bytes: Bytes that the base model stores, its quantised weights as they are; None without a live model.
     """
@@ -224,7 +225,11 @@ def count_resolved(
         stored=method + masked + head_size,  # a masked scalar is stored with its index
         denominator=denominator,
         denominator_size=size,
-        scope=(*layers_left_out(anatomy, resolved), *towers_left_out(anatomy, resolved)),
+        scope=(
+            *layers_left_out(anatomy, resolved),
+            *towers_left_out(anatomy, resolved),
+            *unrecognized_left_out(resolved),
+        ),
     )
 
 
@@ -261,8 +266,19 @@ def towers_left_out(anatomy: Anatomy, resolved: ResolvedMethod) -> Iterator[str]
             yield f"the tower {tower} with {size:,} scalars is left as it is (tower= chooses another)"
 
 
+def unrecognized_left_out(resolved: ResolvedMethod) -> Iterator[str]:
+    """Yield what looks like the norms or biases that a method trains, and is left as it is."""
+    names = [t.name for t in resolved.unrecognized]
+    norms = list(dict.fromkeys(n.rpartition(".")[0] for n in names if n.rpartition(".")[2] in ("weight", "bias")))
+    biases = [n for n in names if n.rpartition(".")[2] not in ("weight", "bias")]
+    if norms:
+        yield f"what may be norms over other axes is left as it is: {len(norms)}, such as {norms[0]}"
+    if biases:
+        yield f"biases of no linear or norm are left as they are: {len(biases)}, such as {biases[0]}"
+
+
 def base_size(model: PreTrainedModel | PreTrainedConfig, denominator: str | int = "model") -> tuple[str, int]:
-    """Return the name and the number of scalars of a denominator, always of AutoModel of the configuration.
+    """Return the name and the number of scalars of a denominator, of AutoModel of the configuration where there is one.
 
     Raises:
         DeltuneError: The denominator does not exist, or is out of range.
@@ -277,14 +293,20 @@ def base_size(model: PreTrainedModel | PreTrainedConfig, denominator: str | int 
     if not isinstance(denominator, str) or denominator not in DENOMINATORS:
         raise DeltuneError(unknown_name("denominator", denominator, [*DENOMINATORS, "a number"]))
     config = model if isinstance(model, PreTrainedConfig) else model.config
-    anatomy = inspect(meta_model(config))
+    try:
+        tensors = inspect(meta_model(config)).tensors
+    except DeltuneError:
+        if isinstance(model, PreTrainedConfig):
+            raise
+        # AutoModel has no class for it, as for a SpeechEncoderDecoderModel
+        tensors = tuple(t for t in inspect(model).tensors if t.area not in ("head", "vocabulary"))
     areas: dict[str, int] = {}
-    for tensor in anatomy.tensors:
+    for tensor in tensors:
         areas[tensor.area] = areas.get(tensor.area, 0) + tensor.numel
     total = sum(areas.values())
     without = {"no_pooler": ("pooler",), "no_embeddings": ("embedding",), "layers": ("embedding", "pooler")}
     if denominator == "untied":
-        return denominator, total + _output_embeddings(anatomy, config)
+        return denominator, total + _output_embeddings(inspect(meta_model(config)), config)
     return denominator, total - sum(areas.get(area, 0) for area in without.get(denominator, ()))
 
 

@@ -73,6 +73,8 @@ class ResolvedMethod:
         masked: The parameters that are trained under a fixed mask.
         tied: Masks on tensors that places share, by the names of `ResolvedEdit.tied`.
         gated: The parameters whose mask is learned.
+        unrecognized: Parameters that look like those of a selection and are not trained, since what they do is not
+            observed: gains of norms over other axes, biases that are not those of a linear or a norm.
     """
 
     edits: tuple[ResolvedEdit, ...]
@@ -80,6 +82,7 @@ class ResolvedMethod:
     masked: tuple[tuple[Tensor, Mask | RowMask], ...] = ()
     tied: tuple[tuple[str, Mask], ...] = ()
     gated: tuple[ResolvedGates, ...] = ()
+    unrecognized: tuple[Tensor, ...] = ()
 
     @property
     def trained_in_part(self) -> list[Tensor]:
@@ -137,10 +140,13 @@ def resolve(anatomy: Anatomy, method: Method, base_size: Callable[[], int]) -> R
         raise error_from_problems(f"{method!r} cannot be had on {anatomy.model}", problems)
     selected = {t.name: t for plan in plans for t in plan.selected}
     masked = {t.name: (t, mask) for plan in plans for t, mask in plan.masked}
-    return ResolvedMethod(
+    resolved = ResolvedMethod(
         tuple(e for plan in plans for e in plan.edits), tuple(selected.values()), tuple(masked.values()),
         tuple(t for plan in plans for t in plan.tied), tuple(g for plan in plans for g in plan.gated),
     )  # fmt: skip
+    trained = {t.name for t in (*resolved.selected, *resolved.trained_in_part)}
+    left = {t.name: t for plan in plans for t in plan.unrecognized if t.name not in trained}
+    return replace(resolved, unrecognized=tuple(left.values()))
 
 
 def _conflicts(plans: Sequence[ResolvedMethod], terms: Sequence[Method]) -> Iterator[str]:
@@ -192,6 +198,7 @@ def _resolve_term(anatomy: Anatomy, term: Method, index: int, problems: list[str
     selected: list[Tensor] = []
     by_token: list[tuple[Tensor, RowMask]] = []
     gated: list[ResolvedGates] = []
+    unrecognized: list[Tensor] = []
     possible: list[Modification | Selection] = []
     first_problem = len(problems)
     for number, part in enumerate(term.parts, index):
@@ -210,6 +217,8 @@ def _resolve_term(anatomy: Anatomy, term: Method, index: int, problems: list[str
                 selected += selected_tensors(anatomy, part)
             elif tensors := selected_tensors(anatomy, part):
                 gated.append(_resolve_gates(tensors, part.sparsity, str(number)))
+            if isinstance(part, Selection):
+                unrecognized += unrecognized_tensors(anatomy, part)
             possible.append(part)
         except DeltuneError as error:
             problems.append(f"{part!r}: {error}")
@@ -218,7 +227,10 @@ def _resolve_term(anatomy: Anatomy, term: Method, index: int, problems: list[str
     if len(problems) > first_problem and possible and fixed:
         rest = " + ".join(map(repr, possible))
         problems[-1] += f"; the parts of {term!r} that this model can have: {rest}"
-    return ResolvedMethod(tuple(edits), tuple(dict.fromkeys(selected)), tuple(by_token), gated=tuple(gated))
+    return ResolvedMethod(
+        tuple(edits), tuple(dict.fromkeys(selected)), tuple(by_token), gated=tuple(gated),
+        unrecognized=tuple(unrecognized),
+    )  # fmt: skip
 
 
 def token_rows(anatomy: Anatomy, selection: Selection, tokens: tuple[int, ...]) -> list[tuple[Tensor, RowMask]]:
@@ -290,6 +302,7 @@ def _draw_masks(unmasked: ResolvedMethod, masked: MaskedMethod, base_size: Calla
         tuple(replace(e, mask=masks["edit", e.key]) for e in unmasked.edits if ("edit", e.key) in masks), (),
         tuple((t, masks["base", t.name]) for t in unmasked.selected if ("base", t.name) in masks),
         tuple((name, mask) for (kind, name), mask in masks.items() if kind == "tied"),
+        unrecognized=unmasked.unrecognized,
     )  # fmt: skip
 
 
@@ -312,18 +325,7 @@ def selected_tensors(anatomy: Anatomy, selection: Selection) -> list[Tensor]:
     Raises:
         DeltuneError: There is none; the message says which roles exist.
     """
-    of_parts = {tensor.name for part in anatomy.other_towers for tensor in part.tensors}
-    named = anatomy.tower if selection.tower == "main" else selection.tower
-    if named not in ("all", *anatomy.towers):
-        raise DeltuneError(f"tower={named!r}: this model has {' and '.join(anatomy.towers)} only")
-    tensors = [
-        tensor
-        for part in anatomy.other_towers
-        if named in ("all", part.tower)
-        for tensor in _selected_in_tower(part, selection, part.tensors)
-    ]
-    rest = [t for t in anatomy.tensors if named in ("all", t.tower) and t.name not in of_parts]
-    tensors = _selected_in_tower(anatomy, selection, rest) + tensors
+    tensors = _selected_in_towers(anatomy, selection, selection.roles)
     missing = [r for r in selection.roles if not any(_has_role(t, r) for t in anatomy.tensors)]
     if not selection.optional and (not tensors or len(missing) == len(selection.roles)):
         raise DeltuneError(_nothing_selected(anatomy, selection))
@@ -337,7 +339,61 @@ def selected_tensors(anatomy: Anatomy, selection: Selection) -> list[Tensor]:
     return tensors
 
 
-def _selected_in_tower(anatomy: Anatomy, selection: Selection, candidates: Iterable[Tensor]) -> list[Tensor]:
+def unrecognized_tensors(anatomy: Anatomy, selection: Selection) -> list[Tensor]:
+    """Return the parameters that look like those of a selection, and whose part in the computation is not observed.
+
+    A gain is the only parameter of a module, or stands beside a bias of its own shape: that of a batch or group norm,
+    or of a layer norm over channels that are not the last axis. A bias is one by its name alone, as those that the
+    experts of GPT-OSS and the query of DeBERTa add themselves.
+    """
+    norms = {"norm.gain": "weight", "norm.bias": "bias"}
+    leaves = {leaf for role, leaf in norms.items() if role in selection.roles}
+    biases = {"bias", "linear.bias"} & set(selection.roles)
+    if selection.optional or not (leaves or biases):
+        return []
+    like = [t for t in _selected_in_towers(anatomy, selection, ("weight", "bias")) if t.role in ("weight", "bias")]
+    siblings: dict[str, list[Tensor]] = {}
+    for tensor in anatomy.tensors:
+        siblings.setdefault(tensor.name.rpartition(".")[0], []).append(tensor)
+    unrecognized = []
+    for tensor in like:
+        module, _, leaf = tensor.name.rpartition(".")
+        of_norm = leaf in leaves and _looks_like_norm(siblings[module])
+        if tensor.receives_gradient and (of_norm or (biases and tensor.role == "weight" and leaf.endswith("bias"))):
+            unrecognized.append(tensor)
+    return unrecognized
+
+
+def _looks_like_norm(tensors: Sequence[Tensor]) -> bool:
+    """Whether the parameters of a module are one vector called weight, or that and a bias of its size."""
+    leaves = {t.name.rpartition(".")[2]: t for t in tensors}
+    sizes = {t.shape for t in tensors}
+    return leaves.keys() <= {"weight", "bias"} and "weight" in leaves and len(sizes) == 1 and len(sizes.pop()) == 1
+
+
+def _selected_in_towers(anatomy: Anatomy, selection: Selection, roles: Sequence[str]) -> list[Tensor]:
+    """Return the parameters of some roles where a selection acts, in the towers that it names.
+
+    Raises:
+        DeltuneError: The model has no such tower.
+    """
+    of_parts = {tensor.name for part in anatomy.other_towers for tensor in part.tensors}
+    named = anatomy.tower if selection.tower == "main" else selection.tower
+    if named not in ("all", *anatomy.towers):
+        raise DeltuneError(f"tower={named!r}: this model has {' and '.join(anatomy.towers)} only")
+    tensors = [
+        tensor
+        for part in anatomy.other_towers
+        if named in ("all", part.tower)
+        for tensor in _selected_in_tower(part, selection, part.tensors, roles)
+    ]
+    rest = [t for t in anatomy.tensors if named in ("all", t.tower) and t.name not in of_parts]
+    return _selected_in_tower(anatomy, selection, rest, roles) + tensors
+
+
+def _selected_in_tower(
+    anatomy: Anatomy, selection: Selection, candidates: Iterable[Tensor], roles: Sequence[str]
+) -> list[Tensor]:
     whole = selection.layers == "all" and not anatomy.layers
     chosen_layers = [] if whole else select_layers(anatomy, selection.layers, selection.stack)
     layers = {anatomy.layers.index(layer) for layer in chosen_layers}
@@ -352,7 +408,7 @@ def _selected_in_tower(anatomy: Anatomy, selection: Selection, candidates: Itera
             continue
         if tensor.layer is None and selection.stack not in ("all", *_stacks_containing(anatomy, tensor)):
             continue
-        if not any(_has_role(tensor, role) for role in selection.roles):
+        if not any(_has_role(tensor, role) for role in roles):
             continue
         norm: Norm | None = norms.get(tensor.name.rpartition(".")[0])
         if selection.of != "both" and norm is not None and norm.of and selection.of not in norm.of:
@@ -406,5 +462,5 @@ def _nothing_selected(anatomy: Anatomy, selection: Selection) -> str:
         return f"no norm of this model has a bias (RMSNorm has a gain only); tensors there: {', '.join(roles)}"
     where = ", ".join(selection.areas) + (f" of the {selection.of}" if selection.of != "both" else "")
     where += f" of the tower {named}" if len(anatomy.towers) > 1 else ""
-    advice = "; bitfit(add_missing=True) gives linears a bias" if "bias" in requested else ""
-    return f"this model has no {requested} in {where}; tensors there: {', '.join(roles)}{advice}"
+    advice = "; bitfit(add_missing=True) gives linears a bias" if {"bias", "linear.bias"} & set(selection.roles) else ""
+    return f"this model has no {requested} in {where}; tensors there: {', '.join(roles) or 'none'}{advice}"

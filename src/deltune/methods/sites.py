@@ -8,14 +8,15 @@ the same way for all sites.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from ..anatomy.types import FFN, Anatomy, Attention, Columns, Experts, ExpertWeight, Layer, Linear, is_inside
 from ..errors import DeltuneError
-from .forms import Prompt, Vector, Widths
-from .spec import OUTER_LAYERS, OUTSIDE_LAYERS, LayersArg, Modification, is_pattern
+from .forms import LowRank, Prompt, Vector, Widths
+from .spec import OUTER_LAYERS, OUTSIDE_LAYERS, PROJECTIONS, LayersArg, Modification, is_pattern
 
 
 @dataclass(frozen=True)
@@ -169,11 +170,34 @@ def resolve_locations(anatomy: Anatomy, modification: Modification) -> list[Edit
     Raises:
         DeltuneError: The model has no such place, or it cannot be observed.
     """
+    named = anatomy.tower if modification.tower == "main" else modification.tower
     locations: list[EditLocation] = []
-    for part in towers_of(anatomy, modification.tower):
-        prefix = tower_prefix(anatomy, part)
-        locations += [_in_tower(location, part.tower, prefix) for location in _resolve_in_tower(part, modification)]
+    reasons: list[DeltuneError] = []
+    if is_pattern(modification.site) and named in ("all", "projector"):
+        locations = [_in_tower(place, "projector", "projector.") for place in _in_projector(anatomy, modification)]
+    parts = anatomy.in_tower(modification.tower) if locations else towers_of(anatomy, modification.tower)
+    for part in parts:
+        try:
+            of_part = _resolve_in_tower(part, modification)
+        except DeltuneError as error:  # of all towers those that have the site; the count names the others
+            if named != "all" or sum(other.tower == part.tower for other in parts) > 1:
+                raise
+            reasons.append(error)
+        else:
+            prefix = tower_prefix(anatomy, part)
+            locations += [_in_tower(location, part.tower, prefix) for location in of_part]
+    if reasons and not locations:
+        raise reasons[0]
     return locations
+
+
+def _in_projector(anatomy: Anatomy, modification: Modification) -> list[EditLocation]:
+    """Return the places of a pattern among the linears between two towers, which are in no layer and no stack."""
+    if (modification.layers, modification.stack) != ("all", "all"):
+        return []
+    matching = [x for x in anatomy.projector if fnmatchcase(x.path, modification.site)]
+    sites = [_projection_site(linear.path, linear, "projector", "projector") for linear in matching]
+    return [_edit_location(site, modification) for site in sites]
 
 
 def tower_prefix(anatomy: Anatomy, part: Anatomy) -> str:
@@ -200,11 +224,14 @@ def towers_of(anatomy: Anatomy, tower: str) -> list[Anatomy]:
         DeltuneError: The model has no such tower, or its layers could not be observed.
     """
     parts = anatomy.in_tower(tower)
-    if not parts:
-        raise DeltuneError(
-            f"tower={tower!r}: this model has no such tower whose layers can be observed; it has {_listed(anatomy)}"
-        )
-    return parts
+    if parts:
+        return parts
+    if tower == "projector" and anatomy.projector:
+        names = ", ".join(linear.path for linear in anatomy.projector[:3])
+        raise DeltuneError(f"tower='projector': it has no layers, so give the paths of its linears as site: {names}")
+    raise DeltuneError(
+        f"tower={tower!r}: this model has no such tower whose layers can be observed; it has {_listed(anatomy)}"
+    )
 
 
 def _listed(anatomy: Anatomy) -> str:
@@ -262,7 +289,21 @@ def _no_such_site(anatomy: Anatomy, modification: Modification) -> str:
         return f"experts={modification.experts!r}: this model has no mixture of experts"
     if site == "router":
         return "this model has no mixture of experts whose router can be seen"
-    return f"this model has no site {site!r} that can be seen"
+    return f"this model has no site {site!r} that can be seen{_what_exists(anatomy)}"
+
+
+def _what_exists(anatomy: Anatomy) -> str:
+    """Return which projections of a model can be seen, and how to name any other linear; "" where there is none."""
+    existing = []
+    for name in PROJECTIONS:
+        with suppress(DeltuneError):
+            at_projection = Modification(name, LowRank(1))
+            if any(True for layer in anatomy.layers for _ in _layer_sites(anatomy, layer, at_projection)):
+                existing.append(name)
+    inner = (x.path.split(".") for layer in anatomy.layers for x in anatomy.linears if is_inside(x.path, layer.path))
+    patterns = sorted({f"*.{'.'.join(parts[-2:])}" for parts in inner})
+    text = f"; of projections it has {' and '.join(existing)}" if existing else ""
+    return text + (f"; any linear can be named by its path, such as {patterns[0]!r}" if patterns else "")
 
 
 def _edit_location(site: SiteLocation, modification: Modification) -> EditLocation:
@@ -350,6 +391,8 @@ def _layer_sites(anatomy: Anatomy, layer: Layer, modification: Modification) -> 
     else:
         for attention in layer.attentions:
             is_mixer = attention.kind == "mixer"
+            if site in attention.reused:
+                continue
             if modification.attention in ("all", attention.kind) and (site in ("attention", "output") or not is_mixer):
                 alike = [other for other in layer.attentions if other.kind == attention.kind]
                 number = alike.index(attention)  # a layer may have two, as those of LongCat-Flash
@@ -448,7 +491,7 @@ def _sites_in_experts(
     if site in ("gate_proj", "up_proj"):
         raise DeltuneError(
             f"the gates of the {experts.number} experts at {experts.path!r} are no projections of their own: take "
-            "'ffn_up', which is both, or experts='shared'"
+            f"'ffn_up', which is both{', or experts=' + repr('shared') if experts.shared else ''}"
         )
     weights = experts.inputs if site == "ffn_up" else experts.outputs
     if not weights:
@@ -528,8 +571,9 @@ def _matching_sites(anatomy: Anatomy, modification: Modification) -> list[SiteLo
         names = sorted({linear.path.rpartition(".")[2] for linear in anatomy.linears})
         close = get_close_matches(pattern.rpartition(".")[2], names, 8, 0.3) or names
         raise DeltuneError(
-            f"no linear of this model has a path that matches {pattern!r}; paths here end in "
+            f"no linear of this model has a path that matches {pattern!r}{_in_which_tower(anatomy)}; paths here end in "
             f"{', '.join(close[:8])}, such as {next((x.path for x in anatomy.linears), 'none')}"
+            + _elsewhere(anatomy, pattern)
         )
     sites = []
     for linear in matching:
@@ -541,6 +585,17 @@ def _matching_sites(anatomy: Anatomy, modification: Modification) -> list[SiteLo
             site = _projection_site(f"{stem}.{inner}", linear, stem, layer.stack if layer else stack)
             sites.append(replace(site, layer=layer.path if layer else ""))
     return sites
+
+
+def _in_which_tower(anatomy: Anatomy) -> str:
+    return f" in the tower {anatomy.tower}" if len(anatomy.towers) > 1 else ""
+
+
+def _elsewhere(anatomy: Anatomy, pattern: str) -> str:
+    """Return in which other tower a pattern matches a linear, as advice; "" where it does in none."""
+    towers = {part.tower: part.linears for part in anatomy.other_towers} | {"projector": anatomy.projector}
+    names = [name for name, linears in towers.items() if any(fnmatchcase(x.path, pattern) for x in linears)]
+    return f"; it matches in another tower: tower={names[0]!r}" if names else ""
 
 
 def _x_path(sublayer: Attention | FFN, modification: Modification) -> str:

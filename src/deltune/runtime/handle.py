@@ -844,8 +844,11 @@ class Tuned(nn.Module):
                 order = order.including(call_order(tower), part.tower_path)
         unreached = unreached_edits(order, delta) if order else []
         vocabulary = self.anatomy.vocabulary  # the base model's pass does not call it, and the model's own does
-        of_head = {e.place.name for e in delta.all_edits() if vocabulary and e.place.target.path == vocabulary.path}
-        if unreached := [name for name in unreached if name not in of_head]:
+        outside = {e.place.name for e in delta.all_edits() if vocabulary and e.place.target.path == vocabulary.path}
+        outside |= {
+            e.place.name for e in delta.all_edits() if e.place.tower == "projector"
+        }  # a pass on one input skips it
+        if unreached := [name for name in unreached if name not in outside]:
             raise error_from_problems(
                 f"{delta.method!r} cannot be attached to {type(self.model).__name__}: its forward pass does not call "
                 "every module that the method changes",
