@@ -73,6 +73,20 @@ def test_it_is_not_run_again(place: Path) -> None:
     assert "6 jobs, 6 done; 0 left" in dry
 
 
+def test_a_study_of_the_papers_says_before_it_is_run_what_it_needs_and_decides(place: Path) -> None:
+    store = place / "nothing.sqlite"
+    lines = deltune("run", "uv/insertion", "--scale", "paper", "--store", store, "--dry-run").stdout.splitlines()
+    (data,) = (line for line in lines if "data from the hub" in line)
+    assert "facebook/bart-large (1.63 GB in float32)" in lines[1] and "wmt/wmt16:ro-en" in data
+    assert any("operations at most" in line and "on one A100" in line for line in lines)
+    assert "nothing was run yet" in lines[-1] and "3 seeds decide a difference of" in lines[-1]
+    committed = Path(__file__).parents[1] / "results"
+    lines = deltune("run", "uv/insertion", "--store", store, "--results", committed, "--dry-run").stdout.splitlines()
+    assert "8 seeds, with the spread of 8 that were run" in lines[1]
+    assert re.fullmatch(r" +\d\.\d points: parallel beats sequential insertion .*", lines[2]) and len(lines) == 4
+    assert not store.exists()
+
+
 def test_status(place: Path) -> None:
     facts = json.loads(deltune("status", place / "mine.yaml", "--store", place / "r.sqlite", "--json").stdout)["tiny"]
     assert (facts["jobs"], facts["done"], facts["begun"], facts["waiting"], len(facts["failed"])) == (6, 4, {}, 0, 2)

@@ -384,6 +384,42 @@ def decide_claims(
     ]
 
 
+def decidable_effects(
+    claims: Sequence[Claim],
+    outcomes: Sequence[Outcome],
+    metric: str | Mapping[str, str],
+    seeds: int,
+    lower: bool = False,
+    alpha: float = 0.05,
+) -> list[tuple[float, str] | None]:
+    """Return for each claim the smallest effect that a run of so many seeds decides with the chance `POWER`.
+
+    The spread is that of the outcomes so far. The level is the strictest of Holm's procedure, that of its first step.
+
+    Args:
+        claims: The claims.
+        outcomes: Outcomes of at least two seeds.
+        metric: The score that counts, or task -> score.
+        seeds: How many seeds the run is to have.
+        lower: Whether lower is better, for scores of which `METRICS` does not say so.
+        alpha: The level of the study.
+
+    Returns:
+        The distance from the border of the claim, and its unit; None where nothing is known of the spread.
+    """
+    cells = Cells(with_derived_axes(outcomes), MetricChoice(metric, lower))
+    return [_decidable_effect(_test(claim, cells), seeds, alpha / len(claims)) for claim in claims]
+
+
+def _decidable_effect(test: _Test, seeds: int, alpha: float) -> tuple[float, str] | None:
+    if not test.estimates:
+        return None
+    check, estimate = test.comparisons[test.decides], test.estimates[test.decides]
+    so_far = min(len(numbers) for numbers in check.effects.values())
+    smallest = estimate.enlarged((so_far, seeds)).smallest_decidable(alpha, POWER)
+    return (smallest, check.unit) if math.isfinite(smallest) else None
+
+
 def _test(claim: Claim, cells: Cells) -> _Test:
     """Make a claim's comparisons, or say why they cannot be made."""
     reasons: list[str] = []
