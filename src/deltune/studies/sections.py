@@ -9,11 +9,12 @@ from pathlib import Path
 from ..errors import error_summary
 from ..filesystem import explain_write_errors, write_text
 from .claims.claims import Claim
+from .claims.comparisons import is_at_chance
 from .claims.decisions import POWER, PaperStatements, check_printed, decidable_effects, decide_claims
 from .claims.selectors import describe_cell
 from .claims.statistics import Estimate
 from .engine.jobs import Outcome
-from .report.aggregate import SEED, answers_alike
+from .report.aggregate import SEED
 from .report.charts import draw, save
 from .report.figure_spec import DISPLAY_NAMES, FigureSpec, TableSpec, as_tuple
 from .report.findings import CLAIM_COLUMNS, findings_csv
@@ -52,7 +53,7 @@ def build_section(
     )
     return Section(
         study.name,
-        "\n\n".join(text for text in (study.question, study.notes, _answered_alike(outcomes, names)) if text),
+        "\n\n".join(text for text in (study.question, study.notes, _at_chance(outcomes, names)) if text),
         tuple(build_table(view, outcomes) for view in tables),
         tuple(draw(view, outcomes) for view in figures),
         tuple(findings),
@@ -124,21 +125,21 @@ def _metric(study: Study, outcomes: Sequence[Outcome]) -> str | dict[str, str]:
     return by_task
 
 
-def _answered_alike(outcomes: Sequence[Outcome], names: Mapping[str, str]) -> str:
+def _at_chance(outcomes: Sequence[Outcome], names: Mapping[str, str]) -> str:
     """Say which runs have learned nothing, so that a comparison with them says nothing of a method."""
-    alike = [outcome for outcome in outcomes if answers_alike(outcome)]
-    if not alike:
+    at_chance = [outcome for outcome in outcomes if is_at_chance(outcome)]
+    if not at_chance:
         return ""
     cells: dict[str, list[str]] = {}
     axes = _varied(outcomes) - {SEED}
-    for outcome in alike:
+    for outcome in at_chance:
         label = describe_cell({axis: value for axis, value in outcome.cell.items() if axis in axes}, names)
         cells.setdefault(label, []).append(str(outcome.cell.get(SEED, "")))
     listed = [f"{label} (seed {', '.join(seeds)})" if any(seeds) else label for label, seeds in cells.items()]
     more = f"; and {len(listed) - MAX_LISTED} more" if len(listed) > MAX_LISTED else ""
     return (
-        f"{len(alike)} of {len(outcomes)} runs answer every row of the test split alike: they have learned nothing at "
-        "their learning rate, and a comparison with them says nothing about the method. They are "
+        f"{len(at_chance)} of {len(outcomes)} runs are no better than chance on the test split: they have learned "
+        "nothing at their learning rate, and a comparison with them says little about the method. They are "
         f"{'; '.join(listed[:MAX_LISTED])}{more}."
     )
 

@@ -346,7 +346,7 @@ def _score_cell(spread: Spread, if_missing: str, notes: dict[str, int]) -> Table
         reasons = [f"{spread.n} of {spread.n + len(reasons)}: " + "; ".join(reasons)]
     elif spread.mean is None and not spread.failed:
         reasons = [if_missing]
-    reasons += spread.alike
+    reasons += spread.at_chance
     marks = tuple(_note_index(reason, notes) for reason in reasons)
     state: State = "shown" if spread.mean is not None else "failed" if spread.failed else "missing"
     return TableCell(spread.mean, spread.std, spread.n, state, notes=marks)
