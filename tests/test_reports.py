@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
 import shutil
@@ -61,7 +62,9 @@ def run_study(root: Path) -> None:
     (root / "mine.yaml").write_text(made.yaml())
     dry = deltune("run", root / "mine.yaml", "--store", root / "r.sqlite", "--dry-run").stdout
     assert "6 jobs, 0 done; 6 left" in dry and not list(root.glob("r.*")), "what is only asked for makes nothing"
-    printed = deltune("run", root / "mine.yaml", "--store", root / "r.sqlite", "--workers", 2, code=1)
+    printed = deltune(
+        "run", root / "mine.yaml", "--store", root / "r.sqlite", "--workers", 2, "--results", root / "first", code=1
+    )
     assert "6 run, 0 were there; 2 of them failed" in printed.stdout
     assert re.search(r"study \d/6 jobs, job .*(norms|low rank).* took \d+ s, .* left", printed.stderr)
 
@@ -109,8 +112,9 @@ def test_results_as_text_are_the_results(place: Path) -> None:
     assert "6 jobs, 6 done; 0 left" in deltune("run", mine, "--store", place / "again.sqlite", "--dry-run").stdout
     run = deltune("run", mine, "--store", place / "again.sqlite", "--results", place / "twice", code=1)
     assert "0 run, 6 were there" in run.stdout
-    for file in ("tiny.jsonl", "environments.json"):
-        assert (place / "twice" / file).read_bytes() == (folder / file).read_bytes()
+    for file, other in itertools.product(("tiny.jsonl", "environments.json"), ("first", "twice")):
+        assert (place / other / file).read_bytes() == (folder / file).read_bytes()
+    assert all(json.loads(line)["date"] for line in (folder / "tiny.jsonl").read_text().splitlines())
     (environment,) = json.loads((folder / "environments.json").read_text()).values()
     assert {"commit", "packages", "processor", "python"} <= environment.keys()
     assert (environment["threads"], environment["linear_backend"]) == (1, "torch"), "whatever the machine has"

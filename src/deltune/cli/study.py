@@ -233,7 +233,8 @@ def run(
             done, reused = done + scheduler.done, reused + scheduler.reused
             failed |= dict.fromkeys(scheduler.failed)
             if results is not None:
-                write_results(results, study.name, _records_of(study, scheduler.records))
+                dated = {record.name: record for record in stored.records()}  # a record just made has no day yet
+                write_results(results, study.name, _records_of(study, dated))
     note = f"; {len(failed)} of them failed (deltune study status tells which and why)" if failed else ""
     console.print(f"{done} run, {reused} were there{note}; results in {store}")
     if failed:

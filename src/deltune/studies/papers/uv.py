@@ -549,8 +549,8 @@ def glue(setup: StudySetup) -> Study:
         "accuracy",
         "The model is an encoder of two layers that sees 1,500 rows of each task. SICK stands in place of MNLI, of "
         "which the model learns nothing from so few rows (its validation loss stays at 1.10, that of a guess). The "
-        "methods train 0.05 % to 0.09 % of the parameters, where MAM has 0.5 % in the paper. Scores are medians of 3 "
-        f"seeds, where the paper has 5. {TUNED}"
+        "methods train 0.05 % to 0.09 % of the parameters, where MAM has 0.5 % in the paper. Scores are medians over "
+        f"seeds, as in the paper. {TUNED}"
         if setup.small
         else f"The median of 5 seeds, as in the paper; claims are decided from all of them. {TUNED} MAM has s = 2, the "
         "released code's for GLUE. BitFit's printed numbers are from elsewhere. The labels of GLUE's tests are hidden: "
