@@ -401,7 +401,7 @@ def time(setup: StudySetup) -> Study:
         "random tokens without padding; the paper took times from the logs of whole runs, whose batch sizes differ by "
         f"method. Seeds are parts of the rounds, {TIMING_BLOCKS} in all, and what varies between them is the clock."
         + (
-            " On small models and a CPU the fixed costs of each operation weigh more. Other work on the machine moved the "
+            " On small models and a CPU the fixed costs of each operation weigh more. Other work on the machine moved "
             "ratios of single rounds by 20 to 45 %."
             if setup.small
             else ""
