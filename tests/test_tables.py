@@ -229,6 +229,11 @@ def test_a_seed_that_was_not_run_is_said() -> None:
     table = build_table(TableSpec(), [cell("a", "x", 0.5, 0), cell("a", "x", 0.6, 1), cell("b", "x", 0.5, 0)])
     entry = entries(table)["b", "x"]
     assert entry.n == 1 and table.notes[entry.notes[0]] == "1 of 2: seed 1 not run"
+    waiting = [
+        Outcome({"method": "a", "task": "x", "seed": seed}, error="not run yet", waiting=True) for seed in (1, 2, 3)
+    ]
+    table = build_table(TableSpec(), [cell("a", "x", 0.5, 0), *waiting])
+    assert table.notes == ("1 of 4: seeds 1, 2, 3: not run yet",), "each seed counts, and they share a reason"
 
 
 def test_a_forgotten_axis_is_an_error_and_no_average() -> None:

@@ -139,7 +139,7 @@ def _at_chance(outcomes: Sequence[Outcome], names: Mapping[str, str]) -> str:
     more = f"; and {len(listed) - MAX_LISTED} more" if len(listed) > MAX_LISTED else ""
     return (
         f"{len(at_chance)} of {len(outcomes)} runs are no better than chance on the test split: they have learned "
-        "nothing at their learning rate, and a comparison with them says little about the method. They are "
+        "little or nothing at their learning rate, and a comparison with them says little about the method. They are "
         f"{'; '.join(listed[:MAX_LISTED])}{more}."
     )
 

@@ -90,6 +90,7 @@ class Spread:
         failed: Why other seeds failed.
         absent: Which seeds did not run.
         at_chance: Which seeds are no better than chance, though they have a number.
+        planned: How many seeds there should be; 0 if each lacking one has an entry in `failed` or `absent`.
     """
 
     mean: float | None
@@ -98,6 +99,7 @@ class Spread:
     failed: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
     at_chance: tuple[str, ...] = ()
+    planned: int = 0
 
 
 MISSING = Spread(None, absent=("not run",))
@@ -349,7 +351,8 @@ def _spread(observed: Sequence[Observation], seeds: Sequence[Any], median: bool)
     std = statistics.stdev(values) if len(values) > 1 else None
     middle = statistics.median(values) if median else statistics.fmean(values)
     at_chance = _reasons([(o.cell.get(SEED), AT_CHANCE) for o in observed if o.at_chance], len(seeds) > 1)
-    return Spread(middle, std, len(values), reasons, absent, at_chance)
+    planned = len(observed) + sum(seed not in present for seed in seeds if present != [None])
+    return Spread(middle, std, len(values), reasons, absent, at_chance, planned)
 
 
 def _reasons(failed: Sequence[tuple[Any, str]], several: bool) -> tuple[str, ...]:

@@ -343,7 +343,7 @@ def _column_headings(view: TableSpec, aggregates: Aggregates, key: Labels, n_out
 def _score_cell(spread: Spread, if_missing: str, notes: dict[str, int]) -> TableCell:
     reasons = [*spread.failed, *spread.absent]
     if spread.mean is not None and reasons:
-        reasons = [f"{spread.n} of {spread.n + len(reasons)}: " + "; ".join(reasons)]
+        reasons = [f"{spread.n} of {spread.planned or spread.n + len(reasons)}: " + "; ".join(reasons)]
     elif spread.mean is None and not spread.failed:
         reasons = [if_missing]
     reasons += spread.at_chance
