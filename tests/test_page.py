@@ -201,6 +201,14 @@ def test_what_was_found_and_where_it_comes_from() -> None:
     assert provenance([replace(records[0], result=None, error="lost")]) == ""
 
 
+def test_rounds_of_a_timing_are_no_runs() -> None:
+    timed = Outcome({"method": "a", "model": "m", "seed": 0}, {"methods": {"a": "lora"}}, {"train": 50.0})
+    run = Outcome({"method": "a", "task": "cb", "seed": 0}, {"method": "lora"}, {"accuracy": 0.5})
+    sections = [Section("a", "Is it fast?", outcomes=(timed, timed)), Section("b", "Is it good?", outcomes=(run,))]
+    text = Reader(render_page(sections)).visible_text()
+    assert "a, 2 timings" in text and "b, 1 run" in text and "2 studies of 1 run and 2 timings" in text
+
+
 def test_claims_of_a_paper_stand_in_one_table_below_its_title() -> None:
     sections = [
         Section(name, "Is it so?", findings=FOUND, paper=PAPERS[name[:2]]) for name in ("ln/nlu", "ln/nlg", "uv/full")

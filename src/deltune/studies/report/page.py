@@ -354,12 +354,14 @@ def _study_context(section: Section, at: int) -> dict[str, Any]:
 
 
 def _runs_in_words(sections: Sequence[Section]) -> str:
-    """Say how far studies are: "216 runs, 3 failed, 2 not run yet"."""
+    """Say how far studies are: "216 runs, 3 failed, 2 not run yet"; a round of a timing is no run."""
     outcomes = [outcome for section in sections for outcome in section.outcomes]
     waiting = sum(outcome.waiting for outcome in outcomes)
     failed = sum(outcome.error is not None for outcome in outcomes) - waiting
     states = [f"{n:,} {word}" for n, word in ((failed, "failed"), (waiting, "not run yet")) if n]
-    return ", ".join([counted(len(outcomes), "run"), *states])
+    timings = sum("methods" in outcome.spec for outcome in outcomes)
+    kinds = [counted(n, word) for n, word in ((len(outcomes) - timings, "run"), (timings, "timing")) if n]
+    return ", ".join([" and ".join(kinds) or "0 runs", *states])
 
 
 def _table_context(table: Table) -> dict[str, Any]:
