@@ -32,6 +32,7 @@ from deltune.studies.claims.comparisons import (
     RELATIVE,
     STEPS,
     TIME,
+    is_at_chance,
     score,
     threshold,
     with_derived_axes,
@@ -432,18 +433,38 @@ def test_what_an_undecided_claim_would_have_taken() -> None:
     resolution = finding.resolution
     assert finding.verdict == "undecided" and resolution is not None
     assert resolution.target == pytest.approx(abs(finding.effect + 10)) and resolution.target < resolution.smallest
-    assert "beyond −10 is decided in 80 % of cases; one as large as the one measured" in resolution.text
+    assert "beyond −10 is decided in 80 % of cases; one as far from it as the one measured" in resolution.text
     table = PrintedTable("table 1", tuple(seeds_alone({"cb": 5.0}, draw=0, seeds=1, noise=0.0)), "accuracy")
     printed = check_printed(claim, [table])
     assert printed.agrees and printed.deciding.effect == pytest.approx(-5.0)
     (against_paper,) = decide_claims([claim], METHODS, "accuracy", printed=[printed])
     larger = against_paper.resolution
-    assert larger.target == pytest.approx(5.0) and larger.target_is_printed and larger.seeds >= 3 and larger.rows >= 400
-    assert f"(5) takes {larger.seeds} seeds and {larger.rows:,} test rows" in larger.text
-    assert replace(larger, seeds=None, rows=None).text.endswith("takes more than 1,000 seeds.")
+    assert larger.target == pytest.approx(5.0) and larger.target_is_printed and larger.seeds >= 3 and larger.factor >= 1
+    assert f"(5) takes {larger.seeds} seeds" in larger.text
+    assert replace(larger, factor=3.0).text.endswith(f"takes {larger.seeds} seeds and 3 times as many test rows.")
+    assert replace(larger, seeds=None, factor=None).text.endswith("takes more than 1,000 seeds.")
     assert decided(Beats(A, B), METHODS).resolution is None
     same = [replace(o, scores={"accuracy": by_method(o.cell)}, examples={}) for o in METHODS]
     assert decided(Beats(A, B), same).resolution is None, "nothing is known about the spread"
+
+
+def test_runs_at_chance_are_counted_beside_the_claim_that_they_are_compared_for() -> None:
+    """400 rows: a guess has a Matthews correlation below 1.645 / 20 = 0.082 in 95 % of cases."""
+    scores = {("a", 0): 0.5, ("a", 1): 0.081, ("b", 0): 0.083, ("b", 1): 0.0, ("c", 0): 0.0, ("c", 1): 0.0}
+    outcomes = [
+        Outcome({"method": method, "task": "x", "seed": seed}, scores={"accuracy": 0.6, "matthews": value},
+                examples={"accuracy": [float(i < 240) for i in range(400)]})
+        for (method, seed), value in scores.items()
+    ]  # fmt: skip
+    findings = decide_claims([Claim("", "", Beats(A, B)), Claim("", "", Beats(A, C))], outcomes, "accuracy")
+    assert [(one.at_chance, one.n_runs) for one in findings] == [(2, 4), (3, 4)]
+    tagger = Outcome({"task": "x"}, scores={"entity_f1": 0.0})
+    assert is_at_chance(tagger) and not is_at_chance(replace(tagger, scores={"entity_f1": 0.01}))
+    zero = replace(outcomes[-1], examples={})
+    assert is_at_chance(zero) and not is_at_chance(replace(outcomes[1], examples={})), "rows that are not stored"
+    assert not is_at_chance(replace(zero, cell={"task": "x", "target": "y"})), "zero-shot on another task"
+    assert not is_at_chance(replace(zero, cell={"task": "x", "method": "adjacent", "N": 2}))
+    assert is_at_chance(replace(zero, cell={"task": "x", "method": "full", "N": 2}))
 
 
 def test_training_time_is_until_the_curve_has_come() -> None:

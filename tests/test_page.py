@@ -143,8 +143,9 @@ def test_the_page_says_everything(text: str) -> None:
             assert not outcome.error or outcome.error in visible
     for one in FOUND:
         assert one.claim.text in visible and one.verdict in visible
-    assert "on SICK: −0.01 (−0.02 … +0.004)" in visible and "the other way in 1 of 2 settings: on SICK" in visible
-    assert "+0.02 points" in visible and "−0.01 points" in visible and "+0.01 … +0.03" in visible
+    assert "on SICK: −0.008 (−0.02 … +0.004)" in visible
+    assert "is for the sentence in the mean over settings and against it in 1 of 2: on SICK." in visible
+    assert "+0.021 points" in visible and "−0.011 points" in visible and "+0.012 … +0.03" in visible
     rows = sum(len(outcomes) for outcomes, _ in made.STUDIES.values())
     curves = sum(len(outcome.curve) > 1 for outcomes, _ in made.STUDIES.values() for outcome in outcomes)
     assert f"{rows} runs" in visible
@@ -159,11 +160,15 @@ def test_what_is_seen_at_small_scale_does_not_read_like_the_paper() -> None:
     text = " ".join(Reader(render_page([small])).visible_text().split())
     assert "what is seen is no proof of a paper's sentence" in text and "on much smaller models" in text
     for words in (
-        "half the parameters LN 3.2 +1.70 points LN − BitFit: accuracy; table 1 +0.02 points LN − BitFit: accuracy",
+        "half the parameters LN 3.2 +1.70 points LN − BitFit: accuracy; table 1 +0.021 points LN − BitFit: accuracy",
         "✓ seen here", "≠ otherwise here", "? undecided here", "not printed",
         "The paper's own numbers disagree with this sentence.",
     ):  # fmt: skip
         assert words in text
+    checked = "Of 3 claims, 2 can be checked against numbers that the papers print: 1 agrees with them, and 1 does not."
+    about_papers, miniature = text.split("In this miniature")
+    assert "No study was run at the papers' own scale" in about_papers and checked in about_papers
+    assert "Those that do not: MAM beats every other method." in about_papers and "2 can be" not in miniature
     assert not any(f"{mark} {one.verdict}" in text for one in FOUND if one.verdict != "undecided" for mark in "✓≠✗")
     whole = Section("ln/nlu", findings=FOUND, printed=PRINTED, outcomes=tuple(outcomes), names={"m": "Mini"})
     text = " ".join(Reader(render_page([whole])).visible_text().split())
@@ -182,7 +187,10 @@ def test_what_was_found_and_where_it_comes_from() -> None:
     counts = Counter(one.verdict for one in FOUND)
     assert f"Of {len(FOUND)} claims" in text and f"and {counts['undecided']} could not be decided" in text
     assert "what comes out otherwise does not refute it" in text
-    assert "Seen here: " + "; ".join(f"{f.claim.text} ( ln/nlu )" for f in FOUND if f.verdict == "holds") in text
+    assert (
+        "As the paper says here too: " + "; ".join(f"{f.claim.text} ( ln/nlu )" for f in FOUND if f.verdict == "holds")
+        in text
+    )
     whole = "3 runs from 2026-11-21 to 2026-11-23, 1.5 hours of computing in all. Machine: EPYC, 1 thread a run. "
     assert f"{whole}With torch 2.13.0, deltune at commit abcdef0." in text
     assert provenance(records[:1]).startswith("1 run on 2026-11-21, 0.5 hours")
@@ -191,6 +199,14 @@ def test_what_was_found_and_where_it_comes_from() -> None:
         "2 runs on 2026-11-21 (the day of 1 is not recorded), 1.0 hours"
     )
     assert provenance([replace(records[0], result=None, error="lost")]) == ""
+
+
+def test_rounds_of_a_timing_are_no_runs() -> None:
+    timed = Outcome({"method": "a", "model": "m", "seed": 0}, {"methods": {"a": "lora"}}, {"train": 50.0})
+    run = Outcome({"method": "a", "task": "cb", "seed": 0}, {"method": "lora"}, {"accuracy": 0.5})
+    sections = [Section("a", "Is it fast?", outcomes=(timed, timed)), Section("b", "Is it good?", outcomes=(run,))]
+    text = Reader(render_page(sections)).visible_text()
+    assert "a, 2 timings" in text and "b, 1 run" in text and "2 studies of 1 run and 2 timings" in text
 
 
 def test_claims_of_a_paper_stand_in_one_table_below_its_title() -> None:

@@ -66,11 +66,15 @@ def test_sizes_that_small_runs_have_in_place_of_the_papers() -> None:
     shares: dict[str, dict[str, str]] = {}
     for name in ("uv/glue", "ln/nlu"):
         study = STUDIES[name](StudySetup("small", runs=False))
-        outcomes = study.outcomes({record.name: record for record in read_results(RESULTS, [name])})
+        records = {record.name: record for record in read_results(RESULTS, [name])}
+        outcomes = study.outcomes(records)
         shares[name] = {o.cell["method"]: f"{o.count['percent']:.2f} %" for o in outcomes if o.error is None}
     assert f"MAM trains {shares['uv/glue']['mam']}" in words["uv/glue"][0]
     of_methods = sorted({shares["ln/nlu"][method] for method in ("adapter", "prefix", "lora", "mam")})
-    assert f"{of_methods[0]} to {of_methods[-1]}" in words["ln/nlu"][0]
+    assert f"{of_methods[0]} to {of_methods[-1]}" in words["ln/nlu"][1]
+    trained = {o.cell["method"]: o.count["method"] for o in outcomes if o.error is None}
+    assert f"{trained['layernorm'] / trained['bitfit']:.2f} times" in words["ln/nlu"][0]
+    assert f"{38_400 / 82_944:.2f} times" in words["ln/nlu"][0]
     expressions = {
         (name, *(planned.cell[axis] for axis in axes)): planned.job.spec["method"]
         for name, axes in (("uv/integration", ("method", "task")), ("uv/representation", ("method", "task", "budget")))

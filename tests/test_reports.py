@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
 import shutil
@@ -61,7 +62,9 @@ def run_study(root: Path) -> None:
     (root / "mine.yaml").write_text(made.yaml())
     dry = deltune("run", root / "mine.yaml", "--store", root / "r.sqlite", "--dry-run").stdout
     assert "6 jobs, 0 done; 6 left" in dry and not list(root.glob("r.*")), "what is only asked for makes nothing"
-    printed = deltune("run", root / "mine.yaml", "--store", root / "r.sqlite", "--workers", 2, code=1)
+    printed = deltune(
+        "run", root / "mine.yaml", "--store", root / "r.sqlite", "--workers", 2, "--results", root / "first", code=1
+    )
     assert "6 run, 0 were there; 2 of them failed" in printed.stdout
     assert re.search(r"study \d/6 jobs, job .*(norms|low rank).* took \d+ s, .* left", printed.stderr)
 
@@ -71,6 +74,20 @@ def test_it_is_not_run_again(place: Path) -> None:
     assert "0 run, 6 were there; 2 of them failed" in output
     dry = deltune("run", place / "mine.yaml", "--store", place / "r.sqlite", "--dry-run").stdout
     assert "6 jobs, 6 done; 0 left" in dry
+
+
+def test_a_study_of_the_papers_says_before_it_is_run_what_it_needs_and_decides(place: Path) -> None:
+    store = place / "nothing.sqlite"
+    lines = deltune("run", "uv/insertion", "--scale", "paper", "--store", store, "--dry-run").stdout.splitlines()
+    (data,) = (line for line in lines if "data from the hub" in line)
+    assert "facebook/bart-large (1.63 GB in float32)" in lines[1] and "wmt/wmt16:ro-en" in data
+    assert any("operations at most" in line and "on one A100" in line for line in lines)
+    assert "nothing was run yet" in lines[-1] and "3 seeds decide a difference of" in lines[-1]
+    committed = Path(__file__).parents[1] / "results"
+    lines = deltune("run", "uv/insertion", "--store", store, "--results", committed, "--dry-run").stdout.splitlines()
+    assert "8 seeds, with the spread of 8 that were run" in lines[1]
+    assert re.fullmatch(r" +\d\.\d points: parallel beats sequential insertion .*", lines[2]) and len(lines) == 4
+    assert not store.exists()
 
 
 def test_status(place: Path) -> None:
@@ -95,8 +112,9 @@ def test_results_as_text_are_the_results(place: Path) -> None:
     assert "6 jobs, 6 done; 0 left" in deltune("run", mine, "--store", place / "again.sqlite", "--dry-run").stdout
     run = deltune("run", mine, "--store", place / "again.sqlite", "--results", place / "twice", code=1)
     assert "0 run, 6 were there" in run.stdout
-    for file in ("tiny.jsonl", "environments.json"):
-        assert (place / "twice" / file).read_bytes() == (folder / file).read_bytes()
+    for file, other in itertools.product(("tiny.jsonl", "environments.json"), ("first", "twice")):
+        assert (place / other / file).read_bytes() == (folder / file).read_bytes()
+    assert all(json.loads(line)["date"] for line in (folder / "tiny.jsonl").read_text().splitlines())
     (environment,) = json.loads((folder / "environments.json").read_text()).values()
     assert {"commit", "packages", "processor", "python"} <= environment.keys()
     assert (environment["threads"], environment["linear_backend"]) == (1, "torch"), "whatever the machine has"

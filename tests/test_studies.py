@@ -15,7 +15,9 @@ import pytest
 
 import tiny
 from deltune.errors import DeltuneError
+from deltune.studies.claims.decisions import decidable_effects
 from deltune.studies.engine.jobs import Job, Outcome, run_job
+from deltune.studies.engine.results import read_results
 from deltune.studies.engine.scheduler import Scheduler
 from deltune.studies.engine.store import ErrorKind, JobRecord, ResultStore
 from deltune.studies.papers.apet import PAPER_FAMILIES, SMALL_FAMILIES
@@ -31,7 +33,7 @@ from deltune.studies.scales import (
     method_variants,
     small_scale_rate,
 )
-from deltune.studies.sections import build_section
+from deltune.studies.sections import build_section, power_lines
 from deltune.studies.study import PlannedCell, Records, Study, job_outcomes
 from deltune.studies.thresholds import (
     ThresholdSearch,
@@ -55,6 +57,7 @@ BOTH = [
     for scale in ("small", "paper")
 ]
 SHARED = Path(__file__).parents[2] / "shared"
+RESULTS = Path(__file__).parents[1] / "results"
 
 
 @pytest.fixture(scope="module")
@@ -437,6 +440,25 @@ def test_the_outlook_takes_times_from_results_of_elsewhere_and_counts_what_follo
         "one: 2 jobs, 0 done; 2 left, about 2.0 hours; jobs of 1 more cell follow from the results of these"
     )
     assert "--results FOLDER takes times" in _outlook([made], {}, {}, 1)
+
+
+def test_more_seeds_decide_smaller_effects() -> None:
+    """Judged by the committed results; a run as large as they are decides what a report says of an undecided claim."""
+    name = "uv/insertion"
+    made, claims = STUDIES[name](StudySetup("small", runs=False)), CLAIMS[name]
+    outcomes = made.outcomes(_read(name))
+    metric = {"g2p_us_to_gb": "exact", "conll04": "entity_f1"}
+    by_seeds = [decidable_effects(claims, outcomes, metric, seeds) for seeds in (8, 12, 100)]
+    for of_claim in zip(*by_seeds, strict=True):
+        sizes = [effect[0] for effect in of_claim if effect is not None]
+        assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 3
+    ((largest, unit), _) = (effect for effect in by_seeds[0] if effect is not None)
+    assert f"    {largest:.2g} {unit}: {claims[0].text}" in power_lines(made, _read(name), claims)
+    assert decidable_effects(claims, [o for o in outcomes if o.cell["seed"] == 0], metric, 8) == [None, None]
+
+
+def _read(name: str) -> dict[str, JobRecord]:
+    return {record.name: record for record in read_results(RESULTS, [name])}
 
 
 @pytest.mark.parametrize("name", STUDIES)

@@ -64,7 +64,7 @@ def test_a_view_may_show_the_median() -> None:
         assert f"{word} ± standard deviation over 3 seeds." in line
 
 
-def test_runs_that_answer_every_row_alike_are_marked() -> None:
+def test_runs_that_are_no_better_than_chance_are_marked() -> None:
     """By an exact 0 of a score that only such a run has; a lower loss is better, and such a run is no missing one."""
     scores = {"a": (0.0, 0.4, 0.0), "b": (0.3, 0.2, 0.1)}
     outcomes = [
@@ -73,7 +73,7 @@ def test_runs_that_answer_every_row_alike_are_marked() -> None:
         for seed, value in enumerate(values)
     ]
     table = build_table(TableSpec(metric="accuracy", percent=False, average=False, rank=False), outcomes)
-    assert table.notes == ("seeds 0, 2: answers every row alike",)
+    assert table.notes == ("seeds 0, 2: no better than chance",)
     assert [(row.cells[0].mean, row.cells[0].n, bool(row.cells[0].notes)) for row in table.rows] == [
         (0.5, 3, True), (0.5, 3, False)
     ]  # fmt: skip
@@ -229,6 +229,11 @@ def test_a_seed_that_was_not_run_is_said() -> None:
     table = build_table(TableSpec(), [cell("a", "x", 0.5, 0), cell("a", "x", 0.6, 1), cell("b", "x", 0.5, 0)])
     entry = entries(table)["b", "x"]
     assert entry.n == 1 and table.notes[entry.notes[0]] == "1 of 2: seed 1 not run"
+    waiting = [
+        Outcome({"method": "a", "task": "x", "seed": seed}, error="not run yet", waiting=True) for seed in (1, 2, 3)
+    ]
+    table = build_table(TableSpec(), [cell("a", "x", 0.5, 0), *waiting])
+    assert table.notes == ("1 of 4: seeds 1, 2, 3: not run yet",), "each seed counts, and they share a reason"
 
 
 def test_a_forgotten_axis_is_an_error_and_no_average() -> None:

@@ -214,7 +214,7 @@ def run(
     if dry_run:
         rows = _rows(store) if user_path(store, "--store").exists() else {}
         timed = {**({} if results is None else _rows(results)), **rows}
-        console.print(_outlook(requested, rows, timed, workers))
+        console.print(_outlook(requested, rows, timed, workers, scale))
         return
     if user_path(store, "--store").is_dir():
         raise DeltuneError(
@@ -233,7 +233,8 @@ def run(
             done, reused = done + scheduler.done, reused + scheduler.reused
             failed |= dict.fromkeys(scheduler.failed)
             if results is not None:
-                write_results(results, study.name, _records_of(study, scheduler.records))
+                dated = {record.name: record for record in stored.records()}  # a record just made has no day yet
+                write_results(results, study.name, _records_of(study, dated))
     note = f"; {len(failed)} of them failed (deltune study status tells which and why)" if failed else ""
     console.print(f"{done} run, {reused} were there{note}; results in {store}")
     if failed:
@@ -273,8 +274,16 @@ def _records_of(study: Study, rows: Mapping[str, JobRecord]) -> list[JobRecord]:
     return [rows[job.name] for job in topological_order(study.jobs(rows)) if job.name in rows]
 
 
-def _outlook(studies: list[Study], rows: Mapping[str, JobRecord], timed: Mapping[str, JobRecord], workers: int) -> str:
-    """Describe what would run, and how long it would take judging by jobs of the same kind, model and task.
+def _outlook(
+    studies: list[Study],
+    rows: Mapping[str, JobRecord],
+    timed: Mapping[str, JobRecord],
+    workers: int,
+    scale: str = "small",
+) -> str:
+    """Describe what would run, how long it would take judging by jobs of the same kind, model and task, and its power.
+
+    At the papers' scale it also says, by computation, what the hub is asked for and what devices need.
 
     A job of several studies counts for the first of them. Cells whose jobs follow from results are counted apart.
 
@@ -283,8 +292,12 @@ def _outlook(studies: list[Study], rows: Mapping[str, JobRecord], timed: Mapping
         rows: The results so far.
         timed: Results that tell how long jobs take, those of elsewhere included.
         workers: How many jobs run at once.
+        scale: "paper" or "small".
     """
     from ..studies.engine.jobs import topological_order
+    from ..studies.papers.paper_scale import describe_needs
+    from ..studies.papers.registry import CLAIMS
+    from ..studies.sections import power_lines
 
     seconds_of: dict[tuple[Any, ...], list[float]] = {}
     for row in timed.values():
@@ -305,6 +318,9 @@ def _outlook(studies: list[Study], rows: Mapping[str, JobRecord], timed: Mapping
         later = sum(planned.job is None and not planned.lost for planned in study.plan_cells(rows))
         follow = f"; jobs of {counted(later, 'more cell')} follow from the results of these" if later else ""
         lines.append(f"{study.name}: {estimates[-1].describe()}{above}{follow}")
+        if study.name in CLAIMS:
+            lines += describe_needs(study) if scale == "paper" else []
+            lines += power_lines(study, timed, CLAIMS[study.name])
     if len(studies) > 1:
         jobs_in_all = {job.name for study in studies for job in topological_order(study.jobs(rows))}
         done = sum(name in rows for name in jobs_in_all)

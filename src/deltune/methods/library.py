@@ -600,7 +600,10 @@ def unipelt(
 ) -> tuple[Modification | Selection, ...]:
     """Add h + σ(x · w_g) Δh for a prefix, LoRA and an adapter, each with a gate of its own (UniPELT; Mao et al. 2022).
 
-    LoRA acts on query and value, which share a gate; the adapter stands after the FFN.
+    LoRA acts on query and value, which share a gate; the adapter stands after the FFN. Two things differ from the
+    authors' code. A gate is of one position and not the mean over tokens. The gate of the prefix multiplies what
+    attention to the prefix alone gives; theirs multiplies the prefix's keys and values, which share a softmax with the
+    model's own.
 
     Args:
         length: The length of the prefix.

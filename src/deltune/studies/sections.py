@@ -8,10 +8,13 @@ from pathlib import Path
 
 from ..errors import error_summary
 from ..filesystem import explain_write_errors, write_text
-from .claims.decisions import PaperStatements, check_printed, decide_claims
+from .claims.claims import Claim
+from .claims.comparisons import is_at_chance
+from .claims.decisions import POWER, PaperStatements, check_printed, decidable_effects, decide_claims
 from .claims.selectors import describe_cell
+from .claims.statistics import Estimate
 from .engine.jobs import Outcome
-from .report.aggregate import SEED, answers_alike
+from .report.aggregate import SEED
 from .report.charts import draw, save
 from .report.figure_spec import DISPLAY_NAMES, FigureSpec, TableSpec, as_tuple
 from .report.findings import CLAIM_COLUMNS, findings_csv
@@ -50,7 +53,7 @@ def build_section(
     )
     return Section(
         study.name,
-        "\n\n".join(text for text in (study.question, study.notes, _answered_alike(outcomes, names)) if text),
+        "\n\n".join(text for text in (study.question, study.notes, _at_chance(outcomes, names)) if text),
         tuple(build_table(view, outcomes) for view in tables),
         tuple(draw(view, outcomes) for view in figures),
         tuple(findings),
@@ -63,6 +66,48 @@ def build_section(
         tuple(record for job in study.jobs(records) if (record := records.get(job.name)) is not None),
         statements.paper,
     )
+
+
+ASSUMED_SPREAD = 1.0
+"""Points by which scores are taken to spread over seeds as long as nothing was run."""
+
+
+def power_lines(study: Study, records: Records, claims: Sequence[Claim]) -> list[str]:
+    """Say what effects a study will decide with the seeds that it is planned with, before it is run.
+
+    Args:
+        study: The study.
+        records: What was run of it, or of a part of its seeds; the spread is judged by the seeds that are complete.
+        claims: The claims that it is to decide.
+    """
+    outcomes = study.outcomes(records)
+    seeds = {outcome.cell.get(SEED) for outcome in outcomes}
+    if not claims or len(seeds) < 2:
+        return []
+    complete = seeds - {outcome.cell.get(SEED) for outcome in outcomes if outcome.error is not None}
+    head = f"  power, each claim at the strictest level of Holm's procedure and in {100 * POWER:.0f} % of cases:"
+    if len(complete) < 2:
+        settings = {tuple((axis, outcome.cell.get(axis)) for axis in ("model", "task")) for outcome in outcomes}
+        one, all_of_them = (
+            Estimate(0.0, ((2 * ASSUMED_SPREAD**2 / (len(seeds) * n), n * (len(seeds) - 1)),)).smallest_decidable(
+                0.05 / len(claims), POWER
+            )
+            for n in (1, len(settings))
+        )
+        mean = f" and of {all_of_them:.2g} points in the mean over {len(settings)} settings"
+        return [
+            f"{head} nothing was run yet; if scores spread by {ASSUMED_SPREAD:g} point over seeds, and test rows by "
+            f"nothing, {len(seeds)} seeds decide a difference of {one:.2g} points on one task of one model"
+            + mean
+            * (len(settings) > 1)
+        ]
+    done = [outcome for outcome in outcomes if outcome.cell.get(SEED) in complete]
+    effects = decidable_effects(claims, done, _metric(study, done), len(seeds), study.lower)
+    lines = [f"{head} {len(seeds)} seeds, with the spread of {len(complete)} that were run"]
+    for claim, effect in zip(claims, effects, strict=True):
+        size = "not known" if effect is None else f"{effect[0]:.2g} {effect[1]}"
+        lines.append(f"    {size}: {claim.text}")
+    return lines
 
 
 def _metric(study: Study, outcomes: Sequence[Outcome]) -> str | dict[str, str]:
@@ -80,21 +125,21 @@ def _metric(study: Study, outcomes: Sequence[Outcome]) -> str | dict[str, str]:
     return by_task
 
 
-def _answered_alike(outcomes: Sequence[Outcome], names: Mapping[str, str]) -> str:
+def _at_chance(outcomes: Sequence[Outcome], names: Mapping[str, str]) -> str:
     """Say which runs have learned nothing, so that a comparison with them says nothing of a method."""
-    alike = [outcome for outcome in outcomes if answers_alike(outcome)]
-    if not alike:
+    at_chance = [outcome for outcome in outcomes if is_at_chance(outcome)]
+    if not at_chance:
         return ""
     cells: dict[str, list[str]] = {}
     axes = _varied(outcomes) - {SEED}
-    for outcome in alike:
+    for outcome in at_chance:
         label = describe_cell({axis: value for axis, value in outcome.cell.items() if axis in axes}, names)
         cells.setdefault(label, []).append(str(outcome.cell.get(SEED, "")))
     listed = [f"{label} (seed {', '.join(seeds)})" if any(seeds) else label for label, seeds in cells.items()]
     more = f"; and {len(listed) - MAX_LISTED} more" if len(listed) > MAX_LISTED else ""
     return (
-        f"{len(alike)} of {len(outcomes)} runs answer every row of the test split alike: they have learned nothing at "
-        "their learning rate, and a comparison with them says nothing about the method. They are "
+        f"{len(at_chance)} of {len(outcomes)} runs are no better than chance on the test split: they have learned "
+        "little or nothing at their learning rate, and a comparison with them says little about the method. They are "
         f"{'; '.join(listed[:MAX_LISTED])}{more}."
     )
 

@@ -90,6 +90,31 @@ class MetricChoice:
         return -1.0 if self.lower or (metric in METRICS and METRICS[metric].better == "lower") else 1.0
 
 
+GUESSES_BELOW = 1.645
+"""√n · Matthews' correlation over n rows is about standard normal if answers and labels are independent; a guess lies
+below this in 95 % of cases."""
+
+
+def is_at_chance(outcome: Outcome) -> bool:
+    """Return whether a run is no better than chance on the test split of its own task.
+
+    A classifier is, if its Matthews correlation is what a guess may have. Where its rows are not stored it has to be 0,
+    that of the same answer to every row. A tagger or a writer of texts is, if it gets nothing right. Runs on another
+    task than their own are not judged, nor those of a search along N, which begins at chance.
+
+    Args:
+        outcome: The run's outcome.
+    """
+    cell, scores = outcome.cell, outcome.scores
+    if cell.get("target", cell.get("task")) != cell.get("task") or ("N" in cell and cell.get("method") != "full"):
+        return False
+    rows = max(map(len, outcome.examples.values()), default=0)
+    matthews = scores.get("matthews")
+    if matthews is not None:
+        return matthews == 0 or (rows > 0 and math.sqrt(rows) * matthews < GUESSES_BELOW)
+    return any(scores.get(name) == 0 for name in ("entity_f1", "exact"))
+
+
 Read = Callable[[Sequence[Outcome], MetricChoice], list[Number | str]]
 """Measures several outcomes together: a number for each, or the reason why there is none."""
 
@@ -355,6 +380,8 @@ class Cells:
             if key in self.cells:
                 raise DeltuneError(f"two outcomes of one cell: {describe_cell(outcome.cell)}.")
             self.cells[key] = outcome
+        self.used: dict[Key, Outcome] = {}
+        """The outcomes that were measured for a claim."""
         self._read: dict[tuple[Measurement, Key], Number | str] = {}
         self._numbers_of_labels: dict[str, int] = {}
         self._following: dict[tuple[str, tuple[str, ...]], bool] = {}
@@ -501,6 +528,7 @@ class Cells:
                 raise MissingCells([f"{NOT_RUN}: {self.describe(full)}"])
             raise MissingCells([f"failed: {self.describe(full)} ({(outcome.error.splitlines() or [''])[0]})"])
         key = (measurement, self._key(full, self.axes))
+        self.used[key[1]] = outcome
         if key not in self._read:
             group = [outcome]
             if measurement.over:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..engine.jobs import Outcome
 from .claims import Claim
-from .comparisons import Cells, Check, Comparison, Exact, MetricChoice, MissingCells, with_derived_axes
+from .comparisons import Cells, Check, Comparison, Exact, MetricChoice, MissingCells, is_at_chance, with_derived_axes
 from .selectors import DATA_AXES, Names
 from .statistics import Estimate, holm, holm_levels, paired_estimate
 
@@ -95,7 +95,7 @@ class Resolution:
         target_is_printed: Whether the target is the paper's own effect, as opposed to the one that was measured.
         seeds: How many seeds decide the target with the same chance; None if no run of up to 1,000 seeds and 1,000
             times as many test rows does.
-        rows: How many rows of each test split these seeds need; None if rows play no part.
+        factor: How many times as many test rows these seeds need; None if rows play no part.
         unit: The unit of the distances.
         margin: What a distance is from: "" for zero.
     """
@@ -105,7 +105,7 @@ class Resolution:
     target: float
     target_is_printed: bool
     seeds: int | None
-    rows: int | None
+    factor: float | None
     unit: str
     margin: str = ""
 
@@ -115,10 +115,11 @@ class Resolution:
         effect = f"{self.smallest:.3g} {self.unit}".rstrip() + (f" beyond {self.margin}" if self.margin else "")
         whose = "the paper's" if self.target_is_printed else "the one measured"
         needs = "more than 1,000 seeds" if self.seeds is None else f"{self.seeds:,} seeds"
-        needs += f" and {self.rows:,} test rows of each task" if self.rows else ""
+        needs += f" and {self.factor:,.0f} times as many test rows" if self.factor and self.factor > 1 else ""
+        large = f"as far from {'the nearer of them' if ' or ' in self.margin else 'it'}" if self.margin else "as large"
         return (
             f"With these seeds and test rows an effect of {effect} is decided in {100 * POWER:.0f} % of cases; "
-            f"one as large as {whose} ({self.target:.2g}) takes {needs}."
+            f"one {large} as {whose} ({self.target:.2g}) takes {needs}."
         )
 
 
@@ -131,7 +132,7 @@ class UndecidedEffect:
         borders: The borders of the region in which the claim is true.
         alpha: The level of the test.
         seeds: How many seeds each setting has.
-        rows: How many rows a test split has on average; None if rows play no part.
+        rows: Whether the test rows play a part in the interval.
         printed: The paper's effect, if it prints one that agrees with the claim.
         unit: The unit of the effect.
     """
@@ -140,7 +141,7 @@ class UndecidedEffect:
     borders: tuple[float, ...]
     alpha: float
     seeds: int
-    rows: float | None
+    rows: bool
     printed: float | None
     unit: str
 
@@ -152,12 +153,12 @@ class UndecidedEffect:
         effect = self.estimate.mean if self.printed is None else self.printed
         target = min(abs(effect - border) for border in self.borders)
         size = self.estimate.sample_size(target, self.seeds, self.alpha, POWER)
-        rows = round(size[1] * self.rows) if size and self.rows else None
+        factor = size[1] if size and self.rows else None
         seeds = size[0] if size else None
         margin = (
             "" if self.borders == (0.0,) else " or ".join(f"{border:g}".replace("-", "−") for border in self.borders)
         )
-        return Resolution(smallest, self.alpha, target, self.printed is not None, seeds, rows, self.unit, margin)
+        return Resolution(smallest, self.alpha, target, self.printed is not None, seeds, factor, self.unit, margin)
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,8 @@ class Finding:
         deciding: The comparison that decides.
         parts: The verdicts on the score and on the number of parameters, if the claim is about both.
         undecided: What is known of an effect that was tested and not decided.
+        at_chance: How many of the runs that were compared are no better than chance.
+        n_runs: How many runs were compared.
     """
 
     claim: Claim
@@ -199,6 +202,8 @@ class Finding:
     deciding: ComparisonResult | None = None
     parts: tuple[PartVerdict, ...] = ()
     undecided: UndecidedEffect | None = None
+    at_chance: int = 0
+    n_runs: int = 0
 
     @property
     def resolution(self) -> Resolution | None:
@@ -340,6 +345,7 @@ class _Test:
     decides: int
     appears_true: bool
     note: str
+    compared: tuple[Outcome, ...] = ()
 
 
 def decide_claims(
@@ -384,11 +390,49 @@ def decide_claims(
     ]
 
 
+def decidable_effects(
+    claims: Sequence[Claim],
+    outcomes: Sequence[Outcome],
+    metric: str | Mapping[str, str],
+    seeds: int,
+    lower: bool = False,
+    alpha: float = 0.05,
+) -> list[tuple[float, str] | None]:
+    """Return for each claim the smallest effect that a run of so many seeds decides with the chance `POWER`.
+
+    The spread is that of the outcomes so far. The level is the strictest of Holm's procedure, that of its first step.
+
+    Args:
+        claims: The claims.
+        outcomes: Outcomes of at least two seeds.
+        metric: The score that counts, or task -> score.
+        seeds: How many seeds the run is to have.
+        lower: Whether lower is better, for scores of which `METRICS` does not say so.
+        alpha: The level of the study.
+
+    Returns:
+        The distance from the border of the claim, and its unit; None where nothing is known of the spread.
+    """
+    cells = Cells(with_derived_axes(outcomes), MetricChoice(metric, lower))
+    return [_decidable_effect(_test(claim, cells), seeds, alpha / len(claims)) for claim in claims]
+
+
+def _decidable_effect(test: _Test, seeds: int, alpha: float) -> tuple[float, str] | None:
+    if not test.estimates:
+        return None
+    check, estimate = test.comparisons[test.decides], test.estimates[test.decides]
+    so_far = min(len(numbers) for numbers in check.effects.values())
+    smallest = estimate.enlarged((so_far, seeds)).smallest_decidable(alpha, POWER)
+    return (smallest, check.unit) if math.isfinite(smallest) else None
+
+
 def _test(claim: Claim, cells: Cells) -> _Test:
     """Make a claim's comparisons, or say why they cannot be made."""
     reasons: list[str] = []
+    compared = cells.excluding(claim.exclude)
+    compared.used.clear()
     try:
-        checks = claim.form.checks(cells.excluding(claim.exclude))
+        checks = claim.form.checks(compared)
     except MissingCells as lacking:
         checks, reasons = lacking.checks, lacking.reasons
     counts = tuple(check for check in checks if isinstance(check, Exact))
@@ -416,7 +460,7 @@ def _test(claim: Claim, cells: Cells) -> _Test:
     note = _basis(comparisons)
     if value == 1.0 and (means := _means_without_spread(estimates)):
         note = f"every seed gave the same ({means}): no spread to judge by"
-    return _Test(True, comparisons, estimates, counts, value, decides, not false, note)
+    return _Test(True, comparisons, estimates, counts, value, decides, not false, note, tuple(compared.used.values()))
 
 
 def _estimate(check: Comparison) -> Estimate:
@@ -507,6 +551,8 @@ def _finding(
         if test.has_scores and counts
         else (),
         _undecided_effect(test, share, printed) if scores and score == "undecided" else None,
+        sum(map(is_at_chance, test.compared)),
+        len(test.compared),
     )
 
 
@@ -514,9 +560,8 @@ def _undecided_effect(test: _Test, alpha: float, printed: PrintedFinding | None)
     check, estimate = test.comparisons[test.decides], test.estimates[test.decides]
     effect = printed.deciding.effect if printed is not None and printed.agrees and printed.deciding else None
     seeds = min(len(numbers) for numbers in check.effects.values())
-    rows = [len(n.examples) for numbers in check.effects.values() for n in numbers.values() if n.examples is not None]
-    mean_rows = sum(rows) / len(rows) if rows else None
-    return UndecidedEffect(estimate, tuple(_borders(check)), alpha, seeds, mean_rows, effect, check.unit)
+    rows = any(number.examples is not None for numbers in check.effects.values() for number in numbers.values())
+    return UndecidedEffect(estimate, tuple(_borders(check)), alpha, seeds, rows, effect, check.unit)
 
 
 def _comparison_result(check: Comparison, estimate: Estimate, cells: Cells, alpha: float) -> ComparisonResult:

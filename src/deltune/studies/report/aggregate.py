@@ -14,6 +14,7 @@ from typing import Any
 
 from ...errors import DeltuneError
 from ...metrics.registry import METRICS
+from ..claims.comparisons import is_at_chance
 from ..claims.selectors import describe_cell
 from ..engine.jobs import Cell, Outcome
 from .figure_spec import DISPLAY_NAMES, Label, LabelFilter, Numbers, ViewSpec, as_tuple
@@ -88,7 +89,8 @@ class Spread:
         n: How many seeds have a number.
         failed: Why other seeds failed.
         absent: Which seeds did not run.
-        alike: Which seeds answer every row of the test split alike, though they have a number.
+        at_chance: Which seeds are no better than chance, though they have a number.
+        planned: How many seeds there should be; 0 if each lacking one has an entry in `failed` or `absent`.
     """
 
     mean: float | None
@@ -96,7 +98,8 @@ class Spread:
     n: int = 0
     failed: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
-    alike: tuple[str, ...] = ()
+    at_chance: tuple[str, ...] = ()
+    planned: int = 0
 
 
 MISSING = Spread(None, absent=("not run",))
@@ -112,7 +115,7 @@ class Observation:
         error: The reason.
         metric: The name of the number.
         waiting: Whether the outcome's job has not run yet.
-        alike: Whether the run answers every row of the test split alike.
+        at_chance: Whether the run is no better than chance.
     """
 
     cell: Cell
@@ -120,21 +123,10 @@ class Observation:
     error: str | None
     metric: str
     waiting: bool = False
-    alike: bool = False
+    at_chance: bool = False
 
 
-ALIKE = "answers every row alike"
-
-
-def answers_alike(outcome: Outcome) -> bool:
-    """Return whether a run has learned nothing: it gives every row of the test split the same answer.
-
-    A classifier that does has a Matthews correlation of exactly 0, and a tagger that never finds an entity an F1 of 0.
-
-    Args:
-        outcome: The run's outcome.
-    """
-    return any(outcome.scores.get(name) == 0.0 for name in ("matthews", "entity_f1"))
+AT_CHANCE = "no better than chance"
 
 
 @dataclass(frozen=True)
@@ -245,7 +237,7 @@ def _observe(
         value = read_number(outcome, name, entry)
         if value is not None:
             return (
-                Observation(cell, value, None, name, alike=answers_alike(outcome))
+                Observation(cell, value, None, name, at_chance=is_at_chance(outcome))
                 if math.isfinite(value)
                 else Observation(cell, None, f"{name} is {value}", "")
             )
@@ -358,8 +350,9 @@ def _spread(observed: Sequence[Observation], seeds: Sequence[Any], median: bool)
         return Spread(None, failed=reasons, absent=absent)
     std = statistics.stdev(values) if len(values) > 1 else None
     middle = statistics.median(values) if median else statistics.fmean(values)
-    alike = _reasons([(o.cell.get(SEED), ALIKE) for o in observed if o.alike], len(seeds) > 1)
-    return Spread(middle, std, len(values), reasons, absent, alike)
+    at_chance = _reasons([(o.cell.get(SEED), AT_CHANCE) for o in observed if o.at_chance], len(seeds) > 1)
+    planned = len(observed) + sum(seed not in present for seed in seeds if present != [None])
+    return Spread(middle, std, len(values), reasons, absent, at_chance, planned)
 
 
 def _reasons(failed: Sequence[tuple[Any, str]], several: bool) -> tuple[str, ...]:

@@ -109,6 +109,9 @@ def _claim_row(finding: Finding, printed: PrintedFinding, small: bool) -> ClaimR
         claim.contradiction,
         _sentence(finding.note) if not (finding.settings or waits) else "",
         _other_settings(ours),
+        f"{finding.at_chance} of the {finding.n_runs} runs that were compared are no better than chance."
+        if finding.at_chance
+        else "",
         finding.resolution.text if finding.resolution is not None else "",
     ]
     parts = [
@@ -138,10 +141,16 @@ def _sentence(text: str) -> str:
 
 
 def _other_settings(result: ComparisonResult | None) -> str:
-    """Say in which settings the effect lies on the other side than the mean does."""
+    """Say in which settings the number lies where the claim is false though the mean does not, or the reverse."""
     settings = result.by_setting if result else ()
     others = [one.setting for one in settings if result and one.agrees != result.agrees]
-    return f"It is the other way in {len(others)} of {len(settings)} settings: {', '.join(others)}." if others else ""
+    if result is None or not others:
+        return ""
+    of_mean, there = ("for", "against") if result.agrees else ("against", "for")
+    return (
+        f"The number is {of_mean} the sentence in the mean over settings and {there} it in {len(others)} of "
+        f"{len(settings)}: {'; '.join(others)}."
+    )
 
 
 def findings_csv(findings: Sequence[Finding]) -> str:
@@ -194,9 +203,10 @@ def number_text(value: float, result: ComparisonResult, unit: bool = True) -> st
         result: The comparison.
         unit: Whether to say the unit.
     """
-    text = f"{value:.3g}"
+    size = abs(value)
+    text = f"{value:.3g}" if size < 1000 else f"{value:.0f}"
     if result.is_difference and value:
-        text = f"{value:+.2f}" if abs(value) >= 0.005 else f"{value:+.1g}"
+        text = f"{value:+.0f}" if size >= 100 else f"{value:+.2f}" if size >= 0.1 else f"{value:+.2g}"
     space = "" if result.unit.startswith("%") and not unit else " "
     return text.replace("-", "−") + (f"{space}{result.unit}" if unit and result.unit else "")
 

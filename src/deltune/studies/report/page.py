@@ -238,6 +238,11 @@ def render_page(sections: Sequence[Section], title: str = "") -> str:
     return render_template(
         "study.html", title=title or _title(sections, list(papers), small), parts=parts, small=small,
         summary=_runs_in_words(sections), in_words=findings_in_words(sections), n_studies=len(sections),
+        about_papers=printed_in_words(sections),
+        disagree=[
+            (one.claim, study)
+            for part in parts for study in part["studies"] for one in study["section"].printed if one.agrees is False
+        ],
         unfinished=sum(outcome.error is not None for section in sections for outcome in section.outcomes),
         citation=CITATION,
         setup=setup((section.outcomes, section.names) for section in sections),
@@ -271,11 +276,38 @@ def findings_in_words(sections: Sequence[Section]) -> str:
         sum(finding.verdict == verdict for finding in findings) for verdict in ("holds", "does not hold", "undecided")
     )
     small = any(section.small for section in sections)
+    sized = sum(finding.resolution is not None for finding in findings)
     text = (
         f"Of {counted(len(findings), 'claim')}, {held} {_was(held)} seen{' in these small runs' if small else ''}, "
-        f"{not_held} came out otherwise, and {undecided - waiting} could not be decided by the runs that are done."
+        f"{not_held} came out otherwise, and {undecided - waiting} could not be decided by the runs that are done"
+        + (
+            f"; the effect that they would have decided is given for {_of_them(sized, undecided - waiting)}."
+            if sized
+            else "."
+        )
     )
     return text + (f" {waiting} more wait{'s' * (waiting == 1)} for runs that are not done yet." if waiting else "")
+
+
+def _of_them(number: int, whole: int) -> str:
+    return "each of these" if number == whole else f"{number} of these"
+
+
+def printed_in_words(sections: Sequence[Section]) -> str:
+    """Return how many claims the papers' own printed numbers agree with, in sentences; empty without such numbers.
+
+    Args:
+        sections: The studies.
+    """
+    printed = [one for section in sections for one in section.printed]
+    agree, disagree = (sum(one.agrees is verdict for one in printed) for verdict in (True, False))
+    if not agree + disagree:
+        return ""
+    verbs = ["agrees" if agree == 1 else "agree", "does" if disagree == 1 else "do"]
+    return (
+        f"Of {counted(len(printed), 'claim')}, {agree + disagree} can be checked against numbers that the papers "
+        f"print: {agree} {verbs[0]} with them, and {disagree} {verbs[1]} not."
+    )
 
 
 def _was(number: int) -> str:
@@ -285,10 +317,14 @@ def _was(number: int) -> str:
 def _paper_context(paper: Paper | None, studies: Sequence[dict[str, Any]], at: int) -> dict[str, Any]:
     """Return what the template needs of a paper: its studies, the rows of its claims, and those that were decided."""
     sections = [study["section"] for study in studies]
+    small = any(section.small for section in sections)
     claims = [(study, study["section"].claim_rows) for study in studies if study["section"].findings]
     decided = {
         head: [(row.claim, study) for study, rows in claims for row in rows if row.kind == kind]
-        for kind, head in (("holds", "Seen"), ("fails", "Otherwise"))
+        for kind, head in (
+            ("holds", f"As the paper says{' here too' if small else ''}:"),
+            ("fails", f"Not as the paper says{' here' if small else ''}:"),
+        )
     }
     return {
         "id": f"p{at}",
@@ -318,12 +354,14 @@ def _study_context(section: Section, at: int) -> dict[str, Any]:
 
 
 def _runs_in_words(sections: Sequence[Section]) -> str:
-    """Say how far studies are: "216 runs, 3 failed, 2 not run yet"."""
+    """Say how far studies are: "216 runs, 3 failed, 2 not run yet"; a round of a timing is no run."""
     outcomes = [outcome for section in sections for outcome in section.outcomes]
     waiting = sum(outcome.waiting for outcome in outcomes)
     failed = sum(outcome.error is not None for outcome in outcomes) - waiting
     states = [f"{n:,} {word}" for n, word in ((failed, "failed"), (waiting, "not run yet")) if n]
-    return ", ".join([counted(len(outcomes), "run"), *states])
+    timings = sum("methods" in outcome.spec for outcome in outcomes)
+    kinds = [counted(n, word) for n, word in ((len(outcomes) - timings, "run"), (timings, "timing")) if n]
+    return ", ".join([" and ".join(kinds) or "0 runs", *states])
 
 
 def _table_context(table: Table) -> dict[str, Any]:

@@ -343,10 +343,10 @@ def _column_headings(view: TableSpec, aggregates: Aggregates, key: Labels, n_out
 def _score_cell(spread: Spread, if_missing: str, notes: dict[str, int]) -> TableCell:
     reasons = [*spread.failed, *spread.absent]
     if spread.mean is not None and reasons:
-        reasons = [f"{spread.n} of {spread.n + len(reasons)}: " + "; ".join(reasons)]
+        reasons = [f"{spread.n} of {spread.planned or spread.n + len(reasons)}: " + "; ".join(reasons)]
     elif spread.mean is None and not spread.failed:
         reasons = [if_missing]
-    reasons += spread.alike
+    reasons += spread.at_chance
     marks = tuple(_note_index(reason, notes) for reason in reasons)
     state: State = "shown" if spread.mean is not None else "failed" if spread.failed else "missing"
     return TableCell(spread.mean, spread.std, spread.n, state, notes=marks)

@@ -1,0 +1,163 @@
+"""The studies at the papers' own scale: every model has its shape, every method is counted and trains for one step."""
+
+from __future__ import annotations
+
+import gc
+import re
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+import deltune
+from deltune.anatomy.tracing import meta_model
+from deltune.methods.counting import count
+from deltune.studies.engine.jobs import topological_order
+from deltune.studies.papers.paper_scale import (
+    SHAPES,
+    TRAIN_ROWS,
+    backbone_config,
+    describe_needs,
+    paper_models,
+    parameters,
+    training,
+)
+from deltune.studies.papers.registry import STUDIES
+from deltune.studies.scales import StudySetup
+from deltune.tasks.registry import TASKS
+from deltune.training.config import RunConfig
+
+SIZES = {
+    "google-bert/bert-base-uncased": 109_482_240, "google-bert/bert-large-uncased": 335_141_888,
+    "prajjwal1/bert-small": 28_763_648, "FacebookAI/roberta-base": 124_645_632,
+    "openai-community/gpt2-medium": 354_823_168, "facebook/bart-large": 406_291_456,
+    "facebook/mbart-large-cc25": 610_851_840, "google/t5-v1_1-small": 60_511_616,
+    "google/t5-v1_1-base": 222_903_552, "google/t5-v1_1-xxl": 11_003_736_064,
+}  # fmt: skip
+"""Parameters of each model without its head: as published, those of T5 less the output embeddings."""
+QUICK = ("prajjwal1/bert-small", "google/t5-v1_1-small")
+CUT = "google/t5-v1_1-xxl"
+"""The model of which one layer of either side is stepped, at its full width: the whole takes 44 GB."""
+WORDS = 512
+
+
+@pytest.fixture(scope="module")
+def methods() -> dict[str, list[str]]:
+    """Every method of every study on each model; one of the masks that differ in their seeds alone."""
+    methods_on = paper_models(STUDIES[name](StudySetup("paper")) for name in STUDIES)
+    return {
+        model: sorted({re.sub(r"seed=\d+", "seed=0", method) for method in of_model})
+        for model, of_model in methods_on.items()
+    }
+
+
+def test_every_model_has_its_shape(methods: dict[str, list[str]]) -> None:
+    assert set(methods) == set(SHAPES) == set(SIZES)
+    assert {model: parameters(model) for model in SHAPES} == SIZES
+
+
+def test_every_task_has_its_rows() -> None:
+    jobs = [job for name in STUDIES for job in topological_order(STUDIES[name](StudySetup("paper")).jobs({}))]
+    assert {job.spec["task"] for job in jobs if job.kind == "run"} == set(TRAIN_ROWS) <= set(TASKS)
+
+
+@pytest.mark.parametrize("name", STUDIES)
+@pytest.mark.sample(5)
+def test_what_a_study_asks_for(name: str) -> None:
+    lines = "\n".join(describe_needs(STUDIES[name](StudySetup("paper"))))
+    parts = ("models from the hub: ", "memory: ", "GB")
+    if name != "ln/time":
+        parts += ("data from the hub: ", "training runs", "on one H100", "on one A100", "disk: ")
+    assert [part for part in parts if part not in lines] == []
+
+
+def test_a_folder_with_data_is_not_asked_of_the_hub(tmp_path: Any) -> None:
+    (tmp_path / "sst2").mkdir()
+    (line,) = (
+        one for one in describe_needs(STUDIES["ln/ablation"](StudySetup("paper", str(tmp_path)))) if "data from" in one
+    )
+    assert "glue:sst2" not in line and "snli" in line
+
+
+def test_a_run_by_hand() -> None:
+    """SST-2 by the protocol of LN-tuning on BERT-base: 67,349 rows in batches of 392, 30 times; 128 tokens a row."""
+    spec = {"model": "google-bert/bert-base-uncased", "task": "sst2", "method": "layernorm", "protocol": "ln_nlu"}
+    one = training(RunConfig.from_flat(**spec, lr=1e-2).canonical())
+    assert (one.steps, one.tokens, one.trained) == (30 * 172, 392 * 128, 38_400)
+    inner = 109_482_240 - 30_522 * 768
+    assert one.operations == one.steps * one.tokens * (4 * inner + 2 * 38_400)
+    assert one.fixed_memory == 4 * 109_482_240 + 12 * 38_400
+    assert one.memory == one.fixed_memory + one.tokens * 68 * 768 * 12
+
+
+@pytest.mark.parametrize(
+    "model", [pytest.param(model, marks=() if model in QUICK else pytest.mark.slow) for model in SHAPES]
+)
+def test_every_method_is_counted_and_trains_for_a_step(
+    model: str, methods: dict[str, list[str]], subtests: pytest.Subtests
+) -> None:
+    """Counted on the whole shape; stepped on random weights at full width and, but for T5-xxl, at full depth."""
+    whole = meta_model(backbone_config(model))
+    live = built(model)
+    before = {name: tensor.clone() for name, tensor in list(live.state_dict().items())[:4]}
+    for method in methods[model]:
+        with subtests.test(method=method):
+            size = count(whole, method).method
+            drawn = re.search(r"parameters=(\d+)", method)
+            assert size == int(drawn[1]) if drawn else size > 0
+            step(live, cut(method) if model == CUT else method)
+            gc.collect()
+    assert all(torch.equal(tensor, live.state_dict()[name]) for name, tensor in before.items())
+
+
+def built(model: str) -> PreTrainedModel:
+    """Build a model with random weights at full width; its vocabulary, which no method depends on, is cut."""
+    config = backbone_config(model)
+    config.vocab_size = WORDS
+    config.eos_token_id, config.pad_token_id, config.bos_token_id = 2, 0, 1
+    if config.is_encoder_decoder:
+        config.decoder_start_token_id = 0
+    if model == CUT:
+        config.num_layers = config.num_decoder_layers = 1
+    torch.manual_seed(0)
+    live: PreTrainedModel = head_of(config).from_config(config)
+    return live
+
+
+def head_of(config: PreTrainedConfig) -> Any:
+    if config.is_encoder_decoder:
+        return AutoModelForSeq2SeqLM
+    return AutoModelForCausalLM if config.model_type == "gpt2" else AutoModelForSequenceClassification
+
+
+def cut(method: str) -> str:
+    """Return a mask of 24 layers with as many scalars fewer as one layer has fewer."""
+    return re.sub(r"parameters=(\d+)", lambda match: f"parameters={int(match[1]) // 24}", method)
+
+
+def step(model: PreTrainedModel, method: str) -> None:
+    """Attach a method, train it for one step, and detach it; full tuning is undone by hand."""
+    stored = {name: tensor.clone() for name, tensor in model.state_dict().items()} if method == "full" else None
+    tuned = deltune.attach(model, method)
+    try:
+        trained = list(tuned.trainable_parameters())
+        ids = torch.randint(3, WORDS, (1, 8))
+        labels = ids if model.config.is_encoder_decoder or model.config.model_type == "gpt2" else torch.tensor([1])
+        loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=labels).loss
+        loss.backward()
+        assert torch.isfinite(loss) and any(p.grad is not None and bool(p.grad.any()) for p in trained)
+        earlier = [parameter.detach().clone() for parameter in trained if method != "full"]
+        torch.optim.SGD(trained, lr=1.0).step()
+        assert method == "full" or any(not torch.equal(old, new) for old, new in zip(earlier, trained, strict=True))
+    finally:
+        tuned.detach()
+        model.zero_grad(set_to_none=True)
+        if stored is not None:
+            model.load_state_dict(stored)
