@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -87,9 +87,23 @@ class DeltaRows:
             self._indices[size, device] = index
         return self._indices[size, device]
 
+    @property
+    def selects_view(self) -> bool:
+        """Whether `select` returns a view: consecutive rows, in a pass without gradients."""
+        return self._consecutive and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+    @cached_property
+    def _consecutive(self) -> bool:
+        return self.rows is not None and self.rows[-1] - self.rows[0] + 1 == len(self.rows)
+
     def select(self, whole: torch.Tensor) -> torch.Tensor:
         """Return these rows of a tensor."""
-        return whole if self.rows is None else whole.index_select(0, self.index(whole.shape[0], whole.device))
+        if self.rows is None:
+            return whole
+        index = self.index(whole.shape[0], whole.device)
+        if self.selects_view:
+            return whole.narrow(0, self.rows[0] * (whole.shape[0] // self.batch_size), len(index))
+        return whole.index_select(0, index)
 
     def replace(self, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         """Return the tensor with these rows replaced by `part`."""
@@ -413,11 +427,12 @@ class NormByRow:
         precision = torch.promote_types(x.dtype, torch.float32)  # as in torch's kernel
         normed = nn.functional.layer_norm(x.to(precision), module.normalized_shape, None, None, module.eps)
         gain, bias = self._values_by_row(module, "weight", x), self._values_by_row(module, "bias", x)
-        normed = normed if gain is None else normed * gain
         dtype = x.dtype
         if torch.is_autocast_enabled(x.device.type):  # the dtype that torch returns then differs by device
             dtype = type(module).forward(module, x[:0]).dtype
-        return (normed if bias is None else normed + bias).to(dtype)
+        if gain is None:
+            return (normed if bias is None else normed + bias).to(dtype)
+        return (normed * gain if bias is None else torch.addcmul(bias, normed, gain)).to(dtype)
 
     def _values_by_row(self, module: nn.LayerNorm, leaf: str, x: torch.Tensor) -> torch.Tensor | None:
         """The values of each row (rows, 1, …, d), or the module's own parameter where no delta has its own."""
