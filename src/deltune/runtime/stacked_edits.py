@@ -27,6 +27,9 @@ MOST_OPERATIONS = 1_000_000
 """Up to so many multiplications for each delta, stacked products take less time than products of the deltas' own rows,
 which cost about 30 µs each on one core of a CPU whatever their size."""
 
+FACTOR_OPERATIONS = 40
+"""How many multiplications of a product take as long as one of a factor, which reads and writes h for it."""
+
 Chain = tuple[DeltaRows, tuple[Edit, ...]]
 """The rows of a delta, and its edits of one tensor in their order."""
 
@@ -161,8 +164,8 @@ class EditStack:
         return few and self.like == _facts(h) and all(group.delta in self.number_of for group, _ in chains)
 
 
-Stacks = dict[tuple[str, str, bool], EditStack]
-"""By path and side of the edits' module, and whether the edits only scale."""
+Stacks = dict[tuple[str, str], EditStack]
+"""By path and side of the edits' module."""
 
 
 class RowStacks:
@@ -261,13 +264,14 @@ class EditStacker:
     def __init__(self, place: tuple[str, str], edits: Mapping[DeltaRows, Sequence[Edit]], rows: RowStacks) -> None:
         self.place, self.rows = place, rows
         self.chains: list[Chain] = [(group, tuple(some)) for group, some in edits.items() if can_stack(some)]
-        self.scaling = [(group, some) for group, some in self.chains if all(edit.only_scales() for edit in some)]
-        layers = [two_layers(edit) for _, some in self.chains for edit in some]
+        edits_of_chains = [edit for _, some in self.chains for edit in some]
+        layers = [two_layers(edit) for edit in edits_of_chains]
         self.operations = sum(two.down.numel() + two.up.numel() for two in layers if two is not None)
-        self._stacked: dict[bool, StackedEdits | None] = {}
+        self.scales = any(edit.only_scales() for edit in edits_of_chains)
+        self._stacked: StackedEdits | None = None
 
     def stacked(self, h: torch.Tensor) -> StackedEdits | None:
-        """Return the edits that are stacked for a tensor: all that can be, those that only scale h, or none.
+        """Return the edits that are stacked for a tensor, or None where others are faster.
 
         Args:
             h: The tensor.
@@ -276,22 +280,15 @@ class EditStacker:
             return None
         if torch.is_autocast_enabled(h.device.type) or not h.is_floating_point():
             return None
-        tokens = h.numel() // h.shape[-1]
-        only_scaling = self.operations * tokens > MOST_OPERATIONS * len(self.chains)
-        chains = self.scaling if only_scaling else self.chains
-        if not chains:
+        operations = self.operations + (FACTOR_OPERATIONS * h.shape[-1] if self.scales else 0)
+        if operations * (h.numel() // h.shape[-1]) > MOST_OPERATIONS * len(self.chains) or not self.chains:
             return None
-        stacked = self._stacked.get(only_scaling)
-        if stacked is None or not stacked.stack.has(chains, h):
-            stacked = self._stacked[only_scaling] = self._make(chains, h, only_scaling)
-        return stacked if stacked.stack.is_finite else None
-
-    def _make(self, chains: Sequence[Chain], h: torch.Tensor, only_scaling: bool) -> StackedEdits:
-        stacks, key = self.rows.stacks, (*self.place, only_scaling)
-        stack = stacks.get(key)
-        if stack is None or not stack.has(chains, h):
-            stack = stacks[key] = EditStack(chains, h)
-        return StackedEdits(stack, chains, self.rows)
+        if self._stacked is None or not self._stacked.stack.has(self.chains, h):
+            stack = self.rows.stacks.get(self.place)
+            if stack is None or not stack.has(self.chains, h):
+                stack = self.rows.stacks[self.place] = EditStack(self.chains, h)
+            self._stacked = StackedEdits(stack, self.chains, self.rows)
+        return self._stacked if self._stacked.stack.is_finite else None
 
 
 def _columns_of(edit: Edit, width: int, device: torch.device) -> torch.Tensor | slice:
