@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -132,3 +133,22 @@ def test_two_layers_are_what_the_form_computes(form: Any) -> None:
 def test_every_form_that_has_two_layers_is_tried() -> None:
     having = {kind for kind in FORMS if kind.two_layers is not deltune.Form.two_layers}
     assert having == {LowRank, Bottleneck}
+
+
+@dataclass(frozen=True, repr=False)
+class HalfRank(LowRank):
+    """A user's form that computes something else than the one that it derives from."""
+
+    def inner(self, tensors: Any, u: torch.Tensor, training: bool) -> torch.Tensor:
+        return 0.5 * super().inner(tensors, u, training)
+
+
+def test_a_form_that_derives_from_another_computes_its_own_change() -> None:
+    family = FAMILIES["bert"]
+    model = model_of(family)
+    tuned = stir(deltune.attach(model, deltune.Modification("ffn", HalfRank(rank=2), "parallel"), name="halved"))
+    stir(deltune.attach(model, deltune.Modification("ffn", LowRank(rank=2), "parallel"), name="whole"))
+    try:
+        check(family, tuned, ["halved", "whole", None, "halved"], batch(model, rows=4))
+    finally:
+        tuned.detach()

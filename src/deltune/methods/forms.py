@@ -131,7 +131,6 @@ class Form(MethodPart):
     - `affine` returns (A, b) where Δh = A u + b, so that the form can be merged into weights.
     - `incompatibility` says at which places the form cannot act, and `waste` where it trains more than it can use.
     - `inner`, in place of `__call__`, returns v where Δh = v W_up + b_up.
-    - `two_layers` returns the tensors of a form that is f(u Dᵀ + d) Uᵀ + e, which makes mixed batches faster.
     - `product` and `fill_untrained` serve masks (`apet`), and `trained`, `shared` and `fold` a reparameterisation.
 
     Class attributes:
@@ -291,9 +290,9 @@ class Form(MethodPart):
         return None
 
     def two_layers(self, tensors: Tensors) -> TwoLayers | None:
-        """Return the layers of a form that is Δh = f(u Dᵀ + d) Uᵀ + e outside of training.
+        """Return the layers of a form of the library that is Δh = f(u Dᵀ + d) Uᵀ + e outside of training.
 
-        Those of several deltas are computed in two products for a whole batch.
+        Those of several deltas are computed in two products for a whole batch. Nothing asks it of a user's own forms.
 
         Args:
             tensors: The tensors of `shapes`, by name.

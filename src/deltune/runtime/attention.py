@@ -504,13 +504,13 @@ def _attend_by_row(
     rows = prefix.rows
     assert rows is not None
     if not additive and _thread.how != "joined" and _reason_to_join(call) is None:
-        own, block = _blocks(prefix, call)
-        kernel = kernel_for(call.query[:1], (own.first_row(), block.first_row()))
+        of_text, of_prefix = _blocks(prefix, call)
+        kernel = kernel_for(call.query[:1], (of_text.first_row(), of_prefix.first_row()))
         if kernel is not None and kernel.grouped:
-            output, z, _ = kernel.forward(call.query, own, scaling)
-            of_prefix, z_of_prefix, _ = kernel.forward(call.query.index_select(0, rows), block, scaling)
-            share = torch.sigmoid(z_of_prefix - z.index_select(0, rows))[..., : call.query.shape[2], None]
-            merged = torch.lerp(output.index_select(0, rows), of_prefix, share.to(output.dtype))
+            output, z, _ = kernel.forward(call.query, of_text, scaling)
+            joining, z_joining, _ = kernel.forward(call.query.index_select(0, rows), of_prefix, scaling)
+            share = torch.sigmoid(z_joining - z.index_select(0, rows))[..., : call.query.shape[2], None]
+            merged = torch.lerp(output.index_select(0, rows), joining, share.to(output.dtype))
             return output.index_copy(0, rows, merged).transpose(1, 2).contiguous(), None, "merged"
     output, weights = original(call.module, call.query, call.key, call.value, call.mask, **call.options)
     some, weights_of_some, served = _attend_with_prefix(prefix, call.of_rows(rows), original, additive, scaling)

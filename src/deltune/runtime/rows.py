@@ -478,8 +478,8 @@ class NormByRow:
 
 
 MANY_NUMBERS = 20_000
-"""From so many numbers on for each delta, writing another tensor of this size takes longer than operators on the rows of
-each delta: 10 µs and more on one core of a CPU."""
+"""From so many numbers on for each delta, writing another tensor of this size takes longer than operators on the rows
+of each delta: 10 µs and more on one core of a CPU."""
 
 
 def may_change_views(groups: Sequence[DeltaRows], whole: torch.Tensor) -> bool:

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from ..compat import transforms_active
 from ..methods.forms import TwoLayers
+from ..methods.registry import FORMS
 from .modules import Delta, Edit
 from .rows import DeltaRows
 
@@ -52,8 +53,8 @@ def _stage(edit: Edit) -> int:
 
 
 def two_layers(edit: Edit) -> TwoLayers | None:
-    """The two layers of an edit's form, or None for other forms."""
-    return edit.form.two_layers(edit.tensors())
+    """The two layers of an edit's form, or None for other forms and for a user's own, which may override anything."""
+    return edit.form.two_layers(edit.tensors()) if type(edit.form) in FORMS else None
 
 
 def can_stack(edits: Sequence[Edit]) -> bool:
