@@ -581,7 +581,8 @@ class DecoderRunner:
             return 0 if row.cached else row.loaded.prompt_length, len(row.before) - row.cached
 
         overhead = pass_overhead(self.backbone.device)
-        return [group for some in by_key.values() for group in split_by_length(some, lengths, overhead, tokens)]
+        split = [group for some in by_key.values() for group in split_by_length(some, lengths, overhead, tokens)]
+        return [sorted(group, key=_delta_of) for group in split]
 
     def read(self, rows: list[Row]) -> tuple[RunningBatch, torch.Tensor]:
         """Let rows read their prompts, and return their batch and the scores of their first tokens.
@@ -745,7 +746,8 @@ class EncoderDecoderRunner:
         def lengths(row: Row) -> tuple[int, int]:
             return row.loaded.prompt_length, len(row.job.tokens)
 
-        return split_by_length(rows, lengths, pass_overhead(self.backbone.device), tokens)
+        split = split_by_length(rows, lengths, pass_overhead(self.backbone.device), tokens)
+        return [sorted(group, key=_delta_of) for group in split]
 
     def read(self, rows: list[Row]) -> tuple[RunningBatch, torch.Tensor]:
         """Let the encoder read the texts of rows, and return their batch and the scores of their first tokens.
@@ -839,6 +841,11 @@ class EncoderDecoderRunner:
         cache = assemble([(batch.cache, numbers) for batch, numbers in parts], max(row.length for row in rows))
         cross = [(batch.cross, numbers) for batch, numbers in parts if batch.cross is not None]
         return RunningBatch(rows, cache, assemble(cross, width, at_end=False))
+
+
+def _delta_of(row: Row) -> str:
+    """The name of a row's delta in the model: rows of a delta that stand together are read as one."""
+    return row.loaded.internal or ""
 
 
 def _probe(tokens: list[int], base: LoadedDelta) -> Row:
