@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, NoReturn, TypeAlias
 
 from ..errors import DeltuneError, excerpt, unknown_name
 from .masks import Factor
@@ -87,6 +87,24 @@ class MethodPart:
 
     def __radd__(self, other: object) -> NoReturn:
         refuse_sum(other, self)
+
+
+class TwoLayers(NamedTuple):
+    """The tensors of Δh = f(u Dᵀ + d) Uᵀ + e.
+
+    Attributes:
+        down: D (r, d_in).
+        down_bias: d (r,), or None for zero.
+        activation: f, one of `ACTIVATIONS`.
+        up: U (d_out, r).
+        up_bias: e (d_out,), or None for zero.
+    """
+
+    down: torch.Tensor
+    down_bias: torch.Tensor | None
+    activation: str
+    up: torch.Tensor
+    up_bias: torch.Tensor | None
 
 
 class Form(MethodPart):
@@ -268,6 +286,19 @@ class Form(MethodPart):
 
         Returns:
             v (B, n, r), or None for forms that do not end in such a product.
+        """
+        return None
+
+    def two_layers(self, tensors: Tensors) -> TwoLayers | None:
+        """Return the layers of a form of the library that is Δh = f(u Dᵀ + d) Uᵀ + e outside of training.
+
+        Those of several deltas are computed in two products for a whole batch. Nothing asks it of a user's own forms.
+
+        Args:
+            tensors: The tensors of `shapes`, by name.
+
+        Returns:
+            The layers, or None for other forms.
         """
         return None
 
@@ -504,6 +535,12 @@ class Bottleneck(Form):
         biases = (Factor("down_bias", 1, 1, 1, constant=True),) if self.bias else ()
         return rank, (*down, *biases), up
 
+    def two_layers(self, tensors: Tensors) -> TwoLayers | None:
+        if self.layer_norm:
+            return None
+        biases = tensors.get("down_bias"), tensors.get("up_bias")
+        return TwoLayers(tensors["down"], biases[0], self.activation, tensors["up"], biases[1])
+
     def inner(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
         from torch.nn import functional as F
 
@@ -570,6 +607,9 @@ class LowRank(Form):
 
     def affine(self, tensors: Tensors) -> Affine:
         return tensors["up"] @ tensors["down"], None
+
+    def two_layers(self, tensors: Tensors) -> TwoLayers:
+        return TwoLayers(tensors["down"], None, "identity", tensors["up"], None)
 
     def inner(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
         from torch.nn import functional as F

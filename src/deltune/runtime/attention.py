@@ -40,6 +40,7 @@ from ..compat import (
     efficient_attention_backward,
     flash_attention,
     flash_attention_backward,
+    transforms_active,
 )
 from ..errors import DeltuneError, excerpt, unknown_name
 from .rows import DeltaRows, stack_by_row
@@ -60,6 +61,10 @@ class Block:
     value: torch.Tensor
     mask: torch.Tensor | None
     causal: bool
+
+    def first_row(self) -> Block:
+        """The block of the first row of the batch."""
+        return Block(self.key[:1], self.value[:1], None if self.mask is None else self.mask[:1], self.causal)
 
 
 @dataclass(frozen=True)
@@ -389,11 +394,11 @@ def _with_prefixes(original: AttentionFunction, additive: bool) -> AttentionFunc
             return original(module, query, key, value, attention_mask, **kwargs)
         scaling = kwargs.get("scaling")
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        length, call = 0, Call(module, query, key, value, attention_mask, kwargs)
+        call = Call(module, query, key, value, attention_mask, kwargs)
         if prefixes := [(group, edit.tensors()) for edit, group in edits if edit.has_gate]:
-            prefix = hook.kept_prefix(key) or hook.keep_prefix(_prefix_of_rows(prefixes, key))
-            length = prefix.keys.shape[2]
-            output, weights, served = _attend_with_prefix(prefix, call, original, additive, scaling)
+            prefix = hook.kept_prefix(key) or hook.keep_prefix(_prefix_of_rows(prefixes, call))
+            attend = _attend_with_prefix if prefix.rows is None else _attend_by_row
+            output, weights, served = attend(prefix, call, original, additive, scaling)
             hook.report(served)
         else:
             output, weights = original(module, query, key, value, attention_mask, **kwargs)
@@ -401,9 +406,9 @@ def _with_prefixes(original: AttentionFunction, additive: bool) -> AttentionFunc
             if not edit.has_gate:
                 delta = edit.modification.form.per_head(edit.tensors(), group.select(query), scaling)
                 x = edit.resolve_input(hook.inputs(), None)
+                x = None if x is None else group.select(x)
                 output = group.replace(output, edit.compose(group.select(output), delta, x))
-        # callers expect a column for each token; what a row lacks to 1 is the weight on the prefix
-        return output, weights[..., length:] if weights is not None and length else weights
+        return output, weights
 
     return attention
 
@@ -418,6 +423,15 @@ class Call(NamedTuple):
     mask: torch.Tensor | None
     options: dict[str, Any]
 
+    def of_rows(self, rows: torch.Tensor) -> Call:
+        """The same call for some rows of the batch."""
+        query, key, value, mask = (
+            tensor.index_select(0, rows) if tensor is not None and tensor.shape[0] == self.query.shape[0] else tensor
+            for tensor in (self.query, self.key, self.value, self.mask)
+        )
+        assert query is not None and key is not None and value is not None
+        return Call(self.module, query, key, value, mask, self.options)
+
     @property
     def causal(self) -> bool:
         """Whether the kernel applies the causal mask itself, as transformers decides it."""
@@ -427,15 +441,29 @@ class Call(NamedTuple):
 
 
 class PrefixRows(NamedTuple):
-    """The prefix of every row: keys and values (B, N_kv, l, d), and which are no padding, (B, l), or None for all."""
+    """The prefix of every row, or of those that have one.
+
+    Attributes:
+        keys: Its keys (B, N_kv, l, d).
+        values: Its values (B, N_kv, l, d_v).
+        present: Which of the l are no padding, (B, l), or None for all.
+        batch_size: How many rows the batch has.
+        rows: The indices of the B rows in the batch, or None where they are all of its rows.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
     present: torch.Tensor | None
+    batch_size: int
+    rows: torch.Tensor | None = None
 
 
-def _prefix_of_rows(prefixes: list[tuple[DeltaRows, dict[str, torch.Tensor]]], like: torch.Tensor) -> PrefixRows:
-    """The prefix of every row in the dtype of the model's keys; several prefixes of a group are concatenated."""
+def _prefix_of_rows(prefixes: list[tuple[DeltaRows, dict[str, torch.Tensor]]], call: Call) -> PrefixRows:
+    """The prefixes in the dtype of the model's keys, of all rows or of those that have one.
+
+    Several prefixes of a group are concatenated.
+    """
+    like = call.key
     groups = list(dict.fromkeys(group for group, _ in prefixes))
     rows, present = [], None
     for name in ("keys", "values"):
@@ -448,7 +476,47 @@ def _prefix_of_rows(prefixes: list[tuple[DeltaRows, dict[str, torch.Tensor]]], l
         ]
         row, present = stack_by_row(parts, like.shape[0])
         rows.append(row.transpose(1, 2))
-    return PrefixRows(rows[0], rows[1], present)
+    keys, values = rows
+    prefix = PrefixRows(keys, values, present, like.shape[0])
+    having = None if present is None or not _may_attend_by_row(call) else present.any(-1).nonzero().flatten()
+    if present is None or having is None or 2 * len(having) > like.shape[0]:
+        return prefix
+    return PrefixRows(keys[having], values[having], present[having], like.shape[0], having)
+
+
+def _may_attend_by_row(call: Call) -> bool:
+    """Whether rows may be attended to apart: in passes without gradients, where all rows share the options."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or transforms_active():
+        return False
+    bias = call.options.get("position_bias")
+    shared = bias is None or bias.shape[0] == 1
+    return shared and not call.options.get("dropout") and call.options.get("cache") is None
+
+
+def _attend_by_row(
+    prefix: PrefixRows, call: Call, original: AttentionFunction, additive: bool, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor | None, str]:
+    """Attend without prefixes in all rows, and then to the prefixes in the rows that have one.
+
+    Where few rows have a prefix, that takes less time than to extend the keys of all. Arguments and result are those of
+    `_attend_with_prefix`.
+    """
+    rows = prefix.rows
+    assert rows is not None
+    if not additive and _thread.how != "joined" and _reason_to_join(call) is None:
+        of_text, of_prefix = _blocks(prefix, call)
+        kernel = kernel_for(call.query[:1], (of_text.first_row(), of_prefix.first_row()))
+        if kernel is not None and kernel.grouped:
+            output, z, _ = kernel.forward(call.query, of_text, scaling)
+            joining, z_joining, _ = kernel.forward(call.query.index_select(0, rows), of_prefix, scaling)
+            share = torch.sigmoid(z_joining - z.index_select(0, rows))[..., : call.query.shape[2], None]
+            merged = torch.lerp(output.index_select(0, rows), joining, share.to(output.dtype))
+            return output.index_copy(0, rows, merged).transpose(1, 2).contiguous(), None, "merged"
+    output, weights = original(call.module, call.query, call.key, call.value, call.mask, **call.options)
+    some, weights_of_some, served = _attend_with_prefix(prefix, call.of_rows(rows), original, additive, scaling)
+    if weights is not None and weights_of_some is not None:
+        weights = weights.index_copy(0, rows, weights_of_some)
+    return output.index_copy(0, rows, some), weights, served
 
 
 def _attend_with_prefix(
@@ -480,7 +548,10 @@ def _attend_with_prefix(
     if (bias := options.get("position_bias")) is not None:
         options = {**options, "position_bias": F.pad(bias, (prefix.keys.shape[2], 0))}
     key, value = torch.cat([prefix.keys, call.key], dim=2), torch.cat([prefix.values, call.value], dim=2)
-    return *original(call.module, call.query, key, value, mask, **options), f"joined: {why}"
+    output, weights = original(call.module, call.query, key, value, mask, **options)
+    # callers expect a column for each token; what a row lacks to 1 is the weight on the prefix
+    weights = None if weights is None else weights[..., prefix.keys.shape[2] :]
+    return output, weights, f"joined: {why}"
 
 
 def _merging_is_faster(call: Call) -> bool:

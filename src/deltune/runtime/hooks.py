@@ -120,8 +120,8 @@ class InputHook:
         this_pass = self.passes.current_pass()
         if writes is not None:
             h = writes.apply(h, module, this_pass.inputs)
-        for edit, group in readers:
-            this_pass.inputs[edit] = group.select(h)
+        for edit, _ in readers:
+            this_pass.inputs[edit] = h
         if writes is None:
             return None
         return ((h, *args[1:]), kwargs) if key is None else (args, {**kwargs, key: h})
@@ -206,7 +206,7 @@ class AttentionHook:
         """Return the prefix of every row that an earlier pass has stacked, if it is for keys like these."""
         stacked = self.passes.assignment().stacked
         prefix = None if stacked is None else stacked.get(self.path)
-        alike = prefix is not None and prefix.keys.shape[0] == key.shape[0] and prefix.keys.dtype == key.dtype
+        alike = prefix is not None and prefix.batch_size == key.shape[0] and prefix.keys.dtype == key.dtype
         return prefix if alike else None
 
     def keep_prefix(self, prefix: Any) -> Any:

@@ -123,6 +123,9 @@ class HeadLabels:
 RerunModule = Callable[[torch.Tensor], torch.Tensor]
 """Calls the module of an edit once more, with the tensors that its rows use."""
 
+ReadInput = Callable[["Edit"], torch.Tensor | None]
+"""Returns the x of an edit, or None where it reads none."""
+
 
 class Edit(nn.Module):
     """One modification at one place: h <- compose(h, form(u)).
@@ -251,7 +254,7 @@ class Edit(nn.Module):
         return float(factor) if isinstance(factor, int | float) else None
 
     def resolve_input(self, inputs: dict[Edit, torch.Tensor], module_input: torch.Tensor | None) -> torch.Tensor | None:
-        """Return its x: the input of its own module, or that of another one, which is removed from `inputs`."""
+        """Return its x, for all rows: its own module's input, or that of another, which is removed from `inputs`."""
         if self.reads_own_input:
             return module_input
         if self.source_path is None:
@@ -267,8 +270,7 @@ class Edit(nn.Module):
         self,
         h: torch.Tensor,
         rerun: RerunModule,
-        inputs: dict[Edit, torch.Tensor],
-        module_input: torch.Tensor | None,
+        read: ReadInput,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return compose(h, form(u)), where u is x (parallel) or h (sequential).
@@ -276,14 +278,13 @@ class Edit(nn.Module):
         Args:
             h: The tensor to change.
             rerun: Calls the module that h belongs to once more.
-            inputs: The inputs of other modules in this pass.
-            module_input: The input of that module.
+            read: Returns x, with the rows of h.
             out: h itself where it may be overwritten, else None.
 
         Returns:
             The changed tensor.
         """
-        x = self.resolve_input(inputs, module_input)
+        x = read(self)
         if not self.parallel:
             u = rerun(h) if self.place.apply_norm_first else h
         else:

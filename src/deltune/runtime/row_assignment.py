@@ -24,7 +24,7 @@ from ..errors import DeltuneError, error_from_problems, excerpt, unknown_name
 from ..methods.forms import Prompt
 from ..methods.masks import RowMask
 from .model_state import ModelState
-from .modules import Delta, Edit, HeadLabels, RerunModule
+from .modules import Delta, Edit, HeadLabels, ReadInput, RerunModule
 from .rows import (
     ChangedTensors,
     DeltaRows,
@@ -37,6 +37,7 @@ from .rows import (
     combine_rows,
     override_by_row,
 )
+from .stacked_edits import EditStacker, RowStacks, Stacks
 
 Inputs = dict[Edit, torch.Tensor]
 """The inputs of other modules in a pass, by the edit that uses them; an edit removes its own."""
@@ -71,42 +72,31 @@ class FusedEdits:
         numbered = tuple(zip([bisect(ends, part.start) for part in chosen], edits_of_parts, strict=True))
         return cls(groups, tuple(ends), numbered, all(edit.only_scales() for edit in edits))
 
-    def apply_to(
-        self,
-        h: torch.Tensor,
-        rerun: RerunModule,
-        inputs: Inputs,
-        module_input: torch.Tensor | None,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def apply_to(self, h: torch.Tensor, rerun: RerunModule, read: ReadInput, out: torch.Tensor | None) -> torch.Tensor:
         """Return h with the edits of all parts; the arguments are those of `Edit.apply_to`."""
         if self.multiplying:
-            factors = self._apply(h.new_ones(h.shape[-1]), rerun, inputs, module_input)
+            factors = self._apply(h.new_ones(h.shape[-1]), rerun, read)
             return h * factors if out is None else out.mul_(factors)
         if out is None or self.groups > 1:
-            return self._apply(h, rerun, inputs, module_input)
-        return self._apply_in_place(out, rerun, inputs, module_input)
+            return self._apply(h, rerun, read)
+        return self._apply_in_place(out, rerun, read)
 
-    def _apply_in_place(
-        self, h: torch.Tensor, rerun: RerunModule, inputs: Inputs, module_input: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _apply_in_place(self, h: torch.Tensor, rerun: RerunModule, read: ReadInput) -> torch.Tensor:
         parts = h.split(self._widths(h), dim=-1)
         for number, edits in self.edits:
             for edit in edits:
-                changed = edit.apply_to(parts[number], rerun, inputs, module_input, parts[number])
+                changed = edit.apply_to(parts[number], rerun, read, parts[number])
                 if changed is not parts[number]:
                     parts[number].copy_(changed)
         return h
 
-    def _apply(
-        self, h: torch.Tensor, rerun: RerunModule, inputs: Inputs, module_input: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _apply(self, h: torch.Tensor, rerun: RerunModule, read: ReadInput) -> torch.Tensor:
         blocks = self._to_blocks(h)
         parts = list(blocks.split(self._widths(blocks), dim=-1))
         for number, edits in self.edits:
             part = self._from_blocks(parts[number])
             for edit in edits:
-                part = edit.apply_to(part, rerun, inputs, module_input, None)
+                part = edit.apply_to(part, rerun, read, None)
             parts[number] = self._to_blocks(part)
         return self._from_blocks(torch.cat(parts, dim=-1))
 
@@ -140,18 +130,16 @@ class EditChain:
     Everything that is known before a pass is computed here, so that torch.compile can unroll the loop over them.
     """
 
-    def __init__(self, edits: Sequence[tuple[Edit, DeltaRows]]) -> None:
+    def __init__(
+        self, edits: Sequence[tuple[Edit, DeltaRows]], place: tuple[str, str], rows: RowStacks | None = None
+    ) -> None:
         edits_of_groups = {
             group: [edit for edit, its in edits if its is group] for group in dict.fromkeys(group for _, group in edits)
         }
         alike = all_rows_alike(tuple(edits_of_groups))
         self.for_all_rows = [one for some in edits_of_groups.values() for one in group_fused(some)] if alike else []
-        # with whether any of its edits reads the module's own input
-        self.by_group = (
-            []
-            if alike
-            else [(u, any(e.reads_own_input for e in some), group_fused(some)) for u, some in edits_of_groups.items()]
-        )
+        self.by_group = [] if alike else [(group, group_fused(some)) for group, some in edits_of_groups.items()]
+        self.stacker = None if alike or rows is None else EditStacker(place, edits_of_groups, rows)
 
     def apply(
         self,
@@ -170,25 +158,56 @@ class EditChain:
             module_input: The input of the module itself.
             in_place: Whether h may be overwritten.
         """
+
+        def read(edit: Edit) -> torch.Tensor | None:
+            return edit.resolve_input(inputs, module_input)
+
         if self.by_group:
-            return self._row_by_row(h, module, inputs, module_input)
+            return self._row_by_row(h, module, read, in_place)
         whole = h
         for one in self.for_all_rows:  # only h itself may be overwritten, not the result of an edit
-            h = one.apply_to(h, module.forward, inputs, module_input, h if in_place and h is whole else None)
+            h = one.apply_to(h, module.forward, read, h if in_place and h is whole else None)
         return h
 
-    def _row_by_row(
-        self, h: torch.Tensor, module: nn.Module, inputs: Inputs, module_input: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _row_by_row(self, h: torch.Tensor, module: nn.Module, read: ReadInput, in_place: bool) -> torch.Tensor:
+        chains = self.by_group
+        stacked = None if self.stacker is None else self.stacker.stacked(h)
+        if stacked is not None:
+            h, in_place = stacked.apply(h, read, in_place), True
+            chains = [chain for chain in chains if chain[0] not in stacked.groups]
         parts: dict[DeltaRows, torch.Tensor] = {}
-        for group, reads, chain in self.by_group:
-            part = group.select(h)
-            its = group.select(module_input) if reads and module_input is not None else None
-            rerun = partial(_forward_of, group, module)
+        for group, chain in chains:
+            rows = part = group.select(h)
+            overwritten = in_place and group.selects_view
+            read_rows, rerun = _RowReader(group, read), partial(_forward_of, group, module)
             for one in chain:
-                part = one.apply_to(part, rerun, inputs, its, None)
-            parts[group] = part
-        return combine_rows(h, parts)
+                part = one.apply_to(part, rerun, read_rows, part if overwritten and part is rows else None)
+            if not overwritten:
+                parts[group] = part
+            elif part is not rows:
+                rows.copy_(part)
+        return combine_rows(h, parts) if parts else h
+
+
+class _RowReader:
+    """Reads the x of edits for the rows of one group.
+
+    Args:
+        group: The group.
+        read: Reads the x of an edit for all rows.
+    """
+
+    def __init__(self, group: DeltaRows, read: ReadInput) -> None:
+        self.group, self.read = group, read
+        self.module_input: torch.Tensor | None = None
+
+    def __call__(self, edit: Edit) -> torch.Tensor | None:
+        x = self.read(edit)
+        if x is None or not edit.reads_own_input:
+            return None if x is None else self.group.select(x)
+        if self.module_input is None:
+            self.module_input = self.group.select(x)
+        return self.module_input
 
 
 def _forward_of(group: DeltaRows, module: nn.Module, h: torch.Tensor) -> torch.Tensor:
@@ -221,7 +240,13 @@ class RowAssignment:
         stacked: The prefixes of all rows, by path of the attention, where no tensor changes; else None.
     """
 
-    def __init__(self, groups: Sequence[DeltaRows], placed_delta: str | None, labels: HeadLabels) -> None:
+    def __init__(
+        self,
+        groups: Sequence[DeltaRows],
+        placed_delta: str | None,
+        labels: HeadLabels,
+        stacks: RowStacks | None = None,
+    ) -> None:
         self.groups, self.placed_delta, self.labels = list(groups), placed_delta, labels
         self.rows: tuple[str | None, ...] = ()
         self.no_common_loss = self.unequal_labels = False
@@ -241,7 +266,7 @@ class RowAssignment:
                 self.states.setdefault(target.path, []).append((edit, group))
             elif target.side not in ("tokens", "weight"):
                 written.setdefault((target.path, target.side), []).append((edit, group))
-        self.writes = {key: EditChain(edits) for key, edits in written.items()}
+        self.writes = {place: EditChain(edits, place, stacks) for place, edits in written.items()}
         prompts = [
             (group, [e for e in group.delta.all_edits() if e.place.target.side == "tokens"]) for group in self.groups
         ]
@@ -297,7 +322,8 @@ class RowAssignment:
         labels += [base_labels] if None in names else []
         if not anatomy.head:
             labels = [base_labels]
-        assignment = cls(groups, None, max(labels, key=lambda head: len(head.id2label)))
+        widest = max(labels, key=lambda head: len(head.id2label))
+        assignment = cls(groups, None, widest, RowStacks(cache.stacks) if constant else None)
         assignment.rows = tuple(names)
         sizes, kinds = {len(head.id2label) for head in labels}, {head.problem_type for head in labels}
         assignment.no_common_loss = (1 in sizes and len(sizes) > 1) or len(kinds - {None}) > 1
@@ -403,9 +429,14 @@ class DeltaFacts:
 
 
 class DeltaCache:
-    """Facts about deltas that every assignment of rows needs, each kept until its delta is detached."""
+    """Facts about deltas that every assignment of rows needs, each kept until its delta is detached.
+
+    Attributes:
+        stacks: The stacked tensors of the edits of deltas that were in a batch together, for passes without gradients.
+    """
 
     def __init__(self) -> None:
+        self.stacks: Stacks = {}
         self._paths: dict[nn.Module, str] = {}
         self._of: dict[Delta, DeltaFacts] = {}
 
@@ -416,6 +447,8 @@ class DeltaCache:
             delta: The delta.
         """
         self._of.pop(delta, None)
+        for place in [place for place, stack in self.stacks.items() if delta in stack.number_of]:
+            del self.stacks[place]
 
     def paths_of(self, modules: Iterable[nn.Module], state: ModelState) -> Mapping[nn.Module, str]:
         """Return the paths of at least some modules of the model.

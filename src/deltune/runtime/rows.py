@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +23,7 @@ from ..compat import (
     remove_hooks,
     replace_parameters,
     set_instance_forward,
+    transforms_active,
 )
 from ..errors import DeltuneError
 from .hard_concrete import GatedDifference
@@ -87,9 +88,23 @@ class DeltaRows:
             self._indices[size, device] = index
         return self._indices[size, device]
 
+    @property
+    def selects_view(self) -> bool:
+        """Whether `select` returns a view: consecutive rows, in a pass without gradients."""
+        return self._consecutive and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+    @cached_property
+    def _consecutive(self) -> bool:
+        return self.rows is not None and self.rows[-1] - self.rows[0] + 1 == len(self.rows)
+
     def select(self, whole: torch.Tensor) -> torch.Tensor:
         """Return these rows of a tensor."""
-        return whole if self.rows is None else whole.index_select(0, self.index(whole.shape[0], whole.device))
+        if self.rows is None:
+            return whole
+        index = self.index(whole.shape[0], whole.device)
+        if self.selects_view:
+            return whole.narrow(0, self.rows[0] * (whole.shape[0] // self.batch_size), len(index))
+        return whole.index_select(0, index)
 
     def replace(self, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         """Return the tensor with these rows replaced by `part`."""
@@ -372,19 +387,27 @@ class ModuleByRow:
 class BiasByRow:
     """Runs a linear layer once for all deltas, and adds the bias of each row: x Wᵀ + b.
 
-    The result differs from torch's kernel by rounding only, since that adds the bias to the sum of the products.
+    Where rows of a delta are consecutive, the layer runs with the base's bias, and what a delta's own bias has more is
+    added to its rows. The result differs from torch's kernel by rounding only, since that adds the bias to the sum of
+    the products.
     """
 
     def __init__(self, module: nn.Linear, groups: Sequence[DeltaRows], cache: OverrideCache) -> None:
         self.groups = [group for group in groups if module in group.overrides]
         self._numbers = cache.numbers(self.groups)
         self._kept: dict[tuple[str, int], torch.Tensor] | None = {} if cache.constant else None
+        self._differences: dict[DeltaRows, torch.Tensor] = {}
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Apply the layer once to the batch, with each row's own bias."""
         x: torch.Tensor = args[0] if args else kwargs["input"]
         base = parameters_of(module)["bias"]
         assert base is not None
+        if may_change_views(self.groups, x):  # of the others' rows nothing is read or written once more
+            whole: torch.Tensor = forward_with(module, {}, x)
+            for group in self.groups:
+                group.select(whole).add_(self._difference(group, module, base).to(whole.dtype))
+            return whole
         output: torch.Tensor = forward_with(module, {"bias": None}, x)
         values = None if self._kept is None else self._kept.get(("bias", x.shape[0]))
         if values is None:
@@ -394,11 +417,20 @@ class BiasByRow:
                 self._kept["bias", x.shape[0]] = values
         return output + values.view(x.shape[0], *(1,) * (x.dim() - 2), -1).to(output.dtype)
 
+    def _difference(self, group: DeltaRows, module: nn.Module, base: torch.Tensor) -> torch.Tensor:
+        """A delta's own bias less the base's."""
+        known = None if self._kept is None else self._differences.get(group)
+        difference = group.overrides[module]["bias"]() - base if known is None else known
+        if self._kept is not None:
+            self._differences[group] = difference
+        return difference
+
 
 class NormByRow:
     """Runs a LayerNorm once for all deltas: g ⊙ n(x) + b with the g and b of each row.
 
-    The result differs from torch's kernel by rounding only, since that does not round n(x).
+    The result differs from torch's kernel by rounding only, since that does not round n(x). Where rows of a delta are
+    consecutive, and the batch is large, it runs once more on the rows of each delta.
     """
 
     def __init__(self, module: nn.Module, groups: Sequence[DeltaRows], cache: OverrideCache) -> None:
@@ -410,14 +442,20 @@ class NormByRow:
         """Apply the LayerNorm once to the batch, with each row's own weight and bias."""
         assert isinstance(module, nn.LayerNorm)
         x: torch.Tensor = args[0] if args else kwargs["input"]
+        if may_change_views(self.groups, x):
+            whole: torch.Tensor = forward_with(module, {}, x)
+            for group in self.groups:
+                group.select(whole).copy_(group.forward_of(module)(group.select(x)))
+            return whole
         precision = torch.promote_types(x.dtype, torch.float32)  # as in torch's kernel
         normed = nn.functional.layer_norm(x.to(precision), module.normalized_shape, None, None, module.eps)
         gain, bias = self._values_by_row(module, "weight", x), self._values_by_row(module, "bias", x)
-        normed = normed if gain is None else normed * gain
         dtype = x.dtype
         if torch.is_autocast_enabled(x.device.type):  # the dtype that torch returns then differs by device
             dtype = type(module).forward(module, x[:0]).dtype
-        return (normed if bias is None else normed + bias).to(dtype)
+        if gain is None:
+            return (normed if bias is None else normed + bias).to(dtype)
+        return (normed * gain if bias is None else torch.addcmul(bias, normed, gain)).to(dtype)
 
     def _values_by_row(self, module: nn.LayerNorm, leaf: str, x: torch.Tensor) -> torch.Tensor | None:
         """The values of each row (rows, 1, …, d), or the module's own parameter where no delta has its own."""
@@ -437,6 +475,23 @@ class NormByRow:
             if self._kept is not None:
                 self._kept[leaf, x.shape[0]] = values
         return values.view(x.shape[0], *(1,) * (x.dim() - 2), -1)
+
+
+MANY_NUMBERS = 20_000
+"""From so many numbers on for each delta, writing another tensor of this size takes longer than operators on the rows
+of each delta: 10 µs and more on one core of a CPU."""
+
+
+def may_change_views(groups: Sequence[DeltaRows], whole: torch.Tensor) -> bool:
+    """Whether the rows of each group are to be changed in place, rather than those of all groups in one operation.
+
+    Args:
+        groups: The groups.
+        whole: The tensor.
+    """
+    if whole.numel() < MANY_NUMBERS * len(groups) or torch.is_autocast_enabled(whole.device.type):
+        return False
+    return not transforms_active() and all(group.selects_view for group in groups)
 
 
 def group_numbers(

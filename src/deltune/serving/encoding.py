@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -40,6 +40,15 @@ PASS_OVERHEAD = {"cpu": 64, "cuda": 4096}
 """What a pass costs besides its tokens, by type of device, as the number of tokens that take as long."""
 
 
+def pass_overhead(device: torch.device) -> int:
+    """Return what a pass costs besides its tokens, as the number of tokens that take as long.
+
+    Args:
+        device: The device of the model.
+    """
+    return PASS_OVERHEAD.get(device.type, PASS_OVERHEAD["cuda"])
+
+
 @dataclass(frozen=True)
 class LaneContext:
     """What an engine gives to all of its lanes.
@@ -69,7 +78,7 @@ class EncodingLane:
         self.backbone, self.task, self.limits, self.context = backbone, task, limits, context
         self.queue = FairQueue(context.share)
         tokenizer_pad = getattr(backbone.model.config.get_text_config(), "pad_token_id", None)
-        self.overhead = PASS_OVERHEAD.get(self.backbone.device.type, PASS_OVERHEAD["cuda"])
+        self.overhead = pass_overhead(backbone.device)
         self.pad = 0 if tokenizer_pad is None else int(tokenizer_pad)
         self.speed = math.inf
         """Tokens a second, the overhead of a pass included; of the last passes, the later ones counting more."""
@@ -103,7 +112,7 @@ class EncodingLane:
         for the whole batch.
         """
         jobs = self._take()
-        (chosen,) = (part for part in split_by_length(jobs, self.overhead) if jobs[0] in part)
+        (chosen,) = (part for part in split_by_length(jobs, _lengths, self.overhead) if jobs[0] in part)
         for job in reversed(jobs):
             if job not in chosen:
                 self.context.share.charge(job.tenant, -len(job.tokens))
@@ -203,34 +212,50 @@ class EncodingLane:
         return answer_of(job, label=names[int(values.argmax())], scores=dict(zip(names, scores, strict=True)))
 
 
+def _lengths(job: Job) -> tuple[int, int]:
+    """The lengths of a request's prompt and text."""
+    return job.version.prompt_length, len(job.tokens)
+
+
 def _width(jobs: Sequence[Job]) -> int:
     """The length of a pass: its longest text and its longest prompt together."""
-    return max(len(job.tokens) for job in jobs) + max(job.version.prompt_length for job in jobs)
+    prompts, texts = zip(*map(_lengths, jobs), strict=True)
+    return int(max(prompts) + max(texts))
 
 
-def split_by_length(jobs: Sequence[Job], overhead: int) -> list[list[Job]]:
+T = TypeVar("T")
+
+
+def split_by_length(
+    requests: Sequence[T], lengths: Callable[[T], tuple[int, int]], overhead: int, tokens: float = math.inf
+) -> list[list[T]]:
     """Split requests into passes so that the fewest tokens are computed, padding and prompts included.
 
     A pass is as long as its longest text and its longest prompt together, for all of its rows.
 
     Args:
-        jobs: The requests.
+        requests: The requests.
+        lengths: Returns the lengths of a request's prompt and of its text.
         overhead: What a further pass costs, in tokens.
+        tokens: The most tokens of a pass, padding and prompts included; a longer request has a pass of its own.
     """
-    ordered = sorted(jobs, key=lambda job: (job.version.prompt_length, len(job.tokens)))
+    ordered = sorted(requests, key=lengths)
+    sizes = [lengths(request) for request in ordered]
     costs, begins = [0], [0]  # of the first n requests: the least cost, and where their last pass begins
     for end in range(1, len(ordered) + 1):
         text = prompt = 0
         best: tuple[int, int] | None = None
         for begin in range(end - 1, -1, -1):
-            text = max(text, len(ordered[begin].tokens))
-            prompt = max(prompt, ordered[begin].version.prompt_length)
-            cost = costs[begin] + overhead + (end - begin) * (text + prompt)
+            prompt, text = max(prompt, sizes[begin][0]), max(text, sizes[begin][1])
+            size = (end - begin) * (text + prompt)
+            if best is not None and size > tokens:
+                break
+            cost = costs[begin] + overhead + size
             best = (cost, begin) if best is None else min(best, (cost, begin))
         assert best is not None
         costs.append(best[0])
         begins.append(best[1])
-    parts: list[list[Job]] = []
+    parts: list[list[T]] = []
     end = len(ordered)
     while end:
         parts.insert(0, ordered[begins[end] : end])

@@ -27,7 +27,7 @@ from ..runtime.prompts import first_position, unused_position_rows
 from ..tasks.generation import forced_bos_options
 from .backbone import Backbone, LoadedDelta, replaced_output
 from .cache import assemble, cache_of, columns, new_cache, row_of, set_columns
-from .encoding import BatchLimits, LaneContext, answer_of
+from .encoding import BatchLimits, LaneContext, answer_of, pass_overhead, split_by_length
 from .fairness import FairQueue
 from .jobs import Job, RequestEncoder
 from .prompt_cache import Beginning, PromptCache
@@ -571,17 +571,18 @@ class DecoderRunner:
             rows: The newcomers.
             tokens: The most tokens of a pass, padding included.
         """
-        groups: list[list[Row]] = []
         by_key: dict[object, list[Row]] = {}
-        for row in sorted(rows, key=lambda row: len(row.before) - row.cached):
+        for row in rows:
             new = len(row.before) - row.cached
             key = (bool(row.cached), new if row.cached or not self.pads else 0, 0 if self.pads else len(row.before))
-            group = by_key.get(key)
-            if group is None or new * (len(group) + 1) > tokens:
-                group = by_key[key] = []
-                groups.append(group)
-            group.append(row)
-        return groups
+            by_key.setdefault(key, []).append(row)
+
+        def lengths(row: Row) -> tuple[int, int]:
+            return 0 if row.cached else row.loaded.prompt_length, len(row.before) - row.cached
+
+        overhead = pass_overhead(self.backbone.device)
+        split = [group for some in by_key.values() for group in split_by_length(some, lengths, overhead, tokens)]
+        return [sorted(group, key=_delta_of) for group in split]
 
     def read(self, rows: list[Row]) -> tuple[RunningBatch, torch.Tensor]:
         """Let rows read their prompts, and return their batch and the scores of their first tokens.
@@ -741,12 +742,12 @@ class EncoderDecoderRunner:
             rows: The newcomers.
             tokens: The most tokens of a pass, padding included.
         """
-        groups: list[list[Row]] = []
-        for row in sorted(rows, key=lambda row: len(row.job.tokens)):
-            if not groups or len(row.job.tokens) * (len(groups[-1]) + 1) > tokens:
-                groups.append([])
-            groups[-1].append(row)
-        return groups
+
+        def lengths(row: Row) -> tuple[int, int]:
+            return row.loaded.prompt_length, len(row.job.tokens)
+
+        split = split_by_length(rows, lengths, pass_overhead(self.backbone.device), tokens)
+        return [sorted(group, key=_delta_of) for group in split]
 
     def read(self, rows: list[Row]) -> tuple[RunningBatch, torch.Tensor]:
         """Let the encoder read the texts of rows, and return their batch and the scores of their first tokens.
@@ -840,6 +841,11 @@ class EncoderDecoderRunner:
         cache = assemble([(batch.cache, numbers) for batch, numbers in parts], max(row.length for row in rows))
         cross = [(batch.cross, numbers) for batch, numbers in parts if batch.cross is not None]
         return RunningBatch(rows, cache, assemble(cross, width, at_end=False))
+
+
+def _delta_of(row: Row) -> str:
+    """The name of a row's delta in the model: rows of a delta that stand together are read as one."""
+    return row.loaded.internal or ""
 
 
 def _probe(tokens: list[int], base: LoadedDelta) -> Row:
