@@ -664,12 +664,14 @@ def _check_head(labels: int, model_labels: int | None, shapes: dict[str, tuple[A
 def _check_model(model: object) -> None:
     """Raise an error for anything that is not a plain model of transformers, such as a model wrapped by PEFT."""
     if isinstance(model, PreTrainedModel):
-        check_quantization(model)
-        check_offloading(model)
+        handle = find_tuned(model)
+        if handle is None or handle._state.offloaded or handle._current_snapshot() is None:
+            check_quantization(model)
+            check_offloading(model)
+            refuse_inference_tensors(model)
+            if handle is not None:
+                follow_offloading(handle._state)
         refuse_shared_modules(model)
-        refuse_inference_tensors(model)
-        if (handle := find_tuned(model)) is not None:
-            follow_offloading(handle._state)
         return
     advice = ", as in attach(model, method)"
     if hasattr(model, "peft_config"):

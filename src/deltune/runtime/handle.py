@@ -27,7 +27,8 @@ from ..anatomy.offloading import loaded_devices
 from ..anatomy.quantization import is_unquantized, quantized_modules
 from ..anatomy.quantizers import dequantized_weight, plain_linear, set_weight_from
 from ..anatomy.skeleton import HANDLE_NAME, base_modules, base_parameters, base_tensors
-from ..anatomy.tracing import CallOrder, all_configs, call_order, check_takes_embeddings
+from ..anatomy.snapshot import Snapshot
+from ..anatomy.tracing import CallOrder, all_configs, base_model, call_order, check_takes_embeddings
 from ..anatomy.types import Anatomy, is_inside
 from ..compat import attention_implementation, forget_quantization, parameters_of, submodules_of
 from ..errors import DeltuneError, error_from_problems, excerpt, unknown_name
@@ -100,6 +101,8 @@ class Tuned(nn.Module):
         self._base_labels.check_ids()
         self._base_metadata: dict[str, Any] | None = None
         self._base_order: CallOrder | None = None  # kept with the metadata, for a base that does not change any more
+        self._snapshot: Snapshot | None = None
+        self._order_of_snapshot: tuple[Snapshot, CallOrder] | None = None
         self._initial_requires_grad = {name: p.requires_grad for name, p in base_parameters(model)}
         self._installed_hooks: dict[tuple[str, str], Hook] = {}
         self._hook_makers: Hooks = {}
@@ -823,9 +826,26 @@ class Tuned(nn.Module):
             self._installed_hooks.pop(key, None)
             raise
 
+    def _current_snapshot(self) -> Snapshot | None:
+        """A snapshot of the model as it is now; None where it has weights that are not plain, which are checked."""
+        snapshot = self._snapshot
+        if snapshot is None or not snapshot.is_current():
+            snapshot = self._snapshot = Snapshot.of(self.model, base_model(self.model))
+        return snapshot
+
     def _call_order(self) -> CallOrder:
-        """Which modules a forward pass of the base model calls; looked up once where its metadata are remembered."""
-        order = self._base_order or call_order(self.model)
+        """Which modules a forward pass of the base model calls, looked up again when the model has changed.
+
+        It is looked up once where the metadata of the base model are remembered.
+        """
+        if self._base_order is not None:
+            return self._base_order
+        snapshot, known = self._current_snapshot(), self._order_of_snapshot
+        if snapshot is not None and known is not None and known[0] is snapshot:
+            order = known[1]
+        else:  # a change in another thread meanwhile makes the snapshot stale, which was taken before
+            order = call_order(self.model)
+            self._order_of_snapshot = None if snapshot is None else (snapshot, order)
         if self._base_metadata is not None:
             self._base_order = order
         return order
