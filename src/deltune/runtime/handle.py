@@ -101,6 +101,7 @@ class Tuned(nn.Module):
         self._base_labels.check_ids()
         self._base_metadata: dict[str, Any] | None = None
         self._base_order: CallOrder | None = None  # kept with the metadata, for a base that does not change any more
+        self._base_digest: serialization.BaseDigest | None = None
         self._snapshot: Snapshot | None = None
         self._order_of_snapshot: tuple[Snapshot, CallOrder] | None = None
         self._initial_requires_grad = {name: p.requires_grad for name, p in base_parameters(model)}
@@ -699,11 +700,16 @@ class Tuned(nn.Module):
             every = (None, remembered["tokens"])
             if tokens in every and remembered["compared_tokens"] in every:
                 return remembered
-        return serialization.base_metadata(self.model, self.anatomy, self._base_value, tokens)
+        return self._read_base(tokens)
 
     def _metadata_of_base(self, delta: Delta | None) -> dict[str, Any]:
-        tokens = None if delta is None else serialization.tokens_of_base(self.anatomy, delta)
-        return serialization.base_metadata(self.model, self.anatomy, self._base_value, tokens)
+        return self._read_base(None if delta is None else serialization.tokens_of_base(self.anatomy, delta))
+
+    def _read_base(self, tokens: int | None) -> dict[str, Any]:
+        digest = self._base_digest
+        if digest is None or digest.tokens != tokens:
+            digest = self._base_digest = serialization.BaseDigest(self.anatomy, tokens)
+        return serialization.base_metadata(self.model, self.anatomy, digest, self._state.base_values)
 
     def _tensors_to_save(self, delta: Delta) -> dict[str, torch.Tensor]:
         """All tensors of a delta on the CPU, by their names in the file; "base.NAME" are its values of the model's."""
