@@ -126,6 +126,8 @@ def find_file(folder: Path, name: str) -> Path | None:
     """
     path = folder / name
     try:
+        if os.path.basename(name) == name and stat.S_ISREG(_mode(path)):
+            return path  # not a link, and through none: it is where the folder is
         if not path.is_file():
             if os.path.lexists(path):
                 raise DeltuneError(f"{path} is a broken link, a folder or a device, not a file that can be read")
@@ -138,6 +140,14 @@ def find_file(folder: Path, name: str) -> Path | None:
     raise DeltuneError(
         f"{path} is a link that leads out of its folder, to {target}, and is not followed; put the file itself there"
     )
+
+
+def _mode(path: Path) -> int:
+    """Return the mode of what a path itself names, 0 where there is nothing."""
+    try:
+        return os.lstat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
 
 
 def _hub_cache_blob_folders(home: Path) -> list[Path]:

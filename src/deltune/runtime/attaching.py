@@ -24,6 +24,7 @@ from ..anatomy.inspection import inspect
 from ..anatomy.offloading import loaded_devices
 from ..anatomy.quantization import check_gradients_pass, check_quantization
 from ..anatomy.skeleton import HANDLE_NAME
+from ..anatomy.snapshot import Snapshot
 from ..anatomy.tracing import all_configs
 from ..anatomy.types import Anatomy
 from ..compat import attention_implementation, submodules_of
@@ -44,7 +45,7 @@ from ..interop.base import (
     read_options,
     read_tensors,
 )
-from ..methods.counting import base_size, check_memory, resolve_within_memory
+from ..methods.counting import TRAINING_COPIES, base_size, check_memory
 from ..methods.forms import Prompt
 from ..methods.masks import RowMask
 from ..methods.parser import explain_arguments
@@ -236,9 +237,10 @@ def attach(
             is quantised in a way that cannot be tuned, a part of it belongs to another model with deltas,
             or there is too little memory. The model stays as it was.
     """
-    _check_model(model)
+    snapshot = _check_model(model)
     with _default_modes():
-        check_gradients_pass(model)
+        if snapshot is None:
+            check_gradients_pass(model)
         parsed = _parse_or_explain(method)
         if head not in ("train", "freeze"):
             raise DeltuneError(unknown_name("head", head, ("train", "freeze")))
@@ -246,12 +248,13 @@ def attach(
         check_name(name, handle.names if handle else ())
         anatomy = handle.anatomy if handle else inspect(model)
         _check_head_plain(anatomy)
-        planned = resolve_within_memory(model, anatomy, parsed)
+        planned = handle._resolve(parsed) if handle else resolve(anatomy, parsed, lambda: base_size(model)[1])
+        check_memory(model, anatomy, planned, parsed, TRAINING_COPIES)
         if any(edit.modification.form.needs == "attention" for edit in planned.edits):
             for config in all_configs(model):
                 prefix_implementation(attention_implementation(config))
         handle = handle or Tuned(model)
-        _attach(handle, parsed, planned, name, head)
+        _attach(handle, parsed, planned, name, head, snapshot)
     return handle
 
 
@@ -279,7 +282,9 @@ def _default_modes() -> Iterator[None]:
         yield
 
 
-def _attach(handle: Tuned, parsed: Method, planned: ResolvedMethod, name: str, head: str) -> None:
+def _attach(
+    handle: Tuned, parsed: Method, planned: ResolvedMethod, name: str, head: str, snapshot: Snapshot | None
+) -> None:
     heads = tuple(t.name for t in handle.anatomy.tensors if t.area == "head")
     delta = handle._move_to_model(Delta(parsed, planned, heads, head))
     delta.initialize()
@@ -298,7 +303,7 @@ def _attach(handle: Tuned, parsed: Method, planned: ResolvedMethod, name: str, h
         )
     for waste in (*planned.wasteful_parts(), *_padding_rows(handle.model, planned)):
         warnings.warn(waste, stacklevel=4)
-    handle._add_delta(name, delta, handle._base_labels)
+    handle._add_delta(name, delta, handle._base_labels, snapshot=snapshot)
 
 
 def _padding_rows(model: PreTrainedModel, planned: ResolvedMethod) -> Iterator[str]:
@@ -374,9 +379,9 @@ def load(
     if folder is None and isinstance(model, str | Path):
         where = _folder_or_fetched(model, revision, token)
         model = _load_base_of(where)
-        _check_model(model)
+        snapshot = _check_model(model)
     elif folder is not None:
-        _check_model(model)
+        snapshot = _check_model(model)
         where = _folder_or_fetched(folder, revision, token)
     else:
         raise DeltuneError("no folder is given: load(model, folder), or load(folder) with the base model as well")
@@ -391,8 +396,8 @@ def load(
         else:
             delta, own_labels = _read_delta(handle, saved, allow_nonfinite, base)
             labels = own_labels or handle._base_labels
-        handle._add_delta(name, delta, labels, use)
-        return _without_gradients(handle, name)
+        handle._add_delta(name, delta, labels, use, snapshot)
+        return handle if snapshot is not None else _without_gradients(handle, name)
 
 
 def _without_gradients(handle: Tuned, name: str) -> Tuned:
@@ -503,7 +508,7 @@ def _read_delta(
     if head:
         _check_purpose(facts.base.model, handle.model, where)
     method, explicit = parse_saved_method(anatomy, facts, len(saved.tensors), where)
-    planned = resolve(anatomy, explicit, lambda: base_size(handle.model)[1])
+    planned = handle._resolve(explicit)
     labels = (
         None
         if facts.labels is None or (head_tensors and not head)
@@ -661,18 +666,23 @@ def _check_head(labels: int, model_labels: int | None, shapes: dict[str, tuple[A
         raise DeltuneError(f"{where}: the tensors of its head's {last} have different numbers of outputs")
 
 
-def _check_model(model: object) -> None:
-    """Raise an error for anything that is not a plain model of transformers, such as a model wrapped by PEFT."""
+def _check_model(model: object) -> Snapshot | None:
+    """Raise an error for anything that is not a plain model of transformers, such as a model wrapped by PEFT.
+
+    Returns:
+        A snapshot of a tuned model with plain weights, else None.
+    """
     if isinstance(model, PreTrainedModel):
         handle = find_tuned(model)
-        if handle is None or handle._state.offloaded or handle._current_snapshot() is None:
+        snapshot = None if handle is None or handle._state.offloaded else handle._current_snapshot()
+        if snapshot is None:
             check_quantization(model)
             check_offloading(model)
             refuse_inference_tensors(model)
             if handle is not None:
                 follow_offloading(handle._state)
         refuse_shared_modules(model)
-        return
+        return snapshot
     advice = ", as in attach(model, method)"
     if hasattr(model, "peft_config"):
         advice = ": take PEFT's layers off first (its unload()), or save it and deltune.load its folder"

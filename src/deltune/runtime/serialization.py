@@ -324,11 +324,13 @@ class SavedDelta:
         where: The folder.
         facts: The contents of delta.json.
         tensors: The names, types and shapes in delta.safetensors, which agree with delta.json.
+        raw: The bytes of delta.safetensors, where it is small; a long file is read in parts.
     """
 
     where: Path
     facts: DeltaMetadata
     tensors: dict[str, TensorInfo]
+    raw: bytes | None
 
     def numbers(self) -> dict[str, torch.Tensor]:
         """Read the tensors.
@@ -337,14 +339,13 @@ class SavedDelta:
             DeltuneError: The file was changed since it was saved.
         """
         path = self.where / NUMBERS
-        raw = tensor_files.read_small(path)
-        digest = file_sha256(path) if raw is None else hashlib.sha256(raw).hexdigest()
+        digest = file_sha256(path) if self.raw is None else hashlib.sha256(self.raw).hexdigest()
         if digest != self.facts.sha256:
             raise DeltuneError(
                 f"{path} is not the file that {FACTS} describes: its checksum differs, so one of the two files was "
                 "damaged or changed after they were saved; copy both of them again"
             )
-        return tensor_files.load_tensors(path, raw)
+        return tensor_files.load_tensors(path, self.raw)
 
 
 def open_delta(folder: str | Path) -> SavedDelta:
@@ -360,9 +361,10 @@ def open_delta(folder: str | Path) -> SavedDelta:
     facts, path = read_metadata_file(where / FACTS), find_file(where, NUMBERS)
     if path is None:
         raise DeltuneError(f"{where / NUMBERS} is missing; the folder is incomplete")
-    tensors = tensor_files.read_header(path)
+    raw = tensor_files.read_small(path)
+    tensors = tensor_files.read_header(path, raw)
     check_against_metadata(facts, tensors, path)
-    return SavedDelta(where, facts, tensors)
+    return SavedDelta(where, facts, tensors, raw)
 
 
 def check_base(saved: SavedDelta, model_metadata: dict[str, Any], allowed: str = "same") -> None:
