@@ -9,10 +9,10 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -30,23 +30,26 @@ class Snapshot:
     model also every attribute, every shape, what is tied, the configurations, and what the classes define. Some
     harmless changes make it stale too, such as a hook of a delta that is new. It keeps no
     sub-module and no parameter alive.
+
+    Attributes:
+        dtypes: The dtypes of the model's parameters and of the base model's buffers.
+        devices: The devices that they are on.
     """
 
     def __init__(self, model: nn.Module, base: nn.Module) -> None:
-        self._modules: list[weakref.ref[nn.Module]] = []
-        self._attributes = _Namespaces()
-        self._others: list[Mapping[Any, Any]] = []
-        self._contents = _Namespaces()
-        self._sequences: list[tuple[Collection[Any], tuple[Any, ...]]] = []
         self._seen: set[int] = set()
-        self._add_module(base, in_base=True)
-        self._size_of_base = len(self._modules)
-        self._add_module(model, in_base=False)
-        modules = [module for reference in self._modules if (module := reference()) is not None]
-        self._types = list(map(type, modules))
-        self._parts = _parts(modules)
-        self._children = [None if child is None else weakref.ref(child) for child in _children(modules)]
-        self._tensors = self._describe(modules)
+        self._getters: list[Getter] = []  # of the compared attributes of each module
+        self._others: list[tuple[Mapping[Any, Any], Getter, tuple[Any, ...], tuple[Any, ...]]] = []
+        self._sequences: list[tuple[Collection[Any], tuple[Any, ...]]] = []
+        modules: list[nn.Module] = []
+        self._add_module(base, modules, in_base=True)
+        self._size_of_base = len(modules)
+        self._add_module(model, modules, in_base=False)
+        self._values, children, self._facts = self._read(modules)
+        self.dtypes: set[torch.dtype] = set(self._facts[2])
+        self.devices: set[torch.device] = set(self._facts[3])
+        self._modules = [weakref.ref(module) for module in modules]
+        self._children = [None if child is None else weakref.ref(child) for child in children]
 
     @classmethod
     def of(cls, model: PreTrainedModel, base: PreTrainedModel) -> Snapshot | None:
@@ -64,112 +67,117 @@ class Snapshot:
     def is_current(self) -> bool:
         """Whether the model still is what it was."""
         modules = [module for reference in self._modules if (module := reference()) is not None]
-        return (
-            len(modules) == len(self._modules)
-            and list(map(type, modules)) == self._types
-            and _parts(modules) == self._parts
-            and _children(modules) == [None if reference is None else reference() for reference in self._children]
-            and self._attributes.are_in([module.__dict__ for module in modules])
-            and self._contents.are_in(self._others)
-            and all(_same(tuple(sequence), values) for sequence, values in self._sequences)
-            and self._describe(modules) == self._tensors
-        )
+        if len(modules) < len(self._modules):
+            return False
+        try:
+            values, children, facts = self._read(modules)
+            return (
+                facts == self._facts
+                and _same(values, self._values)
+                and _same(children, [None if reference is None else reference() for reference in self._children])
+                and all(tuple(o) == names and _same(get(o), values) for o, get, names, values in self._others)
+                and all(_same(tuple(sequence), values) for sequence, values in self._sequences)
+            )
+        except KeyError:  # an attribute is gone
+            return False
 
     def __reduce__(self) -> Any:
         """Let a copy of a model have none, since its modules are other ones."""
         return type(None), ()
 
-    def _describe(self, modules: Sequence[nn.Module]) -> list[Any]:
-        """Return what is compared of the tensors of modules: of the base model's also their shapes and what is tied."""
-        of_base, of_rest = modules[: self._size_of_base], modules[self._size_of_base :]
-        slots = [t for module in of_base for t in (*parameters_of(module).values(), *buffers_of(module).values())]
-        base_tensors = [tensor for tensor in slots if tensor is not None]
-        slots += [parameter for module in of_rest for parameter in list(parameters_of(module).values())]
+    def _read(self, modules: Sequence[nn.Module]) -> tuple[list[Any], list[nn.Module | None], list[Any]]:
+        """Return what is compared of modules: attributes and children by identity, and what is equal if it is the same.
+
+        That is the types of the modules, all names in them, and the types, dtypes and devices of their tensors; of the
+        base model's tensors also the shapes, and which of them are one.
+        """
+        names: list[Any] = []
+        values: list[Any] = []
+        children: list[nn.Module | None] = []
+        slots: list[torch.Tensor | None] = []
+        of_base = 0  # how many of the slots are in the base model
+        for number, (module, get) in enumerate(zip(modules, self._getters, strict=True)):
+            attributes, parameters, buffers = module.__dict__, parameters_of(module), buffers_of(module)
+            inside = submodules_of(module)
+            names += (type(module), *attributes, None, *parameters, None, *buffers, None, *inside, None)
+            values += get(attributes)
+            children += inside.values()
+            slots += parameters.values()
+            if number < self._size_of_base:
+                slots += buffers.values()
+                of_base = len(slots)
         tensors = [tensor for tensor in slots if tensor is not None]
+        base_tensors = [tensor for tensor in slots[:of_base] if tensor is not None]
         first: dict[int, int] = {}
-        return [
-            list(map(type, slots)), [t.dtype for t in tensors], [t.device for t in tensors],
+        facts = [
+            names, list(map(type, slots)), [t.dtype for t in tensors], [t.device for t in tensors],
             [t.is_inference() for t in tensors], [t.shape for t in base_tensors],
             [first.setdefault(number, len(first)) for number in map(id, base_tensors)],
         ]  # fmt: skip
+        return values, children, facts
 
-    def _add_module(self, module: nn.Module, in_base: bool) -> None:
+    def _add_module(self, module: nn.Module, modules: list[nn.Module], in_base: bool) -> None:
         if id(module) in self._seen:
             return
         self._seen.add(id(module))
         if not has_plain_weights(module) or offload_hook(module) is not None:
             raise _NotPlain
-        self._modules.append(weakref.ref(module))
-        values = self._attributes.add(module.__dict__, NOT_COPIED if in_base else module.__dict__)
+        modules.append(module)
+        get = _getter(name for name in module.__dict__ if in_base and name not in NOT_COPIED)
+        self._getters.append(get)
         if in_base:
             for kind in type(module).__mro__:
-                if kind not in PLAIN_CLASSES and id(kind) not in self._seen:
-                    self._seen.add(id(kind))
-                    self._others.append(vars(kind))
-                    self._contents.add(vars(kind))
-            self._add_values(values)
+                if kind not in PLAIN_CLASSES:
+                    self._add_namespace(kind, vars(kind))
+            self._add_values(get(module.__dict__), modules)
         for name, child in list(submodules_of(module).items()):
             if child is not None and name != HANDLE_NAME:
-                self._add_module(child, in_base)
+                self._add_module(child, modules, in_base)
 
-    def _add_values(self, values: Iterable[Any]) -> None:
+    def _add_namespace(
+        self, owner: object, namespace: Mapping[Any, Any], ignored: Collection[Any] = ()
+    ) -> tuple[Any, ...]:
+        """Add a namespace, but for the values of some names, and return its values; of one that is known none."""
+        if id(owner) in self._seen:
+            return ()
+        self._seen.add(id(owner))
+        names = tuple(namespace)
+        get = _getter(name for name in names if name not in ignored)
+        self._others.append((namespace, get, names, get(namespace)))
+        return get(namespace)
+
+    def _add_values(self, values: Iterable[Any], modules: list[nn.Module]) -> None:
         """Add what values of attributes consist of, where that can change while they stay the same objects."""
         for value in values:
             kind = type(value)
             if kind in VALUES or kind is types.FunctionType:
                 continue
             if isinstance(value, nn.Module):
-                self._add_module(value, in_base=True)
+                self._add_module(value, modules, in_base=True)
             elif isinstance(value, types.MethodType):
-                self._add_values((value.__self__,))
+                self._add_values((value.__self__,), modules)
             elif isinstance(value, functools.partial):
-                self._add_values((value.func, *value.args, value.keywords))
+                self._add_values((value.func, *value.args, value.keywords), modules)
             elif kind is tuple:
-                self._add_values(value)
-            elif id(value) not in self._seen:
+                self._add_values(value, modules)
+            elif kind is dict:
+                self._add_values(self._add_namespace(value, value), modules)
+            elif isinstance(value, PreTrainedConfig):
+                self._add_values(self._add_namespace(value, vars(value), OF_DELTAS), modules)
+            elif kind in (list, set) and id(value) not in self._seen:
                 self._seen.add(id(value))
-                if kind in (list, set):
-                    self._sequences.append((value, tuple(value)))
-                    self._add_values(tuple(value))
-                elif kind is dict or isinstance(value, PreTrainedConfig):
-                    self._others.append(value if kind is dict else vars(value))
-                    self._add_values(self._contents.add(self._others[-1], () if kind is dict else OF_DELTAS))
+                self._sequences.append((value, tuple(value)))
+                self._add_values(tuple(value), modules)
 
 
-class _Namespaces:
-    """The names in namespaces, in their order, and the values of some of them."""
+Getter = Callable[[Mapping[Any, Any]], tuple[Any, ...]]
+"""Returns the values of some names in a namespace."""
 
-    def __init__(self) -> None:
-        self.names: list[tuple[Any, ...]] = []
-        self.getters: list[Callable[[Mapping[Any, Any]], tuple[Any, ...]]] = []
-        self.values: list[Any] = []
 
-    def add(self, namespace: Mapping[Any, Any], ignored: Collection[Any] = ()) -> tuple[Any, ...]:
-        """Add one, and return the values that are compared.
-
-        Args:
-            namespace: The namespace.
-            ignored: The names whose values may change.
-        """
-        items = dict(namespace)
-        compared = [name for name in items if name not in ignored]
-        # of a single name it would return no tuple
-        getter: Any = itemgetter(*compared, compared[0]) if compared else _nothing
-        self.names.append(tuple(items))
-        self.getters.append(getter)
-        values: tuple[Any, ...] = getter(items)
-        self.values += values
-        return values
-
-    def are_in(self, namespaces: Sequence[Mapping[Any, Any]]) -> bool:
-        """Whether these have all of the names, and for each the same object."""
-        if list(map(tuple, namespaces)) != self.names:
-            return False
-        try:
-            values = [getter(namespace) for getter, namespace in zip(self.getters, namespaces, strict=True)]
-        except KeyError:  # another thread has removed it just now
-            return False
-        return _same(tuple(chain.from_iterable(values)), self.values)
+def _getter(names: Iterable[Any]) -> Getter:
+    chosen = tuple(names)
+    get: Any = itemgetter(*chosen, chosen[0]) if chosen else _nothing  # of a single name it would return no tuple
+    return get
 
 
 def _nothing(namespace: Mapping[Any, Any]) -> tuple[Any, ...]:
@@ -179,19 +187,6 @@ def _nothing(namespace: Mapping[Any, Any]) -> tuple[Any, ...]:
 def _same(values: Sequence[Any], others: Sequence[Any]) -> bool:
     """Whether two sequences have the same objects."""
     return len(values) == len(others) and all(map(is_, values, others))
-
-
-def _parts(modules: Iterable[nn.Module]) -> list[Any]:
-    """The names of the parameters, buffers and children of modules."""
-    names: list[Any] = []
-    for module in modules:
-        names += (*parameters_of(module), None, *buffers_of(module), None, *submodules_of(module), None)
-    return names
-
-
-def _children(modules: Iterable[nn.Module]) -> list[nn.Module | None]:
-    """The children of modules, in the order of their names."""
-    return [child for module in modules for child in list(submodules_of(module).values())]
 
 
 class _NotPlain(Exception):

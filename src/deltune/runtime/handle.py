@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from ..anatomy.inspection import inspect
 from ..anatomy.offloading import loaded_devices
-from ..anatomy.quantization import is_unquantized, quantized_modules
+from ..anatomy.quantization import is_unquantized, quantization_of, quantized_modules
 from ..anatomy.quantizers import dequantized_weight, plain_linear, set_weight_from
 from ..anatomy.skeleton import HANDLE_NAME, base_modules, base_parameters, base_tensors
 from ..anatomy.snapshot import Snapshot
@@ -698,23 +698,29 @@ class Tuned(nn.Module):
             text = write_card(title, metadata, self.count(name=name), source)
         return serialization.write_delta(folder, metadata, tensors, text), text
 
-    def _base_compared(self, tokens: int | None) -> dict[str, Any]:
-        """The facts about the base model, of so many of its token embeddings, to compare a saved delta with."""
+    def _base_compared(self, tokens: int | None, quantization: str | None = None) -> dict[str, Any]:
+        """The facts about the base model, of so many of its token embeddings, to compare a saved delta with.
+
+        Args:
+            tokens: How many; None for all.
+            quantization: How it is quantised, where that is known.
+        """
         remembered = self._base_metadata
         if remembered is not None:
             every = (None, remembered["tokens"])
             if tokens in every and remembered["compared_tokens"] in every:
                 return remembered
-        return self._read_base(tokens)
+        return self._read_base(tokens, quantization)
 
     def _metadata_of_base(self, delta: Delta | None) -> dict[str, Any]:
         return self._read_base(None if delta is None else serialization.tokens_of_base(self.anatomy, delta))
 
-    def _read_base(self, tokens: int | None) -> dict[str, Any]:
+    def _read_base(self, tokens: int | None, quantization: str | None = None) -> dict[str, Any]:
         digest = self._base_digest
         if digest is None or digest.tokens != tokens:
             digest = self._base_digest = serialization.BaseDigest(self.anatomy, tokens)
-        return serialization.base_metadata(self.model, self.anatomy, digest, self._state.base_values)
+        quantization = quantization_of(self.model) if quantization is None else quantization
+        return serialization.base_metadata(self.model, self.anatomy, digest, self._state.base_values, quantization)
 
     def _tensors_to_save(self, delta: Delta) -> dict[str, torch.Tensor]:
         """All tensors of a delta on the CPU, by their names in the file; "base.NAME" are its values of the model's."""
@@ -740,14 +746,23 @@ class Tuned(nn.Module):
             self._resolved = dict(kept) | {id(method): (method, planned)}
         return planned
 
-    def _move_to_model(self, delta: Delta) -> Delta:
-        """Move a new delta to the devices of the modules it acts at, in float32, or float64 in a float64 model."""
-        tensors = list(base_tensors(self.model))
-        dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-        loaded, default = [], tensors[0].device
-        if self._state.offloaded or any(t.device != default for t in tensors):
-            loaded = [(name, device) for name, _, device in loaded_devices(self.model, self._state.offloaded)]
-            default = loaded[0][1]
+    def _move_to_model(self, delta: Delta, snapshot: Snapshot | None = None) -> Delta:
+        """Move a new delta to the devices of the modules it acts at, in float32, or float64 in a float64 model.
+
+        Args:
+            delta: The delta.
+            snapshot: A current snapshot of the model, if there is one.
+        """
+        loaded: list[tuple[str, torch.device]] = []
+        if snapshot is not None and len(snapshot.devices) == 1 and torch.float64 not in snapshot.dtypes:
+            default, dtype = next(iter(snapshot.devices)), torch.float32
+        else:
+            tensors = list(base_tensors(self.model))
+            default = tensors[0].device
+            dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+            if self._state.offloaded or any(t.device != default for t in tensors):
+                loaded = [(name, device) for name, _, device in loaded_devices(self.model, self._state.offloaded)]
+                default = loaded[0][1]
         for edit in delta.all_edits():
             inside = (device for name, device in loaded if is_inside(name, edit.place.target.path))
             _move(edit, next(inside, default), dtype)

@@ -241,10 +241,13 @@ class ModelState:
 
     def parameters_by_name(self, delta: Delta) -> dict[str, nn.Parameter]:
         """The parameters of a delta by their names in it, wherever they are at the moment."""
-        registered = dict(delta.named_parameters())
-        return registered | {
-            f"held.{parameter_key(owned)}": self.delta_value(delta, owned) for owned in delta.owned_tensors
-        }
+        with self.locked():
+            parameters = dict(delta.named_parameters())
+            for owned in delta.owned_tensors:
+                name = f"held.{parameter_key(owned)}"
+                if name not in parameters:
+                    parameters[name] = self._parameter_in_slot(owned)
+        return parameters
 
 
 def missing_parameter(name: str) -> str:

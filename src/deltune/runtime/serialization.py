@@ -23,7 +23,6 @@ from transformers import PreTrainedModel
 
 from .. import tensor_files
 from .._version import __version__
-from ..anatomy.quantization import quantization_of
 from ..anatomy.types import Anatomy, Tensor
 from ..compat import config_revision
 from ..errors import MAX_NAME_LENGTH, DeltuneError, excerpt, unknown_name
@@ -135,6 +134,7 @@ def base_metadata(
     anatomy: Anatomy,
     digest: BaseDigest,
     original: Callable[[Sequence[str]], Sequence[torch.Tensor]],
+    quantization: str,
 ) -> dict[str, Any]:
     """Return what identifies a base model.
 
@@ -143,13 +143,14 @@ def base_metadata(
         anatomy: Its anatomy.
         digest: The digest of this anatomy, over as many token embeddings as are compared.
         original: Returns the base's own values of tensors.
+        quantization: How it is quantised, as `quantization_of` says.
     """
     return {
         "family": anatomy.family,
         "model": type(model).__name__,
         "name": portable_name(model.config.name_or_path or ""),
         "revision": config_revision(model.config),
-        "quantization": quantization_of(model),
+        "quantization": quantization,
         "structure": digest.structure,
         "fingerprint": digest.fingerprint(original),
         "tokens": digest.rows,
