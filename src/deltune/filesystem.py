@@ -126,6 +126,8 @@ def find_file(folder: Path, name: str) -> Path | None:
     """
     path = folder / name
     try:
+        if os.path.basename(name) == name and stat.S_ISREG(_mode(path)):
+            return path  # not a link, and through none: it is where the folder is
         if not path.is_file():
             if os.path.lexists(path):
                 raise DeltuneError(f"{path} is a broken link, a folder or a device, not a file that can be read")
@@ -138,6 +140,14 @@ def find_file(folder: Path, name: str) -> Path | None:
     raise DeltuneError(
         f"{path} is a link that leads out of its folder, to {target}, and is not followed; put the file itself there"
     )
+
+
+def _mode(path: Path) -> int:
+    """Return the mode of what a path itself names, 0 where there is nothing."""
+    try:
+        return os.lstat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
 
 
 def _hub_cache_blob_folders(home: Path) -> list[Path]:
@@ -193,18 +203,35 @@ def read_json(path: Path, unique_keys: bool = True) -> Any:
     Raises:
         DeltuneError: The file cannot be read, is not JSON (the message names the line), or is beyond the bounds.
     """
+    return parse_json_file(read_json_bytes(path), path, unique_keys)
+
+
+def read_json_bytes(path: Path) -> bytes:
+    """Read a file of at most `MAX_JSON_BYTES` bytes.
+
+    Raises:
+        DeltuneError: The file cannot be read, or is longer.
+    """
     try:
         with open(path, "rb") as file:
             raw = file.read(MAX_JSON_BYTES + 1)
-        if len(raw) > MAX_JSON_BYTES:
-            raise DeltuneError(f"{path} cannot be read: it is longer than {MAX_JSON_BYTES >> 20} MiB")
+    except (OSError, ValueError) as error:
+        raise DeltuneError(f"{path} cannot be read: {error}") from error
+    if len(raw) > MAX_JSON_BYTES:
+        raise DeltuneError(f"{path} cannot be read: it is longer than {MAX_JSON_BYTES >> 20} MiB")
+    return raw
+
+
+def parse_json_file(raw: bytes, path: Path, unique_keys: bool = True) -> Any:
+    """Parse the contents of a JSON file; the arguments and errors are those of `read_json`."""
+    try:
         return parse_json(raw, unique_keys)
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
         raise DeltuneError(f"{path} is damaged, or is not JSON: {error.msg} at {place}") from error
     except UnicodeDecodeError as error:
         raise DeltuneError(f"{path} is damaged, or is not JSON: byte {error.start:,} is not text") from error
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise DeltuneError(f"{path} cannot be read: {error}") from error
 
 

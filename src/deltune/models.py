@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import difflib
+import functools
 import importlib.util
 import json
 import warnings
@@ -108,6 +109,7 @@ def _minilm_folder() -> Path | None:
     return Path(spec.submodule_search_locations[0]) / "model" if spec and spec.submodule_search_locations else None
 
 
+@functools.lru_cache(maxsize=64)  # it looks through the folders of installed packages
 def portable_name(name: str) -> str:
     """Return the name of a model that other machines understand: `minilm` for the folder of the packaged model.
 

@@ -66,25 +66,35 @@ def tensor_infos(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorInfo]:
     }
 
 
-def read_header(path: Path) -> dict[str, TensorInfo]:
+def read_header(path: Path, raw: bytes | None = None) -> dict[str, TensorInfo]:
     """Read the names, types and shapes of a safetensors file, after checking that its bytes can hold them.
+
+    Args:
+        path: The file.
+        raw: Its bytes, where they were read.
 
     Raises:
         DeltuneError: The file is truncated or not a safetensors file, its header is longer than `MAX_HEADER_BYTES`, or
             a tensor has more than `MAX_DIMENSIONS` dimensions.
     """
     try:
-        with open(path, "rb") as file:
-            prefix = file.read(8)
-            size = file.seek(0, 2)
+        if raw is None:
+            with open(path, "rb") as file:
+                prefix = file.read(8)
+                size = file.seek(0, 2)
+        else:
+            prefix, size = raw[:8], len(raw)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
         if length > size - 8:
             raise _unreadable(path, f"its header would end after byte {length + 8:,}, the file has {size:,}")
         if length > MAX_HEADER_BYTES:
             raise _unreadable(path, f"its header of {length:,} bytes is longer than {MAX_HEADER_BYTES >> 20} MiB")
-        with safetensors.safe_open(path, "pt") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
-            infos = {name: TensorInfo(s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
+        if raw is None:
+            with safetensors.safe_open(path, "pt") as opened:
+                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
+                infos = {name: TensorInfo(s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
+        else:
+            infos = {name: TensorInfo(t["dtype"], tuple(t["shape"])) for name, t in safetensors.deserialize(raw)}
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise _unreadable(path, error) from error
     if too_deep := [name for name, info in infos.items() if len(info.shape) > MAX_DIMENSIONS]:

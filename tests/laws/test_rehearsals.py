@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from torch import nn
 from transformers import PreTrainedModel
 
 import deltune
 from deltune.anatomy import tracing
 from deltune.anatomy.skeleton import structure_stamp
+from deltune.anatomy.snapshot import Snapshot
 from deltune.anatomy.tracing import base_model
 
 from .families import FAMILIES, REPRESENTATIVE_FAMILIES, Family
@@ -154,11 +156,80 @@ FRESH: tuple[Callable[[PreTrainedModel], None], ...] = (
 @pytest.mark.parametrize("change", (*STALE, *FRESH), ids=lambda change: change.__name__)
 @pytest.mark.sample(24)
 def test_a_change_of_the_model(name: str, change: Callable[[PreTrainedModel], None]) -> None:
-    """The stamp of the base model differs after what could matter, so that it is rehearsed again, and only then."""
+    """The stamp of the base model differs after what could matter, so that it is rehearsed again, and only then.
+
+    A snapshot is stale at least then.
+    """
     model = build(FAMILIES[name], main_role(FAMILIES[name]))
-    before = structure_stamp(base_model(model))
+    before, snapshot = structure_stamp(base_model(model)), snapshot_of(model)
+    assert snapshot.is_current()
     change(model)
     assert (structure_stamp(base_model(model)) == before) == (change in FRESH)
+    assert change in FRESH or not snapshot.is_current()
+
+
+def snapshot_of(model: PreTrainedModel) -> Snapshot:
+    snapshot = Snapshot.of(model, base_model(model))
+    assert snapshot is not None
+    return snapshot
+
+
+def another_head(model: PreTrainedModel) -> None:
+    path = next(tensor.name for tensor in deltune.inspect(model).tensors if tensor.area == "head").rpartition(".")[0]
+    model.set_submodule(path, copy.deepcopy(model.get_submodule(path)))
+
+
+def another_name(model: PreTrainedModel) -> None:
+    outer, leaf = first_norm(model)
+    outer._modules = {"renamed" if name == leaf else name: child for name, child in outer._modules.items()}
+
+
+def an_item_of_a_list(model: PreTrainedModel) -> None:
+    model.config.words.append("two")
+
+
+def another_class(model: PreTrainedModel) -> None:
+    layer = first_layer(model)
+    layer.__class__ = type("Layer", (type(layer),), {})
+
+
+def a_device(model: PreTrainedModel) -> None:
+    layer = first_layer(model)
+    layer.to("meta")
+
+
+def integers(model: PreTrainedModel) -> None:
+    for parameter in first_layer(model).parameters():
+        parameter.requires_grad_(False).data = parameter.data.to(torch.int8)
+
+
+def of_inference(model: PreTrainedModel) -> None:
+    with torch.inference_mode():
+        for module in first_layer(model).modules():
+            for leaf, parameter in list(module.named_parameters(recurse=False)):
+                setattr(module, leaf, nn.Parameter(parameter.detach().clone(), requires_grad=False))
+
+
+def offloaded(model: PreTrainedModel) -> None:
+    cpu_offload(model, torch.device("cpu"))
+
+
+CHECKED = (
+    another_head, another_name, an_item_of_a_list, another_class, a_device, integers, of_inference, offloaded,
+)  # fmt: skip
+"""Further changes that what is checked before a load depends on."""
+
+
+@pytest.mark.parametrize("change", CHECKED, ids=lambda change: change.__name__)
+def test_a_stale_snapshot(change: Callable[[PreTrainedModel], None]) -> None:
+    """It is not current after the change, and there is none of a model that is quantised, offloaded or untrainable."""
+    model = build(FAMILIES["bert"], "sequence")
+    model.config.words = ["one"]
+    snapshot = snapshot_of(model)
+    assert snapshot.is_current()
+    change(model)
+    assert not snapshot.is_current()
+    assert (Snapshot.of(model, base_model(model)) is None) == (change in (integers, of_inference, offloaded))
 
 
 @EACH
@@ -289,6 +360,16 @@ def on_weights_that_were_replaced(folder: Path, model: PreTrainedModel) -> str:
     return "another base model"
 
 
+def on_integers(folder: Path, model: PreTrainedModel) -> str:
+    integers(model)
+    return "quantised in a way"
+
+
+def on_tensors_of_inference(folder: Path, model: PreTrainedModel) -> str:
+    of_inference(model)
+    return "inference_mode"
+
+
 def on_a_replaced_module(folder: Path, model: PreTrainedModel) -> str:
     path = deltune.inspect(model).layers[0].attentions[0].path
     model.set_submodule(path, type(model)(model.config).to(model.dtype).eval().get_submodule(path))
@@ -307,8 +388,8 @@ def on_a_silent_layer(folder: Path, model: PreTrainedModel) -> str:
 
 
 REFUSED: tuple[Callable[[Path, PreTrainedModel], str], ...] = (
-    damaged, of_other_shapes, not_finite, on_other_weights, on_weights_that_were_replaced, on_a_replaced_module,
-    on_a_silent_layer,
+    damaged, of_other_shapes, not_finite, on_other_weights, on_weights_that_were_replaced, on_integers,
+    on_tensors_of_inference, on_a_replaced_module, on_a_silent_layer,
 )  # fmt: skip
 
 

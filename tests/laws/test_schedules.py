@@ -227,8 +227,8 @@ def test_two_attaches_at_once(first: bool, names: tuple[str, str], monkeypatch: 
     meeting = threading.Barrier(2, timeout=PATIENCE)
     rehearse = handle.Tuned._check_reached
 
-    def meet(tuned: deltune.Tuned, delta: Any) -> None:
-        rehearse(tuned, delta)
+    def meet(tuned: deltune.Tuned, *call: Any) -> None:
+        rehearse(tuned, *call)
         meeting.wait()
 
     with monkeypatch.context() as patch, another_thread() as start:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..compat import offload_hook, offloaded_state, parameters_of
-from .skeleton import base_modules, base_parameters
+from .skeleton import base_modules, base_parameters, modules_without_paths
 
 Place = tuple[nn.Module, str]
 """Where a parameter is: the module that holds it, and its name there."""
@@ -52,7 +52,10 @@ class OffloadedTensor:
 
 def offloading_hooks(module: nn.Module) -> list[Any]:
     """Return the hooks of accelerate that load weights for the calls of a module; most modules have none or one."""
-    hooks = [offload_hook(module)]
+    first = offload_hook(module)
+    if first is None:
+        return []
+    hooks = [first]
     for hook in hooks:
         hooks += getattr(hook, "hooks", ())
     return [hook for hook in hooks if getattr(hook, "offload", False)]
@@ -61,7 +64,7 @@ def offloading_hooks(module: nn.Module) -> list[Any]:
 def offloaded_tensors(model: nn.Module) -> dict[Place, OffloadedTensor]:
     """Return where the values of a model's own offloaded parameters are, by the places of the parameters."""
     result: dict[Place, OffloadedTensor] = {}
-    for _, module in base_modules(model):
+    for module in modules_without_paths(model):
         for hook in offloading_hooks(module):
             inside = base_modules(module) if hook.place_submodules else [("", module)]
             for path, holder in inside:

@@ -12,10 +12,13 @@ from torch import nn
 from ..compat import buffers_of, has_packed_weights, parameters_of, storage_id
 from ..errors import DeltuneError
 from .quantizers import QUANTIZERS, Quantizer, bias_of, find_quantizer
-from .skeleton import base_modules
+from .skeleton import base_modules, modules_without_paths
 
 TRAINABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of weights that can be tuned."""
+
+_QUANTIZED_BY_TORCH = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
+"""Where torch has its quantised modules, through which no gradient passes."""
 
 
 def quantized_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, Quantizer]]:
@@ -28,7 +31,7 @@ def quantized_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, Quanti
 
 def quantization_of(model: nn.Module) -> str:
     """Return how a model is quantised, such as "bitsandbytes nf4"; "" for one that is not."""
-    names = {quantizer.name(module) for _, module, quantizer in quantized_modules(model)}
+    names = {q.name(module) for module in modules_without_paths(model) if (q := find_quantizer(module)) is not None}
     return " and ".join(sorted(names))
 
 
@@ -74,7 +77,7 @@ def check_quantization(model: nn.Module) -> None:
     for path, module in base_modules(model):
         if module in inside:
             continue
-        if type(module).__module__.startswith(("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")):
+        if type(module).__module__.startswith(_QUANTIZED_BY_TORCH):
             name = f"{type(module).__module__}.{type(module).__name__}"
             _refuse(model, f"{path or 'the model'} is a {name}, through which no gradient passes")
         if find_quantizer(module) is not None:
@@ -90,6 +93,18 @@ def check_quantization(model: nn.Module) -> None:
                 _refuse(model, f"{name} of a {type(module).__name__} is {parameter.dtype}")
 
 
+def has_plain_weights(module: nn.Module) -> bool:
+    """Whether a module itself holds no weights but ordinary ones, which can be trained."""
+    return (
+        find_quantizer(module) is None
+        and not type(module).__module__.startswith(_QUANTIZED_BY_TORCH)
+        and all(
+            p is None or (type(p) is nn.Parameter and p.dtype in TRAINABLE_DTYPES and not p.is_inference())
+            for p in list(parameters_of(module).values())
+        )
+    )
+
+
 def check_gradients_pass(model: nn.Module) -> None:
     """Check that gradients pass through every quantised linear, so that what is below it can be trained.
 
@@ -97,6 +112,8 @@ def check_gradients_pass(model: nn.Module) -> None:
         DeltuneError: They do not; the message has the reason, and what to do.
     """
     known: dict[Any, str] = {}
+    if not quantization_of(model):
+        return
     for path, module, quantizer in quantized_modules(model):
         key = (quantizer.name(module), has_packed_weights(module))
         if key not in known:

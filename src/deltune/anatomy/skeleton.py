@@ -86,6 +86,17 @@ def base_modules(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tu
                 stack.append((prefix + name, child))
 
 
+def modules_without_paths(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of `base_modules`, each once and without its path, in less time."""
+    modules, seen = [model], {model}
+    for module in modules:
+        for name, child in list(submodules_of(module).items()):
+            if child is not None and child not in seen and name != HANDLE_NAME:
+                seen.add(child)
+                modules.append(child)
+    return modules
+
+
 def base_tensors(model: nn.Module) -> Iterator[nn.Parameter]:
     """Iterate over the parameters of the model's own modules; tied ones come once for each of their names."""
     stack = [model]
@@ -164,7 +175,7 @@ class _Copier:
         return value
 
 
-_NOT_COPIED = frozenset((*nn.Module().__dict__, *PASS_OVERRIDES))
+NOT_COPIED = frozenset((*nn.Module().__dict__, *PASS_OVERRIDES))
 """The attributes that torch gives every module, which a copy has of its own, and `PASS_OVERRIDES`."""
 
 
@@ -173,9 +184,9 @@ def _copied_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     attributes = module.__dict__
     # accelerate's wrapper around forward runs the live module
     excluded = OFFLOAD_ATTRIBUTES if offload_hook(module) is not None else ()
-    for name in sorted(attributes.keys() - _NOT_COPIED):
+    for name in sorted(attributes.keys() - NOT_COPIED):
         value = attributes.get(name)
-        is_copied = type(value) in _VALUES or not getattr(type(value), "of_live_model", False)
+        is_copied = type(value) in VALUES or not getattr(type(value), "of_live_model", False)
         if is_copied and name not in excluded:
             yield name, value
 
@@ -205,13 +216,13 @@ def structure_stamp(module: nn.Module) -> Stamp:
     return Stamp(tuple(stamper.structure), tuple(stamper.functions))
 
 
-_VALUES = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size))
+VALUES = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size))
 """Types of attributes that are compared by value."""
 
-_OF_DELTAS = frozenset({"_attn_implementation_internal", "id2label", "label2id", "problem_type"})
+OF_DELTAS = frozenset({"_attn_implementation_internal", "id2label", "label2id", "problem_type"})
 """Attributes of a configuration that change with the delta in use. No copy runs with this attention or with a loss."""
 
-_PLAIN_CLASSES = frozenset(PreTrainedModel.__mro__)
+PLAIN_CLASSES = frozenset(PreTrainedModel.__mro__)
 
 
 class _Reference(weakref.ref[Any]):
@@ -256,7 +267,7 @@ class _Stamper:
             if name != HANDLE_NAME:
                 notes += (name, None if child is None else self.module(child))
         for name, value in _copied_attributes(module):
-            if type(value) in _VALUES:
+            if type(value) in VALUES:
                 notes += (name, value)
             elif callable(value) and not isinstance(value, nn.Module):
                 self.functions.append((number, name, self.value(value)))
@@ -272,13 +283,13 @@ class _Stamper:
     def _class(self, kind: type) -> None:
         """Note what a class and its bases define, since anybody may replace a method of a class."""
         for base in kind.__mro__:
-            if base not in self.classes and base not in _PLAIN_CLASSES:
+            if base not in self.classes and base not in PLAIN_CLASSES:
                 self.classes.add(base)
                 self.functions.append((base, *(_reference(value) for value in list(vars(base).values()))))
 
     def value(self, value: Any) -> Any:
         kind = type(value)
-        if kind in _VALUES:
+        if kind in VALUES:
             return value
         if isinstance(value, nn.Module):
             return nn.Module, self.module(value)
@@ -300,7 +311,7 @@ class _Stamper:
         number = self.numbers.get(id(config))
         if number is None:
             number = self.numbers[id(config)] = len(self.numbers)
-            names = [name for name in list(vars(config)) if name not in _OF_DELTAS]
+            names = [name for name in list(vars(config)) if name not in OF_DELTAS]
             self.structure.append((number, type(config), *((name, self.value(vars(config)[name])) for name in names)))
         return number
 

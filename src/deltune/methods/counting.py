@@ -369,17 +369,6 @@ def needed_bytes(anatomy: Anatomy, resolved: ResolvedMethod, scalar_bytes: int, 
     return scalar_bytes * (copies * added + dense + in_model) + 8 * masked  # a position is an int64
 
 
-def resolve_within_memory(model: PreTrainedModel, anatomy: Anatomy, method: Method) -> ResolvedMethod:
-    """Resolve a method on a live model, and check that there is memory to train it.
-
-    Raises:
-        DeltuneError: As `resolve` and `check_memory`.
-    """
-    resolved = resolve(anatomy, method, lambda: base_size(model)[1])
-    check_memory(model, anatomy, resolved, method, TRAINING_COPIES)
-    return resolved
-
-
 def check_memory(
     model: PreTrainedModel, anatomy: Anatomy, resolved: ResolvedMethod, method: Method, copies: int = 1
 ) -> None:
@@ -398,11 +387,11 @@ def check_memory(
     Raises:
         DeltuneError: The method does not fit; the message has its exact count.
     """
-    tensors = list(base_tensors(model))
-    wide = any(tensor.dtype == torch.float64 for tensor in tensors)
-    needed = needed_bytes(anatomy, resolved, 8 if wide else 4, copies)
+    needed = needed_bytes(anatomy, resolved, 8, copies)
     if needed <= NEGLIGIBLE_BYTES and not os.environ.get(LIMIT_VARIABLE, "").strip():
         return
+    if not any(tensor.dtype == torch.float64 for tensor in base_tensors(model)):
+        needed = needed_bytes(anatomy, resolved, 4, copies)
     limit, source = _limit({device for _, _, device in loaded_devices(model, offloaded_tensors(model))})
     if limit is None or needed <= limit:
         return

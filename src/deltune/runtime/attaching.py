@@ -24,9 +24,10 @@ from ..anatomy.inspection import inspect
 from ..anatomy.offloading import loaded_devices
 from ..anatomy.quantization import check_gradients_pass, check_quantization
 from ..anatomy.skeleton import HANDLE_NAME
+from ..anatomy.snapshot import Snapshot
 from ..anatomy.tracing import all_configs
 from ..anatomy.types import Anatomy
-from ..compat import attention_implementation, submodules_of
+from ..compat import attention_implementation, set_in_parameter_dict, submodules_of
 from ..errors import DeltuneError, describe_value, excerpt, unknown_name
 from ..filesystem import atomic_folder, user_path, write_error
 from ..interop import adapterhub, peft_read, peft_write
@@ -44,7 +45,7 @@ from ..interop.base import (
     read_options,
     read_tensors,
 )
-from ..methods.counting import base_size, check_memory, resolve_within_memory
+from ..methods.counting import TRAINING_COPIES, base_size, check_memory
 from ..methods.forms import Prompt
 from ..methods.masks import RowMask
 from ..methods.parser import explain_arguments
@@ -56,6 +57,7 @@ from ..tensor_files import TensorInfo, tensor_infos
 from . import hub, serialization
 from .attention import prefix_implementation
 from .delta_schema import (
+    Expected,
     check_finite,
     check_positions,
     check_shapes,
@@ -236,9 +238,10 @@ def attach(
             is quantised in a way that cannot be tuned, a part of it belongs to another model with deltas,
             or there is too little memory. The model stays as it was.
     """
-    _check_model(model)
+    snapshot = _check_model(model)
     with _default_modes():
-        check_gradients_pass(model)
+        if snapshot is None:
+            check_gradients_pass(model)
         parsed = _parse_or_explain(method)
         if head not in ("train", "freeze"):
             raise DeltuneError(unknown_name("head", head, ("train", "freeze")))
@@ -246,12 +249,13 @@ def attach(
         check_name(name, handle.names if handle else ())
         anatomy = handle.anatomy if handle else inspect(model)
         _check_head_plain(anatomy)
-        planned = resolve_within_memory(model, anatomy, parsed)
+        planned = handle._resolve(parsed) if handle else resolve(anatomy, parsed, lambda: base_size(model)[1])
+        check_memory(model, anatomy, planned, parsed, TRAINING_COPIES)
         if any(edit.modification.form.needs == "attention" for edit in planned.edits):
             for config in all_configs(model):
                 prefix_implementation(attention_implementation(config))
         handle = handle or Tuned(model)
-        _attach(handle, parsed, planned, name, head)
+        _attach(handle, parsed, planned, name, head, snapshot)
     return handle
 
 
@@ -279,15 +283,18 @@ def _default_modes() -> Iterator[None]:
         yield
 
 
-def _attach(handle: Tuned, parsed: Method, planned: ResolvedMethod, name: str, head: str) -> None:
+def _attach(
+    handle: Tuned, parsed: Method, planned: ResolvedMethod, name: str, head: str, snapshot: Snapshot | None
+) -> None:
     heads = tuple(t.name for t in handle.anatomy.tensors if t.area == "head")
     delta = handle._move_to_model(Delta(parsed, planned, heads, head))
     delta.initialize()
     for name_in_model, sparse in delta.masked_tensors():
         sparse.initialize(handle._base_value(name_in_model).detach())
     _start_rows(handle, delta)
-    for owned in delta.owned_tensors:
-        delta.held[parameter_key(owned)] = nn.Parameter(handle._base_value(owned).detach().clone())
+    owned = delta.owned_tensors
+    for owned_name, value in zip(owned, handle._state.base_values(owned), strict=True):
+        set_in_parameter_dict(delta.held, parameter_key(owned_name), nn.Parameter(value.detach().clone()))
     low_precision = [n for n in delta.selected if handle._base_value(n).dtype in (torch.bfloat16, torch.float16)]
     if low_precision:
         dtype = handle._base_value(low_precision[0]).dtype
@@ -298,7 +305,7 @@ def _attach(handle: Tuned, parsed: Method, planned: ResolvedMethod, name: str, h
         )
     for waste in (*planned.wasteful_parts(), *_padding_rows(handle.model, planned)):
         warnings.warn(waste, stacklevel=4)
-    handle._add_delta(name, delta, handle._base_labels)
+    handle._add_delta(name, delta, handle._base_labels, snapshot=snapshot)
 
 
 def _padding_rows(model: PreTrainedModel, planned: ResolvedMethod) -> Iterator[str]:
@@ -374,9 +381,9 @@ def load(
     if folder is None and isinstance(model, str | Path):
         where = _folder_or_fetched(model, revision, token)
         model = _load_base_of(where)
-        _check_model(model)
+        snapshot = _check_model(model)
     elif folder is not None:
-        _check_model(model)
+        snapshot = _check_model(model)
         where = _folder_or_fetched(folder, revision, token)
     else:
         raise DeltuneError("no folder is given: load(model, folder), or load(folder) with the base model as well")
@@ -389,10 +396,10 @@ def load(
         if saved is None:
             delta, labels = _read_foreign_delta(handle, where, allow_nonfinite)
         else:
-            delta, own_labels = _read_delta(handle, saved, allow_nonfinite, base)
+            delta, own_labels = _read_delta(handle, saved, allow_nonfinite, base, snapshot)
             labels = own_labels or handle._base_labels
-        handle._add_delta(name, delta, labels, use)
-        return _without_gradients(handle, name)
+        handle._add_delta(name, delta, labels, use, snapshot)
+        return handle if snapshot is not None else _without_gradients(handle, name)
 
 
 def _without_gradients(handle: Tuned, name: str) -> Tuned:
@@ -487,12 +494,25 @@ def _load_base_of(where: Path) -> PreTrainedModel:
 
 
 def _read_delta(
-    handle: Tuned, saved: serialization.SavedDelta, allow_nonfinite: bool, base: str = "same"
+    handle: Tuned,
+    saved: serialization.SavedDelta,
+    allow_nonfinite: bool,
+    base: str = "same",
+    snapshot: Snapshot | None = None,
 ) -> tuple[Delta, HeadLabels | None]:
-    """Make the delta of a folder for this model, after all checks."""
+    """Make the delta of a folder for this model, after all checks.
+
+    Args:
+        handle: The handle of the model.
+        saved: The folder.
+        allow_nonfinite: As for `load`.
+        base: As for `load`.
+        snapshot: A current snapshot of the model, if there is one.
+    """
     facts, where, anatomy = saved.facts, saved.where, handle.anatomy
     compared = facts.base.tokens if facts.base.compared_tokens is None else facts.base.compared_tokens
-    serialization.check_base(saved, handle._base_compared(compared), base)
+    quantization = None if snapshot is None else ""  # every weight of a model that has one is plain
+    serialization.check_base(saved, handle._base_compared(compared, quantization), base)
     head = tuple(facts.head.tensors)
     head_tensors = tuple(t.name for t in anatomy.tensors if t.area == "head")
     if head and head != head_tensors:
@@ -503,16 +523,16 @@ def _read_delta(
     if head:
         _check_purpose(facts.base.model, handle.model, where)
     method, explicit = parse_saved_method(anatomy, facts, len(saved.tensors), where)
-    planned = resolve(anatomy, explicit, lambda: base_size(handle.model)[1])
+    planned = handle._resolve(explicit)
     labels = (
         None
         if facts.labels is None or (head_tensors and not head)
         else HeadLabels(facts.labels.pairs, facts.labels.problem_type)
     )
-    _check_file(handle, planned, head, saved.tensors, labels, where)
+    needed = _check_file(handle, planned, head, saved.tensors, labels, where)
     check_memory(handle.model, anatomy, planned, explicit)
-    delta = handle._move_to_model(Delta(method, planned, head, facts.head.mode, folded=True))
-    _fill(handle, delta, saved.numbers(), where, allow_nonfinite)
+    delta = handle._move_to_model(Delta(method, planned, head, facts.head.mode, folded=True), snapshot)
+    _fill(handle, delta, needed, saved.numbers(), where, allow_nonfinite)
     return delta, labels
 
 
@@ -544,23 +564,33 @@ def _check_file(
     facts: dict[str, TensorInfo],
     labels: HeadLabels | None,
     where: Path,
-) -> None:
-    """Check, before anything is allocated, that a file has the tensors of a resolved method on this model."""
+) -> Expected:
+    """Check, before anything is allocated, that a file has the tensors of a resolved method on this model.
+
+    Returns:
+        These tensors.
+    """
     owned = tuple(dict.fromkeys((*(t.name for t in planned.selected), *head)))
-    check_tensors(expected_tensors(handle.anatomy, planned, owned, head), facts, where)
+    needed = expected_tensors(handle.anatomy, planned, owned, head)
+    check_tensors(needed, facts, where)
     shapes = {t.name: t.shape for t in handle.anatomy.tensors}
     has_labels = handle.anatomy.output_kind == "labels"
     _check_head(
         len(labels.id2label) if labels else 0, len(handle._base_labels.id2label) if has_labels and labels else None,
         {name: (facts[f"base.{name}"].shape, tuple(shapes[name])) for name in head}, where,
     )  # fmt: skip
+    return needed
 
 
 def _fill(
-    handle: Tuned, delta: Delta, numbers: dict[str, torch.Tensor], where: Path, allow_nonfinite: bool = False
+    handle: Tuned,
+    delta: Delta,
+    needed: Expected,
+    numbers: dict[str, torch.Tensor],
+    where: Path,
+    allow_nonfinite: bool = False,
 ) -> None:
     """Copy the tensors of a file, which has the expected ones, into a new delta."""
-    needed = expected_tensors(handle.anatomy, delta.planned, delta.owned_tensors, delta.head)
     check_positions(needed, numbers, where)
     parameters = delta.tensors_to_save()
     shapes: dict[str, tuple[int, ...] | None] = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
@@ -569,11 +599,12 @@ def _fill(
     with torch.no_grad():
         for name, tensor in parameters.items():
             tensor.copy_(numbers[name])
-        for name in delta.owned_tensors:
-            like = handle._base_value(name)
-            value = numbers[f"base.{name}"].to(device=like.device, dtype=like.dtype)
-            value = value.clone()  # the file's memory is unaligned, which would change the last bits of results
-            filled[f"base.{name}"] = delta.held[parameter_key(name)] = nn.Parameter(value)
+        owned = delta.owned_tensors
+        for name, like in zip(owned, handle._state.base_values(owned), strict=True):
+            # the file's memory is unaligned, which would change the last bits of results
+            value = numbers[f"base.{name}"].to(device=like.device, dtype=like.dtype, copy=True)
+            filled[f"base.{name}"] = parameter = nn.Parameter(value)
+            set_in_parameter_dict(delta.held, parameter_key(name), parameter)
         if not allow_nonfinite:
             check_finite(filled, where)
 
@@ -597,12 +628,12 @@ def _read_foreign_delta(handle: Tuned, where: Path, allow_nonfinite: bool) -> tu
     untouched = {
         f"base.{n}": TensorInfo("F32", tuple(t.shape)) for n, t in head_tensors.items() if n not in adapter.head
     }
-    _check_file(handle, planned, head, tensor_infos(numbers) | untouched, labels, where)
+    needed = _check_file(handle, planned, head, tensor_infos(numbers) | untouched, labels, where)
     check_memory(model, handle.anatomy, planned, adapter.method)
     delta = handle._move_to_model(
         Delta(adapter.method, planned, head, "train" if adapter.head else "freeze", folded=True)
     )
-    _fill(handle, delta, numbers, where, allow_nonfinite)
+    _fill(handle, delta, needed, numbers, where, allow_nonfinite)
     return delta, labels
 
 
@@ -661,16 +692,23 @@ def _check_head(labels: int, model_labels: int | None, shapes: dict[str, tuple[A
         raise DeltuneError(f"{where}: the tensors of its head's {last} have different numbers of outputs")
 
 
-def _check_model(model: object) -> None:
-    """Raise an error for anything that is not a plain model of transformers, such as a model wrapped by PEFT."""
+def _check_model(model: object) -> Snapshot | None:
+    """Raise an error for anything that is not a plain model of transformers, such as a model wrapped by PEFT.
+
+    Returns:
+        A snapshot of a tuned model with plain weights, else None.
+    """
     if isinstance(model, PreTrainedModel):
-        check_quantization(model)
-        check_offloading(model)
+        handle = find_tuned(model)
+        snapshot = None if handle is None or handle._state.offloaded else handle._current_snapshot()
+        if snapshot is None:
+            check_quantization(model)
+            check_offloading(model)
+            refuse_inference_tensors(model)
+            if handle is not None:
+                follow_offloading(handle._state)
         refuse_shared_modules(model)
-        refuse_inference_tensors(model)
-        if (handle := find_tuned(model)) is not None:
-            follow_offloading(handle._state)
-        return
+        return snapshot
     advice = ", as in attach(model, method)"
     if hasattr(model, "peft_config"):
         advice = ": take PEFT's layers off first (its unload()), or save it and deltune.load its folder"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from ..anatomy.types import Anatomy
 from ..errors import MAX_NAME_LENGTH, DeltuneError, error_from_problems, excerpt, validation_problems
-from ..filesystem import read_json
+from ..filesystem import parse_json_file, read_json_bytes
 from ..methods.counting import kept_shapes
 from ..methods.other_names import registration_hint
 from ..methods.registry import parse, unregistered_names
@@ -24,6 +25,9 @@ from ..methods.spec import MaskedMethod, Method, explicit_expression
 from ..tensor_files import FLOAT_DTYPES, INDEX_DTYPE, TensorInfo
 
 FORMAT = 1
+
+LARGEST_KEPT = 1 << 16
+"""Size in bytes of the longest delta.json whose contents are kept, for whoever reads the same bytes again."""
 
 LONGEST_NUMBER = 40
 """The number of digits that a number in a method may have. Python cannot print numbers beyond its own limit."""
@@ -123,7 +127,12 @@ def read_metadata_file(path: Path) -> DeltaMetadata:
         DeltuneError: The file cannot be read, was written by a newer deltune, or is not what deltune writes; every
             field that is missing or wrong is listed.
     """
-    value: Any = read_json(path)
+    raw = read_json_bytes(path)
+    return _metadata_cached(raw, path) if len(raw) <= LARGEST_KEPT else _metadata(raw, path)
+
+
+def _metadata(raw: bytes, path: Path) -> DeltaMetadata:
+    value = parse_json_file(raw, path)
     written = value.get("format") if isinstance(value, dict) else None
     if isinstance(written, int) and not isinstance(written, bool) and written != FORMAT and "method" in value:
         raise DeltuneError(f"{path} has format {str(written)[:20]}, this deltune reads {FORMAT}; update deltune")
@@ -132,6 +141,9 @@ def read_metadata_file(path: Path) -> DeltaMetadata:
     except ValidationError as error:
         title = f"{path} is not as deltune writes it (it was damaged or edited, or it is another program's)"
         raise error_from_problems(title, validation_problems(error)) from error
+
+
+_metadata_cached = functools.lru_cache(maxsize=16)(_metadata)  # a server reads each file twice
 
 
 Shapes = Mapping[str, tuple[int, ...] | None]

@@ -24,10 +24,11 @@ from transformers import PreTrainedModel
 
 from ..anatomy.inspection import inspect
 from ..anatomy.offloading import loaded_devices
-from ..anatomy.quantization import is_unquantized, quantized_modules
+from ..anatomy.quantization import is_unquantized, quantization_of, quantized_modules
 from ..anatomy.quantizers import dequantized_weight, plain_linear, set_weight_from
 from ..anatomy.skeleton import HANDLE_NAME, base_modules, base_parameters, base_tensors
-from ..anatomy.tracing import CallOrder, all_configs, call_order, check_takes_embeddings
+from ..anatomy.snapshot import Snapshot
+from ..anatomy.tracing import CallOrder, all_configs, base_model, call_order, check_takes_embeddings
 from ..anatomy.types import Anatomy, is_inside
 from ..compat import attention_implementation, forget_quantization, parameters_of, submodules_of
 from ..errors import DeltuneError, error_from_problems, excerpt, unknown_name
@@ -35,7 +36,8 @@ from ..filesystem import user_path
 from ..methods.counting import Count, base_size, count_resolved, with_storage
 from ..methods.other_names import hint_for_function
 from ..methods.parser import explain_arguments
-from ..methods.spec import Method
+from ..methods.resolve import ResolvedMethod, resolve
+from ..methods.spec import MaskedMethod, Method
 from ..notebook import html_table
 from . import hub, merging, serialization
 from .forward_pass import PassLock, Scope, current_scope, forget_closed
@@ -60,6 +62,9 @@ _THE_MODEL = ""
 
 KEPT_ASSIGNMENTS = 8
 """How many assignments of passes without gradients are kept for further passes with the same rows."""
+
+KEPT_METHODS = 8
+"""How many resolved methods are kept for further deltas of the same method."""
 
 _METHOD_NAMES = frozenset({*METHODS, *WHOLE_MODEL_METHODS})
 
@@ -100,6 +105,10 @@ class Tuned(nn.Module):
         self._base_labels.check_ids()
         self._base_metadata: dict[str, Any] | None = None
         self._base_order: CallOrder | None = None  # kept with the metadata, for a base that does not change any more
+        self._base_digest: serialization.BaseDigest | None = None
+        self._resolved: dict[int, tuple[Method, ResolvedMethod]] = {}  # by the identity of the method
+        self._snapshot: Snapshot | None = None
+        self._order_of_snapshot: tuple[Snapshot, CallOrder] | None = None
         self._initial_requires_grad = {name: p.requires_grad for name, p in base_parameters(model)}
         self._installed_hooks: dict[tuple[str, str], Hook] = {}
         self._hook_makers: Hooks = {}
@@ -689,18 +698,29 @@ class Tuned(nn.Module):
             text = write_card(title, metadata, self.count(name=name), source)
         return serialization.write_delta(folder, metadata, tensors, text), text
 
-    def _base_compared(self, tokens: int | None) -> dict[str, Any]:
-        """The facts about the base model, of so many of its token embeddings, to compare a saved delta with."""
+    def _base_compared(self, tokens: int | None, quantization: str | None = None) -> dict[str, Any]:
+        """The facts about the base model, of so many of its token embeddings, to compare a saved delta with.
+
+        Args:
+            tokens: How many; None for all.
+            quantization: How it is quantised, where that is known.
+        """
         remembered = self._base_metadata
         if remembered is not None:
             every = (None, remembered["tokens"])
             if tokens in every and remembered["compared_tokens"] in every:
                 return remembered
-        return serialization.base_metadata(self.model, self.anatomy, self._base_value, tokens)
+        return self._read_base(tokens, quantization)
 
     def _metadata_of_base(self, delta: Delta | None) -> dict[str, Any]:
-        tokens = None if delta is None else serialization.tokens_of_base(self.anatomy, delta)
-        return serialization.base_metadata(self.model, self.anatomy, self._base_value, tokens)
+        return self._read_base(None if delta is None else serialization.tokens_of_base(self.anatomy, delta))
+
+    def _read_base(self, tokens: int | None, quantization: str | None = None) -> dict[str, Any]:
+        digest = self._base_digest
+        if digest is None or digest.tokens != tokens:
+            digest = self._base_digest = serialization.BaseDigest(self.anatomy, tokens)
+        quantization = quantization_of(self.model) if quantization is None else quantization
+        return serialization.base_metadata(self.model, self.anatomy, digest, self._state.base_values, quantization)
 
     def _tensors_to_save(self, delta: Delta) -> dict[str, torch.Tensor]:
         """All tensors of a delta on the CPU, by their names in the file; "base.NAME" are its values of the model's."""
@@ -711,15 +731,41 @@ class Tuned(nn.Module):
 
     # -- attaching
 
-    def _move_to_model(self, delta: Delta) -> Delta:
-        """Move a new delta to the devices of the modules it acts at, in float32, or float64 in a float64 model."""
-        loaded = list(loaded_devices(self.model, self._state.offloaded))
-        default, several = loaded[0][2], len({device for _, _, device in loaded}) > 1
-        dtype = torch.float64 if any(p.dtype == torch.float64 for _, p, _ in loaded) else torch.float32
+    def _resolve(self, method: Method) -> ResolvedMethod:
+        """Resolve a method on this model. That of the last deltas is known: many deltas have the same few methods.
+
+        Nothing but the anatomy and the method decides it, and neither changes. Only under a mask, which may be a share
+        of the base model's size and can be large, it is resolved each time.
+        """
+        known = self._resolved.get(id(method))
+        if known is not None and known[0] is method:
+            return known[1]
+        planned = resolve(self.anatomy, method, lambda: base_size(self.model)[1])
+        if not any(isinstance(term, MaskedMethod) for term in method.terms):
+            kept = list(self._resolved.items())[1 - KEPT_METHODS :]
+            self._resolved = dict(kept) | {id(method): (method, planned)}
+        return planned
+
+    def _move_to_model(self, delta: Delta, snapshot: Snapshot | None = None) -> Delta:
+        """Move a new delta to the devices of the modules it acts at, in float32, or float64 in a float64 model.
+
+        Args:
+            delta: The delta.
+            snapshot: A current snapshot of the model, if there is one.
+        """
+        loaded: list[tuple[str, torch.device]] = []
+        if snapshot is not None and len(snapshot.devices) == 1 and torch.float64 not in snapshot.dtypes:
+            default, dtype = next(iter(snapshot.devices)), torch.float32
+        else:
+            tensors = list(base_tensors(self.model))
+            default = tensors[0].device
+            dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+            if self._state.offloaded or any(t.device != default for t in tensors):
+                loaded = [(name, device) for name, _, device in loaded_devices(self.model, self._state.offloaded)]
+                default = loaded[0][1]
         for edit in delta.all_edits():
-            path = edit.place.target.path
-            inside = (device for name, _, device in loaded if is_inside(name, path))
-            _move(edit, next(inside, default) if several else default, dtype)
+            inside = (device for name, device in loaded if is_inside(name, edit.place.target.path))
+            _move(edit, next(inside, default), dtype)
         for shared in (*delta.shared.values(), *delta.tied.values(), *delta.partly.values(), *delta.gated.values()):
             _move(shared, default, dtype)
         return delta
@@ -730,14 +776,21 @@ class Tuned(nn.Module):
         with torch.inference_mode(False), self._passes.exclusive(operation):  # new parameters must be trainable later
             yield
 
-    def _add_delta(self, name: str, delta: Delta, labels: HeadLabels, use: bool = True) -> None:
+    def _add_delta(
+        self, name: str, delta: Delta, labels: HeadLabels, use: bool = True, snapshot: Snapshot | None = None
+    ) -> None:
         """Register a delta under a name and put it in use; if anything fails, the model is as it was.
 
-        With `use=False` what is in use stays in use.
-
         Whether a forward pass reaches all of its edits is checked first, on a copy of the model's structure.
+
+        Args:
+            name: The name.
+            delta: The delta.
+            labels: Its labels.
+            use: Whether it is put in use; otherwise what is in use stays in use.
+            snapshot: That of the model, if it was current when the call of `attach` or `load` began.
         """
-        self._check_reached(delta)
+        self._check_reached(delta, snapshot)
         with self._exclusive("attach or load"):
             self._passes.modules.check()
             previous = self._passes.default_assignment
@@ -823,20 +876,45 @@ class Tuned(nn.Module):
             self._installed_hooks.pop(key, None)
             raise
 
-    def _call_order(self) -> CallOrder:
-        """Which modules a forward pass of the base model calls; looked up once where its metadata are remembered."""
-        order = self._base_order or call_order(self.model)
+    def _current_snapshot(self) -> Snapshot | None:
+        """A snapshot of the model as it is now; None where it has weights that are not plain, which are checked."""
+        snapshot = self._snapshot
+        if snapshot is None or not snapshot.is_current():
+            snapshot = self._snapshot = Snapshot.of(self.model, base_model(self.model))
+        return snapshot
+
+    def _call_order(self, snapshot: Snapshot | None) -> CallOrder:
+        """Which modules a forward pass of the base model calls, looked up again when the model has changed.
+
+        It is looked up once where the metadata of the base model are remembered.
+
+        Args:
+            snapshot: A current snapshot, if there is one.
+        """
+        if self._base_order is not None:
+            return self._base_order
+        snapshot, known = snapshot or self._current_snapshot(), self._order_of_snapshot
+        if snapshot is not None and known is not None and known[0] is snapshot:
+            order = known[1]
+        else:  # a change in another thread meanwhile makes the snapshot stale, which was taken before
+            order = call_order(self.model)
+            self._order_of_snapshot = None if snapshot is None else (snapshot, order)
         if self._base_metadata is not None:
             self._base_order = order
         return order
 
-    def _check_reached(self, delta: Delta) -> None:
-        """Check on the model's structure that a forward pass reaches every edit of a delta."""
+    def _check_reached(self, delta: Delta, snapshot: Snapshot | None) -> None:
+        """Check on the model's structure that a forward pass reaches every edit of a delta.
+
+        Args:
+            delta: The delta.
+            snapshot: A current snapshot of the model, if there is one.
+        """
         for edit in delta.all_edits():
             if edit.place.target.side == "tokens":
                 check_takes_embeddings(self.model, edit.place.widths.out_width)
                 check_decoder_mask(self.model, self.anatomy)
-        order = self._call_order() if len(delta.edits) else None
+        order = self._call_order(snapshot) if len(delta.edits) else None
         for part in self.anatomy.other_towers if order else ():
             if any(edit.place.target.path.startswith(f"{part.tower_path}.") for edit in delta.all_edits()):
                 tower = self.model.get_submodule(part.tower_path)

@@ -72,13 +72,23 @@ class ModelState:
 
     def base_value(self, name: str) -> nn.Parameter:
         """The base model's own value of a tensor: in its slot, replaced by a delta's, or offloaded."""
+        return self.base_values((name,))[0]
+
+    def base_values(self, names: Iterable[str]) -> list[nn.Parameter]:
+        """The base model's own values of tensors: in their slots, replaced by a delta's, or offloaded."""
+        values: list[nn.Parameter] = []
+        offloaded: dict[int, OffloadedTensor] = {}
         with self.locked():
-            base = parameters_of_dict(self.base).get(parameter_key(name))
-            value = self._parameter_in_slot(name) if base is None else base
-            offloaded = [self.offloaded[place] for place in self.slots[name] if place in self.offloaded]
-        if value.device.type != "meta" or not offloaded:
-            return value
-        return nn.Parameter(offloaded[0].value(value), requires_grad=False)
+            base = parameters_of_dict(self.base)
+            for number, name in enumerate(names):
+                value = base.get(parameter_key(name)) if base else None
+                values.append(self._parameter_in_slot(name) if value is None else value)
+                places = [place for place in self.slots[name] if place in self.offloaded] if self.offloaded else []
+                if places and values[-1].is_meta:
+                    offloaded[number] = self.offloaded[places[0]]
+        for number, tensor in offloaded.items():  # it may be read from the disk
+            values[number] = nn.Parameter(tensor.value(values[number]), requires_grad=False)
+        return values
 
     def delta_value(self, delta: Delta, name: str) -> nn.Parameter:
         """A delta's value of a tensor that it owns, whether it is in the model or in `held`."""
@@ -121,10 +131,12 @@ class ModelState:
         return result
 
     def _parameter_in_slot(self, name: str) -> nn.Parameter:
-        parameters = [parameters_of(module).get(leaf) for module, leaf in self.slots[name]]
-        first = parameters[0]
-        if first is None or any(parameter is None for parameter in parameters):
-            raise DeltuneError(missing_parameter(name))
+        places = self.slots[name]
+        for module, leaf in places:
+            if parameters_of(module).get(leaf) is None:
+                raise DeltuneError(missing_parameter(name))
+        first = parameters_of(places[0][0])[places[0][1]]
+        assert first is not None
         return first
 
     def check_slots(self, name: str | None) -> None:
@@ -229,10 +241,13 @@ class ModelState:
 
     def parameters_by_name(self, delta: Delta) -> dict[str, nn.Parameter]:
         """The parameters of a delta by their names in it, wherever they are at the moment."""
-        registered = dict(delta.named_parameters())
-        return registered | {
-            f"held.{parameter_key(owned)}": self.delta_value(delta, owned) for owned in delta.owned_tensors
-        }
+        with self.locked():
+            parameters = dict(delta.named_parameters())
+            for owned in delta.owned_tensors:
+                name = f"held.{parameter_key(owned)}"
+                if name not in parameters:
+                    parameters[name] = self._parameter_in_slot(owned)
+        return parameters
 
 
 def missing_parameter(name: str) -> str:

@@ -19,10 +19,11 @@ from ..compat import parameters_of
 from ..errors import DeltuneError, excerpt
 from ..methods.compositions import Composition, Gate
 from ..methods.counting import kept_shapes, trained_shapes
-from ..methods.forms import LowRank, Shapes
+from ..methods.forms import Form, LowRank, Shapes
 from ..methods.masks import Mask
 from ..methods.resolve import ResolvedEdit, ResolvedMethod
-from ..methods.spec import Method
+from ..methods.sites import EditLocation
+from ..methods.spec import Method, Modification
 from .hard_concrete import GatedDifference, HardConcreteGates
 
 
@@ -138,28 +139,55 @@ class Edit(nn.Module):
         shared: The tensors of a reparameterisation that several edits share, or None.
         tied: The tensors that several edits share otherwise, or None.
         folded: Whether it holds the tensors of the saved file, without a reparameterisation.
+
+    Attributes:
+        source_path: The path of the module whose input is x, where that is another one.
+        factor: The number s if the composition is h + s Δh, else None.
     """
+
+    modification: Modification
+    place: EditLocation
+    origin: int
+    folded: bool
+    has_gate: bool
+    form: Form
+    parallel: bool
+    reads_own_input: bool
+    source_path: str | None
+    composition_names: tuple[str, ...]
+    factor: float | None
+    is_masked: bool
+    is_dense: bool
+    sparse: nn.ModuleDict | None
 
     def __init__(
         self, planned: ResolvedEdit, shared: nn.ParameterDict | None, tied: nn.ModuleDict | None, folded: bool
     ) -> None:
         super().__init__()
-        self.__dict__["shared"], self.__dict__["tied"] = shared, tied  # registered in the delta; here only read
-        self.modification, self.place, self.origin = planned.modification, planned.place, planned.origin
-        self.folded = folded or shared is None
-        self.has_gate = isinstance(self.modification.compose, Gate)
-        self.form, self.parallel = self.modification.form, self.modification.insertion == "parallel"
-        source, target = self.place.source, self.place.target
-        self.reads_own_input = source is not None and source.path == target.path and target.side == "output"
-        self.source_path = (
-            None if source is None or self.reads_own_input else source.path
-        )  # the module whose input is x
-        self.composition_names = tuple(self.modification.compose.shapes(self.place.widths))
-        self.factor = self._factor()
-        self.is_masked = planned.mask is not None
-        self.is_dense = self.folded and not self.is_masked and not self.composition_names
-        self.sparse: nn.ModuleDict | None = None
-        shapes = (kept_shapes if self.folded else trained_shapes)(self.modification, self.place)
+        modification, source, target = planned.modification, planned.place.source, planned.place.target
+        reads_own_input = source is not None and source.path == target.path and target.side == "output"
+        names = tuple(modification.compose.shapes(planned.place.widths))
+        factor = None if names else modification.compose.factor({})
+        folded, is_masked = folded or shared is None, planned.mask is not None
+        self.__dict__.update(  # at once, since nn.Module looks for a parameter and a module in everything that is set
+            shared=shared,  # these two are registered in the delta; here they are only read
+            tied=tied,
+            modification=modification,
+            place=planned.place,
+            origin=planned.origin,
+            folded=folded,
+            has_gate=isinstance(modification.compose, Gate),
+            form=modification.form,
+            parallel=modification.insertion == "parallel",
+            reads_own_input=reads_own_input,
+            source_path=None if source is None or reads_own_input else source.path,
+            composition_names=names,
+            factor=float(factor) if isinstance(factor, int | float) else None,
+            is_masked=is_masked,
+            is_dense=folded and not is_masked and not names,
+            sparse=None,
+        )
+        shapes = (kept_shapes if folded else trained_shapes)(modification, planned.place)
         if clashing := [name for name in shapes if hasattr(type(self), name) or name in self.__dict__]:
             raise DeltuneError(
                 f"{self.form!r}: a tensor cannot be called {', '.join(clashing)}, which nn.Module needs; rename it"
@@ -248,11 +276,6 @@ class Edit(nn.Module):
             return base + change
         return base.index_add(0, torch.tensor(self.place.experts, device=base.device), change)
 
-    def _factor(self) -> float | None:
-        """The number s if the composition is h + s Δh, else None."""
-        factor = None if self.composition_names else self.modification.compose.factor({})
-        return float(factor) if isinstance(factor, int | float) else None
-
     def resolve_input(self, inputs: dict[Edit, torch.Tensor], module_input: torch.Tensor | None) -> torch.Tensor | None:
         """Return its x, for all rows: its own module's input, or that of another, which is removed from `inputs`."""
         if self.reads_own_input:
@@ -326,7 +349,7 @@ class Delta(nn.Module):
         self.labels: HeadLabels | None = None
         self.saved_requires_grad: dict[str, bool] | None = {}  # of a delta that is not in use; None while it is
         self.attached_parameters: dict[str, nn.Parameter] = {}  # by name, as they were when it was attached
-        self.edits = nn.ModuleDict()
+        self.edits = edits = nn.ModuleDict()
         self.shared = nn.ModuleDict()  # reparameterisations, by term and attention kind
         self.tied = nn.ModuleDict()  # what the places of one sub-module have in common
         self.partly = nn.ModuleDict()  # masked selections, by the tensor's name
@@ -334,7 +357,7 @@ class Delta(nn.Module):
         self.held = nn.ParameterDict()
         masks = dict(planned.tied)
         for edit in planned.edits:
-            if edit.key in self.edits:
+            if edit.key in edits:
                 raise DeltuneError(
                     f"{method!r}: two of its edits are called {edit.key!r}, the second at {edit.place.target.path!r}, "
                     "and only one of them could be kept; please report this with the configuration of the model"
@@ -343,7 +366,7 @@ class Delta(nn.Module):
             shapes = {} if folded or edit.mask else form.shared(widths)
             shared = _shared(self.shared, f"{edit.term}_{edit.place.group}", shapes)
             tied = _tied(self.tied, edit, compose.tied(widths), masks.get(edit.tied))
-            self.edits[edit.key] = Edit(edit, shared, tied, folded)
+            edits[edit.key] = Edit(edit, shared, tied, folded)
         for tensor, mask in planned.masked:
             self.partly[parameter_key(tensor.name)] = SparseParameter(tensor.shape, mask.indices()[tensor.name])
         for gates in planned.gated:

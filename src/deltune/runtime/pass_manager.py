@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ..anatomy.quantization import is_unquantized
 from ..anatomy.quantizers import find_quantizer
-from ..anatomy.skeleton import HANDLE_NAME, base_modules, base_tensors
+from ..anatomy.skeleton import HANDLE_NAME, base_modules, base_tensors, modules_without_paths
 from ..compat import (
     attention_implementation,
     backward_id,
@@ -109,23 +109,23 @@ def refuse_shared_modules(model: nn.Module) -> None:
     Raises:
         DeltuneError: One does. Each model would take the other's tensors for the base's, and keep them.
     """
-    paths = {
-        module: path
-        for path, module in base_modules(model)
-        if any(tensor is not None for tensor in (*parameters_of(module).values(), *buffers_of(module).values()))
-    }
-    for reference in _PASS_MANAGERS.valuerefs():
-        passes = reference()
-        other = None if passes is None else passes.model
-        if other is None or other is model or HANDLE_NAME not in submodules_of(other):
-            continue
-        shared = next((paths[module] for _, module in base_modules(other) if module in paths), None)
-        if shared is not None:
-            where = f"{shared!r} of this {type(model).__name__}" if shared else f"this {type(model).__name__}"
+    others = [passes.model for reference in _PASS_MANAGERS.valuerefs() if (passes := reference()) is not None]
+    others = [other for other in others if other is not model and HANDLE_NAME in submodules_of(other)]
+    inside = set(modules_without_paths(model)) if others else set()
+    for other in others:
+        shared = [module for module in modules_without_paths(other) if module in inside and _has_tensors(module)]
+        if shared:
+            path = next(path for path, module in base_modules(model) if module in shared)
+            where = f"{path!r} of this {type(model).__name__}" if path else f"this {type(model).__name__}"
             raise DeltuneError(
                 f"{where} also belongs to a {type(other).__name__} that has deltas, and the two would overwrite each "
                 f"other's tensors: attach to that {type(other).__name__} instead, or detach() its deltas first"
             )
+
+
+def _has_tensors(module: nn.Module) -> bool:
+    """Whether a module itself holds a parameter or a buffer."""
+    return any(tensor is not None for tensor in (*parameters_of(module).values(), *buffers_of(module).values()))
 
 
 def refuse_inference_tensors(model: nn.Module) -> None:

@@ -10,8 +10,9 @@ import hashlib
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from transformers import PreTrainedModel
 
 from .. import tensor_files
 from .._version import __version__
-from ..anatomy.quantization import quantization_of
 from ..anatomy.types import Anatomy, Tensor
 from ..compat import config_revision
 from ..errors import MAX_NAME_LENGTH, DeltuneError, excerpt, unknown_name
@@ -48,6 +48,9 @@ FACTS, NUMBERS = "delta.json", "delta.safetensors"
 
 ALWAYS = ("embedding", "layers")
 """The areas that every model has, whatever its class, so that every fingerprint contains them."""
+
+SAMPLED = 64
+"""How many values of a tensor a fingerprint is made of."""
 
 BASES = ("same", "any")
 """Which base models a delta is loaded on: the one that it was tuned on, or any with the same tensors."""
@@ -127,49 +130,32 @@ def delta_metadata(delta: Delta, base: dict[str, Any]) -> dict[str, Any]:
 
 
 def base_metadata(
-    model: PreTrainedModel, anatomy: Anatomy, original: Callable[[str], torch.Tensor], tokens: int | None = None
+    model: PreTrainedModel,
+    anatomy: Anatomy,
+    digest: BaseDigest,
+    original: Callable[[Sequence[str]], Sequence[torch.Tensor]],
+    quantization: str,
 ) -> dict[str, Any]:
     """Return what identifies a base model.
 
     Args:
         model: The model.
         anatomy: Its anatomy.
-        original: Returns the base's own value of a tensor.
-        tokens: How many rows of the word embeddings are compared, from the first; None for all.
+        digest: The digest of this anatomy, over as many token embeddings as are compared.
+        original: Returns the base's own values of tensors.
+        quantization: How it is quantised, as `quantization_of` says.
     """
-    words = word_embeddings(anatomy)
     return {
         "family": anatomy.family,
         "model": type(model).__name__,
         "name": portable_name(model.config.name_or_path or ""),
         "revision": config_revision(model.config),
-        "quantization": quantization_of(model),
-        "structure": structure_digest(anatomy, tokens),
-        "fingerprint": fingerprint(anatomy, original, tokens),
-        "tokens": words[0].shape[0] if words else None,
-        "compared_tokens": tokens if words else None,
+        "quantization": quantization,
+        "structure": digest.structure,
+        "fingerprint": digest.fingerprint(original),
+        "tokens": digest.rows,
+        "compared_tokens": None if digest.rows is None else digest.tokens,
     }
-
-
-def structure_digest(anatomy: Anatomy, tokens: int | None = None) -> str:
-    """Return a digest of the names and shapes of the tensors that every class of a family has.
-
-    Args:
-        anatomy: The model's anatomy.
-        tokens: How many rows the word embeddings count as having, if they have more; None: all.
-    """
-    prefix, cut = f"{anatomy.base}." if anatomy.base else "", _cut_embeddings(anatomy, tokens)
-    lines = [
-        f"{t.name.removeprefix(prefix)} {(tokens, *t.shape[1:]) if t.name in cut else t.shape}"
-        for t in anatomy.tensors
-        if t.area in (*ALWAYS, "final")
-    ]
-    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16]
-
-
-def _cut_embeddings(anatomy: Anatomy, tokens: int | None) -> set[str]:
-    """The names of the word embeddings that have more rows than so many tokens."""
-    return {t.name for t in word_embeddings(anatomy) if tokens is not None and tokens < t.shape[0]}
 
 
 def word_embeddings(anatomy: Anatomy) -> list[Tensor]:
@@ -191,60 +177,83 @@ def tokens_of_base(anatomy: Anatomy, delta: Delta) -> int | None:
     return end if end < rows else None
 
 
-def fingerprint(anatomy: Anatomy, original: Callable[[str], torch.Tensor], tokens: int | None = None) -> dict[str, str]:
-    """Return a digest for each area of the base model, of the names, shapes and 64 values of every tensor in bfloat16.
-
-    It is the same in float32 and bfloat16, with any head, and with any delta in use. Of a quantised tensor it has the
-    name and the shape: what its numbers are depends on the device, and reading them takes long.
+class BaseDigest:
+    """Reads what identifies the weights of base models of one anatomy. What does not depend on weights is known.
 
     Args:
-        anatomy: The model's anatomy.
-        original: Returns the base's own value of a tensor.
+        anatomy: The anatomy.
         tokens: How many rows of the word embeddings are read, from the first, as if there were no others; None: all.
+
+    Attributes:
+        tokens: The same.
+        rows: How many rows the word embeddings have; None where they cannot be seen.
+        structure: A digest of the names and shapes of the tensors that every class of a family has.
     """
-    cut = _cut_embeddings(anatomy, tokens)
-    areas: dict[str, Any] = {}
-    prefix = f"{anatomy.base}." if anatomy.base else ""
-    tensors = sorted((t for t in anatomy.tensors if t.area not in ("head", "vocabulary")), key=lambda t: t.name)
-    samples: dict[torch.device, list[torch.Tensor]] = {}
-    # of each tensor's sample: its device, and its first and last byte among the samples there
-    places: list[tuple[torch.device | None, int, int]] = []
-    ends: dict[torch.device, int] = {}
-    with torch.no_grad():
-        for tensor in tensors:
-            if tensor.quantized:
-                places.append((None, 0, 0))
-                continue
-            values = original(tensor.name)
-            values = values[:tokens] if tensor.name in cut else values
-            device = values.device
-            if device.type == "meta":
+
+    def __init__(self, anatomy: Anatomy, tokens: int | None = None) -> None:
+        self.tokens = tokens
+        tables = word_embeddings(anatomy)
+        self.rows = tables[0].shape[0] if tables else None
+        words = {t.name for t in tables if tokens is not None and tokens < t.shape[0]}
+        prefix = f"{anatomy.base}." if anatomy.base else ""
+        shapes = {t.name: (tokens, *t.shape[1:]) if t.name in words else t.shape for t in anatomy.tensors}
+        everywhere = [t.name for t in anatomy.tensors if t.area in (*ALWAYS, "final")]
+        lines = sorted(f"{name.removeprefix(prefix)} {shapes[name]}" for name in everywhere)
+        self.structure = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+        tensors = sorted((t for t in anatomy.tensors if t.area not in ("head", "vocabulary")), key=lambda t: t.name)
+        self._areas = [t.area for t in tensors]
+        self._titles = [f"{t.name.removeprefix(prefix)} {shapes[t.name]} ".encode() for t in tensors]
+        self._numbers = [n for n, t in enumerate(tensors) if not t.quantized]
+        self._names = [tensors[n].name for n in self._numbers]
+        self._rows = [tokens if name in words else None for name in self._names]
+        self._last: tuple[list[bytes], dict[str, str]] | None = None
+
+    def fingerprint(self, original: Callable[[Sequence[str]], Sequence[torch.Tensor]]) -> dict[str, str]:
+        """Return a digest for each area of a model, of the names, shapes and 64 values of every tensor in bfloat16.
+
+        It is the same in float32 and bfloat16, with any head, and with any delta in use. Of a quantised tensor it has
+        the name and the shape: what its numbers are depends on the device, and reading them takes long. The values are
+        read each time, since nothing tells of every change of a weight.
+
+        Args:
+            original: Returns the base's own values of tensors.
+
+        Returns:
+            The digests by area; empty for a model on the meta device.
+        """
+        read = [b""] * len(self._titles)
+        with torch.no_grad():
+            values = [
+                v if rows is None else v[:rows] for v, rows in zip(original(self._names), self._rows, strict=True)
+            ]
+            devices = {value.device for value in values}
+            if any(device.type == "meta" for device in devices):
                 return {}
-            positions = _sampled_positions(values.numel(), device)
-            samples.setdefault(device, []).append(torch.take(values, positions))
-            start = ends.get(device, 0)
-            ends[device] = start + 2 * len(positions)
-            places.append((device, start, ends[device]))
-        # moved to the CPU together; of tensors of several types the widest, which changes no value
-        joined = {
-            device: torch.cat(of_device).to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes()
-            for device, of_device in samples.items()
-        }
-    for tensor, (place, start, end) in zip(tensors, places, strict=True):
-        digest = areas.get(tensor.area)
-        if digest is None:
-            digest = areas[tensor.area] = hashlib.sha256()
-        sample = b"" if place is None else joined[place][start:end]
-        shape = (tokens, *tensor.shape[1:]) if tensor.name in cut else tensor.shape
-        digest.update(f"{tensor.name.removeprefix(prefix)} {shape} ".encode() + sample)
-    return {area: digest.hexdigest()[:16] for area, digest in areas.items()}
+            for device in devices:
+                of_device = [n for n, value in enumerate(values) if len(devices) == 1 or value.device == device]
+                sizes = [values[n].numel() for n in of_device]
+                samples = [
+                    torch.take(values[n], _sampled_positions(size, device))
+                    for n, size in zip(of_device, sizes, strict=True)
+                ]
+                # moved to the CPU together; of tensors of several types the widest, which changes no value
+                joined = torch.cat(samples).to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes()
+                ends = accumulate((2 * min(SAMPLED, size) for size in sizes), initial=0)
+                for n, (start, end) in zip(of_device, pairwise(ends), strict=True):
+                    read[self._numbers[n]] = joined[start:end]
+        if self._last is None or self._last[0] != read:  # of the same values the digests are the same
+            areas = {area: hashlib.sha256() for area in self._areas}
+            for area, title, sample in zip(self._areas, self._titles, read, strict=True):
+                areas[area].update(title + sample)
+            self._last = read, {area: digest.hexdigest()[:16] for area, digest in areas.items()}
+        return self._last[1]
 
 
 @functools.lru_cache(maxsize=256)
 def _sampled_positions(size: int, device: torch.device) -> torch.Tensor:
-    """Return 64 positions from the first to the last of a tensor's values, or all of them where it has fewer."""
+    """Return `SAMPLED` positions from the first to the last of a tensor's values, or all where it has fewer."""
     with torch.inference_mode(False):
-        return torch.linspace(0, size - 1, min(64, size), device="cpu").long().to(device)
+        return torch.linspace(0, size - 1, min(SAMPLED, size), device="cpu").long().to(device)
 
 
 def delta_folder(folder: str | Path) -> Path:
@@ -316,11 +325,13 @@ class SavedDelta:
         where: The folder.
         facts: The contents of delta.json.
         tensors: The names, types and shapes in delta.safetensors, which agree with delta.json.
+        raw: The bytes of delta.safetensors, where it is small; a long file is read in parts.
     """
 
     where: Path
     facts: DeltaMetadata
     tensors: dict[str, TensorInfo]
+    raw: bytes | None
 
     def numbers(self) -> dict[str, torch.Tensor]:
         """Read the tensors.
@@ -329,14 +340,13 @@ class SavedDelta:
             DeltuneError: The file was changed since it was saved.
         """
         path = self.where / NUMBERS
-        raw = tensor_files.read_small(path)
-        digest = file_sha256(path) if raw is None else hashlib.sha256(raw).hexdigest()
+        digest = file_sha256(path) if self.raw is None else hashlib.sha256(self.raw).hexdigest()
         if digest != self.facts.sha256:
             raise DeltuneError(
                 f"{path} is not the file that {FACTS} describes: its checksum differs, so one of the two files was "
                 "damaged or changed after they were saved; copy both of them again"
             )
-        return tensor_files.load_tensors(path, raw)
+        return tensor_files.load_tensors(path, self.raw)
 
 
 def open_delta(folder: str | Path) -> SavedDelta:
@@ -352,9 +362,10 @@ def open_delta(folder: str | Path) -> SavedDelta:
     facts, path = read_metadata_file(where / FACTS), find_file(where, NUMBERS)
     if path is None:
         raise DeltuneError(f"{where / NUMBERS} is missing; the folder is incomplete")
-    tensors = tensor_files.read_header(path)
+    raw = tensor_files.read_small(path)
+    tensors = tensor_files.read_header(path, raw)
     check_against_metadata(facts, tensors, path)
-    return SavedDelta(where, facts, tensors)
+    return SavedDelta(where, facts, tensors, raw)
 
 
 def check_base(saved: SavedDelta, model_metadata: dict[str, Any], allowed: str = "same") -> None:

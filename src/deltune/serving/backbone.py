@@ -192,8 +192,10 @@ class Backbone:
             raise DeltuneError(f"{folder} cannot be read: {error_summary(error)}") from error
         if signature(folder) != seen:
             raise DeltuneError(f"the files of {folder} were changed while they were read; load it again")
-        delta.requires_grad_(False)
-        size = sum(tensor.numel() * tensor.element_size() for tensor in (*delta.parameters(), *delta.buffers()))
+        parameters = list(delta.parameters())
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+        size = sum(tensor.nbytes for tensor in (*parameters, *delta.buffers()))
         return PreparedDelta(name, facts, self, delta, labels, size)
 
     def attach(self, prepared: PreparedDelta) -> LoadedDelta:
@@ -222,7 +224,7 @@ class Backbone:
 
     def _loaded(self, name: str, internal: str, version: str, delta: Delta, now: float) -> LoadedDelta:
         labels = delta.labels or self.handle._base_labels
-        edits = list(delta.all_edits())
+        edits, parameters = list(delta.all_edits()), list(delta.parameters())
         prompts = [edit.modification.form for edit in edits if isinstance(edit.modification.form, Prompt)]
         shifts: dict[str, int] = {}
         for stack, _, shift in {
@@ -235,7 +237,7 @@ class Backbone:
             self,
             internal,
             method=repr(delta.method),
-            parameters=sum(parameter.numel() for parameter in delta.parameters()),
+            parameters=sum(parameter.numel() for parameter in parameters),
             labels=tuple(label for _, label in labels.id2label),
             problem_type=labels.problem_type,
             tasks=HEAD_TASKS[self.head],
@@ -243,7 +245,7 @@ class Backbone:
             prompt_length=sum(form.length for form in prompts),
             prompt_shift=sum(form.length for form in prompts if form.positions == "shift"),
             shifts=shifts,
-            bytes=sum(tensor.numel() * tensor.element_size() for tensor in delta.parameters()),
+            bytes=sum(parameter.nbytes for parameter in parameters),
             loaded_at=now,
             permanent=True,
         )
