@@ -150,6 +150,19 @@ def transforms_active() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def is_plain_inference() -> bool:
+    """Whether nothing records, compiles, traces or maps what is computed, so that tensors may be changed in place.
+
+    torch.jit.trace compares the graphs of a pass with gradients and of one without.
+    """
+    return not (
+        torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or torch.jit.is_tracing()  # type: ignore[attr-defined]
+        or transforms_active()
+    )
+
+
 @functools.cache
 def onednn_linear() -> Any:
     """oneDNN's x W^T + b on ordinary tensors, or None in a build of torch without it. It has no derivative."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,14 +12,14 @@ import pytest
 import torch
 
 import deltune
-from deltune.methods.forms import Bottleneck, LowRank, Widths
+from deltune.methods.forms import Bottleneck, LowRank, Rescale, Widths
 from deltune.methods.registry import FORMS
 from deltune.runtime import stacked_edits
 from deltune.runtime.handle import inference_rows
 
 from .families import FAMILIES, Family
 from .methods import METHODS, Row, cells
-from .specimens import batch, stir
+from .specimens import batch, specimen, stir
 from .test_rows import SOME, WHOLE, answer, model_of, of_rows, tolerance
 
 SUMS = (
@@ -152,3 +153,129 @@ def test_a_form_that_derives_from_another_computes_its_own_change() -> None:
         check(family, tuned, ["halved", "whole", None, "halved"], batch(model, rows=4))
     finally:
         tuned.detach()
+
+
+@dataclass(frozen=True, repr=False)
+class ClampedGain(Rescale):
+    """A user's form that scales by less than the one that it derives from."""
+
+    def __call__(self, tensors: Any, u: torch.Tensor, training: bool) -> torch.Tensor:
+        return super().__call__({"gain": tensors["gain"].clamp(0.99, 1.01)}, u, training)
+
+
+def normed_layer_norm() -> deltune.Modification:
+    return deltune.Modification("block", Bottleneck(rank=2, layer_norm=True), "sequential")
+
+
+PAIRS: dict[str, tuple[Any, Any]] = {
+    "factors of the normed state": (
+        deltune.Modification("ffn", Rescale(), "sequential", x="normed"),
+        "lora(rank=2)",
+    ),
+    "a form that derives from a factor": (
+        deltune.Modification("ffn", ClampedGain(), "sequential", deltune.Scale(0.5)),
+        deltune.Modification("ffn", Rescale(), "sequential", deltune.Scale(0.5)),
+    ),
+    "a factor beside what is not stacked": (
+        deltune.Modification("block", Rescale(), "sequential"),
+        normed_layer_norm(),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PAIRS)
+@pytest.mark.parametrize("transposed", [False, True], ids=["as it comes", "transposed in memory"])
+def test_edits_that_are_no_part_of_a_stack(case: str, transposed: bool) -> None:
+    """What cannot be stacked is computed apart, also where hidden states are not contiguous."""
+    family = FAMILIES["bert"]
+    model = model_of(family)
+    hooks = []
+    if transposed:
+        for layer in model.base_model.encoder.layer:
+            hooks.append(layer.register_forward_hook(lambda *a: a[2].transpose(0, 1).contiguous().transpose(0, 1)))
+    first, second = PAIRS[case]
+    tuned = stir(deltune.attach(model, first, name="a"))
+    stir(deltune.attach(model, second, name="b"), seed=5)
+    try:
+        check(family, tuned, ["a", "b", "b", None], batch(model, rows=4))
+    finally:
+        tuned.detach()
+        for hook in hooks:
+            hook.remove()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_padding_gets_what_it_gets_alone(name: str) -> None:
+    """Also a query that sees no key, in a row without a prefix beside one that has a prefix."""
+    family = FAMILIES[name]
+    model = specimen(name, "base", dtype=torch.float64).eval()
+    tuned = stir(deltune.attach(model, "prefix(length=3)", name="p"))
+    inputs = batch(model, rows=4)
+    inputs["attention_mask"][:2, :2] = 0
+    try:
+        check(family, tuned, [None, None, "p", None], inputs)
+    finally:
+        tuned.detach()
+
+
+def test_a_model_that_is_put_in_train_mode_inside_the_block() -> None:
+    """Every edit acts still, dropout included."""
+    model = model_of(FAMILIES["bert"]).eval()
+    for number, name in enumerate(("a", "b")):
+        tuned = stir(deltune.attach(model, "lora(rank=2)", name=name), seed=number)
+    inputs = batch(model, rows=2)
+    try:
+        with torch.no_grad(), inference_rows(tuned, ["a", "b"]):
+            expected = answer(model, inputs)
+            for _, module in model.named_modules():
+                module.training = True
+                if isinstance(module, torch.nn.Dropout):
+                    module.p = 0.0
+            gap = (answer(model, inputs) - expected).abs().max()
+        assert gap < 1e-10 * expected.abs().max()
+    finally:
+        tuned.detach()
+
+
+@pytest.mark.parametrize("method", ["lora(rank=2)", "bitfit", "layernorm", "adapter(rank=2)", "prefix(length=2)"])
+def test_rows_are_traced(method: str) -> None:
+    """torch.jit.trace compares a graph with gradients and one without."""
+    model = model_of(FAMILIES["bert"]).eval()
+    for number, name in enumerate(("a", "b")):
+        tuned = stir(deltune.attach(model, method, name=name), seed=number)
+    inputs = batch(model, rows=4)
+    arguments = (inputs["input_ids"], inputs["attention_mask"])
+    model.config.return_dict = False
+    try:
+        with tuned.rows(["a", "a", "b", None]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            expected = model(*arguments)[0]
+            traced = torch.jit.trace(model, arguments, strict=False)  # type: ignore[no-untyped-call]
+            assert torch.allclose(traced(*arguments)[0], expected, rtol=1e-10)
+    finally:
+        tuned.detach()
+
+
+def test_stacks_are_shared_by_batches_and_bounded() -> None:
+    """Batches of the same deltas in another order have the same tensors, and lengths that differ keep none apart."""
+    model = model_of(FAMILIES["bert"])
+    for number in range(6):
+        tuned = stir(deltune.attach(model, "parallel_adapter(rank=2, bias=True)", name=f"d{number}"), seed=number)
+    cache = tuned._passes.delta_cache
+    try:
+        with torch.inference_mode():
+            for names in (["d0", "d1", "d2"], ["d2", "d0", "d1"], ["d1", "d1", "d0"]):
+                with inference_rows(tuned, names):
+                    answer(model, batch(model, rows=3))
+            first = dict(cache.stacks)
+            with inference_rows(tuned, ["d3", "d4", "d5"]):
+                answer(model, batch(model, rows=3))
+            assert first and all(len(stack.number_of) == 3 for stack in first.values())
+            assert all(len(stack.number_of) == 6 for stack in cache.stacks.values())
+            with inference_rows(tuned, ["d0", "d4", "d1"]):
+                again = dict(cache.stacks)
+                answer(model, batch(model, rows=3))
+            assert all(cache.stacks[place] is stack for place, stack in again.items())
+    finally:
+        tuned.detach()
+    assert not cache.stacks

@@ -40,10 +40,10 @@ from ..compat import (
     efficient_attention_backward,
     flash_attention,
     flash_attention_backward,
-    transforms_active,
+    is_plain_inference,
 )
 from ..errors import DeltuneError, excerpt, unknown_name
-from .rows import DeltaRows, stack_by_row
+from .rows import DeltaRows, all_rows_alike, stack_by_row
 
 Extra = tuple[torch.Tensor | None, ...]
 """What a kernel's backward needs of its forward besides out and z."""
@@ -231,14 +231,25 @@ def _forward(
     """Return out and z of both blocks together, and what the backward of each block needs."""
     out_1, z_1, extra_1 = kernel.forward(query, first, scale)
     out_2, z_2, extra_2 = kernel.forward(query, second, scale)
-    z = torch.logaddexp(z_1, z_2)
-    share = torch.sigmoid(z_2 - z_1)[..., : query.shape[2], None].to(out_1.dtype)
-    out = torch.lerp(out_1, out_2, share)
+    out, z = _merge(out_1, z_1, out_2, z_2)
     if may_see_nothing:
-        nothing = z < torch.finfo(query.dtype).min / 2
+        nothing = _sees_nothing(z, query)
         z = z.masked_fill(nothing, torch.inf)
         out = out.masked_fill(nothing[..., : query.shape[2], None], 0.0)
     return out, z, extra_1, extra_2
+
+
+def _merge(
+    out_1: torch.Tensor, z_1: torch.Tensor, out_2: torch.Tensor, z_2: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return out and z of two blocks together."""
+    share = torch.sigmoid(z_2 - z_1)[..., : out_1.shape[2], None].to(out_1.dtype)
+    return torch.lerp(out_1, out_2, share), torch.logaddexp(z_1, z_2)
+
+
+def _sees_nothing(z: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Which queries see no key, under `finite_mask`."""
+    return z < torch.finfo(like.dtype).min / 2
 
 
 class _Merged(torch.autograd.Function):
@@ -396,7 +407,9 @@ def _with_prefixes(original: AttentionFunction, additive: bool) -> AttentionFunc
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         call = Call(module, query, key, value, attention_mask, kwargs)
         if prefixes := [(group, edit.tensors()) for edit, group in edits if edit.has_gate]:
-            prefix = hook.kept_prefix(key) or hook.keep_prefix(_prefix_of_rows(prefixes, call))
+            prefix = hook.kept_prefix(key)
+            if prefix is None or (prefix.rows is not None and not _may_attend_by_row(call)):
+                prefix = hook.keep_prefix(_prefix_of_rows(prefixes, call))
             attend = _attend_with_prefix if prefix.rows is None else _attend_by_row
             output, weights, served = attend(prefix, call, original, additive, scaling)
             hook.report(served)
@@ -459,34 +472,50 @@ class PrefixRows(NamedTuple):
 
 
 def _prefix_of_rows(prefixes: list[tuple[DeltaRows, dict[str, torch.Tensor]]], call: Call) -> PrefixRows:
-    """The prefixes in the dtype of the model's keys, of all rows or of those that have one.
+    """The prefixes in the dtype of the model's keys, of all rows or, where these are few, of those that have one.
 
     Several prefixes of a group are concatenated.
     """
-    like = call.key
+    size, device = call.key.shape[0], call.key.device
     groups = list(dict.fromkeys(group for group, _ in prefixes))
-    rows, present = [], None
-    for name in ("keys", "values"):
-        tensors_of_groups = [
-            [tensors[name].to(like.dtype) for other, tensors in prefixes if other is group] for group in groups
-        ]
-        parts = [
-            (group, tensors[0] if len(tensors) == 1 else torch.cat(tensors))
-            for group, tensors in zip(groups, tensors_of_groups, strict=True)
-        ]
-        row, present = stack_by_row(parts, like.shape[0])
-        rows.append(row.transpose(1, 2))
-    keys, values = rows
-    prefix = PrefixRows(keys, values, present, like.shape[0])
-    having = None if present is None or not _may_attend_by_row(call) else present.any(-1).nonzero().flatten()
-    if present is None or having is None or 2 * len(having) > like.shape[0]:
-        return prefix
-    return PrefixRows(keys[having], values[having], present[having], like.shape[0], having)
+
+    def of_groups(name: str) -> list[tuple[DeltaRows, torch.Tensor]]:
+        parts = []
+        for group in groups:
+            tensors = [tensors[name].to(call.key.dtype) for other, tensors in prefixes if other is group]
+            parts.append((group, tensors[0] if len(tensors) == 1 else torch.cat(tensors)))
+        return parts
+
+    rows = None
+    if not all_rows_alike(groups) and _may_attend_by_row(call):
+        rows = torch.cat([group.index(size, device) for group in groups])
+        rows = rows if 2 * len(rows) <= size else None
+    stack = stack_by_row if rows is None else _stack_one_by_one
+    (keys, present), (values, _) = stack(of_groups("keys"), size), stack(of_groups("values"), size)
+    return PrefixRows(keys.transpose(1, 2), values.transpose(1, 2), present, size, rows)
+
+
+def _stack_one_by_one(
+    parts: list[tuple[DeltaRows, torch.Tensor]], size: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Stack a tensor (l_i, …) of each group for each of its rows, group after group, padded to the longest.
+
+    Returns:
+        The tensor (rows of the groups, l, …), and which entries are no padding, or None where all are not.
+    """
+    longest = max(part.shape[0] for _, part in parts)
+    counts = [len(group.index(size, part.device)) for group, part in parts]
+    padded = [F.pad(part, (0, 0) * (part.dim() - 1) + (0, longest - part.shape[0])) for _, part in parts]
+    whole = torch.cat([part.expand(count, *part.shape) for part, count in zip(padded, counts, strict=True)])
+    lengths = [part.shape[0] for (_, part), count in zip(parts, counts, strict=True) for _ in range(count)]
+    if min(lengths) == longest:
+        return whole, None
+    return whole, torch.arange(longest, device=whole.device) < torch.tensor(lengths, device=whole.device)[:, None]
 
 
 def _may_attend_by_row(call: Call) -> bool:
     """Whether rows may be attended to apart: in passes without gradients, where all rows share the options."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or transforms_active():
+    if not is_plain_inference():
         return False
     bias = call.options.get("position_bias")
     shared = bias is None or bias.shape[0] == 1
@@ -509,14 +538,15 @@ def _attend_by_row(
         if kernel is not None and kernel.grouped:
             output, z, _ = kernel.forward(call.query, of_text, scaling)
             joining, z_joining, _ = kernel.forward(call.query.index_select(0, rows), of_prefix, scaling)
-            share = torch.sigmoid(z_joining - z.index_select(0, rows))[..., : call.query.shape[2], None]
-            merged = torch.lerp(output.index_select(0, rows), joining, share.to(output.dtype))
+            merged, _ = _merge(output.index_select(0, rows), z.index_select(0, rows), joining, z_joining)
+            if of_text.mask is not None:  # only in rows without a prefix a query may see nothing
+                output = output.masked_fill(_sees_nothing(z, output)[..., : output.shape[2], None], 0.0)
             return output.index_copy(0, rows, merged).transpose(1, 2).contiguous(), None, "merged"
     output, weights = original(call.module, call.query, call.key, call.value, call.mask, **call.options)
     some, weights_of_some, served = _attend_with_prefix(prefix, call.of_rows(rows), original, additive, scaling)
     if weights is not None and weights_of_some is not None:
         weights = weights.index_copy(0, rows, weights_of_some)
-    return output.index_copy(0, rows, some), weights, served
+    return output.index_copy(0, rows, some.to(output.dtype)), weights, served
 
 
 def _attend_with_prefix(

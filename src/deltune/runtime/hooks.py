@@ -22,11 +22,11 @@ from ..compat import (
     count_forward_hooks,
     get_call_override,
     get_checkpoint_function,
+    is_plain_inference,
     remove_call_override,
     remove_hooks,
     set_call_override,
     set_checkpoint_function,
-    transforms_active,
 )
 from .attention import HOOK_ATTRIBUTE
 from .model_methods import METHODS, WHOLE_MODEL_METHODS
@@ -153,13 +153,10 @@ class OutputHook:
 
     def _is_ours(self, module: nn.Module) -> bool:
         """Whether the output may be overwritten: no other hook or wrapper has it, and autograd does not need it."""
-        if torch.is_grad_enabled() or not self.makes_anew or not runs_class_forward(module):
+        # torch.export refuses to change a part of a fused projection in place
+        if not is_plain_inference() or not self.makes_anew or not runs_class_forward(module):
             return False
-        # torch.export refuses to change a part of a fused projection in place, and torch.jit.trace compares the graphs
-        # of a pass with gradients and one without
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
-            return False
-        return count_forward_hooks(module) == 1 and not transforms_active()
+        return count_forward_hooks(module) == 1
 
     def remove(self) -> None:
         remove_hooks(self.module, self)
@@ -204,16 +201,16 @@ class AttentionHook:
 
     def kept_prefix(self, key: torch.Tensor) -> Any:
         """Return the prefix of every row that an earlier pass has stacked, if it is for keys like these."""
-        stacked = self.passes.assignment().stacked
-        prefix = None if stacked is None else stacked.get(self.path)
+        prefixes = self.passes.assignment().prefixes
+        prefix = None if prefixes is None else prefixes.get(self.path)
         alike = prefix is not None and prefix.batch_size == key.shape[0] and prefix.keys.dtype == key.dtype
         return prefix if alike else None
 
     def keep_prefix(self, prefix: Any) -> Any:
         """Keep the prefix of every row for the next pass, where no tensor changes until then; return it."""
-        stacked = self.passes.assignment().stacked
-        if stacked is not None:
-            stacked[self.path] = prefix
+        prefixes = self.passes.assignment().prefixes
+        if prefixes is not None:
+            prefixes[self.path] = prefix
         return prefix
 
     def report(self, how: str) -> None:

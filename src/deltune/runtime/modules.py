@@ -319,7 +319,8 @@ class Edit(nn.Module):
 
     def only_scales(self) -> bool:
         """Whether its result is (1 - s + s w) ⊙ h with a number s, so that it only scales h."""
-        return not self.parallel and self.form.multiplies is not None and self.factor is not None
+        reads_h = not self.parallel and not self.place.apply_norm_first
+        return reads_h and self.form.multiplies is not None and self.factor is not None
 
 
 class Delta(nn.Module):

@@ -37,7 +37,7 @@ from .rows import (
     combine_rows,
     override_by_row,
 )
-from .stacked_edits import EditStacker, RowStacks, Stacks
+from .stacked_edits import EditStack, StackCache, StackedEdits
 
 Inputs = dict[Edit, torch.Tensor]
 """The inputs of other modules in a pass, by the edit that uses them; an edit removes its own."""
@@ -131,7 +131,7 @@ class EditChain:
     """
 
     def __init__(
-        self, edits: Sequence[tuple[Edit, DeltaRows]], place: tuple[str, str], rows: RowStacks | None = None
+        self, edits: Sequence[tuple[Edit, DeltaRows]], place: tuple[str, str], cache: StackCache | None = None
     ) -> None:
         edits_of_groups = {
             group: [edit for edit, its in edits if its is group] for group in dict.fromkeys(group for _, group in edits)
@@ -139,7 +139,7 @@ class EditChain:
         alike = all_rows_alike(tuple(edits_of_groups))
         self.for_all_rows = [one for some in edits_of_groups.values() for one in group_fused(some)] if alike else []
         self.by_group = [] if alike else [(group, group_fused(some)) for group, some in edits_of_groups.items()]
-        self.stacker = None if alike or rows is None else EditStacker(place, edits_of_groups, rows)
+        self.stacked = None if alike or cache is None else StackedEdits(place, edits_of_groups, cache)
 
     def apply(
         self,
@@ -171,10 +171,11 @@ class EditChain:
 
     def _row_by_row(self, h: torch.Tensor, module: nn.Module, read: ReadInput, in_place: bool) -> torch.Tensor:
         chains = self.by_group
-        stacked = None if self.stacker is None else self.stacker.stacked(h)
-        if stacked is not None:
-            h, in_place = stacked.apply(h, read, in_place), True
-            chains = [chain for chain in chains if chain[0] not in stacked.groups]
+        stack = None if self.stacked is None else self.stacked.stack_for(h)
+        if self.stacked is not None and stack is not None:
+            h, in_place = self.stacked.apply(stack, h, read, in_place), True
+            chains = [chain for chain in chains if chain[0] not in self.stacked.groups]
+        in_place = in_place and h.is_contiguous()  # so that the rows of a group are a view that can be flattened
         parts: dict[DeltaRows, torch.Tensor] = {}
         for group, chain in chains:
             rows = part = group.select(h)
@@ -237,7 +238,7 @@ class RowAssignment:
         prompts: The prompts of each group.
         shifts: By how much each group shifts the positions of a stack's tokens, by name of the stack.
         tensors: For each module, by path, how it runs with tensors of deltas instead of its own.
-        stacked: The prefixes of all rows, by path of the attention, where no tensor changes; else None.
+        prefixes: The prefixes of all rows, by path of the attention, where no tensor changes; else None.
     """
 
     def __init__(
@@ -245,12 +246,12 @@ class RowAssignment:
         groups: Sequence[DeltaRows],
         placed_delta: str | None,
         labels: HeadLabels,
-        stacks: RowStacks | None = None,
+        cache: StackCache | None = None,
     ) -> None:
         self.groups, self.placed_delta, self.labels = list(groups), placed_delta, labels
         self.rows: tuple[str | None, ...] = ()
         self.no_common_loss = self.unequal_labels = False
-        self.stacked: dict[str, Any] | None = None
+        self.prefixes: dict[str, Any] | None = None
         self.inputs: dict[str, list[tuple[Edit, DeltaRows]]] = {}
         self.attention: dict[str, list[tuple[Edit, DeltaRows]]] = {}
         self.states: dict[str, list[tuple[Edit, DeltaRows]]] = {}
@@ -266,7 +267,7 @@ class RowAssignment:
                 self.states.setdefault(target.path, []).append((edit, group))
             elif target.side not in ("tokens", "weight"):
                 written.setdefault((target.path, target.side), []).append((edit, group))
-        self.writes = {place: EditChain(edits, place, stacks) for place, edits in written.items()}
+        self.writes = {place: EditChain(edits, place, cache) for place, edits in written.items()}
         prompts = [
             (group, [e for e in group.delta.all_edits() if e.place.target.side == "tokens"]) for group in self.groups
         ]
@@ -323,16 +324,16 @@ class RowAssignment:
         if not anatomy.head:
             labels = [base_labels]
         widest = max(labels, key=lambda head: len(head.id2label))
-        assignment = cls(groups, None, widest, RowStacks(cache.stacks) if constant else None)
+        shared = OverrideCache(constant)
+        assignment = cls(groups, None, widest, StackCache(cache.stacks, shared) if constant else None)
         assignment.rows = tuple(names)
         sizes, kinds = {len(head.id2label) for head in labels}, {head.problem_type for head in labels}
         assignment.no_common_loss = (1 in sizes and len(sizes) > 1) or len(kinds - {None}) > 1
         assignment.unequal_labels = len(sizes) > 1
         modules = dict.fromkeys(module for group in groups for module in group.overrides)
         paths = cache.paths_of(modules, state)
-        shared = OverrideCache(constant)
         assignment.tensors = {paths[module]: override_by_row(module, groups, shared) for module in modules}
-        assignment.stacked = {} if constant else None
+        assignment.prefixes = {} if constant else None
         return assignment
 
     def check_batch(self, arguments: Mapping[str, Any]) -> None:
@@ -436,7 +437,7 @@ class DeltaCache:
     """
 
     def __init__(self) -> None:
-        self.stacks: Stacks = {}
+        self.stacks: dict[tuple[str, str], EditStack] = {}
         self._paths: dict[nn.Module, str] = {}
         self._of: dict[Delta, DeltaFacts] = {}
 

@@ -19,11 +19,11 @@ from torch import nn
 from ..compat import (
     hooks_of_tensor,
     instance_forward,
+    is_plain_inference,
     parameters_of,
     remove_hooks,
     replace_parameters,
     set_instance_forward,
-    transforms_active,
 )
 from ..errors import DeltuneError
 from .hard_concrete import GatedDifference
@@ -91,7 +91,7 @@ class DeltaRows:
     @property
     def selects_view(self) -> bool:
         """Whether `select` returns a view: consecutive rows, in a pass without gradients."""
-        return self._consecutive and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        return self._consecutive and is_plain_inference()
 
     @cached_property
     def _consecutive(self) -> bool:
@@ -387,9 +387,9 @@ class ModuleByRow:
 class BiasByRow:
     """Runs a linear layer once for all deltas, and adds the bias of each row: x Wᵀ + b.
 
-    Where rows of a delta are consecutive, the layer runs with the base's bias, and what a delta's own bias has more is
-    added to its rows. The result differs from torch's kernel by rounding only, since that adds the bias to the sum of
-    the products.
+    Where the rows of each delta are consecutive, the batch is large and nothing is recorded, the layer runs with the
+    base's bias, and what a delta's own bias has more is added to its rows. The result differs from torch's kernel by
+    rounding only, since that adds the bias to the sum of the products.
     """
 
     def __init__(self, module: nn.Linear, groups: Sequence[DeltaRows], cache: OverrideCache) -> None:
@@ -429,8 +429,8 @@ class BiasByRow:
 class NormByRow:
     """Runs a LayerNorm once for all deltas: g ⊙ n(x) + b with the g and b of each row.
 
-    The result differs from torch's kernel by rounding only, since that does not round n(x). Where rows of a delta are
-    consecutive, and the batch is large, it runs once more on the rows of each delta.
+    The result differs from torch's kernel by rounding only, since that does not round n(x). Where the rows of each
+    delta are consecutive, the batch is large and nothing is recorded, it runs once more on the rows of each delta.
     """
 
     def __init__(self, module: nn.Module, groups: Sequence[DeltaRows], cache: OverrideCache) -> None:
@@ -479,7 +479,7 @@ class NormByRow:
 
 MANY_NUMBERS = 20_000
 """From so many numbers on for each delta, writing another tensor of this size takes longer than operators on the rows
-of each delta: 10 µs and more on one core of a CPU."""
+of each delta: 10 µs and more on one core of a CPU. Used on every device."""
 
 
 def may_change_views(groups: Sequence[DeltaRows], whole: torch.Tensor) -> bool:
@@ -491,7 +491,7 @@ def may_change_views(groups: Sequence[DeltaRows], whole: torch.Tensor) -> bool:
     """
     if whole.numel() < MANY_NUMBERS * len(groups) or torch.is_autocast_enabled(whole.device.type):
         return False
-    return not transforms_active() and all(group.selects_view for group in groups)
+    return all(group.selects_view for group in groups)
 
 
 def group_numbers(

@@ -11,28 +11,26 @@ by zeros, and not multiplied by them, so that nothing that is not finite crosses
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 
 import torch
 from torch.nn import functional as F
 
-from ..compat import transforms_active
+from ..compat import is_plain_inference
 from ..methods.forms import TwoLayers
 from ..methods.registry import FORMS
 from .modules import Delta, Edit
-from .rows import DeltaRows
+from .rows import DeltaRows, OverrideCache, group_numbers
 
 MOST_OPERATIONS = 1_000_000
 """Up to so many multiplications for each delta, stacked products take less time than products of the deltas' own rows,
-which cost about 30 µs each on one core of a CPU whatever their size."""
+which cost about 30 µs each whatever their size. Measured on one core of a CPU, and used on every device."""
 
 FACTOR_OPERATIONS = 40
 """How many multiplications of a product take as long as one of a factor, which reads and writes h for it."""
-
-Chain = tuple[DeltaRows, tuple[Edit, ...]]
-"""The rows of a delta, and its edits of one tensor in their order."""
 
 _ADDITION, _FACTOR, _LATE_ADDITION, _OTHER = range(4)
 """What an edit does, in the order in which a stack does it: add what it computes from x, scale h, add what it computes
@@ -40,12 +38,12 @@ from h. The last is no part of a stack."""
 
 
 def _stage(edit: Edit) -> int:
-    """What an edit does."""
+    """What an edit does. A user's own form may override anything, and is part of no stack."""
+    if type(edit.form) not in FORMS:
+        return _OTHER
     if edit.only_scales():
         return _FACTOR
-    if edit.factor is None or not edit.is_dense or edit.training or edit.place.widths.lookup:
-        return _OTHER
-    if two_layers(edit) is None:
+    if edit.factor is None or not edit.is_dense or edit.place.widths.lookup or two_layers(edit) is None:
         return _OTHER
     if edit.parallel:
         return _ADDITION
@@ -53,8 +51,8 @@ def _stage(edit: Edit) -> int:
 
 
 def two_layers(edit: Edit) -> TwoLayers | None:
-    """The two layers of an edit's form, or None for other forms and for a user's own, which may override anything."""
-    return edit.form.two_layers(edit.tensors()) if type(edit.form) in FORMS else None
+    """The two layers of an edit's form, or None for other forms."""
+    return edit.form.two_layers(edit.tensors())
 
 
 def can_stack(edits: Sequence[Edit]) -> bool:
@@ -76,6 +74,7 @@ class _Product:
         h: A tensor like those that it will change.
 
     Attributes:
+        others: For each delta which ranks are not its own, (deltas + 1, Σ r).
         is_finite: Whether zeros in place of other deltas' values remove all that these add.
     """
 
@@ -89,9 +88,9 @@ class _Product:
         self.edits = [edit for _, edit, _ in parts]
         self.down = torch.cat([like(layers.down) for _, _, layers in parts])
         ranks = [layers.down.shape[0] for _, _, layers in parts]
-        self.owners = torch.tensor([number for number, _, _ in parts], device=h.device).repeat_interleave(
-            torch.tensor(ranks, device=h.device)
-        )
+        owners = torch.tensor([number for number, _, _ in parts], device=h.device)
+        owners = owners.repeat_interleave(torch.tensor(ranks, device=h.device))
+        self.others = torch.arange(deltas + 1, device=h.device)[:, None] != owners
         self.down_bias: torch.Tensor | None = None
         if any(layers.down_bias is not None for _, _, layers in parts):
             none = [h.new_zeros(rank) for rank in ranks]
@@ -125,171 +124,165 @@ class EditStack:
     """The tensors of several deltas' edits of one tensor, stacked.
 
     Args:
-        chains: The edits of each delta; `can_stack` is true of them.
+        edits: The edits of each delta; `can_stack` is true of them.
         h: A tensor like those that they will change.
 
     Attributes:
+        edits: The same.
+        number_of: The number of each delta, counted from 1.
         is_finite: Whether nothing of a delta can reach the rows of others.
     """
 
-    def __init__(self, chains: Sequence[Chain], h: torch.Tensor) -> None:
-        self.number_of = {group.delta: number for number, (group, _) in enumerate(chains, start=1)}
-        self.like = _facts(h)
+    def __init__(self, edits: Mapping[Delta, Sequence[Edit]], h: torch.Tensor) -> None:
+        self.edits, self.like = dict(edits), _facts(h)
+        self.number_of = {delta: number for number, delta in enumerate(edits, start=1)}
         products: dict[tuple[int, str | None], list[tuple[int, Edit]]] = {}
         self.gain: torch.Tensor | None = None
-        for group, edits in chains:
-            number = self.number_of[group.delta]
-            for edit in edits:
+        for delta, its_edits in edits.items():
+            number = self.number_of[delta]
+            for edit in its_edits:
                 stage = _stage(edit)
+                assert stage != _OTHER
                 if stage != _FACTOR:
                     products.setdefault((stage, edit.source_path), []).append((number, edit))
                     continue
                 assert edit.factor is not None and edit.form.multiplies is not None
-                self.gain = h.new_ones(len(chains) + 1, h.shape[-1]) if self.gain is None else self.gain
+                self.gain = h.new_ones(len(edits) + 1, h.shape[-1]) if self.gain is None else self.gain
                 gain = 1 - edit.factor + edit.factor * edit.tensors()[edit.form.multiplies].to(h.dtype)
                 self.gain[number, _columns_of(edit, h.shape[-1], h.device)] *= gain
         self.before, self.after = (
-            [_Product(edits, len(chains), h) for (stage, _), edits in products.items() if stage == of_stage]
+            [_Product(some, len(edits), h) for (stage, _), some in products.items() if stage == of_stage]
             for of_stage in (_ADDITION, _LATE_ADDITION)
         )
         self.is_finite = all(product.is_finite for product in (*self.before, *self.after))
 
-    def has(self, chains: Sequence[Chain], h: torch.Tensor) -> bool:
+    def has(self, deltas: Collection[Delta], h: torch.Tensor) -> bool:
         """Whether it has what a batch needs, and not much else.
 
         Args:
-            chains: The edits of each delta of the batch.
+            deltas: The deltas of the batch.
             h: The tensor that they change.
         """
-        few = len(self.number_of) <= 2 * len(chains)
-        return few and self.like == _facts(h) and all(group.delta in self.number_of for group, _ in chains)
+        few = len(self.number_of) <= MOST_OTHERS * len(deltas)
+        return few and self.like == _facts(h) and all(delta in self.number_of for delta in deltas)
 
 
-Stacks = dict[tuple[str, str], EditStack]
-"""By path and side of the edits' module."""
+MOST_OTHERS = 2
+"""How many times as many deltas a stack may have as the batch, so that batches of other deltas can use the same one."""
 
 
-class RowStacks:
-    """What the stacked edits of one assignment share.
+@dataclass(frozen=True)
+class StackCache:
+    """What the stacked edits of an assignment share with those of others, and with each other.
 
-    Args:
-        stacks: The stacks that were made for earlier assignments; new ones are added.
+    Attributes:
+        stacks: The newest stack of each place: the path and side of the edits' module.
+        rows: The row numbers of the assignment.
     """
 
-    def __init__(self, stacks: Stacks) -> None:
-        self.stacks = stacks
-        self._numbers: dict[tuple[tuple[Delta, ...], int, torch.device], torch.Tensor] = {}
-
-    def numbers(self, stack: EditStack, groups: Sequence[DeltaRows], size: int, device: torch.device) -> torch.Tensor:
-        """Return the number of each row's delta in a stack, 0 for rows of other deltas, (size,)."""
-        key = ((*stack.number_of, *(group.delta for group in groups)), size, device)
-        if key not in self._numbers:
-            numbers = torch.zeros(size, dtype=torch.long, device=device)
-            for group in groups:
-                numbers[group.index(size, device)] = stack.number_of[group.delta]
-            self._numbers[key] = numbers
-        return self._numbers[key]
+    stacks: dict[tuple[str, str], EditStack]
+    rows: OverrideCache
 
 
 class StackedEdits:
-    """The edits of those deltas of an assignment that are stacked at one tensor.
+    """The edits of one tensor that an assignment's deltas have, as far as they can be stacked.
 
     Args:
-        stack: Their tensors.
-        chains: The edits of each delta, and its rows.
-        rows: What the stacked edits of the assignment share.
+        place: The path and side of the edits' module.
+        edits: The edits of each group of rows.
+        cache: What was stacked before.
+
+    Attributes:
+        groups: The groups whose edits can be stacked.
     """
 
-    def __init__(self, stack: EditStack, chains: Sequence[Chain], rows: RowStacks) -> None:
-        self.stack, self.rows = stack, rows
-        self.groups = tuple(group for group, _ in chains)
-        edits = {edit for _, edits in chains for edit in edits}
-        self.readers = [[edit for edit in product.edits if edit in edits] for product in stack.before]
-        self._kept: dict[tuple[int, int], torch.Tensor] = {}  # by what is looked up by row, and the number of rows
+    def __init__(self, place: tuple[str, str], edits: Mapping[DeltaRows, Sequence[Edit]], cache: StackCache) -> None:
+        chains = {group: tuple(some) for group, some in edits.items() if can_stack(some)}
+        self.place, self.cache, self.groups = place, cache, tuple(chains)
+        self.edits = {group.delta: some for group, some in chains.items()}
+        self.all_edits = {edit for some in chains.values() for edit in some}
+        layers = [two_layers(edit) for edit in self.all_edits if not edit.only_scales()]
+        self.down_size = sum(two.down.numel() for two in layers if two is not None)
+        self.ranks = sum(two.down.shape[0] for two in layers if two is not None)
+        self.scales = any(edit.only_scales() for edit in self.all_edits)
+        self._stack: EditStack | None = None
+        self._of_rows: dict[object, tuple[int, torch.Tensor]] = {}  # with the number of rows that it was made for
 
-    def apply(self, h: torch.Tensor, read: Callable[[Edit], torch.Tensor | None], in_place: bool) -> torch.Tensor:
+    def stack_for(self, h: torch.Tensor) -> EditStack | None:
+        """Return the stacked tensors for a pass, or None where they cannot be used or are not faster.
+
+        Args:
+            h: The tensor that is to be changed.
+        """
+        if not self.groups or not is_plain_inference() or not h.is_floating_point():
+            return None
+        width = h.shape[-1]
+        operations = self.down_size + self.ranks * width + (FACTOR_OPERATIONS * width if self.scales else 0)
+        if operations * (h.numel() // width) > MOST_OPERATIONS * len(self.groups):
+            return None
+        if torch.is_autocast_enabled(h.device.type) or any(edit.training for edit in self.all_edits):
+            return None
+        stack = self.cache.stacks.get(self.place)
+        if stack is None or not stack.has(self.edits, h):
+            stack = self._stack
+        if stack is None or not stack.has(self.edits, h):
+            stack = self._make(h)
+        if stack is not self._stack:
+            self._stack, self._of_rows = stack, {}
+        return stack if stack.is_finite else None
+
+    def _make(self, h: torch.Tensor) -> EditStack:
+        """Stack the edits of the batch's deltas, and of some that the newest stack has beside them."""
+        newest = self.cache.stacks.get(self.place)
+        others = [] if newest is None else [delta for delta in newest.edits if delta not in self.edits]
+        kept = others[: (MOST_OTHERS - 1) * len(self.edits)]
+        edits = {**self.edits, **{delta: newest.edits[delta] for delta in kept if newest is not None}}
+        stack = self.cache.stacks[self.place] = EditStack(edits, h)
+        return stack
+
+    def apply(
+        self, stack: EditStack, h: torch.Tensor, read: Callable[[Edit], torch.Tensor | None], in_place: bool
+    ) -> torch.Tensor:
         """Return h with the edits applied to the rows that use them.
 
         Args:
+            stack: The stacked tensors.
             h: The tensor.
             read: Returns the x of an edit, for all rows, and is called once for each.
             in_place: Whether h may be overwritten.
         """
-        for product, readers in zip(self.stack.before, self.readers, strict=True):
-            xs = [read(edit) for edit in readers]  # they read the same module's input
+        for product in stack.before:
+            xs = [read(edit) for edit in product.edits if edit in self.all_edits]  # the same module's input
             if xs:
                 assert xs[0] is not None
-                h, in_place = self._add(h, product, xs[0], in_place), True
-        if self.stack.gain is not None:
-            gain = self._by_row(self.stack.gain, h)
+                h, in_place = self._add(stack, h, product, xs[0], in_place), True
+        if stack.gain is not None:
+            gain = self._by_row("gain", stack, stack.gain, h)
             h, in_place = h.mul_(gain) if in_place else h * gain, True
-        for product in self.stack.after:
-            h, in_place = self._add(h, product, h, in_place), True
+        for product in stack.after:
+            h, in_place = self._add(stack, h, product, h, in_place), True
         return h
 
-    def _add(self, h: torch.Tensor, product: _Product, u: torch.Tensor, in_place: bool) -> torch.Tensor:
-        inner = product.inner(u, self._others(product, u)).flatten(0, -2)
+    def _add(
+        self, stack: EditStack, h: torch.Tensor, product: _Product, u: torch.Tensor, in_place: bool
+    ) -> torch.Tensor:
+        owners = self._by_row(product, stack, product.others, u)
+        inner = product.inner(u, owners).flatten(0, -2)
         if in_place and h.is_contiguous():
             h.view(-1, h.shape[-1]).addmm_(inner, product.up)
         else:
             h = h.flatten(0, -2).addmm(inner, product.up).view(h.shape)
-        return h if product.bias is None else h.add_(self._by_row(product.bias, h))
+        return h if product.bias is None else h.add_(self._by_row((product, "bias"), stack, product.bias, h))
 
-    def _others(self, product: _Product, u: torch.Tensor) -> torch.Tensor:
-        """Which ranks are not those of each row's own delta, (rows, 1, …, Σ r)."""
-        key = (id(product), u.shape[0])
-        if key not in self._kept:
-            self._kept[key] = self._numbers(u)[:, None] != product.owners
-        return _with_tokens(self._kept[key], u)
-
-    def _by_row(self, values: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
-        """The values of each row, (rows, 1, …, d)."""
-        key = (id(values), h.shape[0])
-        if key not in self._kept:
-            self._kept[key] = values[self._numbers(h)]
-        return _with_tokens(self._kept[key], h)
-
-    def _numbers(self, like: torch.Tensor) -> torch.Tensor:
-        return self.rows.numbers(self.stack, self.groups, like.shape[0], like.device)
-
-
-class EditStacker:
-    """Chooses for each pass which deltas' edits of one tensor are stacked.
-
-    Args:
-        place: The path and side of the edits' module.
-        edits: The edits of each delta.
-        rows: What the stacked edits of the assignment share.
-    """
-
-    def __init__(self, place: tuple[str, str], edits: Mapping[DeltaRows, Sequence[Edit]], rows: RowStacks) -> None:
-        self.place, self.rows = place, rows
-        self.chains: list[Chain] = [(group, tuple(some)) for group, some in edits.items() if can_stack(some)]
-        edits_of_chains = [edit for _, some in self.chains for edit in some]
-        layers = [two_layers(edit) for edit in edits_of_chains]
-        self.operations = sum(two.down.numel() + two.up.numel() for two in layers if two is not None)
-        self.scales = any(edit.only_scales() for edit in edits_of_chains)
-        self._stacked: StackedEdits | None = None
-
-    def stacked(self, h: torch.Tensor) -> StackedEdits | None:
-        """Return the edits that are stacked for a tensor, or None where others are faster.
-
-        Args:
-            h: The tensor.
-        """
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or transforms_active():
-            return None
-        if torch.is_autocast_enabled(h.device.type) or not h.is_floating_point():
-            return None
-        operations = self.operations + (FACTOR_OPERATIONS * h.shape[-1] if self.scales else 0)
-        if operations * (h.numel() // h.shape[-1]) > MOST_OPERATIONS * len(self.chains) or not self.chains:
-            return None
-        if self._stacked is None or not self._stacked.stack.has(self.chains, h):
-            stack = self.rows.stacks.get(self.place)
-            if stack is None or not stack.has(self.chains, h):
-                stack = self.rows.stacks[self.place] = EditStack(self.chains, h)
-            self._stacked = StackedEdits(stack, self.chains, self.rows)
-        return self._stacked if self._stacked.stack.is_finite else None
+    def _by_row(self, key: object, stack: EditStack, values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """The values of each row's delta, (rows, 1, …, d); kept for passes with as many rows."""
+        size, device = like.shape[0], like.device
+        known = self._of_rows.get(key)
+        if known is None or known[0] != size:
+            numbers = torch.tensor([0, *(stack.number_of[group.delta] for group in self.groups)], device=device)
+            rows = group_numbers(self.groups, size, device, self.cache.rows.numbers(self.groups))
+            known = self._of_rows[key] = size, values[numbers[rows]]
+        return known[1].view(size, *(1,) * (like.dim() - 2), -1)
 
 
 def _columns_of(edit: Edit, width: int, device: torch.device) -> torch.Tensor | slice:
@@ -304,8 +297,3 @@ def _columns_of(edit: Edit, width: int, device: torch.device) -> torch.Tensor | 
 
 def _facts(h: torch.Tensor) -> tuple[torch.dtype, torch.device, int]:
     return h.dtype, h.device, h.shape[-1]
-
-
-def _with_tokens(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Values of rows (rows, d) with as many dimensions as a tensor (rows, …, d)."""
-    return values.view(values.shape[0], *(1,) * (like.dim() - 2), values.shape[-1])
