@@ -19,7 +19,7 @@ from deltune.runtime.handle import inference_rows
 
 from .families import FAMILIES, Family
 from .methods import METHODS, Row, cells
-from .specimens import batch, specimen, stir
+from .specimens import batch, build, specimen, stir
 from .test_rows import SOME, WHOLE, answer, model_of, of_rows, tolerance
 
 SUMS = (
@@ -220,7 +220,7 @@ def test_padding_gets_what_it_gets_alone(name: str) -> None:
 
 def test_a_model_that_is_put_in_train_mode_inside_the_block() -> None:
     """Every edit acts still, dropout included."""
-    model = model_of(FAMILIES["bert"]).eval()
+    model = build(FAMILIES["bert"], "sequence").eval()
     for number, name in enumerate(("a", "b")):
         tuned = stir(deltune.attach(model, "lora(rank=2)", name=name), seed=number)
     inputs = batch(model, rows=2)
@@ -240,7 +240,7 @@ def test_a_model_that_is_put_in_train_mode_inside_the_block() -> None:
 @pytest.mark.parametrize("method", ["lora(rank=2)", "bitfit", "layernorm", "adapter(rank=2)", "prefix(length=2)"])
 def test_rows_are_traced(method: str) -> None:
     """torch.jit.trace compares a graph with gradients and one without."""
-    model = model_of(FAMILIES["bert"]).eval()
+    model = build(FAMILIES["bert"], "sequence").eval()
     for number, name in enumerate(("a", "b")):
         tuned = stir(deltune.attach(model, method, name=name), seed=number)
     inputs = batch(model, rows=4)

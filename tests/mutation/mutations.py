@@ -62,8 +62,8 @@ MUTATIONS = (
     ),
     Mutation(
         "prefix: gradients with the wrong normaliser",
-        "z = torch.logaddexp(z_1, z_2)",
-        "z = torch.maximum(z_1, z_2)",
+        "torch.logaddexp(z_1, z_2)",
+        "torch.maximum(z_1, z_2)",
         "Outputs stay right, and gradients are those of another softmax.",
         ("tests/laws/test_merged_prefix.py",),
     ),
@@ -76,8 +76,8 @@ MUTATIONS = (
     ),
     Mutation(
         "hooks: outputs that others hold are overwritten",
-        "return count_forward_hooks(module) == 1 and not transforms_active()",
-        "return not transforms_active()",
+        "return count_forward_hooks(module) == 1",
+        "return True",
         "Another hook of the module may have kept its output.",
         ("tests/laws/test_products.py",),
     ),
