@@ -37,11 +37,12 @@ from deltune.studies.claims.comparisons import (
     threshold,
     with_derived_axes,
 )
-from deltune.studies.claims.decisions import Finding, PrintedTable, check_printed, decide_claims
+from deltune.studies.claims.decisions import Finding, PrintedFinding, PrintedTable, check_printed, decide_claims
 from deltune.studies.claims.selectors import EVERY, LARGEST, SECOND_SMALLEST, SMALLEST, describe_difference
 from deltune.studies.claims.statistics import paired_estimate
 from deltune.studies.engine.jobs import Outcome
 from deltune.studies.papers.registry import CLAIMS
+from deltune.studies.report.findings import claim_rows
 
 SIZES = {"small": 1e7, "middle": 1e8, "large": 1e9}
 COUNTS = {"a": 100, "b": 200, "c": 400, "full": 10_000}
@@ -458,6 +459,8 @@ def test_runs_at_chance_are_counted_beside_the_claim_that_they_are_compared_for(
     ]  # fmt: skip
     findings = decide_claims([Claim("", "", Beats(A, B)), Claim("", "", Beats(A, C))], outcomes, "accuracy")
     assert [(one.at_chance, one.n_runs) for one in findings] == [(2, 4), (3, 4)]
+    caveats = [row.caveat for row in claim_rows(findings, [PrintedFinding(one.claim, None) for one in findings], True)]
+    assert caveats == ["2 of 4 runs at chance", "3 of 4 runs at chance"]
     tagger = Outcome({"task": "x"}, scores={"entity_f1": 0.0})
     assert is_at_chance(tagger) and not is_at_chance(replace(tagger, scores={"entity_f1": 0.01}))
     zero = replace(outcomes[-1], examples={})

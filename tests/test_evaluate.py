@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -125,8 +126,11 @@ def test_texts_of_several_runs_in_one_batch(run: RunDir, tmp_path: Path) -> None
     for i, name in enumerate(names):
         assert mixed[i]["label"] == alone[name][i]["label"]
         assert mixed[i]["scores"] == pytest.approx(alone[name][i]["scores"], abs=1e-5)
-    assert predict(both, texts) == alone["one"]
-    for wrong, message in ((names[:2], "of 2 texts, and there are 9"), (["thre"] * 9, "'thre'")):
+    unusable: list[tuple[Any, str]] = [
+        (names[:2], "of 2 texts, and there are 9"), (["thre"] * 9, "'thre'"), ("one", "rows is a list"),
+        (None, r"several runs are given \(one, two\)"),
+    ]  # fmt: skip
+    for wrong, message in unusable:
         with pytest.raises(DeltuneError, match=message):
             predict(both, texts, rows=wrong)
 

@@ -439,7 +439,7 @@ def test_the_outlook_takes_times_from_results_of_elsewhere_and_counts_what_follo
     assert _outlook([made], {}, timed, 1) == (
         "one: 2 jobs, 0 done; 2 left, about 2.0 hours; jobs of 1 more cell follow from the results of these"
     )
-    assert "--results FOLDER takes times" in _outlook([made], {}, {}, 1)
+    assert "nothing like them is in the store or in --results FOLDER" in _outlook([made], {}, {}, 1)
 
 
 def test_more_seeds_decide_smaller_effects() -> None:

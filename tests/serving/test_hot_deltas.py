@@ -72,7 +72,9 @@ def test_a_delta_is_described(changeable: tuple[Served, Path, Path]) -> None:
     assert server.get("/v1/deltas/none").status_code == 404
 
 
-def test_a_new_version_takes_over_and_a_bad_one_does_not(changeable: tuple[Served, Path, Path]) -> None:
+def test_a_new_version_takes_over_and_a_bad_one_does_not(
+    changeable: tuple[Served, Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
     server, folder, model = changeable
     shutil.copytree(folder / "mood", folder / "changing")
     first = server.post("/v1/deltas", {"name": "changing"})
@@ -89,7 +91,9 @@ def test_a_new_version_takes_over_and_a_bad_one_does_not(changeable: tuple[Serve
 
     broken = folder / "changing" / "delta.safetensors"
     broken.write_bytes(broken.read_bytes()[:-8])
-    refused = server.post("/v1/deltas", {"name": "changing"})
+    with caplog.at_level("WARNING", "deltune"):
+        refused = server.post("/v1/deltas", {"name": "changing"})
+    assert "the files of delta changing are refused" in caplog.text and "goes on" in caplog.text
     assert refused.status_code == 400 and str(folder) not in refused.text, refused.text
     assert probabilities(server, "changing") == pytest.approx(after, abs=1e-6), "the old one goes on"
     assert server.delete("/v1/deltas/changing").json() == {"name": "changing", "deleted": True}

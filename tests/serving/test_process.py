@@ -192,6 +192,7 @@ def test_mistakes_end_before_anything_is_loaded(decoder: tuple[Path, Path], tmp_
     assert ended.returncode == 2 and f"port {port}" in ended.stderr and "Traceback" not in ended.stderr
     for arguments, words in (
         (("--deltas", tmp_path / "none"), "there is no folder"),
+        (("--deltas", next(deltas.iterdir())), f"is the folder of one delta or run; .* --deltas {deltas} serves it as"),
         (("--deltas", deltas, "--keys", tmp_path / "keys.json"), "there is no file of keys"),
     ):
         with pytest.raises(DeltuneError, match=words):

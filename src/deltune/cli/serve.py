@@ -26,7 +26,8 @@ def serve(context: typer.Context) -> None:
 EPILOG = (
     "A first server: deltune serve MODEL --deltas DIR. DIR has a folder for each delta: what `deltune train` or "
     "Tuned.save() wrote, or an adapter of PEFT or AdapterHub. The config has more options. --print-config prints all "
-    "of them, those without a value as comments; set them in SERVE.yaml or by --set SECTION.FIELD=VALUE."
+    "of them, those without a value as comments; set them in SERVE.yaml, by --set SECTION.FIELD=VALUE or by their own "
+    "--field VALUE."
 )
 
 

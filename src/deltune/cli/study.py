@@ -356,8 +356,8 @@ class _Estimate:
         estimate = [time] if self.unknown < self.left or not self.left else []
         if self.unknown:
             estimate.append(
-                f"how long {self.unknown} of them take is not known: nothing like them was run yet (--results FOLDER "
-                "takes times from exported results)"
+                f"how long {self.unknown} of them take is not known: nothing like them is in the store or in --results "
+                "FOLDER"
             )
         return f"{self.jobs} jobs, {self.done} done; {self.left} left, {' and '.join(estimate)}"
 

@@ -234,6 +234,8 @@ def parse_expression(text: object, vocabulary: Vocabulary, words: typing.Collect
         deep = isinstance(error, RecursionError | MemoryError)
         reason = "nested too deeply" if deep else getattr(error, "msg", None) or str(error)
         reason = "a size is left open (?); deltune.fit solves it for a budget" if "?" in source else reason
+        if re.search(r"\)\s+\w", source):
+            reason += "; methods are joined by +, as in lora(rank=8) + layernorm"
         raise DeltuneError(f"the method expression cannot be read: {reason}\n{_caret(source, at)}") from None
     reader = _ExpressionReader(vocabulary, words)
     try:

@@ -54,7 +54,7 @@ function facts(stats) {
     ["tokens read", stats.prompt_tokens.toLocaleString("en")],
     ["from the cache", stats.cached_tokens.toLocaleString("en")],
     ["tokens generated", stats.generated_tokens.toLocaleString("en")],
-    ["deltas loaded", stats.loads.toLocaleString("en")], ["dropped again", stats.evictions.toLocaleString("en")],
+    ["loads of deltas", stats.loads.toLocaleString("en")], ["dropped again", stats.evictions.toLocaleString("en")],
     ["deltune", stats.version],
   ];
   element("now").replaceChildren(...rows.map(([name, value]) => {

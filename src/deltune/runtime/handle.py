@@ -524,6 +524,7 @@ class Tuned(nn.Module):
         for name in names:
             if name in self.deltas:
                 self._passes.delta_cache.forget(self.delta(name))
+                self._state.forget(self.delta(name))
                 del self.deltas[name]
         for users in (*self._users_of_hooks.values(), *self._users_of_parameters.values()):
             users.difference_update(names)

@@ -231,13 +231,20 @@ class ModelState:
         """Make the parameters of these deltas trainable, each as it was before, and freeze all other deltas."""
         chosen = set(deltas)
         for delta in self._trainable - chosen:
-            if delta in self.deltas.values():
-                refuse_late_gradients(delta)
-                delta.freeze(self.parameters_by_name(delta))
+            refuse_late_gradients(delta)
+            delta.freeze(self.parameters_by_name(delta))
             self._trainable.discard(delta)
         for delta in chosen:
             self._trainable.add(delta)
             delta.unfreeze(self.parameters_by_name(delta))
+
+    def forget(self, delta: Delta) -> None:
+        """Leave a delta that is detached as it is from now on.
+
+        Args:
+            delta: The delta.
+        """
+        self._trainable.discard(delta)
 
     def parameters_by_name(self, delta: Delta) -> dict[str, nn.Parameter]:
         """The parameters of a delta by their names in it, wherever they are at the moment."""

@@ -78,6 +78,18 @@ class Entry:
     refused: Signature = ()
     listed: bool = False
 
+    def refuse(self, error: DeltuneError, seen: Signature) -> None:
+        """Note and log why its newest files were refused; the version in memory goes on.
+
+        Args:
+            error: The reason.
+            seen: The signature of the files.
+        """
+        if seen != self.refused or str(error) != self.error:
+            goes_on = "" if self.current is None else f"; version {self.current.version} goes on"
+            logger.warning("the files of delta %s are refused: %s%s", self.name, error_summary(error), goes_on)
+        self.error, self.refused = str(error), seen
+
 
 @dataclass(eq=False)
 class Arrival:
@@ -495,7 +507,7 @@ class Server:
             return done.result()
         except DeltuneError as error:
             if not fresh:
-                entry.error, entry.refused = str(error), signature(where)
+                entry.refuse(error, signature(where))
             raise
 
     def _folder(self, name: str, folder: str | Path | None) -> Path:
@@ -550,7 +562,7 @@ class Server:
                 try:
                     done.result()
                 except DeltuneError as error:
-                    entry.error, entry.refused = str(error), signature(entry.folder)
+                    entry.refuse(error, signature(entry.folder))
         return self.deltas()
 
     def _scan(self) -> list[Entry]:
@@ -634,7 +646,7 @@ class Server:
             try:
                 facts = read_facts(entry.folder)
             except DeltuneError as error:
-                entry.error, entry.refused = str(error), seen
+                entry.refuse(error, seen)
                 raise
             entry.facts, entry.seen = facts, seen
         return facts
@@ -1031,7 +1043,8 @@ class Server:
                 arrival.done.set_exception(error)
             return
         entry.loading = False
-        entry.error, entry.refused, entry.facts = str(error), arrival.seen, None
+        entry.refuse(error, arrival.seen)
+        entry.facts = None
         waiting, entry.waiting = entry.waiting, deque()
         for job in waiting:
             self._finish(job, error)

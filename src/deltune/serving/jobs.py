@@ -243,6 +243,10 @@ def input_size(request: Request) -> int:
     return len(request.text or "") + len(request.second_text or "") + len(request.tokens or ())
 
 
+ENDPOINTS = {"generate": "/v1/completions", "classify": "/classify", "tag": "/tag", "embed": "/v1/embeddings"}
+"""Where a server is asked for each task."""
+
+
 def check_task(task: str, tasks: tuple[str, ...], delta: str | None) -> None:
     """Check that a delta can be asked for a task.
 
@@ -254,8 +258,9 @@ def check_task(task: str, tasks: tuple[str, ...], delta: str | None) -> None:
     Raises:
         InvalidRequest: It cannot.
     """
-    if task not in ("generate", "classify", "tag", "embed"):
-        raise InvalidRequest(unknown_name("task", task, ("generate", "classify", "tag", "embed")))
+    if task not in ENDPOINTS:
+        raise InvalidRequest(unknown_name("task", task, ENDPOINTS))
     if task not in tasks:
         what = "the base model" if delta is None else f"delta {delta!r}"
-        raise InvalidRequest(f"{what} cannot be asked to {task}; it can be asked to {', '.join(tasks) or 'nothing'}")
+        possible = ", ".join(f"{name} ({ENDPOINTS[name]})" for name in tasks) or "nothing"
+        raise InvalidRequest(f"{what} cannot be asked to {task}; it can be asked to {possible}")

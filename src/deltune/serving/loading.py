@@ -75,6 +75,10 @@ def freeze_start_up() -> None:
     gc.freeze()
 
 
+OF_ONE_DELTA = ("delta.json", "spec.yaml", "adapter_config.json")
+"""Files that are in the folder of a delta, of a run, and of an adapter of PEFT or AdapterHub."""
+
+
 def deltas_folder(config: ServeConfig) -> Path | None:
     """Return the folder of deltas, or None if there is none.
 
@@ -87,6 +91,11 @@ def deltas_folder(config: ServeConfig) -> Path | None:
     folder = None if config.deltas.folder is None else user_path(config.deltas.folder, "--deltas")
     if folder is not None and not folder.is_dir():
         raise DeltuneError(f"there is no folder {folder}; --deltas is a folder with a folder for each delta")
+    if folder is not None and any((folder / name).exists() for name in OF_ONE_DELTA):
+        raise DeltuneError(
+            f"{folder} is the folder of one delta or run; --deltas is a folder with a folder for each delta, whose "
+            f"name clients ask for: --deltas {folder.parent} serves it as {folder.name!r}"
+        )
     return folder
 
 

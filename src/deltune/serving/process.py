@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("deltune.serving")
 
 BACKLOG = 2048
+NAMED_DELTAS = 8  # in the line that says where the server is
 MAX_HEADER_BYTES = 64 << 10
 """Bytes of a request's first line and headers."""
 
@@ -225,7 +226,9 @@ def _greeting(config: ServeConfig, engine: Engine, listener: socket.socket) -> s
     scheme = "https" if config.http.ssl_certfile else "http"
     deltas = engine.deltas()
     refused = sum(bool(delta.error) for delta in deltas)
-    line = f"serving {config.base_name} with {counted(len(deltas), 'delta')} at {scheme}://{host}:{address[1]}"
+    names = ", ".join(delta.name for delta in deltas[:NAMED_DELTAS]) + (", …" if len(deltas) > NAMED_DELTAS else "")
+    deltas_text = counted(len(deltas), "delta") + (f" ({names})" if deltas else "")
+    line = f"serving {config.base_name} with {deltas_text} at {scheme}://{host}:{address[1]}"
     if refused:
         line += f"; {refused} of them have files that were refused: GET /v1/deltas says why"
     if config.http.keys is None and not config.is_local:

@@ -28,6 +28,9 @@ RISEN = 1.1
 """A training loss of that many times its first value has risen."""
 IMPROVING = 0.98
 """A validation loss that the last validation brought below that share of the one before is still falling."""
+FEWEST_STEPS = 3
+"""Of fewer steps, whose losses differ by their batches, it is not said that they diverged."""
+
 SEARCHABLE_STEPS = 150
 """From about so many steps on a run is long enough for `lr: auto`."""
 ABOVE_DEFAULT = 1.5
@@ -140,8 +143,14 @@ def nothing_learned(config: RunConfig, analysis: Analysis, split: str, log: Sequ
     else:
         return []
     rate = _other_rate(config, log, bool(loss_rose(config, log)))
-    auto = ", a search for one (--lr auto)" if _steps(log) >= SEARCHABLE_STEPS else ""
-    return [f"{what}. Try another learning rate, such as --lr {rate:.2g}{auto}, or {_longer(config)}"]
+    if _steps(log) < SEARCHABLE_STEPS:  # so short a run at any rate may have learned nothing yet
+        return [
+            f"{what}. Try a longer run, such as {_longer(config)}, or another learning rate, such as --lr {rate:.2g}"
+        ]
+    return [
+        f"{what}. Try another learning rate, such as --lr {rate:.2g}, a search for one (--lr auto), or "
+        f"{_longer(config)}"
+    ]
 
 
 def few_entities(config: RunConfig, metrics: RunMetrics, split: str, log: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -171,7 +180,7 @@ def loss_stayed(config: RunConfig, log: Sequence[Mapping[str, Any]]) -> list[str
 def loss_rose(config: RunConfig, log: Sequence[Mapping[str, Any]]) -> list[str]:
     """Say if the training loss ended well above where it began."""
     losses = _training_losses(log)
-    if len(losses) < 2 or losses[-1] <= RISEN * losses[0]:
+    if len(losses) < 2 or losses[-1] <= RISEN * losses[0] or _steps(log) < FEWEST_STEPS:
         return []
     lower = _other_rate(config, log, rose=True)
     return [

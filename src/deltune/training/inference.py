@@ -632,8 +632,14 @@ def predict(
         raise DeltuneError(f"texts is a list, and here it is one text: predict(run, [{excerpt(texts, 40)}])")
     if not texts:
         raise DeltuneError("no texts to predict")
+    if isinstance(rows, str):
+        raise DeltuneError(f"rows is a list with the name of a run for each text: rows=[{excerpt(rows, 40)}, …]")
     if rows is not None:
         return _predict_mixed(loaded, texts, list(rows))
+    if len(loaded.runs) > 1:
+        raise DeltuneError(
+            f"several runs are given ({', '.join(loaded.runs)}): say with rows=[…] which of them answers each text"
+        )
     encoded, limits = _encode(loaded, next(iter(loaded.runs)), dict(enumerate(texts)))
     answers = loaded.kind.predict(_inference_context(loaded, limits), encoded)
     labelled = loaded.kind.predicts_label_ids

@@ -15,6 +15,9 @@ from markupsafe import Markup
 
 from ..errors import DeltuneError, counted, error_from_problems
 from ..filesystem import explain_write_errors, write_text
+from ..methods.forms import Form
+from ..methods.registry import parse
+from ..methods.spec import Modification
 from ..metrics.base import Score
 from ..metrics.intervals import difference_interval
 from ..metrics.registry import METRICS
@@ -363,7 +366,11 @@ def _commands(finished: FinishedRun) -> tuple[str, ...]:
     """Return what may be done next on the command line."""
     folder = shlex.quote(str(finished.run.folder))
     text = [f'deltune predict {folder} --text "…"'] if finished.data.kind in TEXT_KINDS else []
-    return (*text, f"deltune evaluate {folder} --data OTHER", f"deltune merge {folder} --to DIR")
+    parts = parse(finished.best_config.method.expression).parts
+    forms = [part.form for part in parts if isinstance(part, Modification)]
+    may_merge = all(type(form).affine is not Form.affine for form in forms)  # whether it can be, merging itself says
+    merge = [f"deltune merge {folder} --to DIR"] if may_merge else []
+    return (*text, f"deltune evaluate {folder} --data OTHER", *merge)
 
 
 def _environment(finished: FinishedRun) -> list[tuple[str, str]]:

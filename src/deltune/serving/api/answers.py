@@ -468,8 +468,8 @@ def chat_tokens(service: Service, messages: Sequence[dict[str, str]]) -> tuple[i
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise ApiError(
             400,
-            f"{service.config.base_name} has no chat template, so it cannot chat; ask /v1/completions for a "
-            "continuation, or give the tokenizer a chat_template",
+            f"{service.config.base_name} has no chat template, so it cannot chat: give the tokenizer a chat_template. "
+            "GET /v1/deltas says for what else its deltas can be asked",
             "no_chat_template",
         )
     try:

@@ -84,8 +84,9 @@ def error_body(error: ApiError, hidden: Path | None = None) -> dict[str, Any]:
     """
     message = str(error)
     if hidden is not None:
-        for path in {str(hidden), str(hidden.resolve())}:
+        for path in {str(hidden.absolute()), str(hidden.resolve())}:
             message = message.replace(f"{path}/", "").replace(path, "the folder of deltas")
+        message = message.replace(f"{hidden}/", "")  # a relative path alone may be a word, such as "deltas"
     if len(message) > MAX_MESSAGE:
         message = f"{message[: MAX_MESSAGE - 1]}…"
     kind = TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")

@@ -35,6 +35,9 @@ Body = TypeVar("Body", bound=BaseModel)
 KNOWN_FOR = 1.0
 """Seconds for which a list of deltas is used again; the engine itself knows better at once."""
 GIVEN_UP = "the server is ending and has given the request up; send it again"
+NAMES_OF_INPUT = ("text", "texts", "inputs", "prompt", "sentence", "sentences")
+"""What other servers call the texts."""
+
 MAX_PROBLEMS = 10
 """Fields of a request whose mistakes its error lists."""
 
@@ -262,7 +265,9 @@ def _body_error(error: ValidationError, kind: type[BaseModel]) -> ApiError:
         if name is None:
             problems.append(f"the request is no JSON object of options: {first['msg']}")
         elif first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
-            problems.append(unknown_name("option", name, kind.model_fields))
+            texts = name in NAMES_OF_INPUT and "input" in kind.model_fields
+            hint = "Texts are given as 'input'." if texts else None
+            problems.append(unknown_name("option", name, kind.model_fields, hint=hint))
         elif first["type"] == "missing" and len(first["loc"]) == 1:
             problems.append(f"{name} is missing: {kind.model_fields[name].description}")
         else:

@@ -402,7 +402,8 @@ def time(setup: StudySetup) -> Study:
         f"method. Seeds are parts of the rounds, {TIMING_BLOCKS} in all, and what varies between them is the clock."
         + (
             " On small models and a CPU the fixed costs of each operation weigh more. Other work on the machine moved "
-            "ratios of single rounds by 20 to 45 %."
+            "ratios of single rounds by 20 to 45 %, and a second timing decided less than this one: docs/reproduce.md "
+            "has what it found of adapters and prefixes."
             if setup.small
             else ""
         ),

@@ -202,7 +202,9 @@ SMALL_NOTE = (
     "There are two tasks in place of summaries and translation. In the first, “g2p”, a BART with one layer on either "
     "side, which can write the American pronunciation of a word, learns the British one from 1,200 words. It is scored "
     "by exact match, and by the phoneme error rate beside it. In the second an encoder of two layers learns the "
-    f"entities of CoNLL04. Prefixes are trained directly and not through an MLP. {TUNED}"
+    "entities of CoNLL04. Each method has one learning rate, which was chosen on its model before, whatever its size: "
+    "a method that does worse with more parameters may only need another. Prefixes are trained directly and not "
+    f"through an MLP. {TUNED}"
 )
 PAPER_NOTE = (
     f"{TUNED} Full tuning trains by the settings of its own sources (Lewis et al. 2020, Liu et al. 2020, Liu et al. "

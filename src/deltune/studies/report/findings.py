@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..claims.comparisons import NOT_RUN
-from ..claims.decisions import ComparisonResult, Finding, PrintedFinding, Verdict
+from ..claims.decisions import ComparisonResult, Finding, PrintedFinding, SettingResult, Verdict
 from .tables import csv_cell, csv_number
 
 KINDS: Mapping[Verdict, str] = {"holds": "holds", "does not hold": "fails", "undecided": "undecided"}
@@ -55,6 +55,7 @@ class ClaimRow:
         kind: The class of the verdict in the style sheet.
         notes: What else there is to say, in sentences.
         details: A line for each comparison and setting.
+        caveat: What weakens a verdict, in a few words; "" for nothing.
     """
 
     claim: str
@@ -70,6 +71,7 @@ class ClaimRow:
     kind: str
     notes: tuple[str, ...] = ()
     details: tuple[str, ...] = ()
+    caveat: str = ""
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -133,7 +135,28 @@ def _claim_row(finding: Finding, printed: PrintedFinding, small: bool) -> ClaimR
         KINDS[finding.verdict],
         tuple(note for note in notes if note),
         _details(finding.comparisons),
+        _caveat(finding),
     )
+
+
+def _caveat(finding: Finding) -> str:
+    """Say what weakens a verdict: runs at chance, and settings whose own intervals lie on the other side."""
+    result = finding.deciding
+    settings = () if result is None else result.by_setting
+    opposed = [one.setting for one in settings if result is not None and _is_opposed(one, result)]
+    texts = [
+        f"{finding.at_chance} of {finding.n_runs} runs at chance" if finding.at_chance else "",
+        f"the other way {', '.join(opposed)}" if opposed else "",
+    ]
+    return "; ".join(text for text in texts if text)
+
+
+def _is_opposed(one: SettingResult, result: ComparisonResult) -> bool:
+    """Whether the interval of one setting lies wholly on the other side of the border than the number of all."""
+    low, high = result.region
+    inside = low < one.interval[0] and one.interval[1] < high
+    outside = one.interval[1] <= low or high <= one.interval[0]
+    return outside if result.agrees else inside
 
 
 def _sentence(text: str) -> str:

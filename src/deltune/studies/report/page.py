@@ -320,7 +320,7 @@ def _paper_context(paper: Paper | None, studies: Sequence[dict[str, Any]], at: i
     small = any(section.small for section in sections)
     claims = [(study, study["section"].claim_rows) for study in studies if study["section"].findings]
     decided = {
-        head: [(row.claim, study) for study, rows in claims for row in rows if row.kind == kind]
+        head: [(row.claim, row.caveat, study) for study, rows in claims for row in rows if row.kind == kind]
         for kind, head in (
             ("holds", f"As the paper says{' here too' if small else ''}:"),
             ("fails", f"Not as the paper says{' here' if small else ''}:"),
