@@ -384,6 +384,21 @@ class ModuleByRow:
         return self._orders[size, device]
 
 
+class KeptByRow:
+    """What was stacked by row for the last pass, so that batches of other sizes keep nothing apart."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, torch.Tensor] = {}
+
+    def get(self, name: str, size: int) -> torch.Tensor | None:
+        """Return what was kept under a name, if it has so many rows."""
+        values = self._values.get(name)
+        return values if values is not None and values.shape[0] == size else None
+
+    def __setitem__(self, name: str, values: torch.Tensor) -> None:
+        self._values[name] = values
+
+
 class BiasByRow:
     """Runs a linear layer once for all deltas, and adds the bias of each row: x Wᵀ + b.
 
@@ -395,7 +410,7 @@ class BiasByRow:
     def __init__(self, module: nn.Linear, groups: Sequence[DeltaRows], cache: OverrideCache) -> None:
         self.groups = [group for group in groups if module in group.overrides]
         self._numbers = cache.numbers(self.groups)
-        self._kept: dict[tuple[str, int], torch.Tensor] | None = {} if cache.constant else None
+        self._kept: KeptByRow | None = KeptByRow() if cache.constant else None
         self._differences: dict[DeltaRows, torch.Tensor] = {}
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -409,12 +424,12 @@ class BiasByRow:
                 group.select(whole).add_(self._difference(group, module, base).to(whole.dtype))
             return whole
         output: torch.Tensor = forward_with(module, {"bias": None}, x)
-        values = None if self._kept is None else self._kept.get(("bias", x.shape[0]))
+        values = None if self._kept is None else self._kept.get("bias", x.shape[0])
         if values is None:
             every = torch.stack([base, *(group.overrides[module]["bias"]() for group in self.groups)])
             values = every[group_numbers(self.groups, x.shape[0], x.device, self._numbers)]
             if self._kept is not None:
-                self._kept["bias", x.shape[0]] = values
+                self._kept["bias"] = values
         return output + values.view(x.shape[0], *(1,) * (x.dim() - 2), -1).to(output.dtype)
 
     def _difference(self, group: DeltaRows, module: nn.Module, base: torch.Tensor) -> torch.Tensor:
@@ -436,7 +451,7 @@ class NormByRow:
     def __init__(self, module: nn.Module, groups: Sequence[DeltaRows], cache: OverrideCache) -> None:
         self.groups = [group for group in groups if module in group.overrides]
         self._numbers = cache.numbers(self.groups)
-        self._kept: dict[tuple[str, int], torch.Tensor] | None = {} if cache.constant else None
+        self._kept: KeptByRow | None = KeptByRow() if cache.constant else None
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """Apply the LayerNorm once to the batch, with each row's own weight and bias."""
@@ -462,7 +477,7 @@ class NormByRow:
         base = parameters_of(module)[leaf]
         if base is None or not any(leaf in group.overrides[module] for group in self.groups):
             return base
-        values = None if self._kept is None else self._kept.get((leaf, x.shape[0]))
+        values = None if self._kept is None else self._kept.get(leaf, x.shape[0])
         if values is None:
             every = [
                 base,
@@ -473,7 +488,7 @@ class NormByRow:
             ]
             values = torch.stack(every)[group_numbers(self.groups, x.shape[0], x.device, self._numbers)]
             if self._kept is not None:
-                self._kept[leaf, x.shape[0]] = values
+                self._kept[leaf] = values
         return values.view(x.shape[0], *(1,) * (x.dim() - 2), -1)
 
 
