@@ -359,11 +359,16 @@ def test_two_edits_of_one_key_are_refused() -> None:
         Delta(method, twice, (), "train")
 
 
-@pytest.mark.parametrize("text", ["lora(rank=2, tower='vision')", "adapter(rank=2, tower='all')"])
-def test_a_method_in_another_tower(llava: PreTrainedModel, text: str, tmp_path: Path) -> None:
+def text_and_image() -> dict[str, torch.Tensor]:
+    """A row of LLaVA's: the places of an image's patches, a text, and the image."""
     made = torch.Generator().manual_seed(0)
     ids = torch.cat([torch.full((1, 16), 7), torch.randint(12, 89, (1, 4), generator=made)], dim=1)
-    inputs = {"input_ids": ids, "pixel_values": torch.randn(1, 3, 32, 32, generator=made)}
+    return {"input_ids": ids, "pixel_values": torch.randn(1, 3, 32, 32, generator=made)}
+
+
+@pytest.mark.parametrize("text", ["lora(rank=2, tower='vision')", "adapter(rank=2, tower='all')"])
+def test_a_method_in_another_tower(llava: PreTrainedModel, text: str, tmp_path: Path) -> None:
+    inputs = text_and_image()
     bare = _run(llava, inputs)  # first: a model of transformers notes things at its first run
     before = facts(llava)
     tuned = deltune.attach(llava, text)
@@ -388,9 +393,7 @@ def test_a_method_in_another_tower(llava: PreTrainedModel, text: str, tmp_path: 
 )
 def test_linears_between_two_towers(llava: PreTrainedModel, text: str, tmp_path: Path) -> None:
     """No pass on one input calls the projector, so its linears are named by their paths; they train, save and merge."""
-    made = torch.Generator().manual_seed(0)
-    ids = torch.cat([torch.full((1, 16), 7), torch.randint(12, 89, (1, 4), generator=made)], dim=1)
-    inputs = {"input_ids": ids, "pixel_values": torch.randn(1, 3, 32, 32, generator=made)}
+    inputs = text_and_image()
     model = copy.deepcopy(llava)
     bare = _run(model, inputs)
     before = facts(model)

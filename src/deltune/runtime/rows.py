@@ -385,18 +385,18 @@ class ModuleByRow:
 
 
 class KeptByRow:
-    """What was stacked by row for the last pass, so that batches of other sizes keep nothing apart."""
+    """Tensors with an entry for each row, kept for further passes with as many rows; others replace them."""
 
     def __init__(self) -> None:
-        self._values: dict[str, torch.Tensor] = {}
+        self._values: dict[object, torch.Tensor] = {}
 
-    def get(self, name: str, size: int) -> torch.Tensor | None:
-        """Return what was kept under a name, if it has so many rows."""
-        values = self._values.get(name)
+    def get(self, key: object, size: int) -> torch.Tensor | None:
+        """Return what is kept under a key, if it has `size` rows."""
+        values = self._values.get(key)
         return values if values is not None and values.shape[0] == size else None
 
-    def __setitem__(self, name: str, values: torch.Tensor) -> None:
-        self._values[name] = values
+    def __setitem__(self, key: object, values: torch.Tensor) -> None:
+        self._values[key] = values
 
 
 class BiasByRow:

@@ -23,7 +23,7 @@ from ..compat import is_plain_inference
 from ..methods.forms import TwoLayers
 from ..methods.registry import FORMS
 from .modules import Delta, Edit
-from .rows import DeltaRows, OverrideCache, group_numbers
+from .rows import DeltaRows, KeptByRow, OverrideCache, group_numbers
 
 MOST_OPERATIONS = 1_000_000
 """Up to so many multiplications for each delta, stacked products take less time than products of the deltas' own rows,
@@ -206,7 +206,7 @@ class StackedEdits:
         self.ranks = sum(two.down.shape[0] for two in layers if two is not None)
         self.scales = any(edit.only_scales() for edit in self.all_edits)
         self._stack: EditStack | None = None
-        self._of_rows: dict[object, tuple[int, torch.Tensor]] = {}  # with the number of rows that it was made for
+        self._kept = KeptByRow()  # what is looked up in `_stack`
 
     def stack_for(self, h: torch.Tensor) -> EditStack | None:
         """Return the stacked tensors for a pass, or None where they cannot be used or are not faster.
@@ -228,7 +228,7 @@ class StackedEdits:
         if stack is None or not stack.has(self.edits, h):
             stack = self._make(h)
         if stack is not self._stack:
-            self._stack, self._of_rows = stack, {}
+            self._stack, self._kept = stack, KeptByRow()
         return stack if stack.is_finite else None
 
     def _make(self, h: torch.Tensor) -> EditStack:
@@ -277,12 +277,12 @@ class StackedEdits:
     def _by_row(self, key: object, stack: EditStack, values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """The values of each row's delta, (rows, 1, …, d); kept for passes with as many rows."""
         size, device = like.shape[0], like.device
-        known = self._of_rows.get(key)
-        if known is None or known[0] != size:
+        of_rows = self._kept.get(key, size)
+        if of_rows is None:
             numbers = torch.tensor([0, *(stack.number_of[group.delta] for group in self.groups)], device=device)
             rows = group_numbers(self.groups, size, device, self.cache.rows.numbers(self.groups))
-            known = self._of_rows[key] = size, values[numbers[rows]]
-        return known[1].view(size, *(1,) * (like.dim() - 2), -1)
+            of_rows = self._kept[key] = values[numbers[rows]]
+        return of_rows.view(size, *(1,) * (like.dim() - 2), -1)
 
 
 def _columns_of(edit: Edit, width: int, device: torch.device) -> torch.Tensor | slice:

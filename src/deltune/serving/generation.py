@@ -580,9 +580,7 @@ class DecoderRunner:
         def lengths(row: Row) -> tuple[int, int]:
             return 0 if row.cached else row.loaded.prompt_length, len(row.before) - row.cached
 
-        overhead = pass_overhead(self.backbone.device)
-        split = [group for some in by_key.values() for group in split_by_length(some, lengths, overhead, tokens)]
-        return [sorted(group, key=_delta_of) for group in split]
+        return [group for some in by_key.values() for group in _split(some, lengths, self.backbone, tokens)]
 
     def read(self, rows: list[Row]) -> tuple[RunningBatch, torch.Tensor]:
         """Let rows read their prompts, and return their batch and the scores of their first tokens.
@@ -746,8 +744,7 @@ class EncoderDecoderRunner:
         def lengths(row: Row) -> tuple[int, int]:
             return row.loaded.prompt_length, len(row.job.tokens)
 
-        split = split_by_length(rows, lengths, pass_overhead(self.backbone.device), tokens)
-        return [sorted(group, key=_delta_of) for group in split]
+        return _split(rows, lengths, self.backbone, tokens)
 
     def read(self, rows: list[Row]) -> tuple[RunningBatch, torch.Tensor]:
         """Let the encoder read the texts of rows, and return their batch and the scores of their first tokens.
@@ -843,9 +840,19 @@ class EncoderDecoderRunner:
         return RunningBatch(rows, cache, assemble(cross, width, at_end=False))
 
 
-def _delta_of(row: Row) -> str:
-    """The name of a row's delta in the model: rows of a delta that stand together are read as one."""
-    return row.loaded.internal or ""
+def _split(
+    rows: Sequence[Row], lengths: Callable[[Row], tuple[int, int]], backbone: Backbone, tokens: int
+) -> list[list[Row]]:
+    """Split newcomers into groups that are read in one pass, rows of one delta beside each other.
+
+    Args:
+        rows: The newcomers.
+        lengths: Returns the lengths of a row's prompt and text.
+        backbone: The model.
+        tokens: The most tokens of a pass, padding included.
+    """
+    groups = split_by_length(rows, lengths, pass_overhead(backbone.device), tokens)
+    return [sorted(group, key=lambda row: row.loaded.internal or "") for group in groups]
 
 
 def _probe(tokens: list[int], base: LoadedDelta) -> Row:
