@@ -188,6 +188,26 @@ def test_an_error_of_ours_is_an_answer_without_details(
         assert running.get("/v1/deltas").status_code == 200
 
 
+def test_latencies_are_of_answers_and_errors_are_counted_apart() -> None:
+    """A refusal takes no time: with many of them among the answers, a slow server would look fast."""
+    now = 0.0
+    metrics = Metrics(EngineStats, list, clock=lambda: now)
+    for status, seconds in ((200, 0.5), *((400, 0.001),) * 50, (429, 0.001), (500, 9.0), (499, 9.0), (200, 1.5)):
+        metrics.observe("/classify", status, seconds, "mood", 5)
+    metrics.observe("/classify", 404, 0.001, "other", 5)
+    load, other = metrics.loads["mood"], metrics.loads["other"]
+    assert (load.requests, load.errors) == (55, 53) and (load.percentile(0.0), load.percentile(0.95)) == (0.5, 1.5)
+    assert (other.requests, other.errors, other.percentile(0.5)) == (1, 1, None)
+    now = 1.0
+    (second,) = metrics.history(1)
+    assert second == {"requests": 56, "errors": 54, "tokens": 280, "latency": 1.0}
+    now = 2.0
+    metrics.observe("/classify", 400, 0.001, "mood", 5)
+    now = 3.0
+    assert metrics.history(1)[0]["latency"] is None
+    assert 'deltune_delta_seconds_total{delta="mood"} 2.0' in metrics.text().decode()
+
+
 def test_metrics_forget_deltas_that_were_not_asked_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names of deltas come and go, and what is counted for each must not grow for ever."""
     monkeypatch.setattr("deltune.serving.api.metrics.MAX_DELTAS", 3)

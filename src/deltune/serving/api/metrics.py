@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,10 +33,16 @@ class Second:
     tokens: int = 0
     latency: float = 0.0
 
+    @property
+    def mean_latency(self) -> float | None:
+        """The mean time of the answered requests, which errors are not; None if there were none."""
+        answered = self.requests - self.errors
+        return self.latency / answered if answered else None
+
 
 @dataclass
 class DeltaLoad:
-    """The requests of one delta."""
+    """The requests of one delta. Only those that were answered have a latency: a refusal takes no time."""
 
     requests: int = 0
     errors: int = 0
@@ -44,7 +50,7 @@ class DeltaLoad:
     latencies: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def percentile(self, share: float) -> float | None:
-        """Return the latency that this share of the last requests did not exceed, or None without requests."""
+        """Return the latency that this share of the last answers did not exceed, or None without answers."""
         ordered = sorted(self.latencies)
         return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
 
@@ -131,8 +137,9 @@ class Metrics:
             "deltune_delta_requests", "Requests of a delta over HTTP.", ["delta", "status"], registry=self.registry
         )
         self._delta_seconds = Counter(
-            "deltune_delta_seconds", "Time that requests of a delta took, summed up.", ["delta"], registry=self.registry
-        )
+            "deltune_delta_seconds", "Time that answered requests of a delta took (status below 400), summed up.",
+            ["delta"], registry=self.registry,
+        )  # fmt: skip
         self._seconds_log: deque[Second] = deque(maxlen=HISTORY)
         self.loads: OrderedDict[str, DeltaLoad] = OrderedDict()
 
@@ -150,19 +157,21 @@ class Metrics:
         self._seconds.labels(endpoint).observe(seconds)
         if delta is None:
             return
+        answered = status < 400
         second = self._second()
         second.requests += 1
-        second.errors += status >= 400
+        second.errors += not answered
         second.tokens += tokens
-        second.latency += seconds
+        second.latency += seconds if answered else 0.0
         self._by_delta.labels(delta, str(status)).inc()
-        self._delta_seconds.labels(delta).inc(seconds)
+        self._delta_seconds.labels(delta).inc(seconds if answered else 0.0)
         load = self.loads.setdefault(delta, DeltaLoad())
         self.loads.move_to_end(delta)
         load.requests += 1
-        load.errors += status >= 400
+        load.errors += not answered
         load.statuses.add(str(status))
-        load.latencies.append(seconds)
+        if answered:
+            load.latencies.append(seconds)
         while len(self.loads) > MAX_DELTAS:
             forgotten, forgotten_load = self.loads.popitem(last=False)
             self._delta_seconds.remove(forgotten)
@@ -178,7 +187,7 @@ class Metrics:
         return generate_latest(self.registry)
 
     def history(self, seconds: int) -> list[dict[str, Any]]:
-        """Return requests, errors, tokens and mean latency of each of the last seconds, the current one left out."""
+        """Return requests, errors, tokens and mean latency of answers in the last seconds, the current one left out."""
         now = int(self._clock())
         by_time = {second.at: second for second in self._seconds_log}
         return [
@@ -186,7 +195,7 @@ class Metrics:
                 "requests": one.requests,
                 "errors": one.errors,
                 "tokens": one.tokens,
-                "latency": one.latency / one.requests if one.requests else None,
+                "latency": one.mean_latency,
             }
             for one in (by_time.get(at, Second(at)) for at in range(now - min(seconds, HISTORY), now))
         ]
@@ -200,10 +209,3 @@ class Metrics:
         if not self._seconds_log or self._seconds_log[-1].at != now:
             self._seconds_log.append(Second(now))
         return self._seconds_log[-1]
-
-
-def percentiles(values: Iterable[float], shares: Iterable[float]) -> Iterator[tuple[float, float]]:
-    """Yield each share with the value that this share of the values does not exceed; nothing without values."""
-    ordered = sorted(values)
-    for share in shares if ordered else ():
-        yield share, ordered[min(len(ordered) - 1, int(share * len(ordered)))]
