@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -107,6 +108,28 @@ def test_refreshing_finds_new_folders(changeable: tuple[Served, Path, Path]) -> 
     assert "found" in listed and probabilities(server, "found") == pytest.approx(
         probabilities(server, "intent"), abs=1e-5
     )
+
+
+def test_what_is_not_served_is_listed_with_the_reason(changeable: tuple[Served, Path, Path]) -> None:
+    """A delta of another base model before anybody asks for it, and a folder without a delta."""
+    server, folder, source = changeable
+    model = load_model(str(source), "causal-lm")
+    with torch.no_grad():
+        model.get_input_embeddings().get_parameter("weight").add_(1.0)
+    save_delta(model, folder / "foreign", "lora(rank=2)", seed=1)
+    (folder / "notes").mkdir()
+    listed = server.post("/v1/deltas/refresh", {})
+    assert listed.json() == server.get("/v1/deltas").json() and str(folder) not in listed.text
+    errors = {one["name"]: one["error"] for one in listed.json()["data"]}
+    assert "tuned on another base model" in errors["foreign"] and errors["mood"] is None
+    notes = next(one for one in listed.json()["ignored"] if one["folder"] == "notes")
+    assert "holds no delta" in notes["error"]
+    assert "notes" not in {one["id"] for one in server.get("/v1/models").json()["data"]}
+    stats = server.get("/stats")
+    assert errors["foreign"] in [one["error"] for one in stats.json()["deltas"]] and str(folder) not in stats.text
+    assert notes in stats.json()["ignored"]
+    shutil.rmtree(folder / "foreign")
+    shutil.rmtree(folder / "notes")
 
 
 def test_the_base_keeps_its_name(changeable: tuple[Served, Path, Path]) -> None:

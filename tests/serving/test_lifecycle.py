@@ -18,7 +18,8 @@ from deltune.errors import DeltuneError
 from deltune.serving.engine import Server
 from deltune.serving.errors import EngineClosed, InvalidRequest, QueueFull, RequestTimeout, UnknownDelta
 from deltune.serving.requests import Answer, Request, Sampling, TokenChoice
-from laws.specimens import stir
+from laws.families import FAMILIES
+from laws.specimens import build, stir
 
 from .specimens import ask, check, check_one, deltas
 
@@ -207,9 +208,8 @@ def test_bytes_of_deltas_in_memory() -> None:
 def test_folders_that_come_and_go(folder: Any) -> None:
     of, root = deltas(*BERT), folder(BERT, "d0")
     (root / ".hidden").mkdir()
-    (root / "empty").mkdir()
     with Server(of.model(), deltas=root) as server:
-        assert [info.name for info in server.deltas()] == ["d0"]
+        assert [info.name for info in server.deltas()] == ["d0"] and server.ignored_folders() == {}
         with pytest.raises(UnknownDelta, match="d2"):
             server.submit(ask("classify", 4, 1, "d2"))
         folder(BERT, "d2")
@@ -230,6 +230,92 @@ def test_folders_that_come_and_go(folder: Any) -> None:
         for name in ("../d0", ".hidden", "", "a/b", "x" * 300):
             with pytest.raises(DeltuneError):
                 server.load(name)
+
+
+def test_a_delta_of_another_base_is_refused_when_it_is_first_seen(
+    folder: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The list says why, and so does the log, once; its tensors are not read for that, and others are served."""
+    of, root = deltas(*BERT), folder(BERT, "d0", "d2")
+    of_another_model(root / "d2")
+    monkeypatch.setattr("deltune.serving.backbone.read_delta", lambda *_: pytest.fail("the tensors were read"))
+    with Server(of.model(), deltas=root) as server:
+        for _ in range(2):
+            infos = {info.name: info for info in server.deltas()}
+            assert "was tuned on a roberta model" in infos["d2"].error and infos["d0"].error == ""
+        folder(BERT, "d3")
+        model = of.model()
+        with torch.no_grad():
+            next(model.base_model.parameters()).add_(1.0)
+        stir(deltune.attach(model, "lora(rank=2)")).save(root / "d3")
+        infos = {info.name: info for info in server.refresh()}
+        assert "was tuned on another base model" in infos["d3"].error, "the same shapes, and other weights"
+        with pytest.raises(DeltuneError, match="another base model"):
+            server.submit(ask("classify", 4, 1, "d3"))
+        shutil.rmtree(root / "d2")
+        folder(BERT, "d2")
+        assert {info.name: info.error for info in server.refresh()}["d2"] == "", "good files make it good"
+    refused = [record.getMessage() for record in caplog.records if "are refused" in record.getMessage()]
+    assert len(refused) == 2 and "delta d2" in refused[0] and "delta d3" in refused[1]
+
+
+def test_a_delta_for_a_head_that_the_model_cannot_have_is_refused_when_it_is_first_seen(tmp_path: Path) -> None:
+    shutil.copytree(deltas(*GPT).folder / "d2", tmp_path / "d2")
+    model = deltas("gpt2", "sequence").model()
+    model.base_model.load_state_dict(deltas(*GPT).model().base_model.state_dict())
+    with Server(model, deltas=tmp_path) as server:
+        (info,) = server.deltas()
+        expected = info.error
+        with pytest.raises(DeltuneError) as caught:
+            server.submit(ask("generate", 4, 1, "d2"))
+    assert str(caught.value) == expected and "causal-lm" in expected
+
+
+def test_deltas_with_rows_of_tokens_and_for_other_heads_are_not_refused_when_they_are_first_seen(
+    tmp_path: Path,
+) -> None:
+    """What is compared first is what is compared when they are loaded."""
+    made, base = [], deltas(*BERT).model().base_model.state_dict()
+    for role in ("sequence", "tokens", "base"):
+        model = build(FAMILIES["bert"], role)
+        model.base_model.load_state_dict(base, strict=False)  # a tagger has no pooler
+        rows = () if role == "base" else ("trainable_tokens(tokens=(98,))",)  # of the server's own class, they fit
+        for text in ("lora(rank=2)", *rows):
+            made.append(f"{role}-{text.partition('(')[0]}")
+            tuned = stir(deltune.attach(model, text))
+            tuned.save(tmp_path / made[-1])
+            tuned.detach()
+    with Server(deltas(*BERT).model(), deltas=tmp_path) as server:
+        first = {info.name: info.error for info in server.deltas()}
+        assert first == dict.fromkeys(sorted(made), "")
+        for name in made:
+            assert server.load(name).error == ""
+
+
+def test_folders_without_a_delta_are_named(folder: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Each is in the log once, with the reason; hidden ones are not, and what becomes a delta is served."""
+    of, root = deltas(*BERT), folder(BERT, "d0")
+    for name in ("empty", "notes", "two words", ".hidden", ".d0-3f", ".d0-3f/delta"):
+        (root / name).mkdir()
+    (root / "notes" / "readme.txt").write_text("x")
+    (root / "file.txt").write_text("x")
+    with Server(of.model(), deltas=root) as server:
+        assert [info.name for info in server.deltas()] == ["d0"]
+        reasons = server.ignored_folders()
+        assert list(reasons) == ["empty", "notes", "two words"]
+        assert "it holds nothing" in reasons["empty"] and "readme.txt" in reasons["notes"]
+        assert "cannot name a delta" in reasons["two words"]
+        server.refresh()
+        lines = [record.getMessage() for record in caplog.records if "without a delta" in record.getMessage()]
+        assert len(lines) == 1 and "3 folders" in lines[0] and "readme.txt" in lines[0], lines
+        with pytest.raises(UnknownDelta):
+            server.submit(ask("classify", 4, 1, "empty"))
+        shutil.copytree(of.folder / "d2", root / "empty", dirs_exist_ok=True)
+        (root / "later").mkdir()
+        assert [info.name for info in server.refresh()] == ["d0", "empty"]
+        assert list(server.ignored_folders()) == ["later", "notes", "two words"]
+        lines = [record.getMessage() for record in caplog.records if "without a delta" in record.getMessage()]
+        assert len(lines) == 2 and "1 folder" in lines[1] and "later" in lines[1], lines
 
 
 def test_watching(folder: Any) -> None:

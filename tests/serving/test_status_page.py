@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import time
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -86,6 +87,37 @@ def test_the_page_shows_what_happens(server: Served, browser: Browser) -> None:
     while int({row[0]: row for row in cells(browser)}["base"][3]) != before + 1:
         assert time.monotonic() < end
         time.sleep(0.1)
+
+
+@needs_browser
+def test_the_page_says_what_was_refused_and_why(decoder: tuple[Path, Path], tmp_path: Path, browser: Browser) -> None:
+    """New files of a delta whose old version goes on, files that never were good, and a folder without a delta."""
+    model, deltas = decoder
+    shutil.copytree(deltas, tmp_path / "deltas")
+    (tmp_path / "deltas" / "notes").mkdir()
+    options: dict[str, Any] = {"model": str(model), "deltas": str(tmp_path / "deltas"), "served_name": "base"}
+    with served(**options, log="off", watch=0) as running:
+        body = {"model": "mood", "prompt": "the", "max_tokens": 1}
+        assert running.post("/v1/completions", body).status_code == 200
+        visit(browser, f"{running.url}/")
+        reasons = "[...document.querySelectorAll('#reasons > div')].map((row) => row.innerText)"
+        until(browser, f"{reasons}.length == 1")
+        for name in ("mood", "intent"):
+            (tmp_path / "deltas" / name / "delta.json").write_text("{}")
+        running.engine.refresh()
+        until(browser, f"{reasons}.length == 3")
+        shown = {text.partition("\n")[0]: text for text in browser.ask(reasons)}
+        assert "the old version goes on" in shown["mood"] and "is not as deltune writes it" in shown["mood"]
+        assert "the old version" not in shown["intent"] and "is not as deltune writes it" in shown["intent"]
+        assert "holds no delta" in shown["notes"] and str(tmp_path) not in str(shown)
+        names = {row[0] for row in cells(browser)}
+        assert {"mood (newest files refused)", "intent (refused)"} <= names
+        assert running.post("/v1/completions", body).status_code == 200
+        for name in ("mood", "intent"):
+            shutil.copy(deltas / name / "delta.json", tmp_path / "deltas" / name / "delta.json")
+        (tmp_path / "deltas" / "notes").rmdir()
+        running.engine.refresh()
+        until(browser, "document.getElementById('refusals').hidden")
 
 
 @needs_browser

@@ -46,6 +46,15 @@ function draw(id, series) {
   element(id).replaceChildren(...nodes);
 }
 
+function terms(id, rows) {
+  element(id).replaceChildren(...rows.map(([name, value]) => {
+    const [row, term, text] = ["div", "dt", "dd"].map((kind) => document.createElement(kind));
+    [term.textContent, text.textContent] = [name, value];
+    row.append(term, text);
+    return row;
+  }));
+}
+
 function facts(stats) {
   const queued = Object.values(stats.queued).reduce((sum, one) => sum + one, 0);
   const rows = [
@@ -57,12 +66,16 @@ function facts(stats) {
     ["loads of deltas", stats.loads.toLocaleString("en")], ["dropped again", stats.evictions.toLocaleString("en")],
     ["deltune", stats.version],
   ];
-  element("now").replaceChildren(...rows.map(([name, value]) => {
-    const [row, term, text] = ["div", "dt", "dd"].map((kind) => document.createElement(kind));
-    [term.textContent, text.textContent] = [name, value];
-    row.append(term, text);
-    return row;
-  }));
+  terms("now", rows);
+}
+
+function refusals(stats) {
+  const refused = stats.deltas.filter((delta) => delta.error).map((delta) => [
+    delta.name, delta.loaded ? `The newest files are refused, and the old version goes on: ${delta.error}` : delta.error,
+  ]);
+  const rows = [...refused, ...stats.ignored.map((one) => [one.folder, one.error])];
+  element("refusals").toggleAttribute("hidden", !rows.length);
+  terms("reasons", rows);
 }
 
 function table(stats) {
@@ -72,7 +85,7 @@ function table(stats) {
     const row = document.createElement("tr");
     const memory = delta.bytes ? size(delta.bytes) : delta.loaded ? "yes" : "";
     const name = document.createElement("th");
-    name.textContent = delta.name + (delta.error ? " (newest files refused)" : "");
+    name.textContent = delta.name + (!delta.error ? "" : delta.loaded ? " (newest files refused)" : " (refused)");
     row.append(name);
     for (const value of [delta.method, memory, delta.requests, delta.errors, milliseconds(delta.p50),
       milliseconds(delta.p95), delta.running]) {
@@ -109,6 +122,7 @@ async function update() {
     draw("tokens", [stats.history.map((s) => s.tokens)]);
     draw("latency", [stats.history.map((s) => (s.latency === null ? null : 1000 * s.latency))]);
     facts(stats);
+    refusals(stats);
     table(stats);
   } catch {
     state.textContent = "the server does not answer";

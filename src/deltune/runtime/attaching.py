@@ -57,6 +57,7 @@ from ..tensor_files import TensorInfo, tensor_infos
 from . import hub, serialization
 from .attention import prefix_implementation
 from .delta_schema import (
+    BaseFacts,
     Expected,
     check_finite,
     check_positions,
@@ -438,6 +439,27 @@ def read_delta(handle: Tuned, folder: Path, allow_nonfinite: bool = False) -> tu
         return delta, labels or handle._base_labels
 
 
+def check_base_of_delta(
+    handle: Tuned, base: BaseFacts, where: Path, allowed: str = "same", quantization: str | None = None
+) -> None:
+    """Check that a saved delta was tuned on this model, by what its folder says, without reading its tensors.
+
+    Other threads may use the model meanwhile.
+
+    Args:
+        handle: The handle of the model.
+        base: The base model of the delta, as its folder describes it.
+        where: The folder.
+        allowed: As `base` of `load`.
+        quantization: How the model is quantised, where that is known.
+
+    Raises:
+        DeltuneError: It was tuned on another base model.
+    """
+    compared = base.tokens if base.compared_tokens is None else base.compared_tokens
+    serialization.check_base(base, where, handle._base_compared(compared, quantization), allowed)
+
+
 def add_delta(handle: Tuned, name: str, delta: Delta, labels: HeadLabels) -> None:
     """Attach a delta that `read_delta` has read, and leave in use what is in use.
 
@@ -510,9 +532,8 @@ def _read_delta(
         snapshot: A current snapshot of the model, if there is one.
     """
     facts, where, anatomy = saved.facts, saved.where, handle.anatomy
-    compared = facts.base.tokens if facts.base.compared_tokens is None else facts.base.compared_tokens
     quantization = None if snapshot is None else ""  # every weight of a model that has one is plain
-    serialization.check_base(saved, handle._base_compared(compared, quantization), base)
+    check_base_of_delta(handle, facts.base, where, base, quantization)
     head = tuple(facts.head.tensors)
     head_tensors = tuple(t.name for t in anatomy.tensors if t.area == "head")
     if head and head != head_tensors:

@@ -368,13 +368,14 @@ def open_delta(folder: str | Path) -> SavedDelta:
     return SavedDelta(where, facts, tensors, raw)
 
 
-def check_base(saved: SavedDelta, model_metadata: dict[str, Any], allowed: str = "same") -> None:
+def check_base(base: BaseFacts, where: Path, model_metadata: dict[str, Any], allowed: str = "same") -> None:
     """Compare the base model of a delta with the model that it is loaded on, which `model_metadata` describes.
 
     A pooler may be missing on one side, since some classes of a family have none.
 
     Args:
-        saved: The delta.
+        base: The base model of the delta, as its folder describes it.
+        where: The folder.
         model_metadata: What `base_metadata` returns of the model.
         allowed: One of `BASES`. "any" needs the same names and shapes of tensors, and warns of everything that differs.
 
@@ -382,7 +383,6 @@ def check_base(saved: SavedDelta, model_metadata: dict[str, Any], allowed: str =
         DeltuneError: It is another one, or nothing could be compared: the file does not say which one it is, or the
             model has no numbers yet.
     """
-    base, where = saved.facts.base, saved.where
     if allowed not in BASES:
         raise DeltuneError(unknown_name("base", allowed, BASES))
     if base.family != model_metadata["family"]:
@@ -407,12 +407,12 @@ def check_base(saved: SavedDelta, model_metadata: dict[str, Any], allowed: str =
             f"of this one ({model_metadata['name'] or model_metadata['model']}) differ"
             f"{_too_few_tokens(base, model_metadata)}"
         )
-    differences = list(_base_differences(saved, model_metadata))
+    differences = list(_base_differences(base, model_metadata))
     if differences and allowed == "any":
         warnings.warn(
             f"{where} is used on another base model than the one that it was tuned on: {'; '.join(differences)}. Its "
             "outputs differ from those that it was tuned to give: evaluate it on this model before you rely on it",
-            stacklevel=5,
+            stacklevel=6,
         )
     elif differences:
         raise DeltuneError(
@@ -420,9 +420,9 @@ def check_base(saved: SavedDelta, model_metadata: dict[str, Any], allowed: str =
         )
 
 
-def _base_differences(saved: SavedDelta, model_metadata: dict[str, Any]) -> Iterator[str]:
+def _base_differences(base: BaseFacts, model_metadata: dict[str, Any]) -> Iterator[str]:
     """Yield in which respects a model is another one than a delta was tuned on."""
-    base, here = saved.facts.base, model_metadata["name"] or model_metadata["model"]
+    here = model_metadata["name"] or model_metadata["model"]
     if base.quantization != model_metadata["quantization"]:
         yield f"it had {_held(base.quantization)}, and {here} has {_held(model_metadata['quantization'])}"
     elif base.quantization and base.revision and model_metadata["revision"] not in ("", base.revision):

@@ -27,7 +27,7 @@ from ..compat import attention_implementation, auto_class_mapping, buffers_of, p
 from ..errors import DeltuneError, error_summary
 from ..methods.forms import Prompt
 from ..models import AUTO_CLASSES
-from ..runtime.attaching import add_delta, find_tuned, read_delta
+from ..runtime.attaching import add_delta, check_base_of_delta, find_tuned, read_delta
 from ..runtime.attention import PREFIX
 from ..runtime.handle import (
     Tuned,
@@ -342,6 +342,30 @@ class Backbones:
                 self._by_head[head] = Backbone(sibling(self.first, head), head)
             return self._by_head[head]
 
+    def head_of(self, facts: FolderFacts) -> str:
+        """Return the head of the model that a delta is loaded on: without one of its own it may use the server's model.
+
+        Args:
+            facts: What the files of the delta say.
+        """
+        head = self.first.head
+        return head if facts.head == head or (not facts.has_head and facts.head == "base") else facts.head
+
+    def check(self, facts: FolderFacts, folder: Path) -> None:
+        """Check what the files of a delta say about it, before its tensors are read. Any thread may call it.
+
+        Args:
+            facts: What they say.
+            folder: Its folder.
+
+        Raises:
+            DeltuneError: It was tuned on another base model, or for a head that the server's model cannot have.
+        """
+        if facts.base is not None:
+            check_base_of_delta(self.first.handle, facts.base, folder)
+        if (head := self.head_of(facts)) != self.first.head:
+            sibling_class(self.first, head)
+
     def all(self) -> list[Backbone]:
         """Return the model of each head class that deltas need, the first one first; they share their parameters."""
         return list(self._by_head.values())
@@ -350,6 +374,27 @@ class Backbones:
         """Leave the first model as it was."""
         for backbone in reversed(self.all()):
             backbone.close()
+
+
+def sibling_class(first: Backbone, head: str) -> type[PreTrainedModel]:
+    """Return the class of a model with another head over the parameters of a model.
+
+    Args:
+        first: The model.
+        head: The head of the other one.
+
+    Raises:
+        DeltuneError: The family has no such class.
+    """
+    model, kind = first.model, type(first.model).__name__
+    classes = auto_class_mapping(getattr(transformers, AUTO_CLASSES[head])).get(type(model.config), ())
+    chosen = classes[0] if isinstance(classes, tuple) and classes else classes
+    if head not in ("base", "classification", "tagging") or not isinstance(chosen, type):
+        raise DeltuneError(
+            f"this server's model is a {kind}, and a delta for {head} needs weights of a head that it does not have: "
+            f"serve it on a model that was loaded with the head {head}"
+        )
+    return chosen
 
 
 def sibling(first: Backbone, head: str) -> PreTrainedModel:
@@ -362,15 +407,8 @@ def sibling(first: Backbone, head: str) -> PreTrainedModel:
     Raises:
         DeltuneError: The family has no such class, or it needs weights that the model does not have.
     """
-    model, kind = first.model, type(first.model).__name__
-    classes = auto_class_mapping(getattr(transformers, AUTO_CLASSES[head])).get(type(model.config), ())
-    chosen = classes[0] if isinstance(classes, tuple) and classes else classes
-    if head not in ("base", "classification", "tagging") or not isinstance(chosen, type):
-        raise DeltuneError(
-            f"this server's model is a {kind}, and a delta for {head} needs weights of a head that it does not have: "
-            f"serve it on a model that was loaded with the head {head}"
-        )
-    config = copy.deepcopy(model.config)
+    chosen = sibling_class(first, head)
+    config = copy.deepcopy(first.model.config)
     implementation = str(attention_implementation(config) or "eager").removeprefix(PREFIX)
     with torch.device("meta"):
         made = getattr(transformers, AUTO_CLASSES[head]).from_config(config, attn_implementation=implementation)

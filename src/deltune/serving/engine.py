@@ -21,7 +21,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..errors import DeltuneError, describe_value, error_summary, unknown_name
+from ..errors import DeltuneError, counted, describe_value, error_summary, unknown_name
 from ..filesystem import user_path
 from ..models import align_padding_token, has_trained_head, load_config, load_model, load_tokenizer
 from .backbone import Backbones, LoadedDelta, PreparedDelta
@@ -46,6 +46,10 @@ ENCODED_AT_ONCE = 512
 """Characters up to which `asubmit` reads a text in the event loop itself; longer ones are read in a thread."""
 LOADS_AT_ONCE = 2
 """Deltas that are read ahead; more would take memory before there is a place for them."""
+
+
+NAMED_FOLDERS = 8
+"""Folders without a delta that a line of the log names."""
 
 
 @dataclass(eq=False)
@@ -204,6 +208,7 @@ class Server:
         self._lanes: dict[tuple[str, str, str], Lane] = {}
         self._base = first.base(HEAD_TASKS[first.head])
         self._entries = {d.name: Entry(d.name, None, current=d) for d in first.attached_before() if d.name is not None}
+        self._ignored: dict[str, str] = {}  # folders without a delta, and why
         self._gone: dict[str, Entry] = {}  # unloaded by name, until they are loaded again or their folder goes
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
@@ -520,7 +525,7 @@ class Server:
             return known.folder
         if self.root is None:
             raise UnknownDelta(f"delta {name!r} is not known, and this server has no folder of deltas: give its folder")
-        if name not in (names := scan(self.root)):
+        if name not in (names := scan(self.root).deltas):
             raise UnknownDelta(unknown_name("delta", name, names))
         return self.root / name
 
@@ -568,7 +573,9 @@ class Server:
     def _scan(self) -> list[Entry]:
         """Find new and gone folders, and return the entries in memory whose files changed."""
         assert self.root is not None
-        folders = scan(self.root)
+        found = scan(self.root)
+        folders = found.deltas
+        self._note_ignored(found.ignored)
         changed: list[Entry] = []
         with self._lock:
             before = [(e, e.folder) for e in self._entries.values() if not e.listed or e.name in folders]
@@ -594,6 +601,23 @@ class Server:
             error = UnknownDelta(f"the folder of delta {entry.name!r} is gone")
             self._call(lambda entry=entry, error=error: self._forget(entry, error))  # type: ignore[misc]
         return changed
+
+    def _note_ignored(self, ignored: dict[str, str]) -> None:
+        """Keep why folders hold no delta, and log those that were not known."""
+        new = [name for name in ignored if name not in self._ignored]
+        self._ignored = ignored
+        if new:
+            reasons = "; ".join(error_summary(ignored[name]) for name in new[:NAMED_FOLDERS])
+            more = "; …" if len(new) > NAMED_FOLDERS else ""
+            logger.warning("%s without a delta in %s: %s%s", counted(len(new), "folder"), self.root, reasons, more)
+
+    def ignored_folders(self) -> dict[str, str]:
+        """Return the folders in the directory of deltas that hold none, when it was last looked at.
+
+        Returns:
+            By name, why they are not served.
+        """
+        return dict(self._ignored)
 
     def _watch(self, seconds: float) -> None:
         while not self._stop.wait(seconds):
@@ -645,6 +669,7 @@ class Server:
                 raise DeltuneError(entry.error)
             try:
                 facts = read_facts(entry.folder)
+                self._backbones.check(facts, entry.folder)
             except DeltuneError as error:
                 entry.refuse(error, seen)
                 raise
@@ -681,17 +706,12 @@ class Server:
             if not again and entry.error and seen == entry.refused:
                 return DeltuneError(entry.error)
             facts = read_facts(folder)
-            return self._backbones.for_head(self._head(facts)).prepare(entry.name, folder, facts, seen)
+            return self._backbones.for_head(self._backbones.head_of(facts)).prepare(entry.name, folder, facts, seen)
         except DeltuneError as error:
             return error
         except Exception as error:
             logger.exception("delta %r cannot be read", entry.name)
             return DeltuneError(f"delta {entry.name!r} cannot be read: {error_summary(error)}")
-
-    def _head(self, facts: FolderFacts) -> str:
-        """The head of the model that a delta is loaded on: without one of its own it may use the server's model."""
-        server_head = self._backbones.first.head
-        return server_head if facts.head == server_head or (not facts.has_head and facts.head == "base") else facts.head
 
     # -- numbers, and the end
 

@@ -21,7 +21,10 @@ from .config import ServeConfig
 from .loading import freeze_start_up, load_server
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from .api.service import Engine, Service
+    from .requests import DeltaInfo
 
 logger = logging.getLogger("deltune.serving")
 
@@ -45,6 +48,7 @@ def serve(config: ServeConfig, quiet: bool = False) -> None:
         check_extra("ray", "deltune serve --ray needs")
     listener = bind(config.http.host, config.http.port)
     try:
+        configure_logs(config.log.log)  # the engine's first look at the folder may have something to say
         engine, tokenizer = build_engine(config)
         freeze_start_up()
         try:
@@ -52,8 +56,8 @@ def serve(config: ServeConfig, quiet: bool = False) -> None:
         except BaseException:
             engine.close(0.0)
             raise
-        configure_logs(config.log.log)
-        greeting = "" if quiet else _greeting(config, engine, listener)
+        deltas = engine.deltas()  # what is refused of them is logged
+        greeting = "" if quiet else _greeting(config, deltas, listener)
         server = DrainingServer(app.state.service, uvicorn_config(app, config), greeting)
         try:
             server.run(sockets=[listener])
@@ -219,12 +223,11 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True
 
 
-def _greeting(config: ServeConfig, engine: Engine, listener: socket.socket) -> str:
+def _greeting(config: ServeConfig, deltas: Sequence[DeltaInfo], listener: socket.socket) -> str:
     """Return the line that says where the server is and what it has."""
     address = listener.getsockname()
     host = f"[{address[0]}]" if ":" in address[0] else address[0]
     scheme = "https" if config.http.ssl_certfile else "http"
-    deltas = engine.deltas()
     refused = sum(bool(delta.error) for delta in deltas)
     names = ", ".join(delta.name for delta in deltas[:NAMED_DELTAS]) + (", …" if len(deltas) > NAMED_DELTAS else "")
     deltas_text = counted(len(deltas), "delta") + (f" ({names})" if deltas else "")

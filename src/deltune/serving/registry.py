@@ -14,7 +14,7 @@ from ..errors import DeltuneError, error_summary, excerpt
 from ..interop import adapterhub, peft_read
 from ..interop.base import CONFIG_FILE, is_foreign, read_options
 from ..runtime.attaching import KINDS, TASKS, foreign_model_kind
-from ..runtime.delta_schema import read_metadata_file
+from ..runtime.delta_schema import BaseFacts, read_metadata_file
 from ..runtime.serialization import FACTS, NUMBERS, delta_folder
 from .requests import Task
 
@@ -66,6 +66,7 @@ class FolderFacts:
         version: A digest of its files.
         max_length: The length in tokens to which the run that it is from cuts its texts, or None.
         takes_pairs: Whether the run that it is from classifies pairs of texts; None where no run says so.
+        base: The base model that it was tuned on; None where its files do not tell it from others of its shape.
     """
 
     head: str
@@ -76,6 +77,7 @@ class FolderFacts:
     version: str
     max_length: int | None = None
     takes_pairs: bool | None = None
+    base: BaseFacts | None = None
 
     @property
     def tasks(self) -> tuple[Task, ...]:
@@ -136,6 +138,7 @@ def _facts(where: Path, run: Path) -> FolderFacts:
         bool(metadata.head.tensors),
         _digest([where / FACTS], metadata.sha256),
         *_facts_of_run(run),
+        metadata.base,
     )
 
 
@@ -208,8 +211,21 @@ def signature(folder: Path) -> Signature:
     return tuple(stamps)
 
 
-def scan(root: Path) -> dict[str, Path]:
-    """Return the folders of a directory that may hold a delta, by name; hidden ones are left out.
+@dataclass(frozen=True)
+class FolderScan:
+    """What a directory of deltas has. Hidden folders are left out; those of an unfinished save are hidden.
+
+    Attributes:
+        deltas: The folders that may hold a delta, by name.
+        ignored: By name, why the other folders hold none.
+    """
+
+    deltas: dict[str, Path]
+    ignored: dict[str, str]
+
+
+def scan(root: Path) -> FolderScan:
+    """Return the folders of a directory.
 
     Args:
         root: The directory.
@@ -219,7 +235,17 @@ def scan(root: Path) -> dict[str, Path]:
     """
     try:
         with os.scandir(root) as entries:
-            names = sorted(entry.name for entry in entries if _NAME.fullmatch(entry.name) and entry.is_dir())
+            names = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
     except OSError as error:
         raise DeltuneError(f"the folder of deltas {root} cannot be read: {error_summary(error)}") from error
-    return {name: root / name for name in names if signature(root / name)}
+    deltas = {name: root / name for name in names if _NAME.fullmatch(name) and signature(root / name)}
+    return FolderScan(deltas, {name: _why_ignored(root / name) for name in names if name not in deltas})
+
+
+def _why_ignored(folder: Path) -> str:
+    try:
+        check_delta_name(folder.name)
+        locate_delta(folder)
+    except (DeltuneError, OSError) as error:
+        return str(error)
+    return "its files changed while they were looked at"

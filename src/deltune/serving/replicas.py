@@ -67,6 +67,7 @@ class Snapshot:
 
     deltas: list[DeltaInfo]
     stats: EngineStats
+    ignored: dict[str, str]
 
 
 def replica_class(max_loaded: int) -> type[Any]:
@@ -145,7 +146,7 @@ def replica_class(max_loaded: int) -> type[Any]:
             """
             if look:
                 await asyncio.to_thread(self.server.refresh)
-            return Snapshot(self.server.deltas(), self.server.stats())
+            return Snapshot(self.server.deltas(), self.server.stats(), self.server.ignored_folders())
 
         def check_health(self) -> None:
             """Tell Ray Serve that this replica works; it replaces one that raises."""
@@ -287,6 +288,10 @@ class Replicas:
                 if delta.name not in self._removed and (known is None or (delta.loaded and not known.loaded)):
                     merged[delta.name] = delta
         return list(merged.values())
+
+    def ignored_folders(self) -> dict[str, str]:
+        """Return why folders hold no delta; all replicas see the same folder."""
+        return dict(self._snapshots[0].ignored) if self._snapshots else {}
 
     def stats(self) -> EngineStats:
         """Return the numbers of all replicas, added up."""

@@ -15,7 +15,7 @@ from ...errors import excerpt
 from ..errors import InvalidRequest
 from ..requests import DeltaInfo
 from .auth import Tenant
-from .errors import ApiError
+from .errors import ApiError, without_folder
 from .schemas import DeltaBody, LoadBody, UnloadBody
 from .service import Service, facts_of, read_body, service_of, unknown_model
 
@@ -89,9 +89,6 @@ def as_json(service: Service, delta: DeltaInfo) -> dict[str, Any]:
         if folder.is_relative_to(one):
             folder = folder.relative_to(one)
             break
-    error = delta.error
-    for path in {str(root), str(root.resolve())} if root is not None else ():
-        error = error.replace(f"{path}/", "")
     return {
         "name": delta.name,
         "folder": str(folder),
@@ -103,8 +100,14 @@ def as_json(service: Service, delta: DeltaInfo) -> dict[str, Any]:
         "loaded": delta.loaded,
         "bytes": delta.bytes,
         "loaded_at": delta.loaded_at,
-        "error": error or None,
+        "error": without_folder(delta.error, root) or None,
     }
+
+
+def listed(service: Service, tenant: Tenant) -> Response:
+    """Return the deltas of a tenant, and the folders under its names that hold none."""
+    data = [as_json(service, delta) for delta in service.visible(tenant)]
+    return JSONResponse({"object": "list", "data": data, "ignored": service.ignored(tenant)})
 
 
 async def load(service: Service, tenant: Tenant, name: str, path: str, replace: bool) -> DeltaInfo:
@@ -171,10 +174,9 @@ async def unload_lora_adapter(http: Request) -> Response:
 
 @router.get("/v1/deltas")
 async def deltas(http: Request) -> Response:
-    """List the deltas that the tenant may ask, with their methods, tasks and versions."""
+    """List the deltas that the tenant may ask, with their methods, tasks and versions, and folders that hold none."""
     service = service_of(http)
-    visible = service.visible(service.tenant(http))
-    return JSONResponse({"object": "list", "data": [as_json(service, delta) for delta in visible]})
+    return listed(service, service.tenant(http))
 
 
 @router.get("/v1/deltas/{name}")
@@ -202,7 +204,7 @@ async def refresh(http: Request) -> Response:
     """Look at the folder of deltas now, and list what is there."""
     service, tenant = manager(http)
     await service.manage(service.engine.refresh)
-    return JSONResponse({"object": "list", "data": [as_json(service, delta) for delta in service.visible(tenant)]})
+    return listed(service, tenant)
 
 
 @router.delete("/v1/deltas/{name}")

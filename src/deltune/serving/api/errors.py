@@ -82,15 +82,25 @@ def error_body(error: ApiError, hidden: Path | None = None) -> dict[str, Any]:
         error: The error.
         hidden: A folder whose path clients need not know; only what follows it is shown.
     """
-    message = str(error)
-    if hidden is not None:
-        for path in {str(hidden.absolute()), str(hidden.resolve())}:
-            message = message.replace(f"{path}/", "").replace(path, "the folder of deltas")
-        message = message.replace(f"{hidden}/", "")  # a relative path alone may be a word, such as "deltas"
+    message = without_folder(str(error), hidden)
     if len(message) > MAX_MESSAGE:
         message = f"{message[: MAX_MESSAGE - 1]}…"
     kind = TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": error.param, "code": error.code}}
+
+
+def without_folder(message: str, hidden: Path | None) -> str:
+    """Return a message in which paths begin behind a folder.
+
+    Args:
+        message: The message.
+        hidden: A folder whose path clients need not know; None for none.
+    """
+    if hidden is None:
+        return message
+    for path in {str(hidden.absolute()), str(hidden.resolve())}:
+        message = message.replace(f"{path}/", "").replace(path, "the folder of deltas")
+    return message.replace(f"{hidden}/", "")  # a relative path alone may be a word, such as "deltas"
 
 
 def error_response(error: ApiError, hidden: Path | None = None) -> JSONResponse:

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 from ..._version import __version__
-from .errors import ApiError
+from .errors import ApiError, without_folder
 from .service import Service, service_of
 
 router = APIRouter()
@@ -53,6 +53,7 @@ async def metrics(http: Request) -> Response:
 async def stats(http: Request) -> Response:
     """Return what the page shows. With keys, the key of an admin is needed."""
     service = _for_admins(http)
+    tenant = service.tenant(http)
     engine, loads = service.engine.stats(), service.metrics.loads
     deltas = {delta.name: delta for delta in service.engine.deltas()}
     rows: list[dict[str, Any]] = []
@@ -63,7 +64,7 @@ async def stats(http: Request) -> Response:
             "method": info.method if info else "the base model",
             "loaded": info.loaded if info else True,
             "bytes": info.bytes if info else 0,
-            "error": bool(info and info.error),
+            "error": without_folder(info.error, service.hidden_folder) if info else "",
             "requests": load.requests if load else 0,
             "errors": load.errors if load else 0,
             "p50": load.percentile(0.5) if load else None,
@@ -84,6 +85,7 @@ async def stats(http: Request) -> Response:
         "loads": engine.loads,
         "evictions": engine.evictions,
         "deltas": rows,
+        "ignored": service.ignored(tenant),
         "history": service.metrics.history(PAGE_SECONDS),
     })  # fmt: skip
 

@@ -25,7 +25,7 @@ from ..config import ServeConfig
 from ..errors import EngineClosed
 from ..requests import Answer, DeltaInfo, EngineStats, Request, TokenChoice
 from .auth import KeyFile, Tenant, everybody
-from .errors import ApiError, ClientDisconnected
+from .errors import ApiError, ClientDisconnected, without_folder
 from .limits import RateLimits
 from .metrics import Metrics
 
@@ -67,6 +67,10 @@ class Engine(Protocol):
 
     def deltas(self) -> list[DeltaInfo]:
         """Return the deltas that can be asked."""
+        ...
+
+    def ignored_folders(self) -> dict[str, str]:
+        """Return, by name, why folders in the folder of deltas are not served."""
         ...
 
     def stats(self) -> EngineStats:
@@ -176,6 +180,15 @@ class Service:
         base = self.config.base_name
         seen = (delta for delta in self.engine.deltas() if delta.name != base and tenant.may_see(delta.name))
         return sorted(seen, key=lambda delta: delta.name)
+
+    def ignored(self, tenant: Tenant) -> list[dict[str, str]]:
+        """Return the folders without a delta whose names a tenant may use, with the reasons."""
+        folders = sorted(self.engine.ignored_folders().items())
+        return [
+            {"folder": name, "error": without_folder(reason, self.hidden_folder)}
+            for name, reason in folders
+            if tenant.may_see(name)
+        ]
 
     def model_names(self, tenant: Tenant) -> list[str]:
         """Return what a tenant may write for `model`."""
