@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -24,7 +25,7 @@ from deltune.cli.serve import serve_app
 from deltune.errors import DeltuneError
 from deltune.serving.config import DOTTED, PLACES, SECTIONS, ServeConfig
 
-from .served import METHODS, Served, ServeProcess, wait_until
+from .served import METHODS, SOURCE, Served, ServeProcess, wait_until
 
 
 def digest(folder: Path) -> dict[str, str]:
@@ -151,6 +152,29 @@ def test_every_field_is_an_option_of_the_command(capsys: pytest.CaptureFixture[s
     assert ServeConfig.from_values(values) == ServeConfig.from_values(printed)
     dotted = {f"{PLACES[name][0]}.{PLACES[name][1]}": value for name, value in values.items()}
     assert ServeConfig.from_values(dotted) == ServeConfig.from_values(values) and set(dotted) <= set(DOTTED)
+
+
+def test_the_help_has_every_option_that_the_guide_names(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Grouped by section; and it says how the other fields of the config are set."""
+    guide = (SOURCE / "docs" / "serve.md").read_text(encoding="utf-8")
+    guide = re.sub(r"`python -m [^`]*`", "", guide)  # a program of its own
+    documented = set(re.findall(r"(?<![\w-])--([a-z][a-z-]*)", guide))
+    commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    others = [parameter for name in ("serve-key", "bench-serve") for parameter in commands[name].params]
+    others_flags = {flag.removeprefix("--") for one in others for flag in (*one.opts, *one.secondary_opts)}
+    monkeypatch.setenv("COLUMNS", "200")
+    run("--help")
+    printed = capsys.readouterr().out
+    listed = set(re.findall(r"(?<![\w-])--([a-z][a-z-]*)", printed))
+    fields = {name.replace("_", "-") for name in PLACES}
+    of_serve = {flag for flag in documented if flag.removeprefix("no-") in fields or flag not in others_flags}
+    assert len(of_serve) > 30 and of_serve <= listed, sorted(of_serve - listed)
+    for section in SECTIONS:
+        assert f"─ {section} ─" in printed, section
+    for words in ("More options are not listed here", "--print-config", "--config SERVE.yaml"):
+        assert words in printed
 
 
 def test_later_sources_win_and_all_mistakes_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

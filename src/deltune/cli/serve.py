@@ -25,9 +25,9 @@ def serve(context: typer.Context) -> None:
 
 EPILOG = (
     "A first server: deltune serve MODEL --deltas DIR. DIR has a folder for each delta: what `deltune train` or "
-    "Tuned.save() wrote, or an adapter of PEFT or AdapterHub. The config has more options. --print-config prints all "
-    "of them, those without a value as comments; set them in SERVE.yaml, by --set SECTION.FIELD=VALUE or by their own "
-    "--field VALUE."
+    "Tuned.save() wrote, or an adapter of PEFT or AdapterHub. More options are not listed here: --print-config prints "
+    "all fields of the config, those without a value as comments. Each is set in SERVE.yaml (--config SERVE.yaml), by "
+    "--set SECTION.FIELD=VALUE or by its own --field VALUE."
 )
 
 

@@ -39,7 +39,7 @@ Rate = Annotated[float, Field(gt=0, le=10**12, allow_inf_nan=False)]
 
 
 def _option(default: Any, description: str, *, common: bool = False, **constraints: Any) -> Any:
-    """A field with a default. `common` fields are listed by `deltune serve --help`."""
+    """A field with a default. `deltune serve --help` lists `common` fields, all that docs/serve.md names among them."""
     return Field(default, description=description, json_schema_extra={"common": common}, **constraints)
 
 
@@ -73,7 +73,7 @@ class DeltasSection(Section):
     )
     watch: Duration = _option(2.0, "seconds between looks at the folder; 0: only when told", common=True)
     max_loaded: Size = _option(64, "deltas in memory, at most; the least recently used one goes first", common=True)
-    max_loaded_bytes: Bytes | None = _option(None, "memory for deltas, such as 2GiB [no limit]")
+    max_loaded_bytes: Bytes | None = _option(None, "memory for deltas, such as 2GiB [no limit]", common=True)
 
 
 class BatchingSection(Section):
@@ -86,9 +86,13 @@ class BatchingSection(Section):
     )
     max_pass_seconds: PositiveDuration = _option(0.1, "about how many seconds a batch of an encoder takes, at most")
     max_wait: Duration = _option(0.005, "seconds that a first request waits for others")
-    max_queue: Size | None = _option(None, "requests that may wait in all [the engine's default]")
-    max_queue_per_tenant: Size | None = _option(None, "requests of one tenant that may wait [the engine's default]")
-    max_length: Size | None = _option(None, "tokens of a request, its answer included [what the model can]")
+    max_queue: Size | None = _option(None, "requests that may wait in all [the engine's default]", common=True)
+    max_queue_per_tenant: Size | None = _option(
+        None, "requests of one tenant that may wait [the engine's default]", common=True
+    )
+    max_length: Size | None = _option(
+        None, "tokens of a request, its answer included [what the model can]", common=True
+    )
     prompt_cache: BytesOrNone = _option(64 << 20, "memory for beginnings of prompts, such as 64MiB; 0: none")
 
 
@@ -99,28 +103,30 @@ class HttpSection(Section):
     port: int = _option(8000, "port to listen on; 0: any that is free", common=True, ge=0, le=65535)
     keys: str | None = _option(None, "file of API keys (deltune serve-key) [none: everybody may ask]", common=True)
     manage: bool | None = _option(
-        None, "without keys: whether requests may load and unload deltas [only on a local address]"
+        None, "without keys: whether requests may load and unload deltas [only on a local address]", common=True
     )
-    page: bool = _option(True, "show a page about the server at /")
+    page: bool = _option(True, "show a page about the server at /", common=True)
     ssl_certfile: str | None = _option(None, "certificate, for HTTPS")
     ssl_keyfile: str | None = _option(None, "key of the certificate")
     cors_origins: Names = _option((), "web origins whose pages may ask: https://a.example,…")
     drain: Duration = _option(30.0, "seconds in which running requests may end after SIGTERM", common=True)
     drain_delay: Duration = _option(
-        0.0, "seconds between /ready saying no and the end of accepting requests, for load balancers"
+        0.0, "seconds between /ready saying no and the end of accepting requests, for load balancers", common=True
     )
 
 
 class LimitsSection(Section):
     """What a request and a tenant may ask. A key's own rates are in the file of keys."""
 
-    max_body: Bytes = _option(4 << 20, "size of a request, such as 4MiB")
-    max_inputs: Size = _option(256, "texts in one request")
+    max_body: Bytes = _option(4 << 20, "size of a request, such as 4MiB", common=True)
+    max_inputs: Size = _option(256, "texts in one request", common=True)
     max_tokens: Size = _option(4096, "tokens that one input may ask for", common=True)
-    default_max_tokens: Size = _option(256, "tokens of a chat's answer where the request does not say")
+    default_max_tokens: Size = _option(256, "tokens of a chat's answer where the request does not say", common=True)
     timeout: Seconds = _option(300.0, "seconds for the answer to a request", common=True)
-    header_timeout: Seconds = _option(10.0, "seconds in which a client must have sent the headers of its request")
-    body_timeout: Seconds = _option(30.0, "seconds in which a client must have sent its request")
+    header_timeout: Seconds = _option(
+        10.0, "seconds in which a client must have sent the headers of its request", common=True
+    )
+    body_timeout: Seconds = _option(30.0, "seconds in which a client must have sent its request", common=True)
     send_timeout: Seconds = _option(60.0, "seconds in which a client must take the next part of a stream")
     requests_per_minute: Rate | None = _option(None, "of each tenant [no limit]", common=True)
     tokens_per_minute: Rate | None = _option(None, "read and generated, of each tenant [no limit]", common=True)
@@ -130,18 +136,18 @@ class LogSection(Section):
     """What is written on standard error, a line of JSON for each request."""
 
     log: Literal["requests", "errors", "off"] = _option("requests", "which requests have a line")
-    log_contents: bool = _option(False, "write inputs and answers too")
+    log_contents: bool = _option(False, "write inputs and answers too", common=True)
 
 
 class RaySection(Section):
     """Replicas on Ray Serve."""
 
     ray: bool = _option(False, "run replicas of the model on a Ray cluster", common=True)
-    replicas: Size = _option(1, "replicas at the start and at least")
-    max_replicas: Size | None = _option(None, "replicas at most, by load [as many as at the start]")
-    cpus: Rate = _option(1.0, "cores of a replica")
-    gpus: Duration = _option(0.0, "accelerators of a replica")
-    ongoing: Size = _option(32, "requests that a replica works on before another one is started")
+    replicas: Size = _option(1, "replicas at the start and at least", common=True)
+    max_replicas: Size | None = _option(None, "replicas at most, by load [as many as at the start]", common=True)
+    cpus: Rate = _option(1.0, "cores of a replica", common=True)
+    gpus: Duration = _option(0.0, "accelerators of a replica", common=True)
+    ongoing: Size = _option(32, "requests that a replica works on before another one is started", common=True)
     address: str | None = _option(None, "of the Ray cluster [$RAY_ADDRESS, else one on this machine]")
 
 
