@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import socket
@@ -41,6 +42,14 @@ def test_buckets_fill_with_time() -> None:
     limits.admit(other)
     with pytest.raises(ApiError, match="1 requests a minute"):
         limits.admit(other)
+
+
+@pytest.mark.parametrize("rate", [0.5, 1, 2])
+def test_the_first_request_passes_while_time_goes_on(rate: float) -> None:
+    """A new bucket is full when its first request looks into it, though the clock has moved on since it came."""
+    ticks = itertools.count()
+    limits = RateLimits(LimitsSection(requests_per_minute=rate), clock=lambda: 1e-6 * next(ticks))
+    limits.admit(Tenant(name="a"))
 
 
 def test_tokens_are_counted_afterwards() -> None:

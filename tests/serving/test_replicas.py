@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from deltune.serving.errors import EngineClosed, InvalidRequest, QueueFull, RequestTimeout, UnknownDelta
@@ -73,6 +75,23 @@ def test_a_delta_is_loaded_on_all_replicas(replicas: Served, folder: Path) -> No
     assert {replicas.post("/v1/completions", {"model": "other", **ASK}).status_code for _ in range(6)} == {404}
     listed = {one["name"] for one in replicas.post("/v1/deltas/refresh", {}).json()["data"]}
     assert "copy" in listed and "other" not in listed
+
+
+@pytest.mark.slow
+def test_a_client_that_goes_leaves_the_batch_of_a_replica(replicas: Served) -> None:
+    """What it asked for is not generated to its end."""
+    before = replicas.engine.stats().finished.get("mood", 0)
+    body = {"model": "mood", "prompt": ["the old hammer"] * 16, "max_tokens": 50, "n": 16, "timeout": 60}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{replicas.url}/v1/completions", json=body, timeout=0.3, trust_env=False)
+
+    def is_idle() -> bool:
+        stats = replicas.engine.stats()
+        return not stats.running and not any(stats.queued.values())
+
+    time.sleep(2.5)  # the front has looked at its replicas meanwhile
+    wait_until(is_idle, 20)
+    assert replicas.engine.stats().finished.get("mood", 0) - before < 256
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from deltune.serving.api.errors import ClientDisconnected
-from deltune.serving.api.service import gather, merge, unless_disconnected
+from deltune.serving.api.service import EventStream, gather, merge, unless_disconnected
 from deltune.serving.errors import EngineClosed
 
 
@@ -110,3 +110,33 @@ def test_what_nobody_waits_for_is_cancelled() -> None:
     with pytest.raises(ClientDisconnected):
         run(unless_disconnected(Http(True), work.sleep(60, "forgotten")))  # type: ignore[arg-type]
     assert work.ended[-1] == "forgotten"
+
+
+def test_a_client_that_does_not_take_its_stream_is_left() -> None:
+    """It keeps its connection and reads nothing: after a while its request ends, and so does what it is sent."""
+    work = Work()
+
+    async def events() -> AsyncIterator[bytes]:
+        async for item in work.count("event", 10**6):
+            yield item.encode()
+
+    async def main() -> int:
+        sent = 0
+
+        async def send(message: Any) -> None:
+            nonlocal sent
+            sent += 1
+            if sent > 3:  # its buffers are full
+                await asyncio.sleep(1000)
+
+        async def receive() -> Any:
+            await asyncio.sleep(1000)
+
+        source = events()
+        with pytest.raises(ClientDisconnected):
+            await EventStream(source, send_timeout=0.05)({"type": "http"}, receive, send)
+        with pytest.raises(StopAsyncIteration):
+            await anext(source)
+        return sent
+
+    assert run(main()) == 4

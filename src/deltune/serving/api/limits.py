@@ -58,7 +58,7 @@ class RateLimits:
             ApiError: The tenant has asked too often or for too much; it is told when to come again.
         """
         now = self._clock()
-        requests, tokens = self._bucket(tenant, "requests"), self._bucket(tenant, "tokens")
+        requests, tokens = self._bucket(tenant, "requests", now), self._bucket(tenant, "tokens", now)
         for bucket, what in ((requests, "requests"), (tokens, "tokens")):
             if bucket is not None and (wait := bucket.wait(1.0, now)) > 0:
                 raise ApiError(
@@ -73,17 +73,17 @@ class RateLimits:
 
     def charge(self, tenant: Tenant, tokens: int) -> None:
         """Count the tokens of an answer; they are known only afterwards, so that the next request waits for them."""
-        if (bucket := self._bucket(tenant, "tokens")) is not None:
+        if (bucket := self._bucket(tenant, "tokens", self._clock())) is not None:
             bucket.take(tokens)
 
-    def _bucket(self, tenant: Tenant, what: str) -> TokenBucket | None:
+    def _bucket(self, tenant: Tenant, what: str, now: float) -> TokenBucket | None:
         name = f"{what}_per_minute"
         rate = getattr(tenant, name) or getattr(self.limits, name)
         if rate is None:
             return None
         key = (tenant.name, what, rate)
         if key not in self._buckets:
-            self._buckets[key] = TokenBucket(rate, self._clock())
+            self._buckets[key] = TokenBucket(rate, now)  # full at the time at which the request looks into it
             while len(self._buckets) > 2 * MAX_TENANTS:
                 self._buckets.popitem(last=False)
         self._buckets.move_to_end(key)

@@ -1,0 +1,103 @@
+"""What the settings of the HTTP layer do: HTTPS, origins of web pages, rates of tokens and of single keys."""
+
+from __future__ import annotations
+
+import shutil
+import ssl
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from deltune.serving.api.auth import add_key
+from deltune.serving.config import SECTIONS, ServeConfig
+from deltune.serving.loading import load_server
+
+from .served import served
+
+BODY = {"model": "mood", "prompt": "the old", "max_tokens": 4}
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl on the path")
+def test_https(decoder: tuple[Path, Path], tmp_path: Path) -> None:
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject]
+    subprocess.run([*made, "-keyout", key, "-out", certificate], check=True, capture_output=True, timeout=60)
+    options = {"ssl_certfile": str(certificate), "ssl_keyfile": str(key), "watch": 0, "log": "off"}
+    with served(model=str(decoder[0]), deltas=str(decoder[1]), **options) as running:
+        address = running.url.replace("http://", "https://")
+        trusted = ssl.create_default_context(cafile=str(certificate))
+        answer = httpx.post(f"{address}/v1/completions", json=BODY, verify=trusted, timeout=60, trust_env=False)
+        assert answer.status_code == 200 and answer.json()["choices"], answer.text
+        with pytest.raises(httpx.HTTPError):  # without TLS nothing is answered
+            running.get("/health")
+
+
+def test_pages_of_named_origins_may_ask(decoder: tuple[Path, Path]) -> None:
+    """A browser asks beforehand; the answer names the origin only if the config does."""
+    origins = ["https://a.example", "https://b.example"]
+    with served(model=str(decoder[0]), deltas=str(decoder[1]), cors_origins=origins, watch=0, log="off") as running:
+        for origin, allowed in (("https://b.example", True), ("https://evil.example", False)):
+            headers = {
+                "Origin": origin, "Access-Control-Request-Method": "POST",
+                "Access-Control-Request-Headers": "authorization,content-type",
+            }  # fmt: skip
+            before = httpx.options(f"{running.url}/v1/completions", headers=headers, trust_env=False)
+            answer = running.post("/v1/completions", BODY, headers={"Origin": origin})
+            assert (before.status_code == 200) == allowed
+            for one in (before, answer):
+                assert one.headers.get("access-control-allow-origin") == (origin if allowed else None), one.headers
+    with served(model=str(decoder[0]), watch=0, log="off") as running:
+        answer = running.get("/health", headers={"Origin": "https://a.example"})
+        assert "access-control-allow-origin" not in answer.headers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_a_minute(decoder: tuple[Path, Path], stream: bool) -> None:
+    """What was read and generated counts, in one piece and as a stream; the next request is told when to come."""
+    model, deltas = decoder
+    with served(model=str(model), deltas=str(deltas), watch=0, log="off", tokens_per_minute=6) as running:
+        first = running.post("/v1/completions", {**BODY, "stream": stream})
+        second = running.post("/v1/completions", {**BODY, "stream": stream})
+        third = running.post("/v1/completions", BODY)
+    assert (first.status_code, third.status_code) == (200, 429) and second.status_code in (200, 429)
+    assert int(third.headers["retry-after"]) >= 1 and "6 tokens a minute" in third.json()["error"]["message"]
+
+
+def test_a_key_has_rates_of_its_own(decoder: tuple[Path, Path], tmp_path: Path) -> None:
+    """Beside those of the server, and what one tenant has used up another one has not."""
+    file = tmp_path / "keys.json"
+    keys = {
+        "slow": add_key(file, "slow", {"deltas": ("*",), "requests_per_minute": 1.0}),
+        "quick": add_key(file, "quick", {"deltas": ("*",), "requests_per_minute": 100.0}),
+        "usual": add_key(file, "usual", {"deltas": ("*",)}),
+    }
+    options: dict[str, Any] = {"keys": str(file), "requests_per_minute": 2, "watch": 0, "log": "off"}
+    with served(model=str(decoder[0]), deltas=str(decoder[1]), **options) as running:
+        statuses = {
+            name: [
+                running.post("/v1/completions", BODY, headers={"Authorization": f"Bearer {key}"}).status_code
+                for _ in range(4)
+            ]
+            for name, key in keys.items()
+        }
+    assert statuses == {"slow": [200, 429, 429, 429], "quick": [200] * 4, "usual": [200, 200, 429, 429]}
+
+
+def test_every_setting_of_the_engine_reaches_it(decoder: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with a value of its own, so that none can be taken for another."""
+    values: dict[str, Any] = {"model": str(decoder[0]), "deltas": str(decoder[1])}
+    numbers = iter(range(71, 171))
+    for section in ("deltas", "batching"):
+        values |= {name: next(numbers) for name in SECTIONS[section].model_fields if name != "folder"}
+    got: dict[str, Any] = {}
+    monkeypatch.setattr("deltune.serving.engine.Server", lambda *_, **options: got.update(options))
+    load_server(ServeConfig.from_values(values))
+    renamed = {"prompt_cache_bytes": "prompt_cache"}
+    assert str(got.pop("deltas")) == values["deltas"]
+    assert {renamed.get(name, name): value for name, value in got.items()} == {
+        name: value for name, value in values.items() if name not in ("model", "deltas")
+    }
