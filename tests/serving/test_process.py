@@ -114,6 +114,16 @@ def test_logs_have_no_contents_and_a_second_signal_ends_at_once(decoder: tuple[P
         assert running.process.wait(50) == 0
 
 
+@pytest.mark.slow
+def test_a_short_soak() -> None:
+    """The program of the guide for 15 seconds: what it counts as wrong is nothing. How memory grows takes it longer."""
+    command = [sys.executable, "-m", "benchmarks.soak", "--minutes", "0.25", "--deltas", "10", "--loaded", "4"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=SOURCE)
+    assert ended.returncode == 0 and "wrong: 0" in ended.stdout, ended.stdout + ended.stderr[-2000:]
+    for action in ("complete", "close_early", "refused", "reload", "replace", "look"):
+        assert re.search(rf"^{action}: [1-9]", ended.stdout, re.MULTILINE), ended.stdout
+
+
 # -- the command and its config
 
 
