@@ -373,7 +373,7 @@ def test_cancelled_requests_leave_the_batch() -> None:
         assert gate.passes < 15
         stats = server.stats()
         assert not stats.running and not stats.queued
-        assert not any(d.users for d in server._in_memory())
+        assert not any(d.users for d in server._lifecycle.in_memory())
     check(of, [short], [answer])
 
 
@@ -457,7 +457,7 @@ def test_numbers_that_are_not_finite_are_no_answer() -> None:
     of = deltas(*GPT)
     with Server(of.model(), deltas=of.folder) as server:
         warm(server, ask("generate", 3, 1, "d2"))
-        entry = server._entries["d2"]
+        entry = server._catalog.entries["d2"]
         assert entry.current is not None and entry.current.internal is not None
         delta = server._backbones.first.handle.delta(entry.current.internal)
         with torch.no_grad():

@@ -1,7 +1,10 @@
-"""The parts of the engine by themselves: caches of rows, beginnings of prompts, sampling, texts, tokenizers."""
+"""The parts of the engine by themselves: caches, beginnings of prompts, sampling, texts, the catalog, admission."""
 
 from __future__ import annotations
 
+import shutil
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +18,18 @@ from transformers.cache_utils import DynamicCache
 import deltune
 import tiny
 from deltune.models import load_model, load_tokenizer
+from deltune.serving.admission import Admission
 from deltune.serving.cache import assemble, cache_of, columns, new_cache, row_of, set_columns
+from deltune.serving.catalog import Catalog, Entry
 from deltune.serving.engine import Server
+from deltune.serving.errors import QueueFull, UnknownDelta
 from deltune.serving.prompt_cache import BLOCK, PromptCache
 from deltune.serving.requests import Request, Sampling
 from deltune.serving.sampling import TextBuilder, TokenChooser, config_processors
 from laws.families import FAMILIES
 from laws.specimens import build, stir
 
-from .specimens import greedy
+from .specimens import deltas, greedy
 
 # -- caches
 
@@ -280,3 +286,49 @@ def test_generated_texts_and_stops(tmp_path: Path) -> None:
             pieces = "".join(choice.text for choice in cut)
             assert cut.answer is not None and cut.answer.finish_reason == "stop"
             assert pieces == cut.answer.text == whole.text[: whole.text.index(stop)]
+
+
+# -- the deltas by name
+
+
+def test_the_catalog_may_change_while_somebody_goes_through_it(tmp_path: Path) -> None:
+    """The engine's thread looks for a place for a delta while another thread finds new folders and lost ones."""
+    source = deltas("bert", "sequence").folder / "d0"
+    for name in ("a", "b"):
+        shutil.copytree(source, tmp_path / name)
+    catalog = Catalog(tmp_path, {}, lambda *_: None, threading.RLock())
+    assert catalog.look() == ([], []) and list(catalog.entries) == ["a", "b"]
+    seen = iter(catalog.entries.values())
+    first = next(seen)
+    shutil.copytree(source, tmp_path / "c")
+    shutil.rmtree(tmp_path / "a")
+    changed, lost = catalog.look()
+    assert [entry.name for entry in seen] == ["b"] and (changed, lost) == ([], [first])
+    assert list(catalog.entries) == ["b", "c"]
+    catalog.remove("b")
+    assert catalog.look() == ([], []) and list(catalog.entries) == ["c"], "what was taken out stays out"
+    catalog.put(Entry("b", tmp_path / "b"))
+    assert list(catalog.entries) == ["c", "b"] and [info.name for info in catalog.infos()] == ["b", "c"]
+    with pytest.raises(UnknownDelta, match="Known"):
+        catalog.remove("a")
+
+
+def test_admission_counts_what_waits() -> None:
+    admission = Admission(3, 2, threading.RLock())
+    for tenant in ("a", "a", "b"):
+        admission.enter(tenant)
+    with pytest.raises(QueueFull, match="3 requests wait already") as full:
+        admission.enter("c")
+    assert full.value.retry_after == 1.0, "nothing has ended yet"
+    admission.leave("b")
+    with pytest.raises(QueueFull, match="2 requests of tenant 'a'"):
+        admission.enter("a")
+    now = time.monotonic()
+    for number in range(1, 200):
+        admission.note_end(now + number)  # one a second
+    with pytest.raises(QueueFull) as full:
+        admission.enter("a")
+    assert full.value.retry_after == pytest.approx(2 / 4, rel=0.1)
+    admission.leave("a")
+    admission.leave("a")
+    assert not admission.queued

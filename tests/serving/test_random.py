@@ -158,8 +158,8 @@ def test_no_answer_depends_on_others(
             results = [(request, finished(future)) for request, future in submitted]
             settle(server)
             assert not server._jobs and not any(server.stats().queued.values())
-            assert all(d.users == 0 for d in server._in_memory()) and not server._retired
-            assert len(server._in_memory()) <= loaded
+            assert all(d.users == 0 for d in server._lifecycle.in_memory()) and not server._lifecycle.retired
+            assert len(server._lifecycle.in_memory()) <= loaded
             lanes: Any = list(server._lanes.values())
             assert not any(lane.busy or lane.running() for lane in lanes)
     folders = {"": None} | {_digest(server, path): path for path in versions(of).values()}

@@ -1,38 +1,42 @@
 """`Server`: many deltas on one backbone, in Python without HTTP.
 
-One thread owns the model. It takes requests from the others, reads and attaches deltas between two batches, and gives
-every request its answer, so nothing that concerns the model needs a lock, and nothing process-wide changes.
+One thread owns the model. It takes requests from the others, attaches deltas between two batches, and gives every
+request its answer, so nothing that concerns the model needs a lock, and nothing process-wide changes. Here are the ways
+in, the loop of that thread, and the end. Which requests may wait is in `admission`, which delta is meant in `catalog`,
+how deltas come into memory and go in `lifecycle`, and what a batch is in `encoding` and `generation`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..errors import DeltuneError, counted, describe_value, error_summary, unknown_name
+from ..errors import DeltuneError, describe_value, error_summary, unknown_name
 from ..filesystem import user_path
 from ..models import align_padding_token, has_trained_head, load_config, load_model, load_tokenizer
-from .backbone import Backbones, LoadedDelta, PreparedDelta
+from .admission import Admission, check_length
+from .backbone import Backbones, LoadedDelta
+from .catalog import Catalog, Entry
 from .encoding import BatchLimits, EncodingLane, LaneContext
-from .errors import EngineClosed, InvalidRequest, QueueFull, RequestTimeout, UnknownDelta
+from .errors import EngineClosed, InvalidRequest, RequestTimeout, UnknownDelta
 from .fairness import FairShare
 from .generation import GenerationLane, GenerationOptions
 from .jobs import LONG_TEXT, Job, Listener, RequestEncoder, check_pair, check_task, input_size
+from .lifecycle import Lifecycle, LifecycleContext
 from .prompt_cache import PromptCache
-from .registry import HEAD_TASKS, FolderFacts, Signature, check_delta_name, read_facts, scan, signature
+from .registry import HEAD_TASKS, FolderFacts, scan
 from .requests import Answer, DeltaInfo, EngineStats, Request, TokenChoice
+from .streams import Stream
 
 logger = logging.getLogger(__name__)
 
@@ -40,78 +44,8 @@ Lane = EncodingLane | GenerationLane
 
 IDLE = 0.2
 """Seconds after which the engine looks for timed-out requests when nothing wakes it."""
-READ_ATTEMPTS = 3
-"""How often a delta is read whose files change meanwhile."""
 ENCODED_AT_ONCE = 512
 """Characters up to which `asubmit` reads a text in the event loop itself; longer ones are read in a thread."""
-LOADS_AT_ONCE = 2
-"""Deltas that are read ahead; more would take memory before there is a place for them."""
-
-
-NAMED_FOLDERS = 8
-"""Folders without a delta that a line of the log names."""
-
-
-@dataclass(eq=False)
-class Entry:
-    """A delta by its name: its folder, and the version in memory.
-
-    Attributes:
-        name: Its name.
-        folder: Its folder; None if it was attached before the server was made.
-        facts: What its files said when they were last read.
-        seen: The signature of its files at that time.
-        current: The version in memory, or None.
-        waiting: Requests that wait until it is in memory.
-        loading: Whether it is being read for them.
-        draining: Whether it takes no new requests, because another delta needs its place.
-        error: Why its newest files were refused, or "".
-        refused: The signature of the files that were refused.
-        listed: Whether it is in the server's directory, so that it goes when its folder goes.
-    """
-
-    name: str
-    folder: Path | None
-    facts: FolderFacts | None = None
-    seen: Signature = ()
-    current: LoadedDelta | None = None
-    waiting: deque[Job] = field(default_factory=deque)
-    loading: bool = False
-    draining: bool = False
-    error: str = ""
-    refused: Signature = ()
-    listed: bool = False
-
-    def refuse(self, error: DeltuneError, seen: Signature) -> None:
-        """Note and log why its newest files were refused; the version in memory goes on.
-
-        Args:
-            error: The reason.
-            seen: The signature of the files.
-        """
-        if seen != self.refused or str(error) != self.error:
-            goes_on = "" if self.current is None else f"; version {self.current.version} goes on"
-            logger.warning("the files of delta %s are refused: %s%s", self.name, error_summary(error), goes_on)
-        self.error, self.refused = str(error), seen
-
-
-@dataclass(eq=False)
-class Arrival:
-    """A delta that was read, on its way to the engine's thread.
-
-    Attributes:
-        entry: Its entry.
-        folder: Its folder.
-        prepared: The delta, or why it was refused.
-        seen: The signature of its files before they were read.
-        done: The result of `load`, or None if requests wait for it.
-    """
-
-    entry: Entry
-    folder: Path
-    prepared: PreparedDelta | DeltuneError
-    seen: Signature
-    done: Future[DeltaInfo] | None
 
 
 class Server:
@@ -188,8 +122,7 @@ class Server:
             tokenizer = loaded_tokenizer if tokenizer is None else tokenizer
         if not isinstance(model, PreTrainedModel):
             raise DeltuneError(f"a server takes a model of transformers, or its name, not {describe_value(model)}")
-        self.max_loaded, self.max_loaded_bytes = max_loaded, max_loaded_bytes
-        self.max_queue, self.max_queue_per_tenant, self.max_length = max_queue, max_queue_per_tenant, max_length
+        self.max_length = max_length
         self.limits = BatchLimits(max_batch_tokens, max_batch_size, max_wait, max_prefill_tokens, max_pass_seconds)
         self.tokenizer = tokenizer
         self._backbones = Backbones(model)
@@ -207,31 +140,26 @@ class Server:
         self._lane_context = LaneContext(self._share, self._start, self._finish)
         self._lanes: dict[tuple[str, str, str], Lane] = {}
         self._base = first.base(HEAD_TASKS[first.head])
-        self._entries = {d.name: Entry(d.name, None, current=d) for d in first.attached_before() if d.name is not None}
-        self._ignored: dict[str, str] = {}  # folders without a delta, and why
-        self._gone: dict[str, Entry] = {}  # unloaded by name, until they are loaded again or their folder goes
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
+        attached = {loaded.name: loaded for loaded in first.attached_before() if loaded.name is not None}
+        self._catalog = Catalog(self.root, attached, self._backbones.check, self._lock)
+        context = LifecycleContext(self._wake, self._share, self._call, self._place, self._finish, self._on_detach)
+        self._lifecycle = Lifecycle(self._catalog, self._backbones, context, max_loaded, max_loaded_bytes)
+        self._admission = Admission(max_queue, max_queue_per_tenant, self._lock)
         self._inbox: deque[Job] = deque()
-        self._arrivals: deque[Arrival] = deque()
         self._calls: deque[Callable[[], None]] = deque()
         self._cancelled: deque[Job] = deque()
         self._jobs: set[Job] = set()  # all that are neither answered nor failed
-        self._queued: Counter[str] = Counter()
         self._running: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
         self._totals: Counter[str] = Counter()
-        self._load_seconds = 0.0
-        self._rate = 0.0  # requests a second, lately
-        self._last_finished = time.monotonic()
-        self._retired: set[LoadedDelta] = set()
         self._closing = self._closed = False
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="deltune-reader")
         self._encoding = ThreadPoolExecutor(1, thread_name_prefix="deltune-encoder")
         self._long_encoding = ThreadPoolExecutor(1, thread_name_prefix="deltune-long-encoder")
         if self.root is not None:
-            self._scan()
+            self._catalog.look()
         self._thread = threading.Thread(target=self._run, name="deltune-engine", daemon=True)
         self._thread.start()
         self._watcher: threading.Thread | None = None
@@ -344,7 +272,7 @@ class Server:
         try:
             encoding = pool.submit(self._submit_reserved, request, listener, time.monotonic())
         except RuntimeError:
-            self._unreserve(request.tenant)
+            self._admission.leave(request.tenant)
             raise EngineClosed("the server is closing and takes no new requests") from None
         try:
             async with asyncio.timeout(request.timeout):
@@ -359,7 +287,7 @@ class Server:
     def _abandon(self, request: Request, encoding: Future[Job]) -> None:
         """Take back a request for which nobody waits any more, whether its text was read or not."""
         if encoding.cancelled():
-            self._unreserve(request.tenant)
+            self._admission.leave(request.tenant)
         elif encoding.exception() is None:
             encoding.result().future.cancel()
 
@@ -373,15 +301,7 @@ class Server:
         with self._lock:
             if self._closing:
                 raise EngineClosed("the server is closing and takes no new requests")
-            self._check_room(tenant)
-            self._queued[tenant] += 1
-
-    def _unreserve(self, tenant: str) -> None:
-        """Count a request of a tenant no more as one that waits."""
-        with self._lock:
-            self._queued[tenant] -= 1
-            if not self._queued[tenant]:
-                del self._queued[tenant]
+            self._admission.enter(tenant)
 
     def _submit_reserved(self, request: Request, listener: Listener | None, arrived: float) -> Job:
         """Make a request that was counted a job, and hand it to the engine's thread."""
@@ -396,7 +316,7 @@ class Server:
                 self._inbox.append(job)
                 self._wake.notify_all()
         except BaseException:
-            self._unreserve(request.tenant)
+            self._admission.leave(request.tenant)
             raise
         job.future.add_done_callback(lambda future: self._on_done(job, future))
         return job
@@ -413,7 +333,7 @@ class Server:
         job.submitted = arrived
         if request.task == "generate":
             self._options.check(request.sampling)
-        self._check_length(job, (None if entry is None else entry.current) or self._base)
+        check_length(job, (None if entry is None else entry.current) or self._base, self.max_length)
         return job
 
     def _target(self, name: str | None) -> tuple[Entry | None, LoadedDelta | FolderFacts]:
@@ -421,53 +341,13 @@ class Server:
         if name is None:
             return None, self._base
         with self._lock:
-            entry = self._entries.get(name)
+            entry = self._catalog.get(name)
             known = None if entry is None else entry.current
         if entry is None:
-            raise UnknownDelta(unknown_name("delta", name, self._entries))
+            raise UnknownDelta(unknown_name("delta", name, self._catalog.entries))
         if known is not None:
             return entry, known
-        return entry, self._facts(entry)
-
-    def _check_length(self, job: Job, loaded: LoadedDelta) -> None:
-        length, backbone = len(job.tokens), loaded.backbone
-        generating, more = job.request.task == "generate", 0
-        positions = backbone.positions(backbone.first_stack.name, loaded)
-        answer_positions = positions - length
-        if generating and backbone.is_encoder_decoder:
-            answer_positions = backbone.positions(backbone.last_stack.name, loaded) - 1
-        if generating:
-            job.request = _shortened(job.request, answer_positions, self.max_length, length)
-            more = job.request.sampling.max_tokens
-        if self.max_length is not None and length + more > self.max_length:
-            raise InvalidRequest(
-                f"the request has {length} tokens{f' and max_tokens={more}' if generating else ''}, and this server "
-                f"takes {self.max_length}"
-            )
-        needed = length + (more if not backbone.is_encoder_decoder else 0)
-        if needed > positions:
-            raise InvalidRequest(
-                f"the request has {length} tokens{f' and max_tokens={more}' if generating else ''}, and the model has "
-                f"{positions} positions for them"
-            )
-        if generating and more > answer_positions:
-            raise InvalidRequest(
-                f"max_tokens={more} is more than the {answer_positions} that the decoder has places for"
-            )
-
-    def _check_room(self, tenant: str) -> None:
-        waiting = sum(self._queued.values())
-        if waiting >= self.max_queue:
-            raise QueueFull(f"{waiting} requests wait already, which is all that this server keeps", self._retry())
-        if self._queued[tenant] >= self.max_queue_per_tenant:
-            raise QueueFull(
-                f"{self._queued[tenant]} requests of tenant {tenant!r} wait already, which is all that it may have",
-                self._retry(),
-            )
-
-    def _retry(self) -> float:
-        """In how many seconds a quarter of what waits may be done."""
-        return min(60.0, max(0.1, sum(self._queued.values()) / 4 / self._rate)) if self._rate else 1.0
+        return entry, self._catalog.facts(entry)
 
     def _on_done(self, job: Job, future: Future[Answer]) -> None:
         if future.cancelled():
@@ -495,39 +375,7 @@ class Server:
             DeltuneError: The delta is damaged or does not fit the model.
             EngineClosed: The server is closing.
         """
-        check_delta_name(name)
-        where = self._folder(name, folder)
-        with self._lock:
-            entry = self._entries.get(name)
-            fresh = entry is None
-            if entry is None:
-                entry = Entry(name, where)
-            elif entry.folder is None:
-                raise DeltuneError(
-                    f"delta {name!r} was attached to the model before the server was made; give another name"
-                )
-        done: Future[DeltaInfo] = Future()
-        self._read(entry, where, done)
-        try:
-            return done.result()
-        except DeltuneError as error:
-            if not fresh:
-                entry.refuse(error, signature(where))
-            raise
-
-    def _folder(self, name: str, folder: str | Path | None) -> Path:
-        if folder is not None:
-            where = user_path(folder, "folder")
-            listed = None if self.root is None else self.root / name
-            return listed if listed is not None and listed.resolve() == where.resolve() else where
-        known = self._entries.get(name) or self._gone.get(name)
-        if known is not None and known.folder is not None:
-            return known.folder
-        if self.root is None:
-            raise UnknownDelta(f"delta {name!r} is not known, and this server has no folder of deltas: give its folder")
-        if name not in (names := scan(self.root).deltas):
-            raise UnknownDelta(unknown_name("delta", name, names))
-        return self.root / name
+        return self._lifecycle.load(name, folder)
 
     def unload(self, name: str) -> None:
         """Take a delta out of the server. Requests that run are answered; those that wait for it fail.
@@ -538,16 +386,7 @@ class Server:
         Raises:
             UnknownDelta: There is no such delta.
         """
-
-        def remove() -> None:
-            entry = self._entries.pop(name, None)
-            if entry is None:
-                raise UnknownDelta(unknown_name("delta", name, self._entries))
-            if self.root is not None:
-                self._gone[name] = entry
-            self._forget(entry, UnknownDelta(f"delta {name!r} was unloaded before it answered"))
-
-        self._call(remove)
+        self._lifecycle.unload(name)
 
     def refresh(self) -> list[DeltaInfo]:
         """Look at the directory of deltas again: new folders, changed ones, and those that are gone.
@@ -559,57 +398,16 @@ class Server:
             All deltas.
         """
         if self.root is not None:
-            changed = self._scan()
-            for entry in changed:
-                done: Future[DeltaInfo] = Future()
-                assert entry.folder is not None
-                self._read(entry, entry.folder, done)
-                try:
-                    done.result()
-                except DeltuneError as error:
-                    entry.refuse(error, signature(entry.folder))
+            self._lifecycle.refresh()
         return self.deltas()
 
-    def _scan(self) -> list[Entry]:
-        """Find new and gone folders, and return the entries in memory whose files changed."""
-        assert self.root is not None
-        found = scan(self.root)
-        folders = found.deltas
-        self._note_ignored(found.ignored)
-        changed: list[Entry] = []
-        with self._lock:
-            before = [(e, e.folder) for e in self._entries.values() if not e.listed or e.name in folders]
-        # without the lock, which requests need: the disk may be slow
-        signatures = [(entry, folder, signature(folder)) for entry, folder in before if folder is not None]
-        with self._lock:
-            for name in [name for name in self._gone if name not in folders]:
-                del self._gone[name]
-            for name, folder in folders.items():
-                if name not in self._entries and name not in self._gone:
-                    self._entries[name] = Entry(name, folder, listed=True)
-            for entry, folder, now in signatures:
-                if entry.folder != folder or now in (entry.seen, entry.refused):
-                    continue
-                if entry.current is not None:
-                    changed.append(entry)
-                else:
-                    entry.facts, entry.error = None, ""
-            lost = [e for e in self._entries.values() if e.listed and e.name not in folders]
-            for entry in lost:
-                self._entries.pop(entry.name, None)
-        for entry in lost:
-            error = UnknownDelta(f"the folder of delta {entry.name!r} is gone")
-            self._call(lambda entry=entry, error=error: self._forget(entry, error))  # type: ignore[misc]
-        return changed
+    def deltas(self) -> list[DeltaInfo]:
+        """Return what is known of each delta.
 
-    def _note_ignored(self, ignored: dict[str, str]) -> None:
-        """Keep why folders hold no delta, and log those that were not known."""
-        new = [name for name in ignored if name not in self._ignored]
-        self._ignored = ignored
-        if new:
-            reasons = "; ".join(error_summary(ignored[name]) for name in new[:NAMED_FOLDERS])
-            more = "; …" if len(new) > NAMED_FOLDERS else ""
-            logger.warning("%s without a delta in %s: %s%s", counted(len(new), "folder"), self.root, reasons, more)
+        Returns:
+            A fact sheet for each, sorted by name.
+        """
+        return self._catalog.infos()
 
     def ignored_folders(self) -> dict[str, str]:
         """Return the folders in the directory of deltas that hold none, when it was last looked at.
@@ -617,7 +415,7 @@ class Server:
         Returns:
             By name, why they are not served.
         """
-        return dict(self._ignored)
+        return self._catalog.ignored_folders()
 
     def _watch(self, seconds: float) -> None:
         while not self._stop.wait(seconds):
@@ -627,91 +425,6 @@ class Server:
                 return
             except Exception as error:
                 logger.warning("the folder of deltas could not be looked at: %s", error_summary(error))
-
-    def deltas(self) -> list[DeltaInfo]:
-        """Return what is known of each delta.
-
-        Returns:
-            A fact sheet for each, sorted by name.
-        """
-        with self._lock:
-            entries = sorted(self._entries.items())
-        infos = []
-        for _, entry in entries:
-            if entry.current is None and entry.facts is None:
-                with suppress(DeltuneError):
-                    self._facts(entry)
-            infos.append(self._info(entry))
-        return infos
-
-    def _info(self, entry: Entry) -> DeltaInfo:
-        current, facts = entry.current, entry.facts
-        folder = "" if entry.folder is None else str(entry.folder)
-        if current is not None:
-            return DeltaInfo(
-                entry.name, folder, current.method, current.parameters, current.tasks, current.labels, current.version,
-                True, current.bytes, current.loaded_at, entry.error,
-            )  # fmt: skip
-        if facts is None:
-            return DeltaInfo(entry.name, folder, "", 0, (), error=entry.error)
-        return DeltaInfo(
-            entry.name, folder, facts.method, facts.parameters, facts.tasks, facts.labels, facts.version,
-            error=entry.error,
-        )  # fmt: skip
-
-    def _facts(self, entry: Entry) -> FolderFacts:
-        """What the files of a delta that is not in memory say."""
-        facts = entry.facts
-        if facts is None:
-            assert entry.folder is not None
-            seen = signature(entry.folder)
-            if entry.error and seen == entry.refused:
-                raise DeltuneError(entry.error)
-            try:
-                facts = read_facts(entry.folder)
-                self._backbones.check(facts, entry.folder)
-            except DeltuneError as error:
-                entry.refuse(error, seen)
-                raise
-            entry.facts, entry.seen = facts, seen
-        return facts
-
-    def _read(self, entry: Entry, folder: Path, done: Future[DeltaInfo] | None) -> None:
-        """Read a delta in the reader's thread, and hand it to the engine's."""
-
-        def read() -> None:
-            began = time.perf_counter()
-            for attempt in range(READ_ATTEMPTS):
-                seen = signature(folder)
-                prepared = self._prepared(entry, folder, seen, again=done is not None)
-                if isinstance(prepared, PreparedDelta) or signature(folder) == seen:
-                    break
-                time.sleep(0.05 * (attempt + 1))  # somebody is replacing the files
-            with self._wake:
-                self._load_seconds += time.perf_counter() - began
-                if not self._closed:
-                    self._arrivals.append(Arrival(entry, folder, prepared, seen, done))
-                    self._wake.notify_all()
-                elif done is not None:
-                    done.set_exception(EngineClosed("the server is closed"))
-
-        try:
-            self._reader.submit(read)
-        except RuntimeError:
-            raise EngineClosed("the server is closing and loads no deltas") from None
-
-    def _prepared(self, entry: Entry, folder: Path, seen: Signature, again: bool) -> PreparedDelta | DeltuneError:
-        """Read and check a delta, or say why it is refused; files that were refused are read `again` or not."""
-        try:
-            if not again and entry.error and seen == entry.refused:
-                return DeltuneError(entry.error)
-            facts = read_facts(folder)
-            return self._backbones.for_head(self._backbones.head_of(facts)).prepare(entry.name, folder, facts, seen)
-        except DeltuneError as error:
-            return error
-        except Exception as error:
-            logger.exception("delta %r cannot be read", entry.name)
-            return DeltuneError(f"delta {entry.name!r} cannot be read: {error_summary(error)}")
 
     # -- numbers, and the end
 
@@ -723,16 +436,16 @@ class Server:
         """
         with self._lock:
             return EngineStats(
-                queued={tenant: n for tenant, n in self._queued.items() if n},
+                queued={tenant: n for tenant, n in self._admission.queued.items() if n},
                 running={delta: n for delta, n in self._running.items() if n},
                 finished=dict(self._finished),
                 failed=dict(self._failed),
                 prompt_tokens=self._totals["prompt"],
                 generated_tokens=self._totals["generated"],
                 cached_tokens=self._totals["cached"],
-                loads=self._totals["loads"],
-                evictions=self._totals["evictions"],
-                load_seconds=self._load_seconds,
+                loads=self._lifecycle.loads,
+                evictions=self._lifecycle.evictions,
+                load_seconds=self._lifecycle.load_seconds,
             )
 
     def close(self, drain: float = 30.0) -> None:
@@ -754,14 +467,15 @@ class Server:
             self._closed = True
             self._wake.notify_all()
         self._thread.join()
-        for pool in (self._reader, self._encoding, self._long_encoding):
+        self._lifecycle.close()
+        for pool in (self._encoding, self._long_encoding):
             pool.shutdown(wait=True)
 
     # -- the engine's thread
 
     def _call(self, function: Callable[[], None]) -> None:
         """Run a function in the engine's thread between two batches, and wait for it."""
-        if threading.current_thread() is getattr(self, "_thread", None) or not hasattr(self, "_thread"):
+        if threading.current_thread() is self._thread:
             function()
             return
         done: Future[None] = Future()
@@ -801,7 +515,7 @@ class Server:
     def _pending(self) -> bool:
         now = time.monotonic()
         return bool(
-            self._closed or self._calls or self._inbox or self._arrivals_ready() or self._cancelled
+            self._closed or self._calls or self._inbox or self._lifecycle.has_arrivals or self._cancelled
             or any(lane.busy and lane.due(now) <= 0 for lane in self._lanes.values())
         )  # fmt: skip
 
@@ -809,19 +523,16 @@ class Server:
         now = time.monotonic()
         return max(0.0001, min([IDLE, *(lane.due(now) for lane in self._lanes.values() if lane.busy)]))
 
-    def _arrivals_ready(self) -> bool:
-        return any(not self._waits_for_room(arrival) for arrival in self._arrivals)
-
     def _turn(self) -> None:
         """One turn: what has ended or arrived, then a batch of every lane that is due."""
         self._sweep()
-        self._take_arrivals()
+        self._lifecycle.take_arrivals()
         with self._lock:
             jobs, self._inbox = self._inbox, deque()
         for job in jobs:
             self._share.enter(job.tenant)
             self._place(job)
-        self._begin_loads()
+        self._lifecycle.begin_loads()
         now = time.monotonic()
         for key, lane in list(self._lanes.items()):
             if lane.busy and lane.due(now) <= 0:
@@ -839,9 +550,9 @@ class Server:
         """Give a request the version of its delta and put it into a queue, or let it wait for its delta."""
         if job.done:
             return
-        entry = None if job.request.delta is None else self._entries.get(job.request.delta)
+        entry = self._catalog.get(job.request.delta)
         if job.request.delta is not None and entry is None:
-            self._finish(job, UnknownDelta(unknown_name("delta", job.request.delta, self._entries)))
+            self._finish(job, UnknownDelta(unknown_name("delta", job.request.delta, self._catalog.entries)))
             return
         loaded = self._base if entry is None else entry.current
         if entry is not None and (loaded is None or entry.draining):
@@ -850,7 +561,7 @@ class Server:
         assert loaded is not None
         try:
             check_task(job.request.task, loaded.tasks, job.request.delta)
-            self._check_length(job, loaded)
+            check_length(job, loaded, self.max_length)
             lane = self._lane(job, loaded)
         except Exception as error:  # such as a family whose caches cannot be served
             self._finish(job, error)
@@ -877,7 +588,7 @@ class Server:
         with self._lock:
             if job.waiting:
                 job.waiting = False
-                self._unreserve(job.tenant)
+                self._admission.leave(job.tenant)
                 self._running[job.request.delta or ""] += 1
 
     def _finish(self, job: Job, answer: Answer | BaseException) -> None:
@@ -887,13 +598,13 @@ class Server:
         job.done = True
         self._share.leave(job.tenant)
         if job.loaded is not None:
-            self._release(job.loaded)
+            self._lifecycle.release(job.loaded)
         name = job.request.delta or ""
         now = time.monotonic()
         with self._wake:
             self._jobs.discard(job)
             if job.waiting:
-                self._unreserve(job.tenant)
+                self._admission.leave(job.tenant)
             else:
                 self._running[name] -= 1
             if isinstance(answer, Answer) and not job.cancelled:
@@ -902,9 +613,7 @@ class Server:
                 self._totals["cached"] += answer.cached_tokens
             elif not job.cancelled:
                 self._failed[name] += 1
-            passed = max(now - self._last_finished, 1e-6)
-            self._rate += (1 / passed - self._rate) * min(1.0, passed / 5 + 0.01)
-            self._last_finished = now
+            self._admission.note_end(now)
             self._wake.notify_all()
         if isinstance(answer, Answer):
             job.resolve(answer)
@@ -934,7 +643,7 @@ class Server:
             self._share.enter(job.tenant)  # `_finish` counts it as one that has entered
             with self._lock:
                 self._inbox.remove(job)
-        entry = self._entries.get(job.request.delta or "")
+        entry = self._catalog.get(job.request.delta)
         if entry is not None and job in entry.waiting:
             entry.waiting.remove(job)
         for lane in self._lanes.values():
@@ -942,204 +651,11 @@ class Server:
                 break
         self._finish(job, error)
 
-    # -- deltas in memory, in the engine's thread
-
-    def _in_memory(self) -> list[LoadedDelta]:
-        current = [e.current for e in self._entries.values() if e.current is not None and not e.current.permanent]
-        return [*current, *self._retired]
-
-    def _begin_loads(self) -> None:
-        """Begin to read deltas that requests wait for, in the order in which their tenants are to be served."""
-        loading = sum(entry.loading for entry in self._entries.values())
-        if loading >= LOADS_AT_ONCE:
-            return
-        waiting_entries = [e for e in self._entries.values() if e.waiting and not e.loading and e.current is None]
-        waiting_entries.sort(key=lambda e: (self._share.of(e.waiting[0].tenant), e.waiting[0].submitted))
-        for entry in waiting_entries[: LOADS_AT_ONCE - loading]:
-            entry.loading = True
-            assert entry.folder is not None
-            try:
-                self._read(entry, entry.folder, None)
-            except EngineClosed as error:
-                entry.loading = False
-                while entry.waiting:
-                    self._finish(entry.waiting.popleft(), error)
-
-    def _waits_for_room(self, arrival: Arrival) -> bool:
-        prepared = arrival.prepared
-        if not isinstance(prepared, PreparedDelta):
-            return False
-        return not self._has_room(prepared.bytes, arrival.entry) and self._victim() is None
-
-    def _take_arrivals(self) -> None:
-        with self._lock:
-            arrivals, self._arrivals = self._arrivals, deque()
-        left = []
-        for arrival in arrivals:
-            try:
-                taken = self._take(arrival)
-            except Exception as error:  # whoever waits for it must hear of it
-                logger.exception("delta %r cannot be taken", arrival.entry.name)
-                taken = True
-                self._refuse(arrival, DeltuneError(f"delta {arrival.entry.name!r} failed: {error_summary(error)}"))
-            if not taken:
-                left.append(arrival)
-        with self._lock:
-            self._arrivals.extendleft(reversed(left))
-        if not left:  # whoever needed their place has found another one
-            for entry in [entry for entry in self._entries.values() if entry.draining]:
-                entry.draining = False
-                self._place_waiting(entry)
-
-    def _take(self, arrival: Arrival) -> bool:
-        """Attach a delta that was read; return False if there is no place for it yet."""
-        if arrival.done is not None:  # another thread may have loaded one of this name meanwhile
-            arrival.entry = self._entries.get(arrival.entry.name, arrival.entry)
-        entry, prepared = arrival.entry, arrival.prepared
-        if isinstance(prepared, DeltuneError):
-            self._refuse(arrival, prepared)
-            return True
-        if arrival.done is None and self._entries.get(entry.name) is not entry:
-            self._refuse(arrival, UnknownDelta(f"delta {entry.name!r} was unloaded before it answered"))
-            return True
-        current = entry.current
-        if current is not None and current.version == prepared.facts.version and not entry.draining:
-            entry.seen, entry.error = arrival.seen, ""
-            self._accept(arrival)
-            return True
-        if self.max_loaded_bytes is not None and prepared.bytes > self.max_loaded_bytes:
-            self._refuse(
-                arrival,
-                DeltuneError(
-                    f"delta {entry.name!r} has {prepared.bytes:,} bytes, and this server keeps "
-                    f"{self.max_loaded_bytes:,} bytes of deltas in memory"
-                ),
-            )
-            return True
-        if not self._make_room(prepared.bytes, entry):
-            return False
-        began = time.perf_counter()
-        try:
-            loaded = prepared.backbone.attach(prepared)
-        except DeltuneError as error:
-            self._refuse(arrival, error)
-            return True
-        except Exception as error:
-            logger.exception("delta %r cannot be attached", entry.name)
-            self._refuse(arrival, DeltuneError(f"delta {entry.name!r} cannot be attached: {error_summary(error)}"))
-            return True
-        loaded.last_used = time.monotonic()
-        with self._lock:
-            self._load_seconds += time.perf_counter() - began
-            self._totals["loads"] += 1
-            self._gone.pop(entry.name, None)
-            self._entries[entry.name] = entry
-            old, entry.current, entry.folder = entry.current, loaded, arrival.folder
-            entry.listed = self.root is not None and arrival.folder == self.root / entry.name
-            entry.facts, entry.seen, entry.error, entry.refused = prepared.facts, arrival.seen, "", ()
-            entry.draining = False
-        if old is not None:
-            self._retire(old)
-        self._accept(arrival)
-        return True
-
-    def _accept(self, arrival: Arrival) -> None:
-        entry = arrival.entry
-        if arrival.done is None:
-            entry.loading = False
-        self._place_waiting(entry)
-        if arrival.done is not None:
-            arrival.done.set_result(self._info(entry))
-
-    def _place_waiting(self, entry: Entry) -> None:
-        waiting, entry.waiting = entry.waiting, deque()
-        for job in waiting:
-            self._place(job)
-
-    def _refuse(self, arrival: Arrival, error: DeltuneError) -> None:
-        entry = arrival.entry
-        if arrival.done is not None:
-            if not arrival.done.done():
-                arrival.done.set_exception(error)
-            return
-        entry.loading = False
-        entry.refuse(error, arrival.seen)
-        entry.facts = None
-        waiting, entry.waiting = entry.waiting, deque()
-        for job in waiting:
-            self._finish(job, error)
-
-    def _has_room(self, more: int, entry: Entry) -> bool:
-        """Whether a version fits into memory; the one that it replaces goes when it is there."""
-        inside = [loaded for loaded in self._in_memory() if loaded is not entry.current]
-        if self.max_loaded is not None and len(inside) + 1 > self.max_loaded:
-            return False
-        return self.max_loaded_bytes is None or sum(d.bytes for d in inside) + more <= self.max_loaded_bytes
-
-    def _victim(self) -> Entry | None:
-        """The entry whose version nobody needs, and was not needed for longest; one that was just loaded stays."""
-        idle = [
-            e for e in self._entries.values()
-            if e.current is not None and not e.current.permanent and not e.current.users
-            and (e.current.used or not e.waiting)
-        ]  # fmt: skip
-        return min(idle, key=lambda e: e.current.last_used if e.current else 0.0, default=None)
-
-    def _make_room(self, more: int, entry: Entry) -> bool:
-        """Drop versions from memory until another one fits; if all are needed, let one take no new requests."""
-        while not self._has_room(more, entry):
-            victim = self._victim()
-            if victim is None:
-                needed = [e for e in self._entries.values() if e.current is not None and not e.current.permanent]
-                if needed and not any(e.draining for e in needed):
-                    min(needed, key=lambda e: e.current.last_used if e.current else 0.0).draining = True
-                return False
-            self._evict(victim)
-        return True
-
-    def _evict(self, entry: Entry) -> None:
-        with self._lock:
-            loaded, entry.current, entry.draining = entry.current, None, False
-            self._totals["evictions"] += 1
-        if loaded is not None:
-            self._detach(loaded)
-
-    def _retire(self, loaded: LoadedDelta) -> None:
-        if loaded.permanent:
-            return
-        loaded.retired = True
-        if loaded.users:
-            self._retired.add(loaded)
-        else:
-            self._detach(loaded)
-
-    def _release(self, loaded: LoadedDelta) -> None:
-        loaded.users -= 1
-        loaded.last_used = time.monotonic()
-        if loaded.retired and not loaded.users:
-            self._retired.discard(loaded)
-            self._detach(loaded)
-        elif not loaded.users and self._arrivals:
-            with self._wake:
-                self._wake.notify_all()
-
-    def _detach(self, loaded: LoadedDelta) -> None:
+    def _on_detach(self, loaded: LoadedDelta) -> None:
+        """Drop what belongs to a version that leaves the model: beginnings of prompts, and a lane of its own."""
         self._options.prompt_cache.forget(loaded)
         for key in [key for key in self._lanes if key[2] == loaded.internal]:
             del self._lanes[key]  # that of a delta which shares no batch
-        try:
-            loaded.backbone.detach(loaded)
-        except Exception:  # the request that needed it last has its answer nevertheless
-            logger.exception("delta %r cannot be detached", loaded.name)
-
-    def _forget(self, entry: Entry, error: DeltuneError) -> None:
-        """Drop an entry that is no longer served."""
-        waiting, entry.waiting = entry.waiting, deque()
-        for job in waiting:
-            self._finish(job, error)
-        loaded, entry.current = entry.current, None
-        if loaded is not None:
-            self._retire(loaded)
 
     def _end(self) -> None:
         """Fail what is left, and give the model back."""
@@ -1147,70 +663,16 @@ class Server:
         with self._lock:
             self._closing = self._closed = True
             left = list(self._jobs)
-            arrivals, self._arrivals = self._arrivals, deque()
             calls, self._calls = self._calls, deque()
         for job in left:
             self._drop(job, error)
-        for arrival in arrivals:
-            if arrival.done is not None:
-                arrival.done.set_exception(error)
+        self._lifecycle.end(error)
         for call in calls:
             call()
         try:
             self._backbones.close()
         except Exception:
             logger.exception("the model could not be given back")
-
-
-class Stream:
-    """The tokens of an answer as they come.
-
-    Attributes:
-        answer: The whole answer, after the last token.
-    """
-
-    def __init__(self) -> None:
-        self._items: queue.SimpleQueue[TokenChoice | None] = queue.SimpleQueue()
-        self._job: Job | None = None
-        self.answer: Answer | None = None
-
-    def put(self, item: TokenChoice) -> None:
-        """Add a token; the engine calls this."""
-        self._items.put(item)
-
-    def begin(self, job: Job) -> None:
-        """Set the request whose tokens these are."""
-        self._job = job
-        job.future.add_done_callback(lambda _: self._items.put(None))
-
-    def __iter__(self) -> Iterator[TokenChoice]:
-        return self
-
-    def __next__(self) -> TokenChoice:
-        """Wait for the next token.
-
-        Raises:
-            DeltuneError: Why the request has no answer.
-            CancelledError: It was cancelled.
-        """
-        if self.answer is not None or self._job is None:
-            raise StopIteration
-        item = self._items.get()
-        if item is None:
-            self.answer = self._job.future.result()
-            raise StopIteration
-        return item
-
-    def close(self) -> None:
-        """Take the request out of its batch, if it is not answered."""
-        if self._job is not None:
-            self._job.future.cancel()
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 def _load(name: str) -> tuple[PreTrainedModel, Any]:
@@ -1224,15 +686,6 @@ def _load(name: str) -> tuple[PreTrainedModel, Any]:
     return model, tokenizer
 
 
-def _shortened(request: Request, positions: int, max_length: int | None, length: int) -> Request:
-    """Return a request whose answer is as long as there is room, if it leaves that to the server."""
-    sampling = request.sampling
-    if not sampling.shorten:
-        return request
-    room = positions if max_length is None else min(positions, max_length - length)
-    return replace(request, sampling=replace(sampling, max_tokens=max(1, min(sampling.max_tokens, room))))
-
-
 def _late(request: Request) -> RequestTimeout:
     return RequestTimeout(f"the request took longer than its timeout of {request.timeout:g} seconds")
 
@@ -1242,4 +695,4 @@ def _check_positive(**values: float | None) -> None:
         raise DeltuneError(f"a server needs numbers above 0, not {', '.join(problems)}")
 
 
-__all__ = ["Server", "Stream"]
+__all__ = ["Server"]

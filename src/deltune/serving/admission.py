@@ -1,0 +1,115 @@
+"""What is refused before it waits: requests beyond the bounds of the queue, and those that are too long."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from dataclasses import replace
+
+from .backbone import LoadedDelta
+from .errors import InvalidRequest, QueueFull
+from .jobs import Job
+from .requests import Request
+
+
+class Admission:
+    """How many requests of each tenant wait, and whether another one may. Any thread may call it.
+
+    Args:
+        most: The most requests that wait.
+        most_per_tenant: The most requests of one tenant that wait.
+        lock: The engine's, so that a request which begins is never seen neither waiting nor running.
+    """
+
+    def __init__(self, most: int, most_per_tenant: int, lock: threading.RLock) -> None:
+        self.most, self.most_per_tenant = most, most_per_tenant
+        self.queued: Counter[str] = Counter()
+        self._lock = lock
+        self._rate = 0.0  # requests a second that ended, lately
+        self._last_ended = time.monotonic()
+
+    def enter(self, tenant: str) -> None:
+        """Count a request of a tenant as one that waits.
+
+        Raises:
+            QueueFull: Too many wait.
+        """
+        with self._lock:
+            waiting = sum(self.queued.values())
+            if waiting >= self.most:
+                raise QueueFull(
+                    f"{waiting} requests wait already, which is all that this server keeps", self._retry_after()
+                )
+            if self.queued[tenant] >= self.most_per_tenant:
+                raise QueueFull(
+                    f"{self.queued[tenant]} requests of tenant {tenant!r} wait already, which is all that it may have",
+                    self._retry_after(),
+                )
+            self.queued[tenant] += 1
+
+    def leave(self, tenant: str) -> None:
+        """Count a request of a tenant no more as one that waits."""
+        with self._lock:
+            self.queued[tenant] -= 1
+            if not self.queued[tenant]:
+                del self.queued[tenant]
+
+    def note_end(self, now: float) -> None:
+        """Note that a request has ended, by which the next refusal says when to come again.
+
+        Args:
+            now: The time, on the monotonic clock.
+        """
+        with self._lock:
+            passed = max(now - self._last_ended, 1e-6)
+            self._rate += (1 / passed - self._rate) * min(1.0, passed / 5 + 0.01)
+            self._last_ended = now
+
+    def _retry_after(self) -> float:
+        """In how many seconds a quarter of what waits may be done."""
+        return min(60.0, max(0.1, sum(self.queued.values()) / 4 / self._rate)) if self._rate else 1.0
+
+
+def check_length(job: Job, loaded: LoadedDelta, max_length: int | None) -> None:
+    """Check that the model has positions for a request and its answer, and shorten the answer where it may be shorter.
+
+    Args:
+        job: The request.
+        loaded: The version of its delta, or the base model where that is not in memory.
+        max_length: The most tokens that the server takes, those that are generated included; None for no bound.
+
+    Raises:
+        InvalidRequest: It is too long.
+    """
+    length, backbone = len(job.tokens), loaded.backbone
+    generating, more = job.request.task == "generate", 0
+    positions = backbone.positions(backbone.first_stack.name, loaded)
+    answer_positions = positions - length
+    if generating and backbone.is_encoder_decoder:
+        answer_positions = backbone.positions(backbone.last_stack.name, loaded) - 1
+    if generating:
+        job.request = _shortened(job.request, answer_positions, max_length, length)
+        more = job.request.sampling.max_tokens
+    if max_length is not None and length + more > max_length:
+        raise InvalidRequest(
+            f"the request has {length} tokens{f' and max_tokens={more}' if generating else ''}, and this server "
+            f"takes {max_length}"
+        )
+    needed = length + (more if not backbone.is_encoder_decoder else 0)
+    if needed > positions:
+        raise InvalidRequest(
+            f"the request has {length} tokens{f' and max_tokens={more}' if generating else ''}, and the model has "
+            f"{positions} positions for them"
+        )
+    if generating and more > answer_positions:
+        raise InvalidRequest(f"max_tokens={more} is more than the {answer_positions} that the decoder has places for")
+
+
+def _shortened(request: Request, positions: int, max_length: int | None, length: int) -> Request:
+    """Return a request whose answer is as long as there is room, if it leaves that to the server."""
+    sampling = request.sampling
+    if not sampling.shorten:
+        return request
+    room = positions if max_length is None else min(positions, max_length - length)
+    return replace(request, sampling=replace(sampling, max_tokens=max(1, min(sampling.max_tokens, room))))

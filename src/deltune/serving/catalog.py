@@ -1,0 +1,245 @@
+"""The deltas of a server by name: what its directory has, what their files say, and which version is in memory."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..errors import DeltuneError, counted, error_summary, unknown_name
+from ..filesystem import user_path
+from .backbone import LoadedDelta
+from .errors import UnknownDelta
+from .jobs import Job
+from .registry import FolderFacts, Signature, read_facts, scan, signature
+from .requests import DeltaInfo
+
+logger = logging.getLogger(__name__)
+
+NAMED_FOLDERS = 8
+"""Folders without a delta that a line of the log names."""
+
+
+@dataclass(eq=False)
+class Entry:
+    """A delta by its name: its folder, and the version in memory.
+
+    Attributes:
+        name: Its name.
+        folder: Its folder; None if it was attached before the server was made.
+        facts: What its files said when they were last read.
+        seen: The signature of its files at that time.
+        current: The version in memory, or None.
+        waiting: Requests that wait until it is in memory.
+        loading: Whether it is being read for them.
+        draining: Whether it takes no new requests, because another delta needs its place.
+        error: Why its newest files were refused, or "".
+        refused: The signature of the files that were refused.
+        listed: Whether it is in the server's directory, so that it goes when its folder goes.
+    """
+
+    name: str
+    folder: Path | None
+    facts: FolderFacts | None = None
+    seen: Signature = ()
+    current: LoadedDelta | None = None
+    waiting: deque[Job] = field(default_factory=deque)
+    loading: bool = False
+    draining: bool = False
+    error: str = ""
+    refused: Signature = ()
+    listed: bool = False
+
+    def refuse(self, error: DeltuneError, seen: Signature) -> None:
+        """Note and log why its newest files were refused; the version in memory goes on.
+
+        Args:
+            error: The reason.
+            seen: The signature of the files.
+        """
+        if seen != self.refused or str(error) != self.error:
+            goes_on = "" if self.current is None else f"; version {self.current.version} goes on"
+            logger.warning("the files of delta %s are refused: %s%s", self.name, error_summary(error), goes_on)
+        self.error, self.refused = str(error), seen
+
+    @property
+    def info(self) -> DeltaInfo:
+        """What clients are told of it."""
+        current, facts = self.current, self.facts
+        folder = "" if self.folder is None else str(self.folder)
+        if current is not None:
+            return DeltaInfo(
+                self.name, folder, current.method, current.parameters, current.tasks, current.labels, current.version,
+                True, current.bytes, current.loaded_at, self.error,
+            )  # fmt: skip
+        if facts is None:
+            return DeltaInfo(self.name, folder, "", 0, (), error=self.error)
+        return DeltaInfo(
+            self.name, folder, facts.method, facts.parameters, facts.tasks, facts.labels, facts.version,
+            error=self.error,
+        )  # fmt: skip
+
+
+class Catalog:
+    """All deltas that a server knows. Any thread may call it.
+
+    Args:
+        root: The directory of deltas, or None.
+        attached: The deltas that were attached to the model before.
+        check: Checks what the files of a delta say, before its tensors are read.
+        lock: The engine's.
+
+    Attributes:
+        root: The same.
+        entries: The deltas by name. A change replaces it, since another thread may be going through it.
+    """
+
+    def __init__(
+        self,
+        root: Path | None,
+        attached: dict[str, LoadedDelta],
+        check: Callable[[FolderFacts, Path], None],
+        lock: threading.RLock,
+    ) -> None:
+        self.root = root
+        self.entries = {name: Entry(name, None, current=loaded) for name, loaded in attached.items()}
+        self._gone: dict[str, Entry] = {}  # unloaded by name, until they are loaded again or their folder goes
+        self._ignored: dict[str, str] = {}  # folders without a delta, and why
+        self._check, self._lock = check, lock
+
+    def get(self, name: str | None) -> Entry | None:
+        """Return the entry of a name, or None; of None, which is the base model, too."""
+        return None if name is None else self.entries.get(name)
+
+    def put(self, entry: Entry) -> None:
+        """Serve a delta under its name."""
+        with self._lock:
+            self._gone.pop(entry.name, None)
+            self.entries = {**self.entries, entry.name: entry}
+
+    def remove(self, name: str) -> Entry:
+        """Take a delta out, and leave it out though its folder stays.
+
+        Args:
+            name: Its name.
+
+        Raises:
+            UnknownDelta: There is no such delta.
+        """
+        with self._lock:
+            entry = self.entries.get(name)
+            if entry is None:
+                raise UnknownDelta(unknown_name("delta", name, self.entries))
+            self.entries = {other: e for other, e in self.entries.items() if other != name}
+            if self.root is not None:
+                self._gone[name] = entry
+        return entry
+
+    def folder_of(self, name: str, folder: str | Path | None) -> Path:
+        """Return the folder that a delta is to be loaded from.
+
+        Args:
+            name: Its name.
+            folder: Its folder, if one is given.
+
+        Raises:
+            UnknownDelta: None is given, and the directory has none of this name.
+        """
+        if folder is not None:
+            where = user_path(folder, "folder")
+            listed = None if self.root is None else self.root / name
+            return listed if listed is not None and listed.resolve() == where.resolve() else where
+        known = self.entries.get(name) or self._gone.get(name)
+        if known is not None and known.folder is not None:
+            return known.folder
+        if self.root is None:
+            raise UnknownDelta(f"delta {name!r} is not known, and this server has no folder of deltas: give its folder")
+        if name not in (names := scan(self.root).deltas):
+            raise UnknownDelta(unknown_name("delta", name, names))
+        return self.root / name
+
+    def look(self) -> tuple[list[Entry], list[Entry]]:
+        """Look at the directory again, and list new folders and what is wrong with others.
+
+        Returns:
+            The entries in memory whose files changed, and those whose folder is gone, which are listed no more.
+        """
+        assert self.root is not None
+        listing = scan(self.root)
+        folders = listing.deltas
+        self._note_ignored(listing.ignored)
+        changed: list[Entry] = []
+        with self._lock:
+            before = [(e, e.folder) for e in self.entries.values() if not e.listed or e.name in folders]
+        # without the lock, which requests need: the disk may be slow
+        signatures = [(entry, folder, signature(folder)) for entry, folder in before if folder is not None]
+        with self._lock:
+            for name in [name for name in self._gone if name not in folders]:
+                del self._gone[name]
+            known = self.entries.keys() | self._gone.keys()
+            new = {name: Entry(name, folder, listed=True) for name, folder in folders.items() if name not in known}
+            for entry, folder, now in signatures:
+                if entry.folder != folder or now in (entry.seen, entry.refused):
+                    continue
+                if entry.current is not None:
+                    changed.append(entry)
+                else:
+                    entry.facts, entry.error = None, ""
+            lost = [e for e in self.entries.values() if e.listed and e.name not in folders]
+            if new or lost:
+                gone = {entry.name for entry in lost}
+                self.entries = {n: e for n, e in {**self.entries, **new}.items() if n not in gone}
+        return changed, lost
+
+    def _note_ignored(self, ignored: dict[str, str]) -> None:
+        """Keep why folders hold no delta, and log those that were not known."""
+        new = [name for name in ignored if name not in self._ignored]
+        self._ignored = ignored
+        if new:
+            reasons = "; ".join(error_summary(ignored[name]) for name in new[:NAMED_FOLDERS])
+            more = "; …" if len(new) > NAMED_FOLDERS else ""
+            logger.warning("%s without a delta in %s: %s%s", counted(len(new), "folder"), self.root, reasons, more)
+
+    def ignored_folders(self) -> dict[str, str]:
+        """Return the folders in the directory that held no delta when it was last looked at, and why."""
+        return dict(self._ignored)
+
+    def infos(self) -> list[DeltaInfo]:
+        """Return what is known of each delta, sorted by name; files that were not read yet are read for it."""
+        with self._lock:
+            entries = sorted(self.entries.items())
+        infos = []
+        for _, entry in entries:
+            if entry.current is None and entry.facts is None:
+                with suppress(DeltuneError):
+                    self.facts(entry)
+            infos.append(entry.info)
+        return infos
+
+    def facts(self, entry: Entry) -> FolderFacts:
+        """Return what the files of a delta that is not in memory say.
+
+        Args:
+            entry: The delta.
+
+        Raises:
+            DeltuneError: They were refused.
+        """
+        facts = entry.facts
+        if facts is None:
+            assert entry.folder is not None
+            seen = signature(entry.folder)
+            if entry.error and seen == entry.refused:
+                raise DeltuneError(entry.error)
+            try:
+                facts = read_facts(entry.folder)
+                self._check(facts, entry.folder)
+            except DeltuneError as error:
+                entry.refuse(error, seen)
+                raise
+            entry.facts, entry.seen = facts, seen
+        return facts

@@ -1,0 +1,431 @@
+"""How deltas come into memory, are replaced and go: read in a thread of their own, attached between two batches.
+
+A delta is checked before it takes traffic. A new version takes over between two requests, and the old one goes with its
+last request. Of those in memory the one goes first that was not needed for longest; where all are needed, one takes no
+new requests until it is free.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import DeltuneError, error_summary
+from .backbone import Backbones, LoadedDelta, PreparedDelta
+from .catalog import Catalog, Entry
+from .errors import EngineClosed, UnknownDelta
+from .fairness import FairShare
+from .jobs import Job
+from .registry import Signature, check_delta_name, read_facts, signature
+from .requests import DeltaInfo
+
+logger = logging.getLogger(__name__)
+
+READ_ATTEMPTS = 3
+"""How often a delta is read whose files change meanwhile."""
+LOADS_AT_ONCE = 2
+"""Deltas that are read ahead; more would take memory before there is a place for them."""
+
+
+@dataclass(eq=False)
+class Arrival:
+    """A delta that was read, on its way to the engine's thread.
+
+    Attributes:
+        entry: Its entry.
+        folder: Its folder.
+        prepared: The delta, or why it was refused.
+        seen: The signature of its files before they were read.
+        done: The result of `load`, or None if requests wait for it.
+    """
+
+    entry: Entry
+    folder: Path
+    prepared: PreparedDelta | DeltuneError
+    seen: Signature
+    done: Future[DeltaInfo] | None
+
+
+@dataclass(frozen=True)
+class LifecycleContext:
+    """What an engine gives to the lifecycle of its deltas.
+
+    Attributes:
+        wake: Is notified when the engine's thread has something to do; its lock guards the catalog.
+        share: The counters of the tenants.
+        call: Runs a function in the engine's thread and waits for it.
+        place: Is called with requests that have waited for a delta which is in memory now.
+        finish: Is called with requests that have waited for a delta which does not come, and the reason.
+        detached: Is called with a version before it is detached.
+    """
+
+    wake: threading.Condition
+    share: FairShare
+    call: Callable[[Callable[[], None]], None]
+    place: Callable[[Job], None]
+    finish: Callable[[Job, DeltuneError], None]
+    detached: Callable[[LoadedDelta], None]
+
+
+class Lifecycle:
+    """Loads, replaces and drops deltas.
+
+    Args:
+        catalog: The deltas.
+        backbones: The models that they are attached to.
+        context: What the engine gives.
+        max_loaded: The most deltas in memory.
+        max_loaded_bytes: The most bytes of deltas in memory.
+
+    Attributes:
+        retired: Versions that another one has replaced, or nothing, and that requests still need.
+        loads: How many were attached since the start.
+        evictions: How many were dropped from memory since the start to make room.
+        load_seconds: The time spent reading and attaching since the start.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        backbones: Backbones,
+        context: LifecycleContext,
+        max_loaded: int | None,
+        max_loaded_bytes: int | None,
+    ) -> None:
+        self.catalog, self.backbones, self.context = catalog, backbones, context
+        self.max_loaded, self.max_loaded_bytes = max_loaded, max_loaded_bytes
+        self.retired: set[LoadedDelta] = set()
+        self.loads = self.evictions = 0
+        self.load_seconds = 0.0
+        self._arrivals: deque[Arrival] = deque()
+        self._ended = False
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="deltune-reader")
+
+    # -- from any thread
+
+    def load(self, name: str, folder: str | Path | None = None) -> DeltaInfo:
+        """Load a delta, or the newest version of one; as `Server.load`.
+
+        Args:
+            name: Its name.
+            folder: Its folder. Default: the one of this name in the server's directory.
+        """
+        check_delta_name(name)
+        where = self.catalog.folder_of(name, folder)
+        known = self.catalog.get(name)
+        if known is not None and known.folder is None:
+            raise DeltuneError(
+                f"delta {name!r} was attached to the model before the server was made; give another name"
+            )
+        done: Future[DeltaInfo] = Future()
+        self._read(known or Entry(name, where), where, done)
+        try:
+            return done.result()
+        except DeltuneError as error:
+            if known is not None:
+                known.refuse(error, signature(where))
+            raise
+
+    def unload(self, name: str) -> None:
+        """Take a delta out; as `Server.unload`.
+
+        Args:
+            name: Its name.
+        """
+
+        def remove() -> None:
+            entry = self.catalog.remove(name)
+            self._forget(entry, UnknownDelta(f"delta {name!r} was unloaded before it answered"))
+
+        self.context.call(remove)
+
+    def refresh(self) -> None:
+        """Look at the directory again; as `Server.refresh`."""
+        changed, lost = self.catalog.look()
+        for entry in lost:
+            error = UnknownDelta(f"the folder of delta {entry.name!r} is gone")
+            self.context.call(lambda entry=entry, error=error: self._forget(entry, error))  # type: ignore[misc]
+        for entry in changed:
+            done: Future[DeltaInfo] = Future()
+            assert entry.folder is not None
+            self._read(entry, entry.folder, done)
+            try:
+                done.result()
+            except DeltuneError as error:
+                entry.refuse(error, signature(entry.folder))
+
+    def _read(self, entry: Entry, folder: Path, done: Future[DeltaInfo] | None) -> None:
+        """Read a delta in the reader's thread, and hand it to the engine's."""
+
+        def read() -> None:
+            began = time.perf_counter()
+            for attempt in range(READ_ATTEMPTS):
+                seen = signature(folder)
+                prepared = self._prepared(entry, folder, seen, again=done is not None)
+                if isinstance(prepared, PreparedDelta) or signature(folder) == seen:
+                    break
+                time.sleep(0.05 * (attempt + 1))  # somebody is replacing the files
+            with self.context.wake:
+                self.load_seconds += time.perf_counter() - began
+                if not self._ended:
+                    self._arrivals.append(Arrival(entry, folder, prepared, seen, done))
+                    self.context.wake.notify_all()
+                elif done is not None:
+                    done.set_exception(EngineClosed("the server is closed"))
+
+        try:
+            self._reader.submit(read)
+        except RuntimeError:
+            raise EngineClosed("the server is closing and loads no deltas") from None
+
+    def _prepared(self, entry: Entry, folder: Path, seen: Signature, again: bool) -> PreparedDelta | DeltuneError:
+        """Read and check a delta, or say why it is refused; files that were refused are read `again` or not."""
+        try:
+            if not again and entry.error and seen == entry.refused:
+                return DeltuneError(entry.error)
+            facts = read_facts(folder)
+            backbone = self.backbones.for_head(self.backbones.head_of(facts))
+            return backbone.prepare(entry.name, folder, facts, seen)
+        except DeltuneError as error:
+            return error
+        except Exception as error:
+            logger.exception("delta %r cannot be read", entry.name)
+            return DeltuneError(f"delta {entry.name!r} cannot be read: {error_summary(error)}")
+
+    def close(self) -> None:
+        """End the reader's thread, after `end`."""
+        self._reader.shutdown(wait=True)
+
+    # -- in the engine's thread: what has been read
+
+    def begin_loads(self) -> None:
+        """Begin to read deltas that requests wait for, in the order in which their tenants are to be served."""
+        entries = self.catalog.entries.values()
+        loading = sum(entry.loading for entry in entries)
+        if loading >= LOADS_AT_ONCE:
+            return
+        share = self.context.share
+        waiting = [e for e in entries if e.waiting and not e.loading and e.current is None]
+        waiting.sort(key=lambda e: (share.of(e.waiting[0].tenant), e.waiting[0].submitted))
+        for entry in waiting[: LOADS_AT_ONCE - loading]:
+            entry.loading = True
+            assert entry.folder is not None
+            try:
+                self._read(entry, entry.folder, None)
+            except EngineClosed as error:
+                entry.loading = False
+                while entry.waiting:
+                    self.context.finish(entry.waiting.popleft(), error)
+
+    @property
+    def has_arrivals(self) -> bool:
+        """Whether a delta was read that can be taken now."""
+        return any(not self._waits_for_room(arrival) for arrival in self._arrivals)
+
+    def _waits_for_room(self, arrival: Arrival) -> bool:
+        prepared = arrival.prepared
+        if not isinstance(prepared, PreparedDelta):
+            return False
+        return not self._has_room(prepared.bytes, arrival.entry) and self._victim() is None
+
+    def take_arrivals(self) -> None:
+        """Attach the deltas that were read and have a place, and go on with the requests that waited for them."""
+        with self.context.wake:
+            arrivals, self._arrivals = self._arrivals, deque()
+        left = []
+        for arrival in arrivals:
+            try:
+                taken = self._take(arrival)
+            except Exception as error:  # whoever waits for it must hear of it
+                logger.exception("delta %r cannot be taken", arrival.entry.name)
+                taken = True
+                self._refuse(arrival, DeltuneError(f"delta {arrival.entry.name!r} failed: {error_summary(error)}"))
+            if not taken:
+                left.append(arrival)
+        with self.context.wake:
+            self._arrivals.extendleft(reversed(left))
+        if not left:  # whoever needed their place has found another one
+            for entry in [entry for entry in self.catalog.entries.values() if entry.draining]:
+                entry.draining = False
+                self._place_waiting(entry)
+
+    def _take(self, arrival: Arrival) -> bool:
+        """Attach a delta that was read; return False if there is no place for it yet."""
+        if arrival.done is not None:  # another thread may have loaded one of this name meanwhile
+            arrival.entry = self.catalog.get(arrival.entry.name) or arrival.entry
+        entry, prepared = arrival.entry, arrival.prepared
+        if isinstance(prepared, DeltuneError):
+            self._refuse(arrival, prepared)
+            return True
+        if arrival.done is None and self.catalog.get(entry.name) is not entry:
+            self._refuse(arrival, UnknownDelta(f"delta {entry.name!r} was unloaded before it answered"))
+            return True
+        current = entry.current
+        if current is not None and current.version == prepared.facts.version and not entry.draining:
+            entry.seen, entry.error = arrival.seen, ""
+            self._accept(arrival)
+            return True
+        if self.max_loaded_bytes is not None and prepared.bytes > self.max_loaded_bytes:
+            self._refuse(
+                arrival,
+                DeltuneError(
+                    f"delta {entry.name!r} has {prepared.bytes:,} bytes, and this server keeps "
+                    f"{self.max_loaded_bytes:,} bytes of deltas in memory"
+                ),
+            )
+            return True
+        if not self._make_room(prepared.bytes, entry):
+            return False
+        began = time.perf_counter()
+        try:
+            loaded = prepared.backbone.attach(prepared)
+        except DeltuneError as error:
+            self._refuse(arrival, error)
+            return True
+        except Exception as error:
+            logger.exception("delta %r cannot be attached", entry.name)
+            self._refuse(arrival, DeltuneError(f"delta {entry.name!r} cannot be attached: {error_summary(error)}"))
+            return True
+        loaded.last_used = time.monotonic()
+        with self.context.wake:
+            self.load_seconds += time.perf_counter() - began
+            self.loads += 1
+            self.catalog.put(entry)
+            old, entry.current, entry.folder = entry.current, loaded, arrival.folder
+            root = self.catalog.root
+            entry.listed = root is not None and arrival.folder == root / entry.name
+            entry.facts, entry.seen, entry.error, entry.refused = prepared.facts, arrival.seen, "", ()
+            entry.draining = False
+        if old is not None:
+            self._retire(old)
+        self._accept(arrival)
+        return True
+
+    def _accept(self, arrival: Arrival) -> None:
+        entry = arrival.entry
+        if arrival.done is None:
+            entry.loading = False
+        self._place_waiting(entry)
+        if arrival.done is not None:
+            arrival.done.set_result(entry.info)
+
+    def _place_waiting(self, entry: Entry) -> None:
+        waiting, entry.waiting = entry.waiting, deque()
+        for job in waiting:
+            self.context.place(job)
+
+    def _refuse(self, arrival: Arrival, error: DeltuneError) -> None:
+        entry = arrival.entry
+        if arrival.done is not None:
+            if not arrival.done.done():
+                arrival.done.set_exception(error)
+            return
+        entry.loading = False
+        entry.refuse(error, arrival.seen)
+        entry.facts = None
+        self._fail_waiting(entry, error)
+
+    def _fail_waiting(self, entry: Entry, error: DeltuneError) -> None:
+        waiting, entry.waiting = entry.waiting, deque()
+        for job in waiting:
+            self.context.finish(job, error)
+
+    # -- in the engine's thread: what is in memory
+
+    def in_memory(self) -> list[LoadedDelta]:
+        """Return the versions that take memory, those that go with their last request included."""
+        current = [e.current for e in self.catalog.entries.values() if e.current is not None]
+        return [*(loaded for loaded in current if not loaded.permanent), *self.retired]
+
+    def _has_room(self, more: int, entry: Entry) -> bool:
+        """Whether a version fits into memory; the one that it replaces goes when it is there."""
+        inside = [loaded for loaded in self.in_memory() if loaded is not entry.current]
+        if self.max_loaded is not None and len(inside) + 1 > self.max_loaded:
+            return False
+        return self.max_loaded_bytes is None or sum(d.bytes for d in inside) + more <= self.max_loaded_bytes
+
+    def _victim(self) -> Entry | None:
+        """The entry whose version nobody needs, and was not needed for longest; one that was just loaded stays."""
+        idle = [
+            e for e in self.catalog.entries.values()
+            if e.current is not None and not e.current.permanent and not e.current.users
+            and (e.current.used or not e.waiting)
+        ]  # fmt: skip
+        return min(idle, key=lambda e: e.current.last_used if e.current else 0.0, default=None)
+
+    def _make_room(self, more: int, entry: Entry) -> bool:
+        """Drop versions from memory until another one fits; if all are needed, let one take no new requests."""
+        while not self._has_room(more, entry):
+            victim = self._victim()
+            if victim is None:
+                entries = self.catalog.entries.values()
+                needed = [e for e in entries if e.current is not None and not e.current.permanent]
+                if needed and not any(e.draining for e in needed):
+                    min(needed, key=lambda e: e.current.last_used if e.current else 0.0).draining = True
+                return False
+            self._evict(victim)
+        return True
+
+    def _evict(self, entry: Entry) -> None:
+        with self.context.wake:
+            loaded, entry.current, entry.draining = entry.current, None, False
+            self.evictions += 1
+        if loaded is not None:
+            self._detach(loaded)
+
+    def _retire(self, loaded: LoadedDelta) -> None:
+        if loaded.permanent:
+            return
+        loaded.retired = True
+        if loaded.users:
+            self.retired.add(loaded)
+        else:
+            self._detach(loaded)
+
+    def release(self, loaded: LoadedDelta) -> None:
+        """Note that one request less needs a version.
+
+        Args:
+            loaded: The version.
+        """
+        loaded.users -= 1
+        loaded.last_used = time.monotonic()
+        if loaded.retired and not loaded.users:
+            self.retired.discard(loaded)
+            self._detach(loaded)
+        elif not loaded.users and self._arrivals:
+            with self.context.wake:
+                self.context.wake.notify_all()
+
+    def _detach(self, loaded: LoadedDelta) -> None:
+        self.context.detached(loaded)
+        try:
+            loaded.backbone.detach(loaded)
+        except Exception:  # the request that needed it last has its answer nevertheless
+            logger.exception("delta %r cannot be detached", loaded.name)
+
+    def _forget(self, entry: Entry, error: DeltuneError) -> None:
+        """Drop an entry that is no longer served."""
+        self._fail_waiting(entry, error)
+        loaded, entry.current = entry.current, None
+        if loaded is not None:
+            self._retire(loaded)
+
+    def end(self, error: DeltuneError) -> None:
+        """Take no more deltas.
+
+        Args:
+            error: What those are told who wait for one.
+        """
+        with self.context.wake:
+            self._ended = True
+            arrivals, self._arrivals = self._arrivals, deque()
+        for arrival in arrivals:
+            if arrival.done is not None:
+                arrival.done.set_exception(error)
