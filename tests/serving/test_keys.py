@@ -180,6 +180,21 @@ def test_others_deltas_look_as_if_they_did_not_exist(guarded: Served, keys: dict
     assert not any("acme" in text or "mood" in text for _, text in seen)
 
 
+def test_folders_without_a_delta_are_shown_to_those_who_can_mend_them(
+    decoder: tuple[Path, Path], keys: dict[str, str], tmp_path: Path
+) -> None:
+    """A tenant that manages sees those under its own names, an admin all, and others none."""
+    for name in ("acme-new", "zeta-new", "notes"):
+        (tmp_path / "deltas" / name).mkdir(parents=True)
+    options = {"model": str(decoder[0]), "deltas": str(tmp_path / "deltas"), "keys": keys["file"], "watch": 0}
+    with served(**options, log="off") as running:
+        seen = {
+            name: [one["folder"] for one in running.get("/v1/deltas", headers=bearer(keys[name])).json()["ignored"]]
+            for name in ("acme", "zeta", "boss")
+        }
+    assert seen == {"acme": [], "zeta": ["zeta-new"], "boss": ["acme-new", "notes", "zeta-new"]}
+
+
 def test_numbers_and_management_need_a_right(guarded: Served, keys: dict[str, str]) -> None:
     for path in ("/metrics", "/stats"):
         assert guarded.get(path, headers=bearer(keys["acme"])).status_code == 403

@@ -299,21 +299,23 @@ def test_folders_without_a_delta_are_named(folder: Any, caplog: pytest.LogCaptur
         (root / name).mkdir()
     (root / "notes" / "readme.txt").write_text("x")
     (root / "file.txt").write_text("x")
+    (root / "way-out").symlink_to("/etc")
     with Server(of.model(), deltas=root) as server:
         assert [info.name for info in server.deltas()] == ["d0"]
         reasons = server.ignored_folders()
-        assert list(reasons) == ["empty", "notes", "two words"]
+        assert list(reasons) == ["empty", "notes", "two words", "way-out"]
         assert "it holds nothing" in reasons["empty"] and "readme.txt" in reasons["notes"]
         assert "cannot name a delta" in reasons["two words"]
+        assert reasons["way-out"] == f"{str(root / 'way-out')!r} is a link to a folder that holds no delta"
         server.refresh()
         lines = [record.getMessage() for record in caplog.records if "without a delta" in record.getMessage()]
-        assert len(lines) == 1 and "3 folders" in lines[0] and "readme.txt" in lines[0], lines
+        assert len(lines) == 1 and "4 folders" in lines[0] and "readme.txt" in lines[0], lines
         with pytest.raises(UnknownDelta):
             server.submit(ask("classify", 4, 1, "empty"))
         shutil.copytree(of.folder / "d2", root / "empty", dirs_exist_ok=True)
         (root / "later").mkdir()
         assert [info.name for info in server.refresh()] == ["d0", "empty"]
-        assert list(server.ignored_folders()) == ["later", "notes", "two words"]
+        assert list(server.ignored_folders()) == ["later", "notes", "two words", "way-out"]
         lines = [record.getMessage() for record in caplog.records if "without a delta" in record.getMessage()]
         assert len(lines) == 2 and "1 folder" in lines[1] and "later" in lines[1], lines
 

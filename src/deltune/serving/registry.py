@@ -243,6 +243,8 @@ def scan(root: Path) -> FolderScan:
 
 
 def _why_ignored(folder: Path) -> str:
+    if folder.is_symlink():  # what is outside of the directory is not described
+        return f"{str(folder)!r} is a link to a folder that holds no delta"
     try:
         check_delta_name(folder.name)
         locate_delta(folder)

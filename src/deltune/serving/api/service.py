@@ -182,7 +182,12 @@ class Service:
         return sorted(seen, key=lambda delta: delta.name)
 
     def ignored(self, tenant: Tenant) -> list[dict[str, str]]:
-        """Return the folders without a delta whose names a tenant may use, with the reasons."""
+        """Return the folders without a delta whose names a tenant may use, with the reasons.
+
+        Only those who can do something about them see them: the reasons name files.
+        """
+        if not (tenant.manage or tenant.admin):
+            return []
         folders = sorted(self.engine.ignored_folders().items())
         return [
             {"folder": name, "error": without_folder(reason, self.hidden_folder)}
