@@ -420,16 +420,15 @@ class Tuned(nn.Module):
                     self._install_hook((path, "tensors"), partial(ForwardOverride, self._passes, path, module))
         return assignment
 
-    def _inference_assignment(self, names: tuple[str | None, ...]) -> RowAssignment:
+    def _inference_assignment(self, names: tuple[str | None, ...], place: bool) -> RowAssignment:
         """The assignment of `inference_rows`; the last ones are kept, since the steps of a batch have the same."""
-        kept = self._passes.kept_assignments
-        assignment = kept.get(names)
+        kept, placed = self._passes.kept_assignments, place and len(set(names)) == 1
+        assignment = kept.get((names, placed))
         if assignment is None:
-            alike = len(set(names)) == 1
-            assignment = self._assign_all_rows(names[0]) if alike else self._assign_each_row(names, constant=True)
+            assignment = self._assign_all_rows(names[0]) if placed else self._assign_each_row(names, constant=True)
             while len(kept) >= KEPT_ASSIGNMENTS:
                 del kept[next(iter(kept))]
-            kept[names] = assignment
+            kept[names, placed] = assignment
         return assignment
 
     def advance(self, share: float) -> None:
@@ -966,7 +965,7 @@ def base_value(tuned: Tuned, name: str) -> nn.Parameter:
     return tuned._base_value(name)
 
 
-def inference_rows(tuned: Tuned, names: Sequence[str | None]) -> Scope:
+def inference_rows(tuned: Tuned, names: Sequence[str | None], place: bool = True) -> Scope:
     """Do as `Tuned.rows` does, for passes without gradients: nothing is made trainable, which takes less time.
 
     No tensor of a delta may change as long as it is attached: what is stacked by row is kept for further passes. Where
@@ -976,6 +975,8 @@ def inference_rows(tuned: Tuned, names: Sequence[str | None]) -> Scope:
     Args:
         tuned: The handle of the model.
         names: For each row of the batch the name of its delta, or None for the base model.
+        place: Whether the tensors of a delta that all rows use are put into the model. Passes of other threads that
+            need other tensors there wait until the block is left; with False they run meanwhile.
 
     Returns:
         A context manager, which gives the handle.
@@ -983,7 +984,9 @@ def inference_rows(tuned: Tuned, names: Sequence[str | None]) -> Scope:
     Raises:
         DeltuneError: As `Tuned.rows`, when the block is entered.
     """
-    return Scope(tuned._passes, tuned, lambda: tuned._inference_assignment(tuple(names)), set_requires_grad=False)
+    return Scope(
+        tuned._passes, tuned, lambda: tuned._inference_assignment(tuple(names), place), set_requires_grad=False
+    )
 
 
 def shares_rows(tuned: Tuned, name: str) -> bool:

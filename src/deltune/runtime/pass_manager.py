@@ -164,7 +164,8 @@ class PassManager:
     Attributes:
         default_assignment: What passes outside `rows()` and `disable()` use.
         is_pickled: Whether the model is a copy that was made to be pickled, and is pickled as it is.
-        kept_assignments: Assignments of passes without gradients, by the delta of each row.
+        kept_assignments: Assignments of passes without gradients, by the delta of each row and by whether the delta of
+            all rows is placed in the model.
         delta_cache: Facts about deltas that every assignment of rows needs.
         report: How each attention computed its prefix in the last pass, by path.
         vocabulary: The path of the projection to the vocabulary while some attached delta acts at it, else None.
@@ -189,7 +190,7 @@ class PassManager:
         self.lock = lock
         self.compiled_pass = ForwardPass(self, self.default_assignment)  # that of torch.compile
         self.scopes: weakref.WeakSet[Scope] = weakref.WeakSet()
-        self.kept_assignments: dict[tuple[str | None, ...], RowAssignment] = {}
+        self.kept_assignments: dict[tuple[tuple[str | None, ...], bool], RowAssignment] = {}
         self.delta_cache = DeltaCache()
         self.is_pickled = False
         _PASS_MANAGERS[id(self)] = self

@@ -130,7 +130,7 @@ class PreparedDelta:
 class Backbone:
     """A model of one class with the deltas that are attached to it.
 
-    Only one thread may attach, detach and run; `prepare` may be called by another one meanwhile.
+    Only one thread may attach and detach, and none may meanwhile run passes; `prepare` may be called by another one.
 
     Args:
         model: The model.
@@ -281,14 +281,16 @@ class Backbone:
 
     # -- passes
 
-    def run(self, rows: Sequence[LoadedDelta], call: Callable[[], T]) -> T:
+    def run(self, rows: Sequence[LoadedDelta], call: Callable[[], T], place: bool = True) -> T:
         """Run passes of the model in which each row uses its own delta.
 
         Args:
             rows: The delta of each row.
             call: Runs the model.
+            place: Whether the tensors of a delta that all rows use may be put into the model. False where another
+                thread runs passes with other deltas at the same time.
         """
-        with torch.inference_mode(), inference_rows(self.handle, [row.internal for row in rows]):
+        with torch.inference_mode(), inference_rows(self.handle, [row.internal for row in rows], place):
             return call()
 
     def positions(self, stack: str, loaded: LoadedDelta) -> int:

@@ -85,6 +85,9 @@ class BatchingSection(Section):
         None, "tokens of a decoder's prompt that are read in one step, at most [the engine's default]"
     )
     max_pass_seconds: PositiveDuration = _option(0.1, "about how many seconds a batch of an encoder takes, at most")
+    max_concurrent_passes: Size | None = _option(
+        None, "passes of an encoder's batch that run at the same time on a CPU, at most [2 if there are two cores]"
+    )
     max_wait: Duration = _option(0.005, "seconds that a first request waits for others")
     max_queue: Size | None = _option(None, "requests that may wait in all [the engine's default]", common=True)
     max_queue_per_tenant: Size | None = _option(

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from ..errors import DeltuneError
 from .backbone import Backbone
+from .concurrency import ConcurrentPasses
 from .fairness import FairQueue, FairShare
 from .jobs import Job
 from .requests import Answer
@@ -57,11 +60,13 @@ class LaneContext:
         share: The counters of the tenants.
         start: Is called with requests whose first batch begins.
         finish: Is called once for each request, with its answer or error.
+        passes: Runs passes of an encoder at the same time.
     """
 
     share: FairShare
     start: Callable[[Job], None]
     finish: Callable[[Job, Answer | BaseException], None]
+    passes: ConcurrentPasses
 
 
 class EncodingLane:
@@ -106,7 +111,7 @@ class EncodingLane:
         return max(0.0, oldest + self.limits.wait - now)
 
     def advance(self) -> None:
-        """Answer the next request in one pass, with those of its batch that are of similar length.
+        """Answer the next request, with those of its batch that are of similar length.
 
         The others of a batch go back to the queue, so that a request that arrives meanwhile waits for a pass and not
         for the whole batch.
@@ -140,30 +145,47 @@ class EncodingLane:
         return jobs
 
     def _answer(self, jobs: Sequence[Job]) -> None:
-        """Answer requests in one pass; if it fails, each in a pass of its own, so that only the guilty one fails."""
-        jobs = sorted(jobs, key=lambda job: job.version.internal or "")
-        try:
-            answers: list[Answer | BaseException] = list(self._compute(jobs))
-        except Exception as error:
-            answers = [self._alone(job) for job in jobs] if len(jobs) > 1 else [error]
-        for job, answer in zip(jobs, answers, strict=True):
-            self.context.finish(job, answer)
+        """Answer requests in one pass, or on a CPU in several at the same time."""
+        parts = split_evenly(jobs, _lengths, self._passes_for(jobs))
+        place = len({job.version for job in jobs}) == 1
+        calls = [partial(self._answers, part, place) for part in parts]
+        for part, answers in zip(parts, self.context.passes.run(calls), strict=True):
+            for job, answer in zip(part, answers, strict=True):
+                self.context.finish(job, answer)
 
-    def _alone(self, job: Job) -> Answer | BaseException:
+    def _passes_for(self, jobs: Sequence[Job]) -> int:
+        """In how many passes at the same time a batch is answered: none of them should cost more than it computes."""
+        most = self.context.passes.most if self.backbone.device.type == "cpu" else 1
+        return max(1, min(most, len(jobs) * _width(jobs) // self.overhead))
+
+    def _answers(self, jobs: list[Job], place: bool) -> list[Answer | BaseException]:
+        """Answer requests in one pass; if it fails, each in a pass of its own, so that only the guilty one fails.
+
+        Args:
+            jobs: The requests. They are sorted by delta.
+            place: Whether passes at the same time use the same delta, whose tensors are then put into the model.
+        """
+        jobs.sort(key=lambda job: job.version.internal or "")
         try:
-            (answer,) = self._compute([job])
+            return list(self._compute(jobs, place))
+        except Exception as error:
+            return [self._alone(job, place) for job in jobs] if len(jobs) > 1 else [error]
+
+    def _alone(self, job: Job, place: bool) -> Answer | BaseException:
+        try:
+            (answer,) = self._compute([job], place)
             return answer
         except Exception as error:
             return error
 
-    def _compute(self, jobs: Sequence[Job]) -> list[Answer | BaseException]:
+    def _compute(self, jobs: Sequence[Job], place: bool) -> list[Answer | BaseException]:
         inputs = self._batch(jobs)
         rows = [job.version for job in jobs]
         if self.task == "embed":
-            vectors = self.backbone.run(rows, lambda: self._states(inputs))
+            vectors = self.backbone.run(rows, lambda: self._states(inputs), place)
             return [self._embedding(job, vectors[row]) for row, job in enumerate(jobs)]
         options = {"use_cache": False} if "use_cache" in self.backbone.arguments else {}
-        logits = self.backbone.run(rows, lambda: self.backbone.model(**inputs, **options).logits.float().cpu())
+        logits = self.backbone.run(rows, lambda: self.backbone.model(**inputs, **options).logits.float().cpu(), place)
         return [self._labels(job, logits[row]) for row, job in enumerate(jobs)]
 
     def _batch(self, jobs: Sequence[Job]) -> dict[str, torch.Tensor]:
@@ -261,6 +283,32 @@ def split_by_length(
         parts.insert(0, ordered[begins[end] : end])
         end = begins[end]
     return parts
+
+
+def split_evenly(requests: Sequence[T], lengths: Callable[[T], tuple[int, int]], most: int) -> list[list[T]]:
+    """Split requests into passes that run at the same time, so that the largest of them is as small as possible.
+
+    Args:
+        requests: The requests.
+        lengths: Returns the lengths of a request's prompt and of its text.
+        most: The most passes.
+    """
+    ordered = sorted(requests, key=lengths)
+
+    def parts_of(size: int) -> list[list[T]]:
+        parts: list[list[T]] = []
+        text = prompt = 0
+        for request in ordered:
+            prompt, text = max(prompt, lengths(request)[0]), max(text, lengths(request)[1])
+            if parts and (len(parts[-1]) + 1) * (text + prompt) <= size:
+                parts[-1].append(request)
+            else:
+                prompt, text = lengths(request)
+                parts.append([request])
+        return parts
+
+    sizes = range(1, len(ordered) * (max(lengths(r)[0] for r in ordered) + max(lengths(r)[1] for r in ordered)) + 1)
+    return parts_of(sizes[bisect_left(sizes, True, key=lambda size: len(parts_of(size)) <= most)])
 
 
 def _padded(values: list[int] | None, length: int, width: int, fill: int) -> list[int]:

@@ -27,6 +27,7 @@ from ..models import align_padding_token, has_trained_head, load_config, load_mo
 from .admission import Admission, check_length
 from .backbone import Backbones, LoadedDelta
 from .catalog import Catalog, Entry
+from .concurrency import ConcurrentPasses
 from .encoding import BatchLimits, EncodingLane, LaneContext
 from .errors import EngineClosed, InvalidRequest, RequestTimeout, UnknownDelta
 from .fairness import FairShare
@@ -75,6 +76,9 @@ class Server:
         max_pass_seconds: About how long the passes of an encoder's batch take together, by the speed of the passes
             before: so long a request of another tenant waits for it. A single request has a pass of its own, however
             long.
+        max_concurrent_passes: In how many passes that run at the same time an encoder's batch is answered, at most, on
+            a CPU of several cores. While they run, torch's number of threads, which holds for the whole process, is
+            divided among them.
         max_wait: How long a request waits for a fuller batch, in seconds; a decoder's batch is joined at once.
         max_queue: The most requests that wait.
         max_queue_per_tenant: The most requests of one tenant that wait.
@@ -99,6 +103,7 @@ class Server:
         max_batch_size: int = 32,
         max_prefill_tokens: int = 512,
         max_pass_seconds: float = 0.1,
+        max_concurrent_passes: int = 1,
         max_wait: float = 0.005,
         max_queue: int = 1024,
         max_queue_per_tenant: int = 256,
@@ -110,7 +115,7 @@ class Server:
             max_loaded=max_loaded, max_loaded_bytes=max_loaded_bytes, max_batch_tokens=max_batch_tokens,
             max_batch_size=max_batch_size, max_prefill_tokens=max_prefill_tokens, max_queue=max_queue,
             max_queue_per_tenant=max_queue_per_tenant, max_length=max_length, watch=watch,
-            max_pass_seconds=max_pass_seconds,
+            max_pass_seconds=max_pass_seconds, max_concurrent_passes=max_concurrent_passes,
         )  # fmt: skip
         if max_wait < 0 or prompt_cache_bytes < 0:
             raise DeltuneError("max_wait and prompt_cache_bytes must not be negative")
@@ -137,7 +142,9 @@ class Server:
                 self._backbones.close()
                 raise
         self._share = FairShare()
-        self._lane_context = LaneContext(self._share, self._start, self._finish)
+        self._lane_context = LaneContext(
+            self._share, self._start, self._finish, ConcurrentPasses(max_concurrent_passes)
+        )
         self._lanes: dict[tuple[str, str, str], Lane] = {}
         self._base = first.base(HEAD_TASKS[first.head])
         self._lock = threading.RLock()
@@ -468,6 +475,7 @@ class Server:
             self._wake.notify_all()
         self._thread.join()
         self._lifecycle.close()
+        self._lane_context.passes.close()
         for pool in (self._encoding, self._long_encoding):
             pool.shutdown(wait=True)
 

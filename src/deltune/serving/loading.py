@@ -52,12 +52,14 @@ def load_server(config: ServeConfig) -> tuple[Server, Any]:
         "max_queue_per_tenant": config.batching.max_queue_per_tenant,
         "max_length": config.batching.max_length,
     }
+    concurrent = config.batching.max_concurrent_passes or min(2, torch.get_num_threads())
     server = Server(
         model,
         tokenizer,
         deltas=folder,
         max_loaded=config.deltas.max_loaded,
         max_pass_seconds=config.batching.max_pass_seconds,
+        max_concurrent_passes=concurrent,
         max_wait=config.batching.max_wait,
         prompt_cache_bytes=config.batching.prompt_cache,
         watch=config.deltas.watch or None,
