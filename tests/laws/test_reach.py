@@ -482,6 +482,23 @@ def test_windows_and_a_step_that_joins_tokens() -> None:
         torch.testing.assert_close(mixed[row], alone[row][row])
 
 
+@pytest.mark.parametrize(
+    ("build", "read"),
+    [
+        (_swin, "relative_position_bias_table"),
+        (lambda: random_model("T5ForConditionalGeneration", tiny("t5")), "relative_attention_bias.weight"),
+        (lambda: random_model("GptOssForCausalLM", tiny("gpt_oss")), "self_attn.sinks"),
+    ],
+    ids=["swin", "t5", "gpt_oss"],
+)
+def test_what_an_attention_reads_beside_its_projections(build: Callable[[], PreTrainedModel], read: str) -> None:
+    """Biases of relative positions and sinks go into the attention and get a gradient, and `inspect` says so."""
+    model = build()
+    given = {t.name: t.receives_gradient for t in deltune.inspect(model).tensors if t.name.endswith(read)}
+    assert given and all(given.values())
+    assert "without a gradient" not in str(deltune.inspect(model))
+
+
 def _siglip2() -> PreTrainedModel:
     vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     text = {"vocab_size": 99, **vision}

@@ -61,7 +61,7 @@ def parameters_read_directly(model: torch.nn.Module, trace: Trace) -> set[str]:
     """Return the names of parameters that the forward pass read without calling the module that holds them."""
     names = set()
     for node in trace.nodes:
-        for tensor in node.inputs:
+        for tensor in node.all_inputs:
             name = trace.parameters.get(id(tensor))
             if name is not None:
                 owner = model.get_submodule(name.rpartition(".")[0])
@@ -726,7 +726,7 @@ class _Inspector:
     def _names_read_by(self, nodes: Sequence[Node]) -> set[str]:
         """Return the names of the parameters that steps of the forward pass have read."""
         names = {f"{n.path}.{leaf}" for n in nodes if n.module is not None for leaf in parameters_of(n.module)}
-        inputs = (tensor for node in nodes for tensor in node.inputs)
+        inputs = (tensor for node in nodes for tensor in node.all_inputs)
         return names | {name for tensor in inputs if (name := self.trace.parameters.get(id(tensor)))}
 
 

@@ -61,6 +61,8 @@ class Node:
         children: The nodes whose inputs are its outputs.
         steps: For a module, how many operations ran inside, without views.
         picks: Of an operation that picks by indices or by a condition, the first axis that it picks from; else None.
+        other_reads: Of an attention, what it reads beside query, key and value, such as a bias that is added to its
+            scores: tensors, each with the node that returned it. These nodes are not among the parents.
     """
 
     kind: str
@@ -79,6 +81,12 @@ class Node:
     children: list[Node] = field(default_factory=list)
     steps: int = 0
     picks: int | None = None
+    other_reads: list[tuple[torch.Tensor, Node | None]] = field(default_factory=list)
+
+    @property
+    def all_inputs(self) -> list[torch.Tensor]:
+        """All tensors that it reads, those beside query, key and value of an attention too."""
+        return [*self.inputs, *(tensor for tensor, _ in self.other_reads)]
 
 
 @dataclass
@@ -138,9 +146,9 @@ class Trace:
             node = queue.pop()
             if id(node) not in seen:
                 seen[id(node)] = node
-                reads = [(t, source) for t, source in zip(node.inputs, node.sources, strict=True) if source is not None]
+                reads = [*zip(node.inputs, node.sources, strict=True), *node.other_reads]
                 sources = {id(source) for _, source in reads}
-                queue += [source for tensor, source in reads if tensor.is_floating_point()]
+                queue += [source for tensor, source in reads if source is not None and tensor.is_floating_point()]
                 queue += [parent for parent in node.parents if id(parent) not in sources]
         return list(seen.values())
 
@@ -501,7 +509,10 @@ def _observing_attention(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention that does no arithmetic: (B, heads, n, d) in, (B, n, heads, d_value) of the same kind out."""
+    """An attention that does no arithmetic: (B, heads, n, d) in, (B, n, heads, d_value) of the same kind out.
+
+    Whatever else a model gives it counts as read: biases of relative positions in the place of a mask, or sinks.
+    """
     recorder = _RECORDER.get()
     if recorder is None:
         raise DeltuneError(
@@ -511,7 +522,9 @@ def _observing_attention(
     batch, heads, tokens, _ = query.shape
     output = query.new_zeros(batch, tokens, heads, value.shape[-1])
     recorder.opaque -= 1
-    recorder.record("attention", [query, key, value], [output], module=recorder.originals[module])
+    reads = [(tensor, recorder.producer.get(id(tensor))) for tensor in tensors_in((attention_mask, kwargs))]
+    recorder.alive.append(reads)
+    recorder.record("attention", [query, key, value], [output], module=recorder.originals[module], other_reads=reads)
     recorder.trace.attended.add(recorder.paths[module])
     return output, None
 
