@@ -283,6 +283,9 @@ def config_revision(config: Any) -> str:
     return str(getattr(config, "_commit_hash", None) or "")
 
 
+HOOKS_INSTALLED = "_output_capturing_hooks_installed"
+"""transformers' attribute of a model that has hooks for its hidden states. A copy without hooks must not have it."""
+
 IS_QUANTIZED = "is_quantized"
 """The attribute of a model by which the Trainer refuses to train a quantised one that PEFT has not wrapped."""
 

@@ -228,6 +228,7 @@ def count_resolved(
         scope=(
             *layers_left_out(anatomy, resolved),
             *towers_left_out(anatomy, resolved),
+            *unread_left_out(anatomy, resolved),
             *unrecognized_left_out(resolved),
         ),
     )
@@ -256,10 +257,23 @@ def layers_left_out(anatomy: Anatomy, resolved: ResolvedMethod) -> Iterator[str]
             yield f"the mask has scalars at site {modification.site!r} in {len(layers)} of {len(existing)} layers"
 
 
+def _towers_acted_on(anatomy: Anatomy, resolved: ResolvedMethod) -> set[str]:
+    """Return the names of the towers that a method acts on."""
+    names = {t.name for t in (*resolved.selected, *resolved.trained_in_part)}
+    return {t.tower for t in anatomy.tensors if t.name in names} | {edit.place.tower for edit in resolved.edits}
+
+
+def unread_left_out(anatomy: Anatomy, resolved: ResolvedMethod) -> Iterator[str]:
+    """Yield what the model does not read of the towers that a method acts on, which is left as it is."""
+    acted = _towers_acted_on(anatomy, resolved)
+    for tower in anatomy.towers:
+        if tower in acted and (unread := anatomy.unread(tower)):
+            yield f"of the tower {tower}, {unread} and are left as they are"
+
+
 def towers_left_out(anatomy: Anatomy, resolved: ResolvedMethod) -> Iterator[str]:
     """Yield the towers of a model that a method does not act on, with their sizes."""
-    names = {t.name for t in (*resolved.selected, *resolved.trained_in_part)}
-    acted = {t.tower for t in anatomy.tensors if t.name in names} | {edit.place.tower for edit in resolved.edits}
+    acted = _towers_acted_on(anatomy, resolved)
     for tower in anatomy.towers:
         if tower not in acted:
             size = sum(t.numel for t in anatomy.tensors if t.tower == tower and t.area != "head")
