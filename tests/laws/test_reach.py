@@ -574,6 +574,44 @@ def test_what_an_attention_reads_beside_its_projections(build: Callable[[], PreT
     assert "without a gradient" not in str(deltune.inspect(model))
 
 
+BLOCK = "Modification('block', Bottleneck(rank=2), insertion='{}')"
+
+
+def test_the_output_of_layers_of_several_widths() -> None:
+    """Each stage of Swin has a width of its own."""
+    model = _swin()
+    assert [(layer.in_width, layer.out_width) for layer in deltune.inspect(model).layers] == [(16, 16)] * 2 + [(32, 32)]
+    for insertion in ("parallel", "sequential"):
+        tuned = stir(deltune.attach(model, BLOCK.format(insertion), head="freeze"))
+        loss(dict(tensors(model(**_image(torch.Generator().manual_seed(0)))))).backward()
+        assert all(p.grad is not None for _, p in tuned.named_trainable_parameters())
+        tuned.detach()
+
+
+@pytest.mark.parametrize("size", [32, 64])
+def test_features_that_are_not_the_last_axis(size: int) -> None:
+    """ConvNext's stages return (batch, features, rows, columns), also where there are as many columns as features."""
+    config = transformers.ConvNextConfig(
+        image_size=size, hidden_sizes=[8, 16], depths=[1, 1], num_stages=2, num_labels=3, patch_size=4
+    )
+    model = transformers.ConvNextForImageClassification(config).requires_grad_(False).eval()
+    for insertion in ("parallel", "sequential"):
+        with pytest.raises(deltune.DeltuneError, match="has its features in another axis than the last one"):
+            deltune.count(model, BLOCK.format(insertion))
+    assert deltune.inspect(model).stacks[0].width == 8
+    tuned = stir(deltune.attach(model, "Modification('ffn', Bottleneck(rank=2))", head="freeze"))
+    images = {"pixel_values": torch.randn(2, 3, size, size)}
+    loss(dict(tensors(model(**images)))).backward()
+    assert all(p.grad is not None for _, p in tuned.named_trainable_parameters())
+
+
+def test_a_stage_that_returns_fewer_tokens_than_it_reads() -> None:
+    model = random_model("HieraForImageClassification", tiny("hiera"), largest=10**8)
+    assert deltune.count(model, BLOCK.format("sequential")).method
+    with pytest.raises(deltune.DeltuneError, match="has no input of its own to read"):
+        deltune.count(model, BLOCK.format("parallel"))
+
+
 def _siglip2() -> PreTrainedModel:
     vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     text = {"vocab_size": 99, **vision}

@@ -35,7 +35,7 @@ from .inputs import LENGTHS, READABLE, tower_name
 from .offloading import tied_identities
 from .quantization import check_quantization
 from .quantizers import bias_of, find_quantizer, linear_sizes, visible_parameters
-from .residuals import SubLayer, find_sublayers, gate_and_up, norm_position, shared_experts
+from .residuals import SubLayer, features_are_last, find_sublayers, gate_and_up, norm_position, shared_experts
 from .row_order import modules_not_by_row
 from .skeleton import base_modules, base_parameters, structure_stamp
 from .tracing import Node, Trace, ancestors, base_model, descendants, meta_model, trace_forward, trace_tower
@@ -339,8 +339,9 @@ class _Inspector:
                 old = layers[path]
                 layers[path] = replace(old, passes=old.passes + 1)
                 continue
-            self.widths[path] = group[0].add.outputs[0].shape[-1]
-            layers[path] = self._layer(path, name, counts[name], group)
+            layers[path] = layer = self._layer(path, name, counts[name], group)
+            states = group[0].add if layer.out_width else group[0].output
+            self.widths[path] = states.outputs[0].shape[-1]
             counts[name] += 1
         paths = list(layers)
         for path in paths:
@@ -427,7 +428,22 @@ class _Inspector:
             else:
                 ffns.append(self.ffn_of(sub, norms))
         layer_norms = tuple(norm for norm, _ in placed.values())
-        return Layer(stack, index, path, tuple(attentions), tuple(ffns), layer_norms, experts=tuple(experts))
+        in_width, out_width = self._layer_widths(path, group)
+        return Layer(
+            stack, index, path, tuple(attentions), tuple(ffns), layer_norms, experts=tuple(experts), in_width=in_width,
+            out_width=out_width,
+        )  # fmt: skip
+
+    def _layer_widths(self, path: str, group: list[SubLayer]) -> tuple[int, int]:
+        """Return the widths of the hidden states that a layer reads and returns, as `Layer` has them."""
+        read, returned = self.trace.arguments.get(path), self.trace.outputs.get(path)
+        if read is None or returned is None:
+            width = group[0].add.outputs[0].shape[-1]
+            return width, width
+        if not features_are_last(self.trace, returned, group[-1].output):
+            return 0, 0
+        alike = read.shape[:-1] == returned.shape[:-1]  # a stage that joins tokens has no x for each of them
+        return read.shape[-1] if alike else 0, returned.shape[-1]
 
     def _norm(self, node: Node, place: NormPosition, of: tuple[str, ...]) -> Norm:
         has = parameters_of(node.module)

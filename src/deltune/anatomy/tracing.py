@@ -109,6 +109,8 @@ class Trace:
         on_zeros: Why the pass ran on zeros instead of the meta device; "" if it ran on the meta device.
         stopped: Whether the pass raised an error after the tower that it was to run through.
         compared: The numbers that the pass compared the token ids with.
+        arguments: The first tensor that each module was called with, by path.
+        outputs: The first tensor that each module has returned, by path.
     """
 
     nodes: list[Node]
@@ -123,6 +125,8 @@ class Trace:
     on_zeros: str = ""
     stopped: bool = False
     compared: list[int] = field(default_factory=list)
+    arguments: dict[str, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def around(self, paths: Sequence[str], proper: bool = False) -> str:
         """Return the path of the innermost module that was called and contains all the paths.
@@ -830,6 +834,7 @@ def _on_enter(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
     trace.began.setdefault(path, len(trace.nodes))
     if path not in trace.entered:
         trace.entered[path] = (recorder.originals[module], set(kwargs) | _positional_names(module, args))
+        trace.arguments |= {path: tensor for tensor in [*tensors_in((args, kwargs))][:1]}
     if _is_leaf(module):
         recorder.steps = 0 if not recorder.opaque else recorder.steps
         recorder.opaque += 1
@@ -839,8 +844,10 @@ def _on_exit(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> No
     recorder = _current_recorder()
     path = recorder.paths[module]
     recorder.trace.ended[path] = len(recorder.trace.nodes)
+    first = next(tensors_in(output), None)
+    if first is not None:
+        recorder.trace.outputs.setdefault(path, first)
     if not _is_leaf(module):
-        first = next(tensors_in(output), None)
         if first is not None and not recorder.opaque:
             recorder.trace.returned.setdefault(id(first), []).append(path)
         return

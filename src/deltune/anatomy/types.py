@@ -246,6 +246,10 @@ class Layer:
         norms: Its norms, in the order of execution.
         passes: How often the same modules run in one forward pass; more than 1 where layers share them (ALBERT).
         experts: Its mixtures of experts, in the order of execution.
+        in_width: The width of the hidden states that it reads; 0 where these are of other tokens than those that it
+            returns, and where `out_width` is.
+        out_width: The width of the hidden states that it returns; 0 where their last axis is another one, such as the
+            columns of an image.
     """
 
     stack: StackName
@@ -256,6 +260,8 @@ class Layer:
     norms: tuple[Norm, ...]
     passes: int = 1
     experts: tuple[Experts, ...] = ()
+    in_width: int = 0
+    out_width: int = 0
 
 
 @dataclass(frozen=True)

@@ -385,9 +385,14 @@ def _with_position_shift(
 def _layer_sites(anatomy: Anatomy, layer: Layer, modification: Modification) -> Iterator[SiteLocation]:
     site, stem = modification.site, f"{layer.stack}.{layer.index}"
     if site == "block":
-        width = anatomy.stack(layer.stack).width
-        target, x = ModuleSide(layer.path, "output"), ModuleSide(layer.path, "input")
-        yield SiteLocation(f"{stem}.block", target, width, f"{stem}.block", layer.stack, x, width)
+        if not layer.out_width:
+            raise DeltuneError(
+                f"site 'block': what {layer.path} returns has its features in another axis than the last one, such as "
+                "images of (batch, features, rows, columns), on which no form acts: take 'ffn'"
+            )
+        name, x = f"{stem}.block", ModuleSide(layer.path, "input") if layer.in_width else None
+        target = ModuleSide(layer.path, "output")
+        yield SiteLocation(name, target, layer.out_width, name, layer.stack, x, layer.in_width)
     elif site == "norm":
         for number, norm in enumerate(layer.norms):
             name = f"{stem}.norm{number}"
