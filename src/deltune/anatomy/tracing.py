@@ -834,7 +834,8 @@ def _on_enter(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
     trace.began.setdefault(path, len(trace.nodes))
     if path not in trace.entered:
         trace.entered[path] = (recorder.originals[module], set(kwargs) | _positional_names(module, args))
-        trace.arguments |= {path: tensor for tensor in [*tensors_in((args, kwargs))][:1]}
+        if (first := next(tensors_in((args, kwargs)), None)) is not None:
+            trace.arguments[path] = first
     if _is_leaf(module):
         recorder.steps = 0 if not recorder.opaque else recorder.steps
         recorder.opaque += 1
