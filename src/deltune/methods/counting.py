@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..anatomy.inspection import check_model_or_config, inspect
 from ..anatomy.offloading import loaded_devices, offloaded_tensors
 from ..anatomy.quantization import quantization_of, stored_bytes
+from ..anatomy.quantized_storage import quantized_storage
 from ..anatomy.skeleton import base_tensors
 from ..anatomy.tracing import meta_model
 from ..anatomy.types import Anatomy
@@ -58,7 +59,8 @@ class Count:
         scope: What the method leaves out: layers without a site, towers that it does not act on, and what looks like a
             norm or bias that it trains and is not observed as one.
         quantization: How the base model's weights are quantised, such as "bitsandbytes nf4"; "" where they are not.
-        base_bytes: Bytes that the base model stores, its quantised weights as they are; None without a live model.
+        base_bytes: Bytes that the base model stores, its quantised weights as they are; None of a configuration that is
+            counted unquantised.
     """
 
     method: int
@@ -143,6 +145,7 @@ def count(
     method: str | Method,
     denominator: str | int = "model",
     head: str = "train",
+    quantization_config: Any = None,
 ) -> Count:
     """Count the scalars that a method trains on a model, without attaching it.
 
@@ -154,6 +157,8 @@ def count(
             vocabulary), "no_pooler", "no_embeddings", "layers" (without embeddings and pooler), "untied" (input and
             output embeddings counted apart), or a number of scalars.
         head: "train" or "freeze", in which case the task head counts as saved but not as trained.
+        quantization_config: Of a configuration: how the model would be quantised while it is loaded, such as a
+            BitsAndBytesConfig of transformers. The count has the bytes that it would store, the rest in float32.
 
     Returns:
         The count.
@@ -162,11 +167,18 @@ def count(
         DeltuneError: The method cannot be attached to the model, or an argument does not exist.
     """
     check_model_or_config(model, "count")
-    anatomy = inspect(model)
+    storage = None
+    if quantization_config is not None:
+        if isinstance(model, PreTrainedModel):
+            raise DeltuneError("quantization_config is for a configuration: a live model counts in the form it has")
+        storage = quantized_storage(model, quantization_config)
+    anatomy = inspect(model) if storage is None else storage.anatomy
     if head not in ("train", "freeze"):
         raise DeltuneError(unknown_name("head", head, ("train", "freeze")))
     resolved = resolve(anatomy, parse(method), lambda: masked_share_size(model))
     counted = count_resolved(anatomy, resolved, *base_size(model, denominator), head=head)
+    if storage is not None:
+        return replace(counted, quantization=storage.quantization, base_bytes=storage.stored_bytes)
     return with_storage(counted, model) if isinstance(model, PreTrainedModel) else counted
 
 
