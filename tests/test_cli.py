@@ -229,6 +229,16 @@ def test_count(deltune: Command, root: Path) -> None:
     assert "512 scalars" in deltune("count", root / "model", "lora(rank=2)").out
 
 
+def test_count_of_a_quantised_model(deltune: Command, root: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    plain = json.loads(deltune("count", root / "model", "lora(rank=2)", "--json").out)
+    counts = json.loads(deltune("count", root / "model", "lora(rank=2)", "--quantize", "nf4", "--json").out)
+    assert counts["quantization"] == "bitsandbytes nf4" and 0 < counts["base_bytes"] < 4 * counts["denominator_size"]
+    assert {name: counts[name] for name in plain} == plain
+    wrong = deltune("count", root / "model", "lora(rank=2)", "--quantize", "nf5")
+    assert wrong.code == 2 and "unknown quantize 'nf5'" in wrong.err
+
+
 # -- training
 
 

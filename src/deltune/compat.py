@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import logging
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -283,6 +285,9 @@ def config_revision(config: Any) -> str:
     return str(getattr(config, "_commit_hash", None) or "")
 
 
+HOOKS_INSTALLED = "_output_capturing_hooks_installed"
+"""transformers' attribute of a model that has hooks for its hidden states. A copy without hooks must not have it."""
+
 IS_QUANTIZED = "is_quantized"
 """The attribute of a model by which the Trainer refuses to train a quantised one that PEFT has not wrapped."""
 
@@ -436,3 +441,20 @@ def sacrebleu_statistics(metric: Any, predictions: Sequence[str], references: Se
 def sacrebleu_score(metric: Any, statistics: Any) -> float:
     """The score of the summed statistics of some examples."""
     return float(metric._compute_score_from_stats(statistics).score)
+
+
+@contextlib.contextmanager
+def silent_loading() -> Iterator[None]:
+    """Hide transformers' progress bar and load report inside the context; deltune judges itself what is missing."""
+    from transformers.utils import logging as hf
+
+    nothing = logging.Filter("nothing")  # not setLevel: with a level transformers also checks tensor-parallel plans
+    logger, had_progress_bar = logging.getLogger("transformers.modeling_utils"), hf.is_progress_bar_enabled()
+    logger.addFilter(nothing)
+    hf.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logger.removeFilter(nothing)
+        if had_progress_bar:
+            hf.enable_progress_bar()

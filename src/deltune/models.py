@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import difflib
 import functools
 import importlib.util
 import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -250,7 +249,7 @@ def load_model(
     import transformers
     from safetensors import SafetensorError
 
-    from .compat import auto_class_mapping
+    from .compat import auto_class_mapping, silent_loading
 
     if head not in AUTO_CLASSES:
         raise DeltuneError(unknown_name("model head", head, AUTO_CLASSES))
@@ -323,12 +322,17 @@ def _head_modules(config: PreTrainedConfig, head: str) -> list[str]:
         return list(inspect(getattr(transformers, AUTO_CLASSES[head]).from_config(copy.deepcopy(config))).head)
 
 
+NO_MODULE = "(?!)"
+"""A pattern that matches no path. Where it is kept in floating point, transformers keeps nothing of its own accord."""
+
+
 def quantization_config(quantize: str, kept: Sequence[str] = ()) -> Any:
     """Return transformers' configuration for a way of quantising.
 
     Args:
         quantize: One of `QUANTIZATIONS`.
-        kept: Paths of modules that stay in floating point. Without any, transformers keeps a vocabulary projection.
+        kept: Paths of modules that stay in floating point, or `NO_MODULE`. Without any, transformers keeps a vocabulary
+            projection.
 
     Raises:
         DeltuneError: There is no such way, or its library is not installed.
@@ -441,25 +445,6 @@ def _read_config(source: ModelSource, trust_remote_code: bool) -> PreTrainedConf
         return transformers.AutoConfig.from_pretrained(source.name, **options)
     except Exception as error:  # a wrong value fails in the family's own validation, which can raise anything
         raise DeltuneError(f"{file} is not a valid configuration: {' '.join(str(error).split())}") from error
-
-
-@contextlib.contextmanager
-def silent_loading() -> Iterator[None]:
-    """Hide transformers' progress bar and load report inside the context; `_check_loaded` judges what it reports."""
-    import logging
-
-    from transformers.utils import logging as hf
-
-    nothing = logging.Filter("nothing")  # not setLevel: with a level transformers also checks tensor-parallel plans
-    logger, had_progress_bar = logging.getLogger("transformers.modeling_utils"), hf.is_progress_bar_enabled()
-    logger.addFilter(nothing)
-    hf.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logger.removeFilter(nothing)
-        if had_progress_bar:
-            hf.enable_progress_bar()
 
 
 def _weights_problem(source: ModelSource, error: BaseException) -> str:

@@ -12,10 +12,11 @@ import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
@@ -23,6 +24,7 @@ import deltune
 from deltune.anatomy.quantization import quantization_of, quantized_modules, stored_bytes
 from deltune.anatomy.quantizers import dequantized_weight
 from deltune.errors import DeltuneError
+from deltune.models import NO_MODULE, Quantization, quantization_config
 
 from .families import FAMILIES
 from .methods import ROWS, Row
@@ -567,6 +569,33 @@ def test_the_count_says_what_is_stored(folder: Path) -> None:
     assert deltune.attach(model, "lora(rank=4)").count().base_bytes == count.base_bytes
 
 
+@pytest.mark.parametrize("name", get_args(Quantization))
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_a_configuration_counts_as_the_quantised_model_would(name: str, family: str, folder: Path) -> None:
+    """Sizes and refusals are those of the model that is loaded, and no weights are read."""
+    options = quantization_config(name, [NO_MODULE])
+    model = transformers.AutoModel.from_pretrained(folder / family, quantization_config=options, dtype=torch.float32)
+    described = transformers.AutoConfig.from_pretrained(folder / family)
+    for method in ("lora(rank=4)", "layernorm + prefix(length=2)"):
+        live, counted = deltune.count(model, method), deltune.count(described, method, quantization_config=options)
+        assert counted == live
+        assert (counted.quantization, counted.base_bytes) == (live.quantization, live.base_bytes)
+    with pytest.raises(DeltuneError, match="cannot be trained"):
+        deltune.count(described, "full", quantization_config=options)
+
+
+def test_what_cannot_be_counted_quantised(folder: Path) -> None:
+    described = transformers.AutoConfig.from_pretrained(folder / "llama")
+    with pytest.raises(DeltuneError, match=r"GPTQConfig .* from its configuration alone .* load the quantised model"):
+        deltune.count(described, "lora", quantization_config=transformers.GPTQConfig(bits=4))
+    nf4 = quantization_config("nf4")
+    with pytest.raises(DeltuneError, match="is for a configuration"):
+        deltune.count(load_form(folder, "llama", None), "lora", quantization_config=nf4)
+    described.quantization_config = nf4
+    with pytest.raises(DeltuneError, match="stored quantised already: leave BitsAndBytesConfig out"):
+        deltune.count(described, "lora", quantization_config=nf4)
+
+
 def test_a_run_on_a_quantised_model(tmp_path: Path) -> None:
     """`deltune train --quantize`, and everything that is done with its folder."""
     from deltune.training.config import RunConfig
@@ -585,7 +614,7 @@ def test_a_run_on_a_quantised_model(tmp_path: Path) -> None:
 
 
 def test_ways_of_quantising_that_do_not_exist(folder: Path) -> None:
-    from deltune.models import QUANTIZATIONS, load_model, quantization_config
+    from deltune.models import QUANTIZATIONS, load_model
     from deltune.training.config import RunConfig
 
     for name in QUANTIZATIONS:

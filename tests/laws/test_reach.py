@@ -284,12 +284,16 @@ def test_layers_left_out_are_counted() -> None:
 # -- several towers
 
 
-@pytest.fixture(scope="module")
-def llava() -> PreTrainedModel:
+def _llava() -> PreTrainedModel:
     text, vision = tiny("llama"), tiny("clip_vision_model", **VISION)
     config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_id=7, image_seq_length=16)
     torch.manual_seed(0)
     return transformers.LlavaForConditionalGeneration(config).requires_grad_(False).eval()
+
+
+@pytest.fixture(scope="module")
+def llava() -> PreTrainedModel:
+    return _llava()
 
 
 def test_towers(llava: PreTrainedModel) -> None:
@@ -307,11 +311,81 @@ def test_towers(llava: PreTrainedModel) -> None:
         count = deltune.count(llava, text)
         assert [line.split(" with ")[0] for line in count.scope] == ["the tower vision", "the tower projector"]
     sizes = {tower: deltune.count(llava, f"full(tower='{tower}')").method for tower in (*anatomy.towers, "all")}
-    assert sizes["all"] == sum(p.numel() for p in llava.parameters()) == sum(sizes[t] for t in anatomy.towers)
+    read = {t.name for t in anatomy.tensors if t.receives_gradient}
+    assert sizes["all"] == sum(p.numel() for name, p in llava.named_parameters() if name in read)
+    assert sizes["all"] == sum(sizes[t] for t in anatomy.towers)
     with pytest.raises(deltune.DeltuneError, match="tower='audio': this model has"):
         deltune.count(llava, "lora(tower='audio')")
     with pytest.raises(deltune.DeltuneError, match=r"no bias in .* of the tower text"):
         deltune.count(llava, "bitfit")
+
+
+UNREAD = (
+    "layer 1 and 2 other tensors, such as model.vision_tower.post_layernorm.weight, with 8,608 scalars, do not reach "
+    "the output"
+)
+
+
+@pytest.mark.parametrize("after_a_run", [False, True])
+def test_layers_that_the_model_does_not_read(after_a_run: bool) -> None:
+    """LLaVA reads the vision tower's states before its last layer: what is behind them gets no gradient.
+
+    `inspect` and the count say so, and a method leaves it. transformers notes at a model's first run where it captures
+    hidden states, which must not change what is observed.
+    """
+    model = _llava()
+    if after_a_run:
+        _run(model, text_and_image())
+    anatomy = deltune.inspect(model)
+    assert anatomy.unread("vision") == UNREAD and UNREAD in str(anatomy)
+    assert anatomy.unread("text") == anatomy.unread("projector") == "" and anatomy.unobserved == ()
+    model.requires_grad_(True)
+    loss(dict(tensors(model(**text_and_image())))).backward()
+    vision = {name: p for name, p in model.named_parameters() if ".vision_tower." in name}
+    assert {t.name for t in anatomy.tensors if not t.receives_gradient} == {
+        n for n, p in vision.items() if p.grad is None
+    }
+    model.requires_grad_(False)
+
+
+@pytest.mark.parametrize("text", ["full", "layernorm", "lora(rank=2)", "adapter(rank=2)", "lora(rank=2, at='*fc1')"])
+def test_a_method_leaves_what_is_not_read(text: str) -> None:
+    model, text = _llava(), f"{text.removesuffix(')')}{',' if '(' in text else '('}tower='vision')"
+    tuned = stir(deltune.attach(model, text))
+    assert f"of the tower vision, {UNREAD} and are left as they are" in tuned.count().scope
+    loss(dict(tensors(model(**text_and_image())))).backward()
+    assert all(p.grad is not None for _, p in tuned.named_trainable_parameters())
+
+
+@pytest.mark.parametrize("text", ["layernorm", "lora"])
+def test_a_method_where_nothing_is_read(llava: PreTrainedModel, text: str) -> None:
+    with pytest.raises(deltune.DeltuneError, match="nothing would train there: of the tower vision, layer 1 and"):
+        deltune.count(llava, f"{text}(layers=(1,), tower='vision')")
+
+
+def test_a_tower_that_is_read_later() -> None:
+    """Qwen3-VL's language model adds what the vision tower makes of earlier layers behind its own first layers."""
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64}
+    vision = {
+        "depth": 2,
+        "num_heads": 4,
+        "out_hidden_size": 32,
+        "patch_size": 8,
+        "deepstack_visual_indexes": [0],
+        **sizes,
+    }
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    text = {
+        "vocab_size": 99, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "rope_parameters": rope, **sizes,
+    }  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.Qwen3VLForConditionalGeneration(
+            transformers.Qwen3VLConfig(vision_config=vision, text_config=text, image_token_id=7)
+        )
+    anatomy = deltune.inspect(model)
+    assert any("deepstack" in t.name for t in anatomy.tensors if t.tower == "vision")
+    assert anatomy.unread("vision") == "" and anatomy.unobserved == ()
 
 
 def _two_vision_towers() -> PreTrainedModel:
@@ -428,7 +502,8 @@ def test_linears_between_two_towers(llava: PreTrainedModel, text: str, tmp_path:
 def test_all_towers_are_those_that_have_the_site(llava: PreTrainedModel, text: str, left: list[str]) -> None:
     """As for existing parameters, and the count names the others."""
     count = deltune.count(llava, text)
-    assert [line.split(" with ")[0] for line in count.scope] == [f"the tower {tower}" for tower in left]
+    scope = [line.split(" with ")[0] for line in count.scope if not line.startswith("of the tower vision, layer 1")]
+    assert scope == [f"the tower {tower}" for tower in left]
 
 
 @pytest.mark.parametrize(
@@ -482,6 +557,61 @@ def test_windows_and_a_step_that_joins_tokens() -> None:
         torch.testing.assert_close(mixed[row], alone[row][row])
 
 
+@pytest.mark.parametrize(
+    ("build", "read"),
+    [
+        (_swin, "relative_position_bias_table"),
+        (lambda: random_model("T5ForConditionalGeneration", tiny("t5")), "relative_attention_bias.weight"),
+        (lambda: random_model("GptOssForCausalLM", tiny("gpt_oss")), "self_attn.sinks"),
+    ],
+    ids=["swin", "t5", "gpt_oss"],
+)
+def test_what_an_attention_reads_beside_its_projections(build: Callable[[], PreTrainedModel], read: str) -> None:
+    """Biases of relative positions and sinks go into the attention and get a gradient, and `inspect` says so."""
+    model = build()
+    receives = [t.receives_gradient for t in deltune.inspect(model).tensors if t.name.endswith(read)]
+    assert receives and all(receives)
+    assert "without a gradient" not in str(deltune.inspect(model))
+
+
+BLOCK = "Modification('block', Bottleneck(rank=2), insertion='{}')"
+
+
+def test_the_output_of_layers_of_several_widths() -> None:
+    """Each stage of Swin has a width of its own."""
+    model = _swin()
+    assert [(layer.in_width, layer.out_width) for layer in deltune.inspect(model).layers] == [(16, 16)] * 2 + [(32, 32)]
+    for insertion in ("parallel", "sequential"):
+        tuned = stir(deltune.attach(model, BLOCK.format(insertion), head="freeze"))
+        loss(dict(tensors(model(**_image(torch.Generator().manual_seed(0)))))).backward()
+        assert all(p.grad is not None for _, p in tuned.named_trainable_parameters())
+        tuned.detach()
+
+
+@pytest.mark.parametrize("size", [32, 64])
+def test_features_that_are_not_the_last_axis(size: int) -> None:
+    """ConvNext's stages return (batch, features, rows, columns), also where there are as many columns as features."""
+    config = transformers.ConvNextConfig(
+        image_size=size, hidden_sizes=[8, 16], depths=[1, 1], num_stages=2, num_labels=3, patch_size=4
+    )
+    model = transformers.ConvNextForImageClassification(config).requires_grad_(False).eval()
+    for insertion in ("parallel", "sequential"):
+        with pytest.raises(deltune.DeltuneError, match="has its features in another axis than the last one"):
+            deltune.count(model, BLOCK.format(insertion))
+    assert deltune.inspect(model).stacks[0].width == 8
+    tuned = stir(deltune.attach(model, "Modification('ffn', Bottleneck(rank=2))", head="freeze"))
+    images = {"pixel_values": torch.randn(2, 3, size, size)}
+    loss(dict(tensors(model(**images)))).backward()
+    assert all(p.grad is not None for _, p in tuned.named_trainable_parameters())
+
+
+def test_a_stage_that_returns_fewer_tokens_than_it_reads() -> None:
+    model = random_model("HieraForImageClassification", tiny("hiera"), largest=10**8)
+    assert deltune.count(model, BLOCK.format("sequential")).method
+    with pytest.raises(deltune.DeltuneError, match="has no input of its own to read"):
+        deltune.count(model, BLOCK.format("parallel"))
+
+
 def _siglip2() -> PreTrainedModel:
     vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     text = {"vocab_size": 99, **vision}
@@ -522,6 +652,20 @@ def test_the_size_of_a_model_without_automodel() -> None:
     tied = model.decoder.lm_head.weight is model.decoder.transformer.wte.weight
     vocabulary = 0 if tied else model.decoder.lm_head.weight.numel()
     assert count.denominator_size == sum(p.numel() for p in model.parameters()) - vocabulary
+
+
+def test_the_size_of_a_model_without_a_pooler() -> None:
+    """A live model counts without its head, and has no pooler if its class has none; a configuration is AutoModel's.
+
+    The share of a mask is the same for all classes, so that a delta of one fits another.
+    """
+    config = tiny("vit", **VISION)
+    model, base = transformers.ViTForImageClassification(config), transformers.ViTModel(config)
+    sizes = [deltune.count(counted, "layernorm").denominator_size for counted in (model, base, config)]
+    whole = sum(p.numel() for p in base.parameters())
+    assert sizes == [sum(p.numel() for p in model.vit.parameters()), whole, whole] and sizes[0] < whole
+    masked = "apet(lora(rank=8), '0.5%')"
+    assert deltune.count(model, masked).method == deltune.count(base, masked).method == int(0.005 * whole)
 
 
 # -- what is a head, a pooler, a norm

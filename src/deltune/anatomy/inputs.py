@@ -92,6 +92,32 @@ def input_candidates(model: nn.Module) -> list[dict[str, Any]]:
     return candidates
 
 
+def tower_candidates(model: nn.Module) -> list[dict[str, Any]]:
+    """Return inputs of images or sounds beside text, to be tried one after another on a model of several towers.
+
+    Args:
+        model: A base model of transformers.
+
+    Returns:
+        Dictionaries as those of `input_candidates`.
+    """
+    accepted, config = inspect.signature(model.forward).parameters, getattr(model, "config", None)
+    candidates = [c for c in input_candidates(model) if not c.keys().isdisjoint(READABLE[1:-1])]
+    images = [c for c in candidates if "pixel_values" in c]
+    if images and "image_grid_thw" in accepted:
+        shapes = [partial(torch.zeros, *shape) for shape in _patch_shapes(config)]
+        grid = partial(torch.tensor, [GRID])
+        candidates += [{**images[0], "pixel_values": make, "image_grid_thw": grid} for make in shapes]
+    elif images:
+        shape = _image_shapes(config)[-1]
+        as_list = {**images[0], "pixel_values": partial(torch.zeros, 1, *shape)}  # a row's images
+        candidates.append(as_list)
+        if "image_sizes" in accepted:
+            sizes = partial(torch.tensor, [shape[-2:]])
+            candidates += [{**candidate, "image_sizes": sizes} for candidate in (images[-1], as_list)]
+    return candidates
+
+
 def _listed_patches(common: dict[str, Any], config: Any) -> list[dict[str, Any]]:
     """Return the inputs of a model that is given images as lists of patches, with the rows and columns of each."""
     _, rows, columns = GRID

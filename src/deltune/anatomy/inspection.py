@@ -35,10 +35,10 @@ from .inputs import LENGTHS, READABLE, tower_name
 from .offloading import tied_identities
 from .quantization import check_quantization
 from .quantizers import bias_of, find_quantizer, linear_sizes, visible_parameters
-from .residuals import SubLayer, find_sublayers, gate_and_up, norm_position, shared_experts
+from .residuals import SubLayer, features_are_last, find_sublayers, gate_and_up, norm_position, shared_experts
 from .row_order import modules_not_by_row
 from .skeleton import base_modules, base_parameters, structure_stamp
-from .tracing import Node, Trace, ancestors, base_model, descendants, meta_model, trace_forward
+from .tracing import Node, Trace, ancestors, base_model, descendants, meta_model, trace_forward, trace_tower
 from .types import (
     FFN,
     Anatomy,
@@ -61,7 +61,7 @@ def parameters_read_directly(model: torch.nn.Module, trace: Trace) -> set[str]:
     """Return the names of parameters that the forward pass read without calling the module that holds them."""
     names = set()
     for node in trace.nodes:
-        for tensor in node.inputs:
+        for tensor in node.all_inputs:
             name = trace.parameters.get(id(tensor))
             if name is not None:
                 owner = model.get_submodule(name.rpartition(".")[0])
@@ -339,8 +339,9 @@ class _Inspector:
                 old = layers[path]
                 layers[path] = replace(old, passes=old.passes + 1)
                 continue
-            self.widths[path] = group[0].add.outputs[0].shape[-1]
-            layers[path] = self._layer(path, name, counts[name], group)
+            layers[path] = layer = self._layer(path, name, counts[name], group)
+            states = group[0].add if layer.out_width else group[0].output
+            self.widths[path] = states.outputs[0].shape[-1]
             counts[name] += 1
         paths = list(layers)
         for path in paths:
@@ -427,7 +428,22 @@ class _Inspector:
             else:
                 ffns.append(self.ffn_of(sub, norms))
         layer_norms = tuple(norm for norm, _ in placed.values())
-        return Layer(stack, index, path, tuple(attentions), tuple(ffns), layer_norms, experts=tuple(experts))
+        in_width, out_width = self._layer_widths(path, group)
+        return Layer(
+            stack, index, path, tuple(attentions), tuple(ffns), layer_norms, experts=tuple(experts), in_width=in_width,
+            out_width=out_width,
+        )  # fmt: skip
+
+    def _layer_widths(self, path: str, group: list[SubLayer]) -> tuple[int, int]:
+        """Return the widths of the hidden states that a layer reads and returns, as `Layer` has them."""
+        read, returned = self.trace.arguments.get(path), self.trace.outputs.get(path)
+        if read is None or returned is None:
+            width = group[0].add.outputs[0].shape[-1]
+            return width, width
+        if not features_are_last(self.trace, returned, group[-1].output):
+            return 0, 0
+        alike = read.shape[:-1] == returned.shape[:-1]  # a stage that joins tokens has no x for each of them
+        return read.shape[-1] if alike else 0, returned.shape[-1]
 
     def _norm(self, node: Node, place: NormPosition, of: tuple[str, ...]) -> Norm:
         has = parameters_of(node.module)
@@ -481,6 +497,7 @@ class _Inspector:
             unobserved=tuple(self.unobserved),
             output_kind=self._output_kind(head),
             other_towers=parts,
+            tower=self.tower,
             linears=self._linears(),
             vocabulary=self._vocabulary(),
             on_zeros=self.trace.on_zeros,
@@ -657,10 +674,44 @@ class _Inspector:
             module = self.model.get_submodule(path)
             assert isinstance(module, PreTrainedModel)
             try:
-                yield _Inspector(module).anatomy().inside(path)
+                part = _Inspector(module).anatomy().inside(path)
             except Exception as error:
                 reason = f"{type(error).__name__}: {error_summary(error)}"
                 self.unobserved.append(f"the layers of the tower {path} ({reason})")
+            else:
+                yield self._as_read(part)
+
+    def _as_read(self, part: Anatomy) -> Anatomy:
+        """Return the anatomy of another tower, of whose tensors those get a gradient that the rest of the model reads.
+
+        A model may read the hidden states of a layer before the last one, or not read what the tower pools. A pass that
+        stopped may have read more later on: of it only the layers that it left out count, with what follows them.
+        """
+        trace = trace_tower(self.model, part.tower_path, self._between_towers())
+        reached = _names_read_by(trace, trace.differentiable()) if trace is not None else set()
+        read = {t.name: not reached.isdisjoint((t.name, *t.aliases)) for t in part.tensors}
+        if trace is None or not any(read.values()):
+            self.unobserved.append(f"which layers of the tower {part.tower_path} the rest of the model reads")
+            read = dict.fromkeys(read, True)
+        elif trace.stopped:
+            unread = [
+                layer.path
+                for number, layer in enumerate(part.layers)
+                if not any(read[t.name] for t in part.tensors if t.layer == number)
+            ]
+            after = _names_read_by(trace, _nodes_after(trace, unread))
+            read = {name: is_read or name not in after for name, is_read in read.items()}
+        return replace(part, tensors=tuple(replace(t, receives_gradient=read[t.name]) for t in part.tensors))
+
+    def _between_towers(self) -> set[str]:
+        """Return the paths of the modules of the base model with parameters that are in no tower."""
+        read = _names_read_by(self.trace, self.trace.nodes)
+        owners = {name.rpartition(".")[0] for name, _ in base_parameters(self.model) if name not in read}
+        return {
+            owner
+            for owner in owners - self.trace.entered.keys()
+            if is_inside(owner, self.base_path) and not any(is_inside(owner, tower) for tower in self.towers)
+        }
 
     def _tensors(
         self,
@@ -680,7 +731,7 @@ class _Inspector:
                 shapes[identity] = shape, quantized
         final = {n.path for n in self.trace.nodes if n.path} - embedding_paths
         of_batch = {n.path for n in self.trace.nodes if id(n) in self.batch_nodes}
-        read, reached = (self._names_read_by(nodes) for nodes in (self.trace.nodes, self.trace.differentiable()))
+        read, reached = (_names_read_by(self.trace, n) for n in (self.trace.nodes, self.trace.differentiable()))
         of_parts = {t.name: t for part in parts for t in part.tensors}
         vocabulary = getattr(self._vocabulary(), "path", None)
         layer_prefixes = [(layer.path + ".", i) for i, layer in enumerate(layers)]
@@ -713,7 +764,9 @@ class _Inspector:
             tower = self.tower
             if self.towers and not outside and read.isdisjoint(aliases):
                 tower = next((self.towers[o] for o in _around(owners[0]) if o in self.towers), "projector")
-            role = of_parts[aliases[0]].role if aliases[0] in of_parts else role
+                receives_gradient = True  # in a pass on what that tower reads
+            if (of_part := of_parts.get(aliases[0])) is not None:
+                role, receives_gradient = of_part.role, of_part.receives_gradient
             others = tuple(aliases[1:])
             tensors.append(
                 Tensor(
@@ -723,11 +776,24 @@ class _Inspector:
             )  # fmt: skip
         return tuple(tensors)
 
-    def _names_read_by(self, nodes: Sequence[Node]) -> set[str]:
-        """Return the names of the parameters that steps of the forward pass have read."""
-        names = {f"{n.path}.{leaf}" for n in nodes if n.module is not None for leaf in parameters_of(n.module)}
-        inputs = (tensor for node in nodes for tensor in node.inputs)
-        return names | {name for tensor in inputs if (name := self.trace.parameters.get(id(tensor)))}
+
+def _names_read_by(trace: Trace, nodes: Sequence[Node]) -> set[str]:
+    """Return the names of the parameters that steps of a forward pass have read."""
+    names = {f"{n.path}.{leaf}" for n in nodes if n.module is not None for leaf in parameters_of(n.module)}
+    inputs = (tensor for node in nodes for tensor in node.all_inputs)
+    return names | {name for tensor in inputs if (name := trace.parameters.get(id(tensor)))}
+
+
+def _nodes_after(trace: Trace, paths: Sequence[str]) -> list[Node]:
+    """Return the steps inside of some modules, and those that read what these have returned."""
+    queue = [n for n in trace.nodes if any(is_inside(n.path, path) for path in paths)]
+    seen = {id(node): node for node in queue}
+    while queue:
+        for child in queue.pop().children:
+            if id(child) not in seen:
+                seen[id(child)] = child
+                queue.append(child)
+    return list(seen.values())
 
 
 def _mixers(group: Sequence[SubLayer]) -> int:

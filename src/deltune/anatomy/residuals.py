@@ -292,6 +292,36 @@ def _input_linears(sub: SubLayer) -> list[Node]:
     return known if len(known) == 3 else [*known, *sub.inputs]
 
 
+def features_are_last(trace: Trace, output: torch.Tensor, linear: Node) -> bool:
+    """Whether the last axis of what a layer returns has the features of its last linear, and not rows of pixels.
+
+    The axis is followed back through views, by its stride, and through steps that keep the shape. Where that does not
+    show, it is taken for the features.
+
+    Args:
+        trace: The trace.
+        output: What the layer returns.
+        linear: The output linear of its last sub-layer.
+    """
+    node = next((n for n in reversed(trace.nodes) if any(t is output for t in n.outputs)), None)
+    tensor, axis = output, output.dim() - 1
+    while node is not None and node is not linear:
+        reads = zip(node.inputs, node.sources, strict=True)
+        step = next(((t, source) for t, source in reads if source is not None and depends_on(source, linear)), None)
+        if step is None:
+            return True
+        below, source = step
+        if storage_id(below) == storage_id(tensor):
+            alike = [i for i in range(below.dim()) if below.stride(i) == tensor.stride(axis)]
+            axis = max(alike, key=lambda i: (below.shape[i] == tensor.shape[axis], i), default=below.dim() - 1)
+        elif below.shape != tensor.shape:
+            if axis != tensor.dim() - 1 or below.shape[-1] != tensor.shape[-1]:
+                return True
+            axis = below.dim() - 1
+        tensor, node = below, source
+    return axis == tensor.dim() - 1
+
+
 def gate_and_up(sub: SubLayer) -> dict[str, tuple[Node, Columns | None]]:
     """Return the two projections of a gated FFN, by role: "gate", which an activation follows, and "up".
 

@@ -19,7 +19,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..compat import CALL_OVERRIDES, OFFLOAD_ATTRIBUTES, buffers_of, offload_hook, parameters_of, submodules_of
+from ..compat import (
+    CALL_OVERRIDES,
+    HOOKS_INSTALLED,
+    OFFLOAD_ATTRIBUTES,
+    buffers_of,
+    offload_hook,
+    parameters_of,
+    submodules_of,
+)
 from .quantizers import bias_of, find_quantizer, linear_sizes
 
 HANDLE_NAME = "deltune"
@@ -175,8 +183,9 @@ class _Copier:
         return value
 
 
-NOT_COPIED = frozenset((*nn.Module().__dict__, *PASS_OVERRIDES))
-"""The attributes that torch gives every module, which a copy has of its own, and `PASS_OVERRIDES`."""
+NOT_COPIED = frozenset((*nn.Module().__dict__, *PASS_OVERRIDES, HOOKS_INSTALLED))
+"""The attributes that torch gives every module, which a copy has of its own, `PASS_OVERRIDES`, and that of hooks, of
+which a copy has none."""
 
 
 def _copied_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:

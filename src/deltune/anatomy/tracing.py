@@ -14,9 +14,10 @@ import copy
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from ..compat import (
     submodules_of,
 )
 from ..errors import DeltuneError, error_summary
-from .inputs import LENGTHS, input_candidates, main_input
+from .inputs import LENGTHS, input_candidates, main_input, tower_candidates
 from .skeleton import Stamp, base_modules, fill_with_zeros, structural_copy, structure_stamp
 
 
@@ -61,6 +62,8 @@ class Node:
         children: The nodes whose inputs are its outputs.
         steps: For a module, how many operations ran inside, without views.
         picks: Of an operation that picks by indices or by a condition, the first axis that it picks from; else None.
+        other_reads: Of an attention, what it reads beside query, key and value, such as a bias that is added to its
+            scores: tensors, each with the node that returned it. These nodes are not among the parents.
     """
 
     kind: str
@@ -79,6 +82,12 @@ class Node:
     children: list[Node] = field(default_factory=list)
     steps: int = 0
     picks: int | None = None
+    other_reads: list[tuple[torch.Tensor, Node | None]] = field(default_factory=list)
+
+    @property
+    def all_inputs(self) -> list[torch.Tensor]:
+        """All tensors that it reads, those beside query, key and value of an attention too."""
+        return [*self.inputs, *(tensor for tensor, _ in self.other_reads)]
 
 
 @dataclass
@@ -95,8 +104,13 @@ class Trace:
         parameters: The names of the model's parameters, by the `id` of the tensor that stands for each in this pass.
         returned: The paths of the modules that returned a tensor, by the tensor's `id`, inner modules first. Modules
             that are recorded as one node are left out.
-        results: The nodes that returned the outputs of the pass.
+        results: The nodes that returned the outputs of the pass; of one that `trace_tower` stopped short, every node
+            after the tower.
         on_zeros: Why the pass ran on zeros instead of the meta device; "" if it ran on the meta device.
+        stopped: Whether the pass raised an error after the tower that it was to run through.
+        compared: The numbers that the pass compared the token ids with.
+        arguments: The first tensor that each module was called with, by path.
+        outputs: The first tensor that each module has returned, by path.
     """
 
     nodes: list[Node]
@@ -109,6 +123,10 @@ class Trace:
     returned: dict[int, list[str]] = field(default_factory=dict)
     results: list[Node] = field(default_factory=list)
     on_zeros: str = ""
+    stopped: bool = False
+    compared: list[int] = field(default_factory=list)
+    arguments: dict[str, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def around(self, paths: Sequence[str], proper: bool = False) -> str:
         """Return the path of the innermost module that was called and contains all the paths.
@@ -138,9 +156,9 @@ class Trace:
             node = queue.pop()
             if id(node) not in seen:
                 seen[id(node)] = node
-                reads = [(t, source) for t, source in zip(node.inputs, node.sources, strict=True) if source is not None]
+                reads = [*zip(node.inputs, node.sources, strict=True), *node.other_reads]
                 sources = {id(source) for _, source in reads}
-                queue += [source for tensor, source in reads if tensor.is_floating_point()]
+                queue += [source for tensor, source in reads if source is not None and tensor.is_floating_point()]
                 queue += [parent for parent in node.parents if id(parent) not in sources]
         return list(seen.values())
 
@@ -342,6 +360,8 @@ class _Recorder(TorchDispatchMode):
             return out
         # what only takes a shape, such as zeros_like, reads no number
         inputs = [] if name in _SHAPE_OPERATIONS else list(tensors_in((args, kwargs or {})))
+        if name == "eq" and isinstance(args[1], int) and self._is_input(args[0], "input_ids"):
+            self.trace.compared.append(args[1])
         kind = _operation_kind(name, inputs, out, self.producer)
         self.record(kind, inputs, list(tensors_in(out)), operation=name, picks=_picked_axis(name, args))
         return out
@@ -361,6 +381,10 @@ class _Recorder(TorchDispatchMode):
         self.alive.extend((inputs, outputs))
         self.trace.nodes.append(node)
         return node
+
+    def _is_input(self, tensor: torch.Tensor, argument: str) -> bool:
+        source = self.producer.get(id(tensor))
+        return source is not None and source.argument == argument
 
     def _writers(self, inputs: list[torch.Tensor]) -> Iterator[Node]:
         """Iterate over the steps that wrote to the memory of tensors, through other views, after these were made."""
@@ -501,7 +525,10 @@ def _observing_attention(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention that does no arithmetic: (B, heads, n, d) in, (B, n, heads, d_value) of the same kind out."""
+    """An attention that does no arithmetic: (B, heads, n, d) in, (B, n, heads, d_value) of the same kind out.
+
+    Whatever else a model gives it counts as read: biases of relative positions in the place of a mask, or sinks.
+    """
     recorder = _RECORDER.get()
     if recorder is None:
         raise DeltuneError(
@@ -511,7 +538,9 @@ def _observing_attention(
     batch, heads, tokens, _ = query.shape
     output = query.new_zeros(batch, tokens, heads, value.shape[-1])
     recorder.opaque -= 1
-    recorder.record("attention", [query, key, value], [output], module=recorder.originals[module])
+    reads = [(tensor, recorder.producer.get(id(tensor))) for tensor in tensors_in((attention_mask, kwargs))]
+    recorder.alive.append(reads)
+    recorder.record("attention", [query, key, value], [output], module=recorder.originals[module], other_reads=reads)
     recorder.trace.attended.add(recorder.paths[module])
     return output, None
 
@@ -622,6 +651,60 @@ def trace_forward(model: PreTrainedModel) -> Trace:
     return trace
 
 
+def trace_tower(model: PreTrainedModel, tower: str, between: Collection[str]) -> Trace | None:
+    """Run a copy of a model's base model on text and on what another tower reads, and record the forward pass.
+
+    It shows what of the tower's hidden states the rest of the model reads. Most models stop after the tower if the text
+    has no token for each part of an image. Which token that is shows in what the token ids are compared with, and a
+    second pass has as many of them as there are states. If that one stops too, the first counts as far as it came.
+
+    Args:
+        model: A live model, which is neither run nor changed.
+        tower: The path of the tower's module.
+        between: Paths of the modules between the towers. A pass that stops must have called all of them.
+
+    Returns:
+        The trace, `stopped` if it is not whole; None if no pass came that far.
+    """
+    base = base_model(model)
+    try:
+        for on_zeros in (False, True):
+            for candidate in tower_candidates(base):
+                trace = _record_as_far(model, candidate, on_zeros, tower)
+                if trace is None or not trace.stopped:
+                    if trace is not None:
+                        return trace
+                    continue
+                for with_places in _with_placeholders(trace, candidate, tower):
+                    whole = _record_as_far(model, with_places, True, tower)
+                    if whole is not None and not whole.stopped:
+                        return whole
+                if trace.entered.keys() >= set(between):
+                    return trace
+    except Exception:  # also a configuration whose sizes are not those that inputs are made from
+        return None
+    return None
+
+
+def _record_as_far(model: PreTrainedModel, inputs: dict[str, Any], on_zeros: bool, tower: str) -> Trace | None:
+    """Return the trace of a pass that may stop after a tower; None if it stops before."""
+    try:
+        return _record(model, OBSERVING_ATTENTION, inputs, on_zeros, tower)
+    except Exception:
+        return None
+
+
+def _with_placeholders(trace: Trace, inputs: dict[str, Any], tower: str) -> Iterator[dict[str, Any]]:
+    """Iterate over inputs whose text is a token for each state that a pass had made of images or sounds."""
+    width = next((n.outputs[0].shape[-1] for n in trace.of_kind("embedding")), 0)
+    states = [t for n in trace.nodes[: trace.ended[tower] - 1 : -1] for t in n.outputs if t.is_floating_point()]
+    lengths = dict.fromkeys(t.numel() // width for t in states if t.dim() and t.shape[-1] == width)
+    for token in trace.compared:
+        for length in list(lengths)[:2]:
+            ids = partial(torch.full, (1, length), token)
+            yield {**inputs, "input_ids": ids, "attention_mask": partial(torch.ones, 1, length, dtype=torch.long)}
+
+
 def _first_trace(model: PreTrainedModel) -> Trace:
     """Return the first trace that can be had: on shapes or on zeros, without or with the model's own attention."""
     inputs = input_candidates(base_model(model))
@@ -700,7 +783,8 @@ def _check_one_state_a_token(model: PreTrainedModel, trace: Trace, length: int, 
             )
 
 
-def _record(model: PreTrainedModel, attention: str, shapes: dict[str, Any], on_zeros: bool) -> Trace:
+def _record(model: PreTrainedModel, attention: str, shapes: dict[str, Any], on_zeros: bool, through: str = "") -> Trace:
+    """Record one pass; one that fails counts if the module at the path `through` has returned by then."""
     twin, originals = structural_copy(model)
     if on_zeros:
         fill_with_zeros(twin)
@@ -724,10 +808,16 @@ def _record(model: PreTrainedModel, attention: str, shapes: dict[str, Any], on_z
                 if isinstance(tensor, torch.Tensor):
                     recorder.record("input", [], [tensor], argument=name)
             output = base(**inputs)
+    except Exception:
+        if through not in recorder.trace.ended:
+            raise
+        recorder.trace.stopped = True
+        recorder.trace.results = recorder.trace.nodes[recorder.trace.ended[through] :]
+    else:
+        producers = (recorder.producer.get(id(tensor)) for tensor in tensors_in(output))
+        recorder.trace.results = [node for node in producers if node is not None]
     finally:
         _RECORDER.reset(token)
-    producers = (recorder.producer.get(id(tensor)) for tensor in tensors_in(output))
-    recorder.trace.results = [node for node in producers if node is not None]
     return recorder.trace
 
 
@@ -744,6 +834,8 @@ def _on_enter(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
     trace.began.setdefault(path, len(trace.nodes))
     if path not in trace.entered:
         trace.entered[path] = (recorder.originals[module], set(kwargs) | _positional_names(module, args))
+        if (first := next(tensors_in((args, kwargs)), None)) is not None:
+            trace.arguments[path] = first
     if _is_leaf(module):
         recorder.steps = 0 if not recorder.opaque else recorder.steps
         recorder.opaque += 1
@@ -753,8 +845,10 @@ def _on_exit(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> No
     recorder = _current_recorder()
     path = recorder.paths[module]
     recorder.trace.ended[path] = len(recorder.trace.nodes)
+    first = next(tensors_in(output), None)
+    if first is not None:
+        recorder.trace.outputs.setdefault(path, first)
     if not _is_leaf(module):
-        first = next(tensors_in(output), None)
         if first is not None and not recorder.opaque:
             recorder.trace.returned.setdefault(id(first), []).append(path)
         return

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -246,6 +246,10 @@ class Layer:
         norms: Its norms, in the order of execution.
         passes: How often the same modules run in one forward pass; more than 1 where layers share them (ALBERT).
         experts: Its mixtures of experts, in the order of execution.
+        in_width: The width of the hidden states that it reads; 0 where these are of other tokens than those that it
+            returns, and where `out_width` is.
+        out_width: The width of the hidden states that it returns; 0 where their last axis is another one, such as the
+            columns of an image.
     """
 
     stack: StackName
@@ -256,6 +260,8 @@ class Layer:
     norms: tuple[Norm, ...]
     passes: int = 1
     experts: tuple[Experts, ...] = ()
+    in_width: int = 0
+    out_width: int = 0
 
 
 @dataclass(frozen=True)
@@ -302,8 +308,9 @@ class Tensor:
         read_without_call: Whether the model reads it without calling the module that holds it.
         computed: Whether the model's class computes it and gives it no gradient (sinusoids), so that nothing trains it.
         tower: The part of the model that it is in, "text", "vision", "audio" or "projector" (between two of them).
-        receives_gradient: Whether it gets a gradient from the outputs of a pass on the main input alone. The
-            cross-attention of a decoder without an encoder gets none, nor does another tower.
+        receives_gradient: Whether it gets a gradient from the outputs of a pass on the main input alone, or in another
+            tower of one on what that tower reads. The cross-attention of a decoder without an encoder gets none, nor
+            does the last layer of a tower of which the model reads the hidden states before it.
         quantized: How its numbers are quantised, such as "bitsandbytes nf4", so that nothing can train them; "" where
             they are not. The shape is that of the weight in floating point.
     """
@@ -347,6 +354,7 @@ class Anatomy:
         other_towers: The towers that the main input does not enter, such as what reads images, each as an anatomy with
             the paths that it has in this model.
         tower_path: Of one of `other_towers`, the path of its model; "" otherwise.
+        tower: The tower that the main input enters, "text", "vision" or "audio", in which a method acts by default.
         linears: Every linear that the forward pass calls, whether its role shows or not, and the vocabulary's.
         vocabulary: The projection to the vocabulary, the output embeddings; None for a model without one.
         on_zeros: Why the forward pass was observed on zeros in place of shapes alone; "" where it was not.
@@ -368,6 +376,7 @@ class Anatomy:
     output_kind: str = "states"
     other_towers: tuple[Anatomy, ...] = ()
     tower_path: str = ""
+    tower: str = "text"
     linears: tuple[Linear, ...] = ()
     vocabulary: Linear | None = None
     on_zeros: str = ""
@@ -392,11 +401,6 @@ class Anatomy:
             The parameter.
         """
         return self._tensors_by_name[name]
-
-    @property
-    def tower(self) -> str:
-        """The tower that the main input enters, "text", "vision" or "audio", in which a method acts by default."""
-        return next((t.tower for t in self.tensors if t.receives_gradient), "text")
 
     @property
     def towers(self) -> tuple[str, ...]:
@@ -442,6 +446,44 @@ class Anatomy:
         """
         matches = [part for part in self.other_towers if tower in ("all", part.tower)]
         return [self, *matches] if tower in ("main", "all", self.tower) else matches
+
+    def is_read(self, path: str) -> bool:
+        """Return whether what is at a path reaches the output, so that a change there gets a gradient.
+
+        Args:
+            path: The path of a module.
+
+        Returns:
+            False if there are parameters at the path, and none of them gets a gradient.
+        """
+        inside = [t for t in self.tensors if any(is_inside(name, path) for name in (t.name, *t.aliases))]
+        return not inside or any(t.receives_gradient for t in inside)
+
+    def unread(self, tower: str) -> str:
+        """Return what of another tower does not reach the output, in words.
+
+        Args:
+            tower: The name of the tower.
+
+        Returns:
+            Such as "layer 1 and 2 other tensors, with 8,640 scalars, do not reach the output"; "" where all of it does,
+            and for the main tower.
+        """
+        tensors = {t.name: t for t in self.tensors if t.tower == tower != self.tower and not t.receives_gradient}
+        if not tensors:
+            return ""
+        parts, size = [], sum(t.numel for t in tensors.values())
+        for part in (part for part in self.other_towers if part.tower == tower):
+            layers = [layer for layer in part.layers if not part.is_read(layer.path)]
+            alone = sum(other.tower == tower for other in self.other_towers) == 1
+            for first, last in _consecutive(layers):
+                name = f"layer {first.index}" if first is last else f"layers {first.index} to {last.index}"
+                parts.append(name if alone else f"{name} of {part.tower_path}")
+            inside = tuple(f"{layer.path}." for layer in layers)
+            tensors = {name: t for name, t in tensors.items() if not inside or not name.startswith(inside)}
+        if tensors:
+            parts.append(f"{len(tensors)} {'other ' if parts else ''}tensors, such as {next(iter(tensors))}")
+        return f"{' and '.join(parts)}, with {size:,} scalars, do not reach the output"
 
     def all_norms(self) -> Iterator[tuple[Layer | None, Norm]]:
         """Yield every norm with its layer; first the norms outside of the layers, with None.
@@ -500,8 +542,10 @@ def _lines(anatomy: Anatomy) -> Iterator[str]:
             tensors = [t for t in anatomy.tensors if t.tower == tower]
             default = ", in which methods act unless tower= says otherwise" if tower == anatomy.tower else ""
             yield f"  tower {tower}: {len(tensors)} tensors, {sum(t.numel for t in tensors):,} parameters{default}"
+            if unread_of_tower := anatomy.unread(tower):
+                yield f"    {unread_of_tower}, and methods leave them as they are"
     unread = [t.name for t in anatomy.tensors if not t.receives_gradient and t.tower == anatomy.tower]
-    if unread:
+    if unread and not anatomy.tower_path:
         yield f"  without a gradient in a pass on the main input alone: {len(unread)} tensors, such as {unread[0]}"
     for stack in anatomy.stacks:
         causal = ", causal" if stack.causal else ""
@@ -563,6 +607,17 @@ def _runs_of_equal_layers(layers: tuple[Layer, ...]) -> list[tuple[Layer, Layer]
         previous = runs[-1] if runs else None
         if previous and previous[0].stack == layer.stack and _parts(previous[0]) == _parts(layer):
             runs[-1] = (previous[0], layer)
+        else:
+            runs.append((layer, layer))
+    return runs
+
+
+def _consecutive(layers: Sequence[Layer]) -> list[tuple[Layer, Layer]]:
+    """Return the first and the last of each run of layers that follow each other in one stack."""
+    runs: list[tuple[Layer, Layer]] = []
+    for layer in layers:
+        if runs and (runs[-1][1].stack, runs[-1][1].index + 1) == (layer.stack, layer.index):
+            runs[-1] = (runs[-1][0], layer)
         else:
             runs.append((layer, layer))
     return runs

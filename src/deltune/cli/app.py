@@ -92,6 +92,10 @@ def count(
     denominator: Annotated[
         str, typer.Option(help="model, no_pooler, no_embeddings, layers, untied or a number.")
     ] = "model",
+    quantize: Annotated[
+        str | None,
+        typer.Option(help="Count as `deltune train --quantize` loads the model: nf4, int8, … (extra quant)."),
+    ] = None,
     imports: Imports = None,
     as_json: Json = False,
 ) -> None:
@@ -100,7 +104,10 @@ def count(
     from ..methods import counting
     from ..methods.registry import parse
 
-    result = counting.count(models.load_config(model), parse(method), denominator)
+    config, form = models.load_config(model), None
+    if quantize is not None:
+        form = models.quantization_config(quantize, [models.NO_MODULE])
+    result = counting.count(config, parse(method), denominator, quantization_config=form)
     console.print_json(data=result.as_dict()) if as_json else console.print(str(result))
 
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..anatomy.inspection import check_model_or_config, inspect
 from ..anatomy.offloading import loaded_devices, offloaded_tensors
 from ..anatomy.quantization import quantization_of, stored_bytes
+from ..anatomy.quantized_storage import quantized_storage
 from ..anatomy.skeleton import base_tensors
 from ..anatomy.tracing import meta_model
 from ..anatomy.types import Anatomy
@@ -58,7 +59,8 @@ class Count:
         scope: What the method leaves out: layers without a site, towers that it does not act on, and what looks like a
             norm or bias that it trains and is not observed as one.
         quantization: How the base model's weights are quantised, such as "bitsandbytes nf4"; "" where they are not.
-        base_bytes: Bytes that the base model stores, its quantised weights as they are; None without a live model.
+        base_bytes: Bytes that the base model stores, its quantised weights as they are; None of a configuration that is
+            counted unquantised.
     """
 
     method: int
@@ -143,6 +145,7 @@ def count(
     method: str | Method,
     denominator: str | int = "model",
     head: str = "train",
+    quantization_config: Any = None,
 ) -> Count:
     """Count the scalars that a method trains on a model, without attaching it.
 
@@ -150,10 +153,12 @@ def count(
         model: A live model, or a configuration; of the latter, the base model (AutoModel) is counted without creating
             weights.
         method: An expression such as "lora(rank=8)", or a method.
-        denominator: What the size is compared with: "model" (AutoModel of the configuration), "no_pooler",
-            "no_embeddings", "layers" (without embeddings and pooler), "untied" (input and output embeddings counted
-            apart), or a number of scalars.
+        denominator: What the size is compared with: "model" (the model without its head and its projection to the
+            vocabulary), "no_pooler", "no_embeddings", "layers" (without embeddings and pooler), "untied" (input and
+            output embeddings counted apart), or a number of scalars.
         head: "train" or "freeze", in which case the task head counts as saved but not as trained.
+        quantization_config: Of a configuration: how the model would be quantised while it is loaded, such as a
+            BitsAndBytesConfig of transformers. The count has the bytes that it would store, the rest in float32.
 
     Returns:
         The count.
@@ -162,11 +167,18 @@ def count(
         DeltuneError: The method cannot be attached to the model, or an argument does not exist.
     """
     check_model_or_config(model, "count")
-    anatomy = inspect(model)
+    storage = None
+    if quantization_config is not None:
+        if isinstance(model, PreTrainedModel):
+            raise DeltuneError("quantization_config is for a configuration: a live model counts in the form it has")
+        storage = quantized_storage(model, quantization_config)
+    anatomy = inspect(model) if storage is None else storage.anatomy
     if head not in ("train", "freeze"):
         raise DeltuneError(unknown_name("head", head, ("train", "freeze")))
-    resolved = resolve(anatomy, parse(method), lambda: base_size(model)[1])
+    resolved = resolve(anatomy, parse(method), lambda: masked_share_size(model))
     counted = count_resolved(anatomy, resolved, *base_size(model, denominator), head=head)
+    if storage is not None:
+        return replace(counted, quantization=storage.quantization, base_bytes=storage.stored_bytes)
     return with_storage(counted, model) if isinstance(model, PreTrainedModel) else counted
 
 
@@ -228,6 +240,7 @@ def count_resolved(
         scope=(
             *layers_left_out(anatomy, resolved),
             *towers_left_out(anatomy, resolved),
+            *unread_left_out(anatomy, resolved),
             *unrecognized_left_out(resolved),
         ),
     )
@@ -256,10 +269,23 @@ def layers_left_out(anatomy: Anatomy, resolved: ResolvedMethod) -> Iterator[str]
             yield f"the mask has scalars at site {modification.site!r} in {len(layers)} of {len(existing)} layers"
 
 
+def _towers_acted_on(anatomy: Anatomy, resolved: ResolvedMethod) -> set[str]:
+    """Return the names of the towers that a method acts on."""
+    names = {t.name for t in (*resolved.selected, *resolved.trained_in_part)}
+    return {t.tower for t in anatomy.tensors if t.name in names} | {edit.place.tower for edit in resolved.edits}
+
+
+def unread_left_out(anatomy: Anatomy, resolved: ResolvedMethod) -> Iterator[str]:
+    """Yield what the model does not read of the towers that a method acts on, which is left as it is."""
+    acted = _towers_acted_on(anatomy, resolved)
+    for tower in anatomy.towers:
+        if tower in acted and (unread := anatomy.unread(tower)):
+            yield f"of the tower {tower}, {unread} and are left as they are"
+
+
 def towers_left_out(anatomy: Anatomy, resolved: ResolvedMethod) -> Iterator[str]:
     """Yield the towers of a model that a method does not act on, with their sizes."""
-    names = {t.name for t in (*resolved.selected, *resolved.trained_in_part)}
-    acted = {t.tower for t in anatomy.tensors if t.name in names} | {edit.place.tower for edit in resolved.edits}
+    acted = _towers_acted_on(anatomy, resolved)
     for tower in anatomy.towers:
         if tower not in acted:
             size = sum(t.numel for t in anatomy.tensors if t.tower == tower and t.area != "head")
@@ -278,7 +304,9 @@ def unrecognized_left_out(resolved: ResolvedMethod) -> Iterator[str]:
 
 
 def base_size(model: PreTrainedModel | PreTrainedConfig, denominator: str | int = "model") -> tuple[str, int]:
-    """Return the name and the number of scalars of a denominator, of AutoModel of the configuration where there is one.
+    """Return the name and the number of scalars of a denominator: of a live model, or of AutoModel of a configuration.
+
+    A head and a projection to the vocabulary count in neither. A live model has a pooler only if its class has one.
 
     Raises:
         DeltuneError: The denominator does not exist, or is out of range.
@@ -292,30 +320,37 @@ def base_size(model: PreTrainedModel | PreTrainedConfig, denominator: str | int 
         return "number", size
     if not isinstance(denominator, str) or denominator not in DENOMINATORS:
         raise DeltuneError(unknown_name("denominator", denominator, [*DENOMINATORS, "a number"]))
-    config = model if isinstance(model, PreTrainedConfig) else model.config
-    try:
-        tensors = inspect(meta_model(config)).tensors
-    except DeltuneError:
-        if isinstance(model, PreTrainedConfig):
-            raise
-        # AutoModel has no class for it, as for a SpeechEncoderDecoderModel
-        tensors = tuple(t for t in inspect(model).tensors if t.area not in ("head", "vocabulary"))
+    anatomy = inspect(meta_model(model) if isinstance(model, PreTrainedConfig) else model)
     areas: dict[str, int] = {}
-    for tensor in tensors:
+    for tensor in anatomy.tensors:
         areas[tensor.area] = areas.get(tensor.area, 0) + tensor.numel
-    total = sum(areas.values())
+    total = sum(number for area, number in areas.items() if area not in ("head", "vocabulary"))
     without = {"no_pooler": ("pooler",), "no_embeddings": ("embedding",), "layers": ("embedding", "pooler")}
     if denominator == "untied":
-        return denominator, total + _output_embeddings(inspect(meta_model(config)), config)
+        return denominator, total + _output_embeddings(anatomy)
     return denominator, total - sum(areas.get(area, 0) for area in without.get(denominator, ()))
 
 
-def _output_embeddings(anatomy: Anatomy, config: PreTrainedConfig) -> int:
+def masked_share_size(model: PreTrainedModel | PreTrainedConfig) -> int:
+    """Return the scalars that the share of a mask is of: those of AutoModel of the configuration, where there is one.
+
+    It is the same for all classes of one configuration, so that a delta of one fits another.
+    """
+    config = model if isinstance(model, PreTrainedConfig) else model.config
+    try:
+        return base_size(config)[1]
+    except DeltuneError:
+        if isinstance(model, PreTrainedConfig):
+            raise
+        return base_size(model)[1]  # AutoModel has no class for it, as for a SpeechEncoderDecoderModel
+
+
+def _output_embeddings(anatomy: Anatomy) -> int:
     """Return the scalars of the output embeddings that an untied model has beside its input embeddings."""
     word_embedding = anatomy.stacks[-1].words
     matches = [t for t in anatomy.tensors if word_embedding and f"{word_embedding}.weight" in (t.name, *t.aliases)]
     if not matches:
-        raise DeltuneError(f"{config.model_type}: the word embeddings cannot be seen, so there is no untied size")
+        raise DeltuneError(f"{anatomy.family}: the word embeddings cannot be seen, so there is no untied size")
     return matches[0].numel
 
 

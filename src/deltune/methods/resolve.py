@@ -325,7 +325,14 @@ def selected_tensors(anatomy: Anatomy, selection: Selection) -> list[Tensor]:
     Raises:
         DeltuneError: There is none; the message says which roles exist.
     """
-    tensors = _selected_in_towers(anatomy, selection, selection.roles)
+    matching = _selected_in_towers(anatomy, selection, selection.roles)
+    tensors = [t for t in matching if t.receives_gradient or t.tower == anatomy.tower]  # see `Anatomy.unread`
+    if matching and not tensors:
+        towers = " and ".join(dict.fromkeys(t.tower for t in matching))
+        raise DeltuneError(
+            f"nothing would train there: of the tower {towers}, {anatomy.unread(matching[0].tower)}, since the model "
+            "reads hidden states before them"
+        )
     missing = [r for r in selection.roles if not any(_has_role(t, r) for t in anatomy.tensors)]
     if not selection.optional and (not tensors or len(missing) == len(selection.roles)):
         raise DeltuneError(_nothing_selected(anatomy, selection))

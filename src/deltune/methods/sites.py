@@ -179,6 +179,8 @@ def resolve_locations(anatomy: Anatomy, modification: Modification) -> list[Edit
     for part in parts:
         try:
             of_part = _resolve_in_tower(part, modification)
+            if part is not anatomy:
+                of_part = _read_by_the_rest(anatomy, part, of_part)
         except DeltuneError as error:  # of all towers those that have the site; the count names the others
             if named != "all" or sum(other.tower == part.tower for other in parts) > 1:
                 raise
@@ -189,6 +191,21 @@ def resolve_locations(anatomy: Anatomy, modification: Modification) -> list[Edit
     if reasons and not locations:
         raise reasons[0]
     return locations
+
+
+def _read_by_the_rest(anatomy: Anatomy, part: Anatomy, locations: list[EditLocation]) -> list[EditLocation]:
+    """Return the places of another tower from which the output of the model is reached.
+
+    Raises:
+        DeltuneError: There are places, and none of them is.
+    """
+    read = [x for x in locations if part.is_read(x.linear.path if x.linear is not None else x.target.path)]
+    if locations and not read:
+        raise DeltuneError(
+            f"nothing would train there: of the tower {part.tower}, {anatomy.unread(part.tower)}, since the model "
+            "reads hidden states before them"
+        )
+    return read
 
 
 def _in_projector(anatomy: Anatomy, modification: Modification) -> list[EditLocation]:
@@ -368,9 +385,14 @@ def _with_position_shift(
 def _layer_sites(anatomy: Anatomy, layer: Layer, modification: Modification) -> Iterator[SiteLocation]:
     site, stem = modification.site, f"{layer.stack}.{layer.index}"
     if site == "block":
-        width = anatomy.stack(layer.stack).width
-        target, x = ModuleSide(layer.path, "output"), ModuleSide(layer.path, "input")
-        yield SiteLocation(f"{stem}.block", target, width, f"{stem}.block", layer.stack, x, width)
+        if not layer.out_width:
+            raise DeltuneError(
+                f"site 'block': what {layer.path} returns has its features in another axis than the last one, such as "
+                "images of (batch, features, rows, columns), on which no form acts: take 'ffn'"
+            )
+        name, x = f"{stem}.block", ModuleSide(layer.path, "input") if layer.in_width else None
+        target = ModuleSide(layer.path, "output")
+        yield SiteLocation(name, target, layer.out_width, name, layer.stack, x, layer.in_width)
     elif site == "norm":
         for number, norm in enumerate(layer.norms):
             name = f"{stem}.norm{number}"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import TextStreamer
 
+from ..compat import silent_loading
 from ..data import loading
 from ..errors import DeltuneError, error_from_problems, error_summary, excerpt, unknown_name
 from ..filesystem import explain_write_errors, user_path, write_jsonl
@@ -30,7 +31,6 @@ from ..models import (
     load_config,
     load_model,
     load_tokenizer,
-    silent_loading,
 )
 from ..runtime import attaching
 from ..runtime.attaching import atomic_new_folder, foreign_model_kind, load, tuned
