@@ -25,7 +25,7 @@ UNMADE = _rows(
     ("another package is required", "gemma3n layoutlmv2"),
     ("images, sounds or vectors are its input, too", "lxmert voxtral_realtime WhisperModel PerceiverModel"),
     ("its configuration wants parts that fit each other", """
-        dots3_note Emu3Model gemma4_assistant gemma4_unified_assistant musicflamingo nemo_speechlm qwen4_exp
+        dots3_note Emu3Model gemma4_assistant gemma4_unified_assistant nemo_speechlm qwen4_exp
         qwen4_exp_text"""),
     ("its code fails in this version of transformers", "xlstm"),
 )  # fmt: skip
