@@ -32,7 +32,6 @@ UNMADE = _rows(
 """Class or family -> why a tiny one cannot be made, or does not run on token ids."""
 
 REFUSED = _rows(
-    ("does not run on shapes alone", "bros"),
     ("has no norm.gain or norm.bias", "ibert"),
 )  # fmt: skip
 """Class or family -> what deltune's refusal says (a regular expression)."""
@@ -104,7 +103,7 @@ LIMITS: tuple[tuple[str, str, str], ...] = (
     ("deepseek_v4", ".*static cache.*", "heavily_compressed_attention"),
     ("fnet", "bfloat16|float16", "Unsupported dtype"),  # its Fourier transform
     ("mra", "bfloat16|float16", "must have the same dtype"),
-    ("inkling2_text", ".*bfloat16|float16", "to have the same dtype"),
+    ("bros inkling2_text", ".*bfloat16|float16", "to have the same dtype"),
     ("minimax", ".*cache given", "uses cache of its own"),
     ("fsmt", ".* embeddings|later tokens", "missing 1 required positional argument: 'input_ids'"),
     ("fsmt", ".*two turns|.*chunks", "AssertionError"),
