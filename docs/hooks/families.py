@@ -594,7 +594,8 @@ included, the model's weights and outputs were the same to the last bit. Rows ma
 or not made are known faults that are not mended yet.
 
 A refusal is a `DeltuneError` that gives its reason; `deltune inspect` prints what cannot be seen of a model. "Not made"
-says why the script could not make a tiny model of a family, which says nothing about deltune.
+says why the script could not make a tiny model of a family, which says nothing about deltune: a package that is not
+installed here (timm, natten), or a family that fails in this version of transformers with any settings.
 """
 
 WORDS = {
