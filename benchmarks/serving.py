@@ -102,7 +102,12 @@ def served(shape: Shape, folder: Path | None, **options: Any) -> Server:
     if model.can_generate():
         model.config.use_cache = True
         model.generation_config.eos_token_id = None
-    bounds = {"max_queue": 100_000, "max_queue_per_tenant": 100_000, "prompt_cache_bytes": 0, "max_concurrent_passes": 2}
+    bounds = {
+        "max_queue": 100_000,
+        "max_queue_per_tenant": 100_000,
+        "prompt_cache_bytes": 0,
+        "max_concurrent_passes": 2,
+    }
     server = Server(model, deltas=folder, **{**bounds, **options})
     for name in tenants_of(shape) if folder is not None else ():
         server.load(name)

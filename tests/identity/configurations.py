@@ -145,7 +145,7 @@ def sizes(kind: type[PreTrainedConfig]) -> dict[str, Any]:
     if "kv_lora_rank" in fields:
         chosen |= _NO_GROUPS  # latent attention
     for name, inner in _parts(kind).items():
-        chosen[name] = sizes(inner)
+        chosen[name] = {"model_type": inner.model_type, **sizes(inner)}
     return chosen | dict(OVERRIDES.get(kind.model_type, {}))
 
 
@@ -153,6 +153,9 @@ def _parts(kind: type[PreTrainedConfig]) -> dict[str, type[PreTrainedConfig]]:
     """The classes of the configurations inside one, those that are AutoConfig as the defaults have them."""
     parts = dict(kind.sub_configs)
     if any(inner is AutoConfig for inner in parts.values()):
-        made = kind()
+        try:
+            made = kind()
+        except Exception:  # the defaults of the family do not fit each other
+            return {}
         parts = {name: type(getattr(made, name, None)) for name in parts}
     return {name: inner for name, inner in parts.items() if issubclass(inner, PreTrainedConfig)}

@@ -61,7 +61,7 @@ class Kind:
         name: The model class.
         family: transformers' name of the family.
         layers: For each layer its path; then its mixers of tokens, each with its kind; then its FFNs; then its mixtures
-            of experts, each with its number of experts and its router.
+            of experts, each with its number of experts and its router, None where it does not show.
         batch: Makes its inputs.
         changes: Settings beside those of the tiny configuration.
         lacks: Methods that it cannot have, with what the refusal says.
@@ -69,7 +69,7 @@ class Kind:
 
     name: str
     family: str
-    layers: tuple[tuple[str, dict[str, str], tuple[str, ...], dict[str, tuple[int, str]]], ...]
+    layers: tuple[tuple[str, dict[str, str], tuple[str, ...], dict[str, tuple[int, str | None]]], ...]
     batch: Batch = _tokens
     changes: dict[str, Any] = field(default_factory=dict)
     lacks: dict[str, str] = field(default_factory=dict)
@@ -89,6 +89,7 @@ _NO_BIAS = {"bitfit": "no bias in"}
 _NO_QUERY = {"lora(rank=2)": "no site 'query'", "prefix(length=2)": "no site 'heads'"}
 _NO_TOKENS = {"prompt(length=2)": "reads no token ids"}
 
+_NO_ROUTER: dict[str, tuple[int, str | None]] = {"mlp": (4, None)}
 KINDS = (
     Kind(
         "MixtralForCausalLM", "mixtral",
@@ -127,6 +128,31 @@ KINDS = (
         _spectrogram, {"max_source_positions": 20, "num_mel_bins": 80},
         _NO_TOKENS,
     ),
+    # several residual streams, which each sub-layer is added to with weights of its own
+    Kind(
+        "DeepseekV4ForCausalLM", "deepseek_v4",
+        tuple((f"model.layers.{i}", _SELF, (), _NO_ROUTER) for i in range(2)),
+        lacks={**_NO_BIAS, "lora(rank=2)": "is not the output of one linear",
+               "prompt(length=2)": "runs on inputs_embeds alone"},
+    ),
+    # a module adds the output of a sub-layer to the stream, both scaled and shifted
+    Kind(
+        "ZayaForCausalLM", "zaya", tuple((f"model.layers.{i}", _SELF, (), _NO_ROUTER) for i in range(2)),
+        lacks={"lora(rank=2)": "is not the output of one linear"},
+    ),
+    # a convolution between a sub-layer and the stream, and a norm inside the table of words
+    Kind(
+        "InklingForCausalLM", "inkling_text",
+        tuple((f"model.layers.{i}", _SELF, (), _NO_ROUTER) for i in range(2)), lacks=_NO_BIAS,
+    ),
+    # it pools its tokens, and does not run on a few
+    Kind(
+        "FunnelForMaskedLM", "funnel",
+        (*((f"funnel.encoder.blocks.{i}.0", {"attention": "self"}, ("ffn",), {}) for i in range(2)),
+         ("funnel.decoder.layers.0", {"attention": "self"}, ("ffn",), {})),
+        changes={"block_sizes": [1, 1], "num_decoder_layers": 1},
+        lacks={"prefix(length=2)": "attention interface"},
+    ),
 )  # fmt: skip
 
 QUICK = ("MixtralForCausalLM", "JambaForCausalLM", "ViTForImageClassification")
@@ -146,7 +172,9 @@ def test_layers(kind: Kind) -> None:
         assert {a.path: a.kind for a in layer.attentions} == {f"{path}.{name}": k for name, k in mixers.items()}
         assert [ffn.path for ffn in layer.ffns] == [f"{path}.{name}".rstrip(".") for name in ffns]
         observed = {e.path: (e.number, e.router) for e in layer.experts}
-        assert observed == {f"{path}.{name}": (n, f"{path}.{router}") for name, (n, router) in experts.items()}
+        assert observed == {
+            f"{path}.{name}": (n, router and f"{path}.{router}") for name, (n, router) in experts.items()
+        }
         assert all(norm.of for norm in layer.norms if norm.place in ("pre", "post"))
     assert all(str(e.number) in str(anatomy) for layer in anatomy.layers for e in layer.experts)
 
@@ -705,7 +733,7 @@ def test_a_pooler_is_the_end_of_a_pass() -> None:
     with torch.device("meta"):
         model = transformers.Qwen4ExpForCausalLM(config)
     anatomy = deltune.inspect(model)
-    assert anatomy.pooler is None and anatomy.layers == ()
+    assert anatomy.pooler is None and len(anatomy.layers) == 2
     norms = sum(t.numel for t in anatomy.tensors if t.role == "norm.gain" and t.receives_gradient)
     assert deltune.count(model, "layernorm").method == norms
 
@@ -727,3 +755,68 @@ def test_a_pooler_is_the_end_of_a_pass() -> None:
 def test_norms_and_biases_that_are_not_recognised_are_said(name: str, family: str, text: str, left: str | None) -> None:
     """A count names what looks like what a selection trains and is not trained."""
     assert deltune.count(random_model(name, tiny(family)), text).scope == ((left,) if left else ())
+
+
+def test_what_only_chooses_is_no_layer() -> None:
+    """BLT's patcher decides where the bytes are cut, and no gradient of the outputs reaches it."""
+    small = {"encoder_hash_byte_group_vocab": 64}
+    config = tiny("blt", **small)
+    config.encoder_config.hidden_size_global = config.decoder_config.hidden_size_global = 32
+    anatomy = deltune.inspect(random_model("BltForCausalLM", config))
+    assert anatomy.layers and not any("patcher" in layer.path for layer in anatomy.layers)
+    assert sum("patcher" in fact and "no gradient" in fact for fact in anatomy.unobserved) == 2
+
+
+def test_a_layer_that_runs_on_two_states() -> None:
+    """PEGASUS-X's encoder layers run their modules on the tokens and on global tokens, which are no positions."""
+    anatomy = deltune.inspect(random_model("PegasusXForConditionalGeneration", tiny("pegasus_x")))
+    stacks = [(layer.stack, layer.path) for layer in anatomy.layers]
+    assert stacks == [(side, f"model.{side}.layers.{i}") for side in ("encoder", "decoder") for i in range(2)]
+    assert all(len(layer.attentions) == 1 + (layer.stack == "decoder") for layer in anatomy.layers)
+    assert anatomy.stacks[0].words == "model.encoder.embed_tokens" and anatomy.stacks[0].positions is None
+
+
+def test_queries_that_choose_a_mask_are_none() -> None:
+    """Qwen4's indexer has queries and keys of its own, from which the mask of the attention is computed."""
+    changes = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16}
+    types = {"layer_types": ["linear_attention", "indexed_attention"], "indexer_compress_ratio": 4}
+    anatomy = deltune.inspect(random_model("Qwen4ExpForCausalLM", tiny("qwen4_exp_text", **changes, **types)))
+    attention = anatomy.layers[1].attentions[0]
+    assert attention.query and attention.query.path == "model.layers.1.self_attn.q_proj"
+    assert attention.key and attention.key.path == "model.layers.1.self_attn.k_proj"
+
+
+def test_words_under_a_mask() -> None:
+    """The ids of images are replaced before the table is read; rows before the tokens do what these tokens do."""
+    config = tiny("granite_speech")
+    model = random_model("GraniteSpeechForConditionalGeneration", config)
+    ids = torch.tensor([[20, 21, 22, 23, 24, 25]])
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits[:, 2:]
+        tuned = deltune.attach(model, "prompt(length=2, init_from=(20, 21))")
+        assert tuned.anatomy.stacks[0].words == "model.language_model.embed_tokens"
+        torch.testing.assert_close(model(input_ids=ids[:, 2:]).logits, expected)
+
+
+def test_weights_that_a_family_freezes_are_trained() -> None:
+    """IDEFICS freezes its layers when it is made; they are no computed numbers such as sinusoids."""
+    config = tiny("idefics", vision_config={"image_size": 32, "patch_size": 8, "embed_dim": 32, "num_hidden_layers": 2,
+                                            "num_attention_heads": 4, "intermediate_size": 64})  # fmt: skip
+    anatomy = deltune.inspect(random_model("IdeficsForVisionText2Text", config))
+    assert not any(tensor.computed for tensor in anatomy.tensors if tensor.role.startswith("norm"))
+
+
+@pytest.mark.parametrize("name", ["PerceiverForMaskedLM", "PerceiverForImageClassificationLearned"])
+def test_inputs_of_any_kind(name: str) -> None:
+    config = tiny("perceiver", image_size=32)
+    assert [layer.path for layer in deltune.inspect(random_model(name, config)).layers] == [
+        f"perceiver.encoder.self_attends.{i}" for i in range(2)
+    ]  # fmt: skip
+
+
+def test_what_has_a_value_for_each_token() -> None:
+    """A prompt is refused where another input has a value for each token, which its rows would lack."""
+    config = tiny("udop", max_2d_position_embeddings=128)
+    model = random_model("UdopForConditionalGeneration", config)
+    with pytest.raises(deltune.DeltuneError, match="rows before the input embeddings need"):
+        deltune.attach(model, "prompt(length=2)")

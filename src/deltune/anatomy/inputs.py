@@ -7,13 +7,14 @@ in the configuration, and where it leaves the order of their axes open, each ord
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..compat import parameters_of
 from ..errors import DeltuneError
 
 LENGTHS = {"input_ids": 4, "decoder_input_ids": 3}
@@ -25,8 +26,14 @@ SAMPLES = 4000
 FRAMES = 32
 """Frames of a spectrogram, where the model does not fix their number."""
 
-READABLE = ("input_ids", "pixel_values", "input_features", "input_values", "flattened_patches", "hidden_states")
-"""The inputs that can be made up, the first that a model takes being its main input. The last two are patches."""
+LONGER = 4
+"""Times the lengths, for a model that pools tokens or reads blocks of them, so that a few are too few."""
+
+READABLE = (
+    "input_ids", "pixel_values", "input_features", "input_values", "flattened_patches", "inputs", "hidden_states",
+)  # fmt: skip
+"""The inputs that can be made up, the first that a model takes being its main input. "inputs" are token ids or images,
+"flattened_patches" and "hidden_states" are patches."""
 
 GRID = (1, 4, 4)
 """Frames, rows and columns of patches, for a model that is given them in a list with their grid."""
@@ -68,27 +75,33 @@ def input_candidates(model: nn.Module) -> list[dict[str, Any]]:
             f"{type(model).__name__} reads none of {', '.join(READABLE)}; only models of text, images or sounds can be "
             f"inspected, and it takes {', '.join(accepted)}"
         )
-    common: dict[str, Any] = {}
-    for name, length in LENGTHS.items():
-        if name in accepted:
-            common[name] = partial(torch.zeros, 1, length, dtype=torch.long)
-            mask = name.replace("input_ids", "attention_mask")
-            if mask in accepted:
-                common[mask] = partial(torch.ones, 1, length, dtype=torch.long)
+    common = _token_ids(model)
     if "use_cache" in accepted:
         common["use_cache"] = False
     if "grid_thw" in accepted and main != "input_ids":
         common["grid_thw"] = partial(torch.tensor, [GRID])
+    config = getattr(model, "config", None)
     candidates = [common] if main == "input_ids" else []
     if main == "input_ids" and "bbox" in accepted:  # the boxes of words on a page, in shares of its sides
         candidates.append({**common, "bbox": partial(torch.zeros, 1, LENGTHS["input_ids"], 4)})
     # A model of text and images may do without the images, or not.
     for name in ("hidden_states",) if main == "hidden_states" else READABLE[1:-1]:
         if name in accepted:
-            config = getattr(model, "config", None)
             if name == "pixel_values" and "spatial_shapes" in accepted:
                 candidates += _listed_patches(common, config)
-            candidates += [{**common, name: partial(torch.zeros, *shape)} for shape in _SHAPES[name](config)]
+            inputs = [{**common, name: partial(torch.zeros, *shape)} for shape in _SHAPES[name](config)]
+            if name == "pixel_values" and main == "input_ids":
+                inputs += _images_in_text(accepted, common, inputs[-1][name].args, config)
+            if name == "input_features" and (width := _first_width(model)):  # frames may be joined before it
+                inputs.append({**common, name: partial(torch.zeros, 1, FRAMES, width)})
+            if f"decoder_{name}" in accepted:
+                inputs = [{**one, **_ids(f"decoder_{name}", LENGTHS["decoder_input_ids"])} for one in inputs] + inputs
+            if name == "inputs":
+                inputs = [_ids(name, LENGTHS["input_ids"]), *inputs]
+            candidates += inputs
+    if main == "input_ids":
+        candidates += [common | ids for ids in _channels_of_ids(accepted, config)]
+        candidates += [common | _token_ids(model, LONGER)]
     return candidates
 
 
@@ -116,6 +129,59 @@ def tower_candidates(model: nn.Module) -> list[dict[str, Any]]:
             sizes = partial(torch.tensor, [shape[-2:]])
             candidates += [{**candidate, "image_sizes": sizes} for candidate in (images[-1], as_list)]
     return candidates
+
+
+def _ids(name: str, *shape: int) -> dict[str, Any]:
+    """Return token ids of a shape, the length of a batch of one row first, by the name of the argument."""
+    return {name: partial(torch.zeros, 1, *shape, dtype=torch.long)}
+
+
+def _token_ids(model: nn.Module, times: int = 1) -> dict[str, Any]:
+    """Return the token ids that a model takes, with their masks, of lengths that are some times the usual ones."""
+    accepted = inspect.signature(model.forward).parameters
+    ids: dict[str, Any] = {}
+    for name, parameter in accepted.items():
+        wanted = parameter.default is parameter.empty and name.endswith("_input_ids")  # of a query former
+        if name in LENGTHS or wanted:
+            length = LENGTHS.get(name, LENGTHS["input_ids"]) * times
+            ids |= _ids(name, length)
+            mask = name.replace("input_ids", "attention_mask")
+            if mask in accepted:
+                ids[mask] = partial(torch.ones, 1, length, dtype=torch.long)
+    return ids
+
+
+def _channels_of_ids(accepted: Mapping[str, Any], config: Any) -> list[dict[str, Any]]:
+    """Return the token ids of models of sounds that have several for each place, one of each codebook."""
+    name = "decoder_input_ids" if "decoder_input_ids" in accepted else "input_ids"
+    books = _setting(config, "num_codebooks", "num_channels")
+    return [_ids(name, LENGTHS[name], number) for number in (books, books + 1)] if isinstance(books, int) else []
+
+
+def _images_in_text(
+    accepted: Mapping[str, Any], common: dict[str, Any], shape: tuple[int, ...], config: Any
+) -> list[dict[str, Any]]:
+    """Return inputs with several images for each text, and with the places that an image has in the text."""
+    images = {**common, "pixel_values": partial(torch.zeros, 1, 1, *shape[1:])}
+    if "image_attention_mask" in accepted:
+        images["image_attention_mask"] = partial(torch.ones, 1, LENGTHS["input_ids"], 1, dtype=torch.long)
+    if "image_embeds_position_mask" not in accepted:
+        return [images]
+    length = _setting(config, "latent_query_num") or LENGTHS["input_ids"]
+    places = {
+        **common,
+        **_ids("input_ids", length),
+        "attention_mask": partial(torch.ones, 1, length, dtype=torch.long),
+        "pixel_values": partial(torch.zeros, *shape),
+        "image_embeds_position_mask": partial(torch.ones, 1, length, dtype=torch.long),
+    }
+    return [images, places]
+
+
+def _first_width(model: nn.Module) -> int | None:
+    """Return how many features the first linear of a model reads; None where another module with weights is first."""
+    first = next((m for m in model.modules() if any(p is not None for p in parameters_of(m).values())), None)
+    return first.in_features if isinstance(first, nn.Linear) else None
 
 
 def _listed_patches(common: dict[str, Any], config: Any) -> list[dict[str, Any]]:
@@ -180,6 +246,6 @@ def _flattened_shapes(config: Any) -> list[tuple[int, ...]]:
 
 _SHAPES: dict[str, Callable[[Any], list[tuple[int, ...]]]] = {
     "pixel_values": _image_shapes, "input_features": _feature_shapes, "input_values": _value_shapes,
-    "flattened_patches": _flattened_shapes, "hidden_states": _patch_shapes,
+    "flattened_patches": _flattened_shapes, "hidden_states": _patch_shapes, "inputs": _image_shapes,
 }  # fmt: skip
 """By main input, a function from the configuration to the shapes to try."""

@@ -38,7 +38,16 @@ from .quantizers import bias_of, find_quantizer, linear_sizes, visible_parameter
 from .residuals import SubLayer, features_are_last, find_sublayers, gate_and_up, norm_position, shared_experts
 from .row_order import modules_not_by_row
 from .skeleton import base_modules, base_parameters, structure_stamp
-from .tracing import Node, Trace, ancestors, base_model, descendants, meta_model, trace_forward, trace_tower
+from .tracing import (
+    Node,
+    Trace,
+    base_model,
+    depends_on,
+    descendants,
+    meta_model,
+    trace_forward,
+    trace_tower,
+)
 from .types import (
     FFN,
     Anatomy,
@@ -305,13 +314,15 @@ class _Inspector:
         cross_attentions = [s for s in subs if s.kind == "cross"]
         if cross_attentions:
             encoder_nodes: set[int] = set()
-            queue = [cross_attentions[0].projections["key"][0]]
+            queue = [cross_attentions[-1].projections["key"][0]]  # an encoder may have some of its own, before it ends
             while queue:
                 node = queue.pop()
                 if id(node) not in encoder_nodes:
                     encoder_nodes.add(id(node))
                     queue.extend(node.parents)
-            return {id(s): "encoder" if id(s.output) in encoder_nodes else "decoder" for s in subs}
+            # what runs on several states one after another is of the encoder if one of them is
+            encoders = {s.output.path or id(s) for s in subs if id(s.output) in encoder_nodes}
+            return {id(s): "encoder" if (s.output.path or id(s)) in encoders else "decoder" for s in subs}
         causal = self._causal(subs)
         return {id(s): "decoder" if causal else "encoder" for s in subs}
 
@@ -331,7 +342,7 @@ class _Inspector:
         stacks = self.stack_of(subs)
         layers: dict[str, Layer] = {}
         counts = {"encoder": 0, "decoder": 0}
-        for path, group in self._groups(subs, stacks):
+        for path, group in self._with_gradient(self._groups(subs, stacks)):
             if path in ("", self.base_path):
                 raise DeltuneError("its layers are in no list of modules")
             name = stacks[id(group[0])]
@@ -339,9 +350,10 @@ class _Inspector:
                 old = layers[path]
                 layers[path] = replace(old, passes=old.passes + 1)
                 continue
+            self.widths[path] = group[0].output.outputs[0].shape[-1]  # the sum may be one of several streams
             layers[path] = layer = self._layer(path, name, counts[name], group)
-            states = group[0].add if layer.out_width else group[0].output
-            self.widths[path] = states.outputs[0].shape[-1]
+            if layer.out_width:
+                self.widths[path] = group[0].add.outputs[0].shape[-1]
             counts[name] += 1
         paths = list(layers)
         for path in paths:
@@ -371,10 +383,36 @@ class _Inspector:
                     groups.append((path, part))
         # an attention that pools the states is in no list of modules, and no layer
         groups = [(path, group) for path, group in groups if self._elements([path])] or groups
-        for path, group in groups:
-            if len({sub.output.path or sub.block for sub in group}) < len(group):
+        return [(path, self._once_each(path, group)) for path, group in groups]
+
+    def _with_gradient(self, groups: list[tuple[str, list[SubLayer]]]) -> list[tuple[str, list[SubLayer]]]:
+        """Return the layers that the outputs depend on by numbers, and note the others.
+
+        Those of a model inside that only chooses something, such as where tokens are cut, would be trained in vain.
+        """
+        reached = {id(node) for node in self.trace.differentiable()}
+        trained = [any(id(sub.output) in reached for sub in group) for _, group in groups]
+        if not any(trained):
+            return groups
+        self.unobserved += [
+            f"what training {path} would do (no gradient of the outputs reaches it)"
+            for (path, _), is_trained in zip(groups, trained, strict=True)
+            if not is_trained
+        ]
+        return [group for group, is_trained in zip(groups, trained, strict=True) if is_trained]
+
+    def _once_each(self, path: str, group: list[SubLayer]) -> list[SubLayer]:
+        """Return the sub-layers of one run of a layer, each once, which may run on several states one after another.
+
+        Raises:
+            DeltuneError: A sub-layer runs twice on the same states, so that the layer is several.
+        """
+        first: dict[str, SubLayer] = {}
+        for sub in group:
+            known = first.setdefault(sub.output.path or sub.block, sub)
+            if known is not sub and depends_on(sub.output, known.output):
                 raise DeltuneError(f"its layers cannot be told apart: {path!r} runs modules several times in one pass")
-        return groups
+        return list(first.values())
 
     def _by_element(self, subs: list[SubLayer], level: int) -> list[list[SubLayer]]:
         """Split sub-layers by the elements of lists of modules that they are in.
@@ -548,8 +586,10 @@ class _Inspector:
         """Return the paths of the modules outside the layers that the first layer of a stack depends on."""
         entries: set[str] = set()
         for layer in first_layers.values():
-            sublayers: tuple[Attention | FFN, ...] = (*layer.attentions, *layer.ffns)
-            entries.update(sublayer.input_module for sublayer in sublayers[:1])
+            sublayers: tuple[Attention | FFN | Experts, ...] = (*layer.attentions, *layer.ffns, *layer.experts)
+            first = sublayers[:1]
+            entries.update(s.input_module for s in first if not isinstance(s, Experts))
+            entries.update(s.router or s.path for s in first if isinstance(s, Experts))
         start = {n.path: n for n in reversed(self.trace.nodes) if n.path in entries}
         seen: set[int] = set()
         paths: set[str] = set()
@@ -578,9 +618,12 @@ class _Inspector:
             and not any(is_inside(n.path, path) for path in paths)
         ]
         # one table for both stacks stands outside of them, once tokens were added to an encoder-decoder model
-        below = self._embedding({name: layers[0]}, tuple(f"{layer.path}." for layer in layers))
-        outside = [n for n in self.trace.of_kind("embedding") if n.path in below and n not in embeddings]
-        words = next((n for n in [*embeddings, *outside] if self._reads_ids(n)), None)
+        words = next((n for n in embeddings if self._reads_ids(n)), None)
+        # the first layer may be one of images, before the text
+        for layer in (layers[0], *layers[-1:] * (self.tower == "text")) if words is None else ():
+            below = self._embedding({name: layer}, tuple(f"{layer.path}." for layer in layers))
+            outside = [n for n in self.trace.of_kind("embedding") if n.path in below and n not in embeddings]
+            words = next((n for n in outside if self._reads_ids(n)), words)
         word_embedding = None if words is None else words.path
         if words is None and self.tower == "text":
             self.unobserved.append(f"the word embeddings of the {name} (no table of vectors reads the token ids)")
@@ -606,9 +649,20 @@ class _Inspector:
         return bool(arguments & set(READABLE[1:-1]))
 
     def _reads_ids(self, node: Node) -> bool:
-        """Whether an embedding's indices are the token ids themselves, through views."""
-        sources = ancestors(node.parents, {"view"}, {"input", "op"})
-        return any(s.argument.endswith("input_ids") for s in sources)
+        """Whether an embedding's indices are the token ids, but for some that another id stands for.
+
+        A model of images or sounds looks up the id of padding in their places.
+        """
+        queue = list(zip(node.inputs, node.sources, strict=True))
+        while queue:
+            tensor, source = queue.pop()
+            if source is None or tensor.dtype not in (torch.long, torch.int):
+                continue
+            if source.kind == "input" and source.argument.endswith("input_ids"):
+                return tensor.dim() == 2  # several for each place are tokens of several tables in one
+            if source.kind == "view" or source.operation in _REPLACING:
+                queue.extend(zip(source.inputs, source.sources, strict=True))
+        return False
 
     def _is_positional(self, node: Node) -> bool:
         """Whether an embedding that does not read the token ids has positions as its rows, not token types."""
@@ -616,7 +670,9 @@ class _Inspector:
         types = next((t for config in around if (t := getattr(config, "type_vocab_size", None)) is not None), None)
         types = getattr(self.model.config, "type_vocab_size", None) if types is None else types
         rows = node.module.weight.shape[0]
-        return rows != types and rows >= LENGTHS["input_ids"]
+        lengths = {n.outputs[0].shape[1] for n in self.trace.of_kind("input") if n.outputs[0].dim() == 2}
+        of_tokens = self.tower != "text" or node.outputs[0].shape[-2] in lengths  # global tokens have one, too
+        return of_tokens and rows != types and rows >= LENGTHS["input_ids"]
 
     def _pooler(self, outside_layers: list[Node], embedding_paths: set[str], layers: Sequence[Layer]) -> str | None:
         """Return the path of the module whose linear reads one position of the last layer's output, and ends the pass.
@@ -758,7 +814,8 @@ class _Inspector:
             batch_independent = executed in kinds and executed not in of_batch
             read_without_call = not self.read_without_call.isdisjoint(aliases)
             shape, quantized = shapes[key]
-            computed = f".{aliases[0]}".endswith(self.computed)
+            # norms and linears that a family freezes when it is made are weights nevertheless
+            computed = kind not in _OF_WEIGHTS and f".{aliases[0]}".endswith(self.computed)
             outside = not aliases[0].startswith(inside_base)
             receives_gradient = outside or not reached.isdisjoint(aliases)
             tower = self.tower
@@ -805,6 +862,11 @@ def _around(path: str) -> list[str]:
     parts = path.split(".")
     return [".".join(parts[:size]) for size in range(len(parts), 0, -1)]
 
+
+_OF_WEIGHTS = {"norm", "linear", "experts"}
+
+_REPLACING = {"where", "masked_fill", "index_put", "_index_put_impl", "masked_scatter"}
+"""Operations that put other values in some places of a tensor."""
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 """Modules that hold the layers of a stack."""

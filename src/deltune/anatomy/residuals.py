@@ -65,14 +65,13 @@ def find_sublayers(trace: Trace) -> list[SubLayer]:
         if any(n.kind in ("attention", "mix") for n in readers) and not _is_residual(add):
             continue  # a rotary embedding or a score
         for number, output in enumerate(sources):
-            if output is not None and id(output) not in sublayers:
-                sublayer = _sub_layer(add, output)
-                if sublayer is not None:
-                    sublayers[id(output)] = sublayer
-            elif output is None and expert_paths:
+            if output is not None and id(output) in sublayers:
+                continue
+            sublayer = _sub_layer(add, output) if output is not None else None
+            if sublayer is None and expert_paths:
                 sublayer = _experts(trace, add, number, expert_paths)
-                if sublayer is not None:
-                    sublayers[id(sublayer.output)] = sublayer
+            if sublayer is not None:
+                sublayers[id(sublayer.output)] = sublayer
     projected: set[int] = set()
     for sub in sorted(sublayers.values(), key=lambda s: s.output.order):
         reused = [role for role in ("key", "value") if id(sub.projections.get(role, (None,))[0]) in projected]
@@ -95,7 +94,7 @@ def _experts(trace: Trace, add: Node, number: int, expert_paths: set[str]) -> Su
     if len(operands) != 2:
         return None
     operand, (_, stream) = operands[number % 2], operands[(number + 1) % 2]
-    if not depends_on(operand[1], stream):
+    if not _reads_stream(operand[1], stream):
         return None
     queue: list[tuple[torch.Tensor, Node | None]] = [operand]
     seen: set[int] = set()
@@ -119,6 +118,8 @@ def _experts(trace: Trace, add: Node, number: int, expert_paths: set[str]) -> Su
             return sub
         if node.kind in (*_PASS_THROUGH, "norm"):
             queue.extend(zip(node.inputs, node.sources, strict=True))
+        else:
+            queue.extend((t, n) for t, n in zip(node.inputs, node.sources, strict=True) if n is _carried(node))
     return None
 
 
@@ -136,7 +137,50 @@ def shared_experts(nodes: list[Node]) -> list[SubLayer]:
 def _is_residual(add: Node) -> bool:
     """Whether one operand of an addition is computed from the other."""
     first, second = (node for node in add.sources if node is not None)
-    return depends_on(first, second) or depends_on(second, first)
+    return _reads_stream(first, second) or _reads_stream(second, first)
+
+
+def _reads_stream(node: Node, stream: Node) -> bool:
+    """Whether a step is computed from another, or from the streams that the other one mixes (hyper-connections)."""
+    if depends_on(node, stream):
+        return True
+    queue, seen = [stream], set()
+    while queue:
+        source = queue.pop()
+        if id(source) in seen:
+            continue
+        seen.add(id(source))
+        if source.kind in ("add", "embedding"):
+            if depends_on(node, source):
+                return True
+        elif source.kind in (*_PASS_THROUGH, "mix"):
+            queue.extend(source.parents)
+        elif carried := _carried(source):
+            queue.append(carried)
+    return False
+
+
+def _carried(node: Node) -> Node | None:
+    """Return the step whose output an operation only scales or adds something of its own to; None for any other.
+
+    These are a product with one number for each token, such as the weight of a stream, or with one vector for all, and
+    x + f(x), where f may be a convolution.
+    """
+    factors = [(t, n) for t, n in zip(node.inputs, node.sources, strict=True) if n is not None]
+    if len(factors) != 2:
+        return None
+    if node.operation == "mul":
+        wide = [(t, n) for t, n in factors if t.dim() > 1 and t.shape[-1] > 1]
+        # of images, whose channels come first, the last axis is no feature
+        return wide[0][1] if len(wide) == 1 and wide[0][0].shape[:2] == node.outputs[0].shape[:2] else None
+    if node.kind == "add":
+        stops = {"linear", "add", "norm", "mix", "attention", "experts", "embedding"}
+        for number, (_, operand) in enumerate(factors):
+            source = ancestors([operand], _PASS_THROUGH, stops)
+            reached = ancestors([factors[1 - number][1]], _PASS_THROUGH | {"op"}, stops)
+            if len(source) == 1 and source == reached:
+                return operand
+    return None
 
 
 def _share_one_linear(add: Node, sources: list[Node | None]) -> bool:
@@ -149,13 +193,20 @@ def _share_one_linear(add: Node, sources: list[Node | None]) -> bool:
 def _source_linear(producer: Node | None) -> Node | None:
     """Return the one linear that a residual operand comes from, or None."""
     stops = {"linear", "add", "op", "mix", "attention", "experts", "embedding", "input"}
-    sources = ancestors([producer], _PASS_THROUGH | {"norm"}, stops) if producer else []
-    return sources[0] if len(sources) == 1 and sources[0].kind == "linear" else None
+    while producer is not None:
+        sources = ancestors([producer], _PASS_THROUGH | {"norm"}, stops)
+        if len(sources) != 1:
+            return None
+        if sources[0].kind == "linear":
+            return sources[0]
+        producer = _carried(sources[0])
+    return None
 
 
 def _sub_layer(add: Node, output: Node) -> SubLayer | None:
     sources = ancestors(output.parents, _WITHIN_SUBLAYER, {"attention", "mix", "linear", "embedding", "experts"})
-    attention = next((n for n in sources if n.kind == "attention"), None)
+    inside = nodes_above(output.parents, _WITHIN_SUBLAYER | {"mix"})
+    attention = next((n for n in inside if n.kind == "attention"), None)
     if attention is not None:
         linears = [n for n in nodes_above(attention.parents, _WITHIN_SUBLAYER | {"mix"}) if n.kind == "linear"]
         sublayer = SubLayer(add, output, attention, linears)
@@ -168,7 +219,6 @@ def _sub_layer(add: Node, output: Node) -> SubLayer | None:
         query, key = (_streams(source) for source in attention.sources[:2])
         sublayer.kind = "cross" if query and key and query.isdisjoint(key) else "self"
         return sublayer if linears else None
-    inside = nodes_above(output.parents, _WITHIN_SUBLAYER | {"mix"})
     mixing = [n for n in inside if n.kind == "mix" or _convolves(n)]
     linears = [n for n in inside if n.kind == "linear"]
     if mixing and linears:
@@ -214,7 +264,7 @@ def _projections_of_products(output: Node) -> dict[str, tuple[Node, Columns | No
             projections: dict[str, tuple[Node, Columns | None]] = {}
             if value := _projection(*sides[1 - number]):
                 projections["value"] = value
-            for scores in ancestors(softmax.parents, _WITHIN_SUBLAYER, {"mix", "linear", "attention"}):
+            for scores in _read_as_numbers(softmax, {"mix", "linear", "attention"}):
                 from_linears = [_projection(*side) for side in _sides(scores)]
                 if len(from_linears) == 2 and all(from_linears) and from_linears[0] != from_linears[1]:
                     projections["query"], projections["key"] = from_linears  # type: ignore[assignment]
@@ -222,6 +272,23 @@ def _projections_of_products(output: Node) -> dict[str, tuple[Node, Columns | No
             _drop_unclear(projections)
             return projections
     return {}
+
+
+def _read_as_numbers(node: Node, stop: set[str]) -> list[Node]:
+    """Return the nodes of a kind in `stop` whose numbers a step is computed from; those that choose a mask are none."""
+    matches, queue, seen = [], [node], set()
+    while queue:
+        node = queue.pop()
+        chosen = {id(s) for t, s in zip(node.inputs, node.sources, strict=True) if not t.is_floating_point()}
+        for source in node.parents:
+            if id(source) in chosen or id(source) in seen:
+                continue
+            seen.add(id(source))
+            if source.kind in stop:
+                matches.append(source)
+            elif source.kind in _WITHIN_SUBLAYER:
+                queue.append(source)
+    return sorted(matches, key=lambda n: n.order)
 
 
 def _sides(product: Node) -> list[tuple[torch.Tensor, Node]]:

@@ -37,7 +37,7 @@ from ..compat import (
     submodules_of,
 )
 from ..errors import DeltuneError, error_summary
-from .inputs import LENGTHS, input_candidates, main_input, tower_candidates
+from .inputs import input_candidates, main_input, tower_candidates
 from .skeleton import Stamp, base_modules, fill_with_zeros, structural_copy, structure_stamp
 
 
@@ -362,9 +362,18 @@ class _Recorder(TorchDispatchMode):
         inputs = [] if name in _SHAPE_OPERATIONS else list(tensors_in((args, kwargs or {})))
         if name == "eq" and isinstance(args[1], int) and self._is_input(args[0], "input_ids"):
             self.trace.compared.append(args[1])
+        if name == "embedding" and (table := self._running_holder(args[0])) is not None:
+            self.record("embedding", inputs, [out], path=self.paths[table], module=self.originals[table])
+            return out
         kind = _operation_kind(name, inputs, out, self.producer)
         self.record(kind, inputs, list(tensors_in(out)), operation=name, picks=_picked_axis(name, args))
         return out
+
+    def _running_holder(self, weight: torch.Tensor) -> torch.nn.Module | None:
+        """Return the module that is running and has a tensor as its weight, such as a table with a norm inside."""
+        began, ended = self.trace.began, self.trace.ended
+        running = (module for module, path in self.paths.items() if path in began and path not in ended)
+        return next((module for module in running if parameters_of(module).get("weight") is weight), None)
 
     def record(self, kind: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], **fields: Any) -> Node:
         producer = self.producer
@@ -483,6 +492,8 @@ def _operation_kind(name: str, inputs: list[torch.Tensor], output: Any, producer
     traced = [t for t in inputs if id(t) in producer]
     if name == "add" and len(traced) == 2 and traced[0].shape == traced[1].shape and traced[0].is_floating_point():
         return "add"
+    if name == "add" and len(traced) == 1 and any(isinstance(t, torch.nn.Parameter) and t.dim() == 1 for t in inputs):
+        return "pass"  # a shift of the features
     if name in _VIEW_OPERATIONS:
         return "view"
     if name in _MIX_OPERATIONS:
@@ -511,7 +522,10 @@ def _leaf_kind(module: torch.nn.Module, inputs: list[torch.Tensor], output: Any)
         return "norm"
     if weight.dim() == 2 and sorted(weight.shape) == sorted((read.shape[-1], output.shape[-1])):
         return "linear"
-    return "embedding" if weight.dim() == 2 and output.shape[-1] == weight.shape[1] else None
+    if weight.dim() > 1 and read.shape == output.shape and read.shape[-weight.dim() :] == weight.shape:
+        return "pass"  # a norm with numbers of its own for each head
+    # a table of positions may be given vectors; what reads four axes is a product for each group of features
+    return "embedding" if weight.dim() == 2 and read.dim() < 4 and output.shape[-1] == weight.shape[1] else None
 
 
 _RECORDER: ContextVar[_Recorder | None] = ContextVar("deltune_recorder", default=None)
@@ -747,26 +761,41 @@ def check_takes_embeddings(model: PreTrainedModel, width: int) -> None:
     stamp = _base_stamp(model)
     if _TAKES_EMBEDDINGS.get(model) == (stamp, width):
         return
-    inputs = input_candidates(base_model(model))[0]
-    length = LENGTHS["input_ids"]
-    inputs |= {"input_ids": None, "inputs_embeds": functools.partial(torch.zeros, 1, length, width)}
-    reasons = []
-    for on_zeros in (False, True):
-        for attention in (OBSERVING_ATTENTION, "eager"):
-            try:
-                trace = _record(model, attention, inputs, on_zeros)
-                if "decoder_input_ids" not in inputs:
-                    _check_one_state_a_token(model, trace, length, width)
-                _TAKES_EMBEDDINGS[model] = stamp, width
-                return
-            except DeltuneError:
-                raise
-            except Exception as error:
-                reasons.append(f"{type(error).__name__}: {error_summary(error)}")
+    reasons: list[list[str]] = []
+    candidates = [inputs for inputs in input_candidates(base_model(model)) if "input_ids" in inputs]
+    for inputs in candidates:
+        # two tokens more: what has a value for each token, such as its place on a page, then shows
+        length = inputs["input_ids"]().shape[1] + 2
+        reasons.append([f"{name} has a value for each token" for name in _of_each_token(inputs)])
+        if reasons[-1]:
+            continue
+        inputs |= {"input_ids": None, "inputs_embeds": functools.partial(torch.zeros, 1, length, width)}
+        if "attention_mask" in inputs:
+            inputs["attention_mask"] = functools.partial(torch.ones, 1, length, dtype=torch.long)
+        for on_zeros in (False, True):
+            for attention in (OBSERVING_ATTENTION, "eager"):
+                try:
+                    trace = _record(model, attention, inputs, on_zeros)
+                    if "decoder_input_ids" not in inputs:
+                        _check_one_state_a_token(model, trace, length, width)
+                    _TAKES_EMBEDDINGS[model] = stamp, width
+                    return
+                except DeltuneError:
+                    raise
+                except Exception as error:
+                    reasons[-1].append(f"{type(error).__name__}: {error_summary(error)}")
     raise DeltuneError(
         f"rows before the input embeddings need a model that runs on inputs_embeds alone, and {type(model).__name__} "
-        f"does not ({reasons[-1]})"
+        f"does not ({reasons[0][-1] if reasons else 'it reads no token ids'})"
     )
+
+
+def _of_each_token(inputs: dict[str, Any]) -> list[str]:
+    """Return which inputs beside token ids and their masks have a value for each token."""
+    length = inputs["input_ids"]().shape[1]
+    masks = {name.replace("input_ids", "attention_mask") for name in inputs if name.endswith("input_ids")}
+    others = {name: make for name, make in inputs.items() if callable(make) and name not in masks}
+    return [name for name, make in others.items() if not name.endswith("input_ids") and make().shape[1:2] == (length,)]
 
 
 def _check_one_state_a_token(model: PreTrainedModel, trace: Trace, length: int, width: int) -> None:
@@ -836,7 +865,7 @@ def _on_enter(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         trace.entered[path] = (recorder.originals[module], set(kwargs) | _positional_names(module, args))
         if (first := next(tensors_in((args, kwargs)), None)) is not None:
             trace.arguments[path] = first
-    if _is_leaf(module):
+    if _is_leaf(module) and not _joins(module, args, kwargs):
         recorder.steps = 0 if not recorder.opaque else recorder.steps
         recorder.opaque += 1
 
@@ -848,7 +877,7 @@ def _on_exit(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> No
     first = next(tensors_in(output), None)
     if first is not None:
         recorder.trace.outputs.setdefault(path, first)
-    if not _is_leaf(module):
+    if not _is_leaf(module) or _joins(module, args, kwargs):
         if first is not None and not recorder.opaque:
             recorder.trace.returned.setdefault(id(first), []).append(path)
         return
@@ -867,6 +896,17 @@ def _is_leaf(module: torch.nn.Module) -> bool:
     if submodules_of(module):
         return _holds_experts(module)
     return any(p is not None for p in parameters_of(module).values())
+
+
+def _joins(module: torch.nn.Module, args: Any, kwargs: Any) -> bool:
+    """Whether a module reads two states of one shape, so that what it does with them is to be seen.
+
+    It may be where the output of a sub-layer joins the residual stream. A norm with a gate is known by its weight.
+    """
+    if "weight" in parameters_of(module) or _holds_experts(module):
+        return False
+    shapes = [t.shape for t in tensors_in((args, kwargs)) if t.is_floating_point() and t.dim() > 2]
+    return len(shapes) == 2 and shapes[0] == shapes[1]
 
 
 def _scales(module: torch.nn.Module, inputs: list[torch.Tensor], output: Any) -> bool:
