@@ -110,7 +110,7 @@ def test_public_names_are_documented_once() -> None:
 def test_the_design_space_is_complete() -> None:
     """Every site, form and composition is in the page about them."""
     named = set(re.findall(r"`(\w+)", (DOCS / "design-space.md").read_text(encoding="utf-8")))
-    compositions = {"Add", "Scale", "Gate", "SigmoidGate"}
+    compositions = {"Add", "Scale", "Gate", "SigmoidGate", "PrefixGate"}
     assert {*SITES, *(form.__name__ for form in FORMS), *compositions} - named == set()
 
 

@@ -9,6 +9,7 @@ from .methods.budget import fit as fit
 from .methods.compositions import Add as Add
 from .methods.compositions import Composition as Composition
 from .methods.compositions import Gate as Gate
+from .methods.compositions import PrefixGate as PrefixGate
 from .methods.compositions import Scale as Scale
 from .methods.compositions import SigmoidGate as SigmoidGate
 from .methods.counting import Count as Count

@@ -103,6 +103,7 @@ CALLS: dict[str, Call] = {
     **{f"form {kind.__name__}": lambda model, x, kind=kind: kind(x) for kind in FORMS if fields(kind)},
     "Scale": lambda model, x: deltune.Scale(x),
     "SigmoidGate": lambda model, x: deltune.SigmoidGate(x),
+    "PrefixGate": lambda model, x: deltune.PrefixGate(x),
     "Modification site": lambda model, x: deltune.Modification(x, deltune.LowRank(2)),
     "Modification form": lambda model, x: deltune.Modification("ffn", x),
     "Modification compose": lambda model, x: deltune.Modification("ffn", deltune.LowRank(2), compose=x),

@@ -111,7 +111,7 @@ FORMS = st.one_of(
 COMPOSITIONS = st.sampled_from(
     [
         "Add()", "Scale(2)", "Scale(0.0)", "Scale(1.0, True)", "Scale(0.0, True)", "Gate()", "SigmoidGate('a')",
-        "SigmoidGate('a.b')", "SigmoidGate('')", "SigmoidGate('keys')",
+        "PrefixGate('a')",        "SigmoidGate('a.b')", "SigmoidGate('')", "SigmoidGate('keys')",
     ]
 )  # fmt: skip
 MODIFICATIONS = st.builds(

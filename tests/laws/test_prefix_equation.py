@@ -7,7 +7,7 @@ the attention function of a model with a prefix returns.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -131,6 +131,60 @@ def test_prefix_is_a_gated_sum(family: Family, kernel: str, inputs: str) -> None
         assert torch.allclose(output, expected, rtol=tolerance, atol=tolerance), (path, (output - expected).abs().max())
         plain = equation(call, torch.zeros_like(kept["keys"]), torch.zeros_like(kept["values"]), causal)
         assert not torch.allclose(output, plain, atol=1e-3)
+
+
+@pytest.mark.parametrize(("family", "kernel"), KERNELS, ids=[f"{f.name}: {kernel}" for f, kernel in KERNELS])
+@pytest.mark.sample(16)
+def test_a_gate_multiplies_keys_and_values_of_its_prefix(family: Family, kernel: str) -> None:
+    """UniPELT's prefix, beside a prefix without a gate and one with another gate: all share the softmax."""
+    how: How = "merged" if kernel == "merged" else "joined"
+    kernel = "sdpa" if kernel == "merged" else kernel
+    model = build(family, "base", attn_implementation=kernel)
+    gated = "Modification('heads', Prefix(2), compose=PrefixGate('p'))"
+    tuned = stir(deltune.attach(model, f"{gated} + prefix(length=1) + {gated}"), size=1.0)
+    by_path: dict[str, list[Any]] = {}
+    for edit in tuned.delta().all_edits():
+        by_path.setdefault(edit.place.target.path, []).append(edit)
+    read: dict[str, list[torch.Tensor]] = {}
+    for path, (edit, *_) in by_path.items():
+
+        def note(_: Any, args: Any, kwargs: Any, path: str = path) -> None:
+            read.setdefault(path, []).append((*args, *kwargs.values())[0])
+
+        model.get_submodule(edit.source_path).register_forward_pre_hook(note, with_kwargs=True)
+    calls = listen(model, kernel)
+    with deltune.prefix_attention(how):
+        run(model, batch(model))
+    paths = {module: path for path, module in model.named_modules()}
+    cross = {f"{s.layers}.{i}.{s.cross[0]}" for s in family.stacks if s.cross for i in (0, 1)}
+    for call in calls:
+        path = paths[call.module]
+        is_cross = any(name.startswith(f"{path}.") for name in cross)
+        causal = not is_cross and any(s.causal and path.startswith(f"{s.layers}.") for s in family.stacks)
+        x = read[path].pop(0)
+        expected = several(call, by_path[path], x, causal)
+        tolerance = 1e-12 if kernel == "sdpa" else 2e-6
+        assert torch.allclose(call.output, expected, rtol=tolerance, atol=tolerance)
+        assert not torch.allclose(expected, several(call, by_path[path], 0 * x, causal), atol=1e-4)
+
+
+def several(call: Call, edits: list[Any], x: torch.Tensor, causal: bool) -> torch.Tensor:
+    """softmax(q [g P_k; K]ᵀ) [g P_v; V] for prefixes that each have a gate σ(x · w) or none, (B, n, N_h, d_v)."""
+    groups = call.query.shape[1] // call.key.shape[1]
+    columns, values = [own_scores(call, causal)], [call.value.repeat_interleave(groups, dim=1)[:, :, None]]
+    for edit in edits:
+        prefix = {name: tensor.detach().transpose(0, 1)[None] for name, tensor in edit.tensors().items()}
+        gates = torch.ones_like(x[..., 0])
+        if edit.modification.compose.reads_x:
+            (vector,) = (tensor.value() for tensor in edit.__dict__["tied"].values())
+            gates = (x @ vector.detach()).sigmoid()
+        gates = gates[:, None, :, None]
+        columns.append(scores(replace(call, query=call.query * gates), prefix["keys"]))
+        values.append(gates[..., None] * prefix["values"].repeat_interleave(groups, dim=1)[:, :, None])
+    parts = torch.cat(columns, dim=-1).softmax(-1).split([c.shape[-1] for c in columns], dim=-1)
+    return sum(  # type: ignore[return-value]
+        (part[..., None] * value).sum(-2) for part, value in zip(parts, values, strict=True)
+    ).transpose(1, 2)
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES.values() if "sdpa" in f.kernels], ids=lambda f: f.name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from ..errors import DeltuneError, excerpt
 from .forms import MethodPart, Shapes, Widths
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 class Composition(MethodPart):
     """How Δh joins h. The base class adds it; subclasses may have tensors of their own."""
+
+    in_softmax: ClassVar[bool] = False
+    """Whether it joins a prefix inside the attention function, by one softmax over the prefix and the model's keys."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -142,13 +145,15 @@ class Gate(Composition):
     The attention function computes it, as one softmax over the prefix and the model's own keys.
     """
 
+    in_softmax = True
+
 
 @dataclass(frozen=True, repr=False)
 class SigmoidGate(Composition):
-    """Add the change times a learned gate: h + σ(x · w_g) Δh (UniPELT; Mao et al. 2022).
+    """Add the change times a learned gate: h + g Δh, g = σ(x · w_g) (UniPELT; Mao et al. 2022).
 
     There is one gate for each position. The authors take the mean over the tokens, which would make a row's output
-    depend on its padding.
+    depend on its padding, and that of a decoder on later tokens.
 
     Args:
         name: In one term, gates of the same name in one sub-module share one vector w_g (d,), which is 0 at the start,
@@ -182,5 +187,31 @@ class SigmoidGate(Composition):
         self, h: torch.Tensor, delta: torch.Tensor, tensors: Mapping[str, torch.Tensor], x: torch.Tensor | None
     ) -> torch.Tensor:
         assert x is not None
-        gate = (x @ tensors["gate"].to(x.dtype)).sigmoid().to(h.dtype)
+        gate = self.gates(tensors, x).to(h.dtype)
         return h + gate.reshape(gate.shape + (1,) * (h.dim() - gate.dim())) * delta
+
+    def gates(self, tensors: Mapping[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        """Return g (B, n).
+
+        Args:
+            tensors: The tensors of `tied`, by name.
+            x: What the frozen sub-module reads (B, n, d).
+        """
+        return (x @ tensors["gate"].to(x.dtype)).sigmoid()
+
+
+@dataclass(frozen=True, repr=False)
+class PrefixGate(SigmoidGate):
+    """Multiply a prefix's keys and values by a learned gate g = σ(x · w_g): softmax(q [g P_k; K]ᵀ) [g P_v; V].
+
+    It is that of UniPELT (Mao et al. 2022). As in `Gate`, the prefix and the model's own keys
+    share a softmax. There is one gate for each position of the query.
+
+    Args:
+        name: As for `SigmoidGate`.
+
+    Raises:
+        DeltuneError: The name has other characters or is too long.
+    """
+
+    in_softmax = True

@@ -13,7 +13,7 @@ from typing import Literal
 from ..errors import DeltuneError, excerpt, unknown_name
 from . import spec
 from .attention_forms import MultiHead, OwnMultiHead, Prefix
-from .compositions import Add, Composition, Gate, Scale, SigmoidGate
+from .compositions import Add, Composition, Gate, PrefixGate, Scale, SigmoidGate
 from .forms import Bottleneck, Form, Init, LowRank, Mixture, Prompt, Rescale, Vector
 from .other_names import hint_for_site
 from .parser import NUMERAL
@@ -598,12 +598,12 @@ def unipelt(
     layers: LayersArg = "all",
     stack: Literal["all", "encoder", "decoder"] = "all",
 ) -> tuple[Modification | Selection, ...]:
-    """Add h + σ(x · w_g) Δh for a prefix, LoRA and an adapter, each with a gate of its own (UniPELT; Mao et al. 2022).
+    """Add a prefix, LoRA and an adapter, each with a gate σ(x · w_g) of its own (UniPELT; Mao et al. 2022).
 
-    LoRA acts on query and value, which share a gate; the adapter stands after the FFN. Two things differ from the
-    authors' code. A gate is of one position and not the mean over tokens. The gate of the prefix multiplies what
-    attention to the prefix alone gives; theirs multiplies the prefix's keys and values, which share a softmax with the
-    model's own.
+    LoRA acts on query and value, which share a gate; the adapter stands after the FFN. The gate of the prefix
+    multiplies its keys and values, those of LoRA and of the adapter what these add. Two things differ from the
+    authors' code: a gate is of one position and not the mean over the tokens, on which padding and later tokens have
+    an influence, and it has no bias.
 
     Args:
         length: The length of the prefix.
@@ -617,7 +617,7 @@ def unipelt(
     """
     low_rank = LowRank(rank)
     return (
-        Modification("heads", Prefix(length), "parallel", SigmoidGate("prefix"), layers, stack),
+        Modification("heads", Prefix(length), "parallel", PrefixGate("prefix"), layers, stack),
         Modification("query", low_rank, "parallel", SigmoidGate("lora"), layers, stack),
         Modification("value", low_rank, "parallel", SigmoidGate("lora"), layers, stack),
         Modification("ffn", Bottleneck(bottleneck), "sequential", SigmoidGate("adapter"), layers, stack),

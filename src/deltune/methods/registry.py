@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from ..errors import DeltuneError, error_from_problems, excerpt
 from . import parser, spec
 from .attention_forms import MultiHead, OwnMultiHead, Prefix
-from .compositions import Add, Composition, Gate, Scale, SigmoidGate
+from .compositions import Add, Composition, Gate, PrefixGate, Scale, SigmoidGate
 from .forms import (
     Bottleneck,
     Form,
@@ -150,7 +150,7 @@ FORMS = (Bottleneck, LowRank, Prefix, MultiHead, OwnMultiHead, Prompt, Vector, R
 
 VOCABULARY: dict[str, Callable[..., Any]] = {
     **{name: entry.make for name, entry in REGISTRY.items()},
-    **{kind.__name__: kind for kind in (Modification, Selection, Add, Scale, Gate, SigmoidGate)},
+    **{kind.__name__: kind for kind in (Modification, Selection, Add, Scale, Gate, SigmoidGate, PrefixGate)},
     **{kind.__name__: kind for kind in FORMS},
 }
 """Everything that an expression may call, by name; `register` adds to it."""

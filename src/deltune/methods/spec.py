@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, NoReturn, ParamSpec, cast
 from ..errors import DeltuneError, error_from_problems, unknown_name
 from ..notebook import html_table
 from .attention_forms import Prefix
-from .compositions import Add, Composition, Gate, Scale, SigmoidGate
+from .compositions import Add, Composition, Scale, SigmoidGate
 from .forms import Form, Vector, check_form_class, check_frozen, refuse_sum
 from .other_names import hint_for_site
 from .parser import (
@@ -192,8 +192,10 @@ class Modification(Method):
                 raise DeltuneError(f"the embedding reads token ids, which {self.compose!r} cannot read")
         if self.site in ("norm", "ffn_inner") and self.insertion != "sequential":
             raise DeltuneError(f"site {self.site!r} has no input x of its own: give insertion='sequential'")
-        if isinstance(self.compose, Gate) and not isinstance(self.form, Prefix):
-            raise DeltuneError("Gate composes a Prefix only: its λ is the softmax mass on the prefix keys (UV eq. 8)")
+        if self.compose.in_softmax and not isinstance(self.form, Prefix):
+            raise DeltuneError(
+                f"{type(self.compose).__name__} composes a Prefix only, which shares a softmax with the model's keys"
+            )
         if needs in SITES_FOR_NEED and self.insertion == "sequential":
             raise DeltuneError(f"{type(self.form).__name__} reads the input x: give insertion='parallel'")
         if self.x == "residual" and (self.site not in ("attention", "ffn", "heads") or self.insertion != "parallel"):
@@ -208,7 +210,7 @@ class Modification(Method):
             raise DeltuneError(f"site {self.site!r} is in no layer, so layers= and stack= choose nothing there")
         if needs == "tokens" and self.compose != ADD:
             raise DeltuneError(f"vectors before the embeddings are joined by Add() alone, not by {self.compose!r}")
-        if isinstance(self.form, Prefix) and self.form.length == 1 and not isinstance(self.compose, Gate):
+        if isinstance(self.form, Prefix) and self.form.length == 1 and not self.compose.in_softmax:
             raise DeltuneError(
                 "one prefix vector without the gate of UV eq. 8: its softmax is 1 whatever its key is, so that the key "
                 "would never be trained; give a length of at least 2"
@@ -220,7 +222,9 @@ class Modification(Method):
             )
         without_x = needs in ("tokens", "states") or self.site in ("norm", "ffn_inner")
         if isinstance(self.compose, SigmoidGate) and without_x:
-            raise DeltuneError(f"SigmoidGate reads a sub-module's input, which site {self.site!r} does not have")
+            raise DeltuneError(
+                f"{type(self.compose).__name__} reads a sub-module's input, which site {self.site!r} does not have"
+            )
 
     @property
     def parts(self) -> tuple[Modification | Selection, ...]:

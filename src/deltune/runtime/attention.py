@@ -21,7 +21,7 @@ import contextlib
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -43,6 +43,7 @@ from ..compat import (
     is_plain_inference,
 )
 from ..errors import DeltuneError, excerpt, unknown_name
+from .modules import Edit
 from .rows import DeltaRows, all_rows_alike, stack_by_row
 
 Extra = tuple[torch.Tensor | None, ...]
@@ -406,17 +407,20 @@ def _with_prefixes(original: AttentionFunction, additive: bool) -> AttentionFunc
         scaling = kwargs.get("scaling")
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         call = Call(module, query, key, value, attention_mask, kwargs)
-        if prefixes := [(group, edit.tensors()) for edit, group in edits if edit.has_gate]:
+        if joining := [(edit, group) for edit, group in edits if edit.in_softmax]:
+            prefixes, gates = _gated(joining, hook, call)
+            gated_call = _widened(call, gates, scaling) if gates else call
             prefix = hook.kept_prefix(key)
             if prefix is None or (prefix.rows is not None and not _may_attend_by_row(call)):
                 prefix = hook.keep_prefix(_prefix_of_rows(prefixes, call))
             attend = _attend_with_prefix if prefix.rows is None else _attend_by_row
-            output, weights, served = attend(prefix, call, original, additive, scaling)
+            output, weights, served = attend(prefix, gated_call, original, additive, scaling)
+            output = _narrowed(output, gates)
             hook.report(served)
         else:
             output, weights = original(module, query, key, value, attention_mask, **kwargs)
         for edit, group in edits:
-            if not edit.has_gate:
+            if not edit.in_softmax:
                 delta = edit.modification.form.per_head(edit.tensors(), group.select(query), scaling)
                 x = edit.resolve_input(hook.inputs(), None)
                 x = None if x is None else group.select(x)
@@ -453,6 +457,61 @@ class Call(NamedTuple):
         return self.mask is None and self.query.shape[2] > 1 and causal
 
 
+Prefixes = list[tuple[DeltaRows, dict[str, torch.Tensor]]]
+"""The keys (l, N_kv, d) and values (l, N_kv, d_v) of prefixes, each with the group that uses it."""
+
+
+def _gated(edits: list[tuple[Edit, DeltaRows]], hook: Any, call: Call) -> tuple[Prefixes, list[torch.Tensor]]:
+    """Return the prefixes, and the gates (B, n) by which the keys and values of some of them are multiplied.
+
+    A gate is of one query, so its prefix cannot be multiplied beforehand. Instead every head is as wide as itself for
+    each gate more: with queries [q, g q], keys [K, 0; 0, P_k] and values [V, 0; 0, P_v], the two parts of the output
+    are o and o_P of one softmax, and o + g o_P is what attention to [g P_k; K] and [g P_v; V] gives.
+    """
+    gates: list[torch.Tensor] = []
+    numbers: dict[DeltaRows, int] = {}  # of the last gate of each group
+    placed: list[tuple[DeltaRows, Mapping[str, torch.Tensor], int]] = []
+    for edit, group in edits:
+        number = 0
+        if edit.modification.compose.reads_x:
+            x = edit.resolve_input(hook.inputs(), None)
+            assert x is not None
+            gate = edit.gates(group.select(x)).to(call.query.dtype)
+            number = numbers[group] = numbers.get(group, 0) + 1
+            if number > len(gates):
+                gates.append(gate.new_zeros(x.shape[:2]))
+            gates[number - 1] = group.replace(gates[number - 1], gate)
+        placed.append((group, edit.tensors(), number))
+    if not gates:
+        return [(group, dict(tensors)) for group, tensors, _ in placed], gates
+    parts = len(gates) + 1
+    return [
+        (group, {name: _in_part(tensors[name], number, parts) for name in ("keys", "values")})
+        for group, tensors, number in placed
+    ], gates
+
+
+def _in_part(narrow: torch.Tensor, number: int, parts: int) -> torch.Tensor:
+    """Put heads (…, d) into one of several parts of wider heads, beside zeros."""
+    width = narrow.shape[-1]
+    return F.pad(narrow, (number * width, (parts - 1 - number) * width))
+
+
+def _widened(call: Call, gates: list[torch.Tensor], scaling: float) -> Call:
+    """The call with heads that have a part for each gate, as `_gated` describes."""
+    query = torch.cat([call.query, *(call.query * gate[:, None, :, None] for gate in gates)], dim=-1)
+    key, value = (_in_part(tensor, 0, len(gates) + 1) for tensor in (call.key, call.value))
+    return call._replace(query=query, key=key, value=value, options={**call.options, "scaling": scaling})
+
+
+def _narrowed(output: torch.Tensor, gates: list[torch.Tensor]) -> torch.Tensor:
+    """The output (B, n, N_h, d_v) of a call that `_widened` has made."""
+    own, *parts = output.chunk(len(gates) + 1, dim=-1)
+    for part, gate in zip(parts, gates, strict=True):
+        own = torch.addcmul(own, part, gate[..., None, None].to(own.dtype))
+    return own
+
+
 class PrefixRows(NamedTuple):
     """The prefix of every row, or of those that have one.
 
@@ -471,7 +530,7 @@ class PrefixRows(NamedTuple):
     rows: torch.Tensor | None = None
 
 
-def _prefix_of_rows(prefixes: list[tuple[DeltaRows, dict[str, torch.Tensor]]], call: Call) -> PrefixRows:
+def _prefix_of_rows(prefixes: Prefixes, call: Call) -> PrefixRows:
     """The prefixes in the dtype of the model's keys, of all rows or, where these are few, of those that have one.
 
     Several prefixes of a group are concatenated.

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ..compat import parameters_of
 from ..errors import DeltuneError, excerpt
-from ..methods.compositions import Composition, Gate
+from ..methods.compositions import Composition, SigmoidGate
 from ..methods.counting import kept_shapes, trained_shapes
 from ..methods.forms import Form, LowRank, Shapes
 from ..methods.masks import Mask
@@ -149,7 +149,7 @@ class Edit(nn.Module):
     place: EditLocation
     origin: int
     folded: bool
-    has_gate: bool
+    in_softmax: bool
     form: Form
     parallel: bool
     reads_own_input: bool
@@ -176,7 +176,7 @@ class Edit(nn.Module):
             place=planned.place,
             origin=planned.origin,
             folded=folded,
-            has_gate=isinstance(modification.compose, Gate),
+            in_softmax=modification.compose.in_softmax,
             form=modification.form,
             parallel=modification.insertion == "parallel",
             reads_own_input=reads_own_input,
@@ -260,9 +260,16 @@ class Edit(nn.Module):
 
     def compose(self, h: torch.Tensor, delta: torch.Tensor, x: torch.Tensor | None = None) -> torch.Tensor:
         """Return compose(h, Δh) in the dtype of h."""
+        return self.modification.compose(h, delta.to(h.dtype), self._tensors_of_composition(), x)
+
+    def gates(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the gate of each position (B, n) of x (B, n, d)."""
+        assert isinstance(self.modification.compose, SigmoidGate)
+        return self.modification.compose.gates(self._tensors_of_composition(), x)
+
+    def _tensors_of_composition(self) -> dict[str, torch.Tensor]:
         tied = self.__dict__["tied"] or {}
-        tensors = self._tensors_of(of_form=False) | {name: tensor.value() for name, tensor in tied.items()}
-        return self.modification.compose(h, delta.to(h.dtype), tensors, x)
+        return self._tensors_of(of_form=False) | {name: tensor.value() for name, tensor in tied.items()}
 
     def apply_to_parameter(self, base: torch.Tensor) -> torch.Tensor:
         """Return W + s A, the weight that the place is at with the change of the form, A being that of `affine`."""
