@@ -196,8 +196,9 @@ class Service:
         ]
 
     def model_names(self, tenant: Tenant) -> list[str]:
-        """Return what a tenant may write for `model`."""
-        return [*([self.config.base_name] if tenant.base else []), *(delta.name for delta in self.visible(tenant))]
+        """Return what a tenant may write for `model` and get an answer from."""
+        answers = [delta.name for delta in self.visible(tenant) if delta.loaded or not delta.error]
+        return [*([self.config.base_name] if tenant.base else []), *answers]
 
     def delta(self, model: str, tenant: Tenant) -> str | None:
         """Return the name of the delta that `model` means, None for the base model.
