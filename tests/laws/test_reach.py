@@ -682,20 +682,6 @@ def test_the_size_of_a_model_without_automodel() -> None:
     assert count.denominator_size == sum(p.numel() for p in model.parameters()) - vocabulary
 
 
-def test_the_size_of_a_model_without_a_pooler() -> None:
-    """A live model counts without its head, and has no pooler if its class has none; a configuration is AutoModel's.
-
-    The share of a mask is the same for all classes, so that a delta of one fits another.
-    """
-    config = tiny("vit", **VISION)
-    model, base = transformers.ViTForImageClassification(config), transformers.ViTModel(config)
-    sizes = [deltune.count(counted, "layernorm").denominator_size for counted in (model, base, config)]
-    whole = sum(p.numel() for p in base.parameters())
-    assert sizes == [sum(p.numel() for p in model.vit.parameters()), whole, whole] and sizes[0] < whole
-    masked = "apet(lora(rank=8), '0.5%')"
-    assert deltune.count(model, masked).method == deltune.count(base, masked).method == int(0.005 * whole)
-
-
 # -- what is a head, a pooler, a norm
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..anatomy.inspection import check_model_or_config, inspect
 from ..errors import DeltuneError, excerpt
-from .counting import base_size, count_resolved, masked_share_size
+from .counting import base_size, count_resolved
 from .parser import MAX_INTEGER, explain_arguments, fits_type, parse_percentage
 from .registry import parse
 from .resolve import resolve
@@ -97,9 +97,7 @@ def solve(
     anatomy = inspect(model)
 
     def cost(candidate: Method) -> int:
-        return count_resolved(
-            anatomy, resolve(anatomy, candidate, lambda: masked_share_size(model)), "number", 1
-        ).method
+        return count_resolved(anatomy, resolve(anatomy, candidate, lambda: base_size(model)[1]), "number", 1).method
 
     budget_count = cost(budget) if isinstance(budget, Method) else _budget_scalars(model, budget, denominator)
     pieces = _split_at_question_marks(method)

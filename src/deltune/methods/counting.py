@@ -33,7 +33,7 @@ from .sites import EditLocation, resolve_locations, select_layers
 from .spec import OUTSIDE_LAYERS, Method, Modification, is_pattern
 
 DENOMINATORS = {
-    "model": "the model without its head",
+    "model": "the base model, as AutoModel makes it",
     "no_pooler": "without the pooler",
     "no_embeddings": "without the whole embedding module",
     "layers": "without embeddings and pooler",
@@ -153,9 +153,9 @@ def count(
         model: A live model, or a configuration; of the latter, the base model (AutoModel) is counted without creating
             weights.
         method: An expression such as "lora(rank=8)", or a method.
-        denominator: What the size is compared with: "model" (the model without its head and its projection to the
-            vocabulary), "no_pooler", "no_embeddings", "layers" (without embeddings and pooler), "untied" (input and
-            output embeddings counted apart), or a number of scalars.
+        denominator: What the size is compared with: "model" (AutoModel of the configuration), "no_pooler",
+            "no_embeddings", "layers" (without embeddings and pooler), "untied" (input and output embeddings counted
+            apart), or a number of scalars.
         head: "train" or "freeze", in which case the task head counts as saved but not as trained.
         quantization_config: Of a configuration: how the model would be quantised while it is loaded, such as a
             BitsAndBytesConfig of transformers. The count has the bytes that it would store, the rest in float32.
@@ -175,7 +175,7 @@ def count(
     anatomy = inspect(model) if storage is None else storage.anatomy
     if head not in ("train", "freeze"):
         raise DeltuneError(unknown_name("head", head, ("train", "freeze")))
-    resolved = resolve(anatomy, parse(method), lambda: masked_share_size(model))
+    resolved = resolve(anatomy, parse(method), lambda: base_size(model)[1])
     counted = count_resolved(anatomy, resolved, *base_size(model, denominator), head=head)
     if storage is not None:
         return replace(counted, quantization=storage.quantization, base_bytes=storage.stored_bytes)
@@ -304,9 +304,7 @@ def unrecognized_left_out(resolved: ResolvedMethod) -> Iterator[str]:
 
 
 def base_size(model: PreTrainedModel | PreTrainedConfig, denominator: str | int = "model") -> tuple[str, int]:
-    """Return the name and the number of scalars of a denominator: of a live model, or of AutoModel of a configuration.
-
-    A head and a projection to the vocabulary count in neither. A live model has a pooler only if its class has one.
+    """Return the name and the number of scalars of a denominator, of AutoModel of the configuration where there is one.
 
     Raises:
         DeltuneError: The denominator does not exist, or is out of range.
@@ -320,37 +318,30 @@ def base_size(model: PreTrainedModel | PreTrainedConfig, denominator: str | int 
         return "number", size
     if not isinstance(denominator, str) or denominator not in DENOMINATORS:
         raise DeltuneError(unknown_name("denominator", denominator, [*DENOMINATORS, "a number"]))
-    anatomy = inspect(meta_model(model) if isinstance(model, PreTrainedConfig) else model)
-    areas: dict[str, int] = {}
-    for tensor in anatomy.tensors:
-        areas[tensor.area] = areas.get(tensor.area, 0) + tensor.numel
-    total = sum(number for area, number in areas.items() if area not in ("head", "vocabulary"))
-    without = {"no_pooler": ("pooler",), "no_embeddings": ("embedding",), "layers": ("embedding", "pooler")}
-    if denominator == "untied":
-        return denominator, total + _output_embeddings(anatomy)
-    return denominator, total - sum(areas.get(area, 0) for area in without.get(denominator, ()))
-
-
-def masked_share_size(model: PreTrainedModel | PreTrainedConfig) -> int:
-    """Return the scalars that the share of a mask is of: those of AutoModel of the configuration, where there is one.
-
-    It is the same for all classes of one configuration, so that a delta of one fits another.
-    """
     config = model if isinstance(model, PreTrainedConfig) else model.config
     try:
-        return base_size(config)[1]
+        tensors = inspect(meta_model(config)).tensors
     except DeltuneError:
         if isinstance(model, PreTrainedConfig):
             raise
-        return base_size(model)[1]  # AutoModel has no class for it, as for a SpeechEncoderDecoderModel
+        # AutoModel has no class for it, as for a SpeechEncoderDecoderModel
+        tensors = tuple(t for t in inspect(model).tensors if t.area not in ("head", "vocabulary"))
+    areas: dict[str, int] = {}
+    for tensor in tensors:
+        areas[tensor.area] = areas.get(tensor.area, 0) + tensor.numel
+    total = sum(areas.values())
+    without = {"no_pooler": ("pooler",), "no_embeddings": ("embedding",), "layers": ("embedding", "pooler")}
+    if denominator == "untied":
+        return denominator, total + _output_embeddings(inspect(meta_model(config)), config)
+    return denominator, total - sum(areas.get(area, 0) for area in without.get(denominator, ()))
 
 
-def _output_embeddings(anatomy: Anatomy) -> int:
+def _output_embeddings(anatomy: Anatomy, config: PreTrainedConfig) -> int:
     """Return the scalars of the output embeddings that an untied model has beside its input embeddings."""
     word_embedding = anatomy.stacks[-1].words
     matches = [t for t in anatomy.tensors if word_embedding and f"{word_embedding}.weight" in (t.name, *t.aliases)]
     if not matches:
-        raise DeltuneError(f"{anatomy.family}: the word embeddings cannot be seen, so there is no untied size")
+        raise DeltuneError(f"{config.model_type}: the word embeddings cannot be seen, so there is no untied size")
     return matches[0].numel
 
 

@@ -45,7 +45,7 @@ from ..interop.base import (
     read_options,
     read_tensors,
 )
-from ..methods.counting import TRAINING_COPIES, check_memory, masked_share_size
+from ..methods.counting import TRAINING_COPIES, base_size, check_memory
 from ..methods.forms import Prompt
 from ..methods.masks import RowMask
 from ..methods.parser import explain_arguments
@@ -250,7 +250,7 @@ def attach(
         check_name(name, handle.names if handle else ())
         anatomy = handle.anatomy if handle else inspect(model)
         _check_head_plain(anatomy)
-        planned = handle._resolve(parsed) if handle else resolve(anatomy, parsed, lambda: masked_share_size(model))
+        planned = handle._resolve(parsed) if handle else resolve(anatomy, parsed, lambda: base_size(model)[1])
         check_memory(model, anatomy, planned, parsed, TRAINING_COPIES)
         if any(edit.modification.form.needs == "attention" for edit in planned.edits):
             for config in all_configs(model):
@@ -634,7 +634,7 @@ def _read_foreign_delta(handle: Tuned, where: Path, allow_nonfinite: bool) -> tu
     """Make a delta of a folder of PEFT or AdapterHub; if it has no head, the model's own stays and is frozen."""
     model = handle.model
     adapter = read_foreign(handle, where)
-    planned = resolve(handle.anatomy, adapter.method, lambda: masked_share_size(model))
+    planned = resolve(handle.anatomy, adapter.method, lambda: base_size(model)[1])
     head = tuple(t.name for t in handle.anatomy.tensors if t.area == "head")
     if adapter.head and (missing := [n for n in head if n not in adapter.head]):
         raise DeltuneError(f"{where} has only a part of a head; missing: {', '.join(missing)}")

@@ -33,7 +33,7 @@ from ..anatomy.types import Anatomy, is_inside
 from ..compat import attention_implementation, forget_quantization, parameters_of, submodules_of
 from ..errors import DeltuneError, error_from_problems, excerpt, unknown_name
 from ..filesystem import user_path
-from ..methods.counting import Count, base_size, count_resolved, masked_share_size, with_storage
+from ..methods.counting import Count, base_size, count_resolved, with_storage
 from ..methods.other_names import hint_for_function
 from ..methods.parser import explain_arguments
 from ..methods.resolve import ResolvedMethod, resolve
@@ -740,7 +740,7 @@ class Tuned(nn.Module):
         known = self._resolved.get(id(method))
         if known is not None and known[0] is method:
             return known[1]
-        planned = resolve(self.anatomy, method, lambda: masked_share_size(self.model))
+        planned = resolve(self.anatomy, method, lambda: base_size(self.model)[1])
         if not any(isinstance(term, MaskedMethod) for term in method.terms):
             kept = list(self._resolved.items())[1 - KEPT_METHODS :]
             self._resolved = dict(kept) | {id(method): (method, planned)}
