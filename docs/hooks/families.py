@@ -590,8 +590,7 @@ attaches it, runs it forward and backward, and detaches it again. "Whole" means 
 has something for: `bitfit` where there are biases, `layernorm` where norms have parameters, `prompt` where token ids
 are read first. Of a model of several towers, what reads token ids is tried. No method leaves a layer, a norm or a bias
 that it seems to be meant for, by names and classes, without a word in its count. After every attempt, refusals
-included, the model's weights and outputs were the same to the last bit. Rows marked otherwise than whole, part, refused
-or not made are known faults that are not mended yet.
+included, the model's weights and outputs were the same to the last bit.
 
 A refusal is a `DeltuneError` that gives its reason; `deltune inspect` prints what cannot be seen of a model. "Not made"
 says why the script could not make a tiny model of a family, which says nothing about deltune: a package that is not

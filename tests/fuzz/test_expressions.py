@@ -277,7 +277,6 @@ FOUND = {
     "lora(alpha=0)": "alpha=0: give a number above 0",
     "parallel_adapter(scale='learned(0)')": "starts at 0 too",
     "prefix(length=1, gate=False)": "key would never be trained",
-    "unipelt(length=1)": "key would never be trained",
     "Modification('embedding', Prompt(2), compose=Scale(2, True))": "joined by Add",
     "Modification('embedding', Prompt(2), layers=[0])": "in no layer",
     "Modification('hidden_states', Mixture(), stack='decoder')": "in no layer",

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltune.serving.concurrency import ConcurrentPasses
-from deltune.serving.encoding import PASS_OVERHEAD, split_by_length, split_evenly
+from deltune.serving.concurrency import ConcurrentPasses, SafeWidths
+from deltune.serving.encoding import PASS_OVERHEAD, EncodingLane, split_by_length, split_evenly
 from deltune.serving.engine import Server
+from deltune.serving.errors import InvalidRequest
+from deltune.serving.requests import Request
 
 from .specimens import Deltas, ask, check, deltas
 
@@ -66,7 +70,7 @@ def test_passes_at_the_same_time_are_as_equal_as_possible(requests: list[Lengths
     assert max(map(size, parts)) == min(max(map(size, split)) for split in allowed)
 
 
-def test_passes_run_at_the_same_time_and_leave_the_number_of_threads_as_it_was() -> None:
+def test_passes_run_at_the_same_time_and_leave_the_threads_of_others_as_they_were() -> None:
     before = torch.get_num_threads()
     barrier = threading.Barrier(3, timeout=60)
 
@@ -74,21 +78,81 @@ def test_passes_run_at_the_same_time_and_leave_the_number_of_threads_as_it_was()
         barrier.wait()
         return number, torch.get_num_threads()
 
+    def threads_of_a_new_thread() -> int:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(torch.get_num_threads).result()
+
+    torch.set_num_threads(6)
     passes = ConcurrentPasses(3)
     try:
-        torch.set_num_threads(6)
         assert passes.run([partial(run, number) for number in range(3)]) == [(0, 2), (1, 2), (2, 2)]
-        assert torch.get_num_threads() == 6
+        assert torch.get_num_threads() == threads_of_a_new_thread() == 6
+        ended = threading.Event()
 
-        def fail() -> tuple[int, int]:
+        def fail() -> bool:
             raise RuntimeError("a fault")
 
+        def end_later() -> bool:
+            return ended.wait(0.2) or ended.set() is None
+
         with pytest.raises(RuntimeError, match="a fault"):
-            passes.run([fail, partial(tuple, (1, 2))])
-        assert torch.get_num_threads() == 6
+            passes.run([fail, end_later])
+        assert ended.is_set(), "the other pass has ended"
     finally:
         torch.set_num_threads(before)
         passes.close()
+
+
+class Counting(torch.nn.Module):
+    """Above a length it does what models with scaled positions do: it writes into a buffer."""
+
+    table: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(4))
+
+    def forward(self, width: int) -> torch.Tensor:
+        return self.table.fill_(width) if width > 8 else self.table
+
+
+def test_a_model_that_keeps_something_of_a_pass_has_one_at_a_time() -> None:
+    model = Counting()
+    widths = SafeWidths(model)
+    assert not widths.includes(4)
+    for width in (4, 8, 6):
+        widths.observe(width, partial(model, width))
+    assert [width for width in range(12) if widths.includes(width)] == [4, 5, 6, 7, 8]
+    widths.observe(9, partial(model, 9))
+    assert widths.keeps_state and not widths.includes(6)
+
+
+def test_rows_beyond_the_length_that_scales_all_positions_are_refused() -> None:
+    """One row of such a length would change the answers of all rows of its batch (Phi-3, longrope)."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 16,
+        "factor": 4.0,
+        **factors,
+    }
+    config = transformers.Phi3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_labels=3,
+        num_key_value_heads=4, max_position_embeddings=64, original_max_position_embeddings=16, pad_token_id=0,
+        eos_token_id=1, bos_token_id=1, rope_parameters=rope,
+    )  # fmt: skip
+    model = transformers.Phi3ForSequenceClassification(config).eval()
+    with Server(model, max_concurrent_passes=2, max_wait=0.2) as server:
+        requests = [Request("classify", tokens=tuple(range(2, 2 + length))) for length in (5, 9, 16, 12)]
+        answers = [future.result(60) for future in [server.submit(request) for request in requests]]
+        with pytest.raises(InvalidRequest, match="16"):
+            server.submit(Request("classify", tokens=tuple(range(2, 19)))).result(60)
+        (lane,) = server._lanes.values()
+        assert isinstance(lane, EncodingLane) and lane.safe_widths.keeps_state
+    for request, answer in zip(requests, answers, strict=True):
+        alone = model(input_ids=torch.tensor([request.tokens])).logits.softmax(-1)[0].tolist()
+        assert list(answer.scores.values()) == pytest.approx(alone, abs=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +160,7 @@ def of() -> Deltas:
     return deltas("bert", "sequence")
 
 
-@pytest.mark.parametrize("names", [["d0", "d4"], [None, "d6"], ["d0", "d0"]])
+@pytest.mark.parametrize("names", [["d0", "d4"], [None, "d3"], ["d0", "d0"]])
 def test_a_batch_is_answered_in_passes_at_the_same_time(
     monkeypatch: pytest.MonkeyPatch, of: Deltas, names: list[str | None]
 ) -> None:
@@ -106,6 +170,8 @@ def test_a_batch_is_answered_in_passes_at_the_same_time(
     requests = [ask("classify", 10, number, name) for name in names for number in range(2)]
     bounds = {"max_batch_size": 4, "max_wait": 60.0, "max_pass_seconds": 60.0}
     with Server(of.model(), deltas=of.folder, max_concurrent_passes=2, **bounds) as server:
+        for future in [server.submit(request) for request in requests]:  # their length is known then
+            future.result(60)
         backbone: Any = server._backbones.first
         hook = backbone.model.base_model.register_forward_pre_hook(lambda *_: (barrier.wait(), None)[1])
         answers = [future.result(60) for future in [server.submit(request) for request in requests]]

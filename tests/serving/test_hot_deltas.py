@@ -118,10 +118,12 @@ def test_what_is_not_served_is_listed_with_the_reason(changeable: tuple[Served, 
         model.get_input_embeddings().get_parameter("weight").add_(1.0)
     save_delta(model, folder / "foreign", "lora(rank=2)", seed=1)
     (folder / "notes").mkdir()
+    os.mkdir(os.fsencode(folder / "caf") + b"\xe9")  # no UTF-8, as old disks have it
     listed = server.post("/v1/deltas/refresh", {})
     assert listed.json() == server.get("/v1/deltas").json() and str(folder) not in listed.text
     errors = {one["name"]: one["error"] for one in listed.json()["data"]}
     assert "tuned on another base model" in errors["foreign"] and errors["mood"] is None
+    assert "caf\\udce9" in {one["folder"] for one in listed.json()["ignored"]}
     notes = next(one for one in listed.json()["ignored"] if one["folder"] == "notes")
     assert "holds no delta" in notes["error"]
     models = {one["id"] for one in server.get("/v1/models").json()["data"]}

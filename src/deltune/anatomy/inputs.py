@@ -141,8 +141,8 @@ def _token_ids(model: nn.Module, times: int = 1) -> dict[str, Any]:
     accepted = inspect.signature(model.forward).parameters
     ids: dict[str, Any] = {}
     for name, parameter in accepted.items():
-        wanted = parameter.default is parameter.empty and name.endswith("_input_ids")  # of a query former
-        if name in LENGTHS or wanted:
+        needed = parameter.default is parameter.empty and name.endswith("_input_ids")  # of a query former
+        if name in LENGTHS or needed:
             length = LENGTHS.get(name, LENGTHS["input_ids"]) * times
             ids |= _ids(name, length)
             mask = name.replace("input_ids", "attention_mask")

@@ -466,8 +466,8 @@ class Anatomy:
             tower: The name of the tower.
 
         Returns:
-            Such as "layer 1 and 2 other tensors, with 8,640 scalars, do not reach the output"; "" where all of it does,
-            and for the main tower.
+            Such as "layer 1, and 2 other tensors, such as …, with 8,640 scalars, do not reach the output"; "" where all
+            of it does, and for the main tower.
         """
         tensors = {t.name: t for t in self.tensors if t.tower == tower != self.tower and not t.receives_gradient}
         if not tensors:
@@ -483,7 +483,7 @@ class Anatomy:
             tensors = {name: t for name, t in tensors.items() if not inside or not name.startswith(inside)}
         if tensors:
             parts.append(f"{len(tensors)} {'other ' if parts else ''}tensors, such as {next(iter(tensors))}")
-        return f"{' and '.join(parts)}, with {size:,} scalars, do not reach the output"
+        return f"{', and '.join(parts)}, with {size:,} scalars, do not reach the output"
 
     def all_norms(self) -> Iterator[tuple[Layer | None, Norm]]:
         """Yield every norm with its layer; first the norms outside of the layers, with None.

@@ -165,11 +165,14 @@ class SigmoidGate(Composition):
 
     name: str
 
+    tensor: ClassVar[str] = "gate"
+    """The name of w_g among the tensors of a delta."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", self.name):
             raise DeltuneError(
-                f"SigmoidGate: name={excerpt(self.name)}: use letters, digits, '-' and '_', 1 to 100 of them"
+                f"{type(self).__name__}: name={excerpt(self.name)}: use letters, digits, '-' and '_', 1 to 100 of them"
             )
 
     @property
@@ -177,11 +180,11 @@ class SigmoidGate(Composition):
         return True
 
     def tied(self, widths: Widths) -> Shapes:
-        return {"gate": (widths.x_width,)}
+        return {self.tensor: (widths.x_width,)}
 
     def initialize(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        if "gate" in tensors:
-            tensors["gate"].zero_()
+        if self.tensor in tensors:
+            tensors[self.tensor].zero_()
 
     def __call__(
         self, h: torch.Tensor, delta: torch.Tensor, tensors: Mapping[str, torch.Tensor], x: torch.Tensor | None
@@ -191,13 +194,16 @@ class SigmoidGate(Composition):
         return h + gate.reshape(gate.shape + (1,) * (h.dim() - gate.dim())) * delta
 
     def gates(self, tensors: Mapping[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        """Return g (B, n).
+        """Return the gates.
 
         Args:
             tensors: The tensors of `tied`, by name.
             x: What the frozen sub-module reads (B, n, d).
+
+        Returns:
+            g (B, n).
         """
-        return (x @ tensors["gate"].to(x.dtype)).sigmoid()
+        return (x @ tensors[self.tensor].to(x.dtype)).sigmoid()
 
 
 @dataclass(frozen=True, repr=False)
@@ -215,3 +221,4 @@ class PrefixGate(SigmoidGate):
     """
 
     in_softmax = True
+    tensor = "prefix_gate"  # another one than that of `SigmoidGate`, which is another function

@@ -289,8 +289,8 @@ def _draw_masks(unmasked: ResolvedMethod, masked: MaskedMethod, base_size: Calla
         owners += [("edit", edit.key, unit) for unit in units]
     for key, edit in {e.tied: e for e in unmasked.edits if e.tied in gated_units}.items():
         depends_on[len(owners)] = gated_units[key]
-        shape = edit.modification.compose.tied(edit.place.widths)["gate"]
-        owners.append(("tied", key, MaskUnit(f"tied.{key}", shape, "gate")))
+        for name, shape in edit.modification.compose.tied(edit.place.widths).items():
+            owners.append(("tied", key, MaskUnit(f"tied.{key}", shape, name)))
     owners += [("base", t.name, MaskUnit(t.name, t.shape, t.name)) for t in unmasked.selected]
     quotas = split_budget([unit for _, _, unit in owners], masked.target_count(base_size), depends_on)
     kept_units: dict[tuple[str, str], list[tuple[MaskUnit, int]]] = {}
@@ -328,11 +328,8 @@ def selected_tensors(anatomy: Anatomy, selection: Selection) -> list[Tensor]:
     matching = _selected_in_towers(anatomy, selection, selection.roles)
     tensors = [t for t in matching if t.receives_gradient or t.tower == anatomy.tower]  # see `Anatomy.unread`
     if matching and not tensors:
-        towers = " and ".join(dict.fromkeys(t.tower for t in matching))
-        raise DeltuneError(
-            f"nothing would train there: of the tower {towers}, {anatomy.unread(matching[0].tower)}, since the model "
-            "reads hidden states before them"
-        )
+        towers = "; ".join(f"of the tower {t}, {anatomy.unread(t)}" for t in dict.fromkeys(t.tower for t in matching))
+        raise DeltuneError(f"nothing would train there: {towers}, since the model reads hidden states before them")
     missing = [r for r in selection.roles if not any(_has_role(t, r) for t in anatomy.tensors)]
     if not selection.optional and (not tensors or len(missing) == len(selection.roles)):
         raise DeltuneError(_nothing_selected(anatomy, selection))

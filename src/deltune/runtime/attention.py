@@ -501,15 +501,15 @@ def _widened(call: Call, gates: list[torch.Tensor], scaling: float) -> Call:
     """The call with heads that have a part for each gate, as `_gated` describes."""
     query = torch.cat([call.query, *(call.query * gate[:, None, :, None] for gate in gates)], dim=-1)
     key, value = (_in_part(tensor, 0, len(gates) + 1) for tensor in (call.key, call.value))
-    return call._replace(query=query, key=key, value=value, options={**call.options, "scaling": scaling})
+    return Call(call.module, query, key, value, call.mask, {**call.options, "scaling": scaling})
 
 
 def _narrowed(output: torch.Tensor, gates: list[torch.Tensor]) -> torch.Tensor:
     """The output (B, n, N_h, d_v) of a call that `_widened` has made."""
-    own, *parts = output.chunk(len(gates) + 1, dim=-1)
+    result, *parts = output.chunk(len(gates) + 1, dim=-1)
     for part, gate in zip(parts, gates, strict=True):
-        own = torch.addcmul(own, part, gate[..., None, None].to(own.dtype))
-    return own
+        result = torch.addcmul(result, part, gate[..., None, None].to(result.dtype))
+    return result
 
 
 class PrefixRows(NamedTuple):

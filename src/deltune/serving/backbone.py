@@ -152,6 +152,7 @@ class Backbone:
         self.stacks: dict[str, Stack] = {stack.name: stack for stack in anatomy.stacks}
         self.first_stack, self.last_stack = anatomy.stacks[0], anatomy.stacks[-1]
         self.arguments = frozenset(parameter_names(model))
+        self.rope_limit = longrope_limit(model)
         self._attached: set[str] = set()
 
     # -- what is attached
@@ -251,9 +252,9 @@ class Backbone:
         )
 
     def _group(self, internal: str, prompts: Sequence[Prompt]) -> str:
-        """Which deltas may share a batch with this one: none, where it trains what all rows share."""
-        if not shares_rows(self.handle, internal):
-            return internal
+        """Which deltas may share a batch with this one: none, where it changes what all rows share."""
+        if not shares_rows(self.handle, internal) or (prompts and self.rope_limit is not None):
+            return internal  # a prompt would take the padding of others beyond the limit
         return "none" if any(form.positions == "none" for form in prompts) else ""
 
     def detach(self, loaded: LoadedDelta) -> None:
@@ -304,6 +305,7 @@ class Backbone:
         config = self.model.config.get_text_config()
         configured = getattr(config, "max_position_embeddings", None)
         limit = configured if isinstance(configured, int) and configured > 0 else ALL_LENGTHS
+        limit = limit if self.rope_limit is None else min(limit, self.rope_limit)
         if facts.positions is not None:
             table = self.model.get_submodule(facts.positions)
             weight = parameters_of(table).get("weight")
@@ -311,6 +313,18 @@ class Backbone:
                 limit = min(limit, weight.shape[0] - unused_position_rows(table))
         taken = loaded.shifts.get(stack, 0) if facts.positions is not None else 0
         return limit - taken - (loaded.prompt_shift if facts is self.first_stack else 0)
+
+
+def longrope_limit(model: PreTrainedModel) -> int | None:
+    """Return the length beyond which one row changes the rotary positions of all rows of its batch, or None.
+
+    Args:
+        model: A model; those with `rope_type="longrope"` have such a length.
+    """
+    parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]  # by type of layer
+    limits = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
+    return min(limits) if limits else None
 
 
 def model_head(model: PreTrainedModel) -> str:

@@ -169,6 +169,7 @@ class Catalog:
             The entries in memory whose files changed, and those whose folder is gone, which are listed no more.
         """
         assert self.root is not None
+        listed = [entry for entry in self.entries.values() if entry.listed]  # before the scan: others are newer than it
         listing = scan(self.root)
         folders = listing.deltas
         self._note_ignored(listing.ignored)
@@ -189,7 +190,7 @@ class Catalog:
                     changed.append(entry)
                 else:
                     entry.facts, entry.error = None, ""
-            lost = [e for e in self.entries.values() if e.listed and e.name not in folders]
+            lost = [e for e in listed if e.name not in folders and self.entries.get(e.name) is e]
             if new or lost:
                 gone = {entry.name for entry in lost}
                 self.entries = {n: e for n, e in {**self.entries, **new}.items() if n not in gone}
@@ -239,7 +240,9 @@ class Catalog:
                 facts = read_facts(entry.folder)
                 self._check(facts, entry.folder)
             except DeltuneError as error:
-                entry.refuse(error, seen)
+                with self._lock:
+                    if entry.current is None:  # else the engine has attached a version meanwhile
+                        entry.refuse(error, seen)
                 raise
             entry.facts, entry.seen = facts, seen
         return facts

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
+from torch import nn
+
+from ..compat import buffers_of, tensor_version
 
 T = TypeVar("T")
 
@@ -17,15 +21,28 @@ class ConcurrentPasses:
     In one pass on all cores, every operation that is too small to be split leaves all cores but one idle, and so does
     the Python code between operations. Two passes on half of the cores each keep them busy.
 
-    torch has one number of threads for a process. It is lower while passes run, and is then set back.
-
     Args:
-        most: The most passes that run at the same time.
+        most: The most passes that run at the same time. The threads of torch are divided among them; those of this
+            thread and of others stay as they are.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._pool = ThreadPoolExecutor(most, thread_name_prefix="deltune-pass") if most > 1 else None
+        self._pool: ThreadPoolExecutor | None = None
+        if most > 1:
+            threads, started = torch.get_num_threads(), threading.Barrier(most + 1)
+            share = max(1, threads // most)
+
+            def start() -> None:
+                torch.get_num_threads()  # before it is set, since torch sets it when a thread first asks
+                torch.set_num_threads(share)
+                started.wait()
+
+            self._pool = ThreadPoolExecutor(most, thread_name_prefix="deltune-pass", initializer=start)
+            for _ in range(most):
+                self._pool.submit(int)
+            started.wait()
+            torch.set_num_threads(threads)  # what threads begin with that are not there yet
 
     def run(self, passes: Sequence[Callable[[], T]]) -> list[T]:
         """Run passes at the same time, and return what they return. A single one runs in this thread, on all cores.
@@ -38,22 +55,75 @@ class ConcurrentPasses:
         """
         if self._pool is None or len(passes) == 1:
             return [run() for run in passes]
-        threads = torch.get_num_threads()
-        each = max(1, threads // min(len(passes), self.most))
-
-        def run_one(run: Callable[[], T]) -> T:
-            torch.set_num_threads(each)
-            return run()
-
-        futures = [self._pool.submit(run_one, run) for run in passes]
+        futures: list[Future[T]] = []
         try:
-            for future in futures:
-                future.exception()  # waits, and raises nothing before the others have ended
-            return [future.result() for future in futures]
+            futures += [self._pool.submit(run) for run in passes]
         finally:
-            torch.set_num_threads(threads)
+            for future in futures:
+                future.exception()  # waits
+        return [future.result() for future in futures]
 
     def close(self) -> None:
         """End the threads."""
         if self._pool is not None:
             self._pool.shutdown(wait=True)
+
+
+class SafeWidths:
+    """The lengths of passes that are known to change nothing in the modules of a model.
+
+    Some models write into a module what depends on the length of the batch, and read it later in the same pass: scaled
+    rotary positions, tables of positions that grow, BigBird's kind of attention. Passes at the same time would read
+    each other's. Lengths between two that changed nothing are taken to change nothing either, since such models do one
+    thing below a length and another above it.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.shortest: int | None = None
+        self.longest: int | None = None
+        self.keeps_state = False
+
+    def includes(self, width: int) -> bool:
+        """Return whether a pass of a length may run beside others.
+
+        Args:
+            width: The length.
+        """
+        known = self.shortest is not None and self.longest is not None
+        return known and not self.keeps_state and self.shortest <= width <= self.longest  # type: ignore[operator]
+
+    def observe(self, width: int, run: Callable[[], T]) -> T:
+        """Run a pass beside no other, and note whether it changed anything in a module.
+
+        Args:
+            width: Its length.
+            run: Runs the model.
+        """
+        if self.keeps_state or self.includes(width):
+            return run()
+        before = self._state()
+        output = run()
+        if self._state() != before:
+            self.keeps_state = True
+        self.shortest = width if self.shortest is None else min(self.shortest, width)
+        self.longest = width if self.longest is None else max(self.longest, width)
+        return output
+
+    def _state(self) -> list[object]:
+        """What a pass might change: which objects the modules hold, how long they are, and what is in the buffers."""
+        state: list[object] = []
+        for module in self.model.modules():
+            for name, value in module.__dict__.items():
+                size = len(value) if isinstance(value, dict | list | set) else None
+                state.append((name, id(value), size))
+            for name, buffer in buffers_of(module).items():
+                if buffer is not None:
+                    # tensors made in inference mode count no versions, and are no part of a model that keeps no state
+                    version = None if buffer.is_inference() else tensor_version(buffer)
+                    state.append((name, id(buffer), version))
+                    self.keeps_state = self.keeps_state or version is None
+        return state

@@ -79,20 +79,18 @@ class DeltasSection(Section):
 class BatchingSection(Section):
     """How requests are put together, and how many may wait."""
 
-    max_batch_tokens: Size | None = _option(None, "tokens of a batch, at most [the engine's default]")
-    max_batch_size: Size | None = _option(None, "rows of a batch, at most [the engine's default]")
+    max_batch_tokens: Size | None = _option(None, "tokens of a batch, at most [4096]")
+    max_batch_size: Size | None = _option(None, "rows of a batch, at most [32]")
     max_prefill_tokens: Size | None = _option(
-        None, "tokens of a decoder's prompt that are read in one step, at most [the engine's default]"
+        None, "tokens of a decoder's prompt that are read in one step, at most [512]"
     )
     max_pass_seconds: PositiveDuration = _option(0.1, "about how many seconds a batch of an encoder takes, at most")
     max_concurrent_passes: Size | None = _option(
         None, "passes of an encoder's batch that run at the same time on a CPU, at most [2 if there are two cores]"
     )
     max_wait: Duration = _option(0.005, "seconds that a first request waits for others")
-    max_queue: Size | None = _option(None, "requests that may wait in all [the engine's default]", common=True)
-    max_queue_per_tenant: Size | None = _option(
-        None, "requests of one tenant that may wait [the engine's default]", common=True
-    )
+    max_queue: Size | None = _option(None, "requests that may wait in all [1024]", common=True)
+    max_queue_per_tenant: Size | None = _option(None, "requests of one tenant that may wait [256]", common=True)
     max_length: Size | None = _option(
         None, "tokens of a request, its answer included [what the model can]", common=True
     )

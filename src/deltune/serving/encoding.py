@@ -14,7 +14,7 @@ import torch
 
 from ..errors import DeltuneError
 from .backbone import Backbone
-from .concurrency import ConcurrentPasses
+from .concurrency import ConcurrentPasses, SafeWidths
 from .fairness import FairQueue, FairShare
 from .jobs import Job
 from .requests import Answer
@@ -85,6 +85,7 @@ class EncodingLane:
         tokenizer_pad = getattr(backbone.model.config.get_text_config(), "pad_token_id", None)
         self.overhead = pass_overhead(backbone.device)
         self.pad = 0 if tokenizer_pad is None else int(tokenizer_pad)
+        self.safe_widths = SafeWidths(backbone.model)
         self.speed = math.inf
         """Tokens a second, the overhead of a pass included; of the last passes, the later ones counting more."""
 
@@ -149,31 +150,37 @@ class EncodingLane:
         parts = split_evenly(jobs, _lengths, self._passes_for(jobs))
         place = len({job.version for job in jobs}) == 1
         calls = [partial(self._answers, part, place) for part in parts]
-        for part, answers in zip(parts, self.context.passes.run(calls), strict=True):
+        if all(self.safe_widths.includes(_width(part)) for part in parts):
+            results = self.context.passes.run(calls)
+        else:
+            results = [call() for call in calls]  # one after the other
+        for part, answers in zip(parts, results, strict=True):
+            if isinstance(answers, Exception):  # each in a pass of its own, so that only the guilty one fails
+                answers = [self._alone(job) for job in part] if len(part) > 1 else [answers]
             for job, answer in zip(part, answers, strict=True):
                 self.context.finish(job, answer)
 
     def _passes_for(self, jobs: Sequence[Job]) -> int:
         """In how many passes at the same time a batch is answered: none of them should cost more than it computes."""
-        most = self.context.passes.most if self.backbone.device.type == "cpu" else 1
+        most = 1 if self.safe_widths.keeps_state else self.context.passes.most
         return max(1, min(most, len(jobs) * _width(jobs) // self.overhead))
 
-    def _answers(self, jobs: list[Job], place: bool) -> list[Answer | BaseException]:
-        """Answer requests in one pass; if it fails, each in a pass of its own, so that only the guilty one fails.
+    def _answers(self, jobs: list[Job], place: bool) -> list[Answer | BaseException] | Exception:
+        """Answer requests in one pass, after sorting them by delta, or return the error of the pass.
 
         Args:
-            jobs: The requests. They are sorted by delta.
+            jobs: The requests.
             place: Whether passes at the same time use the same delta, whose tensors are then put into the model.
         """
         jobs.sort(key=lambda job: job.version.internal or "")
         try:
-            return list(self._compute(jobs, place))
+            return self._compute(jobs, place)
         except Exception as error:
-            return [self._alone(job, place) for job in jobs] if len(jobs) > 1 else [error]
+            return error
 
-    def _alone(self, job: Job, place: bool) -> Answer | BaseException:
+    def _alone(self, job: Job) -> Answer | BaseException:
         try:
-            (answer,) = self._compute([job], place)
+            (answer,) = self._compute([job], place=True)
             return answer
         except Exception as error:
             return error
@@ -181,12 +188,15 @@ class EncodingLane:
     def _compute(self, jobs: Sequence[Job], place: bool) -> list[Answer | BaseException]:
         inputs = self._batch(jobs)
         rows = [job.version for job in jobs]
-        if self.task == "embed":
-            vectors = self.backbone.run(rows, lambda: self._states(inputs), place)
-            return [self._embedding(job, vectors[row]) for row, job in enumerate(jobs)]
+        call = partial(self._states if self.task == "embed" else self._logits, inputs)
+        outputs = self.backbone.run(rows, partial(self.safe_widths.observe, _width(jobs), call), place)
+        answer = self._embedding if self.task == "embed" else self._labels
+        return [answer(job, outputs[row]) for row, job in enumerate(jobs)]
+
+    def _logits(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         options = {"use_cache": False} if "use_cache" in self.backbone.arguments else {}
-        logits = self.backbone.run(rows, lambda: self.backbone.model(**inputs, **options).logits.float().cpu(), place)
-        return [self._labels(job, logits[row]) for row, job in enumerate(jobs)]
+        logits: torch.Tensor = self.backbone.model(**inputs, **options).logits
+        return logits.float().cpu()
 
     def _batch(self, jobs: Sequence[Job]) -> dict[str, torch.Tensor]:
         """The arguments of the model, padded on the right to the longest row."""

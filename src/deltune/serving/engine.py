@@ -77,8 +77,8 @@ class Server:
             before: so long a request of another tenant waits for it. A single request has a pass of its own, however
             long.
         max_concurrent_passes: In how many passes that run at the same time an encoder's batch is answered, at most, on
-            a CPU of several cores. While they run, torch's number of threads, which holds for the whole process, is
-            divided among them.
+            a CPU of several cores; torch's threads are divided among them. Models that keep something of a pass in
+            their modules are answered in one.
         max_wait: How long a request waits for a fuller batch, in seconds; a decoder's batch is joined at once.
         max_queue: The most requests that wait.
         max_queue_per_tenant: The most requests of one tenant that wait.
@@ -142,9 +142,8 @@ class Server:
                 self._backbones.close()
                 raise
         self._share = FairShare()
-        self._lane_context = LaneContext(
-            self._share, self._start, self._finish, ConcurrentPasses(max_concurrent_passes)
-        )
+        passes = ConcurrentPasses(max_concurrent_passes if first.device.type == "cpu" else 1)
+        self._lane_context = LaneContext(self._share, self._start, self._finish, passes)
         self._lanes: dict[tuple[str, str, str], Lane] = {}
         self._base = first.base(HEAD_TASKS[first.head])
         self._lock = threading.RLock()

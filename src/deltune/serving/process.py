@@ -223,17 +223,21 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True
 
 
+def _names(deltas: Sequence[DeltaInfo]) -> str:
+    """How many deltas there are, and the names of the first ones."""
+    names = ", ".join(delta.name for delta in deltas[:NAMED_DELTAS]) + (", …" if len(deltas) > NAMED_DELTAS else "")
+    return counted(len(deltas), "delta") + (f" ({names})" if deltas else "")
+
+
 def _greeting(config: ServeConfig, deltas: Sequence[DeltaInfo], listener: socket.socket) -> str:
     """Return the line that says where the server is and what it has."""
     address = listener.getsockname()
     host = f"[{address[0]}]" if ":" in address[0] else address[0]
     scheme = "https" if config.http.ssl_certfile else "http"
-    refused = sum(bool(delta.error) for delta in deltas)
-    names = ", ".join(delta.name for delta in deltas[:NAMED_DELTAS]) + (", …" if len(deltas) > NAMED_DELTAS else "")
-    deltas_text = counted(len(deltas), "delta") + (f" ({names})" if deltas else "")
-    line = f"serving {config.base_name} with {deltas_text} at {scheme}://{host}:{address[1]}"
-    if refused:
-        line += f"; {refused} of them have files that were refused: GET /v1/deltas says why"
+    served = [delta for delta in deltas if delta.loaded or not delta.error]
+    line = f"serving {config.base_name} with {_names(served)} at {scheme}://{host}:{address[1]}"
+    if refused := [delta for delta in deltas if delta.error]:
+        line += f"; the files of {_names(refused)} were refused: GET /v1/deltas says why"
     if config.http.keys is None and not config.is_local:
         line += "\nnote: everybody who reaches this address may ask; --keys FILE makes a key necessary"
     return line

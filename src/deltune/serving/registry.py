@@ -239,7 +239,13 @@ def scan(root: Path) -> FolderScan:
     except OSError as error:
         raise DeltuneError(f"the folder of deltas {root} cannot be read: {error_summary(error)}") from error
     deltas = {name: root / name for name in names if _NAME.fullmatch(name) and signature(root / name)}
-    return FolderScan(deltas, {name: _why_ignored(root / name) for name in names if name not in deltas})
+    ignored = {name: _why_ignored(root / name) for name in names if name not in deltas}
+    return FolderScan(deltas, {_printable(name): _printable(reason) for name, reason in ignored.items()})
+
+
+def _printable(text: str) -> str:
+    """Write the bytes of a file name that are no UTF-8 as escapes, since JSON and logs cannot hold them."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _why_ignored(folder: Path) -> str:
