@@ -349,7 +349,7 @@ def test_towers(llava: PreTrainedModel) -> None:
 
 
 UNREAD = (
-    "layer 1 and 2 other tensors, such as model.vision_tower.post_layernorm.weight, with 8,608 scalars, do not reach "
+    "layer 1, and 2 other tensors, such as model.vision_tower.post_layernorm.weight, with 8,608 scalars, do not reach "
     "the output"
 )
 
@@ -387,7 +387,7 @@ def test_a_method_leaves_what_is_not_read(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["layernorm", "lora"])
 def test_a_method_where_nothing_is_read(llava: PreTrainedModel, text: str) -> None:
-    with pytest.raises(deltune.DeltuneError, match="nothing would train there: of the tower vision, layer 1 and"):
+    with pytest.raises(deltune.DeltuneError, match="nothing would train there: of the tower vision, layer 1, and"):
         deltune.count(llava, f"{text}(layers=(1,), tower='vision')")
 
 
