@@ -62,7 +62,9 @@ def test_they_end_with_their_launcher(how: signal.Signals, tmp_path: Path) -> No
         f"open(f'{tmp_path}/{{rank}}', 'w').write(str(os.getpid()))"
     )
     command = python(child + "; time.sleep(60)")
-    start = f"import sys; from deltune.cli.train import launch; sys.exit(launch(2, {command!r}))"
+    # a shell starts its background jobs with the signal ignored, and the tests may be one
+    begin = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    start = f"{begin}; from deltune.cli.train import launch; sys.exit(launch(2, {command!r}))"
     launcher = subprocess.Popen([sys.executable, "-c", start], stderr=subprocess.DEVNULL)
     while not all((tmp_path / rank).exists() and (tmp_path / rank).read_text() for rank in "01"):
         assert launcher.poll() is None
