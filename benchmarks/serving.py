@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 import deltune
+from deltune.serving.encoding import EncodingLane
 from deltune.serving.engine import Server
 from deltune.serving.errors import QueueFull
 from deltune.serving.loading import freeze_start_up
@@ -150,18 +151,19 @@ def switched(models: Mapping[str, Any], requests: Sequence[Request], new: int) -
 
 
 def recorded(server: Server, requests: Sequence[Request]) -> list[dict[str, torch.Tensor]]:
-    """The batches in which a server answers requests."""
+    """The batches in which a server answers requests, each as one pass whether or not the server has several of it."""
     batches: list[dict[str, torch.Tensor]] = []
     (lane,) = server._lanes.values()
-    make: Any = lane._batch  # type: ignore[union-attr]
+    assert isinstance(lane, EncodingLane)
+    answer = lane._answer
 
-    def record(jobs: Any) -> Any:
-        batches.append(make(jobs))
-        return batches[-1]
+    def record(jobs: Any) -> None:
+        batches.append(lane._batch(jobs))
+        answer(jobs)
 
-    lane._batch = record  # type: ignore[union-attr, method-assign]
+    lane._answer = record  # type: ignore[method-assign]
     all_at_once(server, requests)
-    lane._batch = make  # type: ignore[union-attr, method-assign]
+    lane._answer = answer  # type: ignore[method-assign]
     return batches
 
 
