@@ -17,6 +17,8 @@ from .rows import Row, Target, compared
 from .shapes import Shape, batch, build, minilm
 
 METHODS = ("layernorm", "lora(rank=8)", "prefix(length=16)", "parallel_adapter(rank=16)", "three_vectors")
+EIGHT = (*METHODS, "ia3", "bitfit", "adapter(rank=16)")
+"""Methods that leave the length of the batch as it is."""
 DELTAS, EACH = 8, 4
 BARE = "bare"
 
@@ -58,6 +60,25 @@ def measure(shape: Shape, rounds: int, methods: Sequence[str] = METHODS) -> list
     return rows
 
 
+def together(shape: Shape, rounds: int) -> list[Row]:
+    """One batch in which every row group uses another method, beside the same batch of the bare model."""
+    inputs, _ = batch(shape)
+    bare = build(shape).eval()
+    model = build(shape, bare).eval()
+    for method in EIGHT:
+        tuned = deltune.attach(model, method, name=method.partition("(")[0])
+    names = [EIGHT[i // EACH].partition("(")[0] for i in range(shape.rows)]
+    cases: dict[str, Callable[[], object]] = {
+        "ours": partial(_mixed, tuned, names, partial(model, **inputs)),
+        BARE: partial(bare, **inputs),
+    }
+    gc.collect()
+    with torch.no_grad():
+        seconds = time_interleaved(cases, rounds)
+    name = f"mixed batch of 8 methods / the bare model's: {shape.rows} × {shape.tokens}"
+    return [compared(name, seconds["ours"], seconds[BARE], Target(1.15))]
+
+
 def _mixed(tuned: deltune.Tuned, names: Sequence[str], work: Callable[[], object]) -> None:
     with tuned.rows(names):
         work()
@@ -71,6 +92,9 @@ def _several(works: Sequence[Callable[[], object]]) -> None:
 def pieces() -> list[Piece]:
     shapes = [replace(minilm("encoder", rows=DELTAS * EACH), tokens=tokens) for tokens in (16, 64)]
     return [
-        Piece(f"mixed: {shape.tokens} tokens", partial(measure, shape, 7), seconds)
-        for shape, seconds in zip(shapes, (12.0, 35.0), strict=True)
+        Piece("mixed: 8 methods", partial(together, shapes[1], 15), 15.0),
+        *(
+            Piece(f"mixed: {shape.tokens} tokens", partial(measure, shape, 7), seconds)
+            for shape, seconds in zip(shapes, (12.0, 35.0), strict=True)
+        ),
     ]
