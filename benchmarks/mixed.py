@@ -60,7 +60,7 @@ def measure(shape: Shape, rounds: int, methods: Sequence[str] = METHODS) -> list
     return rows
 
 
-def together(shape: Shape, rounds: int) -> list[Row]:
+def eight_methods(shape: Shape, rounds: int) -> list[Row]:
     """One batch in which every row group uses another method, beside the same batch of the bare model."""
     inputs, _ = batch(shape)
     bare = build(shape).eval()
@@ -92,7 +92,7 @@ def _several(works: Sequence[Callable[[], object]]) -> None:
 def pieces() -> list[Piece]:
     shapes = [replace(minilm("encoder", rows=DELTAS * EACH), tokens=tokens) for tokens in (16, 64)]
     return [
-        Piece("mixed: 8 methods", partial(together, shapes[1], 15), 15.0),
+        Piece("mixed: 8 methods", partial(eight_methods, shapes[1], 15), 15.0),
         *(
             Piece(f"mixed: {shape.tokens} tokens", partial(measure, shape, 7), seconds)
             for shape, seconds in zip(shapes, (12.0, 35.0), strict=True)

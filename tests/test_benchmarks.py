@@ -154,6 +154,7 @@ def test_what_was_interrupted_goes_on(tmp_path: Path) -> None:
 def test_parts_are_chosen_by_name() -> None:
     known = all_parts(None, Path("nowhere"))
     assert [piece.name for piece in chosen(known, "mixed,study")] == [
+        "mixed: 8 methods",
         "mixed: 16 tokens",
         "mixed: 64 tokens",
         "study: 24 runs",

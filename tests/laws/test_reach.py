@@ -312,9 +312,10 @@ def test_layers_left_out_are_counted() -> None:
 # -- several towers
 
 
-def _llava() -> PreTrainedModel:
+def _llava(**changes: Any) -> PreTrainedModel:
     text, vision = tiny("llama"), tiny("clip_vision_model", **VISION)
-    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_id=7, image_seq_length=16)
+    settings = {"image_token_id": 7, "image_seq_length": 16, **changes}
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, **settings)
     torch.manual_seed(0)
     return transformers.LlavaForConditionalGeneration(config).requires_grad_(False).eval()
 
@@ -352,6 +353,13 @@ UNREAD = (
     "layer 1, and 2 other tensors, such as model.vision_tower.post_layernorm.weight, with 8,608 scalars, do not reach "
     "the output"
 )
+
+
+def test_a_count_says_that_it_cannot_be_seen_what_is_read_of_a_tower() -> None:
+    model = _llava(vision_feature_layer=0)
+    assert any("cannot be seen" in line for line in deltune.count(model, "lora(tower='vision')").scope)
+    assert not any("cannot be seen" in line for line in deltune.count(model, "lora").scope)
+    assert "which layers of the tower model.vision_tower" in str(deltune.inspect(model))
 
 
 @pytest.mark.parametrize("after_a_run", [False, True])
@@ -438,7 +446,9 @@ def test_two_towers_of_one_name_are_both_tuned(tmp_path: Path) -> None:
     model, text = _two_vision_towers(), "adapter(rank=4, tower='vision')"
     assert [part.tower for part in deltune.inspect(model).other_towers] == ["vision", "vision"]
     count = deltune.count(model, text)
-    assert [line.split(" with ")[0] for line in count.scope] == ["the tower text", "the tower projector"]
+    scope = [line.split(" with ")[0].split(" the rest")[0] for line in count.scope]
+    unseen = [f"which layers of the tower model.{name}" for name in ("high_res_vision_model", "vision_model")]
+    assert scope == ["the tower text", "the tower projector", *unseen]
     tuned = deltune.attach(model, text)
     stir(tuned)
     trained = {name: p.detach().clone() for name, p in tuned.named_trainable_parameters()}

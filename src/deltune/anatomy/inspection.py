@@ -748,7 +748,7 @@ class _Inspector:
         read = {t.name: not reached.isdisjoint((t.name, *t.aliases)) for t in part.tensors}
         if trace is None or not any(read.values()):
             self.unobserved.append(f"which layers of the tower {part.tower_path} the rest of the model reads")
-            read = dict.fromkeys(read, True)
+            part, read = replace(part, is_reading_observed=False), dict.fromkeys(read, True)
         elif trace.stopped:
             unread = [
                 layer.path

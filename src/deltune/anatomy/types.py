@@ -361,6 +361,7 @@ class Anatomy:
         not_by_row: The paths of the modules whose tensors do not have the rows of the batch, in their order, as the
             first axis: hidden states of shape (length, batch, width), or tokens that a router sends to an expert.
         projector: The linears between two towers, which a pass on one input does not call, by their modules.
+        is_reading_observed: Of one of `other_towers`, whether it shows which of its layers the rest of the model reads.
     """
 
     family: str
@@ -382,6 +383,7 @@ class Anatomy:
     on_zeros: str = ""
     not_by_row: tuple[str, ...] = ()
     projector: tuple[Linear, ...] = ()
+    is_reading_observed: bool = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Anatomy:
         """Return itself: it is a value, which copies of a tuned model share."""

@@ -281,6 +281,12 @@ def unread_left_out(anatomy: Anatomy, resolved: ResolvedMethod) -> Iterator[str]
     for tower in anatomy.towers:
         if tower in acted and (unread := anatomy.unread(tower)):
             yield f"of the tower {tower}, {unread} and are left as they are"
+    for part in anatomy.other_towers:
+        if part.tower in acted and not part.is_reading_observed:
+            yield (
+                f"which layers of the tower {part.tower_path} the rest of the model reads cannot be seen, so that "
+                "some of what is trained there may get no gradient"
+            )
 
 
 def towers_left_out(anatomy: Anatomy, resolved: ResolvedMethod) -> Iterator[str]:
