@@ -753,6 +753,27 @@ def test_norms_and_biases_that_are_not_recognised_are_said(name: str, family: st
     assert deltune.count(random_model(name, tiny(family)), text).scope == ((left,) if left else ())
 
 
+def test_above_the_base_model() -> None:
+    """A share above 100 % is explained by what is trained and is not in what it is a share of."""
+    model = random_model("LlamaForCausalLM", tiny("llama", tie_word_embeddings=False))
+    base, head = (sum(p.numel() for p in part.parameters()) for part in (model.model, model.lm_head))
+    count = deltune.count(model, "full")
+    assert (count.method, count.denominator_size) == (base + head, base) and count.percent > 100
+    assert count.scope == (
+        f"above 100 %, since {head:,} of these scalars, such as those of lm_head, are outside of the denominator",
+    )
+    assert count.scope[0] in str(count) and "above 100" in count._repr_html_()
+    assert deltune.attach(model, "full").count() == count
+    tied = random_model("LlamaForCausalLM", tiny("llama", tie_word_embeddings=True))
+    assert deltune.count(tied, "full").scope == () and deltune.count(tied, "full").percent == 100
+    words = model.model.embed_tokens.weight.numel()
+    assert deltune.count(model, "full", "untied").percent == 100
+    assert f"since {head + words:,} of these" in deltune.count(model, "full", "layers").scope[0]
+    larger = "above 100 %, since the method has more scalars than the denominator"
+    assert deltune.count(model, "adapter(rank=3000)").scope == (larger,)
+    assert deltune.count(model, "layernorm", 10).scope == (larger,)
+
+
 def test_what_only_chooses_is_no_layer() -> None:
     """BLT's patcher decides where the bytes are cut, and no gradient of the outputs reaches it."""
     small = {"encoder_hash_byte_group_vocab": 64}

@@ -411,6 +411,34 @@ def test_places_that_do_not_exist() -> None:
         assert names is None or differences(known[names], facts(models[names])) == [], text
 
 
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("LlamaForCausalLM", "llama"),
+        ("GPT2LMHeadModel", "gpt2"),
+        ("BertForMaskedLM", "bert"),
+        ("BartForConditionalGeneration", "bart"),
+        ("T5ForConditionalGeneration", "t5"),
+        ("WhisperForConditionalGeneration", "whisper"),
+        ("LlavaForConditionalGeneration", "llava"),
+    ],
+)
+def test_the_vocabulary_of_a_configuration(name: str, family: str) -> None:
+    """AutoModel has no projection to it, so that the language model of the configuration is counted."""
+    model = random_model(name, tiny(family))
+    for text in ("lora(rank=2, at='lm_head')", "lora(rank=2, at=('query', 'lm_head')) + layernorm"):
+        of_model, of_config = deltune.count(model, text), deltune.count(model.config, text)
+        assert of_config == of_model and of_config.method > 0
+    budget = deltune.count(model, "lora(rank=3, at='lm_head')").method
+    fitted = deltune.fit(model.config, "lora(rank=?, at='lm_head')", budget)
+    assert fitted == deltune.parse("lora(rank=3, at='lm_head')")
+
+
+def test_a_configuration_without_a_vocabulary() -> None:
+    with pytest.raises(deltune.DeltuneError, match="ViTModel has no projection to the vocabulary"):
+        deltune.count(tiny("vit"), "lora(at='lm_head')")
+
+
 # -- rows of tokens, and tokens that were added
 
 

@@ -598,16 +598,21 @@ def base_model(model: PreTrainedModel) -> PreTrainedModel:
     return base
 
 
-def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """Build AutoModel of a configuration on the meta device, without values.
+def meta_model(config: PreTrainedConfig, auto_class: Any = AutoModel) -> PreTrainedModel:
+    """Build AutoModel of a configuration, or another auto class, on the meta device, without values.
+
+    Args:
+        config: The configuration.
+        auto_class: The auto class of transformers.
 
     Raises:
-        DeltuneError: AutoModel cannot build a model from the configuration.
+        DeltuneError: The auto class cannot build a model from the configuration.
     """
     try:
         with torch.device("meta"):
             # the dtype is written to the configuration; without one, the configuration's becomes the process's default
-            return AutoModel.from_config(copy.deepcopy(config), dtype=torch.get_default_dtype())
+            model: PreTrainedModel = auto_class.from_config(copy.deepcopy(config), dtype=torch.get_default_dtype())
+            return model
     except Exception as error:
         raise DeltuneError(
             f"no model can be built from this {type(config).__name__}: {error_summary(error)}"

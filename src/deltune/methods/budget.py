@@ -6,12 +6,13 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache, partial
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..anatomy.inspection import check_model_or_config, inspect
+from ..anatomy.inspection import check_model_or_config
 from ..errors import DeltuneError, excerpt
-from .counting import base_size, count_resolved
+from .counting import acts_at_vocabulary, base_size, count_resolved, counted_anatomy
 from .parser import MAX_INTEGER, explain_arguments, fits_type, parse_percentage
 from .registry import parse
 from .resolve import resolve
@@ -94,9 +95,10 @@ def solve(
         DeltuneError: As `fit`, or the count does not grow evenly with the sizes.
     """
     check_model_or_config(model, "fit")
-    anatomy = inspect(model)
+    anatomy_of = cache(partial(counted_anatomy, model))
 
     def cost(candidate: Method) -> int:
+        anatomy = anatomy_of(acts_at_vocabulary(candidate))
         return count_resolved(anatomy, resolve(anatomy, candidate, lambda: base_size(model)[1]), "number", 1).method
 
     budget_count = cost(budget) if isinstance(budget, Method) else _budget_scalars(model, budget, denominator)

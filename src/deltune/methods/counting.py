@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from ..anatomy.inspection import check_model_or_config, inspect
 from ..anatomy.offloading import loaded_devices, offloaded_tensors
@@ -23,6 +31,7 @@ from ..anatomy.quantized_storage import quantized_storage
 from ..anatomy.skeleton import base_tensors
 from ..anatomy.tracing import meta_model
 from ..anatomy.types import Anatomy
+from ..compat import auto_class_mapping
 from ..errors import DeltuneError, excerpt, unknown_name
 from ..notebook import html_table
 from .forms import Shapes
@@ -40,6 +49,14 @@ DENOMINATORS = {
     "untied": "as if input and output embeddings were not tied",
 }
 
+LEFT_OUT_AREAS = {"no_pooler": ("pooler",), "no_embeddings": ("embedding",), "layers": ("embedding", "pooler")}
+"""The areas of the base model that a denominator leaves out."""
+
+LANGUAGE_MODELS = (
+    AutoModelForSeq2SeqLM, AutoModelForMaskedLM, AutoModelForSpeechSeq2Seq, AutoModelForImageTextToText,
+    AutoModelForCausalLM,
+)  # fmt: skip
+"""The classes with a projection to the vocabulary. The causal one is last: of BART it has the decoder alone."""
 
 OF_QUANTIZED = ("quantization", "base_bytes")
 """The attributes of a count that `as_dict` has for quantised models only."""
@@ -56,8 +73,9 @@ class Count:
         stored: Numbers in the saved file, the task head's and the positions of masked scalars included.
         denominator: The name of what the method's size is compared with.
         denominator_size: The scalars of the denominator.
-        scope: What the method leaves out: layers without a site, towers that it does not act on, and what looks like a
-            norm or bias that it trains and is not observed as one.
+        scope: What to know beside the numbers: why the share is above 100 %, and what the method leaves out, which is
+            layers without a site, towers that it does not act on, and what looks like a norm or bias that it trains
+            and is not observed as one.
         quantization: How the base model's weights are quantised, such as "bitsandbytes nf4"; "" where they are not.
         base_bytes: Bytes that the base model stores, its quantised weights as they are; None of a configuration that is
             counted unquantised.
@@ -119,7 +137,7 @@ class Count:
             ("trained in all", f"{self.trained:,}"),
             ("numbers in the saved file", f"{self.stored:,}"),
             *([("weights stored", _format_bytes(self.base_bytes))] if self.quantization and self.base_bytes else ()),
-            *(("left out", text) for text in self.scope),
+            *(("note", text) for text in self.scope),
         ]
         return html_table("Trained scalars", ("of", "scalars"), rows)
 
@@ -151,7 +169,7 @@ def count(
 
     Args:
         model: A live model, or a configuration; of the latter, the base model (AutoModel) is counted without creating
-            weights.
+            weights, or a language model where the method acts at "lm_head".
         method: An expression such as "lora(rank=8)", or a method.
         denominator: What the size is compared with: "model" (AutoModel of the configuration), "no_pooler",
             "no_embeddings", "layers" (without embeddings and pooler), "untied" (input and output embeddings counted
@@ -167,19 +185,43 @@ def count(
         DeltuneError: The method cannot be attached to the model, or an argument does not exist.
     """
     check_model_or_config(model, "count")
-    storage = None
+    parsed, storage = parse(method), None
     if quantization_config is not None:
         if isinstance(model, PreTrainedModel):
             raise DeltuneError("quantization_config is for a configuration: a live model counts in the form it has")
+        if acts_at_vocabulary(parsed):
+            raise DeltuneError(
+                "lm_head is no part of the base model that a configuration is quantised as: load the quantised model "
+                "and count that, with deltune.count(model, method)"
+            )
         storage = quantized_storage(model, quantization_config)
-    anatomy = inspect(model) if storage is None else storage.anatomy
+    anatomy = counted_anatomy(model, acts_at_vocabulary(parsed)) if storage is None else storage.anatomy
     if head not in ("train", "freeze"):
         raise DeltuneError(unknown_name("head", head, ("train", "freeze")))
-    resolved = resolve(anatomy, parse(method), lambda: base_size(model)[1])
+    resolved = resolve(anatomy, parsed, lambda: base_size(model)[1])
     counted = count_resolved(anatomy, resolved, *base_size(model, denominator), head=head)
     if storage is not None:
         return replace(counted, quantization=storage.quantization, base_bytes=storage.stored_bytes)
     return with_storage(counted, model) if isinstance(model, PreTrainedModel) else counted
+
+
+def acts_at_vocabulary(method: Method) -> bool:
+    """Whether a method acts at the projection to the vocabulary."""
+    return any(isinstance(part, Modification) and part.site == "lm_head" for part in method.parts)
+
+
+def counted_anatomy(model: PreTrainedModel | PreTrainedConfig, with_vocabulary: bool) -> Anatomy:
+    """Return the anatomy that a method is counted on.
+
+    Args:
+        model: A live model, or a configuration, of which it is that of the base model (AutoModel).
+        with_vocabulary: Whether it is that of a language model instead, where the configuration has one.
+    """
+    if isinstance(model, PreTrainedConfig) and with_vocabulary:
+        for auto_class in LANGUAGE_MODELS:
+            if type(model) in auto_class_mapping(auto_class):
+                return inspect(meta_model(model, auto_class))
+    return inspect(model)
 
 
 def with_storage(counted: Count, model: PreTrainedModel) -> Count:
@@ -228,6 +270,7 @@ def count_resolved(
     masked += sum(gates.keep for gates in resolved.gated)
     trained += sum(2 * gates.size - gates.keep for gates in resolved.gated)  # a difference and a gate for every scalar
     method = stored + sum(tied.values()) + sum(t.numel for t in resolved.selected) + masked
+    above = [_why_above_whole(anatomy, resolved, method, denominator, size)] if method > size else []
     if head_size is None:
         head_size = sum(t.numel for t in anatomy.tensors if t.area == "head")
     return Count(
@@ -238,12 +281,30 @@ def count_resolved(
         denominator=denominator,
         denominator_size=size,
         scope=(
+            *above,
             *layers_left_out(anatomy, resolved),
             *towers_left_out(anatomy, resolved),
             *unread_left_out(anatomy, resolved),
             *unrecognized_left_out(resolved),
         ),
     )
+
+
+def _why_above_whole(anatomy: Anatomy, resolved: ResolvedMethod, method: int, denominator: str, size: int) -> str:
+    """Return why a method has more scalars than what it is compared with.
+
+    It may train what the denominator does not have, such as output embeddings of their own, which are outside of the
+    base model. Otherwise its own tensors are larger than the denominator.
+    """
+    left_out = {"vocabulary", *LEFT_OUT_AREAS.get(denominator, ())}
+    counted = anatomy.vocabulary.path if anatomy.vocabulary is not None and denominator == "untied" else None
+    sizes = [(t, t.numel) for t in resolved.selected] + [(t, mask.count) for t, mask in resolved.masked]
+    outside = {t.name: n for t, n in sizes if t.area in left_out and t.name != f"{counted}.weight"}
+    total = sum(outside.values())
+    if denominator == "number" or method - total > size:
+        return "above 100 %, since the method has more scalars than the denominator"
+    first = next(iter(outside)).rpartition(".")[0]
+    return f"above 100 %, since {total:,} of these scalars, such as those of {first}, are outside of the denominator"
 
 
 def layers_left_out(anatomy: Anatomy, resolved: ResolvedMethod) -> Iterator[str]:
@@ -336,10 +397,9 @@ def base_size(model: PreTrainedModel | PreTrainedConfig, denominator: str | int 
     for tensor in tensors:
         areas[tensor.area] = areas.get(tensor.area, 0) + tensor.numel
     total = sum(areas.values())
-    without = {"no_pooler": ("pooler",), "no_embeddings": ("embedding",), "layers": ("embedding", "pooler")}
     if denominator == "untied":
         return denominator, total + _output_embeddings(inspect(meta_model(config)), config)
-    return denominator, total - sum(areas.get(area, 0) for area in without.get(denominator, ()))
+    return denominator, total - sum(areas.get(area, 0) for area in LEFT_OUT_AREAS.get(denominator, ()))
 
 
 def _output_embeddings(anatomy: Anatomy, config: PreTrainedConfig) -> int:
