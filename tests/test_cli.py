@@ -75,6 +75,18 @@ def test_inspect(deltune: Command, root: Path) -> None:
     assert facts["family"] == "bert" and len(facts["layers"]) == 2
 
 
+def test_inspect_a_quantised_model(deltune: Command, root: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    assert "linears quantised by bitsandbytes nf4" in deltune("inspect", root / "model", "--quantize", "nf4").out
+    assert "quantised" not in deltune("inspect", root / "model").out
+    facts = json.loads(deltune("inspect", root / "model", "--quantize", "nf4", "--json").out)
+    forms = {t["name"]: t["quantized"] for t in facts["tensors"]}
+    assert forms["encoder.layer.0.attention.self.query.weight"] == "bitsandbytes nf4"
+    assert not forms["embeddings.word_embeddings.weight"]
+    wrong = deltune("inspect", root / "model", "--quantize", "nf5")
+    assert wrong.code == 2 and "unknown quantize 'nf5'" in wrong.err and not wrong.out
+
+
 def test_a_setting_that_is_nested_too_deeply(deltune: Command) -> None:
     """The values of --set are read within the same bounds as a file."""
     run = deltune("train", "--set", f"data.labels={'[' * 3000}{']' * 3000}")
@@ -227,6 +239,9 @@ def test_count(deltune: Command, root: Path) -> None:
     assert counts["method"] == 2 * 2 * (32 * 2 + 2 * 32) and counts["denominator"] == "model"
     assert json.loads(deltune("count", root / "model", "head", "--denominator", 100, "--json").out)["percent"] == 0
     assert "512 scalars" in deltune("count", root / "model", "lora(rank=2)").out
+    vocabulary = json.loads((root / "model" / "config.json").read_text())["vocab_size"]
+    counts = json.loads(deltune("count", root / "model", "lora(rank=2, at='lm_head')", "--json").out)
+    assert counts["method"] == 2 * (32 + vocabulary)
 
 
 def test_count_of_a_quantised_model(deltune: Command, root: Path) -> None:
@@ -235,6 +250,8 @@ def test_count_of_a_quantised_model(deltune: Command, root: Path) -> None:
     counts = json.loads(deltune("count", root / "model", "lora(rank=2)", "--quantize", "nf4", "--json").out)
     assert counts["quantization"] == "bitsandbytes nf4" and 0 < counts["base_bytes"] < 4 * counts["denominator_size"]
     assert {name: counts[name] for name in plain} == plain
+    wrong = deltune("count", root / "model", "lora(at='lm_head')", "--quantize", "nf4")
+    assert wrong.code == 2 and "load the quantised model and count that" in wrong.err
     wrong = deltune("count", root / "model", "lora(rank=2)", "--quantize", "nf5")
     assert wrong.code == 2 and "unknown quantize 'nf5'" in wrong.err
 

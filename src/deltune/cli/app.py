@@ -43,12 +43,24 @@ def options(
 
 
 @app.command()
-def inspect(model: ModelArgument, as_json: Json = False) -> None:
+def inspect(
+    model: ModelArgument,
+    quantize: Annotated[
+        str | None,
+        typer.Option(help="Show it as `deltune train --quantize` loads it: nf4, int8, … (extra quant)."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
     """Show what a model is made of, layer by layer. Its configuration is read and no weights."""
     from .. import models
-    from ..anatomy import inspection
+    from ..anatomy import inspection, quantized_storage
 
-    anatomy = inspection.inspect(models.load_config(model))
+    config = models.load_config(model)
+    if quantize is None:
+        anatomy = inspection.inspect(config)
+    else:
+        form = models.quantization_config(quantize, [models.NO_MODULE])
+        anatomy = quantized_storage.quantized_storage(config, form).anatomy
     console.print_json(data=anatomy.as_dict()) if as_json else console.print(str(anatomy))
 
 
