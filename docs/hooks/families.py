@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
+import textwrap
 import time
 import warnings
 import zlib
@@ -634,17 +635,17 @@ def page(kept: dict[str, Any]) -> str:
 def _missing(row: dict[str, Any]) -> str:
     """Return what a class lacks, with the reasons."""
     if row["why"]:
-        return row["why"].removeprefix("DeltuneError: ").replace("|", "\\|")[:200]
+        return textwrap.shorten(row["why"].removeprefix("DeltuneError: "), 200, placeholder=" …").replace("|", "\\|")
     reasons: dict[str, list[str]] = {}
     for name, why in row["methods"].items():
         if why and not any(text in why for text in NOT_APPLICABLE):
-            short = next((short for text, short in WORDS.items() if text in why), why.split(": ", 2)[-1][:160])
+            short = next((short for text, short in WORDS.items() if text in why), why.split(": ", 2)[-1])
             reasons.setdefault(short, []).append(f"`{name}`")
     return "; ".join(f"{', '.join(names)}: {short}" for short, names in reasons.items())
 
 
 def _line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" …")
 
 
 def rows(names: list[str]) -> Iterator[tuple[str, str, str]]:
