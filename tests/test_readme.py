@@ -179,6 +179,14 @@ def test_the_number_of_families() -> None:
     assert sorted(map(plain_name, listed.split(","))) == sorted(map(plain_name, FAMILIES))
 
 
+def test_the_number_of_model_classes() -> None:
+    """The README has the totals of the page of families."""
+    page = (ROOT / "docs" / "families.md").read_text(encoding="utf-8")
+    totals = [int(number) for number in re.findall(r"\d+", page.split("\n| all |")[1].partition("\n")[0])]
+    sentence = (ROOT / "README.md").read_text(encoding="utf-8").split("others work too: ")[1].partition("test.\n")[0]
+    assert [int(number) for number in re.findall(r"\b\d+\b", sentence)] == [sum(totals), *totals]
+
+
 def plain_name(family: str) -> str:
     """The name of a family without what papers and transformers write differently: GPT-NeoX is gpt_neox."""
     return re.sub(r"[-_\s]", "", family).lower()
