@@ -3,7 +3,8 @@
 One thread owns the model. It takes requests from the others, attaches deltas between two batches, and gives every
 request its answer, so nothing that concerns the model needs a lock, and nothing process-wide changes. Here are the ways
 in, the loop of that thread, and the end. Which requests may wait is in `admission`, which delta is meant in `catalog`,
-how deltas come into memory and go in `lifecycle`, and what a batch is in `encoding` and `generation`.
+how deltas come into memory and go in `lifecycle`, what a batch is in `encoding` and `generation`, and what makes the
+steps of the latter in `runners`.
 """
 
 from __future__ import annotations
