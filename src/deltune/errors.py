@@ -27,7 +27,19 @@ class DeltuneError(Exception):
     """A mistake of the user, or something that is not available here.
 
     The message says what was asked, what exists and what to do. The command line prints it and exits with code 2.
+
+    Args:
+        message: The message.
+        in_python: What a caller of Python can do about it, which the message ends with. A server leaves it out of its
+            answers, since its clients call nothing.
+
+    Attributes:
+        without_python: The message without it.
     """
+
+    def __init__(self, message: object = "", in_python: str = "") -> None:
+        super().__init__(f"{message}{in_python}")
+        self.without_python = str(message)
 
 
 class BusyError(DeltuneError):
@@ -119,32 +131,35 @@ def unknown_name(kind: str, name: object, known: Iterable[str], where: str = "",
     return f"unknown {kind} {excerpt(name, MAX_NAME_LENGTH)}{place}.{hint and ' '}{hint} Known: {listed}{more}."
 
 
-def error_from_problems(title: str, problems: list[str]) -> DeltuneError:
+def error_from_problems(title: str, problems: list[str], in_python: str = "") -> DeltuneError:
     """Return one error that lists every problem, so that all of them can be mended at once.
 
     Args:
         title: What has the problems; the message begins with it.
         problems: At least one; of many, the first `MAX_LISTED_PROBLEMS` are listed.
+        in_python: What a caller of Python can do about them, a sentence.
     """
     if len(problems) == 1:
-        return DeltuneError(f"{title}: {problems[0]}")
+        return DeltuneError(f"{title}: {problems[0]}", in_python and f". {in_python}")
     lines = [f"  - {problem}" for problem in problems[:MAX_LISTED_PROBLEMS]]
     if len(problems) > MAX_LISTED_PROBLEMS:
         lines.append(f"  … and {len(problems) - MAX_LISTED_PROBLEMS:,} more")
-    return DeltuneError(f"{title}: {len(problems)} problems\n" + "\n".join(lines))
+    return DeltuneError("\n".join([f"{title}: {len(problems)} problems", *lines]), in_python and f"\n{in_python}")
 
 
-def validation_problems(error: ValidationError, most: int = 10) -> list[str]:
+def validation_problems(error: ValidationError, most: int = 10, show_values: bool = False) -> list[str]:
     """Return what pydantic found wrong, a line for each field, with the field's path.
 
     Args:
         error: What pydantic raised.
         most: How many lines to return; one more line gives the number of the others.
+        show_values: Whether each line ends with the value that was given.
     """
     lines = []
-    for details in error.errors(include_url=False, include_input=False, include_context=False):
+    for details in error.errors(include_url=False, include_input=show_values, include_context=False):
         path = ".".join(str(key)[:60] for key in details["loc"])
         message = _without_class_names(details["type"], details["msg"])
+        message += f", not {excerpt(details['input'])}" if show_values else ""
         lines.append(": ".join(part for part in (path, message) if part))
     lines = list(dict.fromkeys(lines))
     return lines[:most] + ([f"and {len(lines) - most} more"] if len(lines) > most else [])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from deltune.models import load_model
 from deltune.serving.api.delta_routes import delta_folder
-from deltune.serving.errors import InvalidRequest
+from deltune.serving.errors import OTHER_MODEL, SOUND_FILES, InvalidRequest
 
 from .served import METHODS, Served, save_delta, served
 
@@ -133,6 +134,99 @@ def test_what_is_not_served_is_listed_with_the_reason(changeable: tuple[Served, 
     assert notes in stats.json()["ignored"]
     shutil.rmtree(folder / "foreign")
     shutil.rmtree(folder / "notes")
+
+
+def other_weights(path: Path, source: Path) -> None:
+    model = load_model(str(source), "causal-lm")
+    with torch.no_grad():
+        model.get_input_embeddings().get_parameter("weight").add_(1.0)
+    save_delta(model, path, "lora(rank=2)", seed=1)
+
+
+def more_tokens(path: Path, source: Path) -> None:
+    model = load_model(str(source), "causal-lm")
+    model.resize_token_embeddings(model.config.vocab_size + 2)
+    save_delta(model, path, "lora(rank=2)", seed=1)
+
+
+def rows_of_added_tokens(path: Path, source: Path) -> None:
+    model = load_model(str(source), "causal-lm")
+    size = model.config.vocab_size
+    model.resize_token_embeddings(size + 2)
+    save_delta(model, path, f"trainable_tokens(tokens=({size}, {size + 1}))", seed=1)
+
+
+def other_shapes(path: Path, source: Path) -> None:
+    save_delta(load_model(str(source), "causal-lm"), path, "lora(rank=4)", seed=1)
+    text = (path / "delta.json").read_text().replace("rank=4", "rank=3")
+    (path / "delta.json").write_text(text)
+
+
+def not_finite(path: Path, source: Path) -> None:
+    save_delta(load_model(str(source), "causal-lm"), path, "lora(rank=2)", seed=1, scale=float("nan"))
+
+
+def damaged_facts(path: Path, source: Path) -> None:
+    not_finite(path, source)
+    (path / "delta.json").write_text("{}")
+
+
+def truncated(path: Path, source: Path) -> None:
+    not_finite(path, source)
+    numbers = (path / "delta.safetensors").read_bytes()
+    (path / "delta.safetensors").write_bytes(numbers[:-8])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words", "todo"),
+    [
+        (other_weights, "tuned on another base model", OTHER_MODEL),
+        (more_tokens, "token embeddings and this one", OTHER_MODEL),
+        (rows_of_added_tokens, "has rows for tokens that were added to it", OTHER_MODEL),
+        (other_shapes, "does not fit this model", SOUND_FILES),
+        (not_finite, "holds NaN or infinity", SOUND_FILES),
+        (damaged_facts, "is not as deltune writes it", SOUND_FILES),
+        (truncated, "is damaged", SOUND_FILES),
+    ],
+)
+def test_a_refusal_says_what_an_operator_can_do(
+    changeable: tuple[Served, Path, Path], spoil: Callable[[Path, Path], None], words: str, todo: str
+) -> None:
+    """And nothing that only a caller of Python can do, wherever a client reads it."""
+    server, folder, source = changeable
+    spoil(folder / "refused", source)
+    try:
+        server.post("/v1/deltas/refresh", {})
+        answered = server.post("/v1/completions", {"model": "refused", **ASK})
+        loaded = server.post("/v1/deltas", {"name": "refused"})
+        assert answered.status_code == loaded.status_code == 400
+        described = server.get("/v1/deltas/refused").json()["error"]
+        for message in (answered.json()["error"]["message"], loaded.json()["error"]["message"], described):
+            assert words in message and message.endswith(todo) and str(folder) not in message, message
+            python = re.search(r"deltune\.|load\(|save\(|base=|allow_nonfinite|resize_token_embeddings", message)
+            assert python is None, message
+    finally:
+        shutil.rmtree(folder / "refused")
+        server.post("/v1/deltas/refresh", {})
+
+
+def test_a_folder_without_a_delta_is_described_by_the_reason(changeable: tuple[Served, Path, Path]) -> None:
+    server, folder, _ = changeable
+    (folder / "checkpoint").mkdir()
+    (folder / "checkpoint" / "trainer_state.json").write_text("{}")
+    (folder / "two words").mkdir()
+    server.post("/v1/deltas/refresh", {})
+    for name, words in (("checkpoint", "whole checkpoint of transformers' Trainer"), ("two words", "cannot name a")):
+        answer = server.get(f"/v1/deltas/{name}")
+        error = answer.json()["error"]
+        assert answer.status_code == 404 and error["code"] == "model_not_found", answer.text
+        assert words in error["message"] and "tuned.save" not in error["message"] and str(folder) not in answer.text
+    unknown = server.get("/v1/deltas/nothing").json()["error"]["message"]
+    assert unknown.startswith("unknown delta 'nothing'")
+    shutil.rmtree(folder / "checkpoint")
+    shutil.rmtree(folder / "two words")
+    server.post("/v1/deltas/refresh", {})
+    assert server.get("/v1/deltas/checkpoint").json()["error"]["message"].startswith("unknown delta")
 
 
 def test_the_base_keeps_its_name(changeable: tuple[Served, Path, Path]) -> None:

@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from deltune.errors import DeltuneError
 from deltune.models import load_model, load_tokenizer
 from deltune.runtime.attaching import find_tuned
-from deltune.serving import generation
+from deltune.serving import runners
 from deltune.serving.api.answers import chat_tokens
 from deltune.serving.api.schemas import EmbeddingBody
 from deltune.serving.engine import Server
@@ -141,7 +141,7 @@ def test_long_prompts_are_read_in_parts(family: str, monkeypatch: pytest.MonkeyP
     """Every answer is what its row gets alone, no pass reads more of a prompt, and others go on between two parts."""
     of = deltas(family, "causal")
     widths: list[int] = []
-    forward = generation.DecoderRunner._forward
+    forward = runners.DecoderRunner._forward
 
     def measured(self: Any, rows: Any, cache: Any, ids: Any, *more: Any) -> torch.Tensor:
         widths.append(len(ids[0]))
@@ -152,7 +152,7 @@ def test_long_prompts_are_read_in_parts(family: str, monkeypatch: pytest.MonkeyP
         for number, name in enumerate([*of.names, *of.names])
     ]
     with Server(of.model(), deltas=of.folder, max_prefill_tokens=5) as server:
-        monkeypatch.setattr(generation.DecoderRunner, "_forward", measured)
+        monkeypatch.setattr(runners.DecoderRunner, "_forward", measured)
         futures = [server.submit(request) for request in requests]
         answers = [future.result(120) for future in futures]
         repeated = server.submit(requests[1]).result(60)
@@ -277,7 +277,7 @@ def test_a_server_that_cannot_start_leaves_the_model_alone(tmp_path: Path) -> No
 def test_a_fault_between_two_steps_loses_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """When rows cannot be put into one batch, such as for want of memory, each of them hears of it."""
     of = deltas("gpt2", "causal")
-    join = generation.assemble
+    join = runners.assemble
     faults = iter([MemoryError("no room")])
 
     def failing(*arguments: Any, **options: Any) -> Any:
@@ -290,7 +290,7 @@ def test_a_fault_between_two_steps_loses_no_request(monkeypatch: pytest.MonkeyPa
         futures = []
         with server.stream(ask("generate", 4, 1, None, sampling=long)) as stream:
             next(stream)
-            monkeypatch.setattr(generation, "assemble", failing)
+            monkeypatch.setattr(runners, "assemble", failing)
             futures = [server.submit(ask("generate", 5, seed, None, sampling=long)) for seed in (2, 3)]
             with pytest.raises(DeltuneError, match="no room"):
                 list(stream)

@@ -192,7 +192,13 @@ def test_folders_without_a_delta_are_shown_to_those_who_can_mend_them(
             name: [one["folder"] for one in running.get("/v1/deltas", headers=bearer(keys[name])).json()["ignored"]]
             for name in ("acme", "zeta", "boss")
         }
+        described = {
+            name: running.get("/v1/deltas/zeta-new", headers=bearer(keys[name])).json()["error"]["message"]
+            for name in ("acme", "zeta", "boss")
+        }
     assert seen == {"acme": [], "zeta": ["zeta-new"], "boss": ["acme-new", "notes", "zeta-new"]}
+    assert described["acme"].startswith("unknown delta") and "holds no delta" not in described["acme"]
+    assert "holds no delta" in described["zeta"] and described["zeta"] == described["boss"]
 
 
 def test_numbers_and_management_need_a_right(guarded: Served, keys: dict[str, str]) -> None:

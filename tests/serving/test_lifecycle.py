@@ -474,6 +474,25 @@ def test_numbers_that_are_not_finite_are_no_answer() -> None:
 # -- what is refused at once
 
 
+@pytest.mark.parametrize("value", ["2", 0, True, -1, 2.5, None, float("nan")], ids=repr)
+def test_a_wrong_number_of_a_server_is_an_error_that_says_what_is_allowed(value: Any) -> None:
+    with pytest.raises(DeltuneError, match=r"max_concurrent_passes: give a whole number above 0, not ") as caught:
+        Server(deltas(*BERT).model(), max_concurrent_passes=value)
+    assert str(caught.value).endswith(repr(value))
+
+
+def test_all_wrong_numbers_of_a_server_are_listed() -> None:
+    with pytest.raises(DeltuneError) as caught:
+        Server(deltas(*BERT).model(), max_wait="soon", prompt_cache_bytes=-1, max_loaded=0, watch=0)  # type: ignore[arg-type]
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "a server cannot be made: 4 problems" and sorted(lines[1:]) == [
+        "  - max_loaded: give a whole number above 0, or None, not 0",
+        "  - max_wait: give a number of seconds, at least 0, not 'soon'",
+        "  - prompt_cache_bytes: give a whole number, at least 0, not -1",
+        "  - watch: give a number of seconds above 0, or None, not 0",
+    ]
+
+
 def test_requests_that_are_refused(folder: Any) -> None:
     of = deltas(*GPT)
     with Server(of.model(), deltas=of.folder, max_length=50) as server:

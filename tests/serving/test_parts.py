@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 import threading
 import time
@@ -17,12 +18,13 @@ from transformers.cache_utils import DynamicCache
 
 import deltune
 import tiny
+from deltune.errors import DeltuneError, error_from_problems
 from deltune.models import load_model, load_tokenizer
 from deltune.serving.admission import Admission
 from deltune.serving.cache import assemble, cache_of, columns, new_cache, row_of, set_columns
 from deltune.serving.catalog import Catalog, Entry
 from deltune.serving.engine import Server
-from deltune.serving.errors import QueueFull, UnknownDelta
+from deltune.serving.errors import QueueFull, UnknownDelta, refusal
 from deltune.serving.prompt_cache import BLOCK, PromptCache
 from deltune.serving.requests import Request, Sampling
 from deltune.serving.sampling import TextBuilder, TokenChooser, config_processors
@@ -332,3 +334,17 @@ def test_admission_counts_what_waits() -> None:
     admission.leave("a")
     admission.leave("a")
     assert not admission.queued
+
+
+def test_a_refusal_has_no_calls_of_python() -> None:
+    """Nor has it after its error has been to another process; where there are none, it is the error itself."""
+    error = DeltuneError("a.bin is damaged", ": load(a, check=False) loads it")
+    for one in (error, pickle.loads(pickle.dumps(error))):
+        assert str(one) == "a.bin is damaged: load(a, check=False) loads it"
+        assert str(refusal(one)) == "a.bin is damaged" and str(refusal(one, "Copy it.")) == "a.bin is damaged. Copy it."
+    several = error_from_problems("a.bin", ["one", "two"], "load(a) loads it")
+    assert str(several).splitlines()[-2:] == ["  - two", "load(a) loads it"]
+    assert str(refusal(several, "Copy it.")).splitlines()[-2:] == ["  - two", "Copy it."]
+    assert str(error_from_problems("a.bin", ["one"], "load(a) loads it")) == "a.bin: one. load(a) loads it"
+    plain = DeltuneError("there is no a.bin.")
+    assert str(refusal(plain)) == str(plain) and str(refusal(plain, "Copy it.")) == "there is no a.bin. Copy it."

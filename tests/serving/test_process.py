@@ -215,6 +215,20 @@ def test_later_sources_win_and_all_mistakes_are_listed(tmp_path: Path, capsys: p
             ServeConfig.from_values({"model": "m", **values})
 
 
+@pytest.mark.parametrize("name", ["max_concurrent_passes", "max_queue", "port", "timeout", "max_body", "watch"])
+def test_a_wrong_number_is_an_error_with_what_was_given(name: str) -> None:
+    """YAML's `yes` is no 1. A number in quotes is one, as on the command line."""
+    place = ".".join(PLACES[name])
+    for value in (True, -1, "some"):
+        with pytest.raises(DeltuneError, match=rf"{place}: Input should be .*, not {value!r}$"):
+            ServeConfig.from_values({"model": "m", name: value})
+    config = ServeConfig.from_values({"model": "m", name: "2"})
+    assert getattr(getattr(config, PLACES[name][0]), PLACES[name][1]) == 2
+    if name == "max_concurrent_passes":
+        with pytest.raises(DeltuneError, match=rf"{place}: Input should be greater than or equal to 1, not 0$"):
+            ServeConfig.from_values({"model": "m", name: 0})
+
+
 def test_mistakes_end_before_anything_is_loaded(decoder: tuple[Path, Path], tmp_path: Path) -> None:
     model, deltas = decoder
     with socket.socket() as taken:

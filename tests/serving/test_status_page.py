@@ -56,12 +56,32 @@ def test_the_page_is_whole_and_loads_nothing(server: Served) -> None:
     answer = server.get("/")
     assert answer.headers["content-security-policy"].startswith("default-src 'none'")
     assert not re.search(r"https?:(?!//www\.w3\.org/2000/svg)|url\(|@import", answer.text)
+    links: list[str | None] = []
 
     class Reader(HTMLParser):
         def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-            assert not {"src", "href", "action"} & {name for name, _ in attrs}, (tag, attrs)
+            assert not {"src", "action"} & {name for name, _ in attrs}, (tag, attrs)
+            links.extend(value for name, value in attrs if name == "href" and tag == "a")
+            assert tag == "a" or "href" not in dict(attrs), (tag, attrs)
 
     Reader().feed(answer.text)
+    assert links == ["v1/deltas", "metrics"], "from the page, which may lie below a path of a proxy"
+    assert all(server.get(f"/{link}").status_code == 200 for link in links)
+
+
+@needs_browser
+def test_without_scripts_the_page_says_where_the_same_is(server: Served, browser: Browser) -> None:
+    shown = "document.querySelector('noscript p')?.innerText ?? ''"
+    browser.send("Emulation.setScriptExecutionDisabled", value=True)
+    try:
+        browser.send("Page.navigate", url=f"{server.url}/")
+        until(browser, "document.readyState == 'complete' && document.querySelector('noscript p') != null")
+        assert "/v1/deltas" in browser.ask(shown) and "/metrics" in browser.ask(shown)
+        assert browser.ask("document.querySelector('noscript p').offsetHeight") > 0
+    finally:
+        browser.send("Emulation.setScriptExecutionDisabled", value=False)
+    visit(browser, f"{server.url}/")
+    assert browser.ask(shown) == ""
 
 
 @needs_browser

@@ -491,8 +491,9 @@ def check_memory(
     use = "loading them" if copies == 1 else "training them, with their gradients and the two moments of Adam,"
     raise DeltuneError(
         f"{method!r} has {count.trained:,} trained scalars on {anatomy.model}, and {use} takes "
-        f"{_format_bytes(needed)} of memory: {_format_bytes(limit)} {source}. Give smaller sizes (deltune.fit finds "
-        f"them for a budget), or set another limit in the environment variable {LIMIT_VARIABLE}"
+        f"{_format_bytes(needed)} of memory: {_format_bytes(limit)} {source}. Give smaller sizes, or set another "
+        f"limit in the environment variable {LIMIT_VARIABLE}",
+        ". deltune.fit finds sizes for a budget",
     )
 
 

@@ -284,10 +284,12 @@ def check_shapes(
         raise misfit(where, problems, title or "does not fit this model")
 
 
-def misfit(where: Path, problems: list[str], title: str = "does not fit this model") -> DeltuneError:
+def misfit(
+    where: Path, problems: list[str], title: str = "does not fit this model", in_python: str = ""
+) -> DeltuneError:
     """Return the error for a file with the wrong tensors, which lists up to ten problems."""
     more = [f"and {len(problems) - 10} more"] if len(problems) > 10 else []
-    return error_from_problems(f"{where} {title}", [*problems[:10], *more])
+    return error_from_problems(f"{where} {title}", [*problems[:10], *more], in_python)
 
 
 def check_positions(needed: Expected, numbers: Mapping[str, torch.Tensor], where: Path) -> None:
@@ -319,8 +321,8 @@ def check_finite(values: Mapping[str, torch.Tensor], where: Path) -> None:
     """
     wrong = [name for name, value in values.items() if value.is_floating_point() and not _is_finite(value)]
     if wrong:
-        title = "holds NaN or infinity; deltune.load(…, allow_nonfinite=True) loads such values as they are"
-        raise misfit(where, [f"tensor {name} is not finite" for name in wrong], title)
+        advice = "deltune.load(…, allow_nonfinite=True) loads such values as they are"
+        raise misfit(where, [f"tensor {name} is not finite" for name in wrong], "holds NaN or infinity", advice)
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

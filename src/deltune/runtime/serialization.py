@@ -274,38 +274,41 @@ def delta_folder(folder: str | Path) -> Path:
             )
     try:
         if not root.is_dir():
-            raise DeltuneError(_no_folder(root))
+            raise _no_folder(root)
         names = ", ".join(sorted(p.name for p in root.iterdir())[:8]) or "nothing"
     except (OSError, ValueError) as error:
         raise DeltuneError(f"{str(folder)!r} cannot be read: {error}") from error
-    advice = ""
+    explanation = in_python = ""
     if (root / "trainer_state.json").is_file():
-        advice = (
+        explanation = (
             ". It is a whole checkpoint of transformers' Trainer: from_pretrained of it gives the base model without "
-            "what was tuned. Resume it (trainer.train(resume_from_checkpoint=…)) and call tuned.save(folder); with "
+            "what was tuned"
+        )
+        in_python = (
+            ". Resume it (trainer.train(resume_from_checkpoint=…)) and call tuned.save(folder); with "
             "callbacks=[deltune.SaveDeltaCallback()] every checkpoint holds its delta"
         )
     elif (root / "config.json").is_file():
-        advice = (
+        explanation = (
             ". It is a model of transformers, which from_pretrained loads. If model.save_pretrained of a tuned model "
-            "wrote it, it is the base model without what was tuned: while the delta is attached, call "
-            "tuned.save(folder), and load that folder"
+            "wrote it, it is the base model without what was tuned"
         )
-    raise DeltuneError(f"{str(folder)!r} holds no delta ({FACTS} is missing; it holds {names}){advice}")
+        in_python = ": while the delta is attached, call tuned.save(folder), and load that folder"
+    raise DeltuneError(f"{str(folder)!r} holds no delta ({FACTS} is missing; it holds {names}){explanation}", in_python)
 
 
-def _no_folder(path: Path) -> str:
-    """The message for a path that is not a folder."""
+def _no_folder(path: Path) -> DeltuneError:
+    """The error for a path that is not a folder."""
     shown = excerpt(str(path), MAX_NAME_LENGTH)
     if path.exists():
-        return f"{shown} is a file, not a folder; a delta is a folder with {FACTS} and {NUMBERS}"
-    message = f"there is no folder {shown} here; a delta is loaded from a folder on this machine"
+        return DeltuneError(f"{shown} is a file, not a folder; a delta is a folder with {FACTS} and {NUMBERS}")
+    message, in_python = f"there is no folder {shown} here; a delta is loaded from a folder on this machine", ""
     if re.fullmatch(HUB_ID, str(path)):
-        message += (
+        in_python = (
             f". If {shown} is a repository of the Hugging Face Hub: deltune.load(model, {shown}) fetches it, and for "
             f"everything else huggingface_hub.snapshot_download({shown}) returns the folder"
         )
-    return message
+    return DeltuneError(message, in_python)
 
 
 def read_metadata(folder: str | Path) -> DeltaMetadata:
@@ -405,7 +408,14 @@ def check_base(base: BaseFacts, where: Path, model_metadata: dict[str, Any], all
         raise DeltuneError(
             f"{where} was tuned on another base model ({base.name or base.model}): the names or shapes of the tensors "
             f"of this one ({model_metadata['name'] or model_metadata['model']}) differ"
-            f"{_too_few_tokens(base, model_metadata)}"
+            f"{_too_few_tokens(base, model_metadata)}",
+            _resizing(base, model_metadata),
+        )
+    if base.compared_tokens is not None and (too_few := _too_few_tokens(base, model_metadata)):
+        raise DeltuneError(
+            f"{where} was tuned on another base model ({base.name or base.model}), and has rows for tokens that were "
+            f"added to it{too_few}",
+            _resizing(base, model_metadata),
         )
     differences = list(_base_differences(base, model_metadata))
     if differences and allowed == "any":
@@ -415,8 +425,11 @@ def check_base(base: BaseFacts, where: Path, model_metadata: dict[str, Any], all
             stacklevel=6,
         )
     elif differences:
+        says_so = differences[-1].endswith(_too_few_tokens(base, model_metadata))
+        resizing = _resizing(base, model_metadata) if says_so else ""
         raise DeltuneError(
-            f"{where} was tuned on another base model: {'; '.join(differences)}{_advice(base, model_metadata)}"
+            f"{where} was tuned on another base model: {'; '.join(differences)}",
+            f"{resizing}{_advice(base, model_metadata)}",
         )
 
 
@@ -439,14 +452,18 @@ def _base_differences(base: BaseFacts, model_metadata: dict[str, Any]) -> Iterat
 
 
 def _too_few_tokens(base: BaseFacts, model_metadata: dict[str, Any]) -> str:
-    """Return advice if a model has fewer token embeddings than the one that a delta was tuned on, else ""."""
+    """Say if a model has fewer token embeddings than the one that a delta was tuned on; else return ""."""
     tokens, here = base.tokens, model_metadata["tokens"]
     if tokens is None or here is None or here >= tokens:
         return ""
-    return (
-        f". It has {tokens:,} token embeddings and this one {here:,}: call model.resize_token_embeddings({tokens}) "
-        "before the delta is loaded"
-    )
+    return f". It has {tokens:,} token embeddings and this one {here:,}"
+
+
+def _resizing(base: BaseFacts, model_metadata: dict[str, Any]) -> str:
+    """Return how a model gets the token embeddings that it lacks, or ""."""
+    if not _too_few_tokens(base, model_metadata):
+        return ""
+    return f": call model.resize_token_embeddings({base.tokens}) before the delta is loaded"
 
 
 def _about_added_tokens(base: BaseFacts, model_metadata: dict[str, Any]) -> str:

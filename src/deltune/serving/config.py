@@ -23,19 +23,27 @@ def _parse_bytes(value: Any) -> Any:
     return math.floor(float(match[1]) * UNITS[(match[2] or "").lower()]) if match else value
 
 
+def _refuse_truth(value: Any) -> Any:
+    """Refuse true and false for a number, of which pydantic makes 1 and 0."""
+    if isinstance(value, bool):
+        raise ValueError("Input should be a number")
+    return value
+
+
 def _split_commas(value: Any) -> Any:
     """Turn the text "a, b" into a tuple; leave other values alone."""
     return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
 
-Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(ge=1, le=2**50)]
-BytesOrNone = Annotated[int, BeforeValidator(_parse_bytes), Field(ge=0, le=2**50)]
+REFUSE_TRUTH = BeforeValidator(_refuse_truth)
+Bytes = Annotated[int, BeforeValidator(_parse_bytes), REFUSE_TRUTH, Field(ge=1, le=2**50)]
+BytesOrNone = Annotated[int, BeforeValidator(_parse_bytes), REFUSE_TRUTH, Field(ge=0, le=2**50)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_split_commas)]
-Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
-Seconds = Annotated[float, Field(gt=0, le=10**7, allow_inf_nan=False)]
-Duration = Annotated[float, Field(ge=0, le=10**7, allow_inf_nan=False)]
-PositiveDuration = Annotated[float, Field(gt=0, le=10**7, allow_inf_nan=False)]
-Rate = Annotated[float, Field(gt=0, le=10**12, allow_inf_nan=False)]
+Size = Annotated[int, REFUSE_TRUTH, Field(ge=1, le=2**31 - 1)]
+Seconds = Annotated[float, REFUSE_TRUTH, Field(gt=0, le=10**7, allow_inf_nan=False)]
+Duration = Annotated[float, REFUSE_TRUTH, Field(ge=0, le=10**7, allow_inf_nan=False)]
+PositiveDuration = Annotated[float, REFUSE_TRUTH, Field(gt=0, le=10**7, allow_inf_nan=False)]
+Rate = Annotated[float, REFUSE_TRUTH, Field(gt=0, le=10**12, allow_inf_nan=False)]
 
 
 def _option(default: Any, description: str, *, common: bool = False, **constraints: Any) -> Any:
@@ -101,7 +109,9 @@ class HttpSection(Section):
     """The address and what is served there."""
 
     host: str = _option("127.0.0.1", "address to listen on; 0.0.0.0 for all", common=True, min_length=1)
-    port: int = _option(8000, "port to listen on; 0: any that is free", common=True, ge=0, le=65535)
+    port: Annotated[int, REFUSE_TRUTH] = _option(
+        8000, "port to listen on; 0: any that is free", common=True, ge=0, le=65535
+    )
     keys: str | None = _option(None, "file of API keys (deltune serve-key) [none: everybody may ask]", common=True)
     manage: bool | None = _option(
         None, "without keys: whether requests may load and unload deltas [only on a local address]", common=True
@@ -223,7 +233,7 @@ class ServeConfig(BaseModel):
         try:
             config = cls.model_validate(nested)
         except ValidationError as error:
-            problems += validation_problems(error)
+            problems += validation_problems(error, show_values=True)
         else:
             problems += _contradictions(config)
         if problems:

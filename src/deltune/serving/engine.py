@@ -3,25 +3,28 @@
 One thread owns the model. It takes requests from the others, attaches deltas between two batches, and gives every
 request its answer, so nothing that concerns the model needs a lock, and nothing process-wide changes. Here are the ways
 in, the loop of that thread, and the end. Which requests may wait is in `admission`, which delta is meant in `catalog`,
-how deltas come into memory and go in `lifecycle`, and what a batch is in `encoding` and `generation`.
+how deltas come into memory and go in `lifecycle`, what a batch is in `encoding` and `generation`, and what makes the
+steps of the latter in `runners`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..errors import DeltuneError, describe_value, error_summary, unknown_name
+from ..errors import DeltuneError, describe_value, error_from_problems, error_summary, excerpt, unknown_name
 from ..filesystem import user_path
 from ..models import align_padding_token, has_trained_head, load_config, load_model, load_tokenizer
 from .admission import Admission, check_length
@@ -47,6 +50,12 @@ IDLE = 0.2
 """Seconds after which the engine looks for timed-out requests when nothing wakes it."""
 ENCODED_AT_ONCE = 512
 """Characters up to which `asubmit` reads a text in the event loop itself; longer ones are read in a thread."""
+SECONDS = ("max_pass_seconds", "max_wait", "watch")
+"""The numbers of a server that may have a fraction."""
+FROM_ZERO = ("max_wait", "prompt_cache_bytes")
+"""The numbers of a server that may be 0."""
+OPTIONAL = ("max_loaded", "max_loaded_bytes", "max_length", "watch")
+"""The numbers of a server that may be None."""
 
 
 class Server:
@@ -87,8 +96,8 @@ class Server:
         watch: Look at the folder of deltas every so many seconds. Default: only `refresh` does.
 
     Raises:
-        DeltuneError: The model or the folder cannot be used, such as a language model that remembers more than keys and
-            values (Mamba and hybrids with it).
+        DeltuneError: A number is no number or out of its range, or the model or the folder cannot be used, such as a
+            language model that remembers more than keys and values (Mamba and hybrids with it).
     """
 
     def __init__(
@@ -111,14 +120,13 @@ class Server:
         prompt_cache_bytes: int = 64 << 20,
         watch: float | None = None,
     ) -> None:
-        _check_positive(
+        _check_numbers(
             max_loaded=max_loaded, max_loaded_bytes=max_loaded_bytes, max_batch_tokens=max_batch_tokens,
             max_batch_size=max_batch_size, max_prefill_tokens=max_prefill_tokens, max_queue=max_queue,
             max_queue_per_tenant=max_queue_per_tenant, max_length=max_length, watch=watch,
-            max_pass_seconds=max_pass_seconds, max_concurrent_passes=max_concurrent_passes,
+            max_pass_seconds=max_pass_seconds, max_concurrent_passes=max_concurrent_passes, max_wait=max_wait,
+            prompt_cache_bytes=prompt_cache_bytes,
         )  # fmt: skip
-        if max_wait < 0 or prompt_cache_bytes < 0:
-            raise DeltuneError("max_wait and prompt_cache_bytes must not be negative")
         self.root = None if deltas is None else user_path(deltas, "deltas")
         if self.root is not None:
             scan(self.root)  # a folder that cannot be read is reported before anything is loaded or changed
@@ -697,9 +705,19 @@ def _late(request: Request) -> RequestTimeout:
     return RequestTimeout(f"the request took longer than its timeout of {request.timeout:g} seconds")
 
 
-def _check_positive(**values: float | None) -> None:
-    if problems := [f"{name}={value}" for name, value in values.items() if value is not None and not value > 0]:
-        raise DeltuneError(f"a server needs numbers above 0, not {', '.join(problems)}")
+def _check_numbers(**values: object) -> None:
+    """Raise one error that lists all numbers of a server that are wrong, with what each of them may be."""
+    problems = []
+    for name, value in values.items():
+        kind: Any = Real if name in SECONDS else Integral
+        is_number = isinstance(value, kind) and not isinstance(value, bool) and 0 <= value < math.inf
+        if (value is None and name in OPTIONAL) or (is_number and (value or name in FROM_ZERO)):
+            continue
+        allowed = "a number of seconds" if name in SECONDS else "a whole number"
+        allowed += ", at least 0" if name in FROM_ZERO else " above 0"
+        problems.append(f"{name}: give {allowed}{', or None' if name in OPTIONAL else ''}, not {excerpt(value)}")
+    if problems:
+        raise error_from_problems("a server cannot be made", problems)
 
 
 __all__ = ["Server"]

@@ -190,6 +190,7 @@ class Lifecycle:
             if not again and entry.error and seen == entry.refused:
                 return DeltuneError(entry.error)
             facts = read_facts(folder)
+            self.backbones.check(facts, folder)
             backbone = self.backbones.for_head(self.backbones.head_of(facts))
             return backbone.prepare(entry.name, folder, facts, seen)
         except DeltuneError as error:

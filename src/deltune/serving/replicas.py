@@ -51,7 +51,7 @@ class Failure:
     @classmethod
     def of(cls, error: DeltuneError) -> Failure:
         """Return an error as a value."""
-        return cls(type(error).__name__, str(error), getattr(error, "retry_after", 0.0))
+        return cls(type(error).__name__, error.without_python, getattr(error, "retry_after", 0.0))
 
     def error(self) -> DeltuneError:
         """Return it as an error again."""

@@ -181,12 +181,16 @@ async def deltas(http: Request) -> Response:
 
 @router.get("/v1/deltas/{name}")
 async def delta(http: Request, name: str) -> Response:
-    """Describe one delta."""
+    """Describe one delta, or say why a folder of this name is not served."""
     service = service_of(http)
-    visible = service.visible(service.tenant(http))
+    tenant = service.tenant(http)
+    visible = service.visible(tenant)
     for one in visible:
         if one.name == name:
             return JSONResponse(as_json(service, one))
+    for folder in service.ignored(tenant):
+        if folder["folder"] == name:
+            raise ApiError(404, f"{excerpt(name)} is not served: {folder['error']}", "model_not_found", "model")
     raise unknown_model("delta", name, [one.name for one in visible])
 
 

@@ -71,7 +71,7 @@ def api_error(error: BaseException) -> ApiError:
     if isinstance(error, EngineClosed):
         return ApiError(503, str(error), "shutting_down", retry_after=1.0)
     if isinstance(error, InvalidRequest | DeltuneError):
-        return ApiError(400, str(error))
+        return ApiError(400, error.without_python)
     return ApiError(500, "something went wrong on the server; its log has the reason under the id of this request")
 
 

@@ -1,0 +1,496 @@
+"""The rows and caches of a running batch, and what makes its steps with a language model.
+
+A runner reads the prompts of rows, gives every row of a batch the scores of its next token, and joins and parts
+batches.
+It measures what a family can do when it is made. Who is in a batch, and which token is chosen, is decided in
+`generation`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList
+from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
+
+from ..compat import parameters_of
+from ..errors import DeltuneError, error_summary
+from ..runtime.prompts import first_position, unused_position_rows
+from ..tasks.generation import forced_bos_options
+from .backbone import Backbone, LoadedDelta, replaced_output
+from .cache import assemble, cache_of, columns, new_cache, set_columns
+from .encoding import pass_overhead, split_by_length
+from .jobs import Job
+from .prompt_cache import Beginning
+from .requests import Request, Sampling, TokenChoice
+from .sampling import TextBuilder, TokenChooser
+
+
+@dataclass(eq=False)
+class Row:
+    """A request in a running batch.
+
+    Attributes:
+        job: The request.
+        chooser: Chooses its tokens.
+        builder: Makes its text.
+        before: The tokens before the first that is generated: the prompt, or what a decoder starts with.
+        length: How many of its tokens are in the decoder's cache.
+        encoded: How many tokens the encoder has read.
+        cached: How many tokens of the prompt came from the cache of prompt beginnings.
+        beginning: What was found there.
+        generated: The tokens that were generated.
+        choices: The same, with their texts.
+        done: Whether it has ended, so that it is taken out of its batch.
+    """
+
+    job: Job
+    chooser: TokenChooser
+    builder: TextBuilder
+    before: list[int]
+    length: int = 0
+    encoded: int = 0
+    cached: int = 0
+    beginning: Beginning | None = None
+    generated: list[int] = field(default_factory=list)
+    choices: list[TokenChoice] = field(default_factory=list)
+    done: bool = False
+
+    @property
+    def loaded(self) -> LoadedDelta:
+        """The version of its delta."""
+        return self.job.version
+
+    @property
+    def last(self) -> int:
+        """Its newest token."""
+        return self.generated[-1] if self.generated else self.before[-1]
+
+
+@dataclass(eq=False)
+class RunningBatch:
+    """Rows with their caches.
+
+    Attributes:
+        rows: The rows.
+        cache: The decoder's own keys and values.
+        cross: The keys and values of the encoder's outputs, of an encoder-decoder.
+        alone: Whether it is not merged with others, because a batch of its row with others has failed.
+    """
+
+    rows: list[Row]
+    cache: Cache
+    cross: Cache | None = None
+    alone: bool = False
+
+    @property
+    def live(self) -> list[int]:
+        """The numbers of the rows that have not ended."""
+        return [number for number, row in enumerate(self.rows) if not row.done]
+
+
+def _same_in_a_batch(
+    backbone: Backbone,
+    joint_and_alone: Callable[[Sequence[list[int]], int, LoadedDelta], tuple[torch.Tensor, torch.Tensor]],
+) -> bool:
+    """Measure whether rows of different lengths get in one batch what each gets alone; a family that fails does not.
+
+    Args:
+        backbone: The model.
+        joint_and_alone: Takes two prompts, the largest token id and the base model's entry, and returns the scores of
+            both ways.
+    """
+    model, base = backbone.model, backbone.base(())
+    last = int(model.config.get_text_config().vocab_size) - 1
+    try:
+        joint, alone = joint_and_alone([[last % 7, last, last // 2, last // 3, last], [last, last // 5]], last, base)
+    except Exception:
+        return False
+    precise = model.dtype in (torch.float32, torch.float64)
+    scale = float(alone.std()) or 1.0
+    return float((joint - alone).abs().max()) < (1e-3 if precise else 0.1) * scale
+
+
+class DecoderRunner:
+    """Reads prompts and makes steps with a decoder.
+
+    Attributes:
+        pads: Whether rows of different lengths may be in one batch, padded on the left. It is measured, since some
+            families count positions by the length of the cache.
+        reads_in_parts: Whether a prompt may be read in parts.
+
+    Raises:
+        DeltuneError: The family remembers more of a text than keys and values, or does not take our cache.
+    """
+
+    reads_in_parts = True
+
+    def __init__(self, backbone: Backbone, tokenizer: Any) -> None:
+        self.backbone, self.model = backbone, backbone.model
+        self.numbered = "position_ids" in backbone.arguments
+        table = backbone.first_stack.positions
+        self.first = first_position(backbone.model.get_submodule(table) if table else None)
+        self.options = {"logits_to_keep": 1} if "logits_to_keep" in backbone.arguments else {}
+        self.forced: dict[str, Any] = {}
+        self.pads = True
+        self._check_cache()
+        self.pads = _same_in_a_batch(backbone, self._joint_and_alone)
+
+    def _check_cache(self) -> None:
+        """Check that our cache has all that the model remembers: a further token scores as in a pass over all."""
+        base, last = self.backbone.base(()), int(self.model.config.get_text_config().vocab_size) - 1
+        row, other = (
+            _probe(tokens, base) for tokens in ([last % 7, last, last // 2, last // 3, last], [last, last // 5])
+        )
+        kind, reason = type(self.model).__name__, ""
+        try:
+            batch, _ = self.read([row])
+            self.read([other])  # which must not touch what the first one remembers
+            row.generated.append(last // 4)
+            scores = self.step(batch)
+            ids = torch.tensor([[*row.before, *row.generated]], device=self.backbone.device)
+            whole = self.backbone.run(
+                [base], lambda: self.model(input_ids=ids, use_cache=False).logits[:, -1].float().cpu()
+            )
+            scale = float(whole.std()) or 1.0
+            # wide bounds: another kernel may round otherwise, and a mixture of experts then choose other experts
+            bound = 0.1 if self.model.dtype in (torch.float32, torch.float64) else 0.5
+            if columns(batch.cache) != row.length or float((scores - whole).abs().mean()) > bound * scale:
+                reason = "its cache does not hold what it has read"
+        except Exception as error:
+            reason = error_summary(error)
+        if reason:
+            raise DeltuneError(
+                f"{kind} cannot generate on a server, which keeps the keys and values of attention between two tokens "
+                f"and nothing else ({reason}). Families such as Mamba, RWKV and hybrids with them keep more: load "
+                "the model without its language model's head (head: base) for embeddings and labels, or generate with "
+                "deltune.load and generate()"
+            )
+
+    def start_tokens(self, job: Job) -> list[int]:
+        """Return what stands before the first token that is generated: the prompt.
+
+        Args:
+            job: The request.
+        """
+        return job.tokens
+
+    def _joint_and_alone(
+        self, prompts: Sequence[list[int]], last: int, base: LoadedDelta
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scores of prompts of different lengths in one batch, padded on the left, and one by one."""
+
+        def answers(groups: Sequence[Sequence[list[int]]]) -> torch.Tensor:
+            logits = []
+            for group in groups:
+                rows = [_probe(tokens, base) for tokens in group]
+                batch, first = self.read(rows)
+                for row in rows:
+                    row.generated.append(last // 4)
+                logits += [first, self.step(batch)]
+            return torch.cat(logits) if len(groups) == 1 else torch.cat([*logits[::2], *logits[1::2]])
+
+        return answers([prompts]), answers([[prompt] for prompt in prompts])
+
+    def groups(self, rows: Sequence[Row], tokens: int) -> list[list[Row]]:
+        """Return newcomers in groups that read their prompts in one pass.
+
+        Args:
+            rows: The newcomers.
+            tokens: The most tokens of a pass, padding included.
+        """
+        by_key: dict[object, list[Row]] = {}
+        for row in rows:
+            new = len(row.before) - row.cached
+            key = (bool(row.cached), new if row.cached or not self.pads else 0, 0 if self.pads else len(row.before))
+            by_key.setdefault(key, []).append(row)
+
+        def lengths(row: Row) -> tuple[int, int]:
+            return 0 if row.cached else row.loaded.prompt_length, len(row.before) - row.cached
+
+        return [group for some in by_key.values() for group in _split(some, lengths, self.backbone, tokens)]
+
+    def read(self, rows: list[Row]) -> tuple[RunningBatch, torch.Tensor]:
+        """Let rows read their prompts, and return their batch and the scores of their first tokens.
+
+        Args:
+            rows: The rows. Where beginnings of their prompts were cached, all have as many tokens left.
+        """
+        new = [row.before[row.cached :] for row in rows]
+        width, longest = max(len(tokens) for tokens in new), max(row.loaded.prompt_length for row in rows)
+        cache, known = new_cache(), 0
+        if any(row.cached for row in rows):
+            known = max(row.cached for row in rows)
+            parts = []
+            for row in rows:
+                assert row.beginning is not None
+                parts.append((cache_of(row.beginning.states, row.loaded.prompt_length + row.cached), [0]))
+                row.beginning = None
+            cache = assemble(parts, longest + known)
+        ids = [[0] * (width - len(tokens)) + tokens for tokens in new]
+        mask = [[0] * (known + width - len(row.before)) + [1] * len(row.before) for row in rows]
+        starts = [len(row.before) - width for row in rows]
+        logits = self._forward(rows, cache, ids, mask, starts, width)
+        for row in rows:
+            row.length = len(row.before)
+        return RunningBatch(rows, cache), logits
+
+    def opened(self, row: Row) -> RunningBatch:
+        """Return a batch of a row whose prompt is read in parts, of which it has read what was cached.
+
+        Args:
+            row: The row.
+        """
+        cache = new_cache()
+        if row.beginning is not None:
+            cache = cache_of(row.beginning.states, row.loaded.prompt_length + row.cached)
+        row.beginning, row.length = None, row.cached
+        return RunningBatch([row], cache)
+
+    def read_part(self, batch: RunningBatch, tokens: int) -> torch.Tensor:
+        """Let a row that is alone in its batch read further tokens of its prompt, and return the scores after them.
+
+        Args:
+            batch: The batch.
+            tokens: How many tokens it reads at most.
+        """
+        (row,) = batch.rows
+        new = row.before[row.length : row.length + tokens]
+        end = row.length + len(new)
+        logits = self._forward([row], batch.cache, [new], [[1] * end], [row.length], len(new))
+        row.length = end
+        return logits
+
+    def step(self, batch: RunningBatch) -> torch.Tensor:
+        """Let every row read its newest token, and return the scores of the next ones.
+
+        Args:
+            batch: The batch.
+        """
+        rows = batch.rows
+        text = columns(batch.cache) - max(row.loaded.prompt_length for row in rows)
+        mask = [[0] * (text - row.length) + [1] * (row.length + 1) for row in rows]
+        logits = self._forward(rows, batch.cache, [[row.last] for row in rows], mask, [row.length for row in rows], 1)
+        for row in rows:
+            row.length += 1
+        return logits
+
+    def _forward(
+        self, rows: list[Row], cache: Cache, ids: list[list[int]], mask: list[list[int]], starts: list[int], width: int
+    ) -> torch.Tensor:
+        device = self.backbone.device
+        inputs: dict[str, Any] = {
+            "input_ids": torch.tensor(ids, device=device),
+            "attention_mask": torch.tensor(mask, device=device),
+            "past_key_values": cache,
+            "use_cache": True,
+            **self.options,
+        }
+        if self.numbered:
+            begin = torch.tensor(starts, device=device)[:, None]
+            inputs["position_ids"] = (begin + torch.arange(width, device=device)).clamp(min=0) + self.first
+        output = self.backbone.run([row.loaded for row in rows], lambda: self.model(**inputs).logits[:, -1])
+        return output.float().cpu()
+
+    def selected(self, parts: Sequence[tuple[RunningBatch, Sequence[int]]]) -> RunningBatch:
+        """Return a batch of the chosen rows of some batches, as narrow as their rows allow.
+
+        Args:
+            parts: The batches, and the numbers of their rows.
+        """
+        rows = [batch.rows[number] for batch, numbers in parts for number in numbers]
+        width = max(row.loaded.prompt_length for row in rows) + max(row.length for row in rows)
+        return RunningBatch(rows, assemble([(batch.cache, numbers) for batch, numbers in parts], width))
+
+
+class EncoderDecoderRunner:
+    """Reads texts and makes steps with an encoder-decoder.
+
+    Attributes:
+        pads: Whether rows whose decoders are at different lengths may be in one batch. It is measured.
+        reads_in_parts: Whether a text may be read in parts: no, since an encoder's tokens see the later ones.
+    """
+
+    reads_in_parts = False
+
+    def __init__(self, backbone: Backbone, tokenizer: Any) -> None:
+        self.backbone, self.model = backbone, backbone.model
+        forced = {} if tokenizer is None else forced_bos_options(tokenizer, self.model)
+        config: Any = self.model.generation_config
+        self.forced = forced
+        start = forced.get("decoder_start_token_id", config.decoder_start_token_id)
+        start = config.bos_token_id if start is None else start
+        if start is None:
+            raise DeltuneError(f"{type(self.model).__name__} does not say with which token its decoder starts")
+        self.starts = [int(token) for token in (start if isinstance(start, list) else [start])][:1]
+        self.table = None
+        if (path := backbone.last_stack.positions) is not None:
+            table = self.model.get_submodule(path)
+            shared = backbone.first_stack.positions == path
+            weight = parameters_of(table).get("weight")
+            self.table = table if weight is not None and weight.dim() == 2 and not shared else None
+        self.pads = True
+        self.pads = _same_in_a_batch(backbone, self._joint_and_alone)
+        if not self.pads:
+            self.table = None
+
+    def start_tokens(self, job: Job) -> list[int]:
+        """Return what stands before the first token that is generated: what the decoder starts with.
+
+        Args:
+            job: The request.
+        """
+        return self.starts
+
+    def _joint_and_alone(
+        self, prompts: Sequence[list[int]], last: int, base: LoadedDelta
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scores of two rows in one batch, of which one began later, and one by one."""
+        first, second = (_probe(tokens, base) for tokens in prompts)
+        first.before = second.before = self.starts
+        one, _ = self.read([first])
+        first.generated.append(last // 4)
+        self.step(one)
+        first.generated.append(last // 5)
+        other, _ = self.read([second])
+        second.generated.append(last // 6)
+        joint = self.step(self.selected([(one, [0]), (other, [0])]))
+        first.length -= 1
+        second.length -= 1
+        set_columns(one.cache, 2)
+        alone = torch.cat([self.step(self.selected([(one, [0])])), self.step(self.selected([(other, [0])]))])
+        return joint, alone
+
+    def groups(self, rows: Sequence[Row], tokens: int) -> list[list[Row]]:
+        """Return newcomers in groups that the encoder reads in one pass.
+
+        Args:
+            rows: The newcomers.
+            tokens: The most tokens of a pass, padding included.
+        """
+
+        def lengths(row: Row) -> tuple[int, int]:
+            return row.loaded.prompt_length, len(row.job.tokens)
+
+        return _split(rows, lengths, self.backbone, tokens)
+
+    def read(self, rows: list[Row]) -> tuple[RunningBatch, torch.Tensor]:
+        """Let the encoder read the texts of rows, and return their batch and the scores of their first tokens.
+
+        Args:
+            rows: The rows.
+        """
+        device = self.backbone.device
+        texts = [row.job.tokens for row in rows]
+        width = max(len(text) for text in texts)
+        pad = getattr(self.model.config.get_text_config(), "pad_token_id", None) or 0
+        cache, cross = new_cache(), new_cache()
+        inputs = {
+            "input_ids": torch.tensor([text + [pad] * (width - len(text)) for text in texts], device=device),
+            "attention_mask": torch.tensor([[1] * len(t) + [0] * (width - len(t)) for t in texts], device=device),
+            "decoder_input_ids": torch.tensor([row.before for row in rows], device=device),
+        }
+        logits = self._forward(rows, inputs, cache, cross)
+        for row in rows:
+            row.length, row.encoded = len(row.before), len(row.job.tokens)
+        return RunningBatch(rows, cache, cross), logits
+
+    def opened(self, row: Row) -> RunningBatch:
+        """An encoder's text is read at once.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError
+
+    def read_part(self, batch: RunningBatch, tokens: int) -> torch.Tensor:
+        """An encoder's text is read at once.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError
+
+    def step(self, batch: RunningBatch) -> torch.Tensor:
+        """Let every decoder read its newest token, and return the scores of the next ones.
+
+        Args:
+            batch: The batch.
+        """
+        assert batch.cross is not None
+        rows, device = batch.rows, self.backbone.device
+        known, keys = columns(batch.cache), columns(batch.cross)
+        text = keys - max(row.loaded.prompt_length for row in rows)
+        width = int(self.model.config.get_text_config().hidden_size)
+        inputs = {
+            "encoder_outputs": BaseModelOutput(torch.zeros(1, 1, width, device=device).expand(len(rows), keys, width)),
+            "attention_mask": torch.tensor([[1] * r.encoded + [0] * (text - r.encoded) for r in rows], device=device),
+            "decoder_input_ids": torch.tensor([[row.last] for row in rows], device=device),
+            "decoder_attention_mask": torch.tensor(
+                [[0] * (known - row.length) + [1] * (row.length + 1) for row in rows], device=device
+            ),
+        }
+        with self._positions(rows):
+            logits = self._forward(rows, inputs, batch.cache, batch.cross)
+        for row in rows:
+            row.length += 1
+        return logits
+
+    def _positions(self, rows: list[Row]) -> contextlib.AbstractContextManager[None]:
+        """Look up each row's own position, where the family counts the columns of the cache."""
+        table, stack = self.table, self.backbone.last_stack.name
+        if table is None or not self.pads or len({row.length for row in rows}) == 1:
+            return contextlib.nullcontext()
+        weight = parameters_of(table)["weight"]
+        assert weight is not None
+        unused = unused_position_rows(table)
+        at = torch.tensor(
+            [r.length + r.loaded.shifts.get(stack, 0) + unused for r in rows], device=self.backbone.device
+        )
+        return replaced_output(table, lambda: weight[at][:, None])
+
+    def _forward(self, rows: list[Row], inputs: dict[str, Any], cache: Cache, cross: Cache) -> torch.Tensor:
+        both = EncoderDecoderCache(cache, cross)
+        call = {**inputs, "past_key_values": both, "use_cache": True}
+        output = self.backbone.run([row.loaded for row in rows], lambda: self.model(**call).logits[:, -1])
+        return output.float().cpu()
+
+    def selected(self, parts: Sequence[tuple[RunningBatch, Sequence[int]]]) -> RunningBatch:
+        """Return a batch of the chosen rows of some batches, as narrow as their rows allow.
+
+        Args:
+            parts: The batches, and the numbers of their rows.
+        """
+        rows = [batch.rows[number] for batch, numbers in parts for number in numbers]
+        width = max(row.loaded.prompt_length for row in rows) + max(row.encoded for row in rows)
+        cache = assemble([(batch.cache, numbers) for batch, numbers in parts], max(row.length for row in rows))
+        cross = [(batch.cross, numbers) for batch, numbers in parts if batch.cross is not None]
+        return RunningBatch(rows, cache, assemble(cross, width, at_end=False))
+
+
+def _split(
+    rows: Sequence[Row], lengths: Callable[[Row], tuple[int, int]], backbone: Backbone, tokens: int
+) -> list[list[Row]]:
+    """Split newcomers into groups that are read in one pass, rows of one delta beside each other.
+
+    Args:
+        rows: The newcomers.
+        lengths: Returns the lengths of a row's prompt and text.
+        backbone: The model.
+        tokens: The most tokens of a pass, padding included.
+    """
+    groups = split_by_length(rows, lengths, pass_overhead(backbone.device), tokens)
+    return [sorted(group, key=lambda row: row.loaded.internal or "") for group in groups]
+
+
+def _probe(tokens: list[int], base: LoadedDelta) -> Row:
+    """A row that belongs to no request, to measure what the model does with padding."""
+    job = Job(Request("generate", tokens=tuple(tokens)), {"input_ids": tokens}, loaded=base, started=time.monotonic())
+    builder = TextBuilder(lambda _: "", ())
+    return Row(job, TokenChooser(Sampling(temperature=0.0), LogitsProcessorList(), str), builder, tokens)
