@@ -356,7 +356,7 @@ def time(setup: StudySetup) -> Study:
         timed = {"minilm-d256": ("classification", without), "minilm": ("classification", without),
                  "stories260k-llama": ("causal-lm", timed_methods(STORIES))}  # fmt: skip
         models = {name: name for name in timed}
-        options: dict[str, Any] = {"rows": 16, "tokens": 48, "repeats": 9}
+        options: dict[str, Any] = {"rows": 16, "tokens": 48, "repeats": 63}
     else:
         models = {**BERT_MODELS, "gpt2-medium": "openai-community/gpt2-medium"}
         larger = timed_methods(SIZES["bert-large"])
@@ -516,7 +516,7 @@ def unified(setup: StudySetup) -> Study:
     return Study(
         "ln/unified",
         QUESTIONS["ln/unified"],
-        _nlu(setup, "ln/unified", model, tasks, expressions, seeds=SEEDS),
+        _nlu(setup, "ln/unified", model, tasks, expressions),
         (
             TableSpec(title="Methods with and without tuned norms", metric=SCORE, display_names=NAMES,
                   order={"method": tuple(expressions), "task": tasks}),
