@@ -279,7 +279,7 @@ def _plan(
     return cross_product(
         setup, name, {model: family.models[model].hub_id}, tasks,
         variants, options,
-        labels={"family": label}, by_task=by_task, search_rates=True, seeds=SEEDS,
+        labels={"family": label}, by_task=by_task, search_rates=True,
     )  # fmt: skip
 
 
@@ -548,7 +548,7 @@ def _transferred(setup: StudySetup, label: str, model: str, sources: Sequence[st
     options = {} if setup.small else {"protocol": "ap"}
     runs = cross_product(
         setup, "ap/transfer", {model: family.models[model].hub_id}, sources, variants, options,
-        labels={"family": label}, by_task=by_task, search_rates=True, seeds=SEEDS,
+        labels={"family": label}, by_task=by_task, search_rates=True,
     )  # fmt: skip
     target_fields = {
         target: {k: v for k, v in {**setup.task(target), "relabel": relabel[target]}.items() if k in TARGET_FIELDS}
