@@ -270,16 +270,17 @@ def _plan(
     model: str,
     tasks: Sequence[str],
     variants: Sequence[Variant],
+    seeds: Sequence[int] | None = None,
     **options: Any,
 ) -> CellPlan:
-    """Return the cells of variants on one model of a family."""
+    """Return the cells of variants on one model of a family; `seeds` are those of the scale unless they are given."""
     family = _families(setup)[label]
     options = options if setup.small else {"protocol": "ap", **options}
     by_task = {task: {"answer": "words"} for task in tasks if family.answers_in_words and task in CLASSES}
     return cross_product(
         setup, name, {model: family.models[model].hub_id}, tasks,
         variants, options,
-        labels={"family": label}, by_task=by_task, search_rates=True,
+        labels={"family": label}, by_task=by_task, search_rates=True, seeds=seeds,
     )  # fmt: skip
 
 
@@ -373,7 +374,7 @@ def convergence(setup: StudySetup) -> Study:
     if setup.small:
         steps = {"epochs": 6, "validate_every": 21}
     plans = [
-        _plan(setup, "ap/convergence", label, model, tasks, _drawn_variants(family, model), **steps)
+        _plan(setup, "ap/convergence", label, model, tasks, _drawn_variants(family, model), SEEDS, **steps)
         for label, family in _families(setup).items() for model in _compared_models(setup, family)
     ]  # fmt: skip
     return Study(
@@ -548,7 +549,7 @@ def _transferred(setup: StudySetup, label: str, model: str, sources: Sequence[st
     options = {} if setup.small else {"protocol": "ap"}
     runs = cross_product(
         setup, "ap/transfer", {model: family.models[model].hub_id}, sources, variants, options,
-        labels={"family": label}, by_task=by_task, search_rates=True,
+        labels={"family": label}, by_task=by_task, search_rates=True, seeds=SEEDS,
     )  # fmt: skip
     target_fields = {
         target: {k: v for k, v in {**setup.task(target), "relabel": relabel[target]}.items() if k in TARGET_FIELDS}
