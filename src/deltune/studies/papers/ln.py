@@ -168,7 +168,7 @@ SEARCHED = (
 
 NAMES = {
     "full": "FT", "adapter": "Adapter", "prefix": "Prefix", "lora": "LoRA", "mam": "MAM", "three_vectors": "3V",
-    "bitfit": "BitFit", "layernorm": "LN", "prefix_layernorm": "Prefix+LN", "conll04": "CN04",
+    "bitfit": "BitFit", "layernorm": "LN", "prefix_layernorm": "Prefix+LN", "conll04": "CoNLL04",
     "broad_twitter": "Twitter", "sick": "SICK", "snli": "SNLI", "sst2": "SST-2", "cb": "CB", "commonsense_qa": "CSQA",
     "social_iqa": "SocIQA", "bert-base": "BERT-base", "bert-large": "BERT-large", "gpt2-medium": "GPT-2-medium",
     "minilm-d128": "MiniLM d128", "minilm-d192": "MiniLM d192", "minilm-d256": "MiniLM d256", "minilm": "MiniLM-L6",
