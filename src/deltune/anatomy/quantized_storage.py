@@ -91,8 +91,7 @@ def quantized_storage(config: PreTrainedConfig, quantization_config: Any) -> Qua
     except Exception as error:  # a library's own requirements: a GPU, calibration, files
         raise DeltuneError(
             f"what {name} makes of this {config.model_type} cannot be had from its configuration alone "
-            f"({type(error).__name__}: {error_summary(error)}): load the quantised model and count that, with "
-            "deltune.count(model, method)"
+            f"({type(error).__name__}: {error_summary(error)}): load the quantised model itself"
         ) from error
     names = dict.fromkeys(quantization_of(layer) for layer in layers.values())
     return QuantizedStorage(_marked(anatomy, quantized), " and ".join(sorted(names)), total)

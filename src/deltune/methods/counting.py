@@ -73,7 +73,7 @@ class Count:
         stored: Numbers in the saved file, the task head's and the positions of masked scalars included.
         denominator: The name of what the method's size is compared with.
         denominator_size: The scalars of the denominator.
-        scope: What to know beside the numbers: why the share is above 100 %, and what the method leaves out, which is
+        scope: What to know beside the numbers: what is not in the denominator, and what the method leaves out, which is
             layers without a site, towers that it does not act on, and what looks like a norm or bias that it trains
             and is not observed as one.
         quantization: How the base model's weights are quantised, such as "bitsandbytes nf4"; "" where they are not.
@@ -191,8 +191,8 @@ def count(
             raise DeltuneError("quantization_config is for a configuration: a live model counts in the form it has")
         if acts_at_vocabulary(parsed):
             raise DeltuneError(
-                "lm_head is no part of the base model that a configuration is quantised as: load the quantised model "
-                "and count that, with deltune.count(model, method)"
+                "a method at the output embeddings (lm_head) cannot be counted from a configuration that is to be "
+                "quantised: load the quantised model, and count the method on it"
             )
         storage = quantized_storage(model, quantization_config)
     anatomy = counted_anatomy(model, acts_at_vocabulary(parsed)) if storage is None else storage.anatomy
@@ -200,14 +200,17 @@ def count(
         raise DeltuneError(unknown_name("head", head, ("train", "freeze")))
     resolved = resolve(anatomy, parsed, lambda: base_size(model)[1])
     counted = count_resolved(anatomy, resolved, *base_size(model, denominator), head=head)
+    if isinstance(model, PreTrainedConfig) and anatomy.vocabulary is not None:
+        note = f"counted on {anatomy.model}, since the base model has no output embeddings"
+        counted = replace(counted, scope=(note, *counted.scope))
     if storage is not None:
         return replace(counted, quantization=storage.quantization, base_bytes=storage.stored_bytes)
     return with_storage(counted, model) if isinstance(model, PreTrainedModel) else counted
 
 
 def acts_at_vocabulary(method: Method) -> bool:
-    """Whether a method acts at the projection to the vocabulary."""
-    return any(isinstance(part, Modification) and part.site == "lm_head" for part in method.parts)
+    """Whether a method acts at the output embeddings, or trains rows of tokens there."""
+    return any(part.site == "lm_head" if isinstance(part, Modification) else bool(part.tokens) for part in method.parts)
 
 
 def counted_anatomy(model: PreTrainedModel | PreTrainedConfig, with_vocabulary: bool) -> Anatomy:
@@ -215,13 +218,14 @@ def counted_anatomy(model: PreTrainedModel | PreTrainedConfig, with_vocabulary: 
 
     Args:
         model: A live model, or a configuration, of which it is that of the base model (AutoModel).
-        with_vocabulary: Whether it is that of a language model instead, where the configuration has one.
+        with_vocabulary: Whether it is that of a language model instead, where the configuration has one: of the
+            class that the configuration names, or else the first of `LANGUAGE_MODELS`.
     """
-    if isinstance(model, PreTrainedConfig) and with_vocabulary:
-        for auto_class in LANGUAGE_MODELS:
-            if type(model) in auto_class_mapping(auto_class):
-                return inspect(meta_model(model, auto_class))
-    return inspect(model)
+    if not isinstance(model, PreTrainedConfig) or not with_vocabulary:
+        return inspect(model)
+    classes = [auto_class for auto_class in LANGUAGE_MODELS if type(model) in auto_class_mapping(auto_class)]
+    named = [c for c in classes if auto_class_mapping(c)[type(model)].__name__ in (model.architectures or ())]
+    return inspect(meta_model(model, *(named or classes)[:1]))
 
 
 def with_storage(counted: Count, model: PreTrainedModel) -> Count:
@@ -270,7 +274,6 @@ def count_resolved(
     masked += sum(gates.keep for gates in resolved.gated)
     trained += sum(2 * gates.size - gates.keep for gates in resolved.gated)  # a difference and a gate for every scalar
     method = stored + sum(tied.values()) + sum(t.numel for t in resolved.selected) + masked
-    above = [_why_above_whole(anatomy, resolved, method, denominator, size)] if method > size else []
     if head_size is None:
         head_size = sum(t.numel for t in anatomy.tensors if t.area == "head")
     return Count(
@@ -281,7 +284,7 @@ def count_resolved(
         denominator=denominator,
         denominator_size=size,
         scope=(
-            *above,
+            *_outside_of_the_denominator(anatomy, resolved, denominator),
             *layers_left_out(anatomy, resolved),
             *towers_left_out(anatomy, resolved),
             *unread_left_out(anatomy, resolved),
@@ -290,21 +293,18 @@ def count_resolved(
     )
 
 
-def _why_above_whole(anatomy: Anatomy, resolved: ResolvedMethod, method: int, denominator: str, size: int) -> str:
-    """Return why a method has more scalars than what it is compared with.
+def _outside_of_the_denominator(anatomy: Anatomy, resolved: ResolvedMethod, denominator: str) -> Iterator[str]:
+    """Yield how much of what a method trains in place is not in the denominator, so that it may be above 100 %.
 
-    It may train what the denominator does not have, such as output embeddings of their own, which are outside of the
-    base model. Otherwise its own tensors are larger than the denominator.
+    Such are output embeddings of their own, which the base model does not have.
     """
     left_out = {"vocabulary", *LEFT_OUT_AREAS.get(denominator, ())}
     counted = anatomy.vocabulary.path if anatomy.vocabulary is not None and denominator == "untied" else None
     sizes = [(t, t.numel) for t in resolved.selected] + [(t, mask.count) for t, mask in resolved.masked]
     outside = {t.name: n for t, n in sizes if t.area in left_out and t.name != f"{counted}.weight"}
-    total = sum(outside.values())
-    if denominator == "number" or method - total > size:
-        return "above 100 %, since the method has more scalars than the denominator"
-    first = next(iter(outside)).rpartition(".")[0]
-    return f"above 100 %, since {total:,} of these scalars, such as those of {first}, are outside of the denominator"
+    if outside and denominator != "number":
+        first = next(iter(outside)).rpartition(".")[0]
+        yield f"{sum(outside.values()):,} of these scalars, such as those of {first}, are not in the denominator"
 
 
 def layers_left_out(anatomy: Anatomy, resolved: ResolvedMethod) -> Iterator[str]:

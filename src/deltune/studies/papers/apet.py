@@ -270,7 +270,7 @@ def _plan(
     model: str,
     tasks: Sequence[str],
     variants: Sequence[Variant],
-    seeds: Sequence[int] | None = None,
+    seeds: tuple[int, ...] | None = None,
     **options: Any,
 ) -> CellPlan:
     """Return the cells of variants on one model of a family; `seeds` are those of the scale unless they are given."""
@@ -289,7 +289,7 @@ def gap(setup: StudySetup) -> Study:
     plans = []
     for label, family in _families(setup).items():
         tasks = ("sst2",) if setup.small else (*CLASSES, *(GENERATED if family.answers_in_words else ()))
-        limits = {"max_train_rows": 400, "validation_rows": 100, "test_rows": 400} if setup.small else {}
+        limits: dict[str, Any] = {"max_train_rows": 400, "validation_rows": 100, "test_rows": 400} if setup.small else {}
         variants = {model: method_variants({"full": "full", **family.methods_of(model)}) for model in family.models}
         plans += [_plan(setup, "ap/gap", label, model, tasks, variants[model], **limits) for model in family.models]
     return Study(
@@ -402,7 +402,7 @@ def everything(setup: StudySetup) -> Study:
             variants += [
                 variant for variant in family.variants_of_equal_size(model) if variant.labels["structure"] == "adjacent"
             ]
-            limits = {"max_train_rows": 500} if setup.small else {}
+            limits: dict[str, Any] = {"max_train_rows": 500} if setup.small else {}
             plans.append(_plan(setup, "ap/all", label, model, tasks, variants, **limits))
     return Study(
         "ap/all",

@@ -331,8 +331,8 @@ def nlg(setup: StudySetup) -> Study:
         ("bleu", "rouge2_pltrdy", "rouge2"),
         "The model writes children's stories. It has 260,032 parameters, knows 512 tokens and is trained for 60 steps "
         "on each task. Its texts are bad under every method, so that ranks say which method learns fast, and little "
-        "about the paper's ranks. They are cut at 32 tokens, half of what a text of E2E takes, so that BLEU is mostly "
-        "its penalty for short texts. Its norms are RMSNorm, which has no bias, and it has no other biases, so that BitFit "
+        "about the paper's ranks. They are cut at 32 tokens, half of the median text of E2E, so that BLEU is mostly a "
+        "penalty for short texts. Its norms are RMSNorm, which has no bias, and it has no other biases, so that BitFit "
         "adds them. METEOR is left out, because its start alone takes longer than a run."
         if setup.small
         else "METEOR needs Java; MoverScore, BERTScore and BLEURT need models and are left out without them.",
