@@ -183,7 +183,9 @@ def test_the_number_of_model_classes() -> None:
     """The README has the totals of the page of families."""
     page = (ROOT / "docs" / "families.md").read_text(encoding="utf-8")
     totals = [int(number) for number in re.findall(r"\d+", page.split("\n| all |")[1].partition("\n")[0])]
-    sentence = (ROOT / "README.md").read_text(encoding="utf-8").split("depends on a family: ")[1].partition("test.\n")[0]
+    sentence = (
+        (ROOT / "README.md").read_text(encoding="utf-8").split("depends on a family: ")[1].partition("test.\n")[0]
+    )
     assert [int(number) for number in re.findall(r"\b\d+\b", sentence)] == [sum(totals), *totals]
 
 

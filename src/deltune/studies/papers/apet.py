@@ -289,7 +289,9 @@ def gap(setup: StudySetup) -> Study:
     plans = []
     for label, family in _families(setup).items():
         tasks = ("sst2",) if setup.small else (*CLASSES, *(GENERATED if family.answers_in_words else ()))
-        limits: dict[str, Any] = {"max_train_rows": 400, "validation_rows": 100, "test_rows": 400} if setup.small else {}
+        limits: dict[str, Any] = (
+            {"max_train_rows": 400, "validation_rows": 100, "test_rows": 400} if setup.small else {}
+        )
         variants = {model: method_variants({"full": "full", **family.methods_of(model)}) for model in family.models}
         plans += [_plan(setup, "ap/gap", label, model, tasks, variants[model], **limits) for model in family.models]
     return Study(
