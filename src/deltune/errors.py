@@ -175,7 +175,7 @@ def validation_problems(error: ValidationError, most: int = 10, show_values: boo
     for details in error.errors(include_url=False, include_input=show_values, include_context=False):
         path = ".".join(str(key)[:60] for key in details["loc"])
         message = _without_class_names(details["type"], details["msg"])
-        message += f", not {excerpt(details['input'])}" if show_values else ""
+        message += f" (given: {excerpt(details['input'])})" if show_values else ""
         lines.append(": ".join(part for part in (path, message) if part))
     lines = list(dict.fromkeys(lines))
     return lines[:most] + ([f"and {len(lines) - most} more"] if len(lines) > most else [])
