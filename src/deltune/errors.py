@@ -8,7 +8,7 @@ import os
 import reprlib
 from collections.abc import Iterable
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from packaging.requirements import Requirement
 
@@ -23,6 +23,16 @@ MAX_LISTED_PROBLEMS = 20
 """How many problems a message lists; of the others it gives the number."""
 
 
+Fault = Literal["", "files", "model", "tokens", "folder", "part"]
+"""Where a fault lies that the operator of a server can mend; "" for any other."""
+
+
+def with_advice(message: str, advice: str) -> str:
+    """Return a message that ends with advice: whole sentences, on a line of their own below a list of problems."""
+    between = "\n" if "\n" in message + advice else " " if message.endswith((".", "?", "!")) else ". "
+    return f"{message}{between}{advice}" if advice else message
+
+
 class DeltuneError(Exception):
     """A mistake of the user, or something that is not available here.
 
@@ -30,16 +40,21 @@ class DeltuneError(Exception):
 
     Args:
         message: The message.
-        in_python: What a caller of Python can do about it, which the message ends with. A server leaves it out of its
-            answers, since its clients call nothing.
+        in_python: What a caller of Python can do about it: whole sentences, which the message ends with. A server
+            leaves them out of its answers, since its clients call nothing.
+        fault: Where the fault lies, if a server's operator can mend it: "files" that are damaged or do not fit, another
+            base "model", its missing "tokens", a "folder" without a delta, or a "part" that was not registered. A
+            server adds what to do, so leave it out where the message says that itself.
 
     Attributes:
-        without_python: The message without it.
+        in_python: The same.
+        fault: The same.
+        without_python: The message without `in_python`.
     """
 
-    def __init__(self, message: object = "", in_python: str = "") -> None:
-        super().__init__(f"{message}{in_python}")
-        self.without_python = str(message)
+    def __init__(self, message: object = "", in_python: str = "", fault: Fault = "") -> None:
+        self.args = (with_advice(str(message), in_python),)  # torch.compile traces this, and no `super().__init__`
+        self.without_python, self.in_python, self.fault = str(message), in_python, fault
 
 
 class BusyError(DeltuneError):
@@ -131,20 +146,21 @@ def unknown_name(kind: str, name: object, known: Iterable[str], where: str = "",
     return f"unknown {kind} {excerpt(name, MAX_NAME_LENGTH)}{place}.{hint and ' '}{hint} Known: {listed}{more}."
 
 
-def error_from_problems(title: str, problems: list[str], in_python: str = "") -> DeltuneError:
+def error_from_problems(title: str, problems: list[str], in_python: str = "", fault: Fault = "") -> DeltuneError:
     """Return one error that lists every problem, so that all of them can be mended at once.
 
     Args:
         title: What has the problems; the message begins with it.
         problems: At least one; of many, the first `MAX_LISTED_PROBLEMS` are listed.
-        in_python: What a caller of Python can do about them, a sentence.
+        in_python: As for `DeltuneError`.
+        fault: As for `DeltuneError`.
     """
     if len(problems) == 1:
-        return DeltuneError(f"{title}: {problems[0]}", in_python and f". {in_python}")
+        return DeltuneError(f"{title}: {problems[0]}", in_python, fault)
     lines = [f"  - {problem}" for problem in problems[:MAX_LISTED_PROBLEMS]]
     if len(problems) > MAX_LISTED_PROBLEMS:
         lines.append(f"  … and {len(problems) - MAX_LISTED_PROBLEMS:,} more")
-    return DeltuneError("\n".join([f"{title}: {len(problems)} problems", *lines]), in_python and f"\n{in_python}")
+    return DeltuneError("\n".join([f"{title}: {len(problems)} problems", *lines]), in_python, fault)
 
 
 def validation_problems(error: ValidationError, most: int = 10, show_values: bool = False) -> list[str]:
@@ -159,7 +175,7 @@ def validation_problems(error: ValidationError, most: int = 10, show_values: boo
     for details in error.errors(include_url=False, include_input=show_values, include_context=False):
         path = ".".join(str(key)[:60] for key in details["loc"])
         message = _without_class_names(details["type"], details["msg"])
-        message += f", not {excerpt(details['input'])}" if show_values else ""
+        message += f" (given: {excerpt(details['input'])})" if show_values else ""
         lines.append(": ".join(part for part in (path, message) if part))
     lines = list(dict.fromkeys(lines))
     return lines[:most] + ([f"and {len(lines) - most} more"] if len(lines) > most else [])

@@ -228,9 +228,11 @@ def parse_json_file(raw: bytes, path: Path, unique_keys: bool = True) -> Any:
         return parse_json(raw, unique_keys)
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
-        raise DeltuneError(f"{path} is damaged, or is not JSON: {error.msg} at {place}") from error
+        raise DeltuneError(f"{path} is damaged, or is not JSON: {error.msg} at {place}", fault="files") from error
     except UnicodeDecodeError as error:
-        raise DeltuneError(f"{path} is damaged, or is not JSON: byte {error.start:,} is not text") from error
+        raise DeltuneError(
+            f"{path} is damaged, or is not JSON: byte {error.start:,} is not text", fault="files"
+        ) from error
     except ValueError as error:
         raise DeltuneError(f"{path} cannot be read: {error}") from error
 

@@ -204,7 +204,8 @@ def _check_torch_archive(path: Path) -> None:
 def _unreadable(path: Path, error: object, kind: str = "safetensors") -> DeltuneError:
     reason = (str(error).splitlines() or [type(error).__name__])[0][:300]
     if kind == "torch":
-        return DeltuneError(f"{path} is damaged, or holds more than tensors: {reason}")
+        return DeltuneError(f"{path} is damaged, or holds more than tensors: {reason}", fault="files")
     return DeltuneError(
-        f"{path} is damaged (bytes are missing, were added or were changed), or is not a safetensors file: {reason}"
+        f"{path} is damaged (bytes are missing, were added or were changed), or is not a safetensors file: {reason}",
+        fault="files",
     )

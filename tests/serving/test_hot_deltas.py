@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -15,10 +16,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
+import deltune
+from deltune.errors import DeltuneError
 from deltune.models import load_model
 from deltune.serving.api.delta_routes import delta_folder
-from deltune.serving.errors import OTHER_MODEL, SOUND_FILES, InvalidRequest
+from deltune.serving.errors import OTHER_MODEL, SOUND_FILES, TODO, InvalidRequest
+from deltune.serving.requests import Request
 
 from .served import METHODS, Served, save_delta, served
 
@@ -177,16 +182,64 @@ def truncated(path: Path, source: Path) -> None:
     (path / "delta.safetensors").write_bytes(numbers[:-8])
 
 
+def newer_format(path: Path, source: Path) -> None:
+    change_facts(path, source, format=99)
+
+
+def no_fingerprint(path: Path, source: Path) -> None:
+    facts = change_facts(path, source)
+    change_facts(path, source, base={**facts["base"], "fingerprint": {}})
+
+
+def form_of_ones_own(path: Path, source: Path) -> None:
+    facts = change_facts(path, source)
+    change_facts(path, source, **{key: facts[key].replace("LowRank(", "MyForm(") for key in ("method", "explicit")})
+
+
+def vera(path: Path, source: Path) -> None:
+    as_peft(path, source, peft_type="VERA")
+
+
+def another_width(path: Path, source: Path) -> None:
+    as_peft(path, source)
+    weights = load_file(path / "adapter_model.safetensors")
+    save_file(
+        {name: torch.cat([value, value], -1) for name, value in weights.items()}, path / "adapter_model.safetensors"
+    )
+
+
+def change_facts(path: Path, source: Path, **changes: Any) -> dict[str, Any]:
+    """Save a delta, change its delta.json, and return what that says."""
+    save_delta(load_model(str(source), "causal-lm"), path, "Modification(query, LowRank(rank=2))", seed=1)
+    facts: dict[str, Any] = {**json.loads((path / "delta.json").read_text()), **changes}
+    (path / "delta.json").write_text(json.dumps(facts))
+    return facts
+
+
+def as_peft(path: Path, source: Path, **changes: Any) -> None:
+    model = load_model(str(source), "causal-lm")
+    tuned = deltune.attach(model, "lora(rank=2, at='ffn_up')")
+    deltune.export(model, path)
+    tuned.detach()
+    options = json.loads((path / "adapter_config.json").read_text())
+    (path / "adapter_config.json").write_text(json.dumps({**options, **changes}))
+
+
 @pytest.mark.parametrize(
     ("spoil", "words", "todo"),
     [
         (other_weights, "tuned on another base model", OTHER_MODEL),
         (more_tokens, "token embeddings and this one", OTHER_MODEL),
-        (rows_of_added_tokens, "has rows for tokens that were added to it", OTHER_MODEL),
+        (rows_of_added_tokens, "has rows for tokens that were added to its base model", TODO["tokens"]),
         (other_shapes, "does not fit this model", SOUND_FILES),
         (not_finite, "holds NaN or infinity", SOUND_FILES),
         (damaged_facts, "is not as deltune writes it", SOUND_FILES),
         (truncated, "is damaged", SOUND_FILES),
+        (another_width, "does not fit this model", OTHER_MODEL),
+        (form_of_ones_own, "its method has parts that are not registered here: 'MyForm'", TODO["part"]),
+        (newer_format, "has format 99", "update deltune"),
+        (no_fingerprint, "has no fingerprint", "use the file as it was saved"),
+        (vera, "unknown peft_type 'VERA'", "."),
     ],
 )
 def test_a_refusal_says_what_an_operator_can_do(
@@ -203,6 +256,7 @@ def test_a_refusal_says_what_an_operator_can_do(
         described = server.get("/v1/deltas/refused").json()["error"]
         for message in (answered.json()["error"]["message"], loaded.json()["error"]["message"], described):
             assert words in message and message.endswith(todo) and str(folder) not in message, message
+            assert todo in TODO.values() or not any(advice in message for advice in TODO.values()), message
             python = re.search(r"deltune\.|load\(|save\(|base=|allow_nonfinite|resize_token_embeddings", message)
             assert python is None, message
     finally:
@@ -220,13 +274,49 @@ def test_a_folder_without_a_delta_is_described_by_the_reason(changeable: tuple[S
         answer = server.get(f"/v1/deltas/{name}")
         error = answer.json()["error"]
         assert answer.status_code == 404 and error["code"] == "model_not_found", answer.text
-        assert words in error["message"] and "tuned.save" not in error["message"] and str(folder) not in answer.text
+        assert (
+            words in error["message"] and "SaveDeltaCallback" not in error["message"] and str(folder) not in answer.text
+        )
     unknown = server.get("/v1/deltas/nothing").json()["error"]["message"]
     assert unknown.startswith("unknown delta 'nothing'")
     shutil.rmtree(folder / "checkpoint")
     shutil.rmtree(folder / "two words")
     server.post("/v1/deltas/refresh", {})
     assert server.get("/v1/deltas/checkpoint").json()["error"]["message"].startswith("unknown delta")
+
+
+def test_a_caller_of_python_reads_its_own_advice_too(decoder: tuple[Path, Path], tmp_path: Path) -> None:
+    """Also when the same files are asked for again, and not where HTTP shows the reason."""
+    source, _ = decoder
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "trainer_state.json").write_text("{}")
+    other_weights(tmp_path / "other", source)
+    with deltune.Server(str(source), deltas=tmp_path) as server:
+        with pytest.raises(DeltuneError, match=r"(?s)whole checkpoint.*deltune train.*SaveDeltaCallback") as missing:
+            server.load("checkpoint", tmp_path / "checkpoint")
+        assert missing.value.without_python.endswith(TODO["folder"])
+        for _ in range(2):
+            with pytest.raises(DeltuneError, match=r"tuned on another base model.*base=\"any\"") as refused:
+                server.submit(Request("generate", "the", delta="other"))
+            assert refused.value.without_python.endswith(OTHER_MODEL)
+        reasons = [one.error for one in server.deltas()]
+        assert len(reasons) == 1 and reasons[0].endswith(OTHER_MODEL)
+        assert server.ignored_folders()["checkpoint"].endswith(TODO["folder"])
+
+
+def test_a_limit_of_memory_is_its_own_advice(
+    changeable: tuple[Served, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, folder, source = changeable
+    save_delta(load_model(str(source), "causal-lm"), folder / "large", "full()", seed=1)
+    monkeypatch.setattr(importlib.import_module("deltune.methods.counting"), "NEGLIGIBLE_BYTES", 0)
+    monkeypatch.setenv("DELTUNE_MEMORY_LIMIT", "1KB")
+    try:
+        message = server.post("/v1/deltas", {"name": "large"}).json()["error"]["message"]
+        assert message.endswith("set another limit in the environment variable DELTUNE_MEMORY_LIMIT"), message
+    finally:
+        shutil.rmtree(folder / "large")
+        server.post("/v1/deltas/refresh", {})
 
 
 def test_the_base_keeps_its_name(changeable: tuple[Served, Path, Path]) -> None:

@@ -481,6 +481,14 @@ def test_a_wrong_number_of_a_server_is_an_error_that_says_what_is_allowed(value:
     assert str(caught.value).endswith(repr(value))
 
 
+def test_bytes_may_be_a_float_without_a_fraction() -> None:
+    with Server(deltas(*BERT).model(), max_loaded_bytes=2e9, prompt_cache_bytes=1e6) as server:  # type: ignore[arg-type]
+        assert repr(server._lifecycle.max_loaded_bytes) == "2000000000"
+    for value in (2.5, float("inf")):
+        with pytest.raises(DeltuneError, match=r"max_loaded_bytes: give a whole number above 0, or None, not "):
+            Server(deltas(*BERT).model(), max_loaded_bytes=value)  # type: ignore[arg-type]
+
+
 def test_all_wrong_numbers_of_a_server_are_listed() -> None:
     with pytest.raises(DeltuneError) as caught:
         Server(deltas(*BERT).model(), max_wait="soon", prompt_cache_bytes=-1, max_loaded=0, watch=0)  # type: ignore[arg-type]

@@ -146,10 +146,12 @@ def test_every_field_is_an_option_of_the_command(capsys: pytest.CaptureFixture[s
         if name in ("model", "manage"):  # the argument; and what excludes keys
             continue
         annotation = str(SECTIONS[section].model_fields[field].annotation)
-        is_flag = "bool" in annotation
+        is_flag = re.search(r"\bbool\b", annotation) is not None
         default = SECTIONS[section].model_fields[field].default
         kinds = {"bool": not default, "int": 77, "float": 7.5}
-        value = samples.get(name, next((one for kind, one in kinds.items() if kind in annotation), "text"))
+        value = samples.get(
+            name, next((one for kind, one in kinds.items() if re.search(rf"\b{kind}\b", annotation)), "text")
+        )
         values[name] = value
         option = f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
         assert f"--{name.replace('_', '-')}" in options
@@ -220,13 +222,24 @@ def test_a_wrong_number_is_an_error_with_what_was_given(name: str) -> None:
     """YAML's `yes` is no 1. A number in quotes is one, as on the command line."""
     place = ".".join(PLACES[name])
     for value in (True, -1, "some"):
-        with pytest.raises(DeltuneError, match=rf"{place}: Input should be .*, not {value!r}$"):
+        with pytest.raises(DeltuneError, match=rf"{place}: Input should be .* \(given: {value!r}\)$"):
             ServeConfig.from_values({"model": "m", name: value})
     config = ServeConfig.from_values({"model": "m", name: "2"})
     assert getattr(getattr(config, PLACES[name][0]), PLACES[name][1]) == 2
     if name == "max_concurrent_passes":
-        with pytest.raises(DeltuneError, match=rf"{place}: Input should be greater than or equal to 1, not 0$"):
+        with pytest.raises(DeltuneError, match=rf"{place}: Input should be greater than or equal to 1 \(given: 0\)$"):
             ServeConfig.from_values({"model": "m", name: 0})
+        with pytest.raises(DeltuneError, match=r"a number with a fractional part \(given: 2\.5\)$"):
+            ServeConfig.from_values({"model": "m", name: 2.5})
+
+
+def test_bytes_have_units() -> None:
+    for text, size in (("64 MB", 64 * 10**6), ("2GiB", 2**31), ("1.5 k", 1500), ("10b", 10), ("7", 7)):
+        assert ServeConfig.from_values({"model": "m", "max_loaded_bytes": text}).deltas.max_loaded_bytes == size
+    with pytest.raises(
+        DeltuneError, match=r"unknown unit 'XB'. Known: B, KB, MB, GB, KiB, MiB and GiB \(given: '64 XB'\)"
+    ):
+        ServeConfig.from_values({"model": "m", "max_loaded_bytes": "64 XB"})
 
 
 def test_mistakes_end_before_anything_is_loaded(decoder: tuple[Path, Path], tmp_path: Path) -> None:

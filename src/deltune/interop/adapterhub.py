@@ -259,7 +259,9 @@ def read_adapterhub(anatomy: Anatomy, folder: ForeignFolder, relative: bool = Fa
     options = folder.options
     if options.get("model_type") != anatomy.family:
         family = options.get("model_type")
-        raise DeltuneError(f"{folder.where} was trained on a {family} model; this is a {anatomy.family} model")
+        raise DeltuneError(
+            f"{folder.where} was trained on a {family} model; this is a {anatomy.family} model", fault="model"
+        )
     config_option = options.get("config")
     if not isinstance(config_option, dict):
         raise DeltuneError(

@@ -345,7 +345,7 @@ class UnusedTensors:
         if shown and not self.anatomy.head:
             problems.append("this model has no head; load it with the head that the file was trained with")
         if problems:
-            raise error_from_problems(f"{folder} does not fit this model", problems)
+            raise error_from_problems(f"{folder} does not fit this model", problems, fault="model")
 
 
 def _name_translator(anatomy: Anatomy, names: Iterable[str]) -> Callable[[str], str]:
@@ -388,7 +388,7 @@ def read_options(folder: Path, name: str = CONFIG_FILE) -> dict[str, Any]:
     """
     path = find_file(folder, name)
     if path is None:
-        raise DeltuneError(f"{folder / name} is missing; the folder is incomplete")
+        raise DeltuneError(f"{folder / name} is missing; the folder is incomplete", fault="files")
     return read_json_object(path)
 
 
@@ -401,7 +401,9 @@ def read_tensors(folder: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
     """
     path = next((path for name in names if (path := find_file(folder, name)) is not None), None)
     if path is None:
-        raise DeltuneError(f"{folder} has its options, but none of {', '.join(names)}; the folder is incomplete")
+        raise DeltuneError(
+            f"{folder} has its options, but none of {', '.join(names)}; the folder is incomplete", fault="files"
+        )
     return load_float_tensors(path)
 
 

@@ -98,7 +98,7 @@ def read_peft(
     head = unused.take_all([t.name for t in anatomy.tensors if t.area == "head"])
     problems = _other_embeddings(anatomy, unused, base_value)
     if problems:
-        raise error_from_problems(str(folder.where), problems)
+        raise error_from_problems(str(folder.where), problems, fault="model")
     try:
         method, tensors = _READERS[kind](anatomy, options, unused)
     except DeltuneError as error:

@@ -493,7 +493,7 @@ def check_memory(
         f"{method!r} has {count.trained:,} trained scalars on {anatomy.model}, and {use} takes "
         f"{_format_bytes(needed)} of memory: {_format_bytes(limit)} {source}. Give smaller sizes, or set another "
         f"limit in the environment variable {LIMIT_VARIABLE}",
-        ". deltune.fit finds sizes for a budget",
+        "deltune.fit finds sizes for a budget",
     )
 
 

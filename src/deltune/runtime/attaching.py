@@ -649,7 +649,12 @@ def _read_foreign_delta(handle: Tuned, where: Path, allow_nonfinite: bool) -> tu
     untouched = {
         f"base.{n}": TensorInfo("F32", tuple(t.shape)) for n, t in head_tensors.items() if n not in adapter.head
     }
-    needed = _check_file(handle, planned, head, tensor_infos(numbers) | untouched, labels, where)
+    try:
+        needed = _check_file(handle, planned, head, tensor_infos(numbers) | untouched, labels, where)
+    except DeltuneError as error:
+        if error.fault == "files":
+            error.fault = "model"  # such a folder does not identify its base, which is more often another one
+        raise
     check_memory(model, handle.anatomy, planned, adapter.method)
     delta = handle._move_to_model(
         Delta(adapter.method, planned, head, "train" if adapter.head else "freeze", folded=True)

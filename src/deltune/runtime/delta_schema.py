@@ -140,7 +140,7 @@ def _metadata(raw: bytes, path: Path) -> DeltaMetadata:
         return DeltaMetadata.model_validate(value)
     except ValidationError as error:
         title = f"{path} is not as deltune writes it (it was damaged or edited, or it is another program's)"
-        raise error_from_problems(title, validation_problems(error)) from error
+        raise error_from_problems(title, validation_problems(error), fault="files") from error
 
 
 _metadata_cached = functools.lru_cache(maxsize=16)(_metadata)  # a server reads each file twice
@@ -287,9 +287,10 @@ def check_shapes(
 def misfit(
     where: Path, problems: list[str], title: str = "does not fit this model", in_python: str = ""
 ) -> DeltuneError:
-    """Return the error for a file with the wrong tensors, which lists up to ten problems."""
+    """Return the error for a file with the wrong tensors, which lists up to ten problems. The base model is compared
+    before: the file does not fit what delta.json says."""
     more = [f"and {len(problems) - 10} more"] if len(problems) > 10 else []
-    return error_from_problems(f"{where} {title}", [*problems[:10], *more], in_python)
+    return error_from_problems(f"{where} {title}", [*problems[:10], *more], in_python, "files")
 
 
 def check_positions(needed: Expected, numbers: Mapping[str, torch.Tensor], where: Path) -> None:
@@ -342,16 +343,26 @@ def parse_saved_method(anatomy: Anatomy, facts: DeltaMetadata, tensors: int, whe
     """
     limit = tensors + SPARE_PARTS
     if max(text.count("(") + text.count("+") for text in (facts.method, facts.explicit)) > 8 * limit:
-        raise DeltuneError(f"{where}: its method has far more terms than its file has tensors ({tensors})")
+        raise DeltuneError(
+            f"{where}: its method has far more terms than its file has tensors ({tensors})", fault="files"
+        )
     try:
         short, explicit = parse(facts.method), parse(facts.explicit)
     except DeltuneError as error:
         missing = unregistered_names(facts.method) or unregistered_names(facts.explicit)
-        if not (unmentioned := [name for name in missing[:3] if registration_hint([name]) not in str(error)]):
+        if not missing:
             raise
-        raise DeltuneError(f"{error}\n{registration_hint(unmentioned)}") from error
+        unmentioned = [name for name in missing[:3] if registration_hint([name]) not in str(error)]
+        names = ", ".join(excerpt(name) for name in missing[:3])
+        raise DeltuneError(
+            f"{where}: its method has parts that are not registered here: {names}",
+            f"{error}\n{registration_hint(unmentioned)}" if unmentioned else str(error),
+            "part",
+        ) from error
     if len(explicit.parts) > limit:
-        raise DeltuneError(f"{where}: its method has {len(explicit.parts)} parts, its file {tensors} tensors")
+        raise DeltuneError(
+            f"{where}: its method has {len(explicit.parts)} parts, its file {tensors} tensors", fault="files"
+        )
     if short.parts != explicit.parts or _masks(short) != _masks(explicit):
         raise DeltuneError(
             f"{where}: 'method' and 'explicit' in delta.json must be the same method, the second with every argument, "

@@ -285,7 +285,7 @@ def delta_folder(folder: str | Path) -> Path:
             "what was tuned"
         )
         in_python = (
-            ". Resume it (trainer.train(resume_from_checkpoint=…)) and call tuned.save(folder); with "
+            "Resume it (trainer.train(resume_from_checkpoint=…)) and call tuned.save(folder); with "
             "callbacks=[deltune.SaveDeltaCallback()] every checkpoint holds its delta"
         )
     elif (root / "config.json").is_file():
@@ -293,19 +293,23 @@ def delta_folder(folder: str | Path) -> Path:
             ". It is a model of transformers, which from_pretrained loads. If model.save_pretrained of a tuned model "
             "wrote it, it is the base model without what was tuned"
         )
-        in_python = ": while the delta is attached, call tuned.save(folder), and load that folder"
-    raise DeltuneError(f"{str(folder)!r} holds no delta ({FACTS} is missing; it holds {names}){explanation}", in_python)
+        in_python = "While the delta is attached, call tuned.save(folder), and load that folder"
+    raise DeltuneError(
+        f"{str(folder)!r} holds no delta ({FACTS} is missing; it holds {names}){explanation}", in_python, "folder"
+    )
 
 
 def _no_folder(path: Path) -> DeltuneError:
     """The error for a path that is not a folder."""
     shown = excerpt(str(path), MAX_NAME_LENGTH)
     if path.exists():
-        return DeltuneError(f"{shown} is a file, not a folder; a delta is a folder with {FACTS} and {NUMBERS}")
+        return DeltuneError(
+            f"{shown} is a file, not a folder; a delta is a folder with {FACTS} and {NUMBERS}", fault="folder"
+        )
     message, in_python = f"there is no folder {shown} here; a delta is loaded from a folder on this machine", ""
     if re.fullmatch(HUB_ID, str(path)):
         in_python = (
-            f". If {shown} is a repository of the Hugging Face Hub: deltune.load(model, {shown}) fetches it, and for "
+            f"If {shown} is a repository of the Hugging Face Hub: deltune.load(model, {shown}) fetches it, and for "
             f"everything else huggingface_hub.snapshot_download({shown}) returns the folder"
         )
     return DeltuneError(message, in_python)
@@ -364,7 +368,7 @@ def open_delta(folder: str | Path) -> SavedDelta:
     where = delta_folder(folder)
     facts, path = read_metadata_file(where / FACTS), find_file(where, NUMBERS)
     if path is None:
-        raise DeltuneError(f"{where / NUMBERS} is missing; the folder is incomplete")
+        raise DeltuneError(f"{where / NUMBERS} is missing; the folder is incomplete", fault="files")
     raw = tensor_files.read_small(path)
     tensors = tensor_files.read_header(path, raw)
     check_against_metadata(facts, tensors, path)
@@ -391,7 +395,8 @@ def check_base(base: BaseFacts, where: Path, model_metadata: dict[str, Any], all
     if base.family != model_metadata["family"]:
         raise DeltuneError(
             f"{where} was tuned on a {base.family} model ({base.name or base.model}); this is a "
-            f"{model_metadata['family']} model"
+            f"{model_metadata['family']} model",
+            fault="model",
         )
     fingerprint = model_metadata["fingerprint"]
     if not fingerprint:
@@ -410,12 +415,13 @@ def check_base(base: BaseFacts, where: Path, model_metadata: dict[str, Any], all
             f"of this one ({model_metadata['name'] or model_metadata['model']}) differ"
             f"{_too_few_tokens(base, model_metadata)}",
             _resizing(base, model_metadata),
+            "model",
         )
     if base.compared_tokens is not None and (too_few := _too_few_tokens(base, model_metadata)):
         raise DeltuneError(
-            f"{where} was tuned on another base model ({base.name or base.model}), and has rows for tokens that were "
-            f"added to it{too_few}",
+            f"{where} has rows for tokens that were added to its base model ({base.name or base.model}){too_few}",
             _resizing(base, model_metadata),
+            "tokens",
         )
     differences = list(_base_differences(base, model_metadata))
     if differences and allowed == "any":
@@ -425,11 +431,12 @@ def check_base(base: BaseFacts, where: Path, model_metadata: dict[str, Any], all
             stacklevel=6,
         )
     elif differences:
-        says_so = differences[-1].endswith(_too_few_tokens(base, model_metadata))
-        resizing = _resizing(base, model_metadata) if says_so else ""
+        too_few = _too_few_tokens(base, model_metadata)
+        resizing = _resizing(base, model_metadata) if too_few and differences[-1].endswith(too_few) else ""
         raise DeltuneError(
             f"{where} was tuned on another base model: {'; '.join(differences)}",
-            f"{resizing}{_advice(base, model_metadata)}",
+            ". ".join(advice for advice in (resizing, _advice(base, model_metadata)) if advice),
+            "model",
         )
 
 
@@ -463,7 +470,7 @@ def _resizing(base: BaseFacts, model_metadata: dict[str, Any]) -> str:
     """Return how a model gets the token embeddings that it lacks, or ""."""
     if not _too_few_tokens(base, model_metadata):
         return ""
-    return f": call model.resize_token_embeddings({base.tokens}) before the delta is loaded"
+    return f"Call model.resize_token_embeddings({base.tokens}) before the delta is loaded"
 
 
 def _about_added_tokens(base: BaseFacts, model_metadata: dict[str, Any]) -> str:
@@ -484,10 +491,10 @@ def _held(quantization: str) -> str:
 def _advice(base: BaseFacts, model_metadata: dict[str, Any]) -> str:
     if base.quantization == model_metadata["quantization"]:
         return (
-            '. If it is the same model in another precision, such as float16, load(model, folder, base="any") uses the '
+            'If it is the same model in another precision, such as float16, load(model, folder, base="any") uses the '
             "delta on it, with a warning"
         )
     return (
-        '. Load the model in that form; or load(model, folder, base="any") uses the delta on this form too, with a '
+        'Load the model in that form; or load(model, folder, base="any") uses the delta on this form too, with a '
         "warning"
     )

@@ -42,7 +42,7 @@ from ..runtime.linear_backend import linear_forward, optimize_linear
 from ..runtime.modules import Delta, HeadLabels
 from ..runtime.prompts import unused_position_rows
 from ..runtime.row_assignment import parameter_names
-from .errors import OTHER_MODEL, SOUND_FILES, refusal
+from .errors import refusal
 from .registry import HEAD_TASKS, FolderFacts, Signature, head_of_model_class, locate_delta, signature
 from .requests import Task
 
@@ -191,7 +191,7 @@ class Backbone:
         try:
             delta, labels = read_delta(self.handle, where)
         except DeltuneError as error:
-            raise refusal(error, SOUND_FILES) from error
+            raise refusal(error) from error
         except OSError as error:
             raise DeltuneError(f"{folder} cannot be read: {error_summary(error)}") from error
         if signature(folder) != seen:
@@ -384,7 +384,7 @@ class Backbones:
             try:
                 check_base_of_delta(self.first.handle, facts.base, folder)
             except DeltuneError as error:
-                raise refusal(error, OTHER_MODEL) from error
+                raise refusal(error) from error
         if (head := self.head_of(facts)) != self.first.head:
             sibling_class(self.first, head)
 

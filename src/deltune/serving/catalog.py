@@ -37,7 +37,8 @@ class Entry:
         waiting: Requests that wait until it is in memory.
         loading: Whether it is being read for them.
         draining: Whether it takes no new requests, because another delta needs its place.
-        error: Why its newest files were refused, or "".
+        error: Why its newest files were refused, or "". Clients read it, so that it has no calls of Python.
+        in_python: What a caller of Python can do about it.
         refused: The signature of the files that were refused.
         listed: Whether it is in the server's directory, so that it goes when its folder goes.
     """
@@ -51,6 +52,7 @@ class Entry:
     loading: bool = False
     draining: bool = False
     error: str = ""
+    in_python: str = ""
     refused: Signature = ()
     listed: bool = False
 
@@ -61,10 +63,16 @@ class Entry:
             error: The reason.
             seen: The signature of the files.
         """
-        if seen != self.refused or str(error) != self.error:
+        reason = error.without_python
+        if seen != self.refused or reason != self.error:
             goes_on = "" if self.current is None else f"; version {self.current.version} goes on"
-            logger.warning("the files of delta %s are refused: %s%s", self.name, error_summary(error), goes_on)
-        self.error, self.refused = str(error), seen
+            logger.warning("the files of delta %s are refused: %s%s", self.name, error_summary(reason), goes_on)
+        self.error, self.in_python, self.refused = reason, error.in_python, seen
+
+    @property
+    def refusal(self) -> DeltuneError:
+        """Why its newest files were refused, as an error."""
+        return DeltuneError(self.error, self.in_python)
 
     @property
     def info(self) -> DeltaInfo:
@@ -235,7 +243,7 @@ class Catalog:
             assert entry.folder is not None
             seen = signature(entry.folder)
             if entry.error and seen == entry.refused:
-                raise DeltuneError(entry.error)
+                raise entry.refusal
             try:
                 facts = read_facts(entry.folder)
                 self._check(facts, entry.folder)

@@ -10,20 +10,23 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from ..errors import error_from_problems, unknown_name, validation_problems
+from ..errors import error_from_problems, excerpt, unknown_name, validation_problems
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
 def _parse_bytes(value: Any) -> Any:
     """Turn "512MiB" or "2 GB" into a number of bytes; leave other values alone."""
-    match = (
-        re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?)?b?\s*", value, re.IGNORECASE) if isinstance(value, str) else None
-    )
-    return math.floor(float(match[1]) * UNITS[(match[2] or "").lower()]) if match else value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value, re.IGNORECASE) if isinstance(value, str) else None
+    if match is None:
+        return value
+    unit = match[2].lower().removesuffix("b")
+    if unit not in UNITS:
+        raise ValueError(f"unknown unit {excerpt(match[2])}. Known: B, KB, MB, GB, KiB, MiB and GiB")
+    return math.floor(float(match[1]) * UNITS[unit])
 
 
-def _refuse_truth(value: Any) -> Any:
+def _refuse_bool(value: Any) -> Any:
     """Refuse true and false for a number, of which pydantic makes 1 and 0."""
     if isinstance(value, bool):
         raise ValueError("Input should be a number")
@@ -35,15 +38,15 @@ def _split_commas(value: Any) -> Any:
     return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
 
-REFUSE_TRUTH = BeforeValidator(_refuse_truth)
-Bytes = Annotated[int, BeforeValidator(_parse_bytes), REFUSE_TRUTH, Field(ge=1, le=2**50)]
-BytesOrNone = Annotated[int, BeforeValidator(_parse_bytes), REFUSE_TRUTH, Field(ge=0, le=2**50)]
+REFUSE_BOOL = BeforeValidator(_refuse_bool)
+Bytes = Annotated[int, BeforeValidator(_parse_bytes), REFUSE_BOOL, Field(ge=1, le=2**50)]
+BytesOrNone = Annotated[int, BeforeValidator(_parse_bytes), REFUSE_BOOL, Field(ge=0, le=2**50)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_split_commas)]
-Size = Annotated[int, REFUSE_TRUTH, Field(ge=1, le=2**31 - 1)]
-Seconds = Annotated[float, REFUSE_TRUTH, Field(gt=0, le=10**7, allow_inf_nan=False)]
-Duration = Annotated[float, REFUSE_TRUTH, Field(ge=0, le=10**7, allow_inf_nan=False)]
-PositiveDuration = Annotated[float, REFUSE_TRUTH, Field(gt=0, le=10**7, allow_inf_nan=False)]
-Rate = Annotated[float, REFUSE_TRUTH, Field(gt=0, le=10**12, allow_inf_nan=False)]
+Size = Annotated[int, REFUSE_BOOL, Field(ge=1, le=2**31 - 1)]
+Seconds = Annotated[float, REFUSE_BOOL, Field(gt=0, le=10**7, allow_inf_nan=False)]
+Duration = Annotated[float, REFUSE_BOOL, Field(ge=0, le=10**7, allow_inf_nan=False)]
+PositiveDuration = Annotated[float, REFUSE_BOOL, Field(gt=0, le=10**7, allow_inf_nan=False)]
+Rate = Annotated[float, REFUSE_BOOL, Field(gt=0, le=10**12, allow_inf_nan=False)]
 
 
 def _option(default: Any, description: str, *, common: bool = False, **constraints: Any) -> Any:
@@ -109,7 +112,7 @@ class HttpSection(Section):
     """The address and what is served there."""
 
     host: str = _option("127.0.0.1", "address to listen on; 0.0.0.0 for all", common=True, min_length=1)
-    port: Annotated[int, REFUSE_TRUTH] = _option(
+    port: Annotated[int, REFUSE_BOOL] = _option(
         8000, "port to listen on; 0: any that is free", common=True, ge=0, le=65535
     )
     keys: str | None = _option(None, "file of API keys (deltune serve-key) [none: everybody may ask]", common=True)

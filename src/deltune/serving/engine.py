@@ -120,6 +120,7 @@ class Server:
         prompt_cache_bytes: int = 64 << 20,
         watch: float | None = None,
     ) -> None:
+        max_loaded_bytes, prompt_cache_bytes = _as_integer(max_loaded_bytes), _as_integer(prompt_cache_bytes)
         _check_numbers(
             max_loaded=max_loaded, max_loaded_bytes=max_loaded_bytes, max_batch_tokens=max_batch_tokens,
             max_batch_size=max_batch_size, max_prefill_tokens=max_prefill_tokens, max_queue=max_queue,
@@ -703,6 +704,11 @@ def _load(name: str) -> tuple[PreTrainedModel, Any]:
 
 def _late(request: Request) -> RequestTimeout:
     return RequestTimeout(f"the request took longer than its timeout of {request.timeout:g} seconds")
+
+
+def _as_integer(value: Any) -> Any:
+    """Return a float without a fraction, such as 2e9 bytes, as an integer; leave other values alone."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _check_numbers(**values: object) -> None:

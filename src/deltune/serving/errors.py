@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..errors import DeltuneError
+from ..errors import DeltuneError, Fault, with_advice
 
 
 class UnknownDelta(DeltuneError):
@@ -34,14 +34,20 @@ SOUND_FILES = "Put sound files into its folder, or tune it again on this server'
 OTHER_MODEL = "Serve it with a server of that model, or tune it again on this server's model."
 """What to do about a delta that was tuned on another base model."""
 
+TODO: dict[Fault, str] = {
+    "files": SOUND_FILES,
+    "model": OTHER_MODEL,
+    "tokens": "Serve a model that was saved with these tokens, or tune it again on this server's model.",
+    "folder": "Put a folder here that holds a delta, as deltune train and tuned.save write it.",
+    "part": "Start the server with --import FILE, where FILE is the Python file that registers it.",
+}
+"""What the operator of a server can do, by where the fault lies."""
 
-def refusal(error: DeltuneError, todo: str = "") -> DeltuneError:
-    """Return why a server refuses a delta: without calls of Python, which neither its clients nor its operator make.
+
+def refusal(error: DeltuneError) -> DeltuneError:
+    """Return why a server refuses a delta, with what its operator can do; a caller of Python reads its own advice too.
 
     Args:
         error: Why the delta cannot be loaded.
-        todo: What the operator can do, a sentence.
     """
-    reason = error.without_python
-    between = "\n" if "\n" in reason else " " if reason.endswith(".") else ". "
-    return DeltuneError(f"{reason}{between}{todo}" if todo else reason)
+    return DeltuneError(with_advice(error.without_python, TODO.get(error.fault, "")), error.in_python)

@@ -188,7 +188,7 @@ class Lifecycle:
         """Read and check a delta, or say why it is refused; files that were refused are read `again` or not."""
         try:
             if not again and entry.error and seen == entry.refused:
-                return DeltuneError(entry.error)
+                return entry.refusal
             facts = read_facts(folder)
             self.backbones.check(facts, folder)
             backbone = self.backbones.for_head(self.backbones.head_of(facts))

@@ -16,7 +16,7 @@ from ..interop.base import CONFIG_FILE, is_foreign, read_options
 from ..runtime.attaching import KINDS, TASKS, foreign_model_kind
 from ..runtime.delta_schema import BaseFacts, read_metadata_file
 from ..runtime.serialization import FACTS, NUMBERS, delta_folder
-from .errors import SOUND_FILES, refusal
+from .errors import refusal
 from .requests import Task
 
 HEAD_TASKS: dict[str, tuple[Task, ...]] = {
@@ -121,13 +121,11 @@ def read_facts(folder: Path) -> FolderFacts:
     Raises:
         DeltuneError: The folder holds no delta, or its files are damaged.
     """
-    todo = ""
     try:
         where, run = locate_delta(folder)
-        todo = SOUND_FILES  # from here on the files of a delta are what is wrong
         return _foreign_facts(where) if not (where / FACTS).is_file() else _facts(where, run)
     except DeltuneError as error:
-        raise refusal(error, todo) from error
+        raise refusal(error) from error
     except OSError as error:
         raise DeltuneError(f"{folder} cannot be read: {error_summary(error)}") from error
 
@@ -260,7 +258,7 @@ def _why_ignored(folder: Path) -> str:
         check_delta_name(folder.name)
         locate_delta(folder)
     except DeltuneError as error:
-        return error.without_python
+        return refusal(error).without_python
     except OSError as error:
         return str(error)
     return "its files changed while they were looked at"

@@ -1,8 +1,7 @@
 """The rows and caches of a running batch, and what makes its steps with a language model.
 
-A runner reads the prompts of rows, gives every row of a batch the scores of its next token, and joins and parts
-batches.
-It measures what a family can do when it is made. Who is in a batch, and which token is chosen, is decided in
+A runner reads the prompts of rows, gives every row of a batch the scores of its next token, and merges and splits
+batches. It measures what a family can do when it is made. Who is in a batch, and which token is chosen, is decided in
 `generation`.
 """
 
@@ -169,8 +168,8 @@ class DecoderRunner:
             raise DeltuneError(
                 f"{kind} cannot generate on a server, which keeps the keys and values of attention between two tokens "
                 f"and nothing else ({reason}). Families such as Mamba, RWKV and hybrids with them keep more: load "
-                "the model without its language model's head (head: base) for embeddings and labels, or generate with "
-                "deltune.load and generate()"
+                "the model without its language model's head (head: base) for embeddings and labels",
+                "Or generate with deltune.load and generate()",
             )
 
     def start_tokens(self, job: Job) -> list[int]:
