@@ -331,7 +331,7 @@ def structure(setup: StudySetup) -> Study:
     """Return the study of AP figure 5."""
     tasks = ("sst2",) if setup.small else CLASSES
     plans = [
-        _plan(setup, "ap/structure", label, model, tasks, family.variants_of_equal_size(model))
+        _plan(setup, "ap/structure", label, model, tasks, family.variants_of_equal_size(model), SEEDS)
         for label, family in _families(setup).items() for model in _compared_models(setup, family)
     ]  # fmt: skip
     return Study(
