@@ -251,7 +251,7 @@ def test_count_of_a_quantised_model(deltune: Command, root: Path) -> None:
     assert counts["quantization"] == "bitsandbytes nf4" and 0 < counts["base_bytes"] < 4 * counts["denominator_size"]
     assert {name: counts[name] for name in plain} == plain
     wrong = deltune("count", root / "model", "lora(at='lm_head')", "--quantize", "nf4")
-    assert wrong.code == 2 and "load the quantised model and count that" in wrong.err
+    assert wrong.code == 2 and "load the quantised model, and count the method on it" in wrong.err
     wrong = deltune("count", root / "model", "lora(rank=2)", "--quantize", "nf5")
     assert wrong.code == 2 and "unknown quantize 'nf5'" in wrong.err
 

@@ -280,7 +280,9 @@ def test_a_folder_of_save_pretrained_is_no_delta(tmp_path: Path) -> None:
     deltune.attach(model, "layernorm")
     with pytest.warns(UserWarning, match="tuned.save"):
         model.save_pretrained(tmp_path)
-    with pytest.raises(deltune.DeltuneError, match=r"base model without what was tuned: .* call tuned\.save\(folder\)"):
+    with pytest.raises(
+        deltune.DeltuneError, match=r"base model without what was tuned\. .* call tuned\.save\(folder\)"
+    ):
         deltune.load(model, tmp_path, "again")
 
 

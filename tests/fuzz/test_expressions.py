@@ -12,7 +12,7 @@ from pathlib import Path
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 
 import deltune
 from deltune.methods import spec
@@ -204,6 +204,7 @@ long = settings(deadline=None, max_examples=1500, suppress_health_check=list(Hea
 
 
 @given(name=st.sampled_from(MODELS), text=EXPRESSIONS)
+@example(name="bert", text="full(foo=1) + apet(head() + full(), 10)")  # a sum inside, beside a term that is wrong
 @quick
 def test_expressions(name: str, text: str) -> None:
     check(name, text)

@@ -326,13 +326,13 @@ class _ExpressionReader:
             remaining = remaining.left
         if len(terms) >= MAX_TERMS:
             self.fail(terms[0], f"the sum has {len(terms) + 1:,} terms; at most {MAX_TERMS:,} are read")
-        values = []
+        values, before = [], len(self.problems)  # a term beside this sum may have problems already
         for term in [remaining, *reversed(terms)]:
             try:
                 values.append(self.value(term, top=True))
             except _TermFailed:
                 continue
-        if self.problems:
+        if len(self.problems) > before:
             raise _TermFailed
         total = values[0]
         for term_value in values[1:]:
