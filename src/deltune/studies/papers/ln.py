@@ -401,12 +401,7 @@ def time(setup: StudySetup) -> Study:
         "The methods take turns, so that noise is the same to all; ratios to full tuning are of one round. Batches of "
         "random tokens without padding; the paper took times from the logs of whole runs, whose batch sizes differ by "
         f"method. Seeds are parts of the rounds, {TIMING_BLOCKS} in all, and what varies between them is the clock."
-        + (
-            " On small models and a CPU the fixed costs of each operation weigh more. One thread, and no other work "
-            "on the machine."
-            if setup.small
-            else ""
-        ),
+        + (" On small models and a CPU the fixed costs of each operation weigh more." if setup.small else ""),
         timings,
         lower=True,
     )  # fmt: skip
