@@ -22,7 +22,7 @@ import deltune
 from deltune.errors import DeltuneError
 from deltune.models import load_model
 from deltune.serving.api.delta_routes import delta_folder
-from deltune.serving.errors import OTHER_MODEL, SOUND_FILES, TODO, InvalidRequest
+from deltune.serving.errors import OPERATOR_ADVICE, InvalidRequest
 from deltune.serving.requests import Request
 
 from .served import METHODS, Served, save_delta, served
@@ -228,15 +228,15 @@ def as_peft(path: Path, source: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("spoil", "words", "todo"),
     [
-        (other_weights, "tuned on another base model", OTHER_MODEL),
-        (more_tokens, "token embeddings and this one", OTHER_MODEL),
-        (rows_of_added_tokens, "has rows for tokens that were added to its base model", TODO["tokens"]),
-        (other_shapes, "does not fit this model", SOUND_FILES),
-        (not_finite, "holds NaN or infinity", SOUND_FILES),
-        (damaged_facts, "is not as deltune writes it", SOUND_FILES),
-        (truncated, "is damaged", SOUND_FILES),
-        (another_width, "does not fit this model", OTHER_MODEL),
-        (form_of_ones_own, "its method has parts that are not registered here: 'MyForm'", TODO["part"]),
+        (other_weights, "tuned on another base model", OPERATOR_ADVICE["model"]),
+        (more_tokens, "token embeddings and this one", OPERATOR_ADVICE["model"]),
+        (rows_of_added_tokens, "has rows for tokens that were added to its base model", OPERATOR_ADVICE["tokens"]),
+        (other_shapes, "does not fit this model", OPERATOR_ADVICE["files"]),
+        (not_finite, "holds NaN or infinity", OPERATOR_ADVICE["files"]),
+        (damaged_facts, "is not as deltune writes it", OPERATOR_ADVICE["files"]),
+        (truncated, "is damaged", OPERATOR_ADVICE["files"]),
+        (another_width, "does not fit this model", OPERATOR_ADVICE["model"]),
+        (form_of_ones_own, "its method has parts that are not registered here: 'MyForm'", OPERATOR_ADVICE["part"]),
         (newer_format, "has format 99", "update deltune"),
         (no_fingerprint, "has no fingerprint", "use the file as it was saved"),
         (vera, "unknown peft_type 'VERA'", "."),
@@ -256,7 +256,8 @@ def test_a_refusal_says_what_an_operator_can_do(
         described = server.get("/v1/deltas/refused").json()["error"]
         for message in (answered.json()["error"]["message"], loaded.json()["error"]["message"], described):
             assert words in message and message.endswith(todo) and str(folder) not in message, message
-            assert todo in TODO.values() or not any(advice in message for advice in TODO.values()), message
+            every = OPERATOR_ADVICE.values()
+            assert todo in every or not any(advice in message for advice in every), message
             python = re.search(r"deltune\.|load\(|save\(|base=|allow_nonfinite|resize_token_embeddings", message)
             assert python is None, message
     finally:
@@ -294,14 +295,14 @@ def test_a_caller_of_python_reads_its_own_advice_too(decoder: tuple[Path, Path],
     with deltune.Server(str(source), deltas=tmp_path) as server:
         with pytest.raises(DeltuneError, match=r"(?s)whole checkpoint.*deltune train.*SaveDeltaCallback") as missing:
             server.load("checkpoint", tmp_path / "checkpoint")
-        assert missing.value.without_python.endswith(TODO["folder"])
+        assert missing.value.without_python.endswith(OPERATOR_ADVICE["folder"])
         for _ in range(2):
             with pytest.raises(DeltuneError, match=r"tuned on another base model.*base=\"any\"") as refused:
                 server.submit(Request("generate", "the", delta="other"))
-            assert refused.value.without_python.endswith(OTHER_MODEL)
+            assert refused.value.without_python.endswith(OPERATOR_ADVICE["model"])
         reasons = [one.error for one in server.deltas()]
-        assert len(reasons) == 1 and reasons[0].endswith(OTHER_MODEL)
-        assert server.ignored_folders()["checkpoint"].endswith(TODO["folder"])
+        assert len(reasons) == 1 and reasons[0].endswith(OPERATOR_ADVICE["model"])
+        assert server.ignored_folders()["checkpoint"].endswith(OPERATOR_ADVICE["folder"])
 
 
 def test_a_limit_of_memory_is_its_own_advice(

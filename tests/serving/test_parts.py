@@ -24,7 +24,7 @@ from deltune.serving.admission import Admission
 from deltune.serving.cache import assemble, cache_of, columns, new_cache, row_of, set_columns
 from deltune.serving.catalog import Catalog, Entry
 from deltune.serving.engine import Server
-from deltune.serving.errors import OTHER_MODEL, SOUND_FILES, QueueFull, UnknownDelta, refusal
+from deltune.serving.errors import OPERATOR_ADVICE, QueueFull, UnknownDelta, refusal
 from deltune.serving.prompt_cache import BLOCK, PromptCache
 from deltune.serving.requests import Request, Sampling
 from deltune.serving.sampling import TextBuilder, TokenChooser, config_processors
@@ -338,17 +338,17 @@ def test_admission_counts_what_waits() -> None:
 
 def test_a_refusal_has_no_calls_of_python() -> None:
     """Over HTTP, also after its error has been to another process. Without a fault it is the error itself."""
-    error = DeltuneError("a.bin is damaged", "load(a, check=False) loads it", "files")
+    error, advice = DeltuneError("a.bin is damaged", "load(a, check=False) loads it", "files"), OPERATOR_ADVICE["files"]
     for one in (error, pickle.loads(pickle.dumps(error))):
         assert str(one) == "a.bin is damaged. load(a, check=False) loads it"
         refused = refusal(one)
-        assert refused.without_python == f"a.bin is damaged. {SOUND_FILES}"
-        assert str(refused) == f"a.bin is damaged. {SOUND_FILES} load(a, check=False) loads it", "for deltune.Server"
+        assert refused.without_python == f"a.bin is damaged. {advice}"
+        assert str(refused) == f"a.bin is damaged. {advice} load(a, check=False) loads it", "for deltune.Server"
         assert str(refusal(refused)) == str(refused), "the advice is there once"
     several = error_from_problems("a.bin", ["one", "two"], "load(a) loads it", "model")
     assert str(several).splitlines()[-2:] == ["  - two", "load(a) loads it"]
-    assert refusal(several).without_python.splitlines()[-2:] == ["  - two", OTHER_MODEL]
-    assert str(refusal(several)).splitlines()[-3:] == ["  - two", OTHER_MODEL, "load(a) loads it"]
+    assert refusal(several).without_python.splitlines()[-2:] == ["  - two", OPERATOR_ADVICE["model"]]
+    assert str(refusal(several)).splitlines()[-3:] == ["  - two", OPERATOR_ADVICE["model"], "load(a) loads it"]
     assert str(error_from_problems("a.bin", ["one"], "load(a) loads it")) == "a.bin: one. load(a) loads it"
     plain = DeltuneError("there is no a.bin.")
     assert str(refusal(plain)) == str(plain), "no advice of another error's"

@@ -42,7 +42,6 @@ from ..runtime.linear_backend import linear_forward, optimize_linear
 from ..runtime.modules import Delta, HeadLabels
 from ..runtime.prompts import unused_position_rows
 from ..runtime.row_assignment import parameter_names
-from .errors import refusal
 from .registry import HEAD_TASKS, FolderFacts, Signature, head_of_model_class, locate_delta, signature
 from .requests import Task
 
@@ -190,8 +189,6 @@ class Backbone:
         where, _ = locate_delta(folder)
         try:
             delta, labels = read_delta(self.handle, where)
-        except DeltuneError as error:
-            raise refusal(error) from error
         except OSError as error:
             raise DeltuneError(f"{folder} cannot be read: {error_summary(error)}") from error
         if signature(folder) != seen:
@@ -381,10 +378,7 @@ class Backbones:
             DeltuneError: It was tuned on another base model, or for a head that the server's model cannot have.
         """
         if facts.base is not None:
-            try:
-                check_base_of_delta(self.first.handle, facts.base, folder)
-            except DeltuneError as error:
-                raise refusal(error) from error
+            check_base_of_delta(self.first.handle, facts.base, folder)
         if (head := self.head_of(facts)) != self.first.head:
             sibling_class(self.first, head)
 

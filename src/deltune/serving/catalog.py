@@ -13,7 +13,7 @@ from pathlib import Path
 from ..errors import DeltuneError, counted, error_summary, unknown_name
 from ..filesystem import user_path
 from .backbone import LoadedDelta
-from .errors import UnknownDelta
+from .errors import UnknownDelta, refusal
 from .jobs import Job
 from .registry import FolderFacts, Signature, read_facts, scan, signature
 from .requests import DeltaInfo
@@ -248,9 +248,10 @@ class Catalog:
                 facts = read_facts(entry.folder)
                 self._check(facts, entry.folder)
             except DeltuneError as error:
+                refused = refusal(error)
                 with self._lock:
                     if entry.current is None:  # else the engine has attached a version meanwhile
-                        entry.refuse(error, seen)
-                raise
+                        entry.refuse(refused, seen)
+                raise refused from error
             entry.facts, entry.seen = facts, seen
         return facts

@@ -29,14 +29,9 @@ class EngineClosed(DeltuneError):
     """The engine is shutting down and takes no new requests."""
 
 
-SOUND_FILES = "Put sound files into its folder, or tune it again on this server's model."
-"""What to do about a delta whose files are damaged, or do not fit the model."""
-OTHER_MODEL = "Serve it with a server of that model, or tune it again on this server's model."
-"""What to do about a delta that was tuned on another base model."""
-
-TODO: dict[Fault, str] = {
-    "files": SOUND_FILES,
-    "model": OTHER_MODEL,
+OPERATOR_ADVICE: dict[Fault, str] = {
+    "files": "Put sound files into its folder, or tune it again on this server's model.",
+    "model": "Serve it with a server of that model, or tune it again on this server's model.",
     "tokens": "Serve a model that was saved with these tokens, or tune it again on this server's model.",
     "folder": "Put a folder here that holds a delta, as deltune train and tuned.save write it.",
     "part": "Start the server with --import FILE, where FILE is the Python file that registers it.",
@@ -50,4 +45,4 @@ def refusal(error: DeltuneError) -> DeltuneError:
     Args:
         error: Why the delta cannot be loaded.
     """
-    return DeltuneError(with_advice(error.without_python, TODO.get(error.fault, "")), error.in_python)
+    return DeltuneError(with_advice(error.without_python, OPERATOR_ADVICE.get(error.fault, "")), error.in_python)

@@ -19,7 +19,7 @@ from pathlib import Path
 from ..errors import DeltuneError, error_summary
 from .backbone import Backbones, LoadedDelta, PreparedDelta
 from .catalog import Catalog, Entry
-from .errors import EngineClosed, UnknownDelta
+from .errors import EngineClosed, UnknownDelta, refusal
 from .fairness import FairShare
 from .jobs import Job
 from .registry import Signature, check_delta_name, read_facts, signature
@@ -190,11 +190,10 @@ class Lifecycle:
             if not again and entry.error and seen == entry.refused:
                 return entry.refusal
             facts = read_facts(folder)
-            self.backbones.check(facts, folder)
             backbone = self.backbones.for_head(self.backbones.head_of(facts))
             return backbone.prepare(entry.name, folder, facts, seen)
         except DeltuneError as error:
-            return error
+            return refusal(error)
         except Exception as error:
             logger.exception("delta %r cannot be read", entry.name)
             return DeltuneError(f"delta {entry.name!r} cannot be read: {error_summary(error)}")

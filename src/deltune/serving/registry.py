@@ -124,8 +124,6 @@ def read_facts(folder: Path) -> FolderFacts:
     try:
         where, run = locate_delta(folder)
         return _foreign_facts(where) if not (where / FACTS).is_file() else _facts(where, run)
-    except DeltuneError as error:
-        raise refusal(error) from error
     except OSError as error:
         raise DeltuneError(f"{folder} cannot be read: {error_summary(error)}") from error
 
