@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 import deltune
+from deltune.serving.concurrency import release_worker_threads
 from deltune.serving.encoding import EncodingLane
 from deltune.serving.engine import Server
 from deltune.serving.errors import QueueFull
@@ -116,7 +117,8 @@ def served(shape: Shape, folder: Path | None, **options: Any) -> Server:
 
 
 def all_at_once(server: Server, requests: Sequence[Request]) -> list[Answer]:
-    """Answers to requests that wait at once."""
+    """Answers to requests that wait at once, in a process that computes nothing but them."""
+    release_worker_threads()  # of this thread, which runs PEFT's model between the rounds
     return [future.result() for future in [server.submit(request) for request in requests]]
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltune.serving.concurrency import ConcurrentPasses, SafeWidths
+from deltune.serving.concurrency import ConcurrentPasses, SafeWidths, _openmp_libraries, release_worker_threads
 from deltune.serving.encoding import PASS_OVERHEAD, EncodingLane, split_by_length, split_evenly
 from deltune.serving.engine import Server
 from deltune.serving.errors import InvalidRequest
@@ -101,6 +103,47 @@ def test_passes_run_at_the_same_time_and_leave_the_threads_of_others_as_they_wer
     finally:
         torch.set_num_threads(before)
         passes.close()
+
+
+def threads_of_this_process() -> int:
+    """How many threads there are, when those that are ending have ended."""
+    seen = [len(list(Path("/proc/self/task").iterdir()))]
+    while len(seen) < 10 or len(set(seen[-10:])) > 1:
+        time.sleep(0.01)
+        seen.append(len(list(Path("/proc/self/task").iterdir())))
+    return seen[-1]
+
+
+def workers_made() -> int:
+    """Compute something in parallel, and return how many threads this process has more since then."""
+    before = threads_of_this_process()
+    torch.tanh(torch.ones(1 << 20))
+    return threads_of_this_process() - before
+
+
+@pytest.mark.skipif(not _openmp_libraries(), reason="torch does not compute with GNU's OpenMP here")
+def test_a_thread_that_waits_keeps_no_workers() -> None:
+    before = torch.get_num_threads()
+    release_worker_threads()
+    torch.set_num_threads(2)
+    try:
+        assert workers_made() == 1
+        assert workers_made() == 0, "they are kept"
+        release_worker_threads()
+        assert workers_made() == 1
+        with Server(deltas("bert", "sequence").model()) as server:  # which takes the worker of this thread
+            seen: list[int] = []
+            server._call(lambda: seen.extend((threads_of_this_process(), workers_made())))
+            alone, made = seen
+            assert made == 1
+            deadline = time.monotonic() + 30
+            while threads_of_this_process() > alone and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert threads_of_this_process() == alone, "an engine without work gives its workers up"
+            assert workers_made() == 1, "so that this thread has none either"
+    finally:
+        torch.set_num_threads(before)
+        release_worker_threads()
 
 
 class Counting(torch.nn.Module):

@@ -30,7 +30,7 @@ from ..models import align_padding_token, has_trained_head, load_config, load_mo
 from .admission import Admission, check_length
 from .backbone import Backbones, LoadedDelta
 from .catalog import Catalog, Entry
-from .concurrency import ConcurrentPasses
+from .concurrency import ConcurrentPasses, release_worker_threads
 from .encoding import BatchLimits, EncodingLane, LaneContext
 from .errors import EngineClosed, InvalidRequest, RequestTimeout, UnknownDelta
 from .fairness import FairShare
@@ -175,6 +175,7 @@ class Server:
         self._long_encoding = ThreadPoolExecutor(1, thread_name_prefix="deltune-long-encoder")
         if self.root is not None:
             self._catalog.look()
+        release_worker_threads()  # those of the thread that has loaded the model
         self._thread = threading.Thread(target=self._run, name="deltune-engine", daemon=True)
         self._thread.start()
         self._watcher: threading.Thread | None = None
@@ -517,6 +518,8 @@ class Server:
                     if self._closed:
                         break
                     if not self._pending():
+                        if not any(lane.busy for lane in self._lanes.values()):
+                            release_worker_threads()
                         self._wake.wait(self._idle_time())
                     calls, self._calls = self._calls, deque()
                 for call in calls:

@@ -19,6 +19,7 @@ from pathlib import Path
 from ..errors import DeltuneError, error_summary
 from .backbone import Backbones, LoadedDelta, PreparedDelta
 from .catalog import Catalog, Entry
+from .concurrency import release_worker_threads
 from .errors import EngineClosed, UnknownDelta, refusal
 from .fairness import FairShare
 from .jobs import Job
@@ -168,6 +169,7 @@ class Lifecycle:
             for attempt in range(READ_ATTEMPTS):
                 seen = signature(folder)
                 prepared = self._prepared(entry, folder, seen, again=done is not None)
+                release_worker_threads()
                 if isinstance(prepared, PreparedDelta) or signature(folder) == seen:
                     break
                 time.sleep(0.05 * (attempt + 1))  # somebody is replacing the files
