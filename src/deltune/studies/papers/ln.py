@@ -298,14 +298,16 @@ NLG = ("e2e_nlg", "samsum", "dart")
 def nlg(setup: StudySetup) -> Study:
     """Return the study of LN table 2."""
     if setup.small:
-        limits = {"max_train_rows": 800, "validation_rows": 40, "test_rows": 60, "max_length": 64, "target_length": 32}
+        # The model's vocabulary has 512 pieces, and 96 of them hold nine of ten texts. Texts that were cut at 32 had a
+        # BLEU below 5 on E2E whatever the method was, since all were too short.
+        limits = {"max_train_rows": 3200, "validation_rows": 40, "test_rows": 100, "max_length": 128, "target_length": 96}
         by_task: dict[str, Values] = {
             "e2e_nlg": {"metrics": ("bleu", "nist", "rougeL_coco", "cider")},
-            "dart": {"metrics": ("bleu", "ter", "chrf")}, "samsum": {"max_length": 96},
+            "dart": {"metrics": ("bleu", "ter", "chrf")},
         }  # fmt: skip
         plan_cells = cross_product(
             setup, "ln/nlg", {"stories260k": "stories260k-llama"}, NLG, method_variants(STORIES),
-            {**limits, "batch_size": 8, "steps": 60, "validate_every": 30, "metric": "loss"}, by_task=by_task,
+            {**limits, "batch_size": 16, "steps": 200, "validate_every": 100, "metric": "loss"}, by_task=by_task,
             seeds=SEEDS,
         )  # fmt: skip
     else:
