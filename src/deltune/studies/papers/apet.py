@@ -270,17 +270,16 @@ def _plan(
     model: str,
     tasks: Sequence[str],
     variants: Sequence[Variant],
-    seeds: tuple[int, ...] | None = None,
     **options: Any,
 ) -> CellPlan:
-    """Return the cells of variants on one model of a family; `seeds` are those of the scale unless they are given."""
+    """Return the cells of variants on one model of a family."""
     family = _families(setup)[label]
     options = options if setup.small else {"protocol": "ap", **options}
     by_task = {task: {"answer": "words"} for task in tasks if family.answers_in_words and task in CLASSES}
     return cross_product(
         setup, name, {model: family.models[model].hub_id}, tasks,
         variants, options,
-        labels={"family": label}, by_task=by_task, search_rates=True, seeds=seeds,
+        labels={"family": label}, by_task=by_task, search_rates=True,
     )  # fmt: skip
 
 
@@ -331,7 +330,7 @@ def structure(setup: StudySetup) -> Study:
     """Return the study of AP figure 5."""
     tasks = ("sst2",) if setup.small else CLASSES
     plans = [
-        _plan(setup, "ap/structure", label, model, tasks, family.variants_of_equal_size(model), SEEDS)
+        _plan(setup, "ap/structure", label, model, tasks, family.variants_of_equal_size(model))
         for label, family in _families(setup).items() for model in _compared_models(setup, family)
     ]  # fmt: skip
     return Study(
@@ -376,7 +375,7 @@ def convergence(setup: StudySetup) -> Study:
     if setup.small:
         steps = {"epochs": 6, "validate_every": 21}
     plans = [
-        _plan(setup, "ap/convergence", label, model, tasks, _drawn_variants(family, model), SEEDS, **steps)
+        _plan(setup, "ap/convergence", label, model, tasks, _drawn_variants(family, model), **steps)
         for label, family in _families(setup).items() for model in _compared_models(setup, family)
     ]  # fmt: skip
     return Study(
@@ -551,7 +550,7 @@ def _transferred(setup: StudySetup, label: str, model: str, sources: Sequence[st
     options = {} if setup.small else {"protocol": "ap"}
     runs = cross_product(
         setup, "ap/transfer", {model: family.models[model].hub_id}, sources, variants, options,
-        labels={"family": label}, by_task=by_task, search_rates=True, seeds=SEEDS,
+        labels={"family": label}, by_task=by_task, search_rates=True,
     )  # fmt: skip
     target_fields = {
         target: {k: v for k, v in {**setup.task(target), "relabel": relabel[target]}.items() if k in TARGET_FIELDS}
