@@ -540,7 +540,7 @@ def transfer(setup: StudySetup) -> Study:
         ),
         "accuracy",
         "Labels are 1 (positive, entailment, duplicate) and 0 (the rest). Adjacent and discrete parameters, "
-        "as many as LoRA has. "
+        "as many as LoRA has. A percentage of an original that is no better than chance says nothing of transfer. "
         + ("QQP is a source alone: no other task of its type is here. " if setup.small
            else "Without questions and summaries: what they answer is no label. ") + _note(setup),
     )  # fmt: skip

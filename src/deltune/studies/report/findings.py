@@ -147,7 +147,7 @@ def _caveat(finding: Finding) -> str:
     opposed = [one.setting for one in settings if result is not None and _is_opposed(one, result)]
     texts = [
         f"{finding.at_chance} of {finding.n_runs} runs at chance" if finding.at_chance else "",
-        f"the other way {', '.join(opposed)}" if opposed else "",
+        f"the other way: {'; '.join(opposed)}" if opposed else "",
     ]
     return "; ".join(text for text in texts if text)
 
