@@ -192,6 +192,15 @@ def test_lower_is_better_where_the_metric_says_so() -> None:
     assert sum(ranks) == pytest.approx(len(ranks) * (len(ranks) + 1) / 2), "ranks with ties shared add up"
 
 
+def test_a_loss_is_shown_and_not_ranked() -> None:
+    outcomes, (view, *_) = made.STUDIES["ln/nlg"]
+    assert isinstance(view, TableSpec)
+    with_loss = [replace(one, scores={**one.scores, "loss": float(i % 5)}) for i, one in enumerate(outcomes)]
+    table, other = build_table(replace(view, metric=()), with_loss), build_table(replace(view, metric=()), outcomes)
+    assert any("loss" in column.text for column in table.columns)
+    assert [row.cells[-1].mean for row in table.rows] == [row.cells[-1].mean for row in other.rows]
+
+
 def test_a_metric_that_was_asked_for_and_is_nowhere_is_said() -> None:
     outcomes, (view, *_) = made.STUDIES["ln/nlg"]
     assert isinstance(view, TableSpec)

@@ -135,12 +135,20 @@ def _at_chance(outcomes: Sequence[Outcome], names: Mapping[str, str]) -> str:
     for outcome in at_chance:
         label = describe_cell({axis: value for axis, value in outcome.cell.items() if axis in axes}, names)
         cells.setdefault(label, []).append(str(outcome.cell.get(SEED, "")))
-    listed = [f"{label} (seed {', '.join(seeds)})" if any(seeds) else label for label, seeds in cells.items()]
+    listed = [
+        f"{label} (seed{'s' * (len(seeds) > 1)} {', '.join(seeds)})" if any(seeds) else label
+        for label, seeds in cells.items()
+    ]
     more = f"; and {len(listed) - MAX_LISTED} more" if len(listed) > MAX_LISTED else ""
+    are, they_have, their, them, these_are = (
+        ("is", "it has", "its", "it", "It is")
+        if len(at_chance) == 1
+        else ("are", "they have", "their", "them", "These are")
+    )
     return (
-        f"{len(at_chance)} of {len(outcomes)} runs are no better than chance on the test split: they have learned "
-        "little or nothing at their learning rate, and a comparison with them says little about the method. They are "
-        f"{'; '.join(listed[:MAX_LISTED])}{more}."
+        f"{len(at_chance)} of {len(outcomes)} runs {are} no better than chance on the test split: {they_have} learned "
+        f"little or nothing at {their} learning rate, and a comparison with {them} says little about the method. "
+        f"{these_are}: {'; '.join(listed[:MAX_LISTED])}{more}."
     )
 
 

@@ -50,7 +50,8 @@ AP_CLAIMS: dict[str, tuple[Claim, ...]] = {
     "ap/gap": (
         Claim("the gap between the best and the worst method shrinks as models grow", "§4.2, figures 1 and 3",
               GapShrinks("method", "model", {"method": METHODS})),
-        Claim("on the largest model every method matches full tuning: no more than 1 point below", "§4.2, figures 1, 3",
+        Claim("on the largest model every method matches full tuning: no more than 1 point below (margin ours)",
+              "§4.2, figures 1, 3",
               AllOf(tuple(Within({"method": m, "model": LARGEST}, {"method": "full", "model": LARGEST}, PARITY)
                          for m in METHODS)), exclude=LARGE_ENOUGH),
         Claim("full tuning's lead over every method shrinks as models grow", "§4.2, figure 3",
@@ -59,15 +60,17 @@ AP_CLAIMS: dict[str, tuple[Claim, ...]] = {
     "ap/structure": (
         Claim("at equal N the gap between structures shrinks as models grow", "§5.2, figure 5",
               GapShrinks("structure", "model")),
-        Claim("at equal N all structures are within 1 point of each other on the largest model", "§5.2, figure 5",
+        Claim("at equal N all structures are within 1 point of each other on the largest model (margin ours)",
+              "§5.2, figure 5",
               AllWithin("structure", PARITY, {"model": LARGEST})),
-        Claim("on the largest model the groups, with different N, are within 1 point of each other", "§5.2, figure 5",
+        Claim("on the largest model the groups, with different N, are within 1 point of each other (margin ours)",
+              "§5.2, figure 5",
               AllWithin("group", PARITY, {"model": LARGEST, "structure": EVERY})),
     ),
     "ap/convergence": (
         Claim("adjacent parameters converge in fewer steps than discrete ones", "§5.2, figure 6",
               Beats({"structure": "adjacent"}, {"structure": "discrete"}, measurement=STEPS)),
-        Claim("both end at the same performance: within 1 point", "§5.2, figure 6",
+        Claim("both end at the same performance: within 1 point (margin ours)", "§5.2, figure 6",
               Within({"structure": "adjacent"}, {"structure": "discrete"}, PARITY, both=True)),
     ),
     "ap/thresholds": (
@@ -93,8 +96,8 @@ AP_CLAIMS: dict[str, tuple[Claim, ...]] = {
               "appendix E, figure 9", AllOf((
                   Beats(*_pairs(SMALLEST), measurement=RELATIVE), Beats(*_pairs(LARGEST), measurement=RELATIVE))),
               exclude={"target": ("nq_open",)}),  # the only task of its type
-        Claim("larger models do not transfer better between types: less than 5 % of the original a decade",
-              "appendix E, figure 9",
+        Claim("larger models do not transfer better between types: less than 5 % of the original more for each factor "
+              "of 10 in size (margin ours)", "appendix E, figure 9",
               Falls("model", {"pair": "other type", "task": EVERY}, margin=5.0, measurement=RELATIVE)),
     ),
 }  # fmt: skip
@@ -246,9 +249,13 @@ NOTE = (
     "T5 is v1.1: the paper does not say which. Full tuning has a rate of 5e-5 (none is printed), every run 3 epochs "
     "(no number of steps is printed) but where steps are the question."
 )
-SMALL_NOTE = (
-    "Encoders of 4 to 23 million parameters of one series, the smaller ones distilled from the largest, where the "
-    "paper goes to 11 billion: a trend over less than one power of ten says nothing of the paper's range."
+ALL_MODELS_NOTE = (
+    "Four encoders of 4 to 23 million parameters, the smaller ones distilled from the largest, where the paper goes to "
+    "11 billion: a trend over less than one power of ten says nothing of the paper's range."
+)
+COMPARED_NOTE = (
+    "Two encoders of 4 and 11 million parameters, distilled from one model, where the paper goes to 11 billion: a "
+    "trend over a factor of 2.5 says nothing of the paper's range."
 )
 SEARCHED_NOTE = (
     "A method's learning rate is the one of four that validates best under the first seed, on each model and task."
@@ -259,8 +266,8 @@ def _families(setup: StudySetup) -> Mapping[str, ModelFamily]:
     return SMALL_FAMILIES if setup.small else PAPER_FAMILIES
 
 
-def _note(setup: StudySetup) -> str:
-    return f"{SMALL_NOTE} {SEARCHED_NOTE}" if setup.small else NOTE
+def _note(setup: StudySetup, models: str = COMPARED_NOTE) -> str:
+    return f"{models} {SEARCHED_NOTE}" if setup.small else NOTE
 
 
 def _plan(
@@ -270,17 +277,16 @@ def _plan(
     model: str,
     tasks: Sequence[str],
     variants: Sequence[Variant],
-    seeds: tuple[int, ...] | None = None,
     **options: Any,
 ) -> CellPlan:
-    """Return the cells of variants on one model of a family; `seeds` are those of the scale unless they are given."""
+    """Return the cells of variants on one model of a family."""
     family = _families(setup)[label]
     options = options if setup.small else {"protocol": "ap", **options}
     by_task = {task: {"answer": "words"} for task in tasks if family.answers_in_words and task in CLASSES}
     return cross_product(
         setup, name, {model: family.models[model].hub_id}, tasks,
         variants, options,
-        labels={"family": label}, by_task=by_task, search_rates=True, seeds=seeds,
+        labels={"family": label}, by_task=by_task, search_rates=True,
     )  # fmt: skip
 
 
@@ -310,7 +316,7 @@ def gap(setup: StudySetup) -> Study:
             _table("The numbers", "method"),
         ),
         METRIC,
-        _note(setup) + (" SST-2 alone, 400 rows." if setup.small else ""),
+        _note(setup, ALL_MODELS_NOTE) + (" SST-2 alone, 400 rows." if setup.small else ""),
     )  # fmt: skip
 
 
@@ -331,7 +337,7 @@ def structure(setup: StudySetup) -> Study:
     """Return the study of AP figure 5."""
     tasks = ("sst2",) if setup.small else CLASSES
     plans = [
-        _plan(setup, "ap/structure", label, model, tasks, family.variants_of_equal_size(model), SEEDS)
+        _plan(setup, "ap/structure", label, model, tasks, family.variants_of_equal_size(model))
         for label, family in _families(setup).items() for model in _compared_models(setup, family)
     ]  # fmt: skip
     return Study(
@@ -376,7 +382,7 @@ def convergence(setup: StudySetup) -> Study:
     if setup.small:
         steps = {"epochs": 6, "validate_every": 21}
     plans = [
-        _plan(setup, "ap/convergence", label, model, tasks, _drawn_variants(family, model), SEEDS, **steps)
+        _plan(setup, "ap/convergence", label, model, tasks, _drawn_variants(family, model), **steps)
         for label, family in _families(setup).items() for model in _compared_models(setup, family)
     ]  # fmt: skip
     return Study(
@@ -534,7 +540,7 @@ def transfer(setup: StudySetup) -> Study:
         ),
         "accuracy",
         "Labels are 1 (positive, entailment, duplicate) and 0 (the rest). Adjacent and discrete parameters, "
-        "as many as LoRA has. "
+        "as many as LoRA has. A percentage of an original that is no better than chance says nothing of transfer. "
         + ("QQP is a source alone: no other task of its type is here. " if setup.small
            else "Without questions and summaries: what they answer is no label. ") + _note(setup),
     )  # fmt: skip
@@ -551,7 +557,7 @@ def _transferred(setup: StudySetup, label: str, model: str, sources: Sequence[st
     options = {} if setup.small else {"protocol": "ap"}
     runs = cross_product(
         setup, "ap/transfer", {model: family.models[model].hub_id}, sources, variants, options,
-        labels={"family": label}, by_task=by_task, search_rates=True, seeds=SEEDS,
+        labels={"family": label}, by_task=by_task, search_rates=True,
     )  # fmt: skip
     target_fields = {
         target: {k: v for k, v in {**setup.task(target), "relabel": relabel[target]}.items() if k in TARGET_FIELDS}

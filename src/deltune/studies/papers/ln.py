@@ -42,6 +42,11 @@ def _with_norms_beats(with_norms: str, without: str) -> Beats:
     return Beats({"method": with_norms}, {"method": without})
 
 
+RATE_OF_SICK = (
+    "Here SICK has a learning rate of 0.01 and the other tasks one of 0.03, each the best on validation. Terms move "
+    "further at a higher rate, so that tasks and rates are compared at once."
+)
+
 LN_CLAIMS: dict[str, tuple[Claim, ...]] = {
     "ln/nlu": (
         Claim(
@@ -115,10 +120,10 @@ LN_CLAIMS: dict[str, tuple[Claim, ...]] = {
         Claim("terms change more where there are more data: SST-2 > SICK > CB", "§4, figure 3", AllOf((
             Beats({"task": "sst2"}, {"task": "sick"}, measurement=CHANGE),
             Beats({"task": "sick"}, {"task": "cb"}, measurement=CHANGE),
-        ))),
+        )), miniature=RATE_OF_SICK),
         Claim("terms change more for answers and entities than for two classes", "§4, figure 3",
               Beats({"task": ("commonsense_qa", "broad_twitter")}, {"task": ("sst2", "sick", "cb")},
-                    measurement=CHANGE)),
+                    measurement=CHANGE), miniature=RATE_OF_SICK),
     ),
     "ln/ablation": (
         Claim("all ablated methods lose, on either model: LN-tuning has nothing superfluous", "§5, table 5",
@@ -292,20 +297,47 @@ GPT2 = {
     "prefix_text": "prefix(length=16)", "prefix_layernorm_text": "prefix_layernorm(length=16)",
 }  # fmt: skip
 TABLE2_METHODS = tuple(name for name in GPT2 if not name.endswith("_text"))
+STORIES_NOTE = (
+    "The model writes children's stories. It has 260,032 parameters and a vocabulary of 512 pieces. On each task it "
+    "is trained for 200 steps of 16 rows, which is one pass over the training rows or less, under three seeds. Each "
+    "method has one learning rate, which was chosen on a small encoder and not on this model. Targets and generated "
+    "texts have up to 96 pieces, enough for 92 % of E2E's training targets, 86 % of DART's and 82 % of SAMSum's. "
+    "Inputs keep their last 128 pieces, SAMSum's their last 96: of 100 test rows, 59 of DART's and 90 of SAMSum's are "
+    "cut.\n\n"
+    "Full tuning reaches BLEU 23.5 on E2E, BLEU 12.2 on DART and ROUGE-2 1.9 on SAMSum, in the paper 65, 34 and 20; "
+    "none of the other methods in the first table exceeds 8.6, 3.7 and 0.7. Full tuning writes sentences on E2E's "
+    "subject, though they have little more than half as many words as the references, so that NIST, which punishes "
+    "short texts most, ranks it fifth of eight. Nearly four of five of DART's rows here come from E2E, and it writes "
+    "about restaurants for the others too. On SAMSum it takes up names from the dialogue and little else, so that "
+    "differences between methods say next to nothing. More than nine in ten texts of the other methods are unfinished "
+    "at the limit of 96 pieces, and their TER on DART is above 100. Ranks say which method learns fast here, and "
+    "little about the paper's ranks.\n\n"
+    "The model's norms are RMSNorm, which has no bias, and it has no other biases, so that BitFit adds them. METEOR, "
+    "which needs Java, is left out."
+)
 NLG = ("e2e_nlg", "samsum", "dart")
 
 
 def nlg(setup: StudySetup) -> Study:
     """Return the study of LN table 2."""
     if setup.small:
-        limits = {"max_train_rows": 800, "validation_rows": 40, "test_rows": 60, "max_length": 64, "target_length": 32}
+        # The model's vocabulary has 512 pieces. 96 of them hold 92 % of the training targets of E2E, 86 % of DART's and
+        # 82 % of SAMSum's; cut at 32, BLEU on E2E was below 5 whatever the method was. SAMSum's inputs are cut at 96
+        # pieces, as `SMALL_TASK_OPTIONS` says.
+        limits = {
+            "max_train_rows": 3200,
+            "validation_rows": 40,
+            "test_rows": 100,
+            "max_length": 128,
+            "target_length": 96,
+        }
         by_task: dict[str, Values] = {
             "e2e_nlg": {"metrics": ("bleu", "nist", "rougeL_coco", "cider")},
-            "dart": {"metrics": ("bleu", "ter", "chrf")}, "samsum": {"max_length": 96},
+            "dart": {"metrics": ("bleu", "ter", "chrf")},
         }  # fmt: skip
         plan_cells = cross_product(
             setup, "ln/nlg", {"stories260k": "stories260k-llama"}, NLG, method_variants(STORIES),
-            {**limits, "batch_size": 8, "steps": 60, "validate_every": 30, "metric": "loss"}, by_task=by_task,
+            {**limits, "batch_size": 16, "steps": 200, "validate_every": 100, "metric": "loss"}, by_task=by_task,
             seeds=SEEDS,
         )  # fmt: skip
     else:
@@ -319,7 +351,8 @@ def nlg(setup: StudySetup) -> Study:
         plan_cells,
         (
             TableSpec(
-                title="Generated text (LN table 2)", columns=("task", "metric"), metric=(), average=False, rank=True,
+                title="Generated text (LN table 2); the rank leaves out the loss", metric=(), average=False, rank=True,
+                columns=("task", "metric"),
                 where={"method": TABLE2_METHODS}, order={"method": TABLE2_METHODS, "task": NLG}, display_names=NAMES,
                 published={} if setup.small else LN_TABLE2,
             ),
@@ -329,11 +362,7 @@ def nlg(setup: StudySetup) -> Study:
             ),
         ),
         ("bleu", "rouge2_pltrdy", "rouge2"),
-        "The model writes children's stories. It has 260,032 parameters, knows 512 tokens and is trained for 60 steps "
-        "on each task. Its texts are bad under every method, so that ranks say which method learns fast, and little "
-        "about the paper's ranks. They are cut at 32 tokens, half of the median text of E2E, so that BLEU is mostly a "
-        "penalty for short texts. Its norms are RMSNorm, which has no bias, and it has no other biases, so that BitFit "
-        "adds them. METEOR is left out, because its start alone takes longer than a run."
+        STORIES_NOTE
         if setup.small
         else "METEOR needs Java; MoverScore, BERTScore and BLEURT need models and are left out without them.",
     )  # fmt: skip
@@ -435,7 +464,7 @@ def terms(setup: StudySetup) -> Study:
     by_task: dict[str, Values] = {
         "sst2": {"max_train_rows": 2000}, "cb": {"epochs": 3}, "commonsense_qa": {"max_train_rows": 300},
     }  # fmt: skip
-    runs = _nlu(setup, "ln/terms", model, tasks, {"layernorm": "layernorm"}, by_task, search_rates=True, seeds=SEEDS)
+    runs = _nlu(setup, "ln/terms", model, tasks, {"layernorm": "layernorm"}, by_task, search_rates=True)
 
     def plan_cells(records: Records) -> list[PlannedCell]:
         return [

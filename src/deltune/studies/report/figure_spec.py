@@ -98,7 +98,7 @@ class TableSpec(ViewSpec):
         groups: An axis that divides the rows ("model"); best and second are marked in each group.
         percent: Whether there is a column with the percentage of parameters trained.
         average: Whether there is a column with the average of each row.
-        rank: Whether there is a column with the average of each row's ranks.
+        rank: Whether there is a column with the average of each row's ranks, a loss left out.
         published: (label, …) -> the paper's number in the unit shown, by group (if there are groups), row, and the
             column's labels or "percent", "average" or "rank".
     """

@@ -111,7 +111,8 @@ def _claim_row(finding: Finding, printed: PrintedFinding, small: bool) -> ClaimR
         claim.contradiction,
         _sentence(finding.note) if not (finding.settings or waits) else "",
         _other_settings(ours),
-        f"{finding.at_chance} of the {finding.n_runs} runs that were compared are no better than chance."
+        f"{finding.at_chance} of the {finding.n_runs} runs that were compared "
+        f"{'is' if finding.at_chance == 1 else 'are'} no better than chance."
         if finding.at_chance
         else "",
         finding.resolution.text if finding.resolution is not None else "",
@@ -146,7 +147,7 @@ def _caveat(finding: Finding) -> str:
     opposed = [one.setting for one in settings if result is not None and _is_opposed(one, result)]
     texts = [
         f"{finding.at_chance} of {finding.n_runs} runs at chance" if finding.at_chance else "",
-        f"the other way {', '.join(opposed)}" if opposed else "",
+        f"the other way: {'; '.join(opposed)}" if opposed else "",
     ]
     return "; ".join(text for text in texts if text)
 

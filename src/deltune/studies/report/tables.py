@@ -207,9 +207,11 @@ def build_table(view: TableSpec, outcomes: Iterable[Outcome]) -> Table:
                     [_average(row_cells, notes) for row_cells in cells_by_row],
                 )
             )
-    if view.rank and len(columns) > 1:
-        ranks = _ranks(cells_by_row, formats, groups)
-        more_columns.append((Column(("Rank ↓",), "rank", RANK), [_mean_rank(r, len(columns), notes) for r in ranks]))
+    # A loss is no metric of a task: a claim about ranks leaves it out too.
+    ranked = [i for i, key in enumerate(keys) if _column_metric(aggregates, key, n_outer) != "loss"]
+    if view.rank and len(ranked) > 1:
+        ranks = _ranks([[cells[i] for i in ranked] for cells in cells_by_row], [formats[i] for i in ranked], groups)
+        more_columns.append((Column(("Rank ↓",), "rank", RANK), [_mean_rank(r, len(ranked), notes) for r in ranks]))
     for column, cells in more_columns:
         columns.append(column)
         for row, row_cells, cell in zip(rows, cells_by_row, cells, strict=True):
