@@ -169,10 +169,10 @@ class Lifecycle:
             for attempt in range(READ_ATTEMPTS):
                 seen = signature(folder)
                 prepared = self._prepared(entry, folder, seen, again=done is not None)
-                release_worker_threads()
                 if isinstance(prepared, PreparedDelta) or signature(folder) == seen:
                     break
                 time.sleep(0.05 * (attempt + 1))  # somebody is replacing the files
+            release_worker_threads()
             with self.context.wake:
                 self.load_seconds += time.perf_counter() - began
                 if not self._ended:
