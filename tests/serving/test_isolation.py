@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from deltune.errors import DeltuneError
 from deltune.models import load_model, load_tokenizer
 from deltune.runtime.attaching import find_tuned
-from deltune.serving import runners
+from deltune.serving import padded_decoder, runners
 from deltune.serving.api.answers import chat_tokens
 from deltune.serving.api.schemas import EmbeddingBody
 from deltune.serving.engine import Server
@@ -271,13 +271,37 @@ def test_a_server_that_cannot_start_leaves_the_model_alone(tmp_path: Path) -> No
     assert model.training and find_tuned(model) is None
 
 
+# -- what deltas put before a text
+
+
+def test_a_cache_holds_what_a_delta_puts_before_every_text() -> None:
+    """It is computed once for a delta, no later pass applies its edits, and its bytes count as the delta's."""
+    of = deltas("gpt2", "causal")
+    whole = {"prefix(length=3)": 3, "prompt(length=3)": 3, "prompt(length=5) + prefix(length=2)": 7, "layernorm": 0,
+             "prefix(length=3, layers='upper half')": 0, "unipelt": 0}  # fmt: skip
+    names = {text: name for name, text in of.methods.items()}
+    with Server(of.model(), deltas=of.folder) as server:
+        for text, held in whole.items():
+            loaded = server.load(names[text])
+            before = loaded.bytes
+            requests = [ask("generate", 3 + n, n, names[text]) for n in range(3)]
+            check(of, requests, [future.result(60) for future in [server.submit(request) for request in requests]])
+            (lane,) = server._lanes.values()
+            runner: Any = lane.runner  # type: ignore[union-attr]
+            (preamble,) = [made for one, made in runner._preambles.items() if one.name == names[text]]
+            assert preamble.columns == held and bool(preamble.edits) == bool(held)
+            sizes = [tensor.nbytes for pair in preamble.states if pair is not None for tensor in pair]
+            (now,) = [one for one in server._lifecycle.in_memory() if one.name == names[text]]
+            assert now.bytes - before == sum(sizes)
+
+
 # -- faults
 
 
 def test_a_fault_between_two_steps_loses_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """When rows cannot be put into one batch, such as for want of memory, each of them hears of it."""
     of = deltas("gpt2", "causal")
-    join = runners.assemble
+    join = padded_decoder.assemble
     faults = iter([MemoryError("no room")])
 
     def failing(*arguments: Any, **options: Any) -> Any:
@@ -290,7 +314,7 @@ def test_a_fault_between_two_steps_loses_no_request(monkeypatch: pytest.MonkeyPa
         futures = []
         with server.stream(ask("generate", 4, 1, None, sampling=long)) as stream:
             next(stream)
-            monkeypatch.setattr(runners, "assemble", failing)
+            monkeypatch.setattr(padded_decoder, "assemble", failing)
             futures = [server.submit(ask("generate", 5, seed, None, sampling=long)) for seed in (2, 3)]
             with pytest.raises(DeltuneError, match="no room"):
                 list(stream)

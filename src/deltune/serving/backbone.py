@@ -27,8 +27,8 @@ from ..compat import attention_implementation, auto_class_mapping, buffers_of, p
 from ..errors import DeltuneError, error_summary
 from ..methods.forms import Prompt
 from ..models import AUTO_CLASSES
-from ..runtime.attaching import add_delta, check_base_of_delta, find_tuned, read_delta
-from ..runtime.attention import PREFIX
+from ..runtime.attaching import add_delta, check_base_of_delta, find_tuned, has_sliding_window, read_delta
+from ..runtime.attention import PREFIX, CacheablePrefix, cacheable_prefix
 from ..runtime.handle import (
     Tuned,
     base_value,
@@ -39,7 +39,7 @@ from ..runtime.handle import (
     shares_rows,
 )
 from ..runtime.linear_backend import linear_forward, optimize_linear
-from ..runtime.modules import Delta, HeadLabels
+from ..runtime.modules import Delta, Edit, HeadLabels
 from ..runtime.prompts import unused_position_rows
 from ..runtime.row_assignment import parameter_names
 from .registry import HEAD_TASKS, FolderFacts, Signature, head_of_model_class, locate_delta, signature
@@ -70,6 +70,8 @@ class LoadedDelta:
         group: Rows of deltas with the same group may share a batch.
         prompt_length: How many rows it puts before the text.
         prompt_shift: How many positions these rows take.
+        prompt_edits: The edits that put them there.
+        prefix: Its prefixes, where a cache may hold them, or None.
         shifts: By how many positions it moves the tokens of each stack besides, by name of the stack.
         bytes: Its size in memory.
         max_length: The length in tokens to which its run cuts texts, or None.
@@ -94,6 +96,8 @@ class LoadedDelta:
     group: str = ""
     prompt_length: int = 0
     prompt_shift: int = 0
+    prompt_edits: frozenset[Edit] = frozenset()
+    prefix: CacheablePrefix | None = None
     shifts: dict[str, int] = field(default_factory=dict)
     bytes: int = 0
     max_length: int | None = None
@@ -153,6 +157,7 @@ class Backbone:
         self.first_stack, self.last_stack = anatomy.stacks[0], anatomy.stacks[-1]
         self.arguments = frozenset(parameter_names(model))
         self.rope_limit = longrope_limit(model)
+        self.sees_all_columns = not has_sliding_window(model)
         self._attached: set[str] = set()
 
     # -- what is attached
@@ -245,6 +250,8 @@ class Backbone:
             group=self._group(internal, prompts),
             prompt_length=sum(form.length for form in prompts),
             prompt_shift=sum(form.length for form in prompts if form.positions == "shift"),
+            prompt_edits=frozenset(edit for edit in edits if isinstance(edit.modification.form, Prompt)),
+            prefix=cacheable_prefix(delta, self.model),
             shifts=shifts,
             bytes=sum(parameter.nbytes for parameter in parameters),
             loaded_at=now,
@@ -282,7 +289,13 @@ class Backbone:
 
     # -- passes
 
-    def run(self, rows: Sequence[LoadedDelta], call: Callable[[], T], place: bool = True) -> T:
+    def run(
+        self,
+        rows: Sequence[LoadedDelta],
+        call: Callable[[], T],
+        place: bool = True,
+        cached: frozenset[Edit] = frozenset(),
+    ) -> T:
         """Run passes of the model in which each row uses its own delta.
 
         Args:
@@ -290,8 +303,9 @@ class Backbone:
             call: Runs the model.
             place: Whether the tensors of a delta that all rows use may be put into the model. False where another
                 thread runs passes with other deltas at the same time.
+            cached: Edits that are left out, since a cache holds what they put before the text.
         """
-        with torch.inference_mode(), inference_rows(self.handle, [row.internal for row in rows], place):
+        with torch.inference_mode(), inference_rows(self.handle, [row.internal for row in rows], place, cached):
             return call()
 
     def positions(self, stack: str, loaded: LoadedDelta) -> int:
