@@ -24,7 +24,7 @@ FEW = (
     "layernorm", "bitfit(which='norm')", "lora(rank=2)", "prefix(length=3)", "parallel_adapter(rank=4)",
     "prompt(length=3)", "prompt(length=5) + prefix(length=2)", "ia3",
     "apet(lora(rank=2, at='output') + layernorm, parameters=41)", "mam(length=3, rank=4)", "full",
-    "prompt(length=4) + prefix(length=2, shift_positions=True)", "prefix(length=3, layers='upper half')", "unipelt",
+    "prefix(length=2, shift_positions=True)", "prefix(length=2, shift_positions=True, layers='upper half')", "unipelt",
 )  # fmt: skip
 """Methods of every kind: norms, low rank, prefixes, bottlenecks, prompts, rescaling, sparse, sums, all weights.
 

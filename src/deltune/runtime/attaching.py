@@ -212,11 +212,11 @@ def atomic_new_folder(folder: str | Path) -> Iterator[Path]:
 
 
 def has_sliding_window(model: PreTrainedModel) -> bool:
-    """Return whether some attention of a model sees a window of the text only, a sliding one or a chunk."""
-    config: Any = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None) or ()
+    """Return whether some attention of a model sees a part of the text alone: its last tokens, or a chunk of it."""
+    config: Any = getattr(model.config, "text_config", None) or model.config
+    kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None) or ()  # GPT-Neo's name
     if kinds:
-        return any("sliding" in kind or "chunked" in kind for kind in kinds)
+        return any(word in kind for kind in kinds for word in ("sliding", "chunked", "local"))
     return bool(getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None))
 
 

@@ -402,20 +402,20 @@ class Tuned(nn.Module):
         forget_closed(self._passes)
         self._passes.update_model(self._passes.assignment_of_new_pass())
 
-    def _assign_all_rows(self, name: str | None, cached: Collection[Edit] = ()) -> RowAssignment:
+    def _assign_all_rows(self, name: str | None, left_out: Collection[Edit] | None = None) -> RowAssignment:
         if name is None:
             return RowAssignment([], None, self._base_labels)
         delta = self.delta(name)
-        return RowAssignment.of_all(name, delta, delta.labels or self._base_labels, self.anatomy, cached)
+        return RowAssignment.of_all(name, delta, delta.labels or self._base_labels, self.anatomy, left_out)
 
     def _assign_each_row(
-        self, names: Sequence[str | None], constant: bool = False, cached: Collection[Edit] = ()
+        self, names: Sequence[str | None], constant: bool = False, left_out: Collection[Edit] | None = None
     ) -> RowAssignment:
         """Make the assignment of `rows(names)`, and replace the forward of the modules whose tensors differ by row."""
         deltas: dict[str, Any] = dict(self.deltas.items())
         cache = self._passes.delta_cache
         assignment = RowAssignment.of_rows(
-            names, deltas, self._base_labels, self.anatomy, self._state, cache, constant, cached
+            names, deltas, self._base_labels, self.anatomy, self._state, cache, constant, left_out
         )
         with self._state.mutex:
             for path in assignment.tensors:
@@ -425,19 +425,19 @@ class Tuned(nn.Module):
         return assignment
 
     def _inference_assignment(
-        self, names: tuple[str | None, ...], place: bool, cached: frozenset[Edit]
+        self, names: tuple[str | None, ...], place: bool, left_out: frozenset[Edit] | None
     ) -> RowAssignment:
         """The assignment of `inference_rows`; the last ones are kept, since the steps of a batch have the same."""
         kept, placed = self._passes.kept_assignments, place and len(set(names)) == 1
-        assignment = kept.get((names, placed, cached))
+        assignment = kept.get((names, placed, left_out))
         if assignment is None:
             if placed:
-                assignment = self._assign_all_rows(names[0], cached)
+                assignment = self._assign_all_rows(names[0], left_out)
             else:
-                assignment = self._assign_each_row(names, constant=True, cached=cached)
+                assignment = self._assign_each_row(names, constant=True, left_out=left_out)
             while len(kept) >= KEPT_ASSIGNMENTS:
                 del kept[next(iter(kept))]
-            kept[names, placed, cached] = assignment
+            kept[names, placed, left_out] = assignment
         return assignment
 
     def advance(self, share: float) -> None:
@@ -975,7 +975,7 @@ def base_value(tuned: Tuned, name: str) -> nn.Parameter:
 
 
 def inference_rows(
-    tuned: Tuned, names: Sequence[str | None], place: bool = True, cached: frozenset[Edit] = frozenset()
+    tuned: Tuned, names: Sequence[str | None], place: bool = True, left_out: frozenset[Edit] | None = None
 ) -> Scope:
     """Do as `Tuned.rows` does, for passes without gradients: nothing is made trainable, which takes less time.
 
@@ -988,9 +988,9 @@ def inference_rows(
         names: For each row of the batch the name of its delta, or None for the base model.
         place: Whether the tensors of a delta that all rows use are put into the model. Passes of other threads that
             need other tensors there wait until the block is left; with False they run meanwhile.
-        cached: Edits that are left out, since the cache of the passes already holds what they put before the text: the
-            hidden states of prompts, and prefixes that were written into it. Masks then have a column for each of the
-            cache's, and positions are those of the text with its prompt.
+        left_out: Edits that are not applied, since the cache of the passes holds what they put before the text: the
+            keys and values of a prompt or a prefix. If it is given, even if it is empty, the caller gives a mask with a
+            column for each of the cache's, and the positions of the text with its prompt, which it has checked.
 
     Returns:
         A context manager, which gives the handle.
@@ -999,7 +999,10 @@ def inference_rows(
         DeltuneError: As `Tuned.rows`, when the block is entered.
     """
     return Scope(
-        tuned._passes, tuned, lambda: tuned._inference_assignment(tuple(names), place, cached), set_requires_grad=False
+        tuned._passes,
+        tuned,
+        lambda: tuned._inference_assignment(tuple(names), place, left_out),
+        set_requires_grad=False,
     )
 
 

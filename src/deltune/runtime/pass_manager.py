@@ -191,7 +191,7 @@ class PassManager:
         self.lock = lock
         self.compiled_pass = ForwardPass(self, self.default_assignment)  # that of torch.compile
         self.scopes: weakref.WeakSet[Scope] = weakref.WeakSet()
-        self.kept_assignments: dict[tuple[tuple[str | None, ...], bool, frozenset[Edit]], RowAssignment] = {}
+        self.kept_assignments: dict[tuple[tuple[str | None, ...], bool, frozenset[Edit] | None], RowAssignment] = {}
         self.delta_cache = DeltaCache()
         self.is_pickled = False
         _PASS_MANAGERS[id(self)] = self

@@ -401,7 +401,7 @@ class PositionHook:
         cached_tokens = int(cache.get_seq_length()) if cache is not None else 0
         if self.table is not None:
             self.passes.current_pass().batch_size = tokens.shape[0]
-            if self.passes.assignment().is_continued:  # columns of a cache are no positions
+            if self.passes.assignment().explicit_positions:  # the caller has checked them
                 return None
             self.check(self.table, cached_tokens + tokens.shape[1], max(shift for _, shift in shifts))
             return None

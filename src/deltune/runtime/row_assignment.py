@@ -239,7 +239,8 @@ class RowAssignment:
         shifts: By how much each group shifts the positions of a stack's tokens, by name of the stack.
         tensors: For each module, by path, how it runs with tensors of deltas instead of its own.
         prefixes: The prefixes of all rows, by path of the attention, where no tensor changes; else None.
-        is_continued: Whether a cache holds what some deltas put before the text, so that their edits are left out.
+        explicit_positions: Whether the caller gives positions and a mask of all columns of the cache, whose number then
+            says nothing about positions.
     """
 
     def __init__(
@@ -248,9 +249,9 @@ class RowAssignment:
         placed_delta: str | None,
         labels: HeadLabels,
         cache: StackCache | None = None,
-        cached: Collection[Edit] = (),
+        left_out: Collection[Edit] | None = None,
     ) -> None:
-        self.is_continued = bool(cached)
+        self.explicit_positions, left_out = left_out is not None, left_out or ()
         self.groups, self.placed_delta, self.labels = list(groups), placed_delta, labels
         self.rows: tuple[str | None, ...] = ()
         self.no_common_loss = self.unequal_labels = False
@@ -261,7 +262,7 @@ class RowAssignment:
         self.tensors: dict[str, TensorOverride] = {}
         written: dict[tuple[str, str], list[tuple[Edit, DeltaRows]]] = {}
         for edit, group in active_edits(self.groups):
-            if edit in cached:
+            if edit in left_out:
                 continue
             target = edit.place.target
             if edit.source_path is not None:
@@ -274,7 +275,7 @@ class RowAssignment:
                 written.setdefault((target.path, target.side), []).append((edit, group))
         self.writes = {place: EditChain(edits, place, cache) for place, edits in written.items()}
         prompts = [
-            (group, [e for e in group.delta.all_edits() if e.place.target.side == "tokens" and e not in cached])
+            (group, [e for e in group.delta.all_edits() if e.place.target.side == "tokens" and e not in left_out])
             for group in self.groups
         ]
         self.prompts = [(group, edits) for group, edits in prompts if edits]
@@ -287,10 +288,10 @@ class RowAssignment:
 
     @classmethod
     def of_all(
-        cls, name: str, delta: Delta, labels: HeadLabels, anatomy: Anatomy, cached: Collection[Edit] = ()
+        cls, name: str, delta: Delta, labels: HeadLabels, anatomy: Anatomy, left_out: Collection[Edit] | None = None
     ) -> RowAssignment:
         """Assign one delta to all rows."""
-        assignment = cls([DeltaRows(delta)], name, labels, cached=cached)
+        assignment = cls([DeltaRows(delta)], name, labels, left_out=left_out)
         changed: dict[str, dict[str, list[Any]]] = {}
         for tensor, part in delta.masked_tensors():
             for path, leaf in owning_modules(anatomy, tensor):
@@ -311,7 +312,7 @@ class RowAssignment:
         state: ModelState,
         cache: DeltaCache,
         constant: bool = False,
-        cached: Collection[Edit] = (),
+        left_out: Collection[Edit] | None = None,
     ) -> RowAssignment:
         """Assign a delta to each row.
 
@@ -323,7 +324,7 @@ class RowAssignment:
             state: Where the tensors of deltas are.
             cache: Facts about the deltas, kept for the next assignment.
             constant: Whether no tensor of a delta changes as long as the assignment is used.
-            cached: The edits that are left out, since a cache holds what they put before the text.
+            left_out: As for `inference_rows`.
 
         Raises:
             DeltuneError: A name is not attached, or a delta cannot be used by some rows only.
@@ -335,7 +336,7 @@ class RowAssignment:
             labels = [base_labels]
         widest = max(labels, key=lambda head: len(head.id2label))
         shared = OverrideCache(constant)
-        assignment = cls(groups, None, widest, StackCache(cache.stacks, shared) if constant else None, cached)
+        assignment = cls(groups, None, widest, StackCache(cache.stacks, shared) if constant else None, left_out)
         assignment.rows = tuple(names)
         sizes, kinds = {len(head.id2label) for head in labels}, {head.problem_type for head in labels}
         assignment.no_common_loss = (1 in sizes and len(sizes) > 1) or len(kinds - {None}) > 1

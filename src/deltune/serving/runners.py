@@ -24,29 +24,12 @@ from ..runtime.modules import Edit
 from ..runtime.prompts import first_position, unused_position_rows
 from ..tasks.generation import forced_bos_options
 from .backbone import Backbone, LoadedDelta, replaced_output
-from .cache import States, assemble, cache_of, columns, new_cache, set_columns
+from .cache import assemble, cache_of, columns, empty_columns, new_cache, set_columns
 from .encoding import pass_overhead, split_by_length
 from .jobs import Job
 from .prompt_cache import Beginning
 from .requests import Request, Sampling, TokenChoice
 from .sampling import TextBuilder, TokenChooser
-
-
-@dataclass(frozen=True, eq=False)
-class Preamble:
-    """The keys and values of what a delta puts before every text, which are the same for all of its rows.
-
-    Attributes:
-        prefix: How many columns its prefix has.
-        columns: How many columns its prefix and its prompt have.
-        states: The columns, the prefix first.
-        edits: The edits that no pass need apply, since a cache holds these columns.
-    """
-
-    prefix: int
-    columns: int
-    states: States
-    edits: frozenset[Edit]
 
 
 @dataclass(eq=False)
@@ -59,7 +42,6 @@ class Row:
         builder: Makes its text.
         before: The tokens before the first that is generated: the prompt, or what a decoder starts with.
         length: How many of its tokens are in the decoder's cache.
-        preamble: What its delta puts before its tokens, where the decoder's cache holds that.
         encoded: How many tokens the encoder has read.
         cached: How many tokens of the prompt came from the cache of prompt beginnings.
         beginning: What was found there.
@@ -73,7 +55,6 @@ class Row:
     builder: TextBuilder
     before: list[int]
     length: int = 0
-    preamble: Preamble | None = None
     encoded: int = 0
     cached: int = 0
     beginning: Beginning | None = None
@@ -114,7 +95,7 @@ class RunningBatch:
         return [number for number, row in enumerate(self.rows) if not row.done]
 
 
-def _same_in_a_batch(
+def same_in_a_batch(
     backbone: Backbone,
     joint_and_alone: Callable[[Sequence[list[int]], int, LoadedDelta], tuple[torch.Tensor, torch.Tensor]],
 ) -> bool:
@@ -143,7 +124,7 @@ class DecoderRunner:
         pads: Whether rows of different lengths may be in one batch, padded on the left. It is measured, since some
             families count positions by the length of the cache.
         reads_in_parts: Whether a prompt may be read in parts.
-        like: A cache of the model, which says what its layers keep.
+        like: A cache of the model with one column, which says what its layers keep.
 
     Raises:
         DeltuneError: The family remembers more of a text than keys and values, or does not take our cache.
@@ -160,7 +141,7 @@ class DecoderRunner:
         self.forced: dict[str, Any] = {}
         self.pads = True
         self._check_cache()
-        self.pads = _same_in_a_batch(backbone, self._joint_and_alone)
+        self.pads = same_in_a_batch(backbone, self._joint_and_alone)
 
     def _check_cache(self) -> None:
         """Check that our cache has all that the model remembers: a further token scores as in a pass over all."""
@@ -181,7 +162,7 @@ class DecoderRunner:
             scale = float(whole.std()) or 1.0
             # wide bounds: another kernel may round otherwise, and a mixture of experts then choose other experts
             bound = 0.1 if self.model.dtype in (torch.float32, torch.float64) else 0.5
-            self.like = batch.cache
+            self.like = empty_columns(batch.cache, 1, 1)
             if columns(batch.cache) != row.length or float((scores - whole).abs().mean()) > bound * scale:
                 reason = "its cache does not hold what it has read"
         except Exception as error:
@@ -310,7 +291,7 @@ class DecoderRunner:
         mask: list[list[int]],
         starts: list[int],
         width: int,
-        cached: frozenset[Edit] = frozenset(),
+        left_out: frozenset[Edit] | None = None,
     ) -> torch.Tensor:
         device = self.backbone.device
         inputs: dict[str, Any] = {
@@ -324,7 +305,7 @@ class DecoderRunner:
             begin = torch.tensor(starts, device=device)[:, None]
             inputs["position_ids"] = (begin + torch.arange(width, device=device)).clamp(min=0) + self.first
         output = self.backbone.run(
-            [row.loaded for row in rows], lambda: self.model(**inputs).logits[:, -1], cached=cached
+            [row.loaded for row in rows], lambda: self.model(**inputs).logits[:, -1], left_out=left_out
         )
         return output.float().cpu()
 
@@ -366,7 +347,7 @@ class EncoderDecoderRunner:
             weight = parameters_of(table).get("weight")
             self.table = table if weight is not None and weight.dim() == 2 and not shared else None
         self.pads = True
-        self.pads = _same_in_a_batch(backbone, self._joint_and_alone)
+        self.pads = same_in_a_batch(backbone, self._joint_and_alone)
         if not self.pads:
             self.table = None
 
