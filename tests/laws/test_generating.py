@@ -12,7 +12,7 @@ import deltune
 
 from .families import FAMILIES, Family
 from .methods import ABSOLUTE, NUMBERED, Need
-from .specimens import batch, main_role, specimen, stir
+from .specimens import batch, build, main_role, specimen, stir
 
 NEW = 5
 WAYS: dict[str, dict[str, Any]] = {
@@ -47,6 +47,19 @@ def _generating() -> list[tuple[Family, str]]:
 GENERATING = pytest.mark.parametrize(
     ("family", "text"), _generating(), ids=[f"{f.name}: {text}" for f, text in _generating()]
 )
+
+
+@pytest.mark.parametrize("name", ["bart", "mbart", "pegasus", "marian", "blenderbot"])
+@pytest.mark.parametrize("text", ["prompt(length=3)", "prompt(length=3, positions='none')"])
+def test_decoders_of_encoder_decoders_on_their_own(name: str, text: str) -> None:
+    """They count positions by the length of the cache, which has the rows of a prompt too."""
+    model = build(FAMILIES[name], "causal")
+    stir(deltune.attach(model, text), seed=1, size=0.3)
+    inputs = {"input_ids": torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])}
+    cached, whole = (generate(model, inputs, use_cache=use_cache) for use_cache in (True, False))
+    assert torch.equal(cached, whole)
+    one = model(**inputs).logits[:, -1]
+    assert torch.equal(whole[:, 0], one.argmax(-1))
 
 
 def generate(model: PreTrainedModel, inputs: dict[str, Any], **options: Any) -> torch.Tensor:

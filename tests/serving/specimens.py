@@ -24,8 +24,11 @@ FEW = (
     "layernorm", "bitfit(which='norm')", "lora(rank=2)", "prefix(length=3)", "parallel_adapter(rank=4)",
     "prompt(length=3)", "prompt(length=5) + prefix(length=2)", "ia3",
     "apet(lora(rank=2, at='output') + layernorm, parameters=41)", "mam(length=3, rank=4)", "full",
+    "prefix(length=2, shift_positions=True)", "prefix(length=2, shift_positions=True, layers='upper half')", "unipelt",
 )  # fmt: skip
-"""Methods of every kind: norms, low rank, prefixes, bottlenecks, prompts, rescaling, sparse, sums, all weights."""
+"""Methods of every kind: norms, low rank, prefixes, bottlenecks, prompts, rescaling, sparse, sums, all weights.
+
+A cache can hold the prefix of some, but not of those with a gate or without a prefix in some layer."""
 
 
 @dataclass(frozen=True, eq=False)

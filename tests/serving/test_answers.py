@@ -42,7 +42,8 @@ def served(of: Deltas, requests: list[Request], **options: object) -> None:
     ("family", "role"),
     [
         ("bert", "sequence"), ("roberta", "sequence"), ("bert", "tokens"), ("bert", "base"), ("gpt2", "causal"),
-        ("llama", "causal"), ("opt", "causal"), ("bart", "seq2seq"), ("t5", "seq2seq"), ("gpt2", "sequence"),
+        ("llama", "causal"), ("opt", "causal"), ("qwen3", "causal"), ("mistral", "causal"), ("gemma2", "causal"),
+        ("bloom", "causal"), ("bart", "causal"), ("bart", "seq2seq"), ("t5", "seq2seq"), ("gpt2", "sequence"),
     ],
 )  # fmt: skip
 @pytest.mark.sample(4)

@@ -8,9 +8,11 @@ import copy
 import json
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
@@ -21,19 +23,24 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import deltune
 from deltune.errors import DeltuneError
 from deltune.models import load_model, load_tokenizer
 from deltune.runtime.attaching import find_tuned
-from deltune.serving import runners
+from deltune.serving import padded_decoder, runners
 from deltune.serving.api.answers import chat_tokens
 from deltune.serving.api.schemas import EmbeddingBody
 from deltune.serving.engine import Server
 from deltune.serving.errors import QueueFull, RequestTimeout
 from deltune.serving.jobs import LONG_TEXT, RequestEncoder
+from deltune.serving.padded_decoder import PaddedDecoderRunner
 from deltune.serving.requests import Request, Sampling
+from laws.families import FAMILIES
+from laws.specimens import build, stir
 
 from .served import Served, served, wait_until
-from .specimens import ask, check, deltas
+from .specimens import Deltas, ask, check, deltas, greedy
+from .test_lifecycle import Gate, warm
 
 LONG = "the old hammer " * (LONG_TEXT // 10)
 
@@ -271,13 +278,142 @@ def test_a_server_that_cannot_start_leaves_the_model_alone(tmp_path: Path) -> No
     assert model.training and find_tuned(model) is None
 
 
+# -- what deltas put before a text
+
+
+def test_a_cache_holds_what_a_delta_puts_before_every_text() -> None:
+    """It is computed once for a delta, no later pass applies its edits, and its bytes count as the delta's."""
+    of = deltas("gpt2", "causal")
+    whole = {"prefix(length=3)": 3, "prompt(length=3)": 3, "prompt(length=5) + prefix(length=2)": 7, "layernorm": 0,
+             "prefix(length=2, shift_positions=True)": 2,
+             "prefix(length=2, shift_positions=True, layers='upper half')": 0, "unipelt": 0}  # fmt: skip
+    names = {text: name for name, text in of.methods.items()}
+    with Server(of.model(), deltas=of.folder) as server:
+        for text, held in whole.items():
+            loaded = server.load(names[text])
+            before = loaded.bytes
+            requests = [ask("generate", 3 + n, n, names[text]) for n in range(3)]
+            check(of, requests, [future.result(60) for future in [server.submit(request) for request in requests]])
+            (lane,) = server._lanes.values()
+            runner: Any = lane.runner  # type: ignore[union-attr]
+            (now,) = [one for one in server._lifecycle.in_memory() if one.name == names[text]]
+            preamble = now.preamble
+            assert preamble is not None and preamble.columns == held and bool(preamble.edits) == bool(held)
+            sizes = [tensor.nbytes for pair in preamble.states if pair is not None for tensor in pair]
+            assert now.bytes - before == sum(sizes)
+            assert runner.preamble(now) is preamble
+        server.unload(names["prefix(length=3)"])
+        assert all(one.preamble is not None for one in server._lifecycle.in_memory())
+
+
+HOLDS = {
+    "gpt2": True, "opt": True, "gpt_neox": True, "llama": True, "qwen2": True, "qwen3": True, "phi": True,
+    "olmo2": True, "granite": True, "mistral": False, "gemma2": False, "bloom": False, "bart": False,
+}  # fmt: skip
+"""Families, and whether their caches hold prefixes and prompts: not where attention has windows, or rows no padding."""
+
+
+@pytest.mark.parametrize("family", HOLDS)
+def test_which_families_hold_prefixes_in_their_caches(family: str) -> None:
+    """A fault in what measures it would make every family slower, and be seen nowhere else."""
+    with Server(build(FAMILIES[family], "causal")) as server:
+        warm(server, ask("generate", 3, 1, None))
+        (lane,) = server._lanes.values()
+        runner: Any = lane.runner  # type: ignore[union-attr]
+        assert isinstance(runner, PaddedDecoderRunner) == HOLDS[family]
+        assert not HOLDS[family] or runner.caches_prefixes
+        assert not server._backbones.first.handle.names  # the trial is gone
+
+
+def test_families_that_compute_with_the_values_of_their_cache_keep_prefixes_out_of_it() -> None:
+    """DiffLlama repeats values after the cache: a prefix there would be another function."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made = AutoModelForCausalLM.from_config(AutoConfig.for_model("diffllama", **ATTENTION)).double().eval()
+    with tempfile.TemporaryDirectory() as folder:
+        stir(deltune.attach(copy.deepcopy(made), "prefix(length=3)"), seed=1, size=0.5).save(Path(folder) / "p")
+        with Server(copy.deepcopy(made), deltas=folder) as server:
+            requests = [ask("generate", 4 + n, n, name) for n in range(2) for name in ("p", None)]
+            answers = [future.result(60) for future in [server.submit(request) for request in requests]]
+            (lane,) = server._lanes.values()
+            assert not lane.runner.caches_prefixes  # type: ignore[union-attr]
+        for request, answer in zip(requests, answers, strict=True):
+            model = copy.deepcopy(made)
+            if request.delta is not None:
+                deltune.load(model, Path(folder) / "p")
+            expected = greedy(model, torch.tensor([request.tokens]), request.sampling.max_tokens)
+            assert [choice.token for choice in answer.tokens] == expected
+
+
+def test_a_pass_that_fails_for_several_rows_is_right_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row whose beginning is cached reads alone what it could not read beside another."""
+    of = deltas("gpt2", "causal")
+    start = ask("generate", 20, 1, None).tokens
+    assert start is not None
+    with Server(of.model(), deltas=of.folder, max_batch_size=4) as server:
+        first = Request(
+            "generate", tokens=start, delta="d2", tenant="a", sampling=Sampling(max_tokens=4, temperature=0.0)
+        )
+        check(of, [first], [server.submit(first).result(60)])
+        (lane,) = server._lanes.values()
+        runner: Any = lane.runner  # type: ignore[union-attr]
+        forward, gate, failed = runner._forward, Gate(server), list[int]()
+
+        def failing(rows: Any, *args: Any) -> Any:
+            if len(rows) > 1:
+                failed.append(len(rows))
+                raise RuntimeError("no room for two")
+            return forward(rows, *args)
+
+        monkeypatch.setattr(runner, "_forward", failing)
+        again = replace(first, tokens=(*start[:17], 5, 9, 11))
+        requests = [again, ask("generate", 6, 3, "d3")]
+        blocker = server.submit(ask("generate", 3, 5, None, sampling=Sampling(max_tokens=2, temperature=0.0)))
+        futures = [server.submit(request) for request in requests]
+        gate.release()
+        blocker.result(60)
+        answers = [future.result(60) for future in futures]
+        assert answers[0].cached_tokens == 16 and failed
+        check(of, requests, answers)
+
+
+def test_prompts_with_and_without_positions_in_one_delta(tmp_path: Path) -> None:
+    """Positions are shifted where all of its prompts shift them."""
+    model = build(FAMILIES["gpt2"], "causal")
+    text = "prompt(length=3) + prompt(length=2, positions='none')"
+    stir(deltune.attach(model, text), seed=1, size=0.3).save(tmp_path / "p")
+    of = Deltas("gpt2", "causal", tmp_path, {"p": text})
+    with Server(of.model(), deltas=tmp_path) as server:
+        requests = [ask("generate", 3 + n, n, "p") for n in range(3)]
+        check(of, requests, [future.result(60) for future in [server.submit(request) for request in requests]])
+
+
+def test_what_caches_hold_counts_against_the_bytes_of_deltas(tmp_path: Path) -> None:
+    """Versions that nobody needs go when those in memory have grown too large."""
+    for number in range(4):
+        model = build(FAMILIES["gpt2"], "causal")
+        stir(deltune.attach(model, "prompt(length=8)"), seed=number, size=0.3).save(tmp_path / f"p{number}")
+    with Server(build(FAMILIES["gpt2"], "causal"), deltas=tmp_path) as server:
+        size = server.load("p0").bytes
+    limit = 4 * size + 10
+    with Server(build(FAMILIES["gpt2"], "causal"), deltas=tmp_path, max_loaded_bytes=limit) as server:
+        for number in range(4):
+            server.load(f"p{number}")
+        assert server.stats().evictions == 0
+        for number in range(4):
+            assert server.submit(ask("generate", 4, number, f"p{number}")).result(60).tokens
+        wait_until(lambda: not server._jobs)
+        assert server.stats().evictions > 0
+        assert sum(one.bytes for one in server._lifecycle.in_memory()) <= limit
+
+
 # -- faults
 
 
 def test_a_fault_between_two_steps_loses_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """When rows cannot be put into one batch, such as for want of memory, each of them hears of it."""
     of = deltas("gpt2", "causal")
-    join = runners.assemble
+    join = padded_decoder.assemble
     faults = iter([MemoryError("no room")])
 
     def failing(*arguments: Any, **options: Any) -> Any:
@@ -290,7 +426,7 @@ def test_a_fault_between_two_steps_loses_no_request(monkeypatch: pytest.MonkeyPa
         futures = []
         with server.stream(ask("generate", 4, 1, None, sampling=long)) as stream:
             next(stream)
-            monkeypatch.setattr(runners, "assemble", failing)
+            monkeypatch.setattr(padded_decoder, "assemble", failing)
             futures = [server.submit(ask("generate", 5, seed, None, sampling=long)) for seed in (2, 3)]
             with pytest.raises(DeltuneError, match="no room"):
                 list(stream)

@@ -55,12 +55,12 @@ class Gate:
         backbone: Any = server._backbones.first
         run = backbone.run
 
-        def gated(rows: Any, call: Any, *place: Any) -> Any:
+        def gated(rows: Any, call: Any, *place: Any, **options: Any) -> Any:
             self.passes += 1
             if not self.open.is_set():
                 self.waits.set()
                 self._steps.acquire(timeout=60)
-            return run(rows, call, *place)
+            return run(rows, call, *place, **options)
 
         backbone.run = gated
 
@@ -409,12 +409,12 @@ def test_an_error_fails_the_guilty_request_alone(of: tuple[str, str]) -> None:
         backbone: Any = server._backbones.first
         run, passes = backbone.run, 0
 
-        def failing(rows: Any, call: Any, *place: Any) -> Any:
+        def failing(rows: Any, call: Any, *place: Any, **options: Any) -> Any:
             nonlocal passes
             passes += 1
             if any(row.name == "d3" for row in rows) and (of is BERT or passes > 2):
                 raise RuntimeError("out of order")
-            return run(rows, call, *place)
+            return run(rows, call, *place, **options)
 
         backbone.run = failing
         futures = [server.submit(request) for request in requests]

@@ -120,10 +120,10 @@ def test_no_answer_depends_on_others(
             backbone: Any = server._backbones.first
             run = backbone.run
 
-            def failing(versions_of_rows: Any, call: Any, *place: Any) -> Any:
+            def failing(versions_of_rows: Any, call: Any, *place: Any, **options: Any) -> Any:
                 if any(row.name in faulty for row in versions_of_rows):
                     raise RuntimeError("a fault")
-                return run(versions_of_rows, call, *place)
+                return run(versions_of_rows, call, *place, **options)
 
             backbone.run = failing
             for action, *values in actions:

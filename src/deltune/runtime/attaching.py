@@ -121,7 +121,7 @@ def read_foreign(handle: Tuned, folder: str | Path) -> Translation:
     """
     contents = open_folder(folder)
     if "peft_type" in contents.options:
-        return peft_read.read_peft(handle.anatomy, contents, handle._base_value, _has_sliding_window(handle.model))
+        return peft_read.read_peft(handle.anatomy, contents, handle._base_value, has_sliding_window(handle.model))
     relative = hasattr(handle.model.config, "relative_attention_num_buckets")
     return adapterhub.read_adapterhub(handle.anatomy, contents, relative)
 
@@ -168,7 +168,7 @@ def content(handle: Tuned, name: str | None = None) -> ExportedDelta:
     head = {n: handle._delta_value(delta, n).detach() for n in delta.head}
     return ExportedDelta(
         handle.anatomy, delta.planned.edits, full, values, head, lambda n: handle._dense_value(n).detach(),
-        _has_sliding_window(handle.model),
+        has_sliding_window(handle.model),
     )  # fmt: skip
 
 
@@ -211,10 +211,13 @@ def atomic_new_folder(folder: str | Path) -> Iterator[Path]:
         raise write_error(target, error, "nothing was changed there") from error
 
 
-def _has_sliding_window(model: PreTrainedModel) -> bool:
-    config: Any = model.config
-    kinds = getattr(config, "layer_types", None) or ()
-    return any("sliding" in kind for kind in kinds) if kinds else bool(getattr(config, "sliding_window", None))
+def has_sliding_window(model: PreTrainedModel) -> bool:
+    """Return whether some attention of a model sees a part of the text alone: its last tokens, or a chunk of it."""
+    config: Any = getattr(model.config, "text_config", None) or model.config
+    kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None) or ()  # GPT-Neo's name
+    if kinds:
+        return any(word in kind for kind in kinds for word in ("sliding", "chunked", "local"))
+    return bool(getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None))
 
 
 @explain_arguments

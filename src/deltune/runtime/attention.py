@@ -43,7 +43,8 @@ from ..compat import (
     is_plain_inference,
 )
 from ..errors import DeltuneError, excerpt, unknown_name
-from .modules import Edit
+from ..methods.attention_forms import Prefix
+from .modules import Delta, Edit
 from .rows import DeltaRows, all_rows_alike, stack_by_row
 
 Extra = tuple[torch.Tensor | None, ...]
@@ -510,6 +511,57 @@ def _narrowed(output: torch.Tensor, gates: list[torch.Tensor]) -> torch.Tensor:
     for part, gate in zip(parts, gates, strict=True):
         result = torch.addcmul(result, part, gate[..., None, None].to(result.dtype))
     return result
+
+
+class CacheablePrefix(NamedTuple):
+    """The prefixes of a delta, where a cache may hold their keys and values before those of the text.
+
+    Attributes:
+        length: How many keys each layer has (l).
+        layers: The edits of each layer, in the order of the cache's layers.
+    """
+
+    length: int
+    layers: tuple[tuple[Edit, ...], ...]
+
+    @property
+    def edits(self) -> frozenset[Edit]:
+        """All of its edits."""
+        return frozenset(edit for edits in self.layers for edit in edits)
+
+    def states(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the keys (1, N_kv, l, d) and values (1, N_kv, l, d_v) of each layer."""
+        tensors = [[edit.tensors() for edit in edits] for edits in self.layers]
+        joined = [[torch.cat([one[name] for one in some]) for name in ("keys", "values")] for some in tensors]
+        return [(keys.transpose(0, 1)[None], values.transpose(0, 1)[None]) for keys, values in joined]
+
+
+def cacheable_prefix(delta: Delta, model: torch.nn.Module) -> CacheablePrefix | None:
+    """Return the prefixes of a delta if a cache may hold them, or None.
+
+    It may where every layer has as many keys, since one mask is for all layers, and where no query has a gate of its
+    own. A sliding window would hide them, and a position bias would take them for text: that is for the caller to know.
+
+    Args:
+        delta: The delta.
+        model: The model that it is attached to.
+    """
+    by_layer: dict[int, list[Edit]] = {}
+    for edit in delta.all_edits():
+        if edit.in_softmax:
+            layer = getattr(model.get_submodule(edit.place.target.path), "layer_idx", None)
+            if not isinstance(layer, int) or edit.modification.compose.reads_x:
+                return None
+            by_layer.setdefault(layer, []).append(edit)
+    lengths = {sum(_prefix_length(edit) for edit in edits) for edits in by_layer.values()}
+    if len(lengths) != 1 or sorted(by_layer) != list(range(len(by_layer))):
+        return None
+    return CacheablePrefix(lengths.pop(), tuple(tuple(by_layer[layer]) for layer in range(len(by_layer))))
+
+
+def _prefix_length(edit: Edit) -> int:
+    assert isinstance(edit.form, Prefix)
+    return edit.form.length
 
 
 class PrefixRows(NamedTuple):

@@ -13,7 +13,7 @@ import os
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -45,7 +45,7 @@ from .hooks import ATTRIBUTE, Hook, Hooks, hooks_of_delta, hooks_of_model, insta
 from .model_card import write_card
 from .model_methods import METHODS, WHOLE_MODEL_METHODS, plain_copy
 from .model_state import ModelState
-from .modules import Delta, HeadLabels, up_projections
+from .modules import Delta, Edit, HeadLabels, up_projections
 from .offloading import follow_offloading, leave_offloading, refuse_offloaded
 from .pass_manager import PassManager, refuse_shared_modules, reset_after_fork
 from .prompts import check_decoder_mask
@@ -402,17 +402,21 @@ class Tuned(nn.Module):
         forget_closed(self._passes)
         self._passes.update_model(self._passes.assignment_of_new_pass())
 
-    def _assign_all_rows(self, name: str | None) -> RowAssignment:
+    def _assign_all_rows(self, name: str | None, left_out: Collection[Edit] | None = None) -> RowAssignment:
         if name is None:
             return RowAssignment([], None, self._base_labels)
         delta = self.delta(name)
-        return RowAssignment.of_all(name, delta, delta.labels or self._base_labels, self.anatomy)
+        return RowAssignment.of_all(name, delta, delta.labels or self._base_labels, self.anatomy, left_out)
 
-    def _assign_each_row(self, names: Sequence[str | None], constant: bool = False) -> RowAssignment:
+    def _assign_each_row(
+        self, names: Sequence[str | None], constant: bool = False, left_out: Collection[Edit] | None = None
+    ) -> RowAssignment:
         """Make the assignment of `rows(names)`, and replace the forward of the modules whose tensors differ by row."""
         deltas: dict[str, Any] = dict(self.deltas.items())
         cache = self._passes.delta_cache
-        assignment = RowAssignment.of_rows(names, deltas, self._base_labels, self.anatomy, self._state, cache, constant)
+        assignment = RowAssignment.of_rows(
+            names, deltas, self._base_labels, self.anatomy, self._state, cache, constant, left_out
+        )
         with self._state.mutex:
             for path in assignment.tensors:
                 if (path, "tensors") not in self._installed_hooks:
@@ -420,15 +424,20 @@ class Tuned(nn.Module):
                     self._install_hook((path, "tensors"), partial(ForwardOverride, self._passes, path, module))
         return assignment
 
-    def _inference_assignment(self, names: tuple[str | None, ...], place: bool) -> RowAssignment:
+    def _inference_assignment(
+        self, names: tuple[str | None, ...], place: bool, left_out: frozenset[Edit] | None
+    ) -> RowAssignment:
         """The assignment of `inference_rows`; the last ones are kept, since the steps of a batch have the same."""
         kept, placed = self._passes.kept_assignments, place and len(set(names)) == 1
-        assignment = kept.get((names, placed))
+        assignment = kept.get((names, placed, left_out))
         if assignment is None:
-            assignment = self._assign_all_rows(names[0]) if placed else self._assign_each_row(names, constant=True)
+            if placed:
+                assignment = self._assign_all_rows(names[0], left_out)
+            else:
+                assignment = self._assign_each_row(names, constant=True, left_out=left_out)
             while len(kept) >= KEPT_ASSIGNMENTS:
                 del kept[next(iter(kept))]
-            kept[names, placed] = assignment
+            kept[names, placed, left_out] = assignment
         return assignment
 
     def advance(self, share: float) -> None:
@@ -965,7 +974,9 @@ def base_value(tuned: Tuned, name: str) -> nn.Parameter:
     return tuned._base_value(name)
 
 
-def inference_rows(tuned: Tuned, names: Sequence[str | None], place: bool = True) -> Scope:
+def inference_rows(
+    tuned: Tuned, names: Sequence[str | None], place: bool = True, left_out: frozenset[Edit] | None = None
+) -> Scope:
     """Do as `Tuned.rows` does, for passes without gradients: nothing is made trainable, which takes less time.
 
     No tensor of a delta may change as long as it is attached: what is stacked by row is kept for further passes. Where
@@ -977,6 +988,9 @@ def inference_rows(tuned: Tuned, names: Sequence[str | None], place: bool = True
         names: For each row of the batch the name of its delta, or None for the base model.
         place: Whether the tensors of a delta that all rows use are put into the model. Passes of other threads that
             need other tensors there wait until the block is left; with False they run meanwhile.
+        left_out: Edits that are not applied, since the cache of the passes holds what they put before the text: the
+            keys and values of a prompt or a prefix. If it is given, even if it is empty, the caller gives a mask with a
+            column for each of the cache's, and the positions of the text with its prompt, which it has checked.
 
     Returns:
         A context manager, which gives the handle.
@@ -985,7 +999,10 @@ def inference_rows(tuned: Tuned, names: Sequence[str | None], place: bool = True
         DeltuneError: As `Tuned.rows`, when the block is entered.
     """
     return Scope(
-        tuned._passes, tuned, lambda: tuned._inference_assignment(tuple(names), place), set_requires_grad=False
+        tuned._passes,
+        tuned,
+        lambda: tuned._inference_assignment(tuple(names), place, left_out),
+        set_requires_grad=False,
     )
 
 

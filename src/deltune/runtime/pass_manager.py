@@ -40,6 +40,7 @@ from .forward_pass import (
     run_in_pass,
 )
 from .model_state import ModelState, missing_parameter
+from .modules import Edit
 from .offloading import follow_offloading
 from .row_assignment import DeltaCache, RowAssignment
 from .rows import refuse_frozen, refuse_late_gradients
@@ -164,8 +165,8 @@ class PassManager:
     Attributes:
         default_assignment: What passes outside `rows()` and `disable()` use.
         is_pickled: Whether the model is a copy that was made to be pickled, and is pickled as it is.
-        kept_assignments: Assignments of passes without gradients, by the delta of each row and by whether the delta of
-            all rows is placed in the model.
+        kept_assignments: Assignments of passes without gradients, by the delta of each row, by whether the delta of all
+            rows is placed in the model, and by the edits that are left out.
         delta_cache: Facts about deltas that every assignment of rows needs.
         report: How each attention computed its prefix in the last pass, by path.
         vocabulary: The path of the projection to the vocabulary while some attached delta acts at it, else None.
@@ -190,7 +191,7 @@ class PassManager:
         self.lock = lock
         self.compiled_pass = ForwardPass(self, self.default_assignment)  # that of torch.compile
         self.scopes: weakref.WeakSet[Scope] = weakref.WeakSet()
-        self.kept_assignments: dict[tuple[tuple[str | None, ...], bool], RowAssignment] = {}
+        self.kept_assignments: dict[tuple[tuple[str | None, ...], bool, frozenset[Edit] | None], RowAssignment] = {}
         self.delta_cache = DeltaCache()
         self.is_pickled = False
         _PASS_MANAGERS[id(self)] = self

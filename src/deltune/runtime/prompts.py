@@ -78,7 +78,7 @@ class PromptHook:
     def install(self) -> None:
         self.entry.register_forward_pre_hook(self.before, with_kwargs=True)
         if self.positions is not None:
-            self.positions.register_forward_pre_hook(self.before_positions)
+            self.positions.register_forward_pre_hook(self.before_positions, with_kwargs=True)
             self.positions.register_forward_hook(self.after_positions)
         if self.decoder is not None:
             self.decoder.register_forward_pre_hook(self.before_decoder, with_kwargs=True)
@@ -192,14 +192,24 @@ class PromptHook:
         prompt_pass = self.passes.current_pass().prompt
         return prompt_pass if prompt_pass is not None and prompt_pass.added else None
 
-    def before_positions(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+    def before_positions(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """positions="none" where the family counts by itself: it looks up the text's positions alone."""
-        prompt_pass = self.current_prompt()
+        prompt_pass = self.passes.current_pass().prompt
         if prompt_pass is None or prompt_pass.shifts or self.numbered:
             return None
-        tokens = prompt_pass.total - prompt_pass.added  # it is given a tensor of the tokens' shape, or the shape itself
-        shape = args[0][:, :tokens] if isinstance(args[0], torch.Tensor) else torch.Size((args[0][0], tokens))
-        return shape, *args[1:]
+        positions = kwargs.get("position_ids")
+        if not prompt_pass.added:  # a later step: the cache that the family counts has the rows too
+            length = _longest(prompt_pass.prompts)
+            if positions is not None:
+                return args, {**kwargs, "position_ids": positions - length}
+            return (args[0], args[1] - length, *args[2:]), kwargs
+        tokens = prompt_pass.total - prompt_pass.added
+        if positions is not None:
+            kwargs = {**kwargs, "position_ids": positions[..., :tokens]}
+        if args[0] is not None:  # a tensor of the tokens' shape, or the shape itself
+            shape = args[0][:, :tokens] if isinstance(args[0], torch.Tensor) else torch.Size((args[0][0], tokens))
+            args = (shape, *args[1:])
+        return args, kwargs
 
     def after_positions(self, module: nn.Module, args: Any, output: torch.Tensor) -> Any:
         """positions="none": the rows get no position; where the family counts by itself, the text gets its own."""
@@ -401,6 +411,8 @@ class PositionHook:
         cached_tokens = int(cache.get_seq_length()) if cache is not None else 0
         if self.table is not None:
             self.passes.current_pass().batch_size = tokens.shape[0]
+            if self.passes.assignment().explicit_positions:  # the caller has checked them
+                return None
             self.check(self.table, cached_tokens + tokens.shape[1], max(shift for _, shift in shifts))
             return None
         positions = arguments.get("position_ids")

@@ -7,7 +7,7 @@ edits of one tensor are applied in their order; those of the parts of a fused pr
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -239,6 +239,8 @@ class RowAssignment:
         shifts: By how much each group shifts the positions of a stack's tokens, by name of the stack.
         tensors: For each module, by path, how it runs with tensors of deltas instead of its own.
         prefixes: The prefixes of all rows, by path of the attention, where no tensor changes; else None.
+        explicit_positions: Whether the caller gives positions and a mask of all columns of the cache, whose number then
+            says nothing about positions.
     """
 
     def __init__(
@@ -247,7 +249,9 @@ class RowAssignment:
         placed_delta: str | None,
         labels: HeadLabels,
         cache: StackCache | None = None,
+        left_out: Collection[Edit] | None = None,
     ) -> None:
+        self.explicit_positions, left_out = left_out is not None, left_out or ()
         self.groups, self.placed_delta, self.labels = list(groups), placed_delta, labels
         self.rows: tuple[str | None, ...] = ()
         self.no_common_loss = self.unequal_labels = False
@@ -258,6 +262,8 @@ class RowAssignment:
         self.tensors: dict[str, TensorOverride] = {}
         written: dict[tuple[str, str], list[tuple[Edit, DeltaRows]]] = {}
         for edit, group in active_edits(self.groups):
+            if edit in left_out:
+                continue
             target = edit.place.target
             if edit.source_path is not None:
                 self.inputs.setdefault(edit.source_path, []).append((edit, group))
@@ -269,7 +275,8 @@ class RowAssignment:
                 written.setdefault((target.path, target.side), []).append((edit, group))
         self.writes = {place: EditChain(edits, place, cache) for place, edits in written.items()}
         prompts = [
-            (group, [e for e in group.delta.all_edits() if e.place.target.side == "tokens"]) for group in self.groups
+            (group, [e for e in group.delta.all_edits() if e.place.target.side == "tokens" and e not in left_out])
+            for group in self.groups
         ]
         self.prompts = [(group, edits) for group, edits in prompts if edits]
         self.shifts = _shifts(self.groups)
@@ -280,9 +287,11 @@ class RowAssignment:
             raise DeltuneError("prompts with positions='shift' and with positions='none' cannot be in one batch")
 
     @classmethod
-    def of_all(cls, name: str, delta: Delta, labels: HeadLabels, anatomy: Anatomy) -> RowAssignment:
+    def of_all(
+        cls, name: str, delta: Delta, labels: HeadLabels, anatomy: Anatomy, left_out: Collection[Edit] | None = None
+    ) -> RowAssignment:
         """Assign one delta to all rows."""
-        assignment = cls([DeltaRows(delta)], name, labels)
+        assignment = cls([DeltaRows(delta)], name, labels, left_out=left_out)
         changed: dict[str, dict[str, list[Any]]] = {}
         for tensor, part in delta.masked_tensors():
             for path, leaf in owning_modules(anatomy, tensor):
@@ -303,6 +312,7 @@ class RowAssignment:
         state: ModelState,
         cache: DeltaCache,
         constant: bool = False,
+        left_out: Collection[Edit] | None = None,
     ) -> RowAssignment:
         """Assign a delta to each row.
 
@@ -314,6 +324,7 @@ class RowAssignment:
             state: Where the tensors of deltas are.
             cache: Facts about the deltas, kept for the next assignment.
             constant: Whether no tensor of a delta changes as long as the assignment is used.
+            left_out: As for `inference_rows`.
 
         Raises:
             DeltuneError: A name is not attached, or a delta cannot be used by some rows only.
@@ -325,7 +336,7 @@ class RowAssignment:
             labels = [base_labels]
         widest = max(labels, key=lambda head: len(head.id2label))
         shared = OverrideCache(constant)
-        assignment = cls(groups, None, widest, StackCache(cache.stacks, shared) if constant else None)
+        assignment = cls(groups, None, widest, StackCache(cache.stacks, shared) if constant else None, left_out)
         assignment.rows = tuple(names)
         sizes, kinds = {len(head.id2label) for head in labels}, {head.problem_type for head in labels}
         assignment.no_common_loss = (1 in sizes and len(sizes) > 1) or len(kinds - {None}) > 1

@@ -206,6 +206,7 @@ class StackedEdits:
         self.ranks = sum(two.down.shape[0] for two in layers if two is not None)
         self.scales = any(edit.only_scales() for edit in self.all_edits)
         self._stack: EditStack | None = None
+        self._shape: object = None  # of the last tensor that `_stack` was for
         self._kept = KeptByRow()  # what is looked up in `_stack`
 
     def stack_for(self, h: torch.Tensor) -> EditStack | None:
@@ -216,19 +217,22 @@ class StackedEdits:
         """
         if not self.groups or not is_plain_inference() or not h.is_floating_point():
             return None
+        if torch.is_autocast_enabled(h.device.type) or any(edit.training for edit in self.all_edits):
+            return None
+        stack, shape = self.cache.stacks.get(self.place), (h.shape, *_facts(h))
+        if stack is not None and stack is self._stack and shape == self._shape:  # as in the pass before
+            return stack if stack.is_finite else None
         width = h.shape[-1]
         operations = self.down_size + self.ranks * width + (FACTOR_OPERATIONS * width if self.scales else 0)
         if operations * (h.numel() // width) > MOST_OPERATIONS * len(self.groups):
             return None
-        if torch.is_autocast_enabled(h.device.type) or any(edit.training for edit in self.all_edits):
-            return None
-        stack = self.cache.stacks.get(self.place)
         if stack is None or not stack.has(self.edits, h):
             stack = self._stack
         if stack is None or not stack.has(self.edits, h):
             stack = self._make(h)
         if stack is not self._stack:
             self._stack, self._kept = stack, KeptByRow()
+        self._shape = shape
         return stack if stack.is_finite else None
 
     def _make(self, h: torch.Tensor) -> EditStack:

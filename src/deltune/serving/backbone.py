@@ -26,9 +26,10 @@ from ..anatomy.types import Stack
 from ..compat import attention_implementation, auto_class_mapping, buffers_of, parameters_of
 from ..errors import DeltuneError, error_summary
 from ..methods.forms import Prompt
+from ..methods.registry import parse
 from ..models import AUTO_CLASSES
-from ..runtime.attaching import add_delta, check_base_of_delta, find_tuned, read_delta
-from ..runtime.attention import PREFIX
+from ..runtime.attaching import add_delta, check_base_of_delta, find_tuned, has_sliding_window, read_delta
+from ..runtime.attention import PREFIX, CacheablePrefix, cacheable_prefix
 from ..runtime.handle import (
     Tuned,
     base_value,
@@ -39,9 +40,10 @@ from ..runtime.handle import (
     shares_rows,
 )
 from ..runtime.linear_backend import linear_forward, optimize_linear
-from ..runtime.modules import Delta, HeadLabels
+from ..runtime.modules import Delta, Edit, HeadLabels
 from ..runtime.prompts import unused_position_rows
 from ..runtime.row_assignment import parameter_names
+from .cache import States
 from .registry import HEAD_TASKS, FolderFacts, Signature, head_of_model_class, locate_delta, signature
 from .requests import Task
 
@@ -51,6 +53,28 @@ ALL_LENGTHS = 1 << 30
 """The number of positions of a model that has no table of them."""
 
 _numbers = itertools.count()
+
+
+@dataclass(frozen=True, eq=False)
+class Preamble:
+    """The keys and values of what a delta puts before every text: its prefix and its prompt.
+
+    Attributes:
+        prefix: How many columns its prefix has.
+        columns: How many columns its prefix and its prompt have.
+        states: These columns, the prefix first.
+        edits: The edits that no pass need apply where a cache holds these columns.
+    """
+
+    prefix: int
+    columns: int
+    states: States
+    edits: frozenset[Edit]
+
+    @property
+    def bytes(self) -> int:
+        """Its size in memory."""
+        return sum(tensor.nbytes for pair in self.states if pair is not None for tensor in pair)
 
 
 @dataclass(eq=False)
@@ -70,8 +94,11 @@ class LoadedDelta:
         group: Rows of deltas with the same group may share a batch.
         prompt_length: How many rows it puts before the text.
         prompt_shift: How many positions these rows take.
+        prompt_edits: The edits that put them there.
+        prefix: Its prefixes, where a cache may hold them, or None.
+        preamble: What a cache holds before the text of each of its rows; None until the first of them is read.
         shifts: By how many positions it moves the tokens of each stack besides, by name of the stack.
-        bytes: Its size in memory.
+        own_bytes: The size of its tensors.
         max_length: The length in tokens to which its run cuts texts, or None.
         takes_pairs: Whether its run classifies pairs of texts; None where no run says so.
         users: How many requests need it now.
@@ -94,8 +121,11 @@ class LoadedDelta:
     group: str = ""
     prompt_length: int = 0
     prompt_shift: int = 0
+    prompt_edits: frozenset[Edit] = frozenset()
+    prefix: CacheablePrefix | None = None
+    preamble: Preamble | None = None
     shifts: dict[str, int] = field(default_factory=dict)
-    bytes: int = 0
+    own_bytes: int = 0
     max_length: int | None = None
     takes_pairs: bool | None = None
     users: int = 0
@@ -104,6 +134,11 @@ class LoadedDelta:
     loaded_at: float | None = None
     retired: bool = False
     permanent: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Its size in memory."""
+        return self.own_bytes + (0 if self.preamble is None else self.preamble.bytes)
 
 
 @dataclass(frozen=True)
@@ -153,6 +188,7 @@ class Backbone:
         self.first_stack, self.last_stack = anatomy.stacks[0], anatomy.stacks[-1]
         self.arguments = frozenset(parameter_names(model))
         self.rope_limit = longrope_limit(model)
+        self.sees_all_columns = not has_sliding_window(model)
         self._attached: set[str] = set()
 
     # -- what is attached
@@ -215,7 +251,7 @@ class Backbone:
             prepared.delta.requires_grad_(False)
         facts = prepared.facts
         loaded = self._loaded(prepared.name, internal, facts.version, prepared.delta, time.time())
-        loaded.bytes, loaded.max_length, loaded.permanent = prepared.bytes, facts.max_length, False
+        loaded.own_bytes, loaded.max_length, loaded.permanent = prepared.bytes, facts.max_length, False
         loaded.takes_pairs = facts.takes_pairs
         loaded.parameters = facts.parameters or loaded.parameters
         loaded.tasks = tuple(task for task in facts.tasks if task in HEAD_TASKS[self.head])
@@ -223,10 +259,31 @@ class Backbone:
             loaded.labels = ()
         return loaded
 
+    def attach_trial(self, method: str) -> LoadedDelta:
+        """Attach a delta with random values, to measure what the model does with its kind.
+
+        Args:
+            method: Its expression.
+
+        Raises:
+            DeltuneError: The model cannot have it.
+        """
+        parsed = parse(method)
+        delta = Delta(parsed, self.handle._resolve(parsed), (), "freeze")
+        made = torch.Generator().manual_seed(0)
+        with torch.inference_mode(False), torch.no_grad():
+            for parameter in self.handle._move_to_model(delta).requires_grad_(False).parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=made))
+            internal = f"deltune-serving-{next(_numbers)}"
+            add_delta(self.handle, internal, delta, self.handle._base_labels)
+        self._attached.add(internal)
+        return self._loaded(method, internal, "trial", delta, time.time())
+
     def _loaded(self, name: str, internal: str, version: str, delta: Delta, now: float) -> LoadedDelta:
         labels = delta.labels or self.handle._base_labels
         edits, parameters = list(delta.all_edits()), list(delta.parameters())
         prompts = [edit.modification.form for edit in edits if isinstance(edit.modification.form, Prompt)]
+        prompt_length = sum(form.length for form in prompts)
         shifts: dict[str, int] = {}
         for stack, _, shift in {
             (e.place.shifted_stack, e.origin, e.modification.form.shift) for e in edits if e.place.shifted_stack
@@ -243,10 +300,12 @@ class Backbone:
             problem_type=labels.problem_type,
             tasks=HEAD_TASKS[self.head],
             group=self._group(internal, prompts),
-            prompt_length=sum(form.length for form in prompts),
-            prompt_shift=sum(form.length for form in prompts if form.positions == "shift"),
+            prompt_length=prompt_length,
+            prompt_shift=prompt_length if all(form.positions == "shift" for form in prompts) else 0,
+            prompt_edits=frozenset(edit for edit in edits if isinstance(edit.modification.form, Prompt)),
+            prefix=cacheable_prefix(delta, self.model),
             shifts=shifts,
-            bytes=sum(parameter.nbytes for parameter in parameters),
+            own_bytes=sum(parameter.nbytes for parameter in parameters),
             loaded_at=now,
             permanent=True,
         )
@@ -263,6 +322,7 @@ class Backbone:
         Args:
             loaded: The version.
         """
+        loaded.prompt_edits, loaded.prefix, loaded.preamble = frozenset(), None, None
         if loaded.internal in self._attached:
             self._attached.discard(loaded.internal)
             self.handle.detach(loaded.internal)
@@ -282,7 +342,13 @@ class Backbone:
 
     # -- passes
 
-    def run(self, rows: Sequence[LoadedDelta], call: Callable[[], T], place: bool = True) -> T:
+    def run(
+        self,
+        rows: Sequence[LoadedDelta],
+        call: Callable[[], T],
+        place: bool = True,
+        left_out: frozenset[Edit] | None = None,
+    ) -> T:
         """Run passes of the model in which each row uses its own delta.
 
         Args:
@@ -290,8 +356,9 @@ class Backbone:
             call: Runs the model.
             place: Whether the tensors of a delta that all rows use may be put into the model. False where another
                 thread runs passes with other deltas at the same time.
+            left_out: As for `inference_rows`.
         """
-        with torch.inference_mode(), inference_rows(self.handle, [row.internal for row in rows], place):
+        with torch.inference_mode(), inference_rows(self.handle, [row.internal for row in rows], place, left_out):
             return call()
 
     def positions(self, stack: str, loaded: LoadedDelta) -> int:

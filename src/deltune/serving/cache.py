@@ -72,6 +72,10 @@ def _longer(states: torch.Tensor, new: int) -> torch.Tensor:
 Part = tuple[Cache, Sequence[int]]
 """A cache and the numbers of its rows that are kept."""
 
+States = list[tuple[torch.Tensor, torch.Tensor] | None]
+"""The keys (1, N_kv, l, d) and values (1, N_kv, l, d_v) of some columns of one row, layer by layer; None for a layer
+that keeps none of its own."""
+
 
 def new_cache() -> Cache:
     """Return an empty cache."""
@@ -137,7 +141,82 @@ def _joined(parts: Sequence[tuple[torch.Tensor, Sequence[int]]], width: int, spa
     return joined
 
 
-def row_of(cache: Cache, row: int, length: int) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+def empty_columns(like: Cache, rows: int, width: int) -> Cache:
+    """Return a cache with zeros for some rows and columns.
+
+    Args:
+        like: A cache of the same model.
+        rows: The number of rows.
+        width: The number of columns.
+    """
+    made = new_cache()
+    for source in _layers(like):
+        layer = RowsLayer()
+        if source.keys is not None and source.values is not None:
+            layer.lazy_initialization(source.keys, source.values)
+            layer.keys, layer.values = (
+                tensor.new_zeros(rows, *tensor.shape[1:-2], width, tensor.shape[-1])
+                for tensor in (source.keys, source.values)
+            )
+            layer.length = width
+        made.layers.append(layer)
+    return made
+
+
+def fits(cache: Cache, states: States) -> bool:
+    """Return whether keys and values can be columns of a cache.
+
+    Args:
+        cache: The cache.
+        states: The keys and values of each layer.
+    """
+    layers = [(layer.keys, layer.values) for layer in _layers(cache)]
+    return len(layers) == len(states) and all(
+        kept is not None and kept.shape[1] == new.shape[1] and kept.shape[-1] == new.shape[-1]
+        for kept_pair, pair in zip(layers, states, strict=True)
+        if pair is not None
+        for kept, new in zip(kept_pair, pair, strict=True)
+    )
+
+
+def write_columns(cache: Cache, row: int, end: int, states: States, length: int) -> int:
+    """Write keys and values into the columns of one row that stand before a column; return the first one written.
+
+    Args:
+        cache: What `empty_columns` returned.
+        row: The number of the row.
+        end: The first column after them.
+        states: The keys and values of each layer.
+        length: How many of their columns to take, from the first on.
+    """
+    for layer, pair in zip(_layers(cache), states, strict=True):
+        for kept, new in zip((layer.keys, layer.values), pair or (), strict=pair is not None):
+            assert kept is not None
+            kept[row, ..., end - length : end, :] = new[0, ..., :length, :]
+    return end - length
+
+
+def close_gaps(cache: Cache, middle: int, before: Sequence[int], after: Sequence[int]) -> Cache:
+    """Return a cache in which the columns of each row stand together at the end.
+
+    Args:
+        cache: The cache. The columns of a row end at `middle` and at the last column.
+        middle: The number of columns up to there.
+        before: How many columns each row has that end at `middle`.
+        after: How many it has that end at the last.
+    """
+    width = max(one + other for one, other in zip(before, after, strict=True))
+    made = assemble([(cache, range(len(before)))], width)
+    for layer, source in zip(_layers(made), _layers(cache), strict=True):
+        for kept, old in ((layer.keys, source.keys), (layer.values, source.values)):
+            for row, (one, other) in enumerate(zip(before, after, strict=True)):
+                if one and kept is not None and old is not None:
+                    end = width - other
+                    kept[row, ..., end - one : end, :] = old[row, ..., middle - one : middle, :]
+    return made
+
+
+def row_of(cache: Cache, row: int, length: int) -> States:
     """Return copies of the last columns of one row, layer by layer.
 
     Args:
@@ -145,7 +224,7 @@ def row_of(cache: Cache, row: int, length: int) -> list[tuple[torch.Tensor, torc
         row: The number of the row.
         length: How many of its columns are no padding.
     """
-    copies: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+    copies: States = []
     for layer in _layers(cache):
         if layer.keys is None or layer.values is None:
             copies.append(None)
@@ -155,7 +234,7 @@ def row_of(cache: Cache, row: int, length: int) -> list[tuple[torch.Tensor, torc
     return copies
 
 
-def cache_of(layers: Sequence[tuple[torch.Tensor, torch.Tensor] | None], length: int) -> Cache:
+def cache_of(layers: States, length: int) -> Cache:
     """Return a cache of one row with the first columns of what `row_of` returned.
 
     Args:

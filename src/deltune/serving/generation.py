@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
@@ -22,6 +21,7 @@ from .cache import columns, row_of, set_columns
 from .encoding import BatchLimits, LaneContext, answer_of
 from .fairness import FairQueue
 from .jobs import Job, RequestEncoder
+from .padded_decoder import make_decoder_runner
 from .prompt_cache import PromptCache
 from .requests import FinishReason, Sampling, TokenChoice
 from .runners import DecoderRunner, EncoderDecoderRunner, Row, RunningBatch
@@ -56,8 +56,10 @@ class GenerationOptions:
             backbone: The model.
         """
         if backbone not in self.runners:
-            make: Any = EncoderDecoderRunner if backbone.is_encoder_decoder else DecoderRunner
-            self.runners[backbone] = make(backbone, self.encoder.tokenizer)
+            if backbone.is_encoder_decoder:
+                self.runners[backbone] = EncoderDecoderRunner(backbone, self.encoder.tokenizer)
+            else:
+                self.runners[backbone] = make_decoder_runner(backbone)
         return self.runners[backbone]
 
     def check(self, sampling: Sampling) -> None:

@@ -374,6 +374,14 @@ class Lifecycle:
             self._evict(victim)
         return True
 
+    def _keep_within_bytes(self) -> None:
+        """Drop versions that nobody needs while those in memory are too large: they grow when they are first used."""
+        while self.max_loaded_bytes is not None and sum(d.bytes for d in self.in_memory()) > self.max_loaded_bytes:
+            victim = self._victim()
+            if victim is None:
+                return
+            self._evict(victim)
+
     def _evict(self, entry: Entry) -> None:
         with self.context.wake:
             loaded, entry.current, entry.draining = entry.current, None, False
@@ -398,6 +406,7 @@ class Lifecycle:
         """
         loaded.users -= 1
         loaded.last_used = time.monotonic()
+        self._keep_within_bytes()
         if loaded.retired and not loaded.users:
             self.retired.discard(loaded)
             self._detach(loaded)

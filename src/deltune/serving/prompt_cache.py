@@ -10,14 +10,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from .backbone import LoadedDelta
+from .cache import States
 
 BLOCK = 16
 """Tokens of a block; beginnings are compared block by block."""
-
-States = list[tuple[torch.Tensor, torch.Tensor] | None]
 
 
 @dataclass(eq=False)

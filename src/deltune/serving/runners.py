@@ -20,10 +20,11 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from ..compat import parameters_of
 from ..errors import DeltuneError, error_summary
+from ..runtime.modules import Edit
 from ..runtime.prompts import first_position, unused_position_rows
 from ..tasks.generation import forced_bos_options
 from .backbone import Backbone, LoadedDelta, replaced_output
-from .cache import assemble, cache_of, columns, new_cache, set_columns
+from .cache import assemble, cache_of, columns, empty_columns, new_cache, set_columns
 from .encoding import pass_overhead, split_by_length
 from .jobs import Job
 from .prompt_cache import Beginning
@@ -94,7 +95,7 @@ class RunningBatch:
         return [number for number, row in enumerate(self.rows) if not row.done]
 
 
-def _same_in_a_batch(
+def same_in_a_batch(
     backbone: Backbone,
     joint_and_alone: Callable[[Sequence[list[int]], int, LoadedDelta], tuple[torch.Tensor, torch.Tensor]],
 ) -> bool:
@@ -123,6 +124,7 @@ class DecoderRunner:
         pads: Whether rows of different lengths may be in one batch, padded on the left. It is measured, since some
             families count positions by the length of the cache.
         reads_in_parts: Whether a prompt may be read in parts.
+        like: A cache of the model with one column, which says what its layers keep.
 
     Raises:
         DeltuneError: The family remembers more of a text than keys and values, or does not take our cache.
@@ -130,7 +132,7 @@ class DecoderRunner:
 
     reads_in_parts = True
 
-    def __init__(self, backbone: Backbone, tokenizer: Any) -> None:
+    def __init__(self, backbone: Backbone) -> None:
         self.backbone, self.model = backbone, backbone.model
         self.numbered = "position_ids" in backbone.arguments
         table = backbone.first_stack.positions
@@ -139,13 +141,13 @@ class DecoderRunner:
         self.forced: dict[str, Any] = {}
         self.pads = True
         self._check_cache()
-        self.pads = _same_in_a_batch(backbone, self._joint_and_alone)
+        self.pads = same_in_a_batch(backbone, self._joint_and_alone)
 
     def _check_cache(self) -> None:
         """Check that our cache has all that the model remembers: a further token scores as in a pass over all."""
         base, last = self.backbone.base(()), int(self.model.config.get_text_config().vocab_size) - 1
         row, other = (
-            _probe(tokens, base) for tokens in ([last % 7, last, last // 2, last // 3, last], [last, last // 5])
+            probe_row(tokens, base) for tokens in ([last % 7, last, last // 2, last // 3, last], [last, last // 5])
         )
         kind, reason = type(self.model).__name__, ""
         try:
@@ -160,6 +162,7 @@ class DecoderRunner:
             scale = float(whole.std()) or 1.0
             # wide bounds: another kernel may round otherwise, and a mixture of experts then choose other experts
             bound = 0.1 if self.model.dtype in (torch.float32, torch.float64) else 0.5
+            self.like = empty_columns(batch.cache, 1, 1)
             if columns(batch.cache) != row.length or float((scores - whole).abs().mean()) > bound * scale:
                 reason = "its cache does not hold what it has read"
         except Exception as error:
@@ -188,7 +191,7 @@ class DecoderRunner:
         def answers(groups: Sequence[Sequence[list[int]]]) -> torch.Tensor:
             logits = []
             for group in groups:
-                rows = [_probe(tokens, base) for tokens in group]
+                rows = [probe_row(tokens, base) for tokens in group]
                 batch, first = self.read(rows)
                 for row in rows:
                     row.generated.append(last // 4)
@@ -213,7 +216,7 @@ class DecoderRunner:
         def lengths(row: Row) -> tuple[int, int]:
             return 0 if row.cached else row.loaded.prompt_length, len(row.before) - row.cached
 
-        return [group for some in by_key.values() for group in _split(some, lengths, self.backbone, tokens)]
+        return [group for some in by_key.values() for group in split_rows(some, lengths, self.backbone, tokens)]
 
     def read(self, rows: list[Row]) -> tuple[RunningBatch, torch.Tensor]:
         """Let rows read their prompts, and return their batch and the scores of their first tokens.
@@ -281,7 +284,14 @@ class DecoderRunner:
         return logits
 
     def _forward(
-        self, rows: list[Row], cache: Cache, ids: list[list[int]], mask: list[list[int]], starts: list[int], width: int
+        self,
+        rows: list[Row],
+        cache: Cache,
+        ids: list[list[int]],
+        mask: list[list[int]],
+        starts: list[int],
+        width: int,
+        left_out: frozenset[Edit] | None = None,
     ) -> torch.Tensor:
         device = self.backbone.device
         inputs: dict[str, Any] = {
@@ -294,7 +304,9 @@ class DecoderRunner:
         if self.numbered:
             begin = torch.tensor(starts, device=device)[:, None]
             inputs["position_ids"] = (begin + torch.arange(width, device=device)).clamp(min=0) + self.first
-        output = self.backbone.run([row.loaded for row in rows], lambda: self.model(**inputs).logits[:, -1])
+        output = self.backbone.run(
+            [row.loaded for row in rows], lambda: self.model(**inputs).logits[:, -1], left_out=left_out
+        )
         return output.float().cpu()
 
     def selected(self, parts: Sequence[tuple[RunningBatch, Sequence[int]]]) -> RunningBatch:
@@ -335,7 +347,7 @@ class EncoderDecoderRunner:
             weight = parameters_of(table).get("weight")
             self.table = table if weight is not None and weight.dim() == 2 and not shared else None
         self.pads = True
-        self.pads = _same_in_a_batch(backbone, self._joint_and_alone)
+        self.pads = same_in_a_batch(backbone, self._joint_and_alone)
         if not self.pads:
             self.table = None
 
@@ -351,7 +363,7 @@ class EncoderDecoderRunner:
         self, prompts: Sequence[list[int]], last: int, base: LoadedDelta
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scores of two rows in one batch, of which one began later, and one by one."""
-        first, second = (_probe(tokens, base) for tokens in prompts)
+        first, second = (probe_row(tokens, base) for tokens in prompts)
         first.before = second.before = self.starts
         one, _ = self.read([first])
         first.generated.append(last // 4)
@@ -377,7 +389,7 @@ class EncoderDecoderRunner:
         def lengths(row: Row) -> tuple[int, int]:
             return row.loaded.prompt_length, len(row.job.tokens)
 
-        return _split(rows, lengths, self.backbone, tokens)
+        return split_rows(rows, lengths, self.backbone, tokens)
 
     def read(self, rows: list[Row]) -> tuple[RunningBatch, torch.Tensor]:
         """Let the encoder read the texts of rows, and return their batch and the scores of their first tokens.
@@ -473,7 +485,7 @@ class EncoderDecoderRunner:
         return RunningBatch(rows, cache, assemble(cross, width, at_end=False))
 
 
-def _split(
+def split_rows(
     rows: Sequence[Row], lengths: Callable[[Row], tuple[int, int]], backbone: Backbone, tokens: int
 ) -> list[list[Row]]:
     """Split newcomers into groups that are read in one pass, rows of one delta beside each other.
@@ -488,7 +500,7 @@ def _split(
     return [sorted(group, key=lambda row: row.loaded.internal or "") for group in groups]
 
 
-def _probe(tokens: list[int], base: LoadedDelta) -> Row:
+def probe_row(tokens: list[int], base: LoadedDelta) -> Row:
     """A row that belongs to no request, to measure what the model does with padding."""
     job = Job(Request("generate", tokens=tuple(tokens)), {"input_ids": tokens}, loaded=base, started=time.monotonic())
     builder = TextBuilder(lambda _: "", ())
