@@ -350,9 +350,17 @@ def _stored_environment(environment: Mapping[str, Any]) -> dict[str, Any]:
     return {field: environment[field] for field in ENVIRONMENT_FIELDS if field in environment}
 
 
+def _trained_run(spec: RunConfig, runs: Path, model_cache: ModelCache) -> Path:
+    """Return the folder of a run whose delta is needed. One whose result was imported has none yet and is trained."""
+    folder = run_folder(runs, spec)
+    if not folder.exists():
+        train(spec, folder, progress=False, cache=model_cache, report=False)
+    return folder
+
+
 def _transfer(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> TransferResult:
     """Evaluate a run's delta on another task without further training."""
-    folder = run_folder(runs, RunConfig.from_canonical(values["run"]))
+    folder = _trained_run(RunConfig.from_canonical(values["run"]), runs, model_cache)
     results = evaluate(folder, splits=("test",), other=values["other"])
     return {"scores": results["test"], "count": RunDir(folder).metrics.count, "seconds": 0.0}
 
@@ -360,7 +368,7 @@ def _transfer(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) ->
 def _measure_norm_changes(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> NormChangesResult:
     """Measure how far a run moved each gain and bias."""
     spec = RunConfig.from_canonical(values["run"])
-    run = RunDir(run_folder(runs, spec)).best_run
+    run = RunDir(_trained_run(spec, runs, model_cache)).best_run
     kind = task_kind_for(run.environment["data"]["kind"], load_config(spec.model.name), spec.generation.answer)
     return {"changes": norm_changes(spec.model.name, kind.head, run.delta), "seconds": 0.0}
 
