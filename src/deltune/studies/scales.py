@@ -195,10 +195,11 @@ def cross_product(
     exclude: Callable[[Cell], bool] = lambda cell: False,
     labels: Cell | None = None,
     by_task: Mapping[str, Values] | None = None,
+    search_rates: bool = True,
 ) -> CellPlan:
     """Return the cells of models × tasks × variants × seeds.
 
-    Small scale tries several learning rates for each model, task and variant, unless `options` has one.
+    Small scale tries several learning rates for each model, task and variant, unless `options` have one.
 
     Args:
         setup: Where the study is run.
@@ -211,6 +212,7 @@ def cross_product(
         exclude: Whether a cell is left out.
         labels: Labels of every cell on further axes.
         by_task: Task -> fields of its runs.
+        search_rates: Whether small scale searches learning rates; otherwise each variant has its usual one.
 
     Raises:
         DeltuneError: Models or data are missing, or a run is wrong.
@@ -219,7 +221,8 @@ def cross_product(
     seeds = seeds or (SMALL_SEEDS if setup.small else SEEDS)
     options = {**(SMALL_OPTIONS if setup.small else {}), **(options or {})}
     rates: list[list[Values]] = [
-        setup.rates(variant.values["method"]) if "lr" not in options else [{}] for variant in variants
+        [{}] if "lr" in options else setup.rates(variant.values["method"])[: None if search_rates else 1]
+        for variant in variants
     ]
     sweeps = [
         Sweep(

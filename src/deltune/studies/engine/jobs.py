@@ -83,6 +83,7 @@ class RunResult(TypedDict):
         examples: Metric -> a number for each example, for metrics that are the mean of such numbers.
         count: `Count.as_dict()` of the method.
         seconds: Duration of the training.
+        cpu_seconds: Seconds of the processor that the training took, or None.
         best: The validation that the delta is of, with the values that a search chose.
         curve: Lines of the training log.
         signatures: Metric -> how it was computed.
@@ -97,6 +98,7 @@ class RunResult(TypedDict):
     examples: Mapping[str, Sequence[float]]
     count: Mapping[str, Any]
     seconds: float
+    cpu_seconds: float | None
     best: Mapping[str, Any]
     curve: Sequence[Mapping[str, Any]]
     signatures: Mapping[str, str]
@@ -324,6 +326,7 @@ def _run(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> RunR
         },
         "count": metrics.count,
         "seconds": metrics.seconds,
+        "cpu_seconds": metrics.cpu_seconds,
         "best": metrics.best.as_json(),
         "curve": _curve(run.read_log()),
         "signatures": metrics.signatures,
