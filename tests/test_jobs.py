@@ -92,6 +92,14 @@ def test_terms(root: Path, tmp_path: Path) -> None:
     assert gain == pytest.approx(moved.abs().mean().item()) and gain > 0
 
 
+def test_a_run_whose_result_was_imported_is_trained_for_its_delta(root: Path, tmp_path: Path) -> None:
+    spec = tiny.spec(root, method="layernorm", epochs=1)
+    execute(run_job(spec), tmp_path / "trained", ModelCache())
+    trained = execute(term_change_job(spec), tmp_path / "trained", ModelCache())
+    imported = execute(term_change_job(spec), tmp_path / "imported", ModelCache())
+    assert imported["changes"] == trained["changes"]
+
+
 def test_time(root: Path, tmp_path: Path) -> None:
     """Every method has its turns in every round; the bare model has no step."""
     methods = {"full": "full", "ours": "lora(rank=2)"}

@@ -28,7 +28,7 @@ from deltune.training.train import train
 from deltune.training.trainer import DeltaTrainer, raise_if_interrupted, watch_interrupts
 from processes import Started, deltune, killed_training
 
-TIMES = ("seconds", "seconds_left", "tokens_per_second")
+TIMES = ("seconds", "cpu_seconds", "seconds_left", "tokens_per_second")
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,6 @@ SMALL_OPTIONS: Values = {
 SMALL_TASK_OPTIONS: Mapping[str, Values] = {
     "cb": {"epochs": 12},
     "conll04": {"epochs": 4},
-    "samsum": {"max_length": 96},
     "g2p_us_to_gb": {
         "max_train_rows": 1200,
         "validation_rows": 200,
@@ -49,7 +48,7 @@ LEARNING_RATES: Mapping[str, float] = {
     "prefix": 3e-2, "prefix_layernorm": 3e-2, "mam": 1e-2, "lora": 1e-2, "adapter": 1e-2, "parallel_adapter": 1e-2,
     "scaled_parallel_adapter": 1e-2, "multi_head_parallel_adapter": 1e-2,
 }  # fmt: skip
-"""Usual learning rates at small scale, by named method; studies that compare models try others beside them.
+"""Usual learning rates at small scale, by named method; studies try others beside them.
 
 Chosen on validation rows of SICK and SST-2 with minilm-d128 and seed 99 (1,500 rows, 4 epochs of batches of 16) among
 two or three rates a factor of 3 apart; on g2p the same are best or next to it. They are 3 to 10 times the papers': few
@@ -109,20 +108,18 @@ class StudySetup:
         """Return the fields of a spec that name a task; the folder of its data is among the roots."""
         return {"task": name, **(SMALL_TASK_OPTIONS.get(name, {}) if self.small else {})}
 
-    def rates(self, method: str | Method, search: bool = False) -> list[Values]:
+    def rates(self, method: str | Method) -> list[Values]:
         """Return the learning rates that a method's runs try, as fields of a spec.
 
         Args:
             method: The method.
-            search: Whether small scale tries several.
 
         Returns:
             The rates at small scale, the usual one first; at paper scale no field, since the protocol has the rate.
         """
         if not self.small:
             return [{}]
-        usual = small_scale_rate(method)
-        return [{"lr": rate} for rate in (rates_to_try(usual) if search else [usual])]
+        return [{"lr": rate} for rate in rates_to_try(small_scale_rate(method))]
 
     def check(self, models: Iterable[str], tasks: Iterable[str]) -> None:
         """Check that models and tasks are present at small scale.
@@ -198,9 +195,11 @@ def cross_product(
     exclude: Callable[[Cell], bool] = lambda cell: False,
     labels: Cell | None = None,
     by_task: Mapping[str, Values] | None = None,
-    search_rates: bool = False,
+    search_rates: bool = True,
 ) -> CellPlan:
     """Return the cells of models × tasks × variants × seeds.
+
+    Small scale tries several learning rates for each model, task and variant, unless `options` have one.
 
     Args:
         setup: Where the study is run.
@@ -213,7 +212,7 @@ def cross_product(
         exclude: Whether a cell is left out.
         labels: Labels of every cell on further axes.
         by_task: Task -> fields of its runs.
-        search_rates: Whether small scale tries several learning rates for each model, task and variant.
+        search_rates: Whether small scale searches learning rates; otherwise each variant has its usual one.
 
     Raises:
         DeltuneError: Models or data are missing, or a run is wrong.
@@ -222,7 +221,8 @@ def cross_product(
     seeds = seeds or (SMALL_SEEDS if setup.small else SEEDS)
     options = {**(SMALL_OPTIONS if setup.small else {}), **(options or {})}
     rates: list[list[Values]] = [
-        setup.rates(variant.values["method"], search_rates) if "lr" not in options else [{}] for variant in variants
+        [{}] if "lr" in options else setup.rates(variant.values["method"])[: None if search_rates else 1]
+        for variant in variants
     ]
     sweeps = [
         Sweep(

@@ -168,6 +168,8 @@ class RunMetrics(Record):
         aggregate: How the scores of several runs are aggregated: "mean" or "median".
         std: The standard deviations of the scores of several runs, by split and metric.
         seconds: How long training took.
+        cpu_seconds: How many seconds of the processor it took, of all threads of the main process; work of other
+            programs does not lengthen them. None where a checkpoint did not count them.
         count: What is trained, as `Count.as_dict` has it.
         best: The validation that the delta is of.
         truncated: How many inputs of every split were cut.
@@ -184,6 +186,7 @@ class RunMetrics(Record):
     aggregate: str | None = None
     std: dict[str, dict[str, Number]] = {}
     seconds: Number
+    cpu_seconds: Number | None = None
     count: dict[str, Any]
     best: Best
     truncated: dict[str, int]
@@ -264,6 +267,7 @@ class CheckpointProgress(Record):
         best: The best validation so far.
         stale: How many validations there were since.
         seconds: How long training took so far.
+        cpu_seconds: How many seconds of the processor it took; None where they were not counted.
         optimizer: The optimizer's state.
         scheduler: The learning-rate scheduler's state.
         rng: The states of the random generators, by rank.
@@ -272,6 +276,7 @@ class CheckpointProgress(Record):
     best: BestSoFar
     stale: int = Field(ge=0)
     seconds: float
+    cpu_seconds: float | None = None
     optimizer: OptimizerState
     scheduler: dict[str, Any]
     rng: list[dict[str, Any]]

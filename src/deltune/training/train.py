@@ -366,6 +366,7 @@ def _fit(state: RunState, arguments: TrainingArguments, bar: ProgressDisplay, ch
     if checkpoint is not None:
         progress = checkpoints.read_progress(checkpoint)
         state.best, state.stale, state.seconds_before = progress["best"], progress["stale"], progress["seconds"]
+        state.cpu_seconds_before = progress.get("cpu_seconds")
         state.run.truncate_log(int(checkpoint.name))
         logger.info("resuming %s after step %s", state.run.folder, checkpoint.name)
         steps = state.config.optim.steps
@@ -421,7 +422,7 @@ def _listed(names: Sequence[str], most: int = 8) -> str:
 
 def _finish(state: RunState, bar: ProgressDisplay) -> RunMetrics:
     """Score the best delta as it is on the disk, on the splits it has not answered yet, and write the metrics."""
-    seconds = state.seconds
+    seconds, cpu_seconds = state.seconds, state.cpu_seconds
     count = state.tuned.count().as_dict()
     sharded, device = distributed.is_sharded(state.model), state.model.device
     if sharded:
@@ -441,6 +442,7 @@ def _finish(state: RunState, bar: ProgressDisplay) -> RunMetrics:
     metrics = RunMetrics(
         **{split: answered[split]["metrics"] for split in splits},
         seconds=round(seconds, 3),
+        cpu_seconds=None if cpu_seconds is None else round(cpu_seconds, 3),
         count=count,
         best=Best(**{key: value for key, value in state.best.items() if key not in ("rank", "answered")}),
         truncated=state.truncated["truncated"],

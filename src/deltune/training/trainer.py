@@ -90,6 +90,8 @@ class RunState:
         stale: How many validations there were since the best one.
         seconds_before: Seconds that earlier processes worked on this run.
         start: When this process began, by `time.monotonic`.
+        cpu_seconds_before: Processor seconds of earlier processes; None where they did not count them.
+        cpu_start: What this process had used when it began, by `time.process_time`.
         tokens: How many tokens, padding excluded, this process made training batches of.
     """
 
@@ -110,6 +112,8 @@ class RunState:
     stale: int = 0
     seconds_before: float = 0.0
     start: float = field(default_factory=time.monotonic)
+    cpu_seconds_before: float | None = 0.0
+    cpu_start: float = field(default_factory=time.process_time)
     tokens: int = 0
 
     @property
@@ -126,6 +130,12 @@ class RunState:
     def seconds(self) -> float:
         """Seconds of work on this run, in all processes one after the other."""
         return self.seconds_before + time.monotonic() - self.start
+
+    @property
+    def cpu_seconds(self) -> float | None:
+        """Processor seconds of work on this run; None where it went on from a checkpoint without them."""
+        before = self.cpu_seconds_before
+        return None if before is None else before + time.process_time() - self.cpu_start
 
     @property
     def out_of_patience(self) -> bool:
@@ -146,7 +156,7 @@ class RunState:
 
     def progress(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of this state."""
-        return {"best": self.best, "stale": self.stale, "seconds": self.seconds}
+        return {"best": self.best, "stale": self.stale, "seconds": self.seconds, "cpu_seconds": self.cpu_seconds}
 
     def score(self, split: str, bar: ProgressDisplay | None = None, loss_only: bool = False) -> EvalResult:
         """Return the model's answers to a split, and their metrics.

@@ -251,17 +251,26 @@ def _times(group: Sequence[Outcome], choice: MetricChoice) -> list[Number | str]
 
 
 def _seconds_to_converge(outcome: Outcome, choice: MetricChoice) -> float | None:
-    curve = _curve(outcome, choice)
-    if not curve or not outcome.seconds:
+    curve, seconds = _curve(outcome, choice), _training_seconds(outcome)
+    if not curve or not seconds:
         return None
     values = [value for _, value in curve]
     target = min(values) + CONVERGED * (max(values) - min(values))
     reached = next(step for step, value in curve if value >= target)
-    return outcome.seconds * reached / max(step for step, _ in curve)
+    return seconds * reached / max(step for step, _ in curve)
+
+
+def _training_seconds(outcome: Outcome) -> float | None:
+    """How long a run trained: on a CPU the processor's seconds, since runs of a study have others beside them."""
+    on_cpu = outcome.extra.get("environment", {}).get("device") == "cpu"
+    return outcome.extra.get("cpu_seconds") if on_cpu else outcome.seconds
 
 
 TIME = Measurement(_times, "% of full tuning's", lower=True, over=("method",), name="training time to converge")
-"""Training time until a curve has come 95 % of the way to its best, in percent of full tuning's of the same seed."""
+"""Training time until a curve has come 95 % of the way to its best, in percent of full tuning's of the same seed.
+
+On a CPU it is the time of the processor, which other programs do not lengthen.
+"""
 
 
 def threshold(name: str) -> Measurement:

@@ -83,6 +83,7 @@ class RunResult(TypedDict):
         examples: Metric -> a number for each example, for metrics that are the mean of such numbers.
         count: `Count.as_dict()` of the method.
         seconds: Duration of the training.
+        cpu_seconds: Seconds of the processor that the training took, or None.
         best: The validation that the delta is of, with the values that a search chose.
         curve: Lines of the training log.
         signatures: Metric -> how it was computed.
@@ -97,6 +98,7 @@ class RunResult(TypedDict):
     examples: Mapping[str, Sequence[float]]
     count: Mapping[str, Any]
     seconds: float
+    cpu_seconds: float | None
     best: Mapping[str, Any]
     curve: Sequence[Mapping[str, Any]]
     signatures: Mapping[str, str]
@@ -324,6 +326,7 @@ def _run(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> RunR
         },
         "count": metrics.count,
         "seconds": metrics.seconds,
+        "cpu_seconds": metrics.cpu_seconds,
         "best": metrics.best.as_json(),
         "curve": _curve(run.read_log()),
         "signatures": metrics.signatures,
@@ -350,9 +353,17 @@ def _stored_environment(environment: Mapping[str, Any]) -> dict[str, Any]:
     return {field: environment[field] for field in ENVIRONMENT_FIELDS if field in environment}
 
 
+def _trained_run(spec: RunConfig, runs: Path, model_cache: ModelCache) -> Path:
+    """Return the folder of a run whose delta is needed. One whose result was imported has none yet and is trained."""
+    folder = run_folder(runs, spec)
+    if not folder.exists():
+        train(spec, folder, progress=False, cache=model_cache, report=False)
+    return folder
+
+
 def _transfer(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> TransferResult:
     """Evaluate a run's delta on another task without further training."""
-    folder = run_folder(runs, RunConfig.from_canonical(values["run"]))
+    folder = _trained_run(RunConfig.from_canonical(values["run"]), runs, model_cache)
     results = evaluate(folder, splits=("test",), other=values["other"])
     return {"scores": results["test"], "count": RunDir(folder).metrics.count, "seconds": 0.0}
 
@@ -360,7 +371,7 @@ def _transfer(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) ->
 def _measure_norm_changes(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> NormChangesResult:
     """Measure how far a run moved each gain and bias."""
     spec = RunConfig.from_canonical(values["run"])
-    run = RunDir(run_folder(runs, spec)).best_run
+    run = RunDir(_trained_run(spec, runs, model_cache)).best_run
     kind = task_kind_for(run.environment["data"]["kind"], load_config(spec.model.name), spec.generation.answer)
     return {"changes": norm_changes(spec.model.name, kind.head, run.delta), "seconds": 0.0}
 

@@ -286,7 +286,7 @@ def _plan(
     return cross_product(
         setup, name, {model: family.models[model].hub_id}, tasks,
         variants, options,
-        labels={"family": label}, by_task=by_task, search_rates=True,
+        labels={"family": label}, by_task=by_task,
     )  # fmt: skip
 
 
@@ -475,7 +475,7 @@ def _plan_thresholds(setup: StudySetup, label: str, model: str, task: str) -> Ce
     def first_runs(name: str, method: str) -> CellPlan:
         """Return the cell of a method under the first seed."""
         labels = {**cell, "method": name, "N": sizes[-1], "seed": first}
-        jobs = [job(method, first, rate) for rate in setup.rates(method, search=True)]
+        jobs = [job(method, first, rate) for rate in setup.rates(method)]
         return choose_rates([partial(_plan_one, PlannedCell(labels, one)) for one in jobs])
 
     methods = {"full": "full", **{pattern: family.drawn(sizes[-1], pattern, first) for pattern in THE_PAPERS}}
@@ -557,7 +557,7 @@ def _transferred(setup: StudySetup, label: str, model: str, sources: Sequence[st
     options = {} if setup.small else {"protocol": "ap"}
     runs = cross_product(
         setup, "ap/transfer", {model: family.models[model].hub_id}, sources, variants, options,
-        labels={"family": label}, by_task=by_task, search_rates=True,
+        labels={"family": label}, by_task=by_task,
     )  # fmt: skip
     target_fields = {
         target: {k: v for k, v in {**setup.task(target), "relabel": relabel[target]}.items() if k in TARGET_FIELDS}

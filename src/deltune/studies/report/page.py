@@ -276,7 +276,7 @@ def findings_in_words(sections: Sequence[Section]) -> str:
         sum(finding.verdict == verdict for finding in findings) for verdict in ("holds", "does not hold", "undecided")
     )
     small = any(section.small for section in sections)
-    sized = sum(finding.resolution is not None for finding in findings)
+    sized = sum(finding.resolution is not None and finding.verdict == "undecided" for finding in findings)
     text = (
         f"Of {counted(len(findings), 'claim')}, {held} {_was(held)} seen{' in these small runs' if small else ''}, "
         f"{not_held} came out otherwise, and {undecided - waiting} could not be decided by the runs that are done"
