@@ -46,7 +46,7 @@ class PaddedDecoderRunner(DecoderRunner):
         backbone: The model.
 
     Attributes:
-        sees_past_gaps: Whether a row may have masked columns between its own. It is measured.
+        sees_past_gaps: Whether a row may have masked columns between its own ones. It is measured.
         caches_prefixes: Whether prefixes in the cache do what the edits do. It is measured, since some families compute
             something of all keys or values after the cache.
 
@@ -148,13 +148,13 @@ class PaddedDecoderRunner(DecoderRunner):
         middle = columns(cache)
         ids = [[0] * (width - len(tokens)) + tokens for tokens in new]
         mask = [
-            [0] * (middle - own) + [1] * own + [0] * (width - len(tokens)) + [1] * len(tokens)
-            for own, tokens in zip(before, new, strict=True)
+            [0] * (middle - size) + [1] * size + [0] * (width - len(tokens)) + [1] * len(tokens)
+            for size, tokens in zip(before, new, strict=True)
         ]
         logits = self._continue(rows, cache, ids, mask, [len(row.before) - width for row in rows], width)
         for row in rows:
             row.length, row.beginning = len(row.before), None
-        if any(own and len(tokens) < width for own, tokens in zip(before, new, strict=True)):
+        if any(size and len(tokens) < width for size, tokens in zip(before, new, strict=True)):
             cache = close_gaps(cache, middle, before, [len(tokens) for tokens in new])
         return RunningBatch(rows, cache), logits
 
@@ -189,7 +189,7 @@ class PaddedDecoderRunner(DecoderRunner):
             batch: The batch.
         """
         rows, width = batch.rows, columns(batch.cache)
-        mask = [[0] * (width - own) + [1] * (own + 1) for own in map(self._own_columns, rows)]
+        mask = [[0] * (width - size) + [1] * (size + 1) for size in map(self._own_columns, rows)]
         logits = self._continue(rows, batch.cache, [[row.last] for row in rows], mask, [row.length for row in rows], 1)
         for row in rows:
             row.length += 1
