@@ -208,9 +208,12 @@ class DecoderRunner:
             tokens: The most tokens of a pass, padding included.
         """
         by_key: dict[object, list[Row]] = {}
+        key: tuple[int, ...]
         for row in rows:
             new = len(row.before) - row.cached
-            key = (bool(row.cached), new if row.cached or not self.pads else 0, 0 if self.pads else len(row.before))
+            key = (bool(row.cached), new if row.cached or not self.pads else 0)
+            if not self.pads:  # a shorter prompt of a delta would be padding too
+                key += (len(row.before), row.loaded.prompt_length)
             by_key.setdefault(key, []).append(row)
 
         def lengths(row: Row) -> tuple[int, int]:
