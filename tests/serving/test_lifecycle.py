@@ -505,8 +505,8 @@ def test_requests_that_are_refused(folder: Any) -> None:
     of = deltas(*GPT)
     with Server(of.model(), deltas=of.folder, max_length=50) as server:
         for request, message in (
-            (Request("generate"), "neither"),
-            (Request("generate", text="a", tokens=(1,)), "both"),
+            (Request("generate"), "none of them"),
+            (Request("generate", text="a", tokens=(1,)), "text and tokens"),
             (Request("generate", text="a"), "no tokenizer"),
             (Request("generate", tokens=()), "empty"),
             (Request("generate", tokens=(5, 99)), "token 99 is not in the vocabulary"),
@@ -523,9 +523,9 @@ def test_requests_that_are_refused(folder: Any) -> None:
         with pytest.raises(UnknownDelta, match="Known"):
             server.submit(ask("generate", 4, 1, "dd"))
     with Server(of.model(), deltas=of.folder) as server:
-        with pytest.raises(InvalidRequest, match="64 positions"):
+        with pytest.raises(InvalidRequest, match="can read 64"):
             server.submit(ask("generate", 60, 1, None, sampling=Sampling(max_tokens=10)))
-        with pytest.raises(InvalidRequest, match="61 positions"):  # a prompt of 3 takes its own
+        with pytest.raises(InvalidRequest, match="can read 61"):  # a prompt of 3 takes its own
             server.submit(ask("generate", 60, 1, "d5", sampling=Sampling(max_tokens=3))).result(60)
         server.submit(ask("generate", 58, 1, "d5", sampling=Sampling(max_tokens=3))).result(60)
 
@@ -542,7 +542,7 @@ def test_bounds_of_the_queue() -> None:
             server.submit(ask("generate", 3, 1, None, tenant="a"))
         assert full.value.retry_after > 0
         futures += [server.submit(ask("generate", 3, n, None, tenant="b")) for n in range(3)]
-        with pytest.raises(QueueFull, match="6 requests"):
+        with pytest.raises(QueueFull, match="6 inputs"):
             server.submit(ask("generate", 3, 1, None, tenant="c"))
         assert server.stats().queued == {"a": 3, "b": 3}
         assert futures[2].cancel()

@@ -254,7 +254,7 @@ def test_an_answer_is_as_long_as_there_is_room_unless_the_request_says(client: o
     assert whole.choices[0].finish_reason in ("length", "stop")
     with pytest.raises(openai.BadRequestError, match="max_tokens=5"):
         client.chat.completions.create(model="base", messages=messages, max_completion_tokens=5)
-    with pytest.raises(openai.BadRequestError, match="64 positions"):
+    with pytest.raises(openai.BadRequestError, match="can read 64"):
         client.chat.completions.create(model="base", messages=[{"role": "user", "content": "the old hammer " * 22}])
 
 

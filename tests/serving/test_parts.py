@@ -319,7 +319,7 @@ def test_admission_counts_what_waits() -> None:
     admission = Admission(3, 2, threading.RLock())
     for tenant in ("a", "a", "b"):
         admission.enter(tenant)
-    with pytest.raises(QueueFull, match="3 requests wait already") as full:
+    with pytest.raises(QueueFull, match="3 inputs wait already") as full:
         admission.enter("c")
     assert full.value.retry_after == 1.0, "nothing has ended yet"
     admission.leave("b")

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 
+from ..errors import excerpt
 from .backbone import LoadedDelta
 from .errors import InvalidRequest, QueueFull
 from .jobs import Job
@@ -39,11 +40,12 @@ class Admission:
             waiting = sum(self.queued.values())
             if waiting >= self.most:
                 raise QueueFull(
-                    f"{waiting} requests wait already, which is all that this server keeps", self._retry_after()
+                    f"{waiting} inputs wait already, which is the most that this server keeps", self._retry_after()
                 )
             if self.queued[tenant] >= self.most_per_tenant:
                 raise QueueFull(
-                    f"{self.queued[tenant]} requests of tenant {tenant!r} wait already, which is all that it may have",
+                    f"{self.queued[tenant]} inputs of tenant {tenant!r} wait already, which is the most that it may "
+                    "have",
                     self._retry_after(),
                 )
             self.queued[tenant] += 1
@@ -71,6 +73,32 @@ class Admission:
         return min(60.0, max(0.1, sum(self.queued.values()) / 4 / self._rate)) if self._rate else 1.0
 
 
+def cut_length(request: Request, trained: int | None, loaded: LoadedDelta, max_length: int | None) -> int | None:
+    """Return the number of tokens to which a text is cut, or None if it is not.
+
+    Args:
+        request: The request.
+        trained: The length to which texts were cut in the training of its delta, if that is known.
+        loaded: The version of its delta, or the base model where that is not in memory.
+        max_length: The most tokens that the server takes; None for no bound.
+
+    Raises:
+        InvalidRequest: It asks for something that is no length, or to cut what is never cut.
+    """
+    wanted = request.truncate_prompt_tokens
+    if wanted is None:
+        return None
+    if request.task == "generate" or request.tokens is not None:
+        what = "the prompt of a generation is" if request.task == "generate" else "token ids are"
+        raise InvalidRequest(f"{what} never cut; leave truncate_prompt_tokens out")
+    if isinstance(wanted, bool) or not isinstance(wanted, int) or (wanted < 1 and wanted != -1):
+        raise InvalidRequest(f"truncate_prompt_tokens is a number of tokens, or -1, and not {excerpt(wanted)}")
+    backbone = loaded.backbone
+    readable = backbone.positions(backbone.first_stack.name, loaded)
+    known = [length for length in (trained, max_length, readable) if length is not None]
+    return min(known) if wanted == -1 else min(wanted, readable)
+
+
 def check_length(job: Job, loaded: LoadedDelta, max_length: int | None) -> None:
     """Check that the model has positions for a request and its answer, and shorten the answer where it may be shorter.
 
@@ -84,6 +112,7 @@ def check_length(job: Job, loaded: LoadedDelta, max_length: int | None) -> None:
     """
     length, backbone = len(job.tokens), loaded.backbone
     generating, more = job.request.task == "generate", 0
+    advice = "" if generating or job.request.tokens is not None else "; truncate_prompt_tokens: -1 cuts the text"
     positions = backbone.positions(backbone.first_stack.name, loaded)
     answer_positions = positions - length
     if generating and backbone.is_encoder_decoder:
@@ -94,13 +123,13 @@ def check_length(job: Job, loaded: LoadedDelta, max_length: int | None) -> None:
     if max_length is not None and length + more > max_length:
         raise InvalidRequest(
             f"the request has {length} tokens{f' and max_tokens={more}' if generating else ''}, and this server "
-            f"takes {max_length}"
+            f"takes {max_length}{advice}"
         )
     needed = length + (more if not backbone.is_encoder_decoder else 0)
     if needed > positions:
         raise InvalidRequest(
-            f"the request has {length} tokens{f' and max_tokens={more}' if generating else ''}, and the model has "
-            f"{positions} positions for them"
+            f"the request has {length} tokens{f' and max_tokens={more}' if generating else ''}, and the model can "
+            f"read {positions}{advice}"
         )
     if generating and more > answer_positions:
         raise InvalidRequest(f"max_tokens={more} is more than the {answer_positions} that the decoder has places for")

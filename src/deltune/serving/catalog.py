@@ -82,13 +82,13 @@ class Entry:
         if current is not None:
             return DeltaInfo(
                 self.name, folder, current.method, current.parameters, current.tasks, current.labels, current.version,
-                True, current.bytes, current.loaded_at, self.error,
+                True, current.bytes, current.loaded_at, self.error, current.max_length,
             )  # fmt: skip
         if facts is None:
             return DeltaInfo(self.name, folder, "", 0, (), error=self.error)
         return DeltaInfo(
             self.name, folder, facts.method, facts.parameters, facts.tasks, facts.labels, facts.version,
-            error=self.error,
+            error=self.error, max_length=facts.max_length,
         )  # fmt: skip
 
 

@@ -50,6 +50,29 @@ def release_worker_threads() -> None:
         library.omp_pause_resource_all(1)  # omp_pause_soft
 
 
+def thread_pool(workers: int, share: int, name: str) -> ThreadPoolExecutor:
+    """Return a pool whose threads run by now, each computing on a number of torch's threads of its own.
+
+    Args:
+        workers: The number of threads of the pool.
+        share: The number of torch's threads for each; those of this thread and of others stay as they are.
+        name: What the names of the threads begin with.
+    """
+    threads, started = torch.get_num_threads(), threading.Barrier(workers + 1)
+
+    def start() -> None:
+        torch.get_num_threads()  # before it is set, since torch sets it when a thread first asks
+        torch.set_num_threads(share)
+        started.wait()
+
+    pool = ThreadPoolExecutor(workers, thread_name_prefix=name, initializer=start)
+    for _ in range(workers):
+        pool.submit(int)
+    started.wait()
+    torch.set_num_threads(threads)  # what threads begin with that are not there yet
+    return pool
+
+
 class ConcurrentPasses:
     """Threads that run passes of a model at the same time.
 
@@ -65,19 +88,7 @@ class ConcurrentPasses:
         self.most = most
         self._pool: ThreadPoolExecutor | None = None
         if most > 1:
-            threads, started = torch.get_num_threads(), threading.Barrier(most + 1)
-            share = max(1, threads // most)
-
-            def start() -> None:
-                torch.get_num_threads()  # before it is set, since torch sets it when a thread first asks
-                torch.set_num_threads(share)
-                started.wait()
-
-            self._pool = ThreadPoolExecutor(most, thread_name_prefix="deltune-pass", initializer=start)
-            for _ in range(most):
-                self._pool.submit(int)
-            started.wait()
-            torch.set_num_threads(threads)  # what threads begin with that are not there yet
+            self._pool = thread_pool(most, max(1, torch.get_num_threads() // most), "deltune-pass")
 
     def run(self, passes: Sequence[Callable[[], T]]) -> list[T]:
         """Run passes at the same time, and return what they return. A single one runs in this thread, on all cores.

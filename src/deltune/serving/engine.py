@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from ..errors import DeltuneError, describe_value, error_from_problems, error_summary, excerpt, unknown_name
 from ..filesystem import user_path
 from ..models import align_padding_token, has_trained_head, load_config, load_model, load_tokenizer
-from .admission import Admission, check_length
+from .admission import Admission, check_length, cut_length
 from .backbone import Backbones, LoadedDelta
 from .catalog import Catalog, Entry
 from .concurrency import ConcurrentPasses, release_worker_threads
@@ -35,7 +35,7 @@ from .encoding import BatchLimits, EncodingLane, LaneContext
 from .errors import EngineClosed, InvalidRequest, RequestTimeout, UnknownDelta
 from .fairness import FairShare
 from .generation import GenerationLane, GenerationOptions
-from .jobs import LONG_TEXT, Job, Listener, RequestEncoder, check_pair, check_task, input_size
+from .jobs import LONG_TEXT, Job, Listener, RequestEncoder, check_pair, check_request, check_task, input_size
 from .lifecycle import Lifecycle, LifecycleContext
 from .prompt_cache import PromptCache
 from .registry import HEAD_TASKS, FolderFacts, scan
@@ -275,11 +275,13 @@ class Server:
             job.future.cancel()
 
     def _submit(self, request: Request, listener: Listener | None) -> Job:
+        check_request(request)
         self._reserve(request.tenant)
         return self._submit_reserved(request, listener, time.monotonic())
 
     async def _submit_in_thread(self, request: Request, listener: Listener | None) -> Job:
         """Submit without holding up the event loop while a tokenizer reads a long text."""
+        check_request(request)
         size = input_size(request)
         if size <= ENCODED_AT_ONCE:
             return self._submit(request, listener)
@@ -345,11 +347,12 @@ class Server:
             check_pair(request, facts.takes_pairs)
         if request.timeout is not None and not request.timeout > 0:
             raise InvalidRequest(f"a timeout is a number of seconds above 0, not {request.timeout}")
-        job = self._encoder.encode(request, listener, facts.max_length)
+        loaded = (None if entry is None else entry.current) or self._base
+        job = self._encoder.encode(request, listener, cut_length(request, facts.max_length, loaded, self.max_length))
         job.submitted = arrived
         if request.task == "generate":
             self._options.check(request.sampling)
-        check_length(job, (None if entry is None else entry.current) or self._base, self.max_length)
+        check_length(job, loaded, self.max_length)
         return job
 
     def _target(self, name: str | None) -> tuple[Entry | None, LoadedDelta | FolderFacts]:

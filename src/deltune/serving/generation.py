@@ -347,30 +347,37 @@ class GenerationLane:
                     choice = TokenChoice(plain[number], "")
                 else:
                     choice = row.chooser.choose(logits[number], [*row.before, *row.generated])
-                self._take(row, choice)
+                self._take(row, choice, ends_anyway=plain[number] in self.ends)
                 generated += 1
             except Exception as error:
                 self._end(row, error)
         self.options.count(generated)
 
-    def _take(self, row: Row, choice: TokenChoice) -> None:
-        """Add a token to a row, tell its listener, and end the row if it was the last."""
+    def _take(self, row: Row, choice: TokenChoice, ends_anyway: bool) -> None:
+        """Add a token to a row, tell its listener, and end the row if it was the last.
+
+        Args:
+            row: The row.
+            choice: The token.
+            ends_anyway: Whether the most likely token was one that ends the answer. BART's configs make the last token
+                of a full answer such a token, whatever the model says.
+        """
         self.share.charge(row.job.tenant, 1)
+        last = len(row.generated) + 1 >= row.job.request.sampling.max_tokens
         if choice.token in self.ends:
             row.builder.end()
             if rest := row.builder.take(final=True):
                 self._tell(row, TokenChoice(choice.token, rest), rest=True)
-            self._end(row, "stop")
+            self._end(row, "length" if last and row.chooser.forces_end and not ends_anyway else "stop")
             return
         row.generated.append(choice.token)
         row.builder.add(choice.token)
-        full = len(row.generated) >= row.job.request.sampling.max_tokens
-        if full:
+        if last:
             row.builder.end()
-        self._tell(row, replace(choice, text=row.builder.take(final=full)))
+        self._tell(row, replace(choice, text=row.builder.take(final=last)))
         if row.builder.stopped:
             self._end(row, "stop")
-        elif full:
+        elif last:
             self._end(row, "length")
 
     def _tell(self, row: Row, choice: TokenChoice, rest: bool = False) -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import excerpt, unknown_name
+from ..errors import describe_value, excerpt, unknown_name
 from .backbone import LoadedDelta
 from .errors import InvalidRequest
 from .requests import Answer, Request, TokenChoice
@@ -115,20 +115,24 @@ class RequestEncoder:
         Args:
             request: The request.
             listener: What sees its tokens.
-            max_length: The length in tokens to which classified and tagged texts are cut, as in training.
+            max_length: The number of tokens to which a longer text is cut; None cuts nothing.
 
         Raises:
             InvalidRequest: It has no input, or one that this server cannot read.
         """
-        if (request.text is None) == (request.tokens is None):
-            raise InvalidRequest("a request has either a text or tokens, and this one has " + (
-                "neither" if request.text is None else "both"))  # fmt: skip
+        given = [name for name in ("text", "tokens", "words") if getattr(request, name) is not None]
+        if len(given) != 1:
+            raise InvalidRequest(
+                f"a request has one of text, tokens and words, and this one has {' and '.join(given) or 'none of them'}"
+            )
         if request.tokens is not None:
             if request.second_text is not None:
                 raise InvalidRequest("second_text goes with a text, and not with tokens")
             return Job(request, {"input_ids": self._checked(request.tokens)}, listener=listener)
         if self.tokenizer is None:
             raise InvalidRequest("this server has no tokenizer; send the token ids of the text")
+        if request.words is not None and request.task != "tag":
+            raise InvalidRequest(f"words can be tagged; to {request.task}, send a text or token ids")
         if request.task == "generate":
             if request.second_text is not None:
                 raise InvalidRequest("second_text is for classifiers of pairs; put both texts into one prompt")
@@ -138,7 +142,7 @@ class RequestEncoder:
         with self._tokenizer_for(request) as tokenizer:
             try:
                 if request.task == "tag":
-                    words = (request.text or "").split()
+                    words = list(request.words or (request.text or "").split())
                     encoded = tokenizer(words, is_split_into_words=True, verbose=False, **limits)
                     word_ids = encoded.word_ids(0) if words else []
                 else:
@@ -211,12 +215,34 @@ class RequestEncoder:
         with self._lock:
             return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
-    def token_text(self, token: int) -> str:
-        """Return the text of one token, special ones included; its number without a tokenizer."""
+    def token_text(self, token: int, before: int | None = None) -> str:
+        """Return the text of one token, special ones included; its number without a tokenizer.
+
+        Args:
+            token: The token.
+            before: The token before it, behind which many tokenizers write the blank that a word begins with.
+        """
         if self.tokenizer is None:
             return str(token)
         with self._lock:
-            return str(self.tokenizer.decode([token]))
+            alone = str(self.tokenizer.decode([token]))
+            if before is None:
+                return alone
+            first, both = (str(self.tokenizer.decode(ids)) for ids in ([before], [before, token]))
+        return both[len(first) :] if both.startswith(first) and len(both) > len(first) else alone
+
+
+def check_request(request: object) -> None:
+    """Check that something is a request at all.
+
+    Raises:
+        InvalidRequest: It is anything else, such as a text.
+    """
+    if not isinstance(request, Request):
+        raise InvalidRequest(
+            f"a server answers a Request, and this is {describe_value(request)}: give "
+            'Request("classify", text=…) of deltune.serving.requests'
+        )
 
 
 def check_pair(request: Request, takes_pairs: bool | None) -> None:
@@ -240,7 +266,8 @@ def check_pair(request: Request, takes_pairs: bool | None) -> None:
 
 def input_size(request: Request) -> int:
     """Return the length of a request's input, in characters or tokens."""
-    return len(request.text or "") + len(request.second_text or "") + len(request.tokens or ())
+    words = sum(len(word) + 1 for word in request.words or ())
+    return len(request.text or "") + len(request.second_text or "") + len(request.tokens or ()) + words
 
 
 ENDPOINTS = {"generate": "/v1/completions", "classify": "/classify", "tag": "/tag", "embed": "/v1/embeddings"}

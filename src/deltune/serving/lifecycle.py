@@ -12,14 +12,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import DeltuneError, error_summary
 from .backbone import Backbones, LoadedDelta, PreparedDelta
 from .catalog import Catalog, Entry
-from .concurrency import release_worker_threads
+from .concurrency import thread_pool
 from .errors import EngineClosed, UnknownDelta, refusal
 from .fairness import FairShare
 from .jobs import Job
@@ -106,7 +106,8 @@ class Lifecycle:
         self.load_seconds = 0.0
         self._arrivals: deque[Arrival] = deque()
         self._ended = False
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="deltune-reader")
+        # on one of torch's threads: the passes that run meanwhile need the cores
+        self._reader = thread_pool(1, 1, "deltune-reader")
 
     # -- from any thread
 
@@ -172,7 +173,6 @@ class Lifecycle:
                 if isinstance(prepared, PreparedDelta) or signature(folder) == seen:
                     break
                 time.sleep(0.05 * (attempt + 1))  # somebody is replacing the files
-            release_worker_threads()
             with self.context.wake:
                 self.load_seconds += time.perf_counter() - began
                 if not self._ended:

@@ -43,9 +43,13 @@ class Request:
 
     Attributes:
         task: What is to be computed.
-        text: The input, or None if `tokens` are given.
-        tokens: Token ids of the input, or None if `text` is given.
+        text: The input. Give one of `text`, `tokens` and `words`.
+        tokens: The input as token ids, which are taken as they are.
+        words: The words of the input, for `tag`; a text is split at blanks.
         second_text: The second text of a pair, for classifiers of pairs.
+        truncate_prompt_tokens: The number of tokens to which a longer text is cut, for `classify`, `tag` and `embed`.
+            -1 stands for the length to which texts were cut in the training of the delta, or else for what the model
+            can read. None cuts nothing: a text that is too long is refused.
         delta: The name of the delta, or None for the base model.
         tenant: Whose request it is: tenants share the machine fairly.
         sampling: How tokens are chosen, for `generate`.
@@ -55,7 +59,9 @@ class Request:
     task: Task
     text: str | None = None
     tokens: tuple[int, ...] | None = None
+    words: tuple[str, ...] | None = None
     second_text: str | None = None
+    truncate_prompt_tokens: int | None = None
     delta: str | None = None
     tenant: str = "default"
     sampling: Sampling = field(default_factory=Sampling)
@@ -71,8 +77,8 @@ class TokenChoice:
         text: The text that it adds to the answer; "" while a character is not whole.
         logprob: The logarithm of its probability, if asked for.
         top_logprobs: The most likely tokens (their texts) with theirs, if asked for.
-        own_text: What the tokenizer makes of this token alone, as in `top_logprobs`, if probabilities were asked for.
-            It may differ from `text`, which has the blank before a word and waits for whole characters.
+        own_text: The text of this token behind the one before it, as in `top_logprobs`, if probabilities were asked
+            for. It may differ from `text`, which waits for whole characters.
     """
 
     token: int
@@ -133,6 +139,7 @@ class DeltaInfo:
         bytes: Its size in memory.
         loaded_at: When it was loaded (seconds since the epoch), or None.
         error: Why the newest files in its folder were refused, or "".
+        max_length: The number of tokens to which texts were cut in its training, or None if that is not known.
     """
 
     name: str
@@ -146,6 +153,7 @@ class DeltaInfo:
     bytes: int = 0
     loaded_at: float | None = None
     error: str = ""
+    max_length: int | None = None
 
 
 @dataclass(frozen=True)

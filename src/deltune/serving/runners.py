@@ -514,4 +514,9 @@ def probe_row(tokens: list[int], base: LoadedDelta) -> Row:
     """A row that belongs to no request, to measure what the model does with padding."""
     job = Job(Request("generate", tokens=tuple(tokens)), {"input_ids": tokens}, loaded=base, started=time.monotonic())
     builder = TextBuilder(lambda _: "", ())
-    return Row(job, TokenChooser(Sampling(temperature=0.0), LogitsProcessorList(), str), builder, tokens)
+    return Row(
+        job,
+        TokenChooser(Sampling(temperature=0.0), LogitsProcessorList(), lambda token, _: str(token)),
+        builder,
+        tokens,
+    )

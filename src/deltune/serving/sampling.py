@@ -60,10 +60,12 @@ class TokenChooser:
     Args:
         sampling: The settings.
         processors: What the model's own generation config does to the scores.
-        token_text: Returns the text of a token, for `logprobs`.
+        token_text: Returns the text of a token behind another one, for `logprobs`.
     """
 
-    def __init__(self, sampling: Sampling, processors: LogitsProcessorList, token_text: Callable[[int], str]) -> None:
+    def __init__(
+        self, sampling: Sampling, processors: LogitsProcessorList, token_text: Callable[[int, int | None], str]
+    ) -> None:
         self.sampling, self.processors, self.token_text = sampling, processors, token_text
         self.generator: torch.Generator | None = None
         if sampling.temperature:
@@ -77,6 +79,11 @@ class TokenChooser:
     def is_plain(self) -> bool:
         """Whether it takes the most likely token and tells nothing else."""
         return self.generator is None and not self.processors and self.sampling.logprobs is None
+
+    @property
+    def forces_end(self) -> bool:
+        """Whether the model's generation config makes the last token of a full answer one that ends it."""
+        return any(isinstance(one, logits_process.ForcedEOSTokenLogitsProcessor) for one in self.processors)
 
     def choose(self, logits: torch.Tensor, tokens: Sequence[int]) -> TokenChoice:
         """Return the next token, without its text.
@@ -95,8 +102,9 @@ class TokenChooser:
         logprobs = logits.log_softmax(-1)
         best = logprobs.topk(min(self.sampling.logprobs, len(logprobs)))
         top = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        likeliest = tuple((self.token_text(i), value) for i, value in top)
-        return TokenChoice(token, "", float(logprobs[token]), likeliest, self.token_text(token))
+        before = tokens[-1] if tokens else None
+        likeliest = tuple((self.token_text(i, before), value) for i, value in top)
+        return TokenChoice(token, "", float(logprobs[token]), likeliest, self.token_text(token, before))
 
     def _draw(self, scores: torch.Tensor) -> int:
         sampling = self.sampling

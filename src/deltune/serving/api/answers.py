@@ -18,7 +18,7 @@ from ..errors import InvalidRequest
 from ..requests import Answer, Request, Task, TokenChoice
 from .auth import Tenant
 from .errors import ApiError, api_error, error_body
-from .schemas import EmbeddingBody, RequestBody, StreamBody, TagBody
+from .schemas import EmbeddingBody, EncodingBody, RequestBody, StreamBody, TagBody
 from .service import EventStream, Facts, Service, facts_of, gather, merge, service_of, unless_disconnected
 
 MAX_LOGGED = 10_000
@@ -53,11 +53,15 @@ def begin(http: HttpRequest, model: str, stream: bool = False) -> tuple[Service,
     return service, tenant, delta, facts
 
 
-def as_inputs(value: Any, param: str, most: int) -> list[str | tuple[int, ...]]:
-    """Return the inputs of a request, a text or token ids each.
+Input = str | tuple[int, ...] | tuple[str, ...]
+"""A text, token ids, or words that are to be tagged."""
+
+
+def as_inputs(value: Any, param: str, most: int) -> list[Input]:
+    """Return the inputs of a request, a text, token ids or words each.
 
     Args:
-        value: A text, a list of texts, token ids, or lists of them.
+        value: A text, a list of texts, token ids, or lists of token ids or words.
         param: The name of the field.
         most: How many there may be.
 
@@ -65,7 +69,7 @@ def as_inputs(value: Any, param: str, most: int) -> list[str | tuple[int, ...]]:
         ApiError: There are none, one is empty, or there are too many.
     """
     if isinstance(value, str):
-        inputs: list[str | tuple[int, ...]] = [value]
+        inputs: list[Input] = [value]
     elif value and isinstance(value[0], int):
         inputs = [tuple(value)]
     else:
@@ -77,7 +81,7 @@ def as_inputs(value: Any, param: str, most: int) -> list[str | tuple[int, ...]]:
     for i, one in enumerate(inputs):
         if not one:
             where = f"input {i} of {param}" if len(inputs) > 1 else param
-            raise ApiError(400, f"{where} is empty; give a text or token ids", "invalid_value", param)
+            raise ApiError(400, f"{where} is empty; give a text, or at least one of its tokens", "invalid_value", param)
     return inputs
 
 
@@ -87,14 +91,17 @@ def engine_request(
     task: Task,
     tenant: Tenant,
     delta: str | None,
-    value: str | tuple[int, ...],
+    value: Input,
     **more: Any,
 ) -> Request:
-    """Return one input as a request of the engine; `more` are its other fields."""
+    """Return one input, which is not empty, as a request of the engine; `more` are its other fields."""
     limit = service.config.limits.timeout
-    text, tokens = (value, None) if isinstance(value, str) else (None, value)
     timeout = limit if body.timeout is None else min(limit, body.timeout)
-    return Request(task, text, tokens, delta=delta, tenant=tenant.name, timeout=timeout, **more)
+    kind = "text" if isinstance(value, str) else "words" if isinstance(value[0], str) else "tokens"
+    fields: dict[str, Any] = {kind: value, **more}
+    if isinstance(body, EncodingBody):
+        fields["truncate_prompt_tokens"] = body.truncate_prompt_tokens
+    return Request(task, delta=delta, tenant=tenant.name, timeout=timeout, **fields)
 
 
 def generation_requests(
@@ -102,7 +109,7 @@ def generation_requests(
     body: StreamBody,
     tenant: Tenant,
     delta: str | None,
-    inputs: Sequence[str | tuple[int, ...]],
+    inputs: Sequence[Input],
     default_max_tokens: int,
     logprobs: int | None = None,
 ) -> list[Request]:
@@ -154,7 +161,18 @@ def default_max_tokens(service: Service, most: int | None = None) -> int:
 def log_contents(service: Service, facts: Facts, **contents: Any) -> None:
     """Keep inputs or answers for the log, if it is to have them."""
     if service.config.log.log_contents:
-        facts.contents |= {name: str(value)[:MAX_LOGGED] for name, value in contents.items()}
+        facts.contents |= {name: _excerpts(value, MAX_LOGGED) for name, value in contents.items()}
+
+
+def _excerpts(values: Sequence[Any], room: int) -> list[Any]:
+    """Return texts and lists of tokens up to a number of characters or tokens in all."""
+    excerpts = []
+    for value in values:
+        excerpts.append(value if value is None else value[: max(room, 0)])
+        room -= len(value or ())
+        if room <= 0:
+            break
+    return excerpts
 
 
 def count(

@@ -96,6 +96,7 @@ def as_json(service: Service, delta: DeltaInfo) -> dict[str, Any]:
         "parameters": delta.parameters,
         "tasks": list(delta.tasks),
         "labels": list(delta.labels),
+        "max_length": delta.max_length,
         "version": delta.version,
         "loaded": delta.loaded,
         "bytes": delta.bytes,

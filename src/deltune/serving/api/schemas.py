@@ -195,7 +195,17 @@ class ChatBody(StreamBody):
     response_format: ResponseFormat | None = Field(None, description='{"type": "text"} alone')
 
 
-class EmbeddingBody(RequestBody):
+class EncodingBody(RequestBody):
+    """Requests whose input is read as a whole."""
+
+    truncate_prompt_tokens: Annotated[int, Field(strict=True, ge=-1, le=2**31 - 1)] | None = Field(
+        None,
+        description="tokens to which longer texts are cut; -1: as in the delta's training, or else what the model can "
+        "read [longer texts are refused]",
+    )
+
+
+class EmbeddingBody(EncodingBody):
     """POST /v1/embeddings."""
 
     input: Inputs = Field(description="a text, a list of texts, a list of token ids, or a list of such lists")
@@ -205,8 +215,8 @@ class EmbeddingBody(RequestBody):
     )
 
 
-class ClassifyBody(RequestBody):
-    """POST /classify and /tag."""
+class ClassifyBody(EncodingBody):
+    """POST /classify."""
 
     input: Inputs = Field(description="a text, a list of texts, a list of token ids, or a list of such lists")
     pair: Text | Texts | None = Field(
@@ -214,10 +224,12 @@ class ClassifyBody(RequestBody):
     )
 
 
-class TagBody(RequestBody):
+class TagBody(EncodingBody):
     """POST /tag."""
 
-    input: Text | Texts = Field(description="a text, or a list of texts")
+    input: Text | Texts | Annotated[list[Texts], Field(fail_fast=True)] = Field(
+        description="a text, which is split at blanks, a list of texts, or a list of lists of words"
+    )
 
 
 class GenerateBody(StreamBody):
