@@ -323,7 +323,7 @@ def test_admission_counts_what_waits() -> None:
         admission.enter("c")
     assert full.value.retry_after == 1.0, "nothing has ended yet"
     admission.leave("b")
-    with pytest.raises(QueueFull, match="2 requests of tenant 'a'"):
+    with pytest.raises(QueueFull, match="2 inputs of tenant 'a'"):
         admission.enter("a")
     now = time.monotonic()
     for number in range(1, 200):
