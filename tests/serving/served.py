@@ -104,9 +104,9 @@ def served(**values: Any) -> Iterator[Served]:
     """Serve in this process, on a thread, as `deltune serve` does."""
     config = ServeConfig.from_values({"port": 0, **values})
     listener = bind(config.http.host, config.http.port)
-    engine, tokenizer = build_engine(config)
+    engine = build_engine(config)
     try:
-        app = create_app(engine, tokenizer, config)
+        app = create_app(engine, config)
         server = DrainingServer(app.state.service, uvicorn_config(app, config))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()

@@ -189,5 +189,41 @@ def test_who_comes_back_has_saved_nothing() -> None:
     assert len(share.served) < 200
 
 
+def test_who_was_served_alone_does_not_pay_for_it() -> None:
+    """What the machine did for a tenant while nobody else wanted it is no debt to one that comes later."""
+    share = FairShare()
+    for tenant in ("alone", "burst", "alone"):
+        share.enter(tenant)
+        share.charge(tenant, 1000)
+        share.leave(tenant)
+    share.enter("burst")
+    share.enter("alone")
+    assert share.of("burst") == share.of("alone") == 3000
+
+
+def test_a_tenant_with_many_deltas_that_share_no_batch_has_one_share() -> None:
+    """Each of them has batches of its own, and a light tenant waits for one of these and not for all."""
+    of = deltas("bert", "sequence")
+    (full,) = (of.folder / name for name, method in of.methods.items() if method == "full")
+    heavy = [f"full{n}" for n in range(8)]
+    with Server(of.model(), deltas=of.folder, max_wait=0.0) as server:
+        for name in heavy:
+            server.load(name, full)
+        for name in (*heavy, "d0"):
+            warm(server, ask("classify", 3, 1, name, tenant="warm"))
+        gate = Gate(server)
+        futures = [server.submit(ask("classify", 8, n, name, tenant="heavy")) for n, name in enumerate(heavy * 4)]
+        gate.step(2)
+        assert gate.waits.wait(60)
+        began = gate.passes
+        light = server.submit(ask("classify", 8, 1, "d0", tenant="light"))
+        done: list[int] = []
+        light.add_done_callback(lambda _: done.append(gate.passes))
+        gate.release()
+        for future in (light, *futures):
+            future.result(60)
+    assert done[0] - began <= 1, "it is in the next batch"
+
+
 def test_the_server_is_public() -> None:
     assert deltune.Server is Server

@@ -27,11 +27,10 @@ import deltune
 from deltune.errors import DeltuneError
 from deltune.models import load_model, load_tokenizer
 from deltune.runtime.attaching import find_tuned
-from deltune.serving import padded_decoder, runners
-from deltune.serving.api.answers import chat_tokens
+from deltune.serving import jobs, padded_decoder, runners
 from deltune.serving.api.schemas import EmbeddingBody
 from deltune.serving.engine import Server
-from deltune.serving.errors import QueueFull, RequestTimeout
+from deltune.serving.errors import InvalidRequest, QueueFull, RequestTimeout
 from deltune.serving.jobs import LONG_TEXT, RequestEncoder
 from deltune.serving.padded_decoder import PaddedDecoderRunner
 from deltune.serving.requests import Request, Sampling
@@ -72,22 +71,23 @@ def slow_down(engine: Any) -> SlowTokenizer:
 
 
 def test_chats_and_cut_texts_do_not_change_each_other(server: Served) -> None:
-    """A tokenizer keeps whether it cuts texts, so that a chat must not share one with a classifier."""
-    assert server.service.tokenizer is not server.engine.tokenizer
+    """A tokenizer keeps whether it cuts texts, so that a chat must not be read while a text is."""
     encoder: RequestEncoder = server.engine._encoder
     text = "the old hammer " * 20
-    whole = len(chat_tokens(server.service, [{"role": "user", "content": text}]))
+    chat = Request("generate", messages=({"role": "user", "content": text},))
+    whole = len(encoder.encode(chat).tokens)
+    classified = Request("classify", text=text)
     ended, cut = threading.Event(), []
 
     def classify() -> None:
         while not ended.is_set():
-            cut.append(len(encoder.encode(Request("classify", text=text), max_length=8).tokens))
+            cut.append(len(encoder.encode(classified, max_length=8).tokens))
 
     thread, interval = threading.Thread(target=classify), sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
     try:
         thread.start()
-        chats = {len(chat_tokens(server.service, [{"role": "user", "content": text}])) for _ in range(1000)}
+        chats = {len(encoder.encode(chat).tokens) for _ in range(1000)}
     finally:
         sys.setswitchinterval(interval)
         ended.set()
@@ -95,7 +95,8 @@ def test_chats_and_cut_texts_do_not_change_each_other(server: Served) -> None:
     assert chats == {whole} and set(cut) == {8}
 
 
-def test_a_long_text_holds_nobody_up(decoder: tuple[Path, Path]) -> None:
+def test_a_long_text_holds_nobody_up(decoder: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "MOST_CHARACTERS", 10**6)
     model, folder = decoder
     with served(model=str(model), deltas=str(folder), watch=0, served_name="base", log="off") as running:
         slow = slow_down(running.engine)
@@ -113,8 +114,11 @@ def test_a_long_text_holds_nobody_up(decoder: tuple[Path, Path]) -> None:
         assert not running.engine.stats().queued and not running.engine._jobs
 
 
-def test_a_text_that_is_being_read_counts_as_waiting(decoder: tuple[Path, Path]) -> None:
+def test_a_text_that_is_being_read_counts_as_waiting(
+    decoder: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is bounded by the queue, ends by its timeout, and is taken back when nobody waits for it."""
+    monkeypatch.setattr(jobs, "MOST_CHARACTERS", 10**6)
     model = load_model(str(decoder[0]), "causal-lm")
     request = Request("embed", text=LONG, tenant="a")
 
@@ -138,6 +142,51 @@ def test_a_text_that_is_being_read_counts_as_waiting(decoder: tuple[Path, Path])
 
     with Server(model, load_tokenizer(str(decoder[0])), max_queue_per_tenant=2) as server:
         asyncio.run(main(server, slow_down(server)))
+
+
+@pytest.mark.parametrize("kind", ["text", "chat"])
+def test_long_texts_of_one_tenant_do_not_hold_up_those_of_another(
+    decoder: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """They are read in turn, whatever their number."""
+    monkeypatch.setattr(jobs, "MOST_CHARACTERS", 10**6)
+    model, tokenizer = load_model(str(decoder[0]), "causal-lm"), load_tokenizer(str(decoder[0]))
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    read: list[str] = []
+
+    async def main(server: Server, slow: SlowTokenizer) -> None:
+        async def submit(tenant: str) -> None:
+            long: Any = {"text": LONG} if kind == "text" else {"messages": ({"role": "user", "content": LONG},)}
+            with pytest.raises(InvalidRequest, match="can read 64"):
+                await server.asubmit(Request("generate", tenant=tenant, **long))
+            read.append(tenant)
+
+        burst = [asyncio.ensure_future(submit("a")) for _ in range(8)]
+        while not slow.reached.is_set():
+            await asyncio.sleep(0.01)
+        late = asyncio.ensure_future(submit("b"))
+        while server.stats().queued != {"a": 8, "b": 1}:
+            await asyncio.sleep(0.01)
+        slow.open.set()
+        await asyncio.gather(*burst, late)
+
+    with Server(model, tokenizer) as server:
+        asyncio.run(main(server, slow_down(server)))
+    assert read.index("b") <= 1 and len(read) == 9
+
+
+def test_a_text_far_beyond_what_a_model_reads_is_not_read_by_its_tokenizer(decoder: tuple[Path, Path]) -> None:
+    """It is refused at once, or its end is cut off where that was asked for; what is left of it is the same."""
+    model, tokenizer = load_model(str(decoder[0]), "causal-lm"), load_tokenizer(str(decoder[0]))
+    with Server(model, tokenizer) as server:
+        slow_down(server)
+        for task in ("generate", "embed"):
+            with pytest.raises(InvalidRequest, match=r"characters, and the model can read 64 tokens"):
+                server.submit(Request(task, text=LONG))  # type: ignore[arg-type]
+        cut = server.submit(Request("embed", text=LONG, truncate_prompt_tokens=-1)).result(60)
+        tokens = tuple(tokenizer(LONG, truncation=True, max_length=64)["input_ids"])
+        assert cut.prompt_tokens == 64
+        assert cut.embedding == server.submit(Request("embed", tokens=tokens)).result(60).embedding
 
 
 # -- prompts

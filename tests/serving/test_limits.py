@@ -9,6 +9,7 @@ import logging
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -28,7 +29,7 @@ from .served import Served, served, wait_until
 def test_buckets_fill_with_time() -> None:
     """In any minute no more than the burst and a minute's worth pass, and the wait that is told suffices."""
     now = 0.0
-    limits = RateLimits(LimitsSection(requests_per_minute=6), clock=lambda: now)
+    limits = RateLimits(LimitsSection(requests_per_minute=6), dict, clock=lambda: now)
     tenant, other = Tenant(name="a"), Tenant(name="b", requests_per_minute=1)
     passed = []
     for _ in range(600):
@@ -48,16 +49,20 @@ def test_buckets_fill_with_time() -> None:
 def test_the_first_request_passes_while_time_goes_on(rate: float) -> None:
     """A new bucket is full when its first request looks into it, though the clock has moved on since it came."""
     ticks = itertools.count()
-    limits = RateLimits(LimitsSection(requests_per_minute=rate), clock=lambda: 1e-6 * next(ticks))
+    limits = RateLimits(LimitsSection(requests_per_minute=rate), dict, clock=lambda: 1e-6 * next(ticks))
     limits.admit(Tenant(name="a"))
 
 
 def test_tokens_are_counted_afterwards() -> None:
-    now = 0.0
-    limits = RateLimits(LimitsSection(tokens_per_minute=100), clock=lambda: now)
+    now, usage = 0.0, {"a": 99}
+    limits = RateLimits(
+        LimitsSection(tokens_per_minute=100), lambda: {t: usage.pop(t) for t in list(usage)}, lambda: now
+    )
     tenant = Tenant(name="a")
     limits.admit(tenant)
-    limits.charge(tenant, 250)
+    now += 3600.0  # the bucket holds a minute's worth, however long nobody asks
+    usage |= {"a": 250, "b": 10}
+    limits.charge_usage()
     with pytest.raises(ApiError) as caught:
         limits.admit(tenant)
     assert caught.value.retry_after == pytest.approx(151 * 60 / 100)
@@ -131,11 +136,14 @@ def test_a_full_queue_is_told_when_to_come_again(decoder: tuple[Path, Path]) -> 
     model, deltas = decoder
     limits = {"max_queue": 2, "max_batch_size": 1}
     with served(model=str(model), deltas=str(deltas), watch=0, log="off", **limits) as running:
-        answer = running.post(
-            "/v1/completions", {"model": "mood", "prompt": ["the"] * 30, "max_tokens": 30, "temperature": 0}
-        )
-        assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1, answer.text
-        assert answer.json()["error"]["code"] == "queue_full"
+        body = {"model": "mood", "prompt": ["the"] * 2, "max_tokens": 30, "temperature": 0}
+        never = running.post("/v1/completions", body | {"prompt": ["the"] * 3})
+        assert never.status_code == 413 and "retry-after" not in never.headers, "it would be refused again and again"
+        with ThreadPoolExecutor(8) as clients:
+            answers = list(clients.map(lambda _: running.post("/v1/completions", body), range(24)))
+        assert {answer.status_code for answer in answers} == {200, 429}
+        answer = next(answer for answer in answers if answer.status_code == 429)
+        assert int(answer.headers["retry-after"]) >= 1 and answer.json()["error"]["code"] == "queue_full"
         wait_until(lambda: not running.engine.stats().running and not any(running.engine.stats().queued.values()))
         assert running.post("/v1/completions", {"model": "mood", "prompt": "the", "max_tokens": 1}).status_code == 200
 

@@ -124,7 +124,7 @@ def test_beginnings_of_prompts() -> None:
 
 def chosen(seed: int, **values: Any) -> list[int]:
     logits = torch.randn(50, generator=torch.Generator().manual_seed(3)) * 2
-    chooser = TokenChooser(Sampling(seed=seed, **values), LogitsProcessorList(), str)
+    chooser = TokenChooser(Sampling(seed=seed, **values), LogitsProcessorList(), lambda token, _: str(token))
     return [chooser.choose(logits, [1]).token for _ in range(400)]
 
 
@@ -142,7 +142,9 @@ def test_draws_have_the_right_probabilities() -> None:
 
 def test_log_probabilities() -> None:
     logits = torch.randn(50, generator=torch.Generator().manual_seed(3))
-    choice = TokenChooser(Sampling(temperature=0.0, logprobs=4), LogitsProcessorList(), str).choose(logits, [1])
+    choice = TokenChooser(
+        Sampling(temperature=0.0, logprobs=4), LogitsProcessorList(), lambda token, _: str(token)
+    ).choose(logits, [1])
     expected = logits.log_softmax(-1).topk(4)
     assert choice.logprob == pytest.approx(float(expected.values[0]))
     assert [text for text, _ in choice.top_logprobs] == [str(i) for i in expected.indices.tolist()]

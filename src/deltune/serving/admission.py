@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import replace
 
 from ..errors import excerpt
@@ -12,6 +11,9 @@ from .backbone import LoadedDelta
 from .errors import InvalidRequest, QueueFull
 from .jobs import Job
 from .requests import Request
+
+COUNTED_ENDS = 256
+"""Requests that ended lately, by whose rate a refused one is told when to come again."""
 
 
 class Admission:
@@ -27,8 +29,7 @@ class Admission:
         self.most, self.most_per_tenant = most, most_per_tenant
         self.queued: Counter[str] = Counter()
         self._lock = lock
-        self._rate = 0.0  # requests a second that ended, lately
-        self._last_ended = time.monotonic()
+        self._ends: deque[float] = deque(maxlen=COUNTED_ENDS)
 
     def enter(self, tenant: str) -> None:
         """Count a request of a tenant as one that waits.
@@ -64,13 +65,25 @@ class Admission:
             now: The time, on the monotonic clock.
         """
         with self._lock:
-            passed = max(now - self._last_ended, 1e-6)
-            self._rate += (1 / passed - self._rate) * min(1.0, passed / 5 + 0.01)
-            self._last_ended = now
+            self._ends.append(now)
 
     def _retry_after(self) -> float:
         """In how many seconds a quarter of what waits may be done."""
-        return min(60.0, max(0.1, sum(self.queued.values()) / 4 / self._rate)) if self._rate else 1.0
+        if len(self._ends) < 2:
+            return 1.0
+        seconds_each = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+        return min(60.0, max(0.1, sum(self.queued.values()) / 4 * seconds_each))
+
+
+def readable_length(loaded: LoadedDelta, max_length: int | None) -> int:
+    """Return the number of tokens that can be read at most.
+
+    Args:
+        loaded: The version of a delta, or the base model where that is not in memory.
+        max_length: The most tokens that the server takes; None for no bound.
+    """
+    positions = loaded.backbone.positions(loaded.backbone.first_stack.name, loaded)
+    return positions if max_length is None else min(positions, max_length)
 
 
 def cut_length(request: Request, trained: int | None, loaded: LoadedDelta, max_length: int | None) -> int | None:
@@ -85,18 +98,17 @@ def cut_length(request: Request, trained: int | None, loaded: LoadedDelta, max_l
     Raises:
         InvalidRequest: It asks for something that is no length, or to cut what is never cut.
     """
-    wanted = request.truncate_prompt_tokens
-    if wanted is None:
+    length = request.truncate_prompt_tokens
+    if length is None:
         return None
     if request.task == "generate" or request.tokens is not None:
-        what = "the prompt of a generation is" if request.task == "generate" else "token ids are"
+        what = "the prompt of an answer is" if request.task == "generate" else "token ids are"
         raise InvalidRequest(f"{what} never cut; leave truncate_prompt_tokens out")
-    if isinstance(wanted, bool) or not isinstance(wanted, int) or (wanted < 1 and wanted != -1):
-        raise InvalidRequest(f"truncate_prompt_tokens is a number of tokens, or -1, and not {excerpt(wanted)}")
-    backbone = loaded.backbone
-    readable = backbone.positions(backbone.first_stack.name, loaded)
-    known = [length for length in (trained, max_length, readable) if length is not None]
-    return min(known) if wanted == -1 else min(wanted, readable)
+    if isinstance(length, bool) or not isinstance(length, int) or (length < 1 and length != -1):
+        raise InvalidRequest(f"truncate_prompt_tokens is a number of tokens, or -1, and not {excerpt(length)}")
+    readable = readable_length(loaded, max_length)
+    trained = readable if trained is None else min(trained, readable)
+    return trained if length == -1 else min(length, readable)
 
 
 def check_length(job: Job, loaded: LoadedDelta, max_length: int | None) -> None:

@@ -100,8 +100,8 @@ class BatchingSection(Section):
         None, "passes of an encoder's batch that run at the same time on a CPU, at most [2 if there are two cores]"
     )
     max_wait: Duration = _option(0.005, "seconds that a first request waits for others")
-    max_queue: Size | None = _option(None, "requests that may wait in all [1024]", common=True)
-    max_queue_per_tenant: Size | None = _option(None, "requests of one tenant that may wait [256]", common=True)
+    max_queue: Size = _option(1024, "inputs that may wait in all", common=True)
+    max_queue_per_tenant: Size = _option(256, "inputs of one tenant that may wait", common=True)
     max_length: Size | None = _option(
         None, "tokens of a request, its answer included [what the model can]", common=True
     )
@@ -133,7 +133,7 @@ class LimitsSection(Section):
     """What a request and a tenant may ask. A key's own rates are in the file of keys."""
 
     max_body: Bytes = _option(4 << 20, "size of a request, such as 4MiB", common=True)
-    max_inputs: Size = _option(256, "texts in one request", common=True)
+    max_inputs: Size = _option(256, "inputs of one request, but no more than may wait", common=True)
     max_tokens: Size = _option(4096, "tokens that one input may ask for", common=True)
     default_max_tokens: Size = _option(256, "tokens of a chat's answer where the request does not say", common=True)
     timeout: Seconds = _option(300.0, "seconds for the answer to a request", common=True)

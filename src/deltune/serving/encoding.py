@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -81,7 +81,7 @@ class EncodingLane:
 
     def __init__(self, backbone: Backbone, task: str, limits: BatchLimits, context: LaneContext) -> None:
         self.backbone, self.task, self.limits, self.context = backbone, task, limits, context
-        self.queue = FairQueue(context.share)
+        self.queue: FairQueue[Job] = FairQueue(context.share)
         tokenizer_pad = getattr(backbone.model.config.get_text_config(), "pad_token_id", None)
         self.overhead = pass_overhead(backbone.device)
         self.pad = 0 if tokenizer_pad is None else int(tokenizer_pad)
@@ -94,9 +94,9 @@ class EncodingLane:
         """Whether there is anything to do."""
         return len(self.queue) > 0
 
-    def running(self) -> list[Job]:
-        """Return the requests that are in a batch between two steps: none, since a batch is one step."""
-        return []
+    def jobs(self) -> Iterator[Job]:
+        """Iterate over the requests that are here, or at least the next one of each tenant."""
+        yield from self.queue.heads()
 
     def drop(self, job: Job) -> bool:
         """Take a request out; return whether it was here."""

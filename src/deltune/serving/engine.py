@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from numbers import Integral, Real
 from pathlib import Path
@@ -27,13 +27,13 @@ from transformers import PreTrainedModel
 from ..errors import DeltuneError, describe_value, error_from_problems, error_summary, excerpt, unknown_name
 from ..filesystem import user_path
 from ..models import align_padding_token, has_trained_head, load_config, load_model, load_tokenizer
-from .admission import Admission, check_length, cut_length
+from .admission import Admission, check_length, cut_length, readable_length
 from .backbone import Backbones, LoadedDelta
 from .catalog import Catalog, Entry
 from .concurrency import ConcurrentPasses, release_worker_threads
 from .encoding import BatchLimits, EncodingLane, LaneContext
 from .errors import EngineClosed, InvalidRequest, RequestTimeout, UnknownDelta
-from .fairness import FairShare
+from .fairness import FairShare, FairThread, Work
 from .generation import GenerationLane, GenerationOptions
 from .jobs import LONG_TEXT, Job, Listener, RequestEncoder, check_pair, check_request, check_task, input_size
 from .lifecycle import Lifecycle, LifecycleContext
@@ -154,6 +154,7 @@ class Server:
         passes = ConcurrentPasses(max_concurrent_passes if first.device.type == "cpu" else 1)
         self._lane_context = LaneContext(self._share, self._start, self._finish, passes)
         self._lanes: dict[tuple[str, str, str], Lane] = {}
+        """The one that had a turn last comes last."""
         self._base = first.base(HEAD_TASKS[first.head])
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
@@ -171,8 +172,7 @@ class Server:
         self._failed: Counter[str] = Counter()
         self._totals: Counter[str] = Counter()
         self._closing = self._closed = False
-        self._encoding = ThreadPoolExecutor(1, thread_name_prefix="deltune-encoder")
-        self._long_encoding = ThreadPoolExecutor(1, thread_name_prefix="deltune-long-encoder")
+        self._encoding, self._long_encoding = FairThread("deltune-encoder"), FairThread("deltune-long-encoder")
         if self.root is not None:
             self._catalog.look()
         release_worker_threads()  # those of the thread that has loaded the model
@@ -286,9 +286,22 @@ class Server:
         if size <= ENCODED_AT_ONCE:
             return self._submit(request, listener)
         self._reserve(request.tenant)
-        pool = self._long_encoding if size > LONG_TEXT else self._encoding
+        thread = self._long_encoding if size > LONG_TEXT else self._encoding
+        encoding: Future[Job] = Future()
+        arrived = time.monotonic()
+
+        def encode() -> None:
+            if not encoding.set_running_or_notify_cancel():
+                self._admission.leave(request.tenant)
+                return
+            try:
+                encoding.set_result(self._submit_reserved(request, listener, arrived))
+            except BaseException as error:
+                encoding.set_exception(error)
+
+        work = Work(request.tenant, arrived, size, encode)
         try:
-            encoding = pool.submit(self._submit_reserved, request, listener, time.monotonic())
+            thread.submit(work)
         except RuntimeError:
             self._admission.leave(request.tenant)
             raise EngineClosed("the server is closing and takes no new requests") from None
@@ -296,18 +309,13 @@ class Server:
             async with asyncio.timeout(request.timeout):
                 return await asyncio.wrap_future(encoding)
         except BaseException as error:
-            encoding.cancel()
-            encoding.add_done_callback(lambda done: self._abandon(request, done))
+            if thread.cancel(work):
+                self._admission.leave(request.tenant)
+            else:  # its text is being read, or was
+                encoding.add_done_callback(_cancel_job)
             if isinstance(error, TimeoutError):
                 raise _late(request) from None
             raise
-
-    def _abandon(self, request: Request, encoding: Future[Job]) -> None:
-        """Take back a request for which nobody waits any more, whether its text was read or not."""
-        if encoding.cancelled():
-            self._admission.leave(request.tenant)
-        elif encoding.exception() is None:
-            encoding.result().future.cancel()
 
     def _reserve(self, tenant: str) -> None:
         """Count a request of a tenant as one that waits.
@@ -348,7 +356,8 @@ class Server:
         if request.timeout is not None and not request.timeout > 0:
             raise InvalidRequest(f"a timeout is a number of seconds above 0, not {request.timeout}")
         loaded = (None if entry is None else entry.current) or self._base
-        job = self._encoder.encode(request, listener, cut_length(request, facts.max_length, loaded, self.max_length))
+        cut = cut_length(request, facts.max_length, loaded, self.max_length)
+        job = self._encoder.encode(request, listener, cut, readable_length(loaded, self.max_length))
         job.submitted = arrived
         if request.task == "generate":
             self._options.check(request.sampling)
@@ -467,6 +476,14 @@ class Server:
                 load_seconds=self._lifecycle.load_seconds,
             )
 
+    def take_usage(self) -> dict[str, int]:
+        """Return the tokens that were computed since the last call, those of requests that failed or left included.
+
+        Returns:
+            Tenant -> tokens, read and generated. The first call begins to count, and returns nothing.
+        """
+        return self._share.take_usage()
+
     def close(self, drain: float = 30.0) -> None:
         """End the server: take no new requests, answer those that are here, and give the model back.
 
@@ -488,8 +505,8 @@ class Server:
         self._thread.join()
         self._lifecycle.close()
         self._lane_context.passes.close()
-        for pool in (self._encoding, self._long_encoding):
-            pool.shutdown(wait=True)
+        for thread in (self._encoding, self._long_encoding):
+            thread.close()
 
     # -- the engine's thread
 
@@ -546,7 +563,7 @@ class Server:
         return max(0.0001, min([IDLE, *(lane.due(now) for lane in self._lanes.values() if lane.busy)]))
 
     def _turn(self) -> None:
-        """One turn: what has ended or arrived, then a batch of every lane that is due."""
+        """One turn: what has ended or arrived, then a batch of the lane whose tenants were served least."""
         self._sweep()
         self._lifecycle.take_arrivals()
         with self._lock:
@@ -555,18 +572,30 @@ class Server:
             self._share.enter(job.tenant)
             self._place(job)
         self._lifecycle.begin_loads()
+        if (key := self._next_lane()) is None:
+            return
+        lane = self._lanes[key] = self._lanes.pop(key)
+        try:
+            lane.advance()
+        except Exception as error:
+            logger.exception("a batch failed beyond repair")
+            self._lanes.pop(key, None)
+            with self._lock:  # the lane may have lost track of some of them when it failed
+                lost = [job for job in self._jobs if job.lane is lane]
+            for job in lost:
+                self._finish(job, DeltuneError(f"the engine failed: {error_summary(error)}"))
+
+    def _next_lane(self) -> tuple[str, str, str] | None:
+        """The lane that has the next batch, of those that are due: the one with the tenant that was served least.
+
+        Otherwise a tenant with many deltas that share no batch would have a batch in each turn for each of them. Among
+        lanes of the same tenant it is the one that has waited longest for its turn.
+        """
         now = time.monotonic()
-        for key, lane in list(self._lanes.items()):
-            if lane.busy and lane.due(now) <= 0:
-                try:
-                    lane.advance()
-                except Exception as error:
-                    logger.exception("a batch failed beyond repair")
-                    self._lanes.pop(key, None)
-                    with self._lock:  # the lane may have lost track of some of them when it failed
-                        lost = [job for job in self._jobs if job.lane is lane]
-                    for job in lost:
-                        self._finish(job, DeltuneError(f"the engine failed: {error_summary(error)}"))
+        due = {key: lane for key, lane in self._lanes.items() if lane.busy and lane.due(now) <= 0}
+        if len(due) < 2:
+            return next(iter(due), None)
+        return min(due, key=lambda key: min((self._share.order(job.tenant) for job in due[key].jobs()), default=(0, 0)))
 
     def _place(self, job: Job) -> None:
         """Give a request the version of its delta and put it into a queue, or let it wait for its delta."""
@@ -706,6 +735,12 @@ def _load(name: str) -> tuple[PreTrainedModel, Any]:
     model = load_model(name, head)
     align_padding_token(model, tokenizer)
     return model, tokenizer
+
+
+def _cancel_job(encoding: Future[Job]) -> None:
+    """Cancel a request whose text was read after everybody had stopped waiting for it."""
+    if not encoding.cancelled() and encoding.exception() is None:
+        encoding.result().future.cancel()
 
 
 def _late(request: Request) -> RequestTimeout:

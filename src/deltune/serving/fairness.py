@@ -3,15 +3,17 @@
 Each tenant has a counter of the tokens that were computed for it (Sheng et al. 2024, "Fairness in serving large
 language models": a deficit round robin whose quantum is one request). The next request is that of the tenant with the
 lowest counter, so that a burst of one tenant waits behind the first request of any other. A tenant that comes back does
-not save up what it did not use: its counter begins at the lowest of those that are being served.
+not save up what it did not use, nor does one that is new: its counter begins at the lowest of those that are being
+served, or where the last one of them was when it left.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, deque
-from collections.abc import Iterator
-
-from .jobs import Job
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 
 class FairShare:
@@ -20,33 +22,71 @@ class FairShare:
     def __init__(self) -> None:
         self.served: dict[str, float] = {}
         self._present: Counter[str] = Counter()
+        self._last_left = 0.0
+        self._usage: Counter[str] | None = None
+        self._lock = threading.Lock()  # of the usage, which any thread may take
 
     def enter(self, tenant: str) -> None:
         """Count a request of a tenant, which may be its first."""
         if not self._present[tenant]:
-            others = [self.served[other] for other in self._present if self._present[other]]
-            self.served[tenant] = max(self.served.get(tenant, 0.0), min(others, default=0.0))
+            self.served[tenant] = max(self.served.get(tenant, 0.0), self._start())
         self._present[tenant] += 1
+
+    def _start(self) -> float:
+        """The counter with which a tenant begins."""
+        return min((self.served[t] for t, requests in self._present.items() if requests), default=self._last_left)
 
     def leave(self, tenant: str) -> None:
         """Count a request of a tenant no more."""
         self._present[tenant] -= 1
         if not self._present[tenant]:
             del self._present[tenant]
-            if len(self.served) > 2 * len(self._present) + 64:  # forget who was not served lately
-                lowest = min((self.served[t] for t in self._present), default=max(self.served.values()))
-                self.served = {t: n for t, n in self.served.items() if t in self._present or n > lowest}
+            self._last_left = self.served[tenant]
+            if len(self.served) > 2 * len(self._present) + 64:  # forget those that would begin there anyway
+                start = self._start()
+                self.served = {t: n for t, n in self.served.items() if t in self._present or n > start}
 
     def charge(self, tenant: str, tokens: float) -> None:
         """Add tokens that were computed for a tenant."""
         self.served[tenant] = self.served.get(tenant, 0.0) + tokens
+        with self._lock:
+            if self._usage is not None:
+                self._usage[tenant] += round(tokens)
+
+    def take_usage(self) -> dict[str, int]:
+        """Return the tokens that were computed for each tenant since the last call; the first call begins to count."""
+        with self._lock:
+            usage, self._usage = self._usage, Counter()
+        return dict(usage or {})
 
     def of(self, tenant: str) -> float:
         """Return the counter of a tenant."""
         return self.served.get(tenant, 0.0)
 
+    def order(self, tenant: str) -> tuple[float, int]:
+        """Return by what tenants are ordered, the next one first.
 
-class FairQueue:
+        Among tenants that were served the same, the one with the fewest requests is next: one that comes back begins
+        at the counter of those that are here, and would otherwise wait behind a burst once more.
+        """
+        return self.of(tenant), self._present[tenant]
+
+
+class OfTenant(Protocol):
+    """What can wait in a queue."""
+
+    @property
+    def tenant(self) -> str:
+        """Whose it is."""
+        ...
+
+    submitted: float
+
+
+T = TypeVar("T", bound=OfTenant)
+
+
+class FairQueue(Generic[T]):
     """Requests that wait for the same batches, in order within a tenant.
 
     Args:
@@ -55,16 +95,16 @@ class FairQueue:
 
     def __init__(self, share: FairShare) -> None:
         self.share = share
-        self._jobs: dict[str, deque[Job]] = {}
+        self._jobs: dict[str, deque[T]] = {}
 
     def __len__(self) -> int:
         return sum(len(jobs) for jobs in self._jobs.values())
 
-    def __iter__(self) -> Iterator[Job]:
+    def __iter__(self) -> Iterator[T]:
         for jobs in self._jobs.values():
             yield from jobs
 
-    def push(self, job: Job, first: bool = False) -> None:
+    def push(self, job: T, first: bool = False) -> None:
         """Add a request.
 
         Args:
@@ -77,31 +117,27 @@ class FairQueue:
         else:
             jobs.append(job)
 
-    def peek(self) -> Job | None:
-        """Return the next request, and leave it in the queue; None if there is none.
-
-        Among tenants that were served the same, the one with the fewest requests is next: one that comes back begins
-        at the counter of those that are here, and would otherwise wait behind a burst once more.
-        """
+    def peek(self) -> T | None:
+        """Return the next request, and leave it in the queue; None if there is none."""
         tenant = min(
             self._jobs,
-            key=lambda t: (self.share.of(t), len(self._jobs[t]), self._jobs[t][0].submitted),
+            key=lambda t: (*self.share.order(t), self._jobs[t][0].submitted),
             default=None,
         )
         return None if tenant is None else self._jobs[tenant][0]
 
-    def heads(self) -> list[Job]:
+    def heads(self) -> list[T]:
         """Return the next request of each tenant, and leave them in the queue."""
         return [jobs[0] for jobs in self._jobs.values()]
 
-    def pop(self) -> Job:
+    def pop(self) -> T:
         """Take the next request."""
         job = self.peek()
         assert job is not None
         self.remove(job)
         return job
 
-    def remove(self, job: Job) -> bool:
+    def remove(self, job: T) -> bool:
         """Take a request out; return whether it was there."""
         jobs = self._jobs.get(job.tenant)
         if jobs is None or job not in jobs:
@@ -117,3 +153,82 @@ class FairQueue:
     def oldest(self) -> float | None:
         """Return when the request that waits longest was submitted; None if there is none."""
         return min((jobs[0].submitted for jobs in self._jobs.values()), default=None)
+
+
+@dataclass(eq=False)
+class Work:
+    """Something that a pool of threads is to do for a tenant.
+
+    Attributes:
+        tenant: Whose it is.
+        submitted: When it was handed in, on the monotonic clock.
+        cost: What it costs, in units of the pool's own.
+        run: Does it.
+    """
+
+    tenant: str
+    submitted: float
+    cost: float
+    run: Callable[[], object]
+
+
+class FairThread:
+    """A thread that works for many tenants, and next for the one that it has worked for least.
+
+    Args:
+        name: The name of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._share = FairShare()
+        self._queue: FairQueue[Work] = FairQueue(self._share)
+        self._wake = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Work) -> None:
+        """Hand something in.
+
+        Args:
+            work: What is to be done. It must handle its errors itself.
+
+        Raises:
+            RuntimeError: The thread is ending.
+        """
+        with self._wake:
+            if self._closed:
+                raise RuntimeError("the thread is ending")
+            self._share.enter(work.tenant)
+            self._queue.push(work)
+            self._wake.notify()
+
+    def cancel(self, work: Work) -> bool:
+        """Take something out that has not begun; return whether it was there."""
+        with self._wake:
+            if not self._queue.remove(work):
+                return False
+            self._share.leave(work.tenant)
+            return True
+
+    def close(self) -> None:
+        """End, after everything that was handed in."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not len(self._queue) and not self._closed:
+                    self._wake.wait()
+                if not len(self._queue):
+                    return
+                work = self._queue.pop()
+                self._share.charge(work.tenant, work.cost)
+            try:
+                work.run()
+            finally:
+                with self._wake:
+                    self._share.leave(work.tenant)

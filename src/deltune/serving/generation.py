@@ -86,8 +86,8 @@ class GenerationLane:
     def __init__(self, backbone: Backbone, options: GenerationOptions, context: LaneContext) -> None:
         self.backbone, self.options = backbone, options
         self.context, self.share = context, context.share
-        self.queue = FairQueue(context.share)
-        self.long = FairQueue(context.share)  # requests whose prompts are to be read in parts
+        self.queue: FairQueue[Job] = FairQueue(context.share)
+        self.long: FairQueue[Job] = FairQueue(context.share)  # requests whose prompts are to be read in parts
         self.batches: list[RunningBatch] = []
         self.reading: list[RunningBatch] = []  # a row each, whose long prompt is read in parts
         self.paused: dict[Job, RunningBatch] = {}
@@ -101,10 +101,10 @@ class GenerationLane:
         """Whether there is anything to do."""
         return bool(self.batches) or bool(self.reading) or len(self.queue) > 0 or len(self.long) > 0
 
-    def running(self) -> list[Job]:
-        """Return the requests that are in a batch, or were put aside."""
-        batches = (*self.batches, *self.reading, *self.paused.values())
-        return [row.job for batch in batches for row in batch.rows if not row.done]
+    def jobs(self) -> Iterator[Job]:
+        """Iterate over the requests that are here, or at least the next one of each tenant."""
+        yield from (row.job for row in self._rows())
+        yield from (*self.queue.heads(), *self.long.heads())
 
     def due(self, now: float) -> float:
         """Return in how many seconds a step should begin: a running batch is joined at once.

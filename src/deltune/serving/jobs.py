@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import describe_value, excerpt, unknown_name
@@ -18,6 +18,9 @@ from .requests import Answer, Request, TokenChoice
 
 LONG_TEXT = 16_384
 """Characters from which a text is read by a tokenizer of its own, so that no other text waits for it."""
+
+MOST_CHARACTERS = 64
+"""Characters for each token that a model can read. A longer text is not given to a tokenizer as a whole."""
 
 Listener = Callable[[TokenChoice], None]
 """Is called with every token of a stream, in the engine's thread."""
@@ -109,34 +112,45 @@ class RequestEncoder:
         self._long_tokenizer: Any = None
         self._last_prompt: tuple[str, list[int]] | None = None
 
-    def encode(self, request: Request, listener: Listener | None = None, max_length: int | None = None) -> Job:
+    def encode(
+        self,
+        request: Request,
+        listener: Listener | None = None,
+        max_length: int | None = None,
+        readable: int | None = None,
+    ) -> Job:
         """Return a request as a job.
 
         Args:
             request: The request.
             listener: What sees its tokens.
             max_length: The number of tokens to which a longer text is cut; None cuts nothing.
+            readable: The number of tokens that the model can read; None for no bound.
 
         Raises:
             InvalidRequest: It has no input, or one that this server cannot read.
         """
-        given = [name for name in ("text", "tokens", "words") if getattr(request, name) is not None]
-        if len(given) != 1:
+        names = ("text", "tokens", "words", "messages")
+        inputs = [name for name in names if getattr(request, name) is not None]
+        if len(inputs) != 1:
             raise InvalidRequest(
-                f"a request has one of text, tokens and words, and this one has {' and '.join(given) or 'none of them'}"
+                f"a request has one of {', '.join(names)}, and this one has {' and '.join(inputs) or 'none of them'}"
             )
+        if request.tokens is None and readable is not None:
+            request = bound_characters(request, readable, cut=max_length is not None)
         if request.tokens is not None:
             if request.second_text is not None:
                 raise InvalidRequest("second_text goes with a text, and not with tokens")
             return Job(request, {"input_ids": self._checked(request.tokens)}, listener=listener)
         if self.tokenizer is None:
             raise InvalidRequest("this server has no tokenizer; send the token ids of the text")
-        if request.words is not None and request.task != "tag":
-            raise InvalidRequest(f"words can be tagged; to {request.task}, send a text or token ids")
+        for kind, task in (("words", "tag"), ("messages", "generate")):
+            if getattr(request, kind) is not None and request.task != task:
+                raise InvalidRequest(f"{kind} are an input to {task}; to {request.task}, send a text or token ids")
         if request.task == "generate":
             if request.second_text is not None:
                 raise InvalidRequest("second_text is for classifiers of pairs; put both texts into one prompt")
-            return Job(request, {"input_ids": self._prompt(request, request.text or "")}, listener=listener)
+            return Job(request, {"input_ids": self._prompt(request)}, listener=listener)
         limits = {} if max_length is None else {"truncation": True, "max_length": max_length}
         words: list[str] = []
         with self._tokenizer_for(request) as tokenizer:
@@ -174,9 +188,12 @@ class RequestEncoder:
                     self._long_tokenizer = copy.deepcopy(self.tokenizer)
             yield self._long_tokenizer
 
-    def _prompt(self, request: Request, text: str) -> list[int]:
+    def _prompt(self, request: Request) -> list[int]:
         """Token ids of a prompt; a decoder is to go on with it, so an end that the tokenizer writes is taken off."""
+        text = request.text or ""
         with self._tokenizer_for(request) as tokenizer:
+            if request.messages is not None:
+                return _chat_tokens(tokenizer, request.messages)
             if len(text) > LONG_TEXT and self._last_prompt is not None and self._last_prompt[0] is text:
                 return self._last_prompt[1]  # another answer to the same prompt
             try:
@@ -232,6 +249,47 @@ class RequestEncoder:
         return both[len(first) :] if both.startswith(first) and len(both) > len(first) else alone
 
 
+def _chat_tokens(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
+    """Token ids of a chat, by the template of a tokenizer."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise InvalidRequest(
+            "the model's tokenizer has no chat template, so it cannot chat: give it a chat_template, or send the whole "
+            "prompt as a text (over HTTP to /v1/completions)"
+        )
+    try:
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        ids = [int(i) for i in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
+    except Exception as error:  # a template may raise anything about what it is given
+        raise InvalidRequest(f"the chat template refuses these messages: {str(error)[:300]}") from error
+    if not ids:
+        raise InvalidRequest("the chat template makes nothing of these messages")
+    return ids
+
+
+def bound_characters(request: Request, readable: int, cut: bool) -> Request:
+    """Return a request without the ends of texts that are far beyond what the model can read.
+
+    A tokenizer takes seconds for megabytes of text, all of which would be cut off or refused.
+
+    Args:
+        request: The request, with a text, words or messages.
+        readable: The number of tokens that the model can read.
+        cut: Whether texts are to be cut to what it can read.
+
+    Raises:
+        InvalidRequest: There is such a text, and texts are not to be cut.
+    """
+    most = readable * MOST_CHARACTERS
+    if (size := input_size(request)) <= most:
+        return request
+    if not cut:
+        advice = "" if request.task == "generate" else "; truncate_prompt_tokens: -1 cuts the text"
+        raise InvalidRequest(f"the input has {size:,} characters, and the model can read {readable:,} tokens{advice}")
+    text, second = (None if one is None else one[:most] for one in (request.text, request.second_text))
+    words = None if request.words is None else tuple(word[:most] for word in request.words[:readable])
+    return replace(request, text=text, second_text=second, words=words)
+
+
 def check_request(request: object) -> None:
     """Check that something is a request at all.
 
@@ -266,8 +324,9 @@ def check_pair(request: Request, takes_pairs: bool | None) -> None:
 
 def input_size(request: Request) -> int:
     """Return the length of a request's input, in characters or tokens."""
-    words = sum(len(word) + 1 for word in request.words or ())
-    return len(request.text or "") + len(request.second_text or "") + len(request.tokens or ()) + words
+    texts = (request.text or "", request.second_text or "", *(request.words or ()))
+    chat = sum(len(str(message.get("content", ""))) for message in request.messages or ())
+    return sum(map(len, texts)) + len(request.words or ()) + len(request.tokens or ()) + chat
 
 
 ENDPOINTS = {"generate": "/v1/completions", "classify": "/classify", "tag": "/tag", "embed": "/v1/embeddings"}

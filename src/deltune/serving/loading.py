@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from .engine import Server
 
 
-def load_server(config: ServeConfig) -> tuple[Server, Any]:
+def load_server(config: ServeConfig) -> Server:
     """Load the base model and its tokenizer, and start the engine.
 
     Args:
         config: The configuration.
 
     Returns:
-        The engine and the tokenizer.
+        The engine.
 
     Raises:
         DeltuneError: The model or the folder of deltas is wrong.
@@ -48,12 +48,10 @@ def load_server(config: ServeConfig) -> tuple[Server, Any]:
         "max_batch_tokens": config.batching.max_batch_tokens,
         "max_batch_size": config.batching.max_batch_size,
         "max_prefill_tokens": config.batching.max_prefill_tokens,
-        "max_queue": config.batching.max_queue,
-        "max_queue_per_tenant": config.batching.max_queue_per_tenant,
         "max_length": config.batching.max_length,
     }
     concurrent = config.batching.max_concurrent_passes or min(2, torch.get_num_threads())
-    server = Server(
+    return Server(
         model,
         tokenizer,
         deltas=folder,
@@ -61,11 +59,12 @@ def load_server(config: ServeConfig) -> tuple[Server, Any]:
         max_pass_seconds=config.batching.max_pass_seconds,
         max_concurrent_passes=concurrent,
         max_wait=config.batching.max_wait,
+        max_queue=config.batching.max_queue,
+        max_queue_per_tenant=config.batching.max_queue_per_tenant,
         prompt_cache_bytes=config.batching.prompt_cache,
         watch=config.deltas.watch or None,
         **{name: value for name, value in overrides.items() if value is not None},
     )
-    return server, tokenizer
 
 
 def freeze_start_up() -> None:

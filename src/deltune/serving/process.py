@@ -49,10 +49,10 @@ def serve(config: ServeConfig, quiet: bool = False) -> None:
     listener = bind(config.http.host, config.http.port)
     try:
         configure_logs(config.log.log)  # the engine's first look at the folder may have something to say
-        engine, tokenizer = build_engine(config)
+        engine = build_engine(config)
         freeze_start_up()
         try:
-            app = create_app(engine, tokenizer, config)
+            app = create_app(engine, config)
         except BaseException:
             engine.close(0.0)
             raise
@@ -67,20 +67,19 @@ def serve(config: ServeConfig, quiet: bool = False) -> None:
         listener.close()
 
 
-def build_engine(config: ServeConfig) -> tuple[Engine, Any]:
+def build_engine(config: ServeConfig) -> Engine:
     """Load the model, and make the engine over it or over its replicas.
 
     Args:
         config: The configuration.
 
     Returns:
-        The engine and the tokenizer.
+        The engine.
     """
     if config.ray.ray:
         from .replicas import Replicas
 
-        replicas = Replicas(config)
-        return replicas, replicas.tokenizer
+        return Replicas(config)
     return load_server(config)
 
 

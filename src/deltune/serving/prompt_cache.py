@@ -46,7 +46,7 @@ class PromptCache:
     def __init__(self, limit: int) -> None:
         self.limit, self.bytes = limit, 0
         self._beginnings: OrderedDict[int, Beginning] = OrderedDict()
-        self._found: dict[tuple[object, ...], Beginning] = {}
+        self._found: dict[tuple[object, ...], list[Beginning]] = {}
 
     def find(self, tenant: str, loaded: LoadedDelta, tokens: Sequence[int]) -> tuple[Beginning | None, int]:
         """Return the beginning that has the most tokens in common with a prompt, and how many it has.
@@ -61,10 +61,9 @@ class PromptCache:
         best, length = None, 0
         candidates: list[tuple[Beginning, int]] = []
         for key, end in _keys(tenant, loaded, tokens[: len(tokens) - 1]):
-            beginning = self._found.get(key)
-            if beginning is None:
+            if key not in self._found:
                 break
-            candidates.append((beginning, end))
+            candidates.append((self._found[key][-1], end))
         for beginning, end in reversed(candidates):  # the longest one is right, but for two prompts of one hash
             if beginning.tokens[:end] == tuple(tokens[:end]):
                 best, length = beginning, end
@@ -105,13 +104,14 @@ class PromptCache:
         if size > self.limit:
             return
         keys = [key for key, _ in _keys(tenant, loaded, tokens)]
-        covered = {id(b): b for key in keys if (b := self._found.get(key)) is not None}
+        covered = {id(other): other for key in keys for other in self._found.get(key, ())}
         made = Beginning(loaded, tuple(tokens[:whole]), states, keys, size)
         self._beginnings[id(made)] = made
-        self._found |= dict.fromkeys(keys, made)
+        for key in keys:
+            self._found.setdefault(key, []).append(made)
         self.bytes += size
         for other in covered.values():
-            if all(self._found.get(key) is not other for key in other.keys):  # this one begins with all of it
+            if set(other.keys) <= set(keys):  # this one begins with all of it
                 self._drop(other)
         while self.bytes > self.limit:
             self._drop(next(iter(self._beginnings.values())))
@@ -129,7 +129,8 @@ class PromptCache:
         del self._beginnings[id(beginning)]
         self.bytes -= beginning.bytes
         for key in beginning.keys:
-            if self._found.get(key) is beginning:
+            self._found[key].remove(beginning)
+            if not self._found[key]:
                 del self._found[key]
 
 

@@ -68,6 +68,7 @@ class Snapshot:
     deltas: list[DeltaInfo]
     stats: EngineStats
     ignored: dict[str, str]
+    usage: dict[str, int]
 
 
 def replica_class(max_loaded: int) -> type[Any]:
@@ -85,7 +86,7 @@ def replica_class(max_loaded: int) -> type[Any]:
             from .loading import freeze_start_up, load_server
 
             self.config = ServeConfig.from_values(values)
-            self.server, _ = load_server(self.config)
+            self.server = load_server(self.config)
             freeze_start_up()
             self.folders: dict[str, str] = {}
 
@@ -146,7 +147,8 @@ def replica_class(max_loaded: int) -> type[Any]:
             """
             if look:
                 await asyncio.to_thread(self.server.refresh)
-            return Snapshot(self.server.deltas(), self.server.stats(), self.server.ignored_folders())
+            server = self.server
+            return Snapshot(server.deltas(), server.stats(), server.ignored_folders(), server.take_usage())
 
         def check_health(self) -> None:
             """Tell Ray Serve that this replica works; it replaces one that raises."""
@@ -175,11 +177,8 @@ class Replicas:
         import ray
         from ray import serve
 
-        from ..models import load_tokenizer
-
         self.config = config
         self.folder = deltas_folder(config)
-        self.tokenizer = load_tokenizer(config.model.name)
         self._serve, self._closed = serve, threading.Event()
         self._started_ray = not ray.is_initialized()
         address = config.ray.address or os.environ.get("RAY_ADDRESS")
@@ -216,6 +215,8 @@ class Replicas:
         self._loaded: dict[str, str] = {}
         self._removed: set[str] = set()
         self._snapshots: list[Snapshot] = []
+        self._usage: Counter[str] = Counter()
+        self._usage_lock = threading.Lock()
         self._look(first=True)
         self._watcher = threading.Thread(target=self._watch, name="deltune-replicas", daemon=True)
         self._watcher.start()
@@ -313,6 +314,12 @@ class Replicas:
             load_seconds=sum(stats.load_seconds for stats in every),
         )
 
+    def take_usage(self) -> dict[str, int]:
+        """Return the tokens that all replicas had computed for each tenant when they were last looked at."""
+        with self._usage_lock:
+            usage, self._usage = self._usage, Counter()
+        return dict(usage)
+
     def close(self, drain: float = 30.0) -> None:
         """End the replicas after the requests that run."""
         if not self._closed.is_set():
@@ -348,6 +355,9 @@ class Replicas:
         if first:  # a broadcast finds only replicas that the router knows already
             self._handle.snapshot.remote(False).result(timeout_s=CONTROL_TIMEOUT)
         self._snapshots = self._broadcast("snapshot", refresh)
+        with self._usage_lock:
+            for snapshot in self._snapshots:
+                self._usage.update(snapshot.usage)
 
     def _watch(self) -> None:
         """Keep what the front knows of the replicas fresh."""

@@ -43,9 +43,11 @@ class Request:
 
     Attributes:
         task: What is to be computed.
-        text: The input. Give one of `text`, `tokens` and `words`.
+        text: The input. Give one of `text`, `tokens`, `words` and `messages`.
         tokens: The input as token ids, which are taken as they are.
         words: The words of the input, for `tag`; a text is split at blanks.
+        messages: A chat, for `generate`, such as `({"role": "user", "content": "a text"},)`. The chat template of the
+            tokenizer makes the prompt.
         second_text: The second text of a pair, for classifiers of pairs.
         truncate_prompt_tokens: The number of tokens to which a longer text is cut, for `classify`, `tag` and `embed`.
             -1 stands for the length to which texts were cut in the training of the delta, or else for what the model
@@ -60,6 +62,7 @@ class Request:
     text: str | None = None
     tokens: tuple[int, ...] | None = None
     words: tuple[str, ...] | None = None
+    messages: tuple[dict[str, str], ...] | None = None
     second_text: str | None = None
     truncate_prompt_tokens: int | None = None
     delta: str | None = None

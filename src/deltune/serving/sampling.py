@@ -31,23 +31,29 @@ def check_sampling(sampling: Sampling, has_tokenizer: bool) -> None:
     """
     problems = []
     numbers = {"temperature": sampling.temperature, "top_p": sampling.top_p}
-    if not isinstance(sampling.max_tokens, int) or sampling.max_tokens < 1:
+    if not _is_whole(sampling.max_tokens) or sampling.max_tokens < 1:
         problems.append(f"max_tokens={sampling.max_tokens} is not a whole number from 1")
     problems += [f"{name}={value} is not a number" for name, value in numbers.items() if not _is_number(value)]
     if _is_number(sampling.temperature) and sampling.temperature < 0:
         problems.append(f"temperature={sampling.temperature} is below 0")
     if _is_number(sampling.top_p) and not 0 < sampling.top_p <= 1:
         problems.append(f"top_p={sampling.top_p} is not above 0 and at most 1")
-    if not isinstance(sampling.top_k, int) or sampling.top_k < 0:
+    if not _is_whole(sampling.top_k) or sampling.top_k < 0:
         problems.append(f"top_k={sampling.top_k} is not a whole number from 0")
-    if sampling.logprobs is not None and not 0 <= sampling.logprobs <= MAX_LOGPROBS:
-        problems.append(f"logprobs={sampling.logprobs} is not from 0 to {MAX_LOGPROBS}")
-    if any(not isinstance(stop, str) or not stop for stop in sampling.stop):
-        problems.append("stop has an empty text")
-    if sampling.stop and not has_tokenizer:
+    if sampling.logprobs is not None and not (_is_whole(sampling.logprobs) and 0 <= sampling.logprobs <= MAX_LOGPROBS):
+        problems.append(f"logprobs={sampling.logprobs!r} is not a whole number from 0 to {MAX_LOGPROBS}")
+    if sampling.seed is not None and not _is_whole(sampling.seed):
+        problems.append(f"seed={sampling.seed!r} is not a whole number")
+    if not isinstance(sampling.stop, tuple | list) or not all(isinstance(s, str) and s for s in sampling.stop):
+        problems.append(f"stop={sampling.stop!r} is not a tuple of texts that are not empty")
+    elif sampling.stop and not has_tokenizer:
         problems.append("stop needs texts, and this server has no tokenizer")
     if problems:
         raise InvalidRequest("the sampling settings cannot be used: " + "; ".join(problems))
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_number(value: object) -> bool:

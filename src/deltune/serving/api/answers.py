@@ -14,7 +14,6 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from ..errors import InvalidRequest
 from ..requests import Answer, Request, Task, TokenChoice
 from .auth import Tenant
 from .errors import ApiError, api_error, error_body
@@ -53,8 +52,8 @@ def begin(http: HttpRequest, model: str, stream: bool = False) -> tuple[Service,
     return service, tenant, delta, facts
 
 
-Input = str | tuple[int, ...] | tuple[str, ...]
-"""A text, token ids, or words that are to be tagged."""
+Input = str | tuple[int, ...] | tuple[str, ...] | tuple[dict[str, str], ...]
+"""A text, token ids, words that are to be tagged, or the messages of a chat."""
 
 
 def as_inputs(value: Any, param: str, most: int) -> list[Input]:
@@ -97,7 +96,9 @@ def engine_request(
     """Return one input, which is not empty, as a request of the engine; `more` are its other fields."""
     limit = service.config.limits.timeout
     timeout = limit if body.timeout is None else min(limit, body.timeout)
-    kind = "text" if isinstance(value, str) else "words" if isinstance(value[0], str) else "tokens"
+    kind = "text" if isinstance(value, str) else "tokens"
+    if not isinstance(value, str) and not isinstance(value[0], int):
+        kind = "words" if isinstance(value[0], str) else "messages"
     fields: dict[str, Any] = {kind: value, **more}
     if isinstance(body, EncodingBody):
         fields["truncate_prompt_tokens"] = body.truncate_prompt_tokens
@@ -133,9 +134,9 @@ def generation_requests(
             400, f"max_tokens is {max_tokens:,}; this server generates {limits.max_tokens:,} at most", "invalid_value",
             "max_tokens",
         )  # fmt: skip
-    if len(inputs) * n > limits.max_inputs:
+    if len(inputs) * n > service.max_inputs:
         raise ApiError(
-            413, f"{len(inputs):,} inputs with {n} answers each; one request may have {limits.max_inputs:,} answers",
+            413, f"{len(inputs):,} inputs with {n} answers each; one request may have {service.max_inputs:,} answers",
             "too_many", "n",
         )  # fmt: skip
     return [
@@ -175,15 +176,11 @@ def _excerpts(values: Sequence[Any], room: int) -> list[Any]:
     return excerpts
 
 
-def count(
-    service: Service, facts: Facts, tenant: Tenant, answers: Sequence[Answer], per_input: int = 1
-) -> dict[str, Any]:
-    """Count the tokens of answers, for the log, the tenant's rate and the client.
+def count(facts: Facts, answers: Sequence[Answer], per_input: int = 1) -> dict[str, Any]:
+    """Count the tokens of answers, for the log and the client.
 
     Args:
-        service: The server's parts.
         facts: The facts of the request.
-        tenant: Who asked.
         answers: The answers, those to the same input beside each other.
         per_input: How many answers each input has; its tokens count once.
 
@@ -196,7 +193,6 @@ def count(
     facts.cached_tokens = sum(answer.cached_tokens for answer in firsts)
     facts.generated_tokens = sum(len(answer.tokens) for answer in answers)
     facts.queued = max((answer.queued for answer in answers), default=0.0)
-    service.limits.charge(tenant, facts.prompt_tokens + facts.generated_tokens)
     return {
         "prompt_tokens": facts.prompt_tokens,
         "completion_tokens": facts.generated_tokens,
@@ -237,7 +233,7 @@ async def answer_inputs(
     Returns:
         The answers, in the order of the inputs.
     """
-    inputs = as_inputs(body.input, "input", service.config.limits.max_inputs)
+    inputs = as_inputs(body.input, "input", service.max_inputs)
     log_contents(service, facts, input=inputs)
     return await answer_all(http, service, [engine_request(service, body, task, tenant, delta, one) for one in inputs])
 
@@ -345,7 +341,6 @@ def _finite(value: float | None) -> float | None:
 async def respond(
     http: HttpRequest,
     service: Service,
-    tenant: Tenant,
     facts: Facts,
     body: StreamBody,
     requests: Sequence[Request],
@@ -356,17 +351,17 @@ async def respond(
     Args:
         http: The HTTP request.
         service: The server's parts.
-        tenant: Who asks.
         facts: The facts of the request.
         body: What it says.
         requests: The requests of the engine: `n` for each input.
         pieces: How answers are written.
     """
-    log_contents(service, facts, input=[request.text or request.tokens for request in requests])
+    inputs = [request.text or request.tokens or list(request.messages or ()) for request in requests]
+    log_contents(service, facts, input=inputs)
     if body.stream:
-        return await _stream(http, service, tenant, facts, body, requests, pieces)
+        return await _stream(http, service, facts, body, requests, pieces)
     answers = await answer_all(http, service, requests)
-    usage = count(service, facts, tenant, answers, body.n or 1)
+    usage = count(facts, answers, body.n or 1)
     log_contents(service, facts, output=[answer.text for answer in answers])
     choices = [pieces.choice(i, answer) for i, answer in enumerate(answers)]
     return JSONResponse({**pieces.head, "object": pieces.name, "choices": choices, "usage": usage})
@@ -375,7 +370,6 @@ async def respond(
 async def _stream(
     http: HttpRequest,
     service: Service,
-    tenant: Tenant,
     facts: Facts,
     body: StreamBody,
     requests: Sequence[Request],
@@ -390,7 +384,7 @@ async def _stream(
         await items.aclose()  # type: ignore[attr-defined]
         raise
     service.metrics.observe_first(http.scope["route"].path, time.monotonic() - begun)
-    events = _events(service, tenant, facts, body, len(requests), first, items, pieces)
+    events = _events(service, facts, body, len(requests), first, items, pieces)
     return EventStream(events, service.config.limits.send_timeout)
 
 
@@ -400,7 +394,6 @@ async def _next(items: AsyncIterator[Any]) -> Any:
 
 async def _events(
     service: Service,
-    tenant: Tenant,
     facts: Facts,
     body: StreamBody,
     number: int,
@@ -438,16 +431,16 @@ async def _events(
                     sent[index] = sent.get(index, "") + part.text
                     yield event(pieces.piece(index, part.text, waiting.pop(index), None))
             item = await anext(items, None)
-        usage = count(service, facts, tenant, [answers[i] for i in sorted(answers)], body.n or 1)
+        usage = count(facts, [answers[i] for i in sorted(answers)], body.n or 1)
         log_contents(service, facts, output=[answers[i].text for i in sorted(answers)])
         if body.stream_options and body.stream_options.include_usage:
             yield _event({**head, "choices": [], "usage": usage})
         yield b"data: [DONE]\n\n"
     except (asyncio.CancelledError, GeneratorExit):
-        _charge_partly(service, facts, tenant, answers, generated)
+        _count_partly(facts, answers, generated)
         raise
     except Exception as error:
-        _charge_partly(service, facts, tenant, answers, generated)
+        _count_partly(facts, answers, generated)
         failure = api_error(error)
         service_error(error, failure)
         yield _event({**error_body(failure, service.hidden_folder), "status": failure.status})
@@ -455,13 +448,10 @@ async def _events(
         await items.aclose()  # type: ignore[attr-defined]
 
 
-def _charge_partly(
-    service: Service, facts: Facts, tenant: Tenant, answers: dict[int, Answer], generated: dict[int, int]
-) -> None:
+def _count_partly(facts: Facts, answers: dict[int, Answer], generated: dict[int, int]) -> None:
     """Count what was generated before a stream was broken off."""
     facts.generated_tokens = sum(generated.values())
     facts.prompt_tokens = sum(answer.prompt_tokens for answer in answers.values())
-    service.limits.charge(tenant, facts.generated_tokens + facts.prompt_tokens)
 
 
 def service_error(error: BaseException, failure: ApiError) -> None:
@@ -474,28 +464,6 @@ def service_error(error: BaseException, failure: ApiError) -> None:
 
 def _event(value: dict[str, Any]) -> bytes:
     return f"data: {json.dumps(value, ensure_ascii=False, allow_nan=False)}\n\n".encode("utf-8", "replace")
-
-
-def chat_tokens(service: Service, messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
-    """Return a chat as tokens, by the model's own template.
-
-    Raises:
-        ApiError: The model has no template, or its template refuses these messages.
-    """
-    tokenizer = service.tokenizer
-    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
-        raise ApiError(
-            400,
-            f"{service.config.base_name} has no chat template, so it cannot chat: give the tokenizer a chat_template. "
-            "GET /v1/deltas says for what else its deltas can be asked",
-            "no_chat_template",
-        )
-    try:
-        with service.tokenizer_lock:
-            text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-            return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
-    except Exception as error:  # a template may raise anything about what it is given
-        raise InvalidRequest(f"the chat template refuses these messages: {str(error)[:300]}") from error
 
 
 def pack_embedding(values: Sequence[float], encoding: str | None) -> list[float] | str:

@@ -31,18 +31,17 @@ QUIET = ("/health", "/ready", "/metrics", "/stats")
 """Endpoints that are asked all the time: only their errors have a line in the log."""
 
 
-def create_app(engine: Engine, tokenizer: Any, config: ServeConfig) -> FastAPI:
+def create_app(engine: Engine, config: ServeConfig) -> FastAPI:
     """Make the application of a server.
 
     Args:
         engine: What answers.
-        tokenizer: The model's tokenizer, for chat templates; None if it has none.
         config: The configuration.
 
     Raises:
         DeltuneError: The file of keys is wrong.
     """
-    service = Service.build(engine, tokenizer, config)
+    service = Service.build(engine, config)
     # The pages of FastAPI's documentation load scripts from elsewhere, so there are none.
     app = FastAPI(title="deltune", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service = service
@@ -162,6 +161,7 @@ class Gateway:
         route = scope.get("route")
         endpoint = getattr(route, "path", "none")
         tokens = facts.prompt_tokens + facts.generated_tokens
+        self.service.limits.charge_usage()
         self.service.metrics.observe(endpoint, status, seconds, facts.delta, tokens)
         level = logging.ERROR if status == 500 else logging.INFO
         if not logger.isEnabledFor(level) or (endpoint in QUIET and status < 400):

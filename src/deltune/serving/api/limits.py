@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from ..config import LimitsSection
 from .auth import Tenant
@@ -41,12 +41,20 @@ class RateLimits:
 
     Args:
         limits: The rates of a tenant whose key says nothing else.
+        take_usage: Returns the tokens that were computed for each tenant since its last call. They count whatever
+            became of the requests, so that nobody evades a limit by going away.
         clock: The time, in seconds.
     """
 
-    def __init__(self, limits: LimitsSection, clock: Callable[[], float] = time.monotonic) -> None:
-        self.limits, self._clock = limits, clock
-        self._buckets: OrderedDict[tuple[str, str, float], TokenBucket] = OrderedDict()
+    def __init__(
+        self,
+        limits: LimitsSection,
+        take_usage: Callable[[], Mapping[str, int]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.limits, self._take_usage, self._clock = limits, take_usage, clock
+        take_usage()  # begins to count
+        self._buckets: OrderedDict[tuple[str, str], TokenBucket] = OrderedDict()
 
     def admit(self, tenant: Tenant) -> None:
         """Count a request, or refuse it where the tenant has used up its limits.
@@ -57,6 +65,7 @@ class RateLimits:
         Raises:
             ApiError: The tenant has asked too often or for too much; it is told when to come again.
         """
+        self.charge_usage()
         now = self._clock()
         requests, tokens = self._bucket(tenant, "requests", now), self._bucket(tenant, "tokens", now)
         for bucket, what in ((requests, "requests"), (tokens, "tokens")):
@@ -71,18 +80,20 @@ class RateLimits:
         if requests is not None:
             requests.take(1.0)
 
-    def charge(self, tenant: Tenant, tokens: int) -> None:
-        """Count the tokens of an answer; they are known only afterwards, so that the next request waits for them."""
-        if (bucket := self._bucket(tenant, "tokens", self._clock())) is not None:
-            bucket.take(tokens)
+    def charge_usage(self) -> None:
+        """Charge the tokens that were computed by now; they are known only afterwards, so later requests wait."""
+        for name, tokens in self._take_usage().items():
+            if (bucket := self._buckets.get((name, "tokens"))) is not None:
+                bucket.wait(0.0, self._clock())  # fills it first: what it cannot hold is lost
+                bucket.take(tokens)
 
     def _bucket(self, tenant: Tenant, what: str, now: float) -> TokenBucket | None:
         name = f"{what}_per_minute"
         rate = getattr(tenant, name) or getattr(self.limits, name)
         if rate is None:
             return None
-        key = (tenant.name, what, rate)
-        if key not in self._buckets:
+        key = (tenant.name, what)
+        if key not in self._buckets or self._buckets[key].per_minute != rate:
             self._buckets[key] = TokenBucket(rate, now)  # full at the time at which the request looks into it
             while len(self._buckets) > 2 * MAX_TENANTS:
                 self._buckets.popitem(last=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from fastapi import APIRouter
@@ -15,7 +14,6 @@ from .answers import (
     answer_inputs,
     as_inputs,
     begin,
-    chat_tokens,
     count,
     default_max_tokens,
     generation_requests,
@@ -66,11 +64,11 @@ async def completions(http: Request) -> Response:
     """Continue texts."""
     body = await read_body(http, CompletionBody)
     service, tenant, delta, facts = begin(http, body.model, bool(body.stream))
-    inputs = as_inputs(body.prompt, "prompt", service.config.limits.max_inputs)
+    inputs = as_inputs(body.prompt, "prompt", service.max_inputs)
     most = default_max_tokens(service, DEFAULT_COMPLETION)
     requests = generation_requests(service, body, tenant, delta, inputs, most, body.logprobs)
     pieces = Pieces(body.model, body.logprobs is not None)
-    return await respond(http, service, tenant, facts, body, requests, pieces)
+    return await respond(http, service, facts, body, requests, pieces)
 
 
 @router.post("/v1/chat/completions")
@@ -80,10 +78,10 @@ async def chat(http: Request) -> Response:
     service, tenant, delta, facts = begin(http, body.model, bool(body.stream))
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs is given without logprobs: true", "invalid_value", "top_logprobs")
-    tokens = await asyncio.to_thread(chat_tokens, service, [message.plain() for message in body.messages])
+    messages = tuple(message.plain() for message in body.messages)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    requests = generation_requests(service, body, tenant, delta, [tokens], default_max_tokens(service), logprobs)
-    return await respond(http, service, tenant, facts, body, requests, ChatPieces(body.model, bool(body.logprobs)))
+    requests = generation_requests(service, body, tenant, delta, [messages], default_max_tokens(service), logprobs)
+    return await respond(http, service, facts, body, requests, ChatPieces(body.model, bool(body.logprobs)))
 
 
 @router.post("/v1/embeddings")
@@ -97,7 +95,7 @@ async def embeddings(http: Request) -> Response:
         raise ApiError(
             400, f"dimensions is {body.dimensions}; vectors of {body.model} have {width}", "invalid_value", "dimensions"
         )
-    usage = count(service, facts, tenant, answers)
+    usage = count(facts, answers)
     data = [
         {"object": "embedding", "index": i, "embedding": pack_embedding(answer.embedding, body.encoding_format)}
         for i, answer in enumerate(answers)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
-import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -77,6 +75,10 @@ class Engine(Protocol):
         """Return the engine's numbers."""
         ...
 
+    def take_usage(self) -> dict[str, int]:
+        """Return the tokens that were computed for each tenant since the last call."""
+        ...
+
     def close(self, drain: float = 30.0) -> None:
         """End, after the requests that run."""
         ...
@@ -103,39 +105,33 @@ class Service:
 
     Attributes:
         engine: What answers.
-        tokenizer: The model's, for chat templates; None if it has none. It is a copy: a tokenizer cuts texts or not by
-            a state of its own, which the engine changes for its requests.
         config: The configuration.
         keys: The tenants, or None if everybody may ask.
         limits: Their rates.
         metrics: What is counted.
         started: When the server started, in seconds since the epoch.
         draining: Whether the server is about to end.
-        tokenizer_lock: Is held by whoever uses the tokenizer.
         managing: The threads in which deltas are loaded and unloaded. They may wait long for room in memory, so that
             nothing else may need them.
     """
 
     engine: Engine
-    tokenizer: Any
     config: ServeConfig
     keys: KeyFile | None
     limits: RateLimits
     metrics: Metrics
     started: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
-    tokenizer_lock: threading.Lock = field(default_factory=threading.Lock)
     managing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8, "deltune-managing"))
     _known: frozenset[str] = frozenset()
     _known_since: float = 0.0
 
     @classmethod
-    def build(cls, engine: Engine, tokenizer: Any, config: ServeConfig) -> Service:
+    def build(cls, engine: Engine, config: ServeConfig) -> Service:
         """Make a server's parts from its engine and its configuration.
 
         Args:
             engine: What answers.
-            tokenizer: The model's tokenizer, or None.
             config: The configuration.
 
         Raises:
@@ -143,7 +139,13 @@ class Service:
         """
         keys = None if config.http.keys is None else KeyFile(config.http.keys)
         metrics = Metrics(engine.stats, engine.deltas)
-        return cls(engine, copy.deepcopy(tokenizer), config, keys, RateLimits(config.limits), metrics)
+        return cls(engine, config, keys, RateLimits(config.limits, engine.take_usage), metrics)
+
+    @property
+    def max_inputs(self) -> int:
+        """The most inputs of one request: no more than may wait at the same time."""
+        batching = self.config.batching
+        return min(self.config.limits.max_inputs, batching.max_queue, batching.max_queue_per_tenant)
 
     async def manage(self, function: Callable[..., T], *arguments: Any) -> T:
         """Run a function that loads or unloads deltas, in a thread."""

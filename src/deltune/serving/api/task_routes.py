@@ -37,7 +37,7 @@ async def classify(http: Request) -> Response:
     """Classify texts by the head of a delta, or of the base model. The answer has the form of vLLM's."""
     body = await read_body(http, ClassifyBody)
     service, tenant, delta, facts = begin(http, body.model)
-    inputs = as_inputs(body.input, "input", service.config.limits.max_inputs)
+    inputs = as_inputs(body.input, "input", service.max_inputs)
     seconds: list[str | None] = [None] * len(inputs)
     if body.pair is not None:
         pairs = [body.pair] if isinstance(body.pair, str) else body.pair
@@ -50,7 +50,7 @@ async def classify(http: Request) -> Response:
         for one, second in zip(inputs, seconds, strict=True)
     ]
     answers = await answer_all(http, service, requests)
-    usage = count(service, facts, tenant, answers)
+    usage = count(facts, answers)
     log_contents(service, facts, output=[answer.label for answer in answers])
     data = [_classified(i, answer) for i, answer in enumerate(answers)]
     return JSONResponse(_listing("classify", body.model, data, usage))
@@ -73,7 +73,7 @@ async def tag(http: Request) -> Response:
     body = await read_body(http, TagBody)
     service, tenant, delta, facts = begin(http, body.model)
     answers = await answer_inputs(http, service, tenant, delta, facts, body, "tag")
-    usage = count(service, facts, tenant, answers)
+    usage = count(facts, answers)
     data = [
         {"index": i, "words": [{"word": word, "label": label} for word, label in answer.tags]}
         for i, answer in enumerate(answers)
@@ -87,9 +87,9 @@ async def generate(http: Request) -> Response:
     """Answer texts with an encoder-decoder, or go on with them; the answer has the form of completions."""
     body = await read_body(http, GenerateBody)
     service, tenant, delta, facts = begin(http, body.model, bool(body.stream))
-    inputs = as_inputs(body.input, "input", service.config.limits.max_inputs)
+    inputs = as_inputs(body.input, "input", service.max_inputs)
     requests = generation_requests(service, body, tenant, delta, inputs, default_max_tokens(service))
-    return await respond(http, service, tenant, facts, body, requests, Pieces(body.model))
+    return await respond(http, service, facts, body, requests, Pieces(body.model))
 
 
 def _listing(kind: str, model: str, data: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
