@@ -8,9 +8,10 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -68,6 +69,37 @@ def test_tokens_are_counted_afterwards() -> None:
     assert caught.value.retry_after == pytest.approx(151 * 60 / 100)
     now += 91.0
     limits.admit(tenant)
+
+
+def test_tokens_count_whatever_became_of_the_request(decoder: tuple[Path, Path]) -> None:
+    """Also where the client goes away, where the request takes too long, and where it fails after it was computed."""
+    model, deltas = decoder
+    values: Any = {"watch": 0, "log": "off", "served_name": "base", "tokens_per_minute": 10**9}
+    with served(model=str(model), deltas=str(deltas), **values) as running:
+        bucket = None
+
+        def charged(ask: Callable[[], object]) -> float:
+            nonlocal bucket
+            running.post("/v1/completions", {"model": "mood", "prompt": "the", "max_tokens": 1})
+            bucket = bucket or next(b for (_, what), b in running.service.limits._buckets.items() if what == "tokens")
+            before = running.engine.stats().generated_tokens
+            level = bucket.level
+            ask()
+            wait_until(lambda: not running.engine.stats().running and not running.engine.stats().queued)
+            running.service.limits.charge_usage()
+            assert running.engine.stats().generated_tokens - before >= 0
+            return level - bucket.level
+
+        long = {"model": "mood", "prompt": ["the old hammer"] * 32, "max_tokens": 40, "temperature": 0}
+
+        def go_away() -> None:
+            with contextlib.suppress(httpx.ReadTimeout):
+                httpx.post(f"{running.url}/v1/completions", json=long, timeout=0.15, trust_env=False)
+
+        assert charged(go_away) > 0
+        assert charged(lambda: running.post("/v1/completions", long | {"timeout": 0.05})) > 0
+        wrong = {"model": "mood", "input": ["the old hammer"] * 16, "dimensions": 3}
+        assert charged(lambda: running.post("/v1/embeddings", wrong)) >= 16 * 3
 
 
 @pytest.fixture(scope="module")

@@ -267,7 +267,9 @@ def test_probabilities_have_the_token_that_was_drawn(client: openai.OpenAI) -> N
         assert likely[token] == value and len(likely) in (2, 3)
     assert any(len(likely) == 3 for likely in drawn.top_logprobs), "at this temperature an unlikely one is drawn"
     chat: Any = {"model": "base", "messages": [{"role": "user", "content": PROMPTS[0]}], "max_tokens": 5}
-    greedy = client.chat.completions.create(**chat, temperature=0, logprobs=True, top_logprobs=1).choices[0].logprobs
+    answer = client.chat.completions.create(**chat, temperature=0, logprobs=True, top_logprobs=1).choices[0]
+    greedy = answer.logprobs
     assert greedy is not None and greedy.content
+    assert "".join(one.token for one in greedy.content) == answer.message.content, "with the blanks between words"
     for one in greedy.content:
         assert (one.token, one.logprob) == (one.top_logprobs[0].token, one.top_logprobs[0].logprob)

@@ -24,10 +24,10 @@ from deltune.serving.admission import Admission
 from deltune.serving.cache import assemble, cache_of, columns, new_cache, row_of, set_columns
 from deltune.serving.catalog import Catalog, Entry
 from deltune.serving.engine import Server
-from deltune.serving.errors import OPERATOR_ADVICE, QueueFull, UnknownDelta, refusal
+from deltune.serving.errors import OPERATOR_ADVICE, InvalidRequest, QueueFull, UnknownDelta, refusal
 from deltune.serving.prompt_cache import BLOCK, PromptCache
 from deltune.serving.requests import Request, Sampling
-from deltune.serving.sampling import TextBuilder, TokenChooser, config_processors
+from deltune.serving.sampling import TextBuilder, TokenChooser, check_sampling, config_processors
 from laws.families import FAMILIES
 from laws.specimens import build, stir
 
@@ -119,7 +119,31 @@ def test_beginnings_of_prompts() -> None:
     assert cache.bytes == 0, "larger than all"
 
 
+def test_a_beginning_that_goes_leaves_what_others_share() -> None:
+    """Two prompts begin alike. When one of them goes, the other one is found as before."""
+    delta: Any = Delta()
+    cache = PromptCache(4 * BLOCK * 2 * 2 * 3 * 4)
+    shared = list(range(BLOCK))
+    one, other = ([*shared, *range(start, start + BLOCK + 1)] for start in (100, 200))
+    for prompt in (one, other):
+        cache.keep("a", delta, prompt, entry(len(prompt)))
+    assert cache.find("a", delta, one)[1] == 2 * BLOCK
+    third = list(range(300, 300 + 2 * BLOCK))
+    cache.keep("a", delta, third, entry(len(third)))
+    assert cache.find("a", delta, other)[1] == BLOCK and cache.wants("a", delta, other), "it was not needed for longest"
+    assert cache.find("a", delta, one)[1] == 2 * BLOCK and not cache.wants("a", delta, one)
+
+
 # -- sampling
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"stop": "xyz"}, {"stop": ("",)}, {"stop": (1,)}, {"seed": "x"}, {"logprobs": 1.5}, {"logprobs": "3"},
+              {"max_tokens": True}, {"top_k": 2.0}, {"temperature": "0"}],
+)  # fmt: skip
+def test_sampling_of_a_wrong_type(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=next(iter(wrong))):
+        check_sampling(Sampling(**wrong), has_tokenizer=True)
 
 
 def chosen(seed: int, **values: Any) -> list[int]:

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM
 import deltune
 import tiny
 from deltune.models import align_padding_token, load_model, load_tokenizer
+from deltune.serving.requests import Request, Sampling
 
 from .served import Served, save_delta, served
 
@@ -76,6 +77,35 @@ def test_tags(encoder: tuple[Served, Path, Path]) -> None:
         assert one["words"] == [{"word": w, "label": TAGS[i]} for w, i in zip(words, labels, strict=True)]
 
 
+def test_words_are_tagged_as_they_are(encoder: tuple[Served, Path, Path]) -> None:
+    """A list of words has the tags of the text that they make; a text is split at blanks and nowhere else."""
+    server, _, _ = encoder
+    words = [text.split() for text in TEXTS]
+    texts, lists = (server.post("/tag", {"model": "tagger", "input": given}).json() for given in (list(TEXTS), words))
+    assert texts["data"] == lists["data"] and texts["usage"] == lists["usage"]
+    for wrong in ([["the"], []], [["the"], "hammer"], [[]], [[1]]):
+        assert server.post("/tag", {"model": "tagger", "input": wrong}).status_code == 400, wrong
+
+
+def test_no_text_is_cut_unless_a_request_asks_for_it(encoder: tuple[Served, Path, Path]) -> None:
+    """What is beyond the positions of the model is refused, for every task that reads a whole text."""
+    server, source, _ = encoder
+    tokenizer, text = load_tokenizer(str(source)), "the old hammer " * 100
+    longest = load_model(str(source), "classification", LABELS).config.max_position_embeddings
+    for path, name in (("/classify", "by-lora"), ("/tag", "tagger"), ("/v1/embeddings", "by-lora")):
+        answer = server.post(path, {"model": name, "input": text})
+        assert answer.status_code == 400 and "truncate_prompt_tokens: -1" in answer.json()["error"]["message"]
+        for tokens, length in ((-1, longest), (7, 7), (longest + 5, longest)):
+            cut = server.post(path, {"model": name, "input": text, "truncate_prompt_tokens": tokens})
+            assert cut.status_code == 200 and cut.json()["usage"]["prompt_tokens"] == length
+        whole = server.post(path, {"model": name, "input": TEXTS[2], "truncate_prompt_tokens": 30}).json()
+        assert whole["usage"]["prompt_tokens"] == len(tokenizer(TEXTS[2])["input_ids"])
+        for tokens in (0, -2, 1.5, "7"):
+            assert server.post(path, {"model": name, "input": "a", "truncate_prompt_tokens": tokens}).status_code == 400
+    ids = server.post("/classify", {"model": "by-lora", "input": [5, 6], "truncate_prompt_tokens": 1})
+    assert ids.status_code == 400 and "token ids are never cut" in ids.json()["error"]["message"]
+
+
 def test_a_task_needs_its_head(encoder: tuple[Served, Path, Path]) -> None:
     server, _, _ = encoder
     for path, name in (("/classify", "tagger"), ("/tag", "by-lora"), ("/generate", "by-lora"), ("/classify", "base")):
@@ -119,6 +149,30 @@ def test_answers_of_an_encoder_decoder(tmp_path: Path) -> None:
             assert texts == expected, name
         streamed = server.post("/generate", {"model": "one", "input": TEXTS[0], "max_tokens": 8, "stream": True})
         assert streamed.text.rstrip().endswith("data: [DONE]")
+
+
+def test_an_answer_whose_end_is_forced_was_cut(tmp_path: Path) -> None:
+    """BART's configs make the last token that an answer may have one that ends it; the answer was cut nevertheless."""
+    source = tiny.model(tmp_path / "model")
+    tokenizer = load_tokenizer(str(source))
+    config = AutoConfig.for_model(
+        "bart", vocab_size=len(tokenizer), d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=64, dropout=0.0,
+        pad_token_id=tokenizer.pad_token_id, eos_token_id=3, bos_token_id=1, decoder_start_token_id=1,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        model = AutoModelForSeq2SeqLM.from_config(config)
+    model.generation_config.forced_eos_token_id = 3
+    model.generation_config.suppress_tokens = None
+    with deltune.Server(model.eval(), tokenizer) as server:
+        for most in (1, 2, 9):
+            sampling = Sampling(max_tokens=most, temperature=0.0)
+            answer = server.submit(Request("generate", text=TEXTS[0], sampling=sampling)).result(60)
+            with torch.no_grad():
+                ids = model.generate(**_inputs(tokenizer, TEXTS[0]), max_new_tokens=most, do_sample=False)[0].tolist()
+            assert ids[-1] == 3 and [choice.token for choice in answer.tokens] == ids[1:-1]
+            assert answer.finish_reason == ("length" if len(ids) == most + 1 else "stop")
 
 
 def _inputs(tokenizer: object, text: str) -> dict[str, torch.Tensor]:

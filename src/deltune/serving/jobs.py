@@ -131,10 +131,10 @@ class RequestEncoder:
             InvalidRequest: It has no input, or one that this server cannot read.
         """
         names = ("text", "tokens", "words", "messages")
-        inputs = [name for name in names if getattr(request, name) is not None]
-        if len(inputs) != 1:
+        kinds = [name for name in names if getattr(request, name) is not None]
+        if len(kinds) != 1:
             raise InvalidRequest(
-                f"a request has one of {', '.join(names)}, and this one has {' and '.join(inputs) or 'none of them'}"
+                f"a request has one of {', '.join(names)}, and this one has {' and '.join(kinds) or 'none of them'}"
             )
         if request.tokens is None and readable is not None:
             request = bound_characters(request, readable, cut=max_length is not None)
