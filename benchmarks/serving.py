@@ -5,12 +5,17 @@ Throughput is that of requests which all wait at once, so that nothing is measur
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import hashlib
 import itertools
 import os
 import random
 import shutil
+import socket
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -22,9 +27,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
+from transformers import AutoModelForSequenceClassification
 
 import deltune
+from deltune.models import packaged_minilm
 from deltune.serving.concurrency import release_worker_threads
 from deltune.serving.encoding import EncodingLane
 from deltune.serving.engine import Server
@@ -36,7 +44,7 @@ from deltune.timing import time_interleaved
 from .frame import Piece
 from .peers import PAIRS, Pair
 from .rows import Row, Target, compared
-from .shapes import VOCABULARY, Shape, build, minilm
+from .shapes import VOCABULARY, Shape, build, minilm, tiny
 
 MORE = {
     "encoder": (Pair("lora, r=16", "lora(rank=16)", lambda s: _lora(s, 16)),
@@ -319,6 +327,129 @@ def stored(shape: Shape, deltas: int = 1000, loaded: int = 64, number: int = 200
     ]
 
 
+MIXED = (
+    "layernorm", "bitfit", "lora(rank=4)", "ia3", "adapter(rank=8)", "scaled_parallel_adapter(rank=8)",
+    "multi_head_parallel_adapter(length=4)", "prefix(length=4)", "prompt(length=4)", "prefix(length=3) + layernorm",
+    "mam(length=4, rank=4)", "unipelt", "apet(lora, parameters=200)", "full",
+)  # fmt: skip
+"""Methods of every kind, whose answers under load are compared with those of the row alone."""
+
+
+def alone(model: Any, request: Request, new: int) -> torch.Tensor:
+    """What a model answers to one request, with the delta that is in use: its probabilities, or its greedy tokens."""
+    ids = torch.tensor([request.tokens])
+    with torch.no_grad():
+        if request.task == "classify":
+            return model(input_ids=ids).logits[0].softmax(-1)
+        mask = torch.ones_like(ids)
+        return model.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False)[0, ids.shape[1] :]
+
+
+def equal(shape: Shape, number: int, new: int = 6) -> list[Row]:
+    """Answers under load beside those of each row alone, with all methods in the same batches, in float64.
+
+    Probabilities may differ by rounding; greedy tokens must be the same.
+    """
+    chance, made = random.Random(0), torch.Generator().manual_seed(0)
+    build_one = partial(_decided, shape)
+    with tempfile.TemporaryDirectory() as folder:
+        names: list[str | None] = [None]
+        for method in MIXED:
+            tuned = deltune.attach(build_one(), method)
+            with torch.no_grad():
+                for parameter in tuned.trainable_parameters():
+                    parameter.add_(0.1 * torch.randn(parameter.shape, generator=made).to(parameter.dtype))
+            names.append(f"d{len(names)}")
+            tuned.save(Path(folder) / str(names[-1]))
+        task = "classify" if shape.kind == "encoder" else "generate"
+        sampling = Sampling(max_tokens=new, temperature=0.0)
+        requests = [
+            Request(
+                task,  # type: ignore[arg-type]
+                tokens=tuple(torch.randint(5, VOCABULARY, (chance.randint(2, shape.tokens),), generator=made).tolist()),
+                delta=chance.choice(names),
+                tenant=f"tenant{chance.randrange(8)}",
+                sampling=sampling,
+            )
+            for _ in range(number)
+        ]
+        bounds = {"max_queue": number, "max_queue_per_tenant": number, "max_loaded": 12}
+        with Server(build_one(), deltas=folder, **bounds) as server:
+            answers = all_at_once(server, requests)
+        model, different, largest = build_one(), 0, 0.0
+        for name in names:
+            if name is not None:
+                deltune.load(model, Path(folder) / name)
+            for request, answer in zip(requests, answers, strict=True):
+                if request.delta != name:
+                    continue
+                expected = alone(model, request, new)
+                if task == "classify":
+                    largest = max(largest, float((expected - torch.tensor(list(answer.scores.values()))).abs().max()))
+                else:
+                    different += expected.tolist() != [choice.token for choice in answer.tokens]
+            if name is not None:
+                deltune.tuned(model).detach()
+    what = f"{number:,} requests, {len(names)} deltas of all kinds of methods and the base model mixed"
+    if task == "classify":
+        return [Row(f"classification under load, difference to the row alone: {what}", largest, Target(1e-6), unit="")]
+    return [Row(f"generation under load, answers unlike the row alone: {what}", different, Target(0), unit="")]
+
+
+def _decided(shape: Shape) -> Any:
+    """A model in float64, in which rounding decides no greedy token."""
+    return build(shape).double().eval()
+
+
+def killed(methods: Sequence[str] = MIXED) -> list[Row]:
+    """`deltune serve` is killed while it answers, and started again; the time includes Python and loading the model."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        model = AutoModelForSequenceClassification.from_pretrained(packaged_minilm(), num_labels=2)
+        for number, method in enumerate(methods):
+            tuned = deltune.attach(model, method)
+            tuned.save(root / f"d{number}")
+            tuned.detach()
+        before = _digests(root)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        command = [sys.executable, "-m", "deltune", "serve", "minilm", "--deltas", folder, "--port", str(port)]
+        first_answers = []
+        for _ in range(2):
+            began = time.perf_counter()
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            try:
+                with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as client:
+                    _ask_until_answered(client, process)
+                    first_answers.append(time.perf_counter() - began)
+                    with contextlib.suppress(httpx.TimeoutException):  # it is killed while it answers this
+                        client.post("/classify", json={"model": "d1", "input": ["a waste of time"] * 200}, timeout=0.2)
+            finally:
+                process.kill()
+                process.wait()
+        harmed = sum(digest != _digests(root).get(file) for file, digest in before.items())
+    what = f"kill -9 under load, {len(methods)} deltas, packaged MiniLM"
+    return [
+        Row(f"first answer after a restart: {what}", first_answers[1], Target(8.0), unit="s"),
+        Row(f"files of the folder that were harmed: {what}", harmed, Target(0), unit=""),
+    ]
+
+
+def _ask_until_answered(client: httpx.Client, process: subprocess.Popen[bytes]) -> None:
+    while True:
+        if process.poll() is not None:
+            raise RuntimeError(f"the server has ended with exit code {process.returncode}")
+        with contextlib.suppress(httpx.ConnectError):
+            answer = client.post("/classify", json={"model": "d0", "input": "a wonderful evening"})
+            if answer.status_code == 200:
+                return
+        time.sleep(0.05)
+
+
+def _digests(root: Path) -> dict[Path, str]:
+    return {file: hashlib.sha256(file.read_bytes()).hexdigest() for file in root.rglob("*") if file.is_file()}
+
+
 def pieces() -> list[Piece]:
     encoder, decoder = (
         replace(minilm("encoder", True, 0.0), tokens=64),
@@ -329,4 +460,7 @@ def pieces() -> list[Piece]:
         Piece("serving: generation", partial(generated, decoder), 120.0),
         Piece("serving: a light tenant", partial(shared, encoder), 130.0),
         Piece("serving: deltas on the disk", partial(stored, encoder), 40.0),
+        Piece("serving: every answer, classification", partial(equal, replace(tiny("encoder"), tokens=48), 8000), 90.0),
+        Piece("serving: every answer, generation", partial(equal, replace(tiny("decoder"), tokens=24), 2000), 120.0),
+        Piece("serving: kill -9", killed, 30.0),
     ]
