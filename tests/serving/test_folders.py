@@ -206,6 +206,16 @@ def test_a_list_that_has_not_changed_is_the_same_objects(tmp_path: Path) -> None
         assert server.refresh()[1].version != second[1].version
 
 
+def test_a_link_that_the_operator_puts_there_is_served_as_its_folder(tmp_path: Path) -> None:
+    of, root = deltas(*BERT), tmp_path / "deltas"
+    root.mkdir()
+    copies(tmp_path / "elsewhere", "d2=d3")
+    (root / "d2").symlink_to(tmp_path / "elsewhere" / "d3")
+    with Server(of.model(), deltas=root) as server:
+        request = ask("classify", 4, 1, "d2")
+        check(of, [request], [server.submit(request).result(60)])
+
+
 # -- how many names and counts there may be
 
 
