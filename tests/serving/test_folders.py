@@ -102,12 +102,12 @@ def test_the_reason_is_the_same_whether_a_look_or_a_load_has_found_it(tmp_path: 
     shutil.copytree(deltas(*GPT).folder / "d2", tmp_path / "d2")
     with Server(deltas(*BERT).model(), deltas=tmp_path) as server:
         (info,) = server.deltas()
-        with pytest.raises(DeltuneError) as asked:
+        with pytest.raises(DeltuneError) as on_request:
             server.submit(ask("generate", 4, 1, "d2"))
         with pytest.raises(DeltuneError) as loaded:
             server.load("d2")
     assert "was tuned on a gpt2 model" in info.error
-    assert info.error == asked.value.without_python == loaded.value.without_python
+    assert info.error == on_request.value.without_python == loaded.value.without_python
 
 
 def test_a_delta_that_is_taken_out_while_a_look_reads_it_again_stays_out(tmp_path: Path) -> None:

@@ -231,8 +231,8 @@ def test_a_list_is_written_again_when_a_delta_has_changed_and_only_then(
     monkeypatch.setattr(server.service, "visible", counted)
     first = ask().json()
     assert ask().json() == first and written == 1
-    own = server.get("/v1/deltas", headers=keys["acme"]).json()
-    assert {one["name"] for one in own["data"]} == {"acme-reviews", "acme-tone"} and written == 2
+    of_acme = server.get("/v1/deltas", headers=keys["acme"]).json()
+    assert {one["name"] for one in of_acme["data"]} == {"acme-reviews", "acme-tone"} and written == 2
     body = {"model": "mood", "prompt": "the", "max_tokens": 1}
     assert server.post("/v1/completions", body, headers=keys["boss"]).status_code == 200
     loaded = {one["name"]: one["loaded"] for one in ask().json()["data"]}
