@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..anatomy.inspection import inspect
 from ..anatomy.offloading import loaded_devices
@@ -972,6 +972,35 @@ def base_value(tuned: Tuned, name: str) -> nn.Parameter:
         The parameter, which training does not change.
     """
     return tuned._base_value(name)
+
+
+def base_parameter(tuned: Tuned, module: nn.Module, leaf: str) -> nn.Parameter | None:
+    """Return the base model's own parameter of a module, while other threads may run passes with any delta.
+
+    Args:
+        tuned: The handle of the model.
+        module: A module of the model.
+        leaf: The parameter's name in it.
+
+    Returns:
+        The parameter, or None if the module has none of this name.
+    """
+    return tuned._state.base_parameter(module, leaf)
+
+
+def base_config(tuned: Tuned) -> PreTrainedConfig:
+    """Return a copy of a model's configuration with the base model's labels, whatever delta is in use.
+
+    Args:
+        tuned: The handle of the model.
+
+    Returns:
+        The copy.
+    """
+    with tuned._state.mutex:  # in which passes write the labels of their deltas
+        config = copy.deepcopy(tuned.model.config)
+    tuned._base_labels.write_to(config)
+    return config
 
 
 def inference_rows(

@@ -90,6 +90,14 @@ class ModelState:
             values[number] = nn.Parameter(tensor.value(values[number]), requires_grad=False)
         return values
 
+    def base_parameter(self, module: nn.Module, leaf: str) -> nn.Parameter | None:
+        """The base model's own parameter of a module, whatever delta is in use; None if it has none of this name.
+
+        Which tensor a place belongs to was seen when no delta was in the model, so other threads may move tensors.
+        """
+        key = self._keys.get((module, leaf))
+        return parameters_of(module).get(leaf) if key is None else self.base_value(parameter_name(key))
+
     def delta_value(self, delta: Delta, name: str) -> nn.Parameter:
         """A delta's value of a tensor that it owns, whether it is in the model or in `held`."""
         with self.locked():

@@ -112,13 +112,16 @@ class HeadLabels:
 
     def apply_to(self, model: PreTrainedModel) -> None:
         """Write these labels into a model's configuration."""
-        config = model.config
+        self.write_to(model.config)
+        if hasattr(model, "num_labels"):
+            model.num_labels = len(self.id2label)  # type: ignore[assignment]
+
+    def write_to(self, config: Any) -> None:
+        """Write these labels into a configuration."""
         if HeadLabels.from_config(config) != self:
             config.id2label = dict(self.id2label)
             config.label2id = {label: index for index, label in self.id2label}
-            config.problem_type = self.problem_type  # type: ignore[assignment]
-        if hasattr(model, "num_labels"):
-            model.num_labels = len(self.id2label)  # type: ignore[assignment]
+            config.problem_type = self.problem_type
 
 
 RerunModule = Callable[[torch.Tensor], torch.Tensor]

@@ -6,7 +6,6 @@ model of its own class, but all of them hold the same parameters, so the weights
 
 from __future__ import annotations
 
-import copy
 import itertools
 import threading
 import time
@@ -21,7 +20,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..anatomy.skeleton import base_modules, base_parameters
+from ..anatomy.skeleton import base_modules, base_tensors
 from ..anatomy.types import Stack
 from ..compat import attention_implementation, auto_class_mapping, buffers_of, parameters_of
 from ..errors import DeltuneError, error_summary
@@ -32,7 +31,8 @@ from ..runtime.attaching import add_delta, check_base_of_delta, find_tuned, has_
 from ..runtime.attention import PREFIX, CacheablePrefix, cacheable_prefix
 from ..runtime.handle import (
     Tuned,
-    base_value,
+    base_config,
+    base_parameter,
     forget_base_metadata,
     inference_rows,
     keep_without_deltas,
@@ -491,7 +491,7 @@ def sibling(first: Backbone, head: str) -> PreTrainedModel:
         DeltuneError: The family has no such class, or it needs weights that the model does not have.
     """
     chosen = sibling_class(first, head)
-    config = copy.deepcopy(first.model.config)
+    config = base_config(first.handle)
     implementation = str(attention_implementation(config) or "eager").removeprefix(PREFIX)
     with torch.device("meta"):
         made = getattr(transformers, AUTO_CLASSES[head]).from_config(config, attn_implementation=implementation)
@@ -500,20 +500,23 @@ def sibling(first: Backbone, head: str) -> PreTrainedModel:
 
 
 def _share(first: Backbone, made: PreTrainedModel, kind: str) -> None:
-    """Give a model on the meta device the parameters and buffers of a model's inner base model, and an empty head."""
+    """Give a model on the meta device the parameters and buffers of a model's inner base model, and an empty head.
+
+    The engine's thread may be running passes meanwhile, which put the tensors of deltas into the first model.
+    """
     source, target = first.model.base_model, made.base_model
     sources = dict(base_modules(source, remove_duplicate=False))
-    names = {id(parameter): name for name, parameter in base_parameters(first.model)}
     missing = []
     for path, module in base_modules(target, remove_duplicate=False):
         other = sources.get(path)
         for leaf, parameter in list(parameters_of(module).items()):
-            counterpart = None if other is None else parameters_of(other).get(leaf)
-            if parameter is not None and (counterpart is None or counterpart.shape != parameter.shape):
+            if parameter is None:
+                continue
+            counterpart = None if other is None else base_parameter(first.handle, other, leaf)
+            if counterpart is None or counterpart.shape != parameter.shape:
                 missing.append(f"{path}.{leaf}".strip("."))
-            elif parameter is not None and counterpart is not None:
-                name = names.get(id(counterpart))
-                parameters_of(module)[leaf] = counterpart if name is None else base_value(first.handle, name)
+            else:
+                parameters_of(module)[leaf] = counterpart
         for leaf, buffer in list(buffers_of(module).items()):
             if buffer is not None and other is not None:
                 buffers_of(module)[leaf] = buffers_of(other).get(leaf)
@@ -523,7 +526,7 @@ def _share(first: Backbone, made: PreTrainedModel, kind: str) -> None:
             f"({', '.join(missing[:3])}): serve it on a model that was loaded as {kind}"
         )
     inside = {module for _, module in base_modules(target)}
-    like = next(first.model.parameters())
+    like = next(base_tensors(first.model))
     for _, module in base_modules(made):
         if module not in inside:
             for tensors in (parameters_of(module), buffers_of(module)):

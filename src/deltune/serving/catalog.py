@@ -6,7 +6,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,12 +34,11 @@ class Entry:
         seen: The signature of its files at that time.
         current: The version in memory, or None.
         waiting: Requests that wait until it is in memory.
-        loading: Whether it is being read for them.
-        draining: Whether it takes no new requests, because another delta needs its place.
         error: Why its newest files were refused, or "". Clients read it, so that it has no calls of Python.
         in_python: What a caller of Python can do about it.
         refused: The signature of the files that were refused.
         listed: Whether it is in the server's directory, so that it goes when its folder goes.
+        requested: Whether a call of `load` has brought it.
     """
 
     name: str
@@ -49,12 +47,12 @@ class Entry:
     seen: Signature = ()
     current: LoadedDelta | None = None
     waiting: deque[Job] = field(default_factory=deque)
-    loading: bool = False
-    draining: bool = False
     error: str = ""
     in_python: str = ""
     refused: Signature = ()
     listed: bool = False
+    requested: bool = False
+    _info: tuple[tuple[object, ...], DeltaInfo] | None = None
 
     def refuse(self, error: DeltuneError, seen: Signature) -> None:
         """Note and log why its newest files were refused; the version in memory goes on.
@@ -76,19 +74,27 @@ class Entry:
 
     @property
     def info(self) -> DeltaInfo:
-        """What clients are told of it."""
+        """What clients are told of it: the same object as before, unless something has changed."""
+        current = self.current
+        size = 0 if current is None else current.bytes
+        seen = (current, size, self.facts, self.folder, self.error, self.requested)
+        if self._info is None or self._info[0] != seen:
+            self._info = seen, self._make_info()
+        return self._info[1]
+
+    def _make_info(self) -> DeltaInfo:
         current, facts = self.current, self.facts
         folder = "" if self.folder is None else str(self.folder)
         if current is not None:
             return DeltaInfo(
                 self.name, folder, current.method, current.parameters, current.tasks, current.labels, current.version,
-                True, current.bytes, current.loaded_at, self.error, current.max_length,
+                True, current.bytes, current.loaded_at, self.error, current.max_length, self.requested,
             )  # fmt: skip
         if facts is None:
-            return DeltaInfo(self.name, folder, "", 0, (), error=self.error)
+            return DeltaInfo(self.name, folder, "", 0, (), error=self.error, requested=self.requested)
         return DeltaInfo(
             self.name, folder, facts.method, facts.parameters, facts.tasks, facts.labels, facts.version,
-            error=self.error, max_length=facts.max_length,
+            error=self.error, max_length=facts.max_length, requested=self.requested,
         )  # fmt: skip
 
 
@@ -100,6 +106,9 @@ class Catalog:
         attached: The deltas that were attached to the model before.
         check: Checks what the files of a delta say, before its tensors are read.
         lock: The engine's.
+
+    Of every entry there is a version in memory, or it is known what its files say, or why they were refused. Files are
+    read by those who look at the directory or load a delta, and by nobody who asks.
 
     Attributes:
         root: The same.
@@ -143,9 +152,18 @@ class Catalog:
             if entry is None:
                 raise UnknownDelta(unknown_name("delta", name, self.entries))
             self.entries = {other: e for other, e in self.entries.items() if other != name}
-            if self.root is not None:
+            if self.root is not None and (self.root / name).is_dir():
                 self._gone[name] = entry
         return entry
+
+    def unloaded(self) -> list[str]:
+        """Return the names that were taken out, while their folders are still in the directory."""
+        with self._lock:
+            return sorted(self._gone)
+
+    def names_beside_folders(self) -> int:
+        """Return how many deltas have another name than their folder in the directory, which only `load` gives."""
+        return sum(not entry.listed and entry.folder is not None for entry in self.entries.values())
 
     def folder_of(self, name: str, folder: str | Path | None) -> Path:
         """Return the folder that a delta is to be loaded from.
@@ -171,7 +189,7 @@ class Catalog:
         return self.root / name
 
     def look(self) -> tuple[list[Entry], list[Entry]]:
-        """Look at the directory again, and list new folders and what is wrong with others.
+        """Look at the directory again, and read the facts about new folders and about changed ones.
 
         Returns:
             The entries in memory whose files changed, and those whose folder is gone, which are listed no more.
@@ -182,6 +200,7 @@ class Catalog:
         folders = listing.deltas
         self._note_ignored(listing.ignored)
         changed: list[Entry] = []
+        stale: list[tuple[Entry, Path]] = []
         with self._lock:
             before = [(e, e.folder) for e in self.entries.values() if not e.listed or e.name in folders]
         # without the lock, which requests need: the disk may be slow
@@ -190,19 +209,43 @@ class Catalog:
             for name in [name for name in self._gone if name not in folders]:
                 del self._gone[name]
             known = self.entries.keys() | self._gone.keys()
-            new = {name: Entry(name, folder, listed=True) for name, folder in folders.items() if name not in known}
+            new = [Entry(name, folder, listed=True) for name, folder in folders.items() if name not in known]
             for entry, folder, now in signatures:
                 if entry.folder != folder or now in (entry.seen, entry.refused):
                     continue
                 if entry.current is not None:
                     changed.append(entry)
                 else:
-                    entry.facts, entry.error = None, ""
+                    stale.append((entry, folder))
             lost = [e for e in listed if e.name not in folders and self.entries.get(e.name) is e]
-            if new or lost:
+            if lost:
                 gone = {entry.name for entry in lost}
-                self.entries = {n: e for n, e in {**self.entries, **new}.items() if n not in gone}
+                self.entries = {n: e for n, e in self.entries.items() if n not in gone}
+        for entry, folder in stale:
+            self._read_facts(entry, folder)
+        for entry in new:  # it can be asked as soon as its facts are known
+            self._read_facts(entry, folders[entry.name])
+            with self._lock:
+                if entry.name not in self.entries and entry.name not in self._gone:
+                    self.entries = {**self.entries, entry.name: entry}
         return changed, lost
+
+    def _read_facts(self, entry: Entry, folder: Path) -> None:
+        """Read what the files of a delta that is not in memory say, or note why they are refused."""
+        seen = signature(folder)
+        try:
+            facts, error = read_facts(folder), None
+            self._check(facts, folder)
+        except DeltuneError as reason:
+            facts, error = None, refusal(reason)
+        with self._lock:
+            if entry.current is not None or entry.folder != folder:
+                return  # the engine has attached a version meanwhile
+            entry.facts = facts
+            if error is None:
+                entry.seen, entry.error, entry.refused = seen, "", ()
+            else:
+                entry.refuse(error, seen)
 
     def _note_ignored(self, ignored: dict[str, str]) -> None:
         """Keep why folders hold no delta, and log those that were not known."""
@@ -218,19 +261,12 @@ class Catalog:
         return dict(self._ignored)
 
     def infos(self) -> list[DeltaInfo]:
-        """Return what is known of each delta, sorted by name; files that were not read yet are read for it."""
+        """Return what is known of each delta, sorted by name."""
         with self._lock:
-            entries = sorted(self.entries.items())
-        infos = []
-        for _, entry in entries:
-            if entry.current is None and entry.facts is None:
-                with suppress(DeltuneError):
-                    self.facts(entry)
-            infos.append(entry.info)
-        return infos
+            return [entry.info for _, entry in sorted(self.entries.items())]
 
-    def facts(self, entry: Entry) -> FolderFacts:
-        """Return what the files of a delta that is not in memory say.
+    def facts(self, entry: Entry) -> LoadedDelta | FolderFacts:
+        """Return what is known of a delta: its version in memory, or else what its files say.
 
         Args:
             entry: The delta.
@@ -238,20 +274,9 @@ class Catalog:
         Raises:
             DeltuneError: They were refused.
         """
-        facts = entry.facts
-        if facts is None:
-            assert entry.folder is not None
-            seen = signature(entry.folder)
-            if entry.error and seen == entry.refused:
+        with self._lock:
+            if entry.current is not None:
+                return entry.current
+            if entry.error or entry.facts is None:
                 raise entry.refusal
-            try:
-                facts = read_facts(entry.folder)
-                self._check(facts, entry.folder)
-            except DeltuneError as error:
-                refused = refusal(error)
-                with self._lock:
-                    if entry.current is None:  # else the engine has attached a version meanwhile
-                        entry.refuse(refused, seen)
-                raise refused from error
-            entry.facts, entry.seen = facts, seen
-        return facts
+            return entry.facts

@@ -85,6 +85,9 @@ class DeltasSection(Section):
     watch: Duration = _option(2.0, "seconds between looks at the folder; 0: only when told", common=True)
     max_loaded: Size = _option(64, "deltas in memory, at most; the least recently used one goes first", common=True)
     max_loaded_bytes: Bytes | None = _option(None, "memory for deltas, such as 2GiB [no limit]", common=True)
+    max_names: Size = _option(
+        1000, "deltas that requests may load under another name than that of their folder, at most", common=True
+    )
 
 
 class BatchingSection(Section):

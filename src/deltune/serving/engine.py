@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 Lane = EncodingLane | GenerationLane
 
+FORGOTTEN = 64
+"""Deltas that were taken out and whose counts are kept, at least."""
 IDLE = 0.2
 """Seconds after which the engine looks for timed-out requests when nothing wakes it."""
 ENCODED_AT_ONCE = 512
@@ -54,7 +56,7 @@ SECONDS = ("max_pass_seconds", "max_wait", "watch")
 """The numbers of a server that may have a fraction."""
 FROM_ZERO = ("max_wait", "prompt_cache_bytes")
 """The numbers of a server that may be 0."""
-OPTIONAL = ("max_loaded", "max_loaded_bytes", "max_length", "watch")
+OPTIONAL = ("max_loaded", "max_loaded_bytes", "max_names", "max_length", "watch")
 """The numbers of a server that may be None."""
 
 
@@ -78,6 +80,7 @@ class Server:
             folder of PEFT or AdapterHub. Its name is that of the delta. Default: deltas come by `load` alone.
         max_loaded: The most deltas in memory; of the others those stay on the disk that were not needed for longest.
         max_loaded_bytes: The most bytes of deltas in memory.
+        max_names: The most deltas that `load` may serve under another name than that of their folder in `deltas`.
         max_batch_tokens: The most tokens in one pass, padding included.
         max_batch_size: The most requests in one batch.
         max_prefill_tokens: The most tokens of a decoder's prompt that are read in one step. A longer prompt is read in
@@ -108,6 +111,7 @@ class Server:
         deltas: str | Path | None = None,
         max_loaded: int | None = 64,
         max_loaded_bytes: int | None = None,
+        max_names: int | None = None,
         max_batch_tokens: int = 4096,
         max_batch_size: int = 32,
         max_prefill_tokens: int = 512,
@@ -122,9 +126,9 @@ class Server:
     ) -> None:
         max_loaded_bytes, prompt_cache_bytes = _as_integer(max_loaded_bytes), _as_integer(prompt_cache_bytes)
         _check_numbers(
-            max_loaded=max_loaded, max_loaded_bytes=max_loaded_bytes, max_batch_tokens=max_batch_tokens,
-            max_batch_size=max_batch_size, max_prefill_tokens=max_prefill_tokens, max_queue=max_queue,
-            max_queue_per_tenant=max_queue_per_tenant, max_length=max_length, watch=watch,
+            max_loaded=max_loaded, max_loaded_bytes=max_loaded_bytes, max_names=max_names,
+            max_batch_tokens=max_batch_tokens, max_batch_size=max_batch_size, max_prefill_tokens=max_prefill_tokens,
+            max_queue=max_queue, max_queue_per_tenant=max_queue_per_tenant, max_length=max_length, watch=watch,
             max_pass_seconds=max_pass_seconds, max_concurrent_passes=max_concurrent_passes, max_wait=max_wait,
             prompt_cache_bytes=prompt_cache_bytes,
         )  # fmt: skip
@@ -160,8 +164,10 @@ class Server:
         self._wake = threading.Condition(self._lock)
         attached = {loaded.name: loaded for loaded in first.attached_before() if loaded.name is not None}
         self._catalog = Catalog(self.root, attached, self._backbones.check, self._lock)
-        context = LifecycleContext(self._wake, self._share, self._call, self._place, self._finish, self._on_detach)
-        self._lifecycle = Lifecycle(self._catalog, self._backbones, context, max_loaded, max_loaded_bytes)
+        context = LifecycleContext(
+            self._wake, self._share, self._call, self._place, self._finish, self._on_detach, self._forget_counts
+        )
+        self._lifecycle = Lifecycle(self._catalog, self._backbones, context, max_loaded, max_loaded_bytes, max_names)
         self._admission = Admission(max_queue, max_queue_per_tenant, self._lock)
         self._inbox: deque[Job] = deque()
         self._calls: deque[Callable[[], None]] = deque()
@@ -368,13 +374,9 @@ class Server:
         """The entry of a delta, and what is known of it: in memory, or from its files."""
         if name is None:
             return None, self._base
-        with self._lock:
-            entry = self._catalog.get(name)
-            known = None if entry is None else entry.current
+        entry = self._catalog.get(name)
         if entry is None:
             raise UnknownDelta(unknown_name("delta", name, self._catalog.entries))
-        if known is not None:
-            return entry, known
         return entry, self._catalog.facts(entry)
 
     def _on_done(self, job: Job, future: Future[Answer]) -> None:
@@ -385,7 +387,7 @@ class Server:
 
     # -- deltas
 
-    def load(self, name: str, folder: str | Path | None = None) -> DeltaInfo:
+    def load(self, name: str, folder: str | Path | None = None, timeout: float | None = None) -> DeltaInfo:
         """Load a delta, or the newest version of one. It is checked before it takes traffic.
 
         Requests that run go on with the version that they began with. If the new version is refused, the old one goes
@@ -394,16 +396,19 @@ class Server:
         Args:
             name: Its name.
             folder: Its folder. Default: the folder of this name in the server's directory.
+            timeout: Seconds after which it is given up: there may be no room in memory before requests have ended.
+                Default: never.
 
         Returns:
             What it is.
 
         Raises:
             UnknownDelta: No folder is given, and the directory has none of this name.
-            DeltuneError: The delta is damaged or does not fit the model.
+            RequestTimeout: It took longer than `timeout`.
+            DeltuneError: The delta is damaged or does not fit the model, or there are `max_names` already.
             EngineClosed: The server is closing.
         """
-        return self._lifecycle.load(name, folder)
+        return self._lifecycle.load(name, folder, timeout)
 
     def unload(self, name: str) -> None:
         """Take a delta out of the server. Requests that run are answered; those that wait for it fail.
@@ -416,17 +421,24 @@ class Server:
         """
         self._lifecycle.unload(name)
 
-    def refresh(self) -> list[DeltaInfo]:
+    def refresh(self, timeout: float | None = None) -> list[DeltaInfo]:
         """Look at the directory of deltas again: new folders, changed ones, and those that are gone.
 
         A version in memory whose files changed is replaced. If the new files are refused, it goes on, and its
         `DeltaInfo.error` says why.
 
+        Args:
+            timeout: Seconds after which it is given up. Default: never.
+
         Returns:
             All deltas.
+
+        Raises:
+            RequestTimeout: It took longer than `timeout`; some deltas may have been replaced.
+            EngineClosed: The server is closing.
         """
         if self.root is not None:
-            self._lifecycle.refresh()
+            self._lifecycle.refresh(timeout)
         return self.deltas()
 
     def deltas(self) -> list[DeltaInfo]:
@@ -444,6 +456,14 @@ class Server:
             By name, why they are not served.
         """
         return self._catalog.ignored_folders()
+
+    def unloaded(self) -> list[str]:
+        """Return the names that `unload` has taken out, while their folders are still in the directory of deltas.
+
+        Returns:
+            The names, sorted; `load` brings them back.
+        """
+        return self._catalog.unloaded()
 
     def _watch(self, seconds: float) -> None:
         while not self._stop.wait(seconds):
@@ -488,15 +508,17 @@ class Server:
         """End the server: take no new requests, answer those that are here, and give the model back.
 
         Args:
-            drain: How many seconds the requests that are here may take; after them they fail.
+            drain: How many seconds the requests that are here may take; after them they fail. Calls of `load` and
+                `refresh` fail at once.
         """
+        deadline = time.monotonic() + drain
         with self._wake:
             self._closing = True
             self._wake.notify_all()
         self._stop.set()
+        self._lifecycle.refuse_loads(EngineClosed("the server is closing and loads no deltas"))
         if self._watcher is not None and self._watcher is not threading.current_thread():
             self._watcher.join()
-        deadline = time.monotonic() + drain
         with self._wake:
             while self._jobs and self._thread.is_alive() and (left := deadline - time.monotonic()) > 0:
                 self._wake.wait(min(left, IDLE))
@@ -606,8 +628,8 @@ class Server:
             self._finish(job, UnknownDelta(unknown_name("delta", job.request.delta, self._catalog.entries)))
             return
         loaded = self._base if entry is None else entry.current
-        if entry is not None and (loaded is None or entry.draining):
-            entry.waiting.append(job)
+        if entry is not None and not self._lifecycle.takes_requests(entry):
+            self._lifecycle.wait(entry, job)
             return
         assert loaded is not None
         try:
@@ -658,6 +680,8 @@ class Server:
                 self._admission.leave(job.tenant)
             else:
                 self._running[name] -= 1
+                if not self._running[name]:
+                    del self._running[name]
             if isinstance(answer, Answer) and not job.cancelled:
                 self._finished[name] += 1
                 self._totals["prompt"] += answer.prompt_tokens
@@ -695,8 +719,8 @@ class Server:
             with self._lock:
                 self._inbox.remove(job)
         entry = self._catalog.get(job.request.delta)
-        if entry is not None and job in entry.waiting:
-            entry.waiting.remove(job)
+        if entry is not None:
+            self._lifecycle.stop_waiting(entry, job)
         for lane in self._lanes.values():
             if lane.drop(job):
                 break
@@ -707,6 +731,15 @@ class Server:
         self._options.prompt_cache.forget(loaded)
         for key in [key for key in self._lanes if key[2] == loaded.internal]:
             del self._lanes[key]  # that of a delta which shares no batch
+
+    def _forget_counts(self) -> None:
+        """Drop the counts of deltas that are served no more, once there are many of them."""
+        with self._lock:
+            names = self._catalog.entries
+            for counts in (self._finished, self._failed):
+                if len(counts) > 2 * len(names) + FORGOTTEN:
+                    for name in [name for name in counts if name and name not in names]:
+                        del counts[name]
 
     def _end(self) -> None:
         """Fail what is left, and give the model back."""

@@ -12,7 +12,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from ..errors import DeltuneError, error_summary
 from .backbone import Backbones, LoadedDelta, PreparedDelta
 from .catalog import Catalog, Entry
 from .concurrency import thread_pool
-from .errors import EngineClosed, UnknownDelta, refusal
+from .errors import EngineClosed, RequestTimeout, UnknownDelta, refusal
 from .fairness import FairShare
 from .jobs import Job
 from .registry import Signature, check_delta_name, read_facts, signature
@@ -43,7 +44,8 @@ class Arrival:
         folder: Its folder.
         prepared: The delta, or why it was refused.
         seen: The signature of its files before they were read.
-        done: The result of `load`, or None if requests wait for it.
+        done: The result of `load`, or None if requests wait for it. It is cancelled where nobody waits any more.
+        requested: Whether it comes by a call of `load`, and not since its files have changed.
     """
 
     entry: Entry
@@ -51,6 +53,12 @@ class Arrival:
     prepared: PreparedDelta | DeltuneError
     seen: Signature
     done: Future[DeltaInfo] | None
+    requested: bool = False
+
+    @property
+    def given_up(self) -> bool:
+        """Whether nobody waits for it any more."""
+        return self.done is not None and self.done.done()
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,7 @@ class LifecycleContext:
         place: Is called with requests that have waited for a delta which is in memory now.
         finish: Is called with requests that have waited for a delta which does not come, and the reason.
         detached: Is called with a version before it is detached.
+        forgotten: Is called after a delta was taken out or its folder has gone.
     """
 
     wake: threading.Condition
@@ -72,6 +81,7 @@ class LifecycleContext:
     place: Callable[[Job], None]
     finish: Callable[[Job, DeltuneError], None]
     detached: Callable[[LoadedDelta], None]
+    forgotten: Callable[[], None]
 
 
 class Lifecycle:
@@ -83,6 +93,7 @@ class Lifecycle:
         context: What the engine gives.
         max_loaded: The most deltas in memory.
         max_loaded_bytes: The most bytes of deltas in memory.
+        max_names: The most names that `load` may give beside those of the directory.
 
     Attributes:
         retired: Versions that another one has replaced, or nothing, and that requests still need.
@@ -98,25 +109,34 @@ class Lifecycle:
         context: LifecycleContext,
         max_loaded: int | None,
         max_loaded_bytes: int | None,
+        max_names: int | None,
     ) -> None:
         self.catalog, self.backbones, self.context = catalog, backbones, context
-        self.max_loaded, self.max_loaded_bytes = max_loaded, max_loaded_bytes
+        self.max_loaded, self.max_loaded_bytes, self.max_names = max_loaded, max_loaded_bytes, max_names
         self.retired: set[LoadedDelta] = set()
         self.loads = self.evictions = 0
         self.load_seconds = 0.0
         self._arrivals: deque[Arrival] = deque()
+        self._loads: set[Future[DeltaInfo]] = set()  # of `load` and `refresh`, until they are done
+        self._closing: DeltuneError | None = None  # why deltas are loaded for requests alone
         self._ended = False
+        # of the engine's thread, so that no step goes through all entries
+        self._waiting: set[Entry] = set()  # those that requests wait for
+        self._loading: set[Entry] = set()  # those that are being read for them
+        self._draining: set[Entry] = set()  # those that take no new requests, as another delta needs their place
+        self._resident: set[Entry] = set()  # those in memory, but for what was attached before
         # on one of torch's threads: the passes that run meanwhile need the cores
         self._reader = thread_pool(1, 1, "deltune-reader")
 
     # -- from any thread
 
-    def load(self, name: str, folder: str | Path | None = None) -> DeltaInfo:
+    def load(self, name: str, folder: str | Path | None = None, timeout: float | None = None) -> DeltaInfo:
         """Load a delta, or the newest version of one; as `Server.load`.
 
         Args:
             name: Its name.
             folder: Its folder. Default: the one of this name in the server's directory.
+            timeout: Seconds after which it is given up. Default: never.
         """
         check_delta_name(name)
         where = self.catalog.folder_of(name, folder)
@@ -125,14 +145,37 @@ class Lifecycle:
             raise DeltuneError(
                 f"delta {name!r} was attached to the model before the server was made; give another name"
             )
+        self._check_name(name, where)
+        return self._load(known or Entry(name, where), where, timeout, requested=True)
+
+    def _load(self, entry: Entry, folder: Path, timeout: float | None, requested: bool = False) -> DeltaInfo:
+        """Load a delta, and wait for it."""
         done: Future[DeltaInfo] = Future()
-        self._read(known or Entry(name, where), where, done)
+        with self.context.wake:
+            if self._closing is not None:
+                raise self._closing
+            self._loads.add(done)
+        done.add_done_callback(self._loads.discard)
+        self._read(entry, folder, done, requested)
         try:
-            return done.result()
-        except DeltuneError as error:
-            if known is not None:
-                known.refuse(error, signature(where))
-            raise
+            return done.result(timeout)
+        except TimeoutError:
+            if not done.cancel():
+                return done.result()  # it came at the last moment
+            raise RequestTimeout(
+                f"delta {entry.name!r} was not loaded within {timeout:g} seconds: those in memory were all needed, or "
+                "others were read first"
+            ) from None
+
+    def _check_name(self, name: str, folder: Path) -> None:
+        """Refuse a name beside those of the directory if there are enough of them."""
+        root = self.catalog.root
+        is_new = self.catalog.get(name) is None and (root is None or folder != root / name)
+        if is_new and self.max_names is not None and self.catalog.names_beside_folders() >= self.max_names:
+            raise DeltuneError(
+                f"{self.max_names:,} deltas have another name than their folder already, which is the most that this "
+                f"server keeps (max_names): take one of them out first, or ask a delta by the name of its folder"
+            )
 
     def unload(self, name: str) -> None:
         """Take a delta out; as `Server.unload`.
@@ -143,29 +186,36 @@ class Lifecycle:
 
         def remove() -> None:
             entry = self.catalog.remove(name)
-            self._forget(entry, UnknownDelta(f"delta {name!r} was unloaded before it answered"))
+            self.forget(entry, UnknownDelta(f"delta {name!r} was unloaded before it answered"))
 
         self.context.call(remove)
 
-    def refresh(self) -> None:
-        """Look at the directory again; as `Server.refresh`."""
+    def refresh(self, timeout: float | None = None) -> None:
+        """Look at the directory again; as `Server.refresh`.
+
+        Args:
+            timeout: Seconds after which it is given up. Default: never.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
         changed, lost = self.catalog.look()
         for entry in lost:
             error = UnknownDelta(f"the folder of delta {entry.name!r} is gone")
-            self.context.call(lambda entry=entry, error=error: self._forget(entry, error))  # type: ignore[misc]
+            self.context.call(lambda entry=entry, error=error: self.forget(entry, error))  # type: ignore[misc]
         for entry in changed:
-            done: Future[DeltaInfo] = Future()
             assert entry.folder is not None
-            self._read(entry, entry.folder, done)
             try:
-                done.result()
+                self._load(entry, entry.folder, None if deadline is None else max(0.0, deadline - time.monotonic()))
+            except (EngineClosed, RequestTimeout):
+                raise
             except DeltuneError as error:
-                entry.refuse(error, signature(entry.folder))
+                logger.debug("delta %s stays as it is: %s", entry.name, error)  # `Entry.refuse` has logged it
 
-    def _read(self, entry: Entry, folder: Path, done: Future[DeltaInfo] | None) -> None:
+    def _read(self, entry: Entry, folder: Path, done: Future[DeltaInfo] | None = None, requested: bool = False) -> None:
         """Read a delta in the reader's thread, and hand it to the engine's."""
 
         def read() -> None:
+            if done is not None and done.done():
+                return
             began = time.perf_counter()
             for attempt in range(READ_ATTEMPTS):
                 seen = signature(folder)
@@ -176,10 +226,8 @@ class Lifecycle:
             with self.context.wake:
                 self.load_seconds += time.perf_counter() - began
                 if not self._ended:
-                    self._arrivals.append(Arrival(entry, folder, prepared, seen, done))
+                    self._arrivals.append(Arrival(entry, folder, prepared, seen, done, requested))
                     self.context.wake.notify_all()
-                elif done is not None:
-                    done.set_exception(EngineClosed("the server is closed"))
 
         try:
             self._reader.submit(read)
@@ -192,6 +240,7 @@ class Lifecycle:
             if not again and entry.error and seen == entry.refused:
                 return entry.refusal
             facts = read_facts(folder)
+            self.backbones.check(facts, folder)
             backbone = self.backbones.for_head(self.backbones.head_of(facts))
             return backbone.prepare(entry.name, folder, facts, seen)
         except DeltuneError as error:
@@ -199,6 +248,18 @@ class Lifecycle:
         except Exception as error:
             logger.exception("delta %r cannot be read", entry.name)
             return DeltuneError(f"delta {entry.name!r} cannot be read: {error_summary(error)}")
+
+    def refuse_loads(self, error: DeltuneError) -> None:
+        """Fail the calls of `load` and `refresh` that wait, and all later ones; deltas still come for requests.
+
+        Args:
+            error: What they are told.
+        """
+        with self.context.wake:
+            self._closing = error
+            loads = list(self._loads)
+        for done in loads:
+            _fail(done, error)
 
     def close(self) -> None:
         """End the reader's thread, after `end`."""
@@ -208,22 +269,50 @@ class Lifecycle:
 
     def begin_loads(self) -> None:
         """Begin to read deltas that requests wait for, in the order in which their tenants are to be served."""
-        entries = self.catalog.entries.values()
-        loading = sum(entry.loading for entry in entries)
-        if loading >= LOADS_AT_ONCE:
+        free = LOADS_AT_ONCE - len(self._loading)
+        if free <= 0 or not self._waiting:
             return
         share = self.context.share
-        waiting = [e for e in entries if e.waiting and not e.loading and e.current is None]
+        waiting = [entry for entry in self._waiting if entry not in self._loading and entry.current is None]
         waiting.sort(key=lambda e: (share.of(e.waiting[0].tenant), e.waiting[0].submitted))
-        for entry in waiting[: LOADS_AT_ONCE - loading]:
-            entry.loading = True
+        for entry in waiting[:free]:
+            self._loading.add(entry)
             assert entry.folder is not None
             try:
-                self._read(entry, entry.folder, None)
+                self._read(entry, entry.folder)
             except EngineClosed as error:
-                entry.loading = False
-                while entry.waiting:
-                    self.context.finish(entry.waiting.popleft(), error)
+                self._loading.discard(entry)
+                self._fail_waiting(entry, error)
+
+    def takes_requests(self, entry: Entry) -> bool:
+        """Return whether a delta is in memory and a request can have it now.
+
+        Args:
+            entry: The delta.
+        """
+        return entry.current is not None and entry not in self._draining
+
+    def wait(self, entry: Entry, job: Job) -> None:
+        """Let a request wait until its delta is in memory.
+
+        Args:
+            entry: The delta.
+            job: The request.
+        """
+        entry.waiting.append(job)
+        self._waiting.add(entry)
+
+    def stop_waiting(self, entry: Entry, job: Job) -> None:
+        """Note that a request waits no more, if it does.
+
+        Args:
+            entry: Its delta.
+            job: The request.
+        """
+        with suppress(ValueError):
+            entry.waiting.remove(job)
+        if not entry.waiting:
+            self._waiting.discard(entry)
 
     @property
     def has_arrivals(self) -> bool:
@@ -232,7 +321,7 @@ class Lifecycle:
 
     def _waits_for_room(self, arrival: Arrival) -> bool:
         prepared = arrival.prepared
-        if not isinstance(prepared, PreparedDelta):
+        if not isinstance(prepared, PreparedDelta) or arrival.given_up:
             return False
         return not self._has_room(prepared.bytes, arrival.entry) and self._victim() is None
 
@@ -253,26 +342,34 @@ class Lifecycle:
         with self.context.wake:
             self._arrivals.extendleft(reversed(left))
         if not left:  # whoever needed their place has found another one
-            for entry in [entry for entry in self.catalog.entries.values() if entry.draining]:
-                entry.draining = False
+            draining, self._draining = self._draining, set()
+            for entry in draining:
                 self._place_waiting(entry)
 
     def _take(self, arrival: Arrival) -> bool:
         """Attach a delta that was read; return False if there is no place for it yet."""
-        if arrival.done is not None:  # another thread may have loaded one of this name meanwhile
+        if arrival.given_up:
+            return True
+        if arrival.requested:  # another thread may have loaded one of this name meanwhile
             arrival.entry = self.catalog.get(arrival.entry.name) or arrival.entry
         entry, prepared = arrival.entry, arrival.prepared
         if isinstance(prepared, DeltuneError):
             self._refuse(arrival, prepared)
             return True
-        if arrival.done is None and self.catalog.get(entry.name) is not entry:
+        if not arrival.requested and self.catalog.get(entry.name) is not entry:
             self._refuse(arrival, UnknownDelta(f"delta {entry.name!r} was unloaded before it answered"))
             return True
         current = entry.current
-        if current is not None and current.version == prepared.facts.version and not entry.draining:
-            entry.seen, entry.error = arrival.seen, ""
+        if current is not None and current.version == prepared.facts.version and entry not in self._draining:
+            self._serve(arrival, prepared, current)
             self._accept(arrival)
             return True
+        if arrival.requested:
+            try:
+                self._check_name(entry.name, arrival.folder)
+            except DeltuneError as error:
+                self._refuse(arrival, error)
+                return True
         if self.max_loaded_bytes is not None and prepared.bytes > self.max_loaded_bytes:
             self._refuse(
                 arrival,
@@ -298,43 +395,55 @@ class Lifecycle:
         with self.context.wake:
             self.load_seconds += time.perf_counter() - began
             self.loads += 1
-            self.catalog.put(entry)
-            old, entry.current, entry.folder = entry.current, loaded, arrival.folder
-            root = self.catalog.root
-            entry.listed = root is not None and arrival.folder == root / entry.name
-            entry.facts, entry.seen, entry.error, entry.refused = prepared.facts, arrival.seen, "", ()
-            entry.draining = False
-        if old is not None:
-            self._retire(old)
+            self._draining.discard(entry)
+            self._resident.add(entry)
+        self._serve(arrival, prepared, loaded)
+        if current is not None:
+            self._retire(current)
         self._accept(arrival)
         return True
+
+    def _serve(self, arrival: Arrival, prepared: PreparedDelta, loaded: LoadedDelta) -> None:
+        """Serve a version, new or not, as what the files of its folder say."""
+        entry, root = arrival.entry, self.catalog.root
+        with self.context.wake:
+            entry.current, entry.folder, entry.requested = loaded, arrival.folder, entry.requested or arrival.requested
+            entry.listed = root is not None and arrival.folder == root / entry.name
+            entry.facts, entry.seen, entry.error, entry.refused = prepared.facts, arrival.seen, "", ()
+            if self.catalog.get(entry.name) is not entry:
+                self.catalog.put(entry)
 
     def _accept(self, arrival: Arrival) -> None:
         entry = arrival.entry
         if arrival.done is None:
-            entry.loading = False
+            self._loading.discard(entry)
         self._place_waiting(entry)
         if arrival.done is not None:
-            arrival.done.set_result(entry.info)
+            with suppress(InvalidStateError):  # who waited for it may have given up at this moment
+                arrival.done.set_result(entry.info)
 
     def _place_waiting(self, entry: Entry) -> None:
         waiting, entry.waiting = entry.waiting, deque()
+        self._waiting.discard(entry)
         for job in waiting:
             self.context.place(job)
 
     def _refuse(self, arrival: Arrival, error: DeltuneError) -> None:
         entry = arrival.entry
+        with self.context.wake:  # the files of another folder say nothing about this one's
+            if self.catalog.get(entry.name) is entry and entry.folder == arrival.folder:
+                entry.refuse(error, arrival.seen)
+                if entry.current is None:
+                    entry.facts = None
         if arrival.done is not None:
-            if not arrival.done.done():
-                arrival.done.set_exception(error)
-            return
-        entry.loading = False
-        entry.refuse(error, arrival.seen)
-        entry.facts = None
-        self._fail_waiting(entry, error)
+            _fail(arrival.done, error)
+        else:
+            self._loading.discard(entry)
+            self._fail_waiting(entry, error)
 
     def _fail_waiting(self, entry: Entry, error: DeltuneError) -> None:
         waiting, entry.waiting = entry.waiting, deque()
+        self._waiting.discard(entry)
         for job in waiting:
             self.context.finish(job, error)
 
@@ -342,8 +451,7 @@ class Lifecycle:
 
     def in_memory(self) -> list[LoadedDelta]:
         """Return the versions that take memory, those that go with their last request included."""
-        current = [e.current for e in self.catalog.entries.values() if e.current is not None]
-        return [*(loaded for loaded in current if not loaded.permanent), *self.retired]
+        return [*(entry.current for entry in list(self._resident) if entry.current is not None), *self.retired]
 
     def _has_room(self, more: int, entry: Entry) -> bool:
         """Whether a version fits into memory; the one that it replaces goes when it is there."""
@@ -355,9 +463,8 @@ class Lifecycle:
     def _victim(self) -> Entry | None:
         """The entry whose version nobody needs, and was not needed for longest; one that was just loaded stays."""
         idle = [
-            e for e in self.catalog.entries.values()
-            if e.current is not None and not e.current.permanent and not e.current.users
-            and (e.current.used or not e.waiting)
+            e for e in self._resident
+            if e.current is not None and not e.current.users and (e.current.used or not e.waiting)
         ]  # fmt: skip
         return min(idle, key=lambda e: e.current.last_used if e.current else 0.0, default=None)
 
@@ -366,10 +473,9 @@ class Lifecycle:
         while not self._has_room(more, entry):
             victim = self._victim()
             if victim is None:
-                entries = self.catalog.entries.values()
-                needed = [e for e in entries if e.current is not None and not e.current.permanent]
-                if needed and not any(e.draining for e in needed):
-                    min(needed, key=lambda e: e.current.last_used if e.current else 0.0).draining = True
+                if self._resident and not self._draining:
+                    longest = min(self._resident, key=lambda e: e.current.last_used if e.current else 0.0)
+                    self._draining.add(longest)
                 return False
             self._evict(victim)
         return True
@@ -384,7 +490,9 @@ class Lifecycle:
 
     def _evict(self, entry: Entry) -> None:
         with self.context.wake:
-            loaded, entry.current, entry.draining = entry.current, None, False
+            loaded, entry.current = entry.current, None
+            self._draining.discard(entry)
+            self._resident.discard(entry)
             self.evictions += 1
         if loaded is not None:
             self._detach(loaded)
@@ -421,12 +529,20 @@ class Lifecycle:
         except Exception:  # the request that needed it last has its answer nevertheless
             logger.exception("delta %r cannot be detached", loaded.name)
 
-    def _forget(self, entry: Entry, error: DeltuneError) -> None:
-        """Drop an entry that is no longer served."""
+    def forget(self, entry: Entry, error: DeltuneError) -> None:
+        """Drop a delta that is no longer served.
+
+        Args:
+            entry: The delta, which the catalog has no more.
+            error: What requests are told that wait for it.
+        """
         self._fail_waiting(entry, error)
         loaded, entry.current = entry.current, None
+        self._draining.discard(entry)
+        self._resident.discard(entry)
         if loaded is not None:
             self._retire(loaded)
+        self.context.forgotten()
 
     def end(self, error: DeltuneError) -> None:
         """Take no more deltas.
@@ -434,9 +550,13 @@ class Lifecycle:
         Args:
             error: What those are told who wait for one.
         """
+        self.refuse_loads(error)
         with self.context.wake:
             self._ended = True
-            arrivals, self._arrivals = self._arrivals, deque()
-        for arrival in arrivals:
-            if arrival.done is not None:
-                arrival.done.set_exception(error)
+            self._arrivals.clear()
+
+
+def _fail(done: Future[DeltaInfo], error: DeltuneError) -> None:
+    """Give an error to who waits for a delta, if it has not given up."""
+    with suppress(InvalidStateError):
+        done.set_exception(error)

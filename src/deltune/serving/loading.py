@@ -45,6 +45,7 @@ def load_server(config: ServeConfig) -> Server:
     nn.Module.to(model, torch.device(device)).eval()  # transformers' own `to` is typed without a device
     overrides = {
         "max_loaded_bytes": config.deltas.max_loaded_bytes,
+        "max_names": config.deltas.max_names,
         "max_batch_tokens": config.batching.max_batch_tokens,
         "max_batch_size": config.batching.max_batch_size,
         "max_prefill_tokens": config.batching.max_prefill_tokens,

@@ -56,8 +56,7 @@ def serve(config: ServeConfig, quiet: bool = False) -> None:
         except BaseException:
             engine.close(0.0)
             raise
-        deltas = engine.deltas()  # what is refused of them is logged
-        greeting = "" if quiet else _greeting(config, deltas, listener)
+        greeting = "" if quiet else _greeting(config, engine.deltas(), listener)
         server = DrainingServer(app.state.service, uvicorn_config(app, config), greeting)
         try:
             server.run(sockets=[listener])

@@ -17,7 +17,7 @@ from ..runtime.attaching import KINDS, TASKS, foreign_model_kind
 from ..runtime.delta_schema import BaseFacts, read_metadata_file
 from ..runtime.serialization import FACTS, NUMBERS, delta_folder
 from .errors import refusal
-from .requests import Task
+from .requests import DELTA_NAME, Task
 
 HEAD_TASKS: dict[str, tuple[Task, ...]] = {
     "classification": ("classify", "embed"),
@@ -28,10 +28,7 @@ HEAD_TASKS: dict[str, tuple[Task, ...]] = {
 }
 """What a model with each head can be asked, by the heads of `deltune.models.AUTO_CLASSES`."""
 
-MAX_FILES = 64
-"""How many files of another library's folder are looked at; it has a few."""
-
-_NAME = re.compile(r"[\w-][\w.@+-]{0,199}", re.ASCII)
+_NAME = re.compile(DELTA_NAME)
 
 
 def check_delta_name(name: object) -> str:
@@ -186,7 +183,8 @@ def _digest(files: list[Path], also: str = "") -> str:
 
 
 def _files(folder: Path) -> list[Path]:
-    return sorted(entry for entry in folder.iterdir() if entry.is_file())[:MAX_FILES]
+    """Return the files that make up the delta of a folder; what lies beside them is not read."""
+    return [folder / name for name in _FILES if (folder / name).is_file()]
 
 
 Signature = tuple[tuple[str, int, int, int], ...]

@@ -69,6 +69,7 @@ class Snapshot:
     stats: EngineStats
     ignored: dict[str, str]
     usage: dict[str, int]
+    unloaded: list[str]
 
 
 def replica_class(max_loaded: int) -> type[Any]:
@@ -118,10 +119,11 @@ def replica_class(max_loaded: int) -> type[Any]:
                 await asyncio.to_thread(self.server.load, request.delta, Path(folder))
                 self.folders[request.delta] = folder
 
-        async def load(self, name: str, folder: str | None) -> DeltaInfo | Failure:
+        async def load(self, name: str, folder: str | None, timeout: float | None) -> DeltaInfo | Failure:
             """Load or replace a delta."""
+            where = None if folder is None else Path(folder)
             try:
-                info = await asyncio.to_thread(self.server.load, name, None if folder is None else Path(folder))
+                info = await asyncio.to_thread(self.server.load, name, where, timeout)
             except DeltuneError as error:
                 return Failure.of(error)
             if folder is not None:
@@ -139,16 +141,20 @@ def replica_class(max_loaded: int) -> type[Any]:
                 return Failure.of(error)
             return None
 
-        async def snapshot(self, look: bool) -> Snapshot:
+        async def snapshot(self, look: bool, timeout: float | None = None) -> Snapshot:
             """Return what this replica has and does.
 
             Args:
                 look: Look at the folder of deltas first.
+                timeout: Seconds after which the look is given up.
             """
             if look:
-                await asyncio.to_thread(self.server.refresh)
+                with contextlib.suppress(RequestTimeout):  # what there is by then is told
+                    await asyncio.to_thread(self.server.refresh, timeout)
             server = self.server
-            return Snapshot(server.deltas(), server.stats(), server.ignored_folders(), server.take_usage())
+            return Snapshot(
+                server.deltas(), server.stats(), server.ignored_folders(), server.take_usage(), server.unloaded()
+            )
 
         def check_health(self) -> None:
             """Tell Ray Serve that this replica works; it replaces one that raises."""
@@ -251,9 +257,9 @@ class Replicas:
             if not ended:
                 response.cancel()
 
-    def load(self, name: str, folder: Path | None = None) -> DeltaInfo:
+    def load(self, name: str, folder: Path | None = None, timeout: float | None = None) -> DeltaInfo:
         """Load or replace a delta on every replica, and on those that start later."""
-        results = self._broadcast("load", name, None if folder is None else str(folder))
+        results = self._broadcast("load", name, None if folder is None else str(folder), timeout)
         for result in results:
             if isinstance(result, Failure):
                 raise result.error()
@@ -275,9 +281,9 @@ class Replicas:
                 raise result.error()
         self._look()
 
-    def refresh(self) -> list[DeltaInfo]:
+    def refresh(self, timeout: float | None = None) -> list[DeltaInfo]:
         """Look at the folder of deltas on every replica."""
-        self._look(refresh=True)
+        self._look(refresh=True, timeout=timeout)
         return self.deltas()
 
     def deltas(self) -> list[DeltaInfo]:
@@ -293,6 +299,10 @@ class Replicas:
     def ignored_folders(self) -> dict[str, str]:
         """Return why folders hold no delta; all replicas see the same folder."""
         return dict(self._snapshots[0].ignored) if self._snapshots else {}
+
+    def unloaded(self) -> list[str]:
+        """Return the names that were taken out, while their folders are still there."""
+        return sorted({name for snapshot in self._snapshots for name in snapshot.unloaded})
 
     def stats(self) -> EngineStats:
         """Return the numbers of all replicas, added up."""
@@ -351,10 +361,10 @@ class Replicas:
             raise DeltuneError("there is no replica at the moment; try again in a while")
         return results
 
-    def _look(self, first: bool = False, refresh: bool = False) -> None:
+    def _look(self, first: bool = False, refresh: bool = False, timeout: float | None = None) -> None:
         if first:  # a broadcast finds only replicas that the router knows already
             self._handle.snapshot.remote(False).result(timeout_s=CONTROL_TIMEOUT)
-        self._snapshots = self._broadcast("snapshot", refresh)
+        self._snapshots = self._broadcast("snapshot", refresh, timeout)
         with self._usage_lock:
             for snapshot in self._snapshots:
                 self._usage.update(snapshot.usage)

@@ -11,6 +11,9 @@ mean of the last hidden states."""
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
+DELTA_NAME = r"[A-Za-z0-9_-][A-Za-z0-9_.@+-]{0,199}"
+"""What can name a delta, as a regular expression: one part of a path, and not a hidden one."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -143,6 +146,7 @@ class DeltaInfo:
         loaded_at: When it was loaded (seconds since the epoch), or None.
         error: Why the newest files in its folder were refused, or "".
         max_length: The number of tokens to which texts were cut in its training, or None if that is not known.
+        requested: Whether a call of `load` has brought it, and not the directory of deltas alone.
     """
 
     name: str
@@ -157,6 +161,7 @@ class DeltaInfo:
     loaded_at: float | None = None
     error: str = ""
     max_length: int | None = None
+    requested: bool = False
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ router = APIRouter()
 
 
 def delta_folder(root: Path | None, path: str) -> Path:
-    """Return a folder below the folder of deltas. Links are not followed, and nothing outside is looked at.
+    """Return a folder below the folder of deltas that a request names. It must not lead through a link.
 
     Args:
         root: The folder of deltas.
@@ -69,9 +70,8 @@ def manager(http: Request) -> tuple[Service, Tenant]:
         ApiError: They may not.
     """
     service = service_of(http)
-    tenant = service.tenant(http)
+    tenant = service.admitted(http)
     facts_of(http).tenant = tenant.name
-    service.limits.admit(tenant)
     if not tenant.manage:
         todo = (
             "start the server with --manage, or with a file of keys"
@@ -84,8 +84,8 @@ def manager(http: Request) -> tuple[Service, Tenant]:
 
 def as_json(service: Service, delta: DeltaInfo) -> dict[str, Any]:
     """Return the facts about a delta, its folder from the folder of deltas."""
-    root, folder = service.hidden_folder, Path(delta.folder)
-    for one in (root, root.resolve()) if root is not None else ():
+    folder = Path(delta.folder)
+    for one in service.hidden_paths:
         if folder.is_relative_to(one):
             folder = folder.relative_to(one)
             break
@@ -101,18 +101,25 @@ def as_json(service: Service, delta: DeltaInfo) -> dict[str, Any]:
         "loaded": delta.loaded,
         "bytes": delta.bytes,
         "loaded_at": delta.loaded_at,
-        "error": without_folder(delta.error, root) or None,
+        "error": without_folder(delta.error, service.hidden_folder) if delta.error else None,
     }
 
 
 def listed(service: Service, tenant: Tenant) -> Response:
     """Return the deltas of a tenant, and the folders under its names that hold none."""
-    data = [as_json(service, delta) for delta in service.visible(tenant)]
-    return JSONResponse({"object": "list", "data": data, "ignored": service.ignored(tenant)})
+
+    def made() -> dict[str, Any]:
+        data = [as_json(service, delta) for delta in service.visible(tenant)]
+        return {"object": "list", "data": data, "ignored": service.ignored(tenant)}
+
+    return service.listing("deltas", tenant, made)
 
 
 async def load(service: Service, tenant: Tenant, name: str, path: str, replace: bool) -> DeltaInfo:
     """Load a delta, or replace the one of its name; requests that run end with the old one.
+
+    Without `replace`, a name is taken once a request has loaded it, whether its delta is in memory at the moment or
+    not, and a name of the folder of deltas can be loaded from its own folder alone.
 
     Args:
         service: The server's parts.
@@ -136,11 +143,11 @@ async def load(service: Service, tenant: Tenant, name: str, path: str, replace: 
     owner = folder.relative_to((service.hidden_folder or folder).resolve()).parts[0]
     if not tenant.may_see(owner):  # else a tenant could ask another's delta under a name of its own
         raise InvalidRequest(f"{excerpt(path)} is not a folder below the server's folder of deltas: it does not exist")
-    if not replace and any(delta.name == name and delta.loaded for delta in service.engine.deltas()):
-        raise ApiError(
-            400, f"the delta {name} is loaded already; give load_inplace: true to replace it", "already_loaded"
-        )
-    return await service.manage(service.engine.load, name, folder)
+    known = next((delta for delta in service.engine.deltas() if delta.name == name), None)
+    if not replace and known is not None and (known.requested or Path(known.folder).resolve() != folder):
+        problem = f"the delta {name} is loaded already" if known.requested else f"there is another delta {name} already"
+        raise ApiError(400, f"{problem}; give load_inplace: true to replace it", "already_loaded")
+    return await service.managing.load(tenant, partial(service.engine.load, name, folder))
 
 
 async def unload(service: Service, tenant: Tenant, name: str) -> None:
@@ -152,7 +159,7 @@ async def unload(service: Service, tenant: Tenant, name: str) -> None:
     known = [delta.name for delta in service.visible(tenant)]
     if name not in known:
         raise unknown_model("delta", name, known)
-    await service.manage(service.engine.unload, name)
+    await service.managing.unload(tenant, partial(service.engine.unload, name))
 
 
 @router.post("/v1/load_lora_adapter")
@@ -177,18 +184,21 @@ async def unload_lora_adapter(http: Request) -> Response:
 async def deltas(http: Request) -> Response:
     """List the deltas that the tenant may ask, with their methods, tasks and versions, and folders that hold none."""
     service = service_of(http)
-    return listed(service, service.tenant(http))
+    return listed(service, service.admitted(http))
 
 
 @router.get("/v1/deltas/{name}")
 async def delta(http: Request, name: str) -> Response:
     """Describe one delta, or say why a folder of this name is not served."""
     service = service_of(http)
-    tenant = service.tenant(http)
+    tenant = service.admitted(http)
     visible = service.visible(tenant)
     for one in visible:
         if one.name == name:
             return JSONResponse(as_json(service, one))
+    if tenant.may_see(name) and name in service.engine.unloaded():
+        todo = "its folder is still there, and POST /v1/deltas loads it again"
+        raise ApiError(404, f"{excerpt(name)} was taken out; {todo}", "model_not_found", "model")
     for folder in service.ignored(tenant):
         if folder["folder"] == name:
             raise ApiError(404, f"{excerpt(name)} is not served: {folder['error']}", "model_not_found", "model")
@@ -208,7 +218,7 @@ async def add(http: Request) -> Response:
 async def refresh(http: Request) -> Response:
     """Look at the folder of deltas now, and list what is there."""
     service, tenant = manager(http)
-    await service.manage(service.engine.refresh)
+    await service.managing.load(tenant, service.engine.refresh)
     return listed(service, tenant)
 
 

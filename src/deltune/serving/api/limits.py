@@ -10,6 +10,8 @@ from ..config import LimitsSection
 from .auth import Tenant
 from .errors import ApiError
 
+NUMBERS_PER_MINUTE = 120.0
+"""Looks at the numbers of a server that a tenant with a rate has in a minute, if its rate is lower."""
 MAX_TENANTS = 10_000
 """How many tenants have buckets at a time; those that asked longest ago begin with full ones."""
 
@@ -68,7 +70,27 @@ class RateLimits:
         self.charge_usage()
         now = self._clock()
         requests, tokens = self._bucket(tenant, "requests", now), self._bucket(tenant, "tokens", now)
-        for bucket, what in ((requests, "requests"), (tokens, "tokens")):
+        self._check(tenant, now, (requests, "requests"), (tokens, "tokens"))
+        if requests is not None:
+            requests.take(1.0)
+
+    def admit_numbers(self, tenant: Tenant) -> None:
+        """Count a look at the numbers of the server, which are not among the requests of its tenant.
+
+        Args:
+            tenant: Who asks.
+
+        Raises:
+            ApiError: The tenant has asked too often; it is told when to come again.
+        """
+        now = self._clock()
+        looks = self._bucket(tenant, "requests", now, "numbers", NUMBERS_PER_MINUTE)
+        self._check(tenant, now, (looks, "looks at the numbers"))
+        if looks is not None:
+            looks.take(1.0)
+
+    def _check(self, tenant: Tenant, now: float, *buckets: tuple[TokenBucket | None, str]) -> None:
+        for bucket, what in buckets:
             if bucket is not None and (wait := bucket.wait(1.0, now)) > 0:
                 raise ApiError(
                     429,
@@ -77,8 +99,6 @@ class RateLimits:
                     "rate_limit_exceeded",
                     retry_after=wait,
                 )
-        if requests is not None:
-            requests.take(1.0)
 
     def charge_usage(self) -> None:
         """Charge the tokens that were computed by now; they are known only afterwards, so later requests wait."""
@@ -87,12 +107,13 @@ class RateLimits:
                 bucket.wait(0.0, self._clock())  # fills it first: what it cannot hold is lost
                 bucket.take(tokens)
 
-    def _bucket(self, tenant: Tenant, what: str, now: float) -> TokenBucket | None:
+    def _bucket(self, tenant: Tenant, what: str, now: float, use: str = "", least: float = 0.0) -> TokenBucket | None:
         name = f"{what}_per_minute"
         rate = getattr(tenant, name) or getattr(self.limits, name)
         if rate is None:
             return None
-        key = (tenant.name, what)
+        rate = max(rate, least)
+        key = (tenant.name, use or what)
         if key not in self._buckets or self._buckets[key].per_minute != rate:
             self._buckets[key] = TokenBucket(rate, now)  # full at the time at which the request looks into it
             while len(self._buckets) > 2 * MAX_TENANTS:

@@ -47,15 +47,19 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 async def models(http: Request) -> Response:
     """List the base model and the deltas that the tenant may ask."""
     service = service_of(http)
-    names = service.model_names(service.tenant(http))
-    return JSONResponse({"object": "list", "data": [_model(service, name) for name in names]})
+    tenant = service.admitted(http)
+
+    def listed() -> dict[str, Any]:
+        return {"object": "list", "data": [_model(service, name) for name in service.model_names(tenant)]}
+
+    return service.listing("models", tenant, listed)
 
 
 @router.get("/v1/models/{name:path}")
 async def model(http: Request, name: str) -> Response:
     """Describe one model."""
     service = service_of(http)
-    service.delta(name, service.tenant(http))
+    service.delta(name, service.admitted(http))
     return JSONResponse(_model(service, name))
 
 

@@ -110,6 +110,7 @@ def _for_admins(http: Request) -> Service:
     """
     service = service_of(http)
     tenant = service.tenant(http)
+    service.limits.admit_numbers(tenant)
     if not tenant.admin:
         todo = "make a key with: deltune serve-key FILE TENANT --admin"
         raise ApiError(403, f"{tenant.name} may not see the numbers of all tenants; {todo}", "not_allowed")

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from ..requests import Sampling
+from ..requests import DELTA_NAME, Sampling
 
-NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+NAME = f"^{DELTA_NAME}$"
 
 Token = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 Text = Annotated[str, Field(strict=True)]

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from ...errors import excerpt, unknown_name
@@ -25,11 +25,14 @@ from ..requests import Answer, DeltaInfo, EngineStats, Request, TokenChoice
 from .auth import KeyFile, Tenant, everybody
 from .errors import ApiError, ClientDisconnected, without_folder
 from .limits import RateLimits
+from .managing import Management
 from .metrics import Metrics
 
 T = TypeVar("T")
 Body = TypeVar("Body", bound=BaseModel)
 
+MAX_LISTINGS = 16
+"""Lists of deltas, each for other rights of a tenant, that are kept as they were written."""
 KNOWN_FOR = 1.0
 """Seconds for which a list of deltas is used again; the engine itself knows better at once."""
 GIVEN_UP = "the server is ending and has given the request up; send it again"
@@ -51,7 +54,7 @@ class Engine(Protocol):
         """Answer a request token by token; the last item is the answer."""
         ...
 
-    def load(self, name: str, folder: Path | None = None) -> DeltaInfo:
+    def load(self, name: str, folder: Path | None = None, timeout: float | None = None) -> DeltaInfo:
         """Load or replace a delta."""
         ...
 
@@ -59,7 +62,7 @@ class Engine(Protocol):
         """Take a delta out."""
         ...
 
-    def refresh(self) -> list[DeltaInfo]:
+    def refresh(self, timeout: float | None = None) -> list[DeltaInfo]:
         """Look at the folder of deltas."""
         ...
 
@@ -69,6 +72,10 @@ class Engine(Protocol):
 
     def ignored_folders(self) -> dict[str, str]:
         """Return, by name, why folders in the folder of deltas are not served."""
+        ...
+
+    def unloaded(self) -> list[str]:
+        """Return the names that were taken out, while their folders are still there."""
         ...
 
     def stats(self) -> EngineStats:
@@ -111,8 +118,7 @@ class Service:
         metrics: What is counted.
         started: When the server started, in seconds since the epoch.
         draining: Whether the server is about to end.
-        managing: The threads in which deltas are loaded and unloaded. They may wait long for room in memory, so that
-            nothing else may need them.
+        managing: What loads and takes out deltas for clients.
     """
 
     engine: Engine
@@ -120,11 +126,12 @@ class Service:
     keys: KeyFile | None
     limits: RateLimits
     metrics: Metrics
+    managing: Management
     started: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
-    managing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8, "deltune-managing"))
     _known: frozenset[str] = frozenset()
     _known_since: float = 0.0
+    _listings: dict[tuple[object, ...], tuple[object, bytes]] = field(default_factory=dict)
 
     @classmethod
     def build(cls, engine: Engine, config: ServeConfig) -> Service:
@@ -139,7 +146,8 @@ class Service:
         """
         keys = None if config.http.keys is None else KeyFile(config.http.keys)
         metrics = Metrics(engine.stats, engine.deltas)
-        return cls(engine, config, keys, RateLimits(config.limits, engine.take_usage), metrics)
+        limits, managing = RateLimits(config.limits, engine.take_usage), Management(config.limits.timeout)
+        return cls(engine, config, keys, limits, metrics, managing)
 
     @property
     def max_inputs(self) -> int:
@@ -147,14 +155,46 @@ class Service:
         batching = self.config.batching
         return min(self.config.limits.max_inputs, batching.max_queue, batching.max_queue_per_tenant)
 
-    async def manage(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run a function that loads or unloads deltas, in a thread."""
-        return await asyncio.get_running_loop().run_in_executor(self.managing, function, *arguments)
-
     @property
     def hidden_folder(self) -> Path | None:
         """The folder whose path clients need not know."""
         return None if self.config.deltas.folder is None else Path(self.config.deltas.folder)
+
+    @cached_property
+    def hidden_paths(self) -> tuple[Path, ...]:
+        """This folder as it was given, and where it is."""
+        return () if self.hidden_folder is None else (self.hidden_folder, self.hidden_folder.resolve())
+
+    def admitted(self, http: HttpRequest) -> Tenant:
+        """Return who asks, and count the request.
+
+        Args:
+            http: The request.
+
+        Raises:
+            ApiError: There is no key, or the tenant has asked too often.
+        """
+        tenant = self.tenant(http)
+        self.limits.admit(tenant)
+        return tenant
+
+    def listing(self, kind: str, tenant: Tenant, make: Callable[[], Any]) -> Response:
+        """Return JSON about the deltas that a tenant may see, which is written again only when one has changed.
+
+        Args:
+            kind: What is listed.
+            tenant: Who asks.
+            make: Returns what is listed.
+        """
+        seen = (self.engine.deltas(), self.engine.ignored_folders() if tenant.manage or tenant.admin else None)
+        key = (kind, tenant.deltas, tenant.base, tenant.manage or tenant.admin)
+        known = self._listings.pop(key, None)
+        if known is None or known[0] != seen:
+            known = seen, bytes(JSONResponse(make()).body)
+        self._listings[key] = known
+        while len(self._listings) > MAX_LISTINGS:
+            del self._listings[next(iter(self._listings))]
+        return Response(known[1], media_type="application/json")
 
     def tenant(self, http: HttpRequest) -> Tenant:
         """Return who asks.
