@@ -81,7 +81,7 @@ def test_words_are_tagged_as_they_are(encoder: tuple[Served, Path, Path]) -> Non
     """A list of words has the tags of the text that they make; a text is split at blanks and nowhere else."""
     server, _, _ = encoder
     words = [text.split() for text in TEXTS]
-    texts, lists = (server.post("/tag", {"model": "tagger", "input": given}).json() for given in (list(TEXTS), words))
+    texts, lists = (server.post("/tag", {"model": "tagger", "input": inputs}).json() for inputs in (list(TEXTS), words))
     assert texts["data"] == lists["data"] and texts["usage"] == lists["usage"]
     for wrong in ([["the"], []], [["the"], "hammer"], [[]], [[1]]):
         assert server.post("/tag", {"model": "tagger", "input": wrong}).status_code == 400, wrong
