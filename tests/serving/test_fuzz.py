@@ -218,8 +218,8 @@ def test_broken_connections_and_protocols(server: Served) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     starts = (
         b"", b"GET / HTTP/1.1\r\n", b"POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
-        b"\x16\x03\x01\x02\x00", b"GET /%ff%00 HTTP/1.1\r\nHost: x\r\n\r\n", b"A" * 100_000,
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"\x16\x03\x01\x02\x00", b"GET /%ff%00 HTTP/1.1\r\nHost: localhost\r\n\r\n", b"A" * 100_000,
     )  # fmt: skip
     with neighbours(server):
         for start in starts:

@@ -15,7 +15,7 @@ from deltune.serving.api.auth import add_key
 from deltune.serving.config import SECTIONS, ServeConfig
 from deltune.serving.loading import load_server
 
-from .served import served
+from .served import Served, served
 
 BODY = {"model": "mood", "prompt": "the old", "max_tokens": 4}
 
@@ -101,3 +101,23 @@ def test_every_setting_of_the_engine_reaches_it(decoder: tuple[Path, Path], monk
     assert {renamed.get(name, name): value for name, value in got.items()} == {
         name: value for name, value in values.items() if name not in ("model", "deltas")
     }
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "[bad"])
+def test_a_name_that_leads_to_this_machine_is_not_answered(server: Served, host: str) -> None:
+    """A page whose own name has the address 127.0.0.1 (DNS rebinding) is of the same origin for its browser."""
+    for method, path in (("GET", "/v1/deltas"), ("GET", "/health"), ("DELETE", "/v1/deltas/mood")):
+        answer = httpx.request(method, server.url + path, headers={"Host": host}, trust_env=False)
+        assert answer.status_code == 403 and answer.json()["error"]["code"] == "host_not_allowed", answer.text
+        assert answer.headers["x-request-id"]
+    assert "mood" in server.get("/v1/deltas").text
+    for own in ("localhost", "LOCALHOST:1", "127.0.0.1:9", "[::1]:8000"):
+        assert server.get("/health", headers={"Host": own}).status_code == 200, own
+
+
+def test_with_keys_or_for_other_machines_any_host_is_answered(decoder: tuple[Path, Path], tmp_path: Path) -> None:
+    key = add_key(tmp_path / "keys.json", "acme", {"deltas": ("*",)})
+    headers = {"Host": "models.example", "Authorization": f"Bearer {key}"}
+    for options in ({"keys": str(tmp_path / "keys.json")}, {"host": "0.0.0.0"}):
+        with served(model=str(decoder[0]), watch=0, log="off", **options) as running:
+            assert running.get("/v1/models", headers=headers).status_code == 200

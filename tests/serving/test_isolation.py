@@ -486,7 +486,7 @@ def test_a_connection_that_is_kept_waits_for_its_next_request(impatient: Served)
     with connect(impatient) as connection:
         for pause in (0.0, 0.9):
             time.sleep(pause)
-            connection.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert receive_answer(connection) == (200, b"ok\n")
         connection.sendall(b"GET /heal")
         assert receive_all(connection).startswith(b"HTTP/1.1 408")
@@ -501,7 +501,7 @@ def test_headers_without_end_are_refused(impatient: Served) -> None:
 def test_long_answers_outlive_the_time_for_headers(impatient: Served) -> None:
     with connect(impatient) as connection:
         body = json.dumps({"model": "base", "prompt": "the", "max_tokens": 2}).encode()
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body))
         time.sleep(0.9)  # a body has a time of its own
         connection.sendall(body)

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from deltune.errors import DeltuneError
+from deltune.models import align_padding_token, load_model, load_tokenizer
 from deltune.serving.api.auth import KeyFile, add_key, read_keys, revoke_key
 
-from .served import METHODS, Served, served
+from .served import METHODS, Served, decoder_with_deltas, save_delta, served
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -266,3 +268,27 @@ def test_nothing_is_read_of_a_request_without_a_key(decoder: tuple[Path, Path], 
     with served(model=str(model), deltas=str(deltas), keys=str(tmp_path / "keys.json"), log="off") as running:
         for path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/classify", "/tag", "/generate"):
             assert running.post(path, {"wrong": 1}).status_code == 401
+
+
+def test_a_refusal_does_not_say_where_models_are(tmp_path: Path) -> None:
+    """A base model that is a folder is named by the last part of its path, in the list of deltas and in answers."""
+    model, deltas = decoder_with_deltas(tmp_path / "private")
+    changed = load_model(str(model), "causal-lm")
+    align_padding_token(changed, load_tokenizer(str(model)))
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    changed.save_pretrained(tmp_path / "private" / "other-model")
+    load_tokenizer(str(model)).save_pretrained(tmp_path / "private" / "other-model")
+    other = load_model(str(tmp_path / "private" / "other-model"), "causal-lm")
+    align_padding_token(other, load_tokenizer(str(model)))
+    save_delta(other, deltas / "wrong", "lora(rank=2)", 1)
+    with served(model=str(model), deltas=str(deltas), watch=0, served_name="base", log="off") as running:
+        texts = [
+            running.get("/v1/deltas/wrong").json()["error"],
+            running.post("/v1/completions", {"model": "wrong", "prompt": "the"}).json()["error"]["message"],
+        ]
+        assert str(tmp_path) not in running.get("/v1/deltas").text
+    for text in texts:
+        assert "it was other-model, and the" in text and "of this one (model) differ" in text, text
+        assert str(tmp_path) not in text and "private" not in text

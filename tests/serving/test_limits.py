@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -20,6 +21,7 @@ from deltune.serving.api.errors import ApiError
 from deltune.serving.api.limits import RateLimits
 from deltune.serving.api.metrics import Metrics
 from deltune.serving.config import LimitsSection
+from deltune.serving.errors import RequestTimeout
 from deltune.serving.requests import EngineStats
 
 from .served import Served, served, wait_until
@@ -195,6 +197,29 @@ def test_an_error_of_ours_is_an_answer_without_details(
         assert answer.status_code == 500 and "division" not in answer.text
         wait_until(lambda: any("ZeroDivisionError" in str(record.exc_info) for record in caplog.records), 10)
         assert running.get("/v1/deltas").status_code == 200
+
+
+def test_a_stream_that_fails_counts_as_an_error(
+    decoder: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its answer began with 200, and the error is in its last event: numbers and log have the status of the error."""
+    caplog.set_level(logging.INFO, "deltune.serving")
+    with served(model=str(decoder[0]), deltas=str(decoder[1]), watch=0) as running:
+        whole = type(running.engine).astream
+
+        async def broken_off(engine: Any, request: Any) -> Any:
+            async for item in whole(engine, request):
+                yield item
+                raise RequestTimeout("the request took longer than its timeout")
+
+        monkeypatch.setattr(type(running.engine), "astream", broken_off)
+        body = {"model": "mood", "prompt": "the", "max_tokens": 40, "stream": True}
+        answer = running.post("/v1/completions", body)
+        assert answer.status_code == 200 and '"status": 408' in answer.text.strip().splitlines()[-1]
+        load = wait_until(lambda: running.service.metrics.loads.get("mood"))
+        assert (load.requests, load.errors, load.statuses) == (1, 1, {"408"})
+    (line,) = [record.facts for record in caplog.records if record.getMessage() == "request"]  # type: ignore[attr-defined]
+    assert line["status"] == 408 and line["stream"]
 
 
 def test_latencies_are_of_answers_and_errors_are_counted_apart() -> None:

@@ -449,6 +449,7 @@ async def _events(
     except Exception as error:
         _charge_partly(service, facts, tenant, answers, generated)
         failure = api_error(error)
+        facts.status = failure.status
         service_error(error, failure)
         yield _event({**error_body(failure, service.hidden_folder), "status": failure.status})
     finally:

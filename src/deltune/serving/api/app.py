@@ -8,6 +8,7 @@ import re
 import secrets
 import time
 from typing import Any
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -19,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..._version import __version__
 from ...errors import DeltuneError
-from ..config import ServeConfig
+from ..config import LOCAL_HOSTS, ServeConfig
 from . import delta_routes, openai_routes, operation_routes, task_routes
 from .errors import ApiError, ClientDisconnected, api_error, error_response
 from .service import Engine, Facts, Service
@@ -75,6 +76,10 @@ def _of_framework(http: Request, error: HTTPException) -> ApiError:
     return ApiError(error.status_code, str(error.detail))
 
 
+READ_HEADERS = (b"x-request-id", b"content-length", b"host")
+"""The headers of a request that the gateway looks at."""
+
+
 class Gateway:
     """What every request passes: it has an id, a bounded body that must arrive in time, a line in the log, and no
     error without an answer.
@@ -93,7 +98,7 @@ class Gateway:
             await self.app(scope, receive, send)
             return
         facts = scope["deltune"] = Facts()
-        headers = {name: value for name, value in scope["headers"] if name in (b"x-request-id", b"content-length")}
+        headers = {name: value for name, value in scope["headers"] if name in READ_HEADERS}
         client_id = headers.get(b"x-request-id", b"").decode("latin-1")
         identity = client_id if REQUEST_ID.fullmatch(client_id) else f"req-{secrets.token_hex(12)}"
         begun, status, error = time.monotonic(), 0, None
@@ -106,7 +111,10 @@ class Gateway:
             await send(message)
 
         try:
-            await self.app(scope, self._bounded(headers, receive), send_with_id)
+            app = self.app
+            if (refused := self._check_host(headers.get(b"host"))) is not None:
+                app = error_response(refused)
+            await app(scope, self._bounded(headers, receive), send_with_id)
         except ClientDisconnected:
             status = 499
         except asyncio.CancelledError:
@@ -119,7 +127,27 @@ class Gateway:
                 response = error_response(api_error(failure), self.service.hidden_folder)
                 await response(scope, receive, send_with_id)
         finally:
-            self._finish(scope, facts, identity, status or 499, time.monotonic() - begun, error)
+            self._finish(scope, facts, identity, facts.status or status or 499, time.monotonic() - begun, error)
+
+    def _check_host(self, host: bytes | None) -> ApiError | None:
+        """Return why a request is refused that names another host than this machine, or None if it is not.
+
+        A web page can give its own name the address 127.0.0.1 (DNS rebinding). Its visitor's browser then lets it read
+        the answers of a server on that machine, and where no keys are needed nothing else stops it.
+        """
+        if host is None or self.service.keys is not None or not self.service.config.is_local:
+            return None
+        try:
+            name = urlsplit(f"//{host.decode('latin-1')}").hostname
+        except ValueError:
+            name = None
+        if name in LOCAL_HOSTS:
+            return None
+        problem = (
+            "this server has no keys, so it only answers requests to localhost, 127.0.0.1 and [::1], and the Host "
+            "header of this one names another host; behind a reverse proxy, start the server with --keys FILE"
+        )
+        return ApiError(403, problem, "host_not_allowed", close=True)
 
     def _bounded(self, headers: dict[bytes, bytes], receive: Receive) -> Receive:
         """Return a `receive` that refuses a body which is too large or does not arrive in time."""

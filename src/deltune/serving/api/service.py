@@ -84,7 +84,10 @@ class Engine(Protocol):
 
 @dataclass
 class Facts:
-    """What the log and the metrics say about one request; routes fill it in."""
+    """What the log and the metrics say about one request; routes fill it in.
+
+    `status` is that of an error in a stream, whose answer had begun with 200; 0 if there was none.
+    """
 
     tenant: str | None = None
     delta: str | None = None
@@ -94,6 +97,7 @@ class Facts:
     cached_tokens: int = 0
     generated_tokens: int = 0
     queued: float = 0.0
+    status: int = 0
     contents: dict[str, Any] = field(default_factory=dict)
 
 
