@@ -185,8 +185,12 @@ WRONG = {
     "longer than the model": ({"model": "mood", "prompt": "the " * 100}, 400, ""),
     "an answer longer than the model": ({"model": "mood", "prompt": "the", "max_tokens": 4000}, 400, ""),
     "a typing mistake": ({"model": "mood", "prompt": "the", "max_token": 3}, 400, "Did you mean 'max_tokens'"),
-    "a penalty": ({"model": "mood", "prompt": "the", "frequency_penalty": 0.5}, 400, "cannot do that"),
-    "echo": ({"model": "mood", "prompt": "the", "echo": True}, 400, "cannot do that"),
+    "a penalty": (
+        {"model": "mood", "prompt": "the", "frequency_penalty": 0.5},
+        400,
+        "frequency_penalty: only 0 is supported",
+    ),
+    "echo": ({"model": "mood", "prompt": "the", "echo": True}, 400, "echo: only false is supported"),
     "a task of another head": ({"model": "mood", "input": "the"}, 400, ""),
 }
 

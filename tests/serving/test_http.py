@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import socket
 import ssl
 import subprocess
+import time
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +125,46 @@ def test_with_keys_or_for_other_machines_any_host_is_answered(decoder: tuple[Pat
     for options in ({"keys": str(tmp_path / "keys.json")}, {"host": "0.0.0.0"}):
         with served(model=str(decoder[0]), watch=0, log="off", **options) as running:
             assert running.get("/v1/models", headers=headers).status_code == 200
+
+
+EARLY = {
+    "no such path": ("/nope", "application/json", 404),
+    "not JSON": ("/v1/completions", "text/plain", 415),
+    "no such delta": ("/v1/deltas/nope", "application/json", 405),
+}
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_an_answer_before_the_body_ends_in_order(server: Served, name: str) -> None:
+    """The client sends its body to the end, reads one answer, and asks again on the same connection."""
+    path, media, status = EARLY[name]
+    size = 300_000
+    with connect(server) as connection:
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {media}\r\nContent-Length: {size}\r\n\r\n"
+        connection.sendall(head.encode())
+        for _ in range(size // 10_000):
+            connection.sendall(b"x" * 10_000)
+            time.sleep(0.002)
+        answer = HTTPResponse(connection)
+        answer.begin()
+        assert answer.status == status and json.loads(answer.read())["error"]["message"]
+        connection.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        answer = HTTPResponse(connection)
+        answer.begin()
+        assert answer.status == 200 and "version" in json.loads(answer.read())
+
+
+def test_a_body_that_was_not_sent_is_not_waited_for(server: Served) -> None:
+    """A client that asks before it sends its body gets the refusal at once, and the connection ends with it."""
+    with connect(server) as connection:
+        head = b"POST /nope HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: 300000\r\n\r\n"
+        connection.sendall(head)
+        answer = HTTPResponse(connection)
+        answer.begin()
+        assert answer.status == 404 and answer.headers["connection"] == "close" and answer.read()
+        assert connection.recv(1) == b""
+
+
+def connect(server: Served) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=20)

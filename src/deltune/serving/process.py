@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from ..compat import is_answering
 from ..errors import DeltuneError, check_extra, counted
 from .api.app import create_app
 from .api.logs import configure_logs
@@ -132,8 +133,7 @@ def bounded_protocol(seconds: float) -> type[asyncio.Protocol]:
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            request = getattr(self, "cycle", None)
-            if request is not None and not request.response_complete:  # its head has arrived
+            if is_answering(self):  # the head has arrived
                 self.stop_timer()
                 return
             self.header_bytes += len(data)

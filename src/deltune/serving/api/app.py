@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import secrets
 import time
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..._version import __version__
 from ...errors import DeltuneError
-from ..config import LOCAL_HOSTS, ServeConfig
+from ..config import LOCAL_HOSTS, LimitsSection, ServeConfig
 from . import delta_routes, openai_routes, operation_routes, task_routes
 from .errors import ApiError, ClientDisconnected, api_error, error_response
 from .service import Engine, Facts, Service
@@ -76,8 +78,75 @@ def _of_framework(http: Request, error: HTTPException) -> ApiError:
     return ApiError(error.status_code, str(error.detail))
 
 
-READ_HEADERS = (b"x-request-id", b"content-length", b"host")
+READ_HEADERS = (b"x-request-id", b"content-length", b"host", b"expect")
 """The headers of a request that the gateway looks at."""
+
+
+class BoundedBody:
+    """The body of a request, which must neither be too large nor arrive too slowly.
+
+    Args:
+        receive: Receives the next message of the request.
+        headers: Headers of the request.
+        limits: What a request may have.
+
+    Attributes:
+        whole: Whether all of it was received.
+    """
+
+    def __init__(self, receive: Receive, headers: Mapping[bytes, bytes], limits: LimitsSection) -> None:
+        self._receive, self._limits, self.whole = receive, limits, False
+        self._deadline = time.monotonic() + limits.body_timeout
+        length = headers.get(b"content-length", b"0")
+        self._declared = int(length) if length.isdigit() else 0
+        self._waits_for_continue = b"expect" in headers
+        self._received = 0
+
+    async def receive(self) -> Message:
+        """Receive the next message of the request.
+
+        Raises:
+            ApiError: The body is too large or too slow.
+            ClientDisconnected: The client has gone before it has sent all of it.
+        """
+        if self.whole:
+            return await self._receive()
+        if self._declared > self._limits.max_body:
+            raise self._too_large()
+        self._waits_for_continue = False
+        try:
+            async with asyncio.timeout(max(0.0, self._deadline - time.monotonic())):
+                message = await self._receive()
+        except TimeoutError:
+            problem = f"the request did not arrive within {self._limits.body_timeout:g} seconds"
+            raise ApiError(408, problem, "timeout") from None
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnected
+        self._received += len(message.get("body", b""))
+        if self._received > self._limits.max_body:
+            raise self._too_large()
+        self.whole = not message.get("more_body", False)
+        return message
+
+    async def discard(self) -> bool:
+        """Read what is left and drop it, so that the client can read its answer and use the connection again.
+
+        Returns:
+            Whether the connection can be used again: not after a body that is too large or too slow, nor where the
+            client waits for permission to send one.
+        """
+        if self._waits_for_continue:
+            return False
+        try:
+            while not self.whole:
+                await self.receive()
+        except ApiError:
+            return False
+        return True
+
+    def _too_large(self) -> ApiError:
+        problem = f"the request has more than {self._limits.max_body:,} bytes, which is the most that this server reads"
+        return ApiError(413, problem, "request_too_large")
 
 
 class Gateway:
@@ -101,20 +170,24 @@ class Gateway:
         headers = {name: value for name, value in scope["headers"] if name in READ_HEADERS}
         client_id = headers.get(b"x-request-id", b"").decode("latin-1")
         identity = client_id if REQUEST_ID.fullmatch(client_id) else f"req-{secrets.token_hex(12)}"
+        body = BoundedBody(receive, headers, self.service.config.limits)
         begun, status, error = time.monotonic(), 0, None
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message["headers"], (b"x-request-id", identity.encode())]}
+                more = [(b"x-request-id", identity.encode())]
+                if not await body.discard():
+                    more.append((b"connection", b"close"))
+                message = {**message, "headers": [*message["headers"], *more]}
             await send(message)
 
         try:
             app = self.app
             if (refused := self._check_host(headers.get(b"host"))) is not None:
                 app = error_response(refused)
-            await app(scope, self._bounded(headers, receive), send_with_id)
+            await app(scope, body.receive, send_with_id)
         except ClientDisconnected:
             status = 499
         except asyncio.CancelledError:
@@ -125,7 +198,8 @@ class Gateway:
             broken, status = bool(status), 500
             if not broken:
                 response = error_response(api_error(failure), self.service.hidden_folder)
-                await response(scope, receive, send_with_id)
+                with contextlib.suppress(ClientDisconnected):
+                    await response(scope, receive, send_with_id)
         finally:
             self._finish(scope, facts, identity, facts.status or status or 499, time.monotonic() - begun, error)
 
@@ -147,41 +221,7 @@ class Gateway:
             "this server has no keys, so it only answers requests to localhost, 127.0.0.1 and [::1], and the Host "
             "header of this one names another host; behind a reverse proxy, start the server with --keys FILE"
         )
-        return ApiError(403, problem, "host_not_allowed", close=True)
-
-    def _bounded(self, headers: dict[bytes, bytes], receive: Receive) -> Receive:
-        """Return a `receive` that refuses a body which is too large or does not arrive in time."""
-        limits = self.service.config.limits
-        deadline = time.monotonic() + limits.body_timeout
-        length = headers.get(b"content-length", b"0")
-        declared = int(length) if length.isdigit() else 0
-        received, whole = 0, False
-
-        def too_large() -> ApiError:
-            problem = f"the request has more than {limits.max_body:,} bytes, which is the most that this server reads"
-            return ApiError(413, problem, "request_too_large", close=True)
-
-        async def bounded() -> Message:
-            nonlocal received, whole
-            if whole:
-                return await receive()
-            if declared > limits.max_body:
-                raise too_large()
-            try:
-                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-                    message = await receive()
-            except TimeoutError:
-                problem = f"the request did not arrive within {limits.body_timeout:g} seconds"
-                raise ApiError(408, problem, "timeout", close=True) from None
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnected
-            received += len(message.get("body", b""))
-            if received > limits.max_body:
-                raise too_large()
-            whole = not message.get("more_body", False)
-            return message
-
-        return bounded
+        return ApiError(403, problem, "host_not_allowed")
 
     def _finish(
         self, scope: Scope, facts: Facts, identity: str, status: int, seconds: float, error: Exception | None

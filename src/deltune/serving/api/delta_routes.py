@@ -17,7 +17,7 @@ from ..requests import DeltaInfo
 from .auth import Tenant
 from .errors import ApiError, without_folder
 from .schemas import DeltaBody, LoadBody, UnloadBody
-from .service import Service, facts_of, read_body, service_of, unknown_model
+from .service import Service, admit, read_body, service_of, unknown_model
 
 router = APIRouter()
 
@@ -68,10 +68,7 @@ def manager(http: Request) -> tuple[Service, Tenant]:
     Raises:
         ApiError: They may not.
     """
-    service = service_of(http)
-    tenant = service.tenant(http)
-    facts_of(http).tenant = tenant.name
-    service.limits.admit(tenant)
+    service, tenant = service_of(http), admit(http)
     if not tenant.manage:
         todo = (
             "start the server with --manage, or with a file of keys"

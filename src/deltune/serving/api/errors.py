@@ -14,7 +14,7 @@ from ..errors import EngineClosed, InvalidRequest, QueueFull, RequestTimeout, Un
 TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     405: "invalid_request_error", 408: "timeout_error", 413: "invalid_request_error", 415: "invalid_request_error",
-    429: "rate_limit_error", 499: "cancelled", 500: "server_error", 503: "server_error",
+    429: "rate_limit_error", 500: "server_error", 503: "server_error",
 }  # fmt: skip
 """The `type` of an error by its status."""
 MAX_MESSAGE = 2000
@@ -29,7 +29,6 @@ class ApiError(Exception):
         code: A word for programs, such as "model_not_found".
         param: The field of the request that is wrong.
         retry_after: Seconds after which the client may try again.
-        close: Whether the connection ends with the answer, because the request was not read to its end.
     """
 
     def __init__(
@@ -39,10 +38,9 @@ class ApiError(Exception):
         code: str | None = None,
         param: str | None = None,
         retry_after: float | None = None,
-        close: bool = False,
     ) -> None:
         super().__init__(message)
-        self.status, self.code, self.param, self.retry_after, self.close = status, code, param, retry_after, close
+        self.status, self.code, self.param, self.retry_after = status, code, param, retry_after
 
 
 class ClientDisconnected(Exception):
@@ -57,8 +55,6 @@ def api_error(error: BaseException) -> ApiError:
     """
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, ClientDisconnected):
-        return ApiError(499, "the client has gone")
     if isinstance(error, UnknownDelta):
         # The engine's message may name deltas that this client must not know of.
         return ApiError(
@@ -110,6 +106,4 @@ def error_response(error: ApiError, hidden: Path | None = None) -> JSONResponse:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    if error.close:
-        headers["Connection"] = "close"
     return JSONResponse(error_body(error, hidden), error.status, headers)

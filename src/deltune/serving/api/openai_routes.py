@@ -80,6 +80,9 @@ async def chat(http: Request) -> Response:
     service, tenant, delta, facts = begin(http, body.model, bool(body.stream))
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs is given without logprobs: true", "invalid_value", "top_logprobs")
+    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+        problem = "max_tokens and max_completion_tokens are two names for one option and differ; give one of them"
+        raise ApiError(400, problem, "invalid_value", "max_completion_tokens")
     tokens = await asyncio.to_thread(chat_tokens, service, [message.plain() for message in body.messages])
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     requests = generation_requests(service, body, tenant, delta, [tokens], default_max_tokens(service), logprobs)
