@@ -127,6 +127,28 @@ def test_with_keys_or_for_other_machines_any_host_is_answered(decoder: tuple[Pat
             assert running.get("/v1/models", headers=headers).status_code == 200
 
 
+@pytest.mark.parametrize("how", ["closed", "broken"])
+def test_probes_notice_an_engine_that_has_ended(
+    decoder: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    with served(model=str(decoder[0]), watch=0, log="off") as running:
+        assert [running.get(path).status_code for path in ("/health", "/ready")] == [200, 200]
+        if how == "closed":
+            running.engine.close(0.0)
+        else:
+            monkeypatch.setattr("threading.excepthook", lambda _: None)
+
+            def end() -> None:
+                raise SystemExit
+
+            with running.engine._wake:
+                running.engine._calls.append(end)
+                running.engine._wake.notify_all()
+            running.engine._thread.join(20)
+        answers = [running.get(path) for path in ("/health", "/ready")]
+    assert [(answer.status_code, answer.text) for answer in answers] == [(503, "the engine has ended\n")] * 2
+
+
 EARLY = {
     "no such path": ("/nope", "application/json", 404),
     "not JSON": ("/v1/completions", "text/plain", 415),

@@ -447,6 +447,10 @@ class Server:
 
     # -- numbers, and the end
 
+    def is_alive(self) -> bool:
+        """Return whether requests are answered: the server is not closed, and the thread that computes runs."""
+        return self._thread.is_alive() and not self._closing
+
     def stats(self) -> EngineStats:
         """Return how busy the server is.
 

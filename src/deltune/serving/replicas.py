@@ -313,6 +313,10 @@ class Replicas:
             load_seconds=sum(stats.load_seconds for stats in every),
         )
 
+    def is_alive(self) -> bool:
+        """Return whether requests are answered: the replicas have said lately what they have."""
+        return not self._closed.is_set() and time.monotonic() - self._looked_at < LOST_AFTER
+
     def close(self, drain: float = 30.0) -> None:
         """End the replicas after the requests that run."""
         if not self._closed.is_set():

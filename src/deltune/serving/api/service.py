@@ -90,6 +90,10 @@ class Engine(Protocol):
         """Return the engine's numbers."""
         ...
 
+    def is_alive(self) -> bool:
+        """Return, at once, whether requests are answered."""
+        ...
+
     def close(self, drain: float = 30.0) -> None:
         """End, after the requests that run."""
         ...
