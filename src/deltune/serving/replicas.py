@@ -11,16 +11,18 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import threading
+import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import DeltuneError, check_extra, error_summary
 from .config import ServeConfig
-from .errors import EngineClosed, InvalidRequest, QueueFull, RequestTimeout, UnknownDelta
+from .errors import EngineClosed, InvalidRequest, QueueFull, ReplicaLost, RequestTimeout, UnknownDelta
 from .loading import deltas_folder
 from .requests import Answer, DeltaInfo, EngineStats, Request, TokenChoice
 
@@ -32,6 +34,10 @@ LOOK = 1.0
 """Seconds between looks at what the replicas have."""
 CONTROL_TIMEOUT = 120.0
 """Seconds in which replicas must have loaded a delta or started."""
+LOST_AFTER = 60.0
+"""Seconds without a word of the replicas after which the front counts as dead. Ray replaces a replica within fewer."""
+MAX_QUEUE = 1024
+"""Requests that wait in the front for a replica where the config does not say."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +166,37 @@ def replica_class(max_loaded: int) -> type[Any]:
     return Replica
 
 
+@contextlib.contextmanager
+def _explained(request: Request | None = None) -> Iterator[None]:
+    """Raise what goes wrong between the front and a replica as errors of a server.
+
+    Args:
+        request: The request that is answered inside; None for what the front asks itself.
+
+    Raises:
+        RequestTimeout: The time for the request is over.
+        QueueFull: Too many requests wait for a replica.
+        ReplicaLost: The replica has ended, or does not answer.
+    """
+    from ray.exceptions import RayError, RayTaskError
+    from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
+
+    try:
+        yield
+    except TimeoutError as error:
+        if request is None or request.timeout is None:
+            raise ReplicaLost(f"the replicas did not answer within {CONTROL_TIMEOUT:g} seconds") from error
+        raise RequestTimeout(f"the request took longer than its timeout of {request.timeout:g} seconds") from error
+    except BackPressureError as error:
+        raise QueueFull("too many requests wait for a replica; send this one again later", 1.0) from error
+    except RayTaskError:
+        raise  # an error of ours in a replica
+    except (RayError, DeploymentUnavailableError, ReplicaUnavailableError) as error:
+        raise ReplicaLost(
+            "the replica that was to answer has ended or cannot be reached; send the request again"
+        ) from error
+
+
 class Replicas:
     """An engine whose work is done by replicas on a Ray cluster.
 
@@ -180,7 +217,7 @@ class Replicas:
         self.config = config
         self.folder = deltas_folder(config)
         self.tokenizer = load_tokenizer(config.model.name)
-        self._serve, self._closed = serve, threading.Event()
+        self._serve, self._closed, self._managing = serve, threading.Event(), threading.Lock()
         self._started_ray = not ray.is_initialized()
         address = config.ray.address or os.environ.get("RAY_ADDRESS")
         if self._started_ray:
@@ -198,11 +235,13 @@ class Replicas:
                 }
             }
         values = config.model_dump(mode="json")
-        self._name = f"deltune-{os.getpid()}"
+        # In containers processes have the same numbers, and an application takes the place of another of its name.
+        self._name = f"deltune-{secrets.token_hex(8)}"
         deploy: Any = serve.deployment(
             name="replica",
             ray_actor_options={"num_cpus": config.ray.cpus, "num_gpus": config.ray.gpus},
             max_ongoing_requests=10 * config.ray.ongoing,
+            max_queued_requests=config.batching.max_queue or MAX_QUEUE,
             graceful_shutdown_timeout_s=config.http.drain,
             **scaling,
         )
@@ -216,6 +255,7 @@ class Replicas:
         self._loaded: dict[str, str] = {}
         self._removed: set[str] = set()
         self._snapshots: list[Snapshot] = []
+        self._looked_at = time.monotonic()
         self._look(first=True)
         self._watcher = threading.Thread(target=self._watch, name="deltune-replicas", daemon=True)
         self._watcher.start()
@@ -225,8 +265,10 @@ class Replicas:
         self._check(request)
         response = self._route(request).answer.remote(request, self._loaded.get(request.delta or ""))
         try:
-            result = await response
-        except asyncio.CancelledError:
+            with _explained(request):
+                async with asyncio.timeout(request.timeout):  # a replica counts only from when it has the request
+                    result = await response
+        except (asyncio.CancelledError, RequestTimeout):
             response.cancel()
             raise
         if isinstance(result, Failure):
@@ -239,40 +281,59 @@ class Replicas:
         self._check(request)
         folder = self._loaded.get(request.delta or "")
         response = self._route(request).options(stream=True).stream.remote(request, folder)
-        ended = False
+        items, ended = aiter(response), False
+        end = None if request.timeout is None else asyncio.get_running_loop().time() + request.timeout
         try:
-            async for item in response:
+            while not ended:
+                with _explained(request):
+                    async with asyncio.timeout_at(end):
+                        item = await anext(items, None)
                 if isinstance(item, Failure):
                     raise item.error()
-                yield item
-            ended = True
+                if item is None:
+                    ended = True
+                else:
+                    yield item
         finally:
             if not ended:
                 response.cancel()
 
     def load(self, name: str, folder: Path | None = None) -> DeltaInfo:
-        """Load or replace a delta on every replica, and on those that start later."""
-        results = self._broadcast("load", name, None if folder is None else str(folder))
-        for result in results:
-            if isinstance(result, Failure):
-                raise result.error()
-        self._removed.discard(name)
-        if folder is not None:
-            self._loaded[name] = str(folder)
-        self._look()
-        info: DeltaInfo = results[0]
-        return info
+        """Load or replace a delta on every replica, and on those that start later.
+
+        Where one of them refuses it, all have what they had before.
+        """
+        with self._managing:
+            before = self._folder_of(name)
+            results = self._broadcast("load", name, None if folder is None else str(folder))
+            refused = [result for result in results if isinstance(result, Failure)]
+            if refused:
+                if len(refused) < len(results):
+                    self._broadcast("unload", name) if before is None else self._broadcast("load", name, before)
+                raise refused[0].error()
+            self._removed.discard(name)
+            if folder is not None:
+                self._loaded[name] = str(folder)
+            self._look()
+            info: DeltaInfo = results[0]
+            return info
+
+    def _folder_of(self, name: str) -> str | None:
+        """Return the folder that a delta was loaded from, None if there is no such delta."""
+        folders = [delta.folder for delta in self.deltas() if delta.name == name]
+        return self._loaded.get(name) or (folders[0] if folders else None)
 
     def unload(self, name: str) -> None:
         """Take a delta out on every replica."""
         if name not in {delta.name for delta in self.deltas()}:
             raise UnknownDelta(f"there is no delta {name!r}")
-        self._removed.add(name)
-        self._loaded.pop(name, None)
-        for result in self._broadcast("unload", name):
-            if isinstance(result, Failure):
-                raise result.error()
-        self._look()
+        with self._managing:
+            self._removed.add(name)
+            self._loaded.pop(name, None)
+            for result in self._broadcast("unload", name):
+                if isinstance(result, Failure):
+                    raise result.error()
+            self._look()
 
     def refresh(self) -> list[DeltaInfo]:
         """Look at the folder of deltas on every replica."""
@@ -342,16 +403,17 @@ class Replicas:
 
     def _broadcast(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of every replica, and return what they return."""
-        response = self._handle.broadcast(method, *arguments)
-        results: list[Any] = response.results(timeout_s=CONTROL_TIMEOUT)
+        with _explained():
+            results: list[Any] = self._handle.broadcast(method, *arguments).results(timeout_s=CONTROL_TIMEOUT)
         if not results:
-            raise DeltuneError("there is no replica at the moment; try again in a while")
+            raise ReplicaLost("there is no replica at the moment; try again in a while")
         return results
 
     def _look(self, first: bool = False, refresh: bool = False) -> None:
         if first:  # a broadcast finds only replicas that the router knows already
             self._handle.snapshot.remote(False).result(timeout_s=CONTROL_TIMEOUT)
         self._snapshots = self._broadcast("snapshot", refresh)
+        self._looked_at = time.monotonic()
 
     def _watch(self) -> None:
         """Keep what the front knows of the replicas fresh."""
