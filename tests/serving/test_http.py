@@ -47,11 +47,15 @@ def test_pages_of_named_origins_may_ask(decoder: tuple[Path, Path]) -> None:
         for origin, allowed in (("https://b.example", True), ("https://evil.example", False)):
             headers = {
                 "Origin": origin, "Access-Control-Request-Method": "POST",
-                "Access-Control-Request-Headers": "authorization,content-type",
+                "Access-Control-Request-Headers": "authorization,content-type,x-stainless-lang,x-stainless-os",
             }  # fmt: skip
             before = httpx.options(f"{running.url}/v1/completions", headers=headers, trust_env=False)
             answer = running.post("/v1/completions", BODY, headers={"Origin": origin})
             assert (before.status_code == 200) == allowed
+            if allowed:  # what a script may send, and read of an answer
+                assert "x-stainless-lang" in before.headers["access-control-allow-headers"]
+                exposed = {name.strip() for name in answer.headers["access-control-expose-headers"].split(",")}
+                assert exposed == {"Retry-After", "X-Request-ID"}
             for one in (before, answer):
                 assert one.headers.get("access-control-allow-origin") == (origin if allowed else None), one.headers
     with served(model=str(decoder[0]), watch=0, log="off") as running:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import stat
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ import torch
 
 from deltune.errors import DeltuneError
 from deltune.models import align_padding_token, load_model, load_tokenizer
-from deltune.serving.api.auth import KeyFile, add_key, read_keys, revoke_key
+from deltune.serving.api import auth
+from deltune.serving.api.auth import KeyFile, KeyFileContents, add_key, read_keys, revoke_key
 
 from .served import METHODS, Served, decoder_with_deltas, save_delta, served
 
@@ -54,6 +57,28 @@ def test_a_second_key_keeps_what_is_not_said_again(tmp_path: Path) -> None:
     tenants = {tenant.name: tenant for tenant in read_keys(file).tenants}
     assert tenants["acme"].manage and tenants["acme"].deltas == ("acme-*",) and len(tenants["acme"].keys) == 2
     assert tenants["zeta"].deltas == () and not tenants["zeta"].manage
+
+
+def test_keys_that_are_made_at_the_same_time_are_all_kept(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    read, waiting = auth.read_keys, threading.Barrier(4)
+
+    def slow(path: Path) -> KeyFileContents:
+        contents = read(path)
+        time.sleep(0.05)  # the others read meanwhile, if they may
+        return contents
+
+    def make(number: int) -> str:
+        waiting.wait(20)
+        return add_key(file, f"tenant{number}", {})
+
+    add_key(file, "first", {})
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(4) as pool:
+        patch.setattr(auth, "read_keys", slow)
+        keys = list(pool.map(make, range(4)))
+    known = KeyFile(file)
+    assert [tenant.name for key in keys if (tenant := known.tenant(key))] == [f"tenant{n}" for n in range(4)]
+    assert read_keys(file).tenants[0].name == "first"
 
 
 def test_a_running_server_notices_new_and_revoked_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

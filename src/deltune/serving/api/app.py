@@ -64,7 +64,7 @@ def create_app(engine: Engine, tokenizer: Any, config: ServeConfig) -> FastAPI:
     if config.http.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(config.http.cors_origins), allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["Authorization", "Content-Type", "X-API-Key"],
+            allow_headers=["*"], expose_headers=["Retry-After", "X-Request-ID"],
         )  # fmt: skip
     return app
 
