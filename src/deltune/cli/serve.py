@@ -194,7 +194,7 @@ def bench_serve(
     prompts: Annotated[Path | None, typer.Option(help="Texts, a line each [sentences of random words].")] = None,
     prompt_words: Annotated[int, typer.Option(min=1, help="Words of a random prompt.")] = 16,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a generated answer.")] = 32,
-    timeout: Annotated[float, typer.Option(help="Seconds after which a request has failed.")] = 60.0,
+    timeout: Annotated[float, typer.Option(help="Seconds for the whole answer to a request.")] = 60.0,
     seed: Annotated[int, typer.Option(help="Of arrivals, models and prompts.")] = 0,
     key_variable: Annotated[str, typer.Option(help="Environment variable with the API key.")] = "OPENAI_API_KEY",
     output: Annotated[Path | None, typer.Option(help="Write every request and the summary there, as JSON.")] = None,
