@@ -153,6 +153,16 @@ def test_probes_notice_an_engine_that_has_ended(
     assert [(answer.status_code, answer.text) for answer in answers] == [(503, "the engine has ended\n")] * 2
 
 
+def test_a_wrong_path_or_method_is_told_what_there_is(server: Served) -> None:
+    missing = server.post("/v1/clasify", {})
+    assert missing.status_code == 404
+    assert missing.json()["error"]["message"].startswith("unknown path '/v1/clasify'. Did you mean '/v1/classify'?")
+    for path, allowed in (("/v1/deltas/mood", "DELETE, GET"), ("/classify", "POST"), ("/v1/deltas", "GET, POST")):
+        answer = httpx.request("PUT", server.url + path, trust_env=False)
+        assert answer.status_code == 405 and answer.headers["allow"] == allowed, answer.headers
+        assert allowed.replace(", ", " or ") in answer.json()["error"]["message"]
+
+
 EARLY = {
     "no such path": ("/nope", "application/json", 404),
     "not JSON": ("/v1/completions", "text/plain", 415),

@@ -270,6 +270,12 @@ def test_the_command_makes_lists_and_revokes(tmp_path: Path, capsys: pytest.Capt
     key = run("acme", "--deltas", "acme-*", "--deltas", "mood", "--manage").strip()
     (listed,) = json.loads(run("--json"))
     assert listed["deltas"] == ["acme-*", "mood"] and listed["keys"] == [key.split("-")[1]] and "hash" not in listed
+    line = run()
+    run("acme", "--requests-per-minute", "5", "--admin", "--no-manage", "--no-base")
+    assert "deltas acme-*, mood; base model; manage; keys " in line and "admin" not in line
+    assert "deltas acme-*, mood; admin; 5 requests a minute; keys " in " ".join(run().split())
+    second = json.loads(run("--json"))[0]["keys"][1]
+    run("--revoke", second)
     assert run("--revoke", key.split("-")[1]).startswith("revoked a key of acme")
     assert json.loads(run("--json"))[0]["keys"] == []
     with pytest.raises(DeltuneError, match="unknown key"):

@@ -97,12 +97,12 @@ class LoadPlan:
 
 @dataclass
 class SentRequest:
-    """One request and what became of it.
+    """A request with its outcome.
 
     Attributes:
-        at: When it was to be sent, in seconds from the start.
-        model: Which model was asked.
-        lag: How much later than that it was sent.
+        at: When it was due, in seconds from the start.
+        model: The model.
+        lag: Seconds by which it was sent late.
         latency: Seconds to the end of the answer; None if it failed.
         first: Seconds to the first part of a stream; None without one.
         tokens: Tokens of the answer.
@@ -122,7 +122,7 @@ class SentRequest:
 
 @dataclass(frozen=True)
 class LoadResult:
-    """How a server bore a load.
+    """The result of a load test.
 
     Attributes:
         plan: What was sent.
@@ -357,7 +357,7 @@ def payload(plan: LoadPlan, model: str, prompt: str) -> tuple[str, dict[str, Any
 
 
 async def _send(client: httpx.AsyncClient, plan: LoadPlan, request: SentRequest, prompt: str, begun: float) -> None:
-    """Send one request and note what became of it."""
+    """Send one request and record its outcome."""
     path, body = payload(plan, request.model, prompt)
     intended = begun + request.at
     request.lag = time.perf_counter() - intended

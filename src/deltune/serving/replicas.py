@@ -24,7 +24,7 @@ from ..errors import DeltuneError, check_extra, error_summary
 from .config import ServeConfig
 from .errors import EngineClosed, InvalidRequest, QueueFull, ReplicaLost, RequestTimeout, UnknownDelta
 from .loading import deltas_folder
-from .requests import Answer, DeltaInfo, EngineStats, Request, TokenChoice
+from .requests import Answer, DeltaInfo, EngineStats, Request, Task, TokenChoice
 
 logger = logging.getLogger("deltune.serving")
 
@@ -74,6 +74,7 @@ class Snapshot:
     deltas: list[DeltaInfo]
     stats: EngineStats
     ignored: dict[str, str]
+    base_tasks: tuple[Task, ...]
 
 
 def replica_class(max_loaded: int) -> type[Any]:
@@ -152,7 +153,8 @@ def replica_class(max_loaded: int) -> type[Any]:
             """
             if look:
                 await asyncio.to_thread(self.server.refresh)
-            return Snapshot(self.server.deltas(), self.server.stats(), self.server.ignored_folders())
+            server = self.server
+            return Snapshot(server.deltas(), server.stats(), server.ignored_folders(), server.base_tasks())
 
         def check_health(self) -> None:
             """Tell Ray Serve that this replica works; it replaces one that raises."""
@@ -353,6 +355,10 @@ class Replicas:
     def ignored_folders(self) -> dict[str, str]:
         """Return why folders hold no delta; all replicas see the same folder."""
         return dict(self._snapshots[0].ignored) if self._snapshots else {}
+
+    def base_tasks(self) -> tuple[Task, ...]:
+        """Return what the base model can be asked for; all replicas have the same."""
+        return self._snapshots[0].base_tasks
 
     def stats(self) -> EngineStats:
         """Return the numbers of all replicas, added up."""

@@ -9,7 +9,7 @@ Task = Literal["generate", "classify", "tag", "embed"]
 """generate: continue a prompt, or answer it with an encoder-decoder; classify and tag: the delta's head; embed: the
 mean of the last hidden states."""
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)

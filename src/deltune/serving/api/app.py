@@ -18,10 +18,11 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..._version import __version__
-from ...errors import DeltuneError
+from ...errors import DeltuneError, excerpt, unknown_name
 from ..config import LOCAL_HOSTS, LimitsSection, ServeConfig
 from . import delta_routes, openai_routes, operation_routes, task_routes
 from .errors import ApiError, ClientDisconnected, api_error, error_response
@@ -30,6 +31,7 @@ from .service import Engine, Facts, Service
 logger = logging.getLogger("deltune.serving")
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+ROUTES = (openai_routes, task_routes, delta_routes, operation_routes)
 QUIET = ("/health", "/ready", "/metrics", "/stats")
 """Endpoints that are asked all the time: only their errors have a line in the log."""
 
@@ -49,7 +51,7 @@ def create_app(engine: Engine, tokenizer: Any, config: ServeConfig) -> FastAPI:
     # The pages of FastAPI's documentation load scripts from elsewhere, so there are none.
     app = FastAPI(title="deltune", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service = service
-    for module in (openai_routes, task_routes, delta_routes, operation_routes):
+    for module in ROUTES:
         app.include_router(module.router)
 
     async def explain(http: Request, error: Exception) -> Response:
@@ -71,10 +73,14 @@ def create_app(engine: Engine, tokenizer: Any, config: ServeConfig) -> FastAPI:
 
 def _of_framework(http: Request, error: HTTPException) -> ApiError:
     """Return our error for one of the framework's: no such path, or another method."""
+    routes = [route for module in ROUTES for route in module.router.routes if isinstance(route, Route)]
     if error.status_code == 404:
-        return ApiError(404, f"there is nothing at {http.url.path[:200]!r}; the API is at /v1", "not_found")
+        return ApiError(404, unknown_name("path", http.url.path, {route.path for route in routes}), "not_found")
     if error.status_code == 405:
-        return ApiError(405, f"{http.method[:20]} is not possible at {http.url.path[:200]!r}", "method_not_allowed")
+        matching = [route for route in routes if route.matches(http.scope)[0] is not Match.NONE]
+        allowed = sorted({method for route in matching for method in route.methods or ()})
+        problem = f"{http.method[:20]} is not possible at {excerpt(http.url.path)}; use {' or '.join(allowed)}"
+        return ApiError(405, problem, "method_not_allowed", allowed=allowed)
     return ApiError(error.status_code, str(error.detail))
 
 

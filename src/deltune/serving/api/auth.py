@@ -52,13 +52,13 @@ class StoredKey(BaseModel):
 
 
 class Tenant(BaseModel):
-    """Somebody who asks, and what they may.
+    """A client of the server: its keys, its rights and its rates.
 
     Attributes:
         name: The name, as logs and metrics have it.
-        deltas: Patterns of the names of deltas that it may see, such as `acme-*`.
-        base: Whether it may ask the base model.
-        manage: Whether it may load and unload the deltas that it may see.
+        deltas: Patterns of the names of deltas that it may use, such as `acme-*`.
+        base: Whether it may use the base model.
+        manage: Whether it may load and unload the deltas that it may use.
         admin: Whether it may see the numbers of all tenants and deltas: /metrics, /stats.
         requests_per_minute: Its own limit in place of the server's.
         tokens_per_minute: Its own limit in place of the server's.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ class ApiError(Exception):
         code: A word for programs, such as "model_not_found".
         param: The field of the request that is wrong.
         retry_after: Seconds after which the client may try again.
+        allowed: The methods that the path has.
     """
 
     def __init__(
@@ -38,9 +40,11 @@ class ApiError(Exception):
         code: str | None = None,
         param: str | None = None,
         retry_after: float | None = None,
+        allowed: Sequence[str] = (),
     ) -> None:
         super().__init__(message)
-        self.status, self.code, self.param, self.retry_after = status, code, param, retry_after
+        self.status, self.code, self.param = status, code, param
+        self.retry_after, self.allowed = retry_after, allowed
 
 
 class ClientDisconnected(Exception):
@@ -106,6 +110,8 @@ def error_response(error: ApiError, hidden: Path | None = None) -> JSONResponse:
     headers = {}
     if error.retry_after is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
+    if error.allowed:
+        headers["Allow"] = ", ".join(error.allowed)
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(error_body(error, hidden), error.status, headers)

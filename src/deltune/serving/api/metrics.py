@@ -43,7 +43,7 @@ class Second:
 
 @dataclass
 class DeltaLoad:
-    """The requests of one delta. Only those that were answered have a latency: a refusal takes no time."""
+    """Counts of one delta. The latencies are of answered requests alone, because a refusal takes no time."""
 
     requests: int = 0
     errors: int = 0

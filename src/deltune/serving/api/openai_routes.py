@@ -80,6 +80,9 @@ async def chat(http: Request) -> Response:
     service, tenant, delta, facts = begin(http, body.model, bool(body.stream))
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs is given without logprobs: true", "invalid_value", "top_logprobs")
+    if "generate" not in service.engine.base_tasks():
+        problem = f"{service.config.base_name} does not generate text, so it cannot chat"
+        raise ApiError(400, f"{problem}; GET /v1/deltas lists the tasks of its deltas", "no_generation", "model")
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         problem = "max_tokens and max_completion_tokens are two names for one option and differ; give one of them"
         raise ApiError(400, problem, "invalid_value", "max_completion_tokens")

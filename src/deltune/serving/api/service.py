@@ -1,4 +1,4 @@
-"""What all routes share: the engine, who asks, which delta is meant, and how an answer is awaited."""
+"""What all routes share: the engine, the tenant and the delta of a request, and how its answer is awaited."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 from ...errors import excerpt, unknown_name
 from ..config import ServeConfig
 from ..errors import EngineClosed
-from ..requests import Answer, DeltaInfo, EngineStats, Request, TokenChoice
+from ..requests import Answer, DeltaInfo, EngineStats, Request, Task, TokenChoice
 from .auth import KeyFile, Tenant, everybody
 from .errors import ApiError, ClientDisconnected, without_folder
 from .limits import RateLimits
@@ -86,6 +86,10 @@ class Engine(Protocol):
         """Return, by name, why folders in the folder of deltas are not served."""
         ...
 
+    def base_tasks(self) -> tuple[Task, ...]:
+        """Return what the base model can be asked for."""
+        ...
+
     def stats(self) -> EngineStats:
         """Return the engine's numbers."""
         ...
@@ -129,7 +133,7 @@ class Service:
         tokenizer: The model's, for chat templates; None if it has none. It is a copy: a tokenizer cuts texts or not by
             a state of its own, which the engine changes for its requests.
         config: The configuration.
-        keys: The tenants, or None if everybody may ask.
+        keys: The tenants, or None for a server without keys.
         limits: Their rates.
         metrics: What is counted.
         started: When the server started, in seconds since the epoch.
@@ -178,13 +182,13 @@ class Service:
         return None if self.config.deltas.folder is None else Path(self.config.deltas.folder)
 
     def tenant(self, http: HttpRequest) -> Tenant:
-        """Return who asks.
+        """Return the tenant that a request comes from.
 
         Args:
             http: The request.
 
         Raises:
-            ApiError: There are keys, and the request has none of them.
+            ApiError: The server has keys, and the request has none of them.
         """
         if self.keys is None:
             manage = self.config.http.manage
@@ -219,7 +223,7 @@ class Service:
         ]
 
     def model_names(self, tenant: Tenant) -> list[str]:
-        """Return what a tenant may write for `model` and get an answer from."""
+        """Return the names that a tenant may give as `model`."""
         answers = [delta.name for delta in self.visible(tenant) if delta.loaded or not delta.error]
         return [*([self.config.base_name] if tenant.base else []), *answers]
 
@@ -227,8 +231,8 @@ class Service:
         """Return the name of the delta that `model` means, None for the base model.
 
         Args:
-            model: What the request says.
-            tenant: Who asks.
+            model: The name in the request.
+            tenant: The tenant.
 
         Raises:
             ApiError: It does not exist, or not for this tenant, which cannot tell the difference.
@@ -250,12 +254,12 @@ class Service:
 
 
 def unknown_model(kind: str, name: str, known: Sequence[str]) -> ApiError:
-    """Return the error for a model or delta that does not exist for who asks.
+    """Return the error for a model or delta that does not exist, or that the tenant may not see.
 
     Args:
         kind: "model" or "delta".
-        name: What was asked for.
-        known: What exists for who asks.
+        name: The name in the request.
+        known: The names that the tenant may see.
     """
     return ApiError(404, unknown_name(kind, name, known), "model_not_found", "model")
 
@@ -273,7 +277,7 @@ def service_of(http: HttpRequest) -> Service:
 
 
 def admit(http: HttpRequest) -> Tenant:
-    """Return who asks, after the request was counted for them; it counts once, however often this is called.
+    """Return the tenant of a request and count the request towards its rate, once however often this is called.
 
     Args:
         http: The request.
@@ -301,7 +305,7 @@ async def read_body(http: HttpRequest, kind: type[Body]) -> Body:
         ApiError: There is no key, the tenant has asked too often, or the request is not JSON, too deeply nested, or has
             wrong values; the message names all of them.
     """
-    admit(http)  # nothing is parsed for those who may not ask
+    admit(http)  # before anything is parsed
     media = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json" and not media.endswith("+json"):
         # A web page can post anything else to this server without asking its user.
