@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -58,7 +59,7 @@ class RequestBody(BaseModel):
         min_length=1, max_length=400, description="the name of a delta, or of the base model; /v1/models lists them"
     )
     timeout: Annotated[float, Field(gt=0, le=10**6, allow_inf_nan=False)] | None = Field(
-        None, description="seconds for the answer, at most the server's"
+        None, description="seconds for the answer, at most those of the server [the server's]"
     )
     user: str | None = _unused("who the answer is for")
     metadata: Annotated[dict[str, str], Field(max_length=MAX_NOTES)] | None = _unused("up to 16 notes of the client")
@@ -67,7 +68,9 @@ class RequestBody(BaseModel):
 class SamplingBody(RequestBody):
     """How tokens are chosen."""
 
-    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(None, description="tokens of an answer")
+    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(
+        None, description="tokens of an answer, at most [16 for completions, else what the server says]"
+    )
     temperature: Annotated[Number, Field(ge=0, le=100)] | None = Field(
         None, description="a number from 0, which takes the most likely token, to 100 [1]"
     )
@@ -80,7 +83,9 @@ class SamplingBody(RequestBody):
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = Field(
         None, description="a text, or up to 16, at which the answer ends; each of 1 to 256 characters"
     )
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = Field(None, description="a whole number of 64 bits")
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = Field(
+        None, description="of the random draws: equal requests with equal seeds have equal answers [random]"
+    )
     n: Annotated[int, Field(ge=1, le=64)] | None = Field(None, description="answers to each input, 1 to 64 [1]")
     frequency_penalty: Annotated[Number | None, _only(0)] = Field(None, description="only 0 is supported")
     presence_penalty: Annotated[Number | None, _only(0)] = Field(None, description="only 0 is supported")
@@ -122,13 +127,13 @@ class StreamOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    include_usage: bool = False
+    include_usage: bool = Field(False, description="true: a last event with the number of tokens [false]")
 
 
 class StreamBody(SamplingBody):
     """Requests that can be answered piece by piece."""
 
-    stream: bool | None = Field(None, description="true: server-sent events, a piece at a time")
+    stream: bool | None = Field(None, description="true: server-sent events, a piece at a time [false]")
     stream_options: StreamOptions | None = Field(None, description='{"include_usage": true}: a last event with counts')
     store: Annotated[bool | None, _only(False)] = Field(None, description="only false is supported")
     service_tier: Annotated[str | None, _only("auto", "default")] = Field(
@@ -137,7 +142,7 @@ class StreamBody(SamplingBody):
 
 
 class CompletionBody(StreamBody):
-    """POST /v1/completions."""
+    """Go on with texts."""
 
     prompt: Inputs = Field(description="a text, a list of texts, a list of token ids, or a list of such lists")
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
@@ -156,12 +161,12 @@ def _check_part(kind: str) -> str:
 
 
 class TextPart(TypedDict):
-    """A text in a message; a dictionary, since a request may have very many."""
+    """A text in a message."""  # a dictionary, since a request may have very many
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
 
-    type: Annotated[str, AfterValidator(_check_part)]
-    text: Text
+    type: Annotated[str, AfterValidator(_check_part), Field(description='only "text" is supported')]
+    text: Annotated[Text, Field(description="the text")]
 
 
 class Message(BaseModel):
@@ -169,15 +174,17 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)]
-    name: str | None = None
+    role: Literal["system", "developer", "user", "assistant", "tool"] = Field(description="who has written it")
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)] = Field(
+        description="the text, or its parts, which are joined"
+    )
+    name: str | None = Field(None, description="the name of the author, for templates that have one")
     # what an answer has besides, so that it can be sent back as it is
-    refusal: Annotated[str | None, _only("")] = None
-    annotations: EmptyList | None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: EmptyList | None = None
+    refusal: Annotated[str | None, _only("")] = Field(None, description='only "" is supported')
+    annotations: EmptyList | None = Field(None, description="only [] is supported")
+    audio: None = Field(None, description="only null is supported")
+    function_call: None = Field(None, description="only null is supported")
+    tool_calls: EmptyList | None = Field(None, description="only [] is supported")
 
     def plain(self) -> dict[str, str]:
         """Return the message as chat templates take it."""
@@ -190,11 +197,11 @@ class ResponseFormat(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    type: Literal["text"]
+    type: Literal["text"] = Field(description='only "text" is supported')
 
 
 class ChatBody(StreamBody):
-    """POST /v1/chat/completions."""
+    """Answer a chat."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] = Field(
         description='messages such as {"role": "user", "content": "a text"}; only text is read, no images'
@@ -234,7 +241,7 @@ class EncodingBody(RequestBody):
 
 
 class EmbeddingBody(EncodingBody):
-    """POST /v1/embeddings."""
+    """Return a vector for each text: the mean of the last hidden states."""
 
     input: Inputs = Field(description="a text, a list of texts, a list of token ids, or a list of such lists")
     encoding_format: Literal["float", "base64"] | None = Field(None, description="float or base64 [float]")
@@ -244,7 +251,7 @@ class EmbeddingBody(EncodingBody):
 
 
 class ClassifyBody(EncodingBody):
-    """POST /classify."""
+    """Classify texts, or pairs of texts."""
 
     input: Inputs = Field(description="a text, a list of texts, a list of token ids, or a list of such lists")
     pair: Text | Texts | None = Field(
@@ -253,7 +260,7 @@ class ClassifyBody(EncodingBody):
 
 
 class TagBody(EncodingBody):
-    """POST /tag."""
+    """Label each word of texts."""
 
     input: Text | Texts | Annotated[list[Texts], Field(fail_fast=True, max_length=MAX_INPUTS)] = Field(
         description="a text, which is split at blanks, a list of texts, or a list of lists of words"
@@ -261,13 +268,13 @@ class TagBody(EncodingBody):
 
 
 class GenerateBody(StreamBody):
-    """POST /generate."""
+    """Answer texts with an encoder-decoder, or go on with them."""
 
     input: Inputs = Field(description="a text, a list of texts, a list of token ids, or a list of such lists")
 
 
 class LoadBody(BaseModel):
-    """POST /v1/load_lora_adapter, as in vLLM."""
+    """Load a delta of any method, as in vLLM."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -278,7 +285,7 @@ class LoadBody(BaseModel):
 
 
 class UnloadBody(BaseModel):
-    """POST /v1/unload_lora_adapter, as in vLLM."""
+    """Take a delta out, as in vLLM."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -287,7 +294,7 @@ class UnloadBody(BaseModel):
 
 
 class DeltaBody(BaseModel):
-    """POST /v1/deltas."""
+    """Load a delta, or replace the one of its name."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -295,3 +302,17 @@ class DeltaBody(BaseModel):
     folder: str | None = Field(
         None, min_length=1, max_length=4096, description="its folder, below the server's folder of deltas [its name]"
     )
+
+
+REQUESTS: Mapping[str, type[BaseModel]] = {
+    "/v1/completions": CompletionBody,
+    "/v1/chat/completions": ChatBody,
+    "/v1/embeddings": EmbeddingBody,
+    "/classify": ClassifyBody,
+    "/tag": TagBody,
+    "/generate": GenerateBody,
+    "/v1/deltas": DeltaBody,
+    "/v1/load_lora_adapter": LoadBody,
+    "/v1/unload_lora_adapter": UnloadBody,
+}
+"""What is posted to each path."""
