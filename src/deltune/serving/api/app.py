@@ -151,13 +151,12 @@ class BoundedBody:
         return True
 
     def _too_large(self) -> ApiError:
-        problem = f"the request has more than {self._limits.max_body:,} bytes, which is the most that this server reads"
+        problem = f"the request has more than {self._limits.max_body:,} bytes, the limit of this server"
         return ApiError(413, problem, "request_too_large")
 
 
 class Gateway:
-    """What every request passes: it has an id, a bounded body that must arrive in time, a line in the log, and no
-    error without an answer.
+    """The layer around all routes: request ids, the check of the host, bounded bodies, answers to errors, and the log.
 
     Args:
         app: The routes.

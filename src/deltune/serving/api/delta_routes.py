@@ -63,7 +63,7 @@ def delta_folder(root: Path | None, path: str) -> Path:
 
 
 def manager(http: Request) -> tuple[Service, Tenant]:
-    """Return the service and who asks, if they may load and unload deltas.
+    """Return the service and the tenant of a request, if the tenant may load and unload deltas.
 
     Raises:
         ApiError: They may not.
@@ -113,7 +113,7 @@ async def load(service: Service, tenant: Tenant, name: str, path: str, replace: 
 
     Args:
         service: The server's parts.
-        tenant: Who asks.
+        tenant: The tenant.
         name: What clients will call it.
         path: Its folder.
         replace: Whether it may take the place of another.

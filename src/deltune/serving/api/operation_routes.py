@@ -111,7 +111,7 @@ async def page(http: Request) -> Response:
 
 
 def _for_admins(http: Request) -> Service:
-    """Return the service, if who asks may see the numbers of everybody.
+    """Return the service, if the tenant may see the numbers of all tenants.
 
     Raises:
         ApiError: They may not.

@@ -38,7 +38,7 @@ KNOWN_FOR = 1.0
 """Seconds for which a list of deltas is used again; the engine itself knows better at once."""
 INNER_FIELDS = frozenset(field for kind in INNER_BODIES for field in kind.__annotations__)
 """Fields of what is inside of a request."""
-GIVEN_UP = "the server is ending and has given the request up; send it again"
+GIVEN_UP = "the server is shutting down and did not finish the request; send it again"
 NAMES_OF_INPUT = ("text", "texts", "inputs", "prompt", "sentence", "sentences")
 """What other servers call the texts."""
 
@@ -328,7 +328,7 @@ def parse_body(body: bytes, kind: type[Body]) -> Body:
             them.
     """
     if _count_lists(body) > MAX_LISTS:
-        problem = f"the request has more than {MAX_LISTS:,} lists and objects, which is the most that this server reads"
+        problem = f"the request has more than {MAX_LISTS:,} lists and objects, the limit of this server"
         raise ApiError(413, problem, "request_too_large")
     try:
         return kind.model_validate_json(body)
