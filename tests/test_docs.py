@@ -38,6 +38,27 @@ def generated() -> dict[Path, Callable[[], str]]:
     return {DOCS / name: make for name, make in hook("pages").GENERATED.items()}
 
 
+def test_the_reference_of_requests_has_every_path() -> None:
+    """Each path to which something is posted, and each of its fields, with a meaning; the first are those required."""
+    from deltune.serving.api import delta_routes, openai_routes, task_routes
+    from deltune.serving.api.schemas import REQUESTS
+
+    routes = [route for module in (openai_routes, task_routes, delta_routes) for route in module.router.routes]
+    posted = {route.path for route in routes if "POST" in route.methods} - {"/v1/deltas/refresh"}
+    assert {path for path in posted if path.removeprefix("/v1") not in posted - {path}} == set(REQUESTS)
+    page = hook("pages").serve_requests()
+    for path, kind in REQUESTS.items():
+        section = page.split(f"## POST {path}\n")[1].split("\n## ")[0]
+        rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| `")]
+        assert [row[0].strip("| `") for row in rows if row[2] == "required"] == [
+            name for name, field in kind.model_fields.items() if field.is_required()
+        ]
+        assert {row[0].strip("| `") for row in rows} == set(kind.model_fields)
+        assert all(len(row) == 4 and row[1] and len(row[3]) > 3 for row in rows), section
+    assert "| `tools` | list of anything | – | only \\[] is supported |" in page
+    assert "| `messages` | list of [Message](#message) | required |" in page
+
+
 def without_code(text: str) -> str:
     return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
 

@@ -84,6 +84,59 @@ def serve_configuration() -> str:
     return "\n".join([*lines, *_sections(SECTIONS, DOTTED)])
 
 
+def serve_requests() -> str:
+    """Return the reference of a server's requests: every field of every path to which something is posted."""
+    from pydantic import TypeAdapter
+
+    from deltune.serving.api.schemas import INNER_BODIES, REQUESTS
+
+    lines = [
+        "# Requests of a server",
+        "",
+        "This page is generated from the schemas that `deltune serve` checks requests with. A body is a JSON object "
+        "with these fields; `null` is the same as leaving a field out. A field that is not listed is refused. A path "
+        "without `/v1` also exists below it: `/v1/classify` is `/classify`. [Serve](../serve.md#ask-it) has a request "
+        "and its answer for each path.",
+        "",
+    ]
+    for path, kind in REQUESTS.items():
+        lines += [f"## POST {path}", "", *_fields(TypeAdapter(kind).json_schema())]
+    lines += ["## Objects", "", "What some of these fields hold.", ""]
+    for kind in INNER_BODIES:
+        lines += [f"### {kind.__name__}", "", *_fields(TypeAdapter(kind).json_schema())]
+    return "\n".join(lines)
+
+
+def _fields(schema: Mapping[str, Any]) -> list[str]:
+    """Return what an object is and a table of its fields, from its JSON schema."""
+    lines = [_text(schema["description"]), "", "| field | type | default | meaning |", "|---|---|---|---|"]
+    required = schema.get("required", [])
+    for name, field in sorted(schema["properties"].items(), key=lambda item: item[0] not in required):
+        meaning, default = re.fullmatch(r"(.*?)(?: \[([^\[\]]+)\])?", field["description"]).groups()
+        default = "required" if name in required else default or "–"
+        types = " or ".join(dict.fromkeys(_types(field))) or "null"
+        lines.append(f"| `{name}` | {types} | {_text(default)} | {_text(meaning)} |")
+    return [*lines, ""]
+
+
+def _types(schema: Mapping[str, Any], plural: str = "") -> Iterator[str]:
+    """Yield the types of JSON that a value may have, but null; in the plural where that is "s"."""
+    if "anyOf" in schema:
+        for one in schema["anyOf"]:
+            yield from _types(one, plural)
+    elif "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        yield f"[{name}](#{name.lower()})"
+    elif "enum" in schema or "const" in schema:
+        yield from (f"`{json.dumps(value)}`" for value in schema.get("enum", [schema.get("const")]))
+    elif "type" not in schema:
+        yield "anything"
+    elif schema["type"] == "array":
+        yield f"list{plural} of {' or '.join(_types(schema['items'], 's'))}"
+    elif schema["type"] != "null":
+        yield schema["type"] + plural
+
+
 def _sections(sections: Mapping[str, Any], dotted: Mapping[str, str]) -> list[str]:
     """Return a table for each section of a configuration."""
     lines = []
@@ -202,6 +255,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "reference/cli.md": command_line,
     "reference/config.md": configuration,
     "reference/serve-config.md": serve_configuration,
+    "reference/serve-requests.md": serve_requests,
     "studies.html": studies,
     **{
         f"notebooks/{path.stem}.md": partial(notebook, path)

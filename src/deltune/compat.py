@@ -430,6 +430,14 @@ def remove_offload_hook(module: nn.Module) -> None:
         module.__dict__.pop("forward", None)
 
 
+# -- uvicorn
+
+
+def is_answering(protocol: Any) -> bool:
+    """Whether the head of a request has arrived on one of uvicorn's connections whose answer has not been sent yet."""
+    return protocol.cycle is not None and not protocol.cycle.response_complete
+
+
 # -- sacreBLEU: its public methods return only sums, and for chrF not even those
 
 

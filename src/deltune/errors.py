@@ -185,6 +185,8 @@ def _without_class_names(kind: str, message: str) -> str:
     """A message of pydantic without the names of our classes."""
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         return "here an object of names and values is expected"
+    if kind == "tuple_type":
+        return "here a list is expected"
     return message.removeprefix("Value error, ")
 
 

@@ -313,6 +313,24 @@ def new_file_mode(folder: Path) -> int:
 
 
 @contextlib.contextmanager
+def file_lock(path: Path) -> Iterator[None]:
+    """Hold a lock inside this context, for which other processes wait.
+
+    Where the file system has no locks, nobody waits.
+
+    Args:
+        path: The file of the lock, which stays there. Its folder is created.
+    """
+    from filelock import FileLock
+
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError, NotImplementedError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(FileLock(path))
+        yield
+
+
+@contextlib.contextmanager
 def atomic_open(path: Path, prefix: str | None = None, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Open a file that replaces `path` when the context ends without an error; otherwise `path` stays as it was.
 

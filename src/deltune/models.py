@@ -7,6 +7,7 @@ import difflib
 import functools
 import importlib.util
 import json
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ AUTO_CLASSES = {
 }
 """The head with which a model can be loaded, and the class of transformers that loads it; "base" has no head."""
 HEADS_WITH_LABELS = ("classification", "tagging")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 LANGUAGE_MODEL_HEADS = ("causal-lm", "seq2seq-lm")
 
 
@@ -116,6 +118,15 @@ def portable_name(name: str) -> str:
         name: A hub id or a folder, as in a configuration's `name_or_path`.
     """
     return "minilm" if Path(name) == _minilm_folder() else name
+
+
+def name_without_path(name: str) -> str:
+    """Return the name of a model for a message that strangers may read: of a folder's path only the last part.
+
+    Args:
+        name: A hub id, which is returned as it is, or a folder, as in a configuration's `name_or_path`.
+    """
+    return name if HUB_ID.fullmatch(name) else Path(name).name or name
 
 
 def why_not_on_hub(name: str, repo_type: str = "model") -> str:

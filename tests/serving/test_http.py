@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import socket
 import ssl
 import subprocess
+import time
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,7 @@ from deltune.serving.api.auth import add_key
 from deltune.serving.config import SECTIONS, ServeConfig
 from deltune.serving.loading import load_server
 
-from .served import served
+from .served import Served, served
 
 BODY = {"model": "mood", "prompt": "the old", "max_tokens": 4}
 
@@ -43,11 +47,15 @@ def test_pages_of_named_origins_may_ask(decoder: tuple[Path, Path]) -> None:
         for origin, allowed in (("https://b.example", True), ("https://evil.example", False)):
             headers = {
                 "Origin": origin, "Access-Control-Request-Method": "POST",
-                "Access-Control-Request-Headers": "authorization,content-type",
+                "Access-Control-Request-Headers": "authorization,content-type,x-stainless-lang,x-stainless-os",
             }  # fmt: skip
             before = httpx.options(f"{running.url}/v1/completions", headers=headers, trust_env=False)
             answer = running.post("/v1/completions", BODY, headers={"Origin": origin})
             assert (before.status_code == 200) == allowed
+            if allowed:  # what a script may send, and read of an answer
+                assert "x-stainless-lang" in before.headers["access-control-allow-headers"]
+                exposed = {name.strip() for name in answer.headers["access-control-expose-headers"].split(",")}
+                assert exposed == {"Retry-After", "X-Request-ID"}
             for one in (before, answer):
                 assert one.headers.get("access-control-allow-origin") == (origin if allowed else None), one.headers
     with served(model=str(decoder[0]), watch=0, log="off") as running:
@@ -101,3 +109,98 @@ def test_every_setting_of_the_engine_reaches_it(decoder: tuple[Path, Path], monk
     assert {renamed.get(name, name): value for name, value in got.items()} == {
         name: value for name, value in values.items() if name not in ("model", "deltas")
     }
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "[bad"])
+def test_a_name_that_leads_to_this_machine_is_not_answered(server: Served, host: str) -> None:
+    """A page whose own name has the address 127.0.0.1 (DNS rebinding) is of the same origin for its browser."""
+    for method, path in (("GET", "/v1/deltas"), ("GET", "/health"), ("DELETE", "/v1/deltas/mood")):
+        answer = httpx.request(method, server.url + path, headers={"Host": host}, trust_env=False)
+        assert answer.status_code == 403 and answer.json()["error"]["code"] == "host_not_allowed", answer.text
+        assert answer.headers["x-request-id"]
+    assert "mood" in server.get("/v1/deltas").text
+    for own in ("localhost", "LOCALHOST:1", "127.0.0.1:9", "[::1]:8000"):
+        assert server.get("/health", headers={"Host": own}).status_code == 200, own
+
+
+def test_with_keys_or_for_other_machines_any_host_is_answered(decoder: tuple[Path, Path], tmp_path: Path) -> None:
+    key = add_key(tmp_path / "keys.json", "acme", {"deltas": ("*",)})
+    headers = {"Host": "models.example", "Authorization": f"Bearer {key}"}
+    for options in ({"keys": str(tmp_path / "keys.json")}, {"host": "0.0.0.0"}):
+        with served(model=str(decoder[0]), watch=0, log="off", **options) as running:
+            assert running.get("/v1/models", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("how", ["closed", "broken"])
+def test_probes_notice_an_engine_that_has_ended(
+    decoder: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    with served(model=str(decoder[0]), watch=0, log="off") as running:
+        assert [running.get(path).status_code for path in ("/health", "/ready")] == [200, 200]
+        if how == "closed":
+            running.engine.close(0.0)
+        else:
+            monkeypatch.setattr("threading.excepthook", lambda _: None)
+
+            def end() -> None:
+                raise SystemExit
+
+            with running.engine._wake:
+                running.engine._calls.append(end)
+                running.engine._wake.notify_all()
+            running.engine._thread.join(20)
+        answers = [running.get(path) for path in ("/health", "/ready")]
+    assert [(answer.status_code, answer.text) for answer in answers] == [(503, "the engine has ended\n")] * 2
+
+
+def test_a_wrong_path_or_method_is_told_what_there_is(server: Served) -> None:
+    missing = server.post("/v1/clasify", {})
+    assert missing.status_code == 404
+    assert missing.json()["error"]["message"].startswith("unknown path '/v1/clasify'. Did you mean '/v1/classify'?")
+    for path, allowed in (("/v1/deltas/mood", "DELETE, GET"), ("/classify", "POST"), ("/v1/deltas", "GET, POST")):
+        answer = httpx.request("PUT", server.url + path, trust_env=False)
+        assert answer.status_code == 405 and answer.headers["allow"] == allowed, answer.headers
+        assert allowed.replace(", ", " or ") in answer.json()["error"]["message"]
+
+
+EARLY = {
+    "no such path": ("/nope", "application/json", 404),
+    "not JSON": ("/v1/completions", "text/plain", 415),
+    "no such delta": ("/v1/deltas/nope", "application/json", 405),
+}
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_an_answer_before_the_body_ends_in_order(server: Served, name: str) -> None:
+    """The client sends its body to the end, reads one answer, and asks again on the same connection."""
+    path, media, status = EARLY[name]
+    size = 300_000
+    with connect(server) as connection:
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {media}\r\nContent-Length: {size}\r\n\r\n"
+        connection.sendall(head.encode())
+        for _ in range(size // 10_000):
+            connection.sendall(b"x" * 10_000)
+            time.sleep(0.002)
+        answer = HTTPResponse(connection)
+        answer.begin()
+        assert answer.status == status and json.loads(answer.read())["error"]["message"]
+        connection.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        answer = HTTPResponse(connection)
+        answer.begin()
+        assert answer.status == 200 and "version" in json.loads(answer.read())
+
+
+def test_a_body_that_was_not_sent_is_not_waited_for(server: Served) -> None:
+    """A client that asks before it sends its body gets the refusal at once, and the connection ends with it."""
+    with connect(server) as connection:
+        head = b"POST /nope HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: 300000\r\n\r\n"
+        connection.sendall(head)
+        answer = HTTPResponse(connection)
+        answer.begin()
+        assert answer.status == 404 and answer.headers["connection"] == "close" and answer.read()
+        assert connection.recv(1) == b""
+
+
+def connect(server: Served) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=20)

@@ -535,7 +535,7 @@ def test_a_connection_that_is_kept_waits_for_its_next_request(impatient: Served)
     with connect(impatient) as connection:
         for pause in (0.0, 0.9):
             time.sleep(pause)
-            connection.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert receive_answer(connection) == (200, b"ok\n")
         connection.sendall(b"GET /heal")
         assert receive_all(connection).startswith(b"HTTP/1.1 408")
@@ -550,7 +550,7 @@ def test_headers_without_end_are_refused(impatient: Served) -> None:
 def test_long_answers_outlive_the_time_for_headers(impatient: Served) -> None:
     with connect(impatient) as connection:
         body = json.dumps({"model": "base", "prompt": "the", "max_tokens": 2}).encode()
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body))
         time.sleep(0.9)  # a body has a time of its own
         connection.sendall(body)
@@ -560,7 +560,9 @@ def test_long_answers_outlive_the_time_for_headers(impatient: Served) -> None:
 def test_a_body_of_many_mistakes_is_refused_soon(impatient: Served) -> None:
     body = {"model": "base", "input": "x", **{f"option{i}": i for i in range(100_000)}}
     answer = impatient.post("/v1/embeddings", body)
-    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith("unknown option 'option0'")
+    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(
+        "the request has 100,000 mistakes"
+    )
     assert len(answer.text) < 5000
     for values in ([1] * 10_000 + ["x"], ["x"] * 10_000 + [1], [[]] * 10_000 + [3]):
         with pytest.raises(ValidationError) as caught:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import stat
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from deltune.errors import DeltuneError
-from deltune.serving.api.auth import KeyFile, add_key, read_keys, revoke_key
+from deltune.models import align_padding_token, load_model, load_tokenizer
+from deltune.serving.api import auth
+from deltune.serving.api.auth import KeyFile, KeyFileContents, add_key, read_keys, revoke_key
 
-from .served import METHODS, Served, served
+from .served import METHODS, Served, decoder_with_deltas, save_delta, served
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -52,6 +57,28 @@ def test_a_second_key_keeps_what_is_not_said_again(tmp_path: Path) -> None:
     tenants = {tenant.name: tenant for tenant in read_keys(file).tenants}
     assert tenants["acme"].manage and tenants["acme"].deltas == ("acme-*",) and len(tenants["acme"].keys) == 2
     assert tenants["zeta"].deltas == () and not tenants["zeta"].manage
+
+
+def test_keys_that_are_made_at_the_same_time_are_all_kept(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    read, waiting = auth.read_keys, threading.Barrier(4)
+
+    def slow(path: Path) -> KeyFileContents:
+        contents = read(path)
+        time.sleep(0.05)  # the others read meanwhile, if they may
+        return contents
+
+    def make(number: int) -> str:
+        waiting.wait(20)
+        return add_key(file, f"tenant{number}", {})
+
+    add_key(file, "first", {})
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(4) as pool:
+        patch.setattr(auth, "read_keys", slow)
+        keys = list(pool.map(make, range(4)))
+    known = KeyFile(file)
+    assert [tenant.name for key in keys if (tenant := known.tenant(key))] == [f"tenant{n}" for n in range(4)]
+    assert read_keys(file).tenants[0].name == "first"
 
 
 def test_a_running_server_notices_new_and_revoked_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,6 +270,12 @@ def test_the_command_makes_lists_and_revokes(tmp_path: Path, capsys: pytest.Capt
     key = run("acme", "--deltas", "acme-*", "--deltas", "mood", "--manage").strip()
     (listed,) = json.loads(run("--json"))
     assert listed["deltas"] == ["acme-*", "mood"] and listed["keys"] == [key.split("-")[1]] and "hash" not in listed
+    line = run()
+    run("acme", "--requests-per-minute", "5", "--admin", "--no-manage", "--no-base")
+    assert "deltas acme-*, mood; base model; manage; keys " in line and "admin" not in line
+    assert "deltas acme-*, mood; admin; 5 requests a minute; keys " in " ".join(run().split())
+    second = json.loads(run("--json"))[0]["keys"][1]
+    run("--revoke", second)
     assert run("--revoke", key.split("-")[1]).startswith("revoked a key of acme")
     assert json.loads(run("--json"))[0]["keys"] == []
     with pytest.raises(DeltuneError, match="unknown key"):
@@ -266,3 +299,27 @@ def test_nothing_is_read_of_a_request_without_a_key(decoder: tuple[Path, Path], 
     with served(model=str(model), deltas=str(deltas), keys=str(tmp_path / "keys.json"), log="off") as running:
         for path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/classify", "/tag", "/generate"):
             assert running.post(path, {"wrong": 1}).status_code == 401
+
+
+def test_a_refusal_does_not_say_where_models_are(tmp_path: Path) -> None:
+    """A base model that is a folder is named by the last part of its path, in the list of deltas and in answers."""
+    model, deltas = decoder_with_deltas(tmp_path / "private")
+    changed = load_model(str(model), "causal-lm")
+    align_padding_token(changed, load_tokenizer(str(model)))
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    changed.save_pretrained(tmp_path / "private" / "other-model")
+    load_tokenizer(str(model)).save_pretrained(tmp_path / "private" / "other-model")
+    other = load_model(str(tmp_path / "private" / "other-model"), "causal-lm")
+    align_padding_token(other, load_tokenizer(str(model)))
+    save_delta(other, deltas / "wrong", "lora(rank=2)", 1)
+    with served(model=str(model), deltas=str(deltas), watch=0, served_name="base", log="off") as running:
+        texts = [
+            running.get("/v1/deltas/wrong").json()["error"],
+            running.post("/v1/completions", {"model": "wrong", "prompt": "the"}).json()["error"]["message"],
+        ]
+        assert str(tmp_path) not in running.get("/v1/deltas").text
+    for text in texts:
+        assert "it was other-model, and the" in text and "of this one (model) differ" in text, text
+        assert str(tmp_path) not in text and "private" not in text

@@ -21,7 +21,10 @@ from deltune.serving.api.auth import Tenant
 from deltune.serving.api.errors import ApiError
 from deltune.serving.api.limits import RateLimits
 from deltune.serving.api.metrics import Metrics
-from deltune.serving.config import LimitsSection
+from deltune.serving.api.schemas import ChatBody, ClassifyBody, CompletionBody, TagBody
+from deltune.serving.api.service import parse_body
+from deltune.serving.config import MAX_INPUTS, LimitsSection
+from deltune.serving.errors import RequestTimeout
 from deltune.serving.requests import EngineStats
 
 from .served import Served, served, wait_until
@@ -164,6 +167,46 @@ def test_rates_of_the_server(decoder: tuple[Path, Path]) -> None:
             client.completions.create(model="mood", prompt="the")
 
 
+def test_a_request_counts_once_and_before_it_is_read(decoder: tuple[Path, Path]) -> None:
+    """One with mistakes counts too, and where the rate is used up nothing is parsed: no mistake is found any more."""
+    with served(model=str(decoder[0]), deltas=str(decoder[1]), watch=0, log="off", requests_per_minute=3) as running:
+        body = {"model": "mood", "prompt": "the", "max_tokens": 1}
+        statuses = [
+            running.post("/v1/completions", one).status_code for one in (body, {"wrong": 1}, body, {"wrong": 1})
+        ]
+        assert statuses == [200, 400, 200, 429]
+    with served(model=str(decoder[0]), deltas=str(decoder[1]), watch=0, log="off", requests_per_minute=3) as running:
+        bodies = ({"name": "mood"}, {"wrong": 1}, {"name": "mood"}, {"wrong": 1})
+        statuses = [running.post("/v1/deltas", one).status_code for one in bodies]
+        assert statuses == [201, 400, 201, 429]
+
+
+@pytest.mark.parametrize("model", [CompletionBody, TagBody, ChatBody], ids=lambda model: model.__name__)
+def test_lists_without_end_are_not_parsed(model: type[Any]) -> None:
+    """A million lists of a number would hold all others up for a second; brackets in a text are none."""
+    with pytest.raises(ApiError, match="more than 131,072 lists and objects") as caught:
+        parse_body(b'{"model": "mood", "prompt": [' + b"[1]," * 1_000_000 + b"[1]]}", model)
+    assert caught.value.status == 413
+    text = '[{"\\":' * 200_000
+    assert parse_body(json.dumps({"model": "mood", "prompt": text}).encode(), CompletionBody).prompt == text
+
+
+def test_lists_have_bounds() -> None:
+    message = {"role": "user", "content": "the"}
+    for model, body, field in (
+        (CompletionBody, {"prompt": ["a"] * (MAX_INPUTS + 1)}, "prompt"),
+        (CompletionBody, {"prompt": [1] * (2**20 + 1)}, "prompt"),
+        (CompletionBody, {"prompt": "a", "metadata": {str(i): "" for i in range(17)}}, "metadata"),
+        (TagBody, {"input": [["a"]] * (MAX_INPUTS + 1)}, "input"),
+        (ClassifyBody, {"input": "a", "pair": ["a"] * (MAX_INPUTS + 1)}, "pair"),
+        (ChatBody, {"messages": [message] * 10_001}, "messages"),
+        (ChatBody, {"messages": [{**message, "content": [{"type": "text", "text": ""}] * 1025}]}, "messages.0.content"),
+    ):
+        with pytest.raises(ApiError, match=rf"^{field}: \w+ should have at most") as caught:
+            parse_body(json.dumps({"model": "mood", **body}).encode(), model)
+        assert caught.value.status == 400
+
+
 def test_a_full_queue_is_told_when_to_come_again(decoder: tuple[Path, Path]) -> None:
     model, deltas = decoder
     limits = {"max_queue": 2, "max_batch_size": 1}
@@ -235,6 +278,29 @@ def test_an_error_of_ours_is_an_answer_without_details(
         assert answer.status_code == 500 and "division" not in answer.text
         wait_until(lambda: any("ZeroDivisionError" in str(record.exc_info) for record in caplog.records), 10)
         assert running.get("/v1/deltas").status_code == 200
+
+
+def test_a_stream_that_fails_counts_as_an_error(
+    decoder: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its answer began with 200, and the error is in its last event: numbers and log have the status of the error."""
+    caplog.set_level(logging.INFO, "deltune.serving")
+    with served(model=str(decoder[0]), deltas=str(decoder[1]), watch=0) as running:
+        whole = type(running.engine).astream
+
+        async def broken_off(engine: Any, request: Any) -> Any:
+            async for item in whole(engine, request):
+                yield item
+                raise RequestTimeout("the request took longer than its timeout")
+
+        monkeypatch.setattr(type(running.engine), "astream", broken_off)
+        body = {"model": "mood", "prompt": "the", "max_tokens": 40, "stream": True}
+        answer = running.post("/v1/completions", body)
+        assert answer.status_code == 200 and '"status": 408' in answer.text.strip().splitlines()[-1]
+        load = wait_until(lambda: running.service.metrics.loads.get("mood"))
+        assert (load.requests, load.errors, load.statuses) == (1, 1, {"408"})
+    (line,) = [record.facts for record in caplog.records if record.getMessage() == "request"]  # type: ignore[attr-defined]
+    assert line["status"] == 408 and line["stream"]
 
 
 def test_latencies_are_of_answers_and_errors_are_counted_apart() -> None:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Any
 
+import numpy
 import pytest
 import typer
 
 from deltune.cli.app import app
 from deltune.errors import DeltuneError
+from deltune.serving.api.metrics import DeltaLoad
+from deltune.serving.latencies import percentile
 from deltune.serving.load_generator import LoadPlan, arrivals, measure, quantiles, read_prompts, render
 
 from .served import METHODS, Served
@@ -42,7 +47,19 @@ def test_arrivals_are_a_poisson_process_over_zipf() -> None:
 
 def test_quantiles() -> None:
     assert quantiles([]) == {}
-    assert quantiles(range(1, 101)) == {"p50": 51, "p90": 91, "p95": 96, "p99": 100, "max": 100}
+    assert quantiles(range(1, 101)) == {"p50": 50, "p90": 90, "p95": 95, "p99": 99, "max": 100}
+    assert quantiles([3.0]) == dict.fromkeys(("p50", "p90", "p95", "p99", "max"), 3.0)
+
+
+@pytest.mark.parametrize("percent", [0, 25, 50, 90, 95, 99, 100])
+def test_a_percentile_is_the_least_value_that_a_share_does_not_exceed(percent: int) -> None:
+    """On the page, in the metrics and of the load generator; numpy calls it the inverse of the distribution."""
+    for number in range(1, 120):
+        values = [float(value) for value in range(number)]
+        expected = numpy.quantile(values, percent / 100, method="inverted_cdf")
+        load = DeltaLoad()
+        load.latencies.extend(reversed(values))
+        assert percentile(values, percent / 100) == load.percentile(percent / 100) == expected, number
 
 
 @pytest.mark.parametrize(
@@ -80,7 +97,7 @@ def test_a_real_server_is_measured(server: Served, task: str) -> None:
     assert "requests in" in str(result) and "p99" in str(result)
 
 
-@contextmanager
+@contextlib.contextmanager
 def http_server(answer: type[BaseHTTPRequestHandler]) -> Iterator[str]:
     """Another server than ours."""
     running = ThreadingHTTPServer(("127.0.0.1", 0), answer)
@@ -124,6 +141,66 @@ def test_a_slow_server_does_not_slow_the_load_down() -> None:
     assert max(one.lag for one in result.requests) < 1.0
     late = [one.latency for one in result.requests[-5:] if one.latency is not None]
     assert max(late) > 0.5 and result.seconds > 0.1 * result.sent - 0.1
+
+
+class Dripping(BaseHTTPRequestHandler):
+    """A server whose stream goes on for ever, a piece at a time."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            for _ in range(200):
+                self.wfile.write(b'data: {"choices": [{"text": "a"}]}\n\n')
+                self.wfile.flush()
+                time.sleep(0.05)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+def test_the_time_of_a_request_is_that_of_its_whole_answer() -> None:
+    """An answer that never ends is none, though each of its pieces comes soon."""
+    with http_server(Dripping) as url:
+        result = measure(LoadPlan(url, models=("a",), rate=5, duration=1, timeout=0.5), progress=False)
+    assert result.failed == result.sent > 0 and "longer than 0.5 seconds" in result.first_error
+
+
+class Mixed(BaseHTTPRequestHandler):
+    """A server with a classifier, a tagger and a model for embeddings alone."""
+
+    tasks: Mapping[str, Sequence[str]] = {"mood": ["classify", "embed"], "names": ["tag", "embed"], "plain": ["embed"]}
+
+    def do_GET(self) -> None:
+        if self.path == "/v1/models":
+            data: list[Any] = [{"id": name, "parent": "base"} for name in self.tasks]
+        else:
+            data = [{"name": name, "tasks": tasks} for name, tasks in self.tasks.items()]
+        self.answer({"data": data})
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.answer({})
+
+    def answer(self, value: Any) -> None:
+        body = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+def test_only_deltas_that_have_the_task_are_asked() -> None:
+    with http_server(Mixed) as url:
+        for task, names in (("classify", {"mood"}), ("embeddings", {"mood", "names", "plain"})):
+            result = measure(LoadPlan(url, task=task, rate=50, duration=1), progress=False)
+            assert set(result.by_model()) == names and not result.failed
+        with pytest.raises(DeltuneError, match=r"none of the 3 deltas of .* has the task generate"):
+            measure(LoadPlan(url, task="chat", rate=50, duration=1), progress=False)
 
 
 def test_the_command_writes_numbers_and_a_page(

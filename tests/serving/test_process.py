@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -258,6 +259,35 @@ def test_mistakes_end_before_anything_is_loaded(decoder: tuple[Path, Path], tmp_
     ):
         with pytest.raises(DeltuneError, match=words):
             run(model, *arguments, "--port", 0)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl on the path")
+def test_wrong_files_end_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of keys, a certificate or its key that is missing, damaged or another's: no model is read."""
+    monkeypatch.setattr("deltune.serving.process.build_engine", lambda config: pytest.fail("the model was loaded"))
+    for name in ("a", "b", "locked"):
+        protection = ["-passout", "pass:x"] if name == "locked" else ["-nodes"]
+        made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-days", "2", "-subj", "/CN=localhost", *protection]
+        made += ["-keyout", str(tmp_path / f"{name}.key"), "-out", str(tmp_path / f"{name}.pem")]
+        subprocess.run(made, check=True, capture_output=True, timeout=60)
+    (tmp_path / "none.pem").write_text("nothing")
+    (tmp_path / "map.json").write_text('{"tenants": {"acme": {}}}')
+    certificate, key = tmp_path / "a.pem", tmp_path / "a.key"
+    for options, words in (
+        (
+            ("--ssl-certfile", tmp_path / "missing.pem", "--ssl-keyfile", key),
+            r"there is no file .*, which --ssl-certfile",
+        ),
+        (("--ssl-certfile", certificate, "--ssl-keyfile", tmp_path / "c.key"), r"there is no file .*--ssl-keyfile"),
+        (("--ssl-certfile", tmp_path / "none.pem", "--ssl-keyfile", key), "cannot be used"),
+        (("--ssl-certfile", certificate, "--ssl-keyfile", tmp_path / "b.key"), "cannot be used"),
+        (("--ssl-certfile", tmp_path / "locked.pem", "--ssl-keyfile", tmp_path / "locked.key"), "has no passphrase"),
+        (("--keys", tmp_path / "missing.json"), "there is no file of keys"),
+        (("--keys", tmp_path / "none.pem"), "cannot be read as a file of keys"),
+        (("--keys", tmp_path / "map.json"), "tenants: here a list is expected"),
+    ):
+        with pytest.raises(DeltuneError, match=words):
+            run("minilm", *options, "--port", 0)
 
 
 def test_without_keys_only_a_local_server_is_managed() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -78,6 +80,29 @@ def test_a_delta_is_loaded_on_all_replicas(replicas: Served, folder: Path) -> No
 
 
 @pytest.mark.slow
+def test_a_delta_that_one_replica_refuses_changes_nothing(replicas: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that had taken it have the old version again, or do not know the delta any more."""
+    before = answers(replicas)
+    broadcast = replicas.engine._broadcast
+
+    def one_refuses(method: str, *arguments: Any) -> list[Any]:
+        results: list[Any] = broadcast(method, *arguments)
+        if method == "load":
+            monkeypatch.setattr(replicas.engine, "_broadcast", broadcast)
+            results[0] = Failure("InvalidRequest", "this replica has no room")
+        return results
+
+    for name, folder in (("mood", "intent"), ("another", "intent")):
+        monkeypatch.setattr(replicas.engine, "_broadcast", one_refuses)
+        refused = replicas.post("/v1/deltas", {"name": name, "folder": folder})
+        assert refused.status_code == 400 and "has no room" in refused.text
+    for _ in range(4):
+        assert replicas.post("/v1/completions", {"model": "another", **ASK}).status_code == 404
+        for name, values in answers(replicas).items():
+            assert values == pytest.approx(before[name], abs=1e-5), name
+
+
+@pytest.mark.slow
 def test_a_client_that_goes_leaves_the_batch_of_a_replica(replicas: Served) -> None:
     """What it asked for is not generated to its end."""
     before = replicas.engine.stats().finished.get("mood", 0)
@@ -101,3 +126,40 @@ def test_numbers_are_those_of_all_replicas(replicas: Served) -> None:
         replicas.post("/v1/completions", {"model": "intent", **ASK})
     wait_until(lambda: replicas.engine.stats().finished.get("intent", 0) == before + 8, 20)
     assert "deltune_finished_total" in replicas.get("/metrics").text
+
+
+@pytest.mark.slow
+def test_a_replica_that_ends_is_a_503_and_waiting_has_an_end(replicas: Served) -> None:
+    """Until Ray has replaced them: what ran on them fails, and what waits for them ends with its own timeout."""
+    import ray
+
+    statuses: dict[str, httpx.Response] = {}
+
+    def long() -> None:
+        body = {"model": "mood", "prompt": [[7] * 5] * 200, "max_tokens": 50}
+        statuses["running"] = replicas.post("/v1/completions", body)
+
+    running = threading.Thread(target=long)
+    running.start()
+    wait_until(lambda: sum(replicas.engine.stats().running.values()), 20)
+    name = replicas.engine._name
+    actors = [one for one in ray.util.list_named_actors(all_namespaces=True) if name in one["name"]]
+    assert len(actors) == 2
+    for actor in actors:
+        ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]))
+    running.join(60)
+    lost = statuses["running"]
+    assert lost.status_code == 503 and lost.json()["error"]["code"] == "replica_lost" and lost.headers["retry-after"]
+    begun = time.monotonic()
+    waited = replicas.post("/v1/completions", {"model": "mood", **ASK, "timeout": 1})
+    assert waited.status_code in (408, 503) and time.monotonic() - begun < 20
+    assert replicas.engine.is_alive(), "Ray replaces them"
+    wait_until(lambda: replicas.post("/v1/completions", {"model": "mood", **ASK, "timeout": 5}).status_code == 200, 90)
+    assert {answer.status_code for answer in (replicas.get("/health"), replicas.get("/ready"))} == {200}
+
+
+@pytest.mark.slow
+def test_replicas_that_say_nothing_for_long_are_dead(replicas: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert replicas.get("/health").status_code == 200
+    monkeypatch.setattr("deltune.serving.replicas.LOST_AFTER", 0.0)
+    assert {answer.status_code for answer in (replicas.get("/health"), replicas.get("/ready"))} == {503}

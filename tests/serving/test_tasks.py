@@ -115,6 +115,14 @@ def test_a_task_needs_its_head(encoder: tuple[Served, Path, Path]) -> None:
     assert server.post("/v1/embeddings", {"model": "tagger", "input": "the"}).status_code == 200
 
 
+def test_an_encoder_does_not_chat(encoder: tuple[Served, Path, Path]) -> None:
+    """A chat template would not help it."""
+    body = {"model": "base", "messages": [{"role": "user", "content": "the"}]}
+    answer = encoder[0].post("/v1/chat/completions", body)
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "no_generation"
+    assert "does not generate text" in answer.json()["error"]["message"] and "template" not in answer.text
+
+
 def test_answers_of_an_encoder_decoder(tmp_path: Path) -> None:
     """Greedy answers are those of `generate` with the delta alone."""
     source = tiny.model(tmp_path / "model")

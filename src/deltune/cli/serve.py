@@ -132,7 +132,9 @@ def serve_key(
     deltas: Annotated[
         list[str] | None, typer.Option(help="Repeatable: a delta it may ask, or a pattern such as 'acme-*'.")
     ] = None,
-    base: Annotated[bool | None, typer.Option("--base/--no-base", help="Whether it may ask the base model.")] = None,
+    base: Annotated[
+        bool | None, typer.Option("--base/--no-base", help="Whether it may use the base model [yes].")
+    ] = None,
     manage: Annotated[
         bool | None, typer.Option("--manage/--no-manage", help="Whether it may load and unload its deltas.")
     ] = None,
@@ -146,7 +148,8 @@ def serve_key(
 ) -> None:
     """Make an API key for a tenant of `deltune serve --keys FILE`, or list or revoke keys.
 
-    The key is printed once; the file keeps a salted hash. A running server notices within a second.
+    The key is printed once; the file keeps a salted hash. A running server notices within a second. FILE alone lists
+    the tenants with their rights, their rates and the ids of their keys.
     """
     from ..filesystem import user_path
 
@@ -166,12 +169,7 @@ def serve_key(
         facts = [
             {**one.model_dump(mode="json", exclude={"keys"}), "keys": [key.id for key in one.keys]} for one in tenants
         ]
-        console.print_json(data=facts) if as_json else console.print(
-            "\n".join(
-                f"{one['name']}: deltas {', '.join(one['deltas']) or 'none'}; keys {', '.join(one['keys'])}"
-                for one in facts
-            )
-        )
+        console.print_json(data=facts) if as_json else console.print("\n".join(map(_describe_tenant, facts)))
         return
     changes = {
         "deltas": None if deltas is None else tuple(deltas), "base": base, "manage": manage, "admin": admin,
@@ -180,6 +178,21 @@ def serve_key(
     key = auth.add_key(file, tenant, {name: value for name, value in changes.items() if value is not None})
     console.print_json(data={"tenant": tenant, "key": key}) if as_json else console.print(key)
     print(f"this key is shown once; {file} keeps a hash of it", file=sys.stderr)
+
+
+def _describe_tenant(facts: Mapping[str, Any]) -> str:
+    """Return the line about a tenant in the list of a file of keys."""
+    rights = [
+        name for name, field in (("base model", "base"), ("manage", "manage"), ("admin", "admin")) if facts[field]
+    ]
+    rates = [
+        f"{facts[f'{what}_per_minute']:g} {what} a minute"
+        for what in ("requests", "tokens")
+        if facts[f"{what}_per_minute"] is not None
+    ]
+    keys = f"keys {', '.join(facts['keys'])}" if facts["keys"] else "no keys"
+    deltas = f"deltas {', '.join(facts['deltas']) or 'none'}"
+    return f"{facts['name']}: {'; '.join([deltas, *rights, *rates, keys])}"
 
 
 def bench_serve(
@@ -194,7 +207,7 @@ def bench_serve(
     prompts: Annotated[Path | None, typer.Option(help="Texts, a line each [sentences of random words].")] = None,
     prompt_words: Annotated[int, typer.Option(min=1, help="Words of a random prompt.")] = 16,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a generated answer.")] = 32,
-    timeout: Annotated[float, typer.Option(help="Seconds after which a request has failed.")] = 60.0,
+    timeout: Annotated[float, typer.Option(help="Seconds for the whole answer to a request.")] = 60.0,
     seed: Annotated[int, typer.Option(help="Of arrivals, models and prompts.")] = 0,
     key_variable: Annotated[str, typer.Option(help="Environment variable with the API key.")] = "OPENAI_API_KEY",
     output: Annotated[Path | None, typer.Option(help="Write every request and the summary there, as JSON.")] = None,

@@ -39,7 +39,11 @@ function draw(id, series) {
   series.forEach((points, style) => {
     let path = "";
     points.forEach((value, i) => {
-      if (value !== null) path += `${i && points[i - 1] !== null ? "L" : "M"}${x(i, points).toFixed(1)} ${y(value).toFixed(1)}`;
+      if (value === null) return;
+      const [before, after] = [points[i - 1] ?? null, points[i + 1] ?? null];
+      const [cx, cy] = [x(i, points).toFixed(1), y(value).toFixed(1)];
+      path += `${before !== null ? "L" : "M"}${cx} ${cy}`;
+      if (before === null && after === null) nodes.push(shape("circle", { class: `c${style}`, cx, cy, r: 2.5 }));
     });
     nodes.push(shape("path", { class: `c${style}`, d: path || "M0 0" }));
   });

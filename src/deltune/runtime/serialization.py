@@ -38,7 +38,7 @@ from ..filesystem import (
 from ..methods.masks import RowMask
 from ..methods.registry import check_registered
 from ..methods.spec import explicit_expression
-from ..models import portable_name
+from ..models import name_without_path, portable_name
 from ..tensor_files import TensorInfo
 from .delta_schema import FORMAT, BaseFacts, DeltaMetadata, check_against_metadata, read_metadata_file
 from .model_card import HUB_ID, README, update_card
@@ -394,7 +394,7 @@ def check_base(base: BaseFacts, where: Path, model_metadata: dict[str, Any], all
         raise DeltuneError(unknown_name("base", allowed, BASES))
     if base.family != model_metadata["family"]:
         raise DeltuneError(
-            f"{where} was tuned on a {base.family} model ({base.name or base.model}); this is a "
+            f"{where} was tuned on a {base.family} model ({_shown(base.name, base.model)}); this is a "
             f"{model_metadata['family']} model",
             fault="model",
         )
@@ -411,15 +411,15 @@ def check_base(base: BaseFacts, where: Path, model_metadata: dict[str, Any], all
         )
     if base.structure and base.structure != model_metadata["structure"]:
         raise DeltuneError(
-            f"{where} was tuned on another base model ({base.name or base.model}): the names or shapes of the tensors "
-            f"of this one ({model_metadata['name'] or model_metadata['model']}) differ"
+            f"{where} was tuned on another base model ({_shown(base.name, base.model)}): the names or shapes of the "
+            f"tensors of this one ({_shown(model_metadata['name'], model_metadata['model'])}) differ"
             f"{_too_few_tokens(base, model_metadata)}",
             _resizing(base, model_metadata),
             "model",
         )
     if base.compared_tokens is not None and (too_few := _too_few_tokens(base, model_metadata)):
         raise DeltuneError(
-            f"{where} has rows for tokens that were added to its base model ({base.name or base.model}){too_few}",
+            f"{where} has rows for tokens that were added to its base model ({_shown(base.name, base.model)}){too_few}",
             _resizing(base, model_metadata),
             "tokens",
         )
@@ -442,7 +442,7 @@ def check_base(base: BaseFacts, where: Path, model_metadata: dict[str, Any], all
 
 def _base_differences(base: BaseFacts, model_metadata: dict[str, Any]) -> Iterator[str]:
     """Yield in which respects a model is another one than a delta was tuned on."""
-    here = model_metadata["name"] or model_metadata["model"]
+    here = _shown(model_metadata["name"], model_metadata["model"])
     if base.quantization != model_metadata["quantization"]:
         yield f"it had {_held(base.quantization)}, and {here} has {_held(model_metadata['quantization'])}"
     elif base.quantization and base.revision and model_metadata["revision"] not in ("", base.revision):
@@ -455,7 +455,13 @@ def _base_differences(base: BaseFacts, model_metadata: dict[str, Any]) -> Iterat
     differing = [area for area in comparable if area in fingerprint and fingerprint[area] != base.fingerprint[area]]
     if differing:
         advice = _about_added_tokens(base, model_metadata) if differing == ["embedding"] else ""
-        yield f"it was {base.name or base.model}, and the {' and '.join(differing)} of this one ({here}) differ{advice}"
+        was = _shown(base.name, base.model)
+        yield f"it was {was}, and the {' and '.join(differing)} of this one ({here}) differ{advice}"
+
+
+def _shown(name: str, model_class: str) -> str:
+    """Return how messages name a model: a server shows them to clients, who need not know where its models are."""
+    return name_without_path(name) or model_class
 
 
 def _too_few_tokens(base: BaseFacts, model_metadata: dict[str, Any]) -> str:

@@ -12,6 +12,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ..errors import error_from_problems, excerpt, unknown_name, validation_problems
 
+MAX_INPUTS = 2**16
+"""Texts that a server can be told to take in one request."""
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
@@ -136,7 +138,13 @@ class LimitsSection(Section):
     """What a request and a tenant may ask. A key's own rates are in the file of keys."""
 
     max_body: Bytes = _option(4 << 20, "size of a request, such as 4MiB", common=True)
-    max_inputs: Size = _option(256, "inputs of one request, but no more than may wait", common=True)
+    max_inputs: Annotated[int, REFUSE_BOOL] = _option(
+        256,
+        f"inputs of one request, {MAX_INPUTS:,} at most, and no more than may wait",
+        common=True,
+        ge=1,
+        le=MAX_INPUTS,
+    )
     max_tokens: Size = _option(4096, "tokens that one input may ask for", common=True)
     default_max_tokens: Size = _option(256, "tokens of a chat's answer where the request does not say", common=True)
     timeout: Seconds = _option(300.0, "seconds for the answer to a request", common=True)

@@ -39,7 +39,7 @@ from .jobs import LONG_TEXT, Job, Listener, RequestEncoder, check_pair, check_re
 from .lifecycle import Lifecycle, LifecycleContext
 from .prompt_cache import PromptCache
 from .registry import HEAD_TASKS, FolderFacts, scan
-from .requests import Answer, DeltaInfo, EngineStats, Request, TokenChoice
+from .requests import Answer, DeltaInfo, EngineStats, Request, Task, TokenChoice
 from .streams import Stream
 
 logger = logging.getLogger(__name__)
@@ -475,6 +475,14 @@ class Server:
                 logger.warning("the folder of deltas could not be looked at: %s", error_summary(error))
 
     # -- numbers, and the end
+
+    def base_tasks(self) -> tuple[Task, ...]:
+        """Return what the base model can be asked for."""
+        return self._base.tasks
+
+    def is_alive(self) -> bool:
+        """Return whether requests are answered: the server is not closed, and the thread that computes runs."""
+        return self._thread.is_alive() and not self._closing
 
     def stats(self) -> EngineStats:
         """Return how busy the server is.

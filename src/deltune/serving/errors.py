@@ -29,6 +29,10 @@ class EngineClosed(DeltuneError):
     """The engine is shutting down and takes no new requests."""
 
 
+class ReplicaLost(DeltuneError):
+    """The replica that was to answer has ended or cannot be reached; another one may answer the same request."""
+
+
 OPERATOR_ADVICE: dict[Fault, str] = {
     "files": "Put sound files into its folder, or tune it again on this server's model.",
     "model": "Serve it with a server of that model, or tune it again on this server's model.",

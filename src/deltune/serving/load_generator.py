@@ -24,8 +24,10 @@ from ..errors import DeltuneError, error_from_problems, excerpt, unknown_name
 from ..filesystem import user_path
 from ..pages.charts import Line, line_chart
 from ..pages.rendering import render as render_page
+from .latencies import percentile
 
-TASKS = ("completions", "chat", "classify", "embeddings")
+TASKS = {"completions": "generate", "chat": "generate", "classify": "classify", "embeddings": "embed"}
+"""What can be asked for, and which of the tasks of a delta that is."""
 SHARES = (0.5, 0.9, 0.95, 0.99)
 WORDS = (
     "the", "a", "my", "old", "small", "very", "and", "is", "was", "near", "here", "table", "apple", "pear", "hammer",
@@ -52,7 +54,7 @@ class LoadPlan:
         prompts: Texts to choose from; empty for sentences of random words.
         prompt_words: The words of such a sentence.
         max_tokens: The tokens of a generated answer.
-        timeout: Seconds after which a request has failed.
+        timeout: Seconds for the whole answer to a request, after which it has failed.
         seed: Seed of arrivals, models and prompts.
 
     Raises:
@@ -95,12 +97,12 @@ class LoadPlan:
 
 @dataclass
 class SentRequest:
-    """One request and what became of it.
+    """A request with its outcome.
 
     Attributes:
-        at: When it was to be sent, in seconds from the start.
-        model: Which model was asked.
-        lag: How much later than that it was sent.
+        at: When it was due, in seconds from the start.
+        model: The model.
+        lag: Seconds by which it was sent late.
         latency: Seconds to the end of the answer; None if it failed.
         first: Seconds to the first part of a stream; None without one.
         tokens: Tokens of the answer.
@@ -120,7 +122,7 @@ class SentRequest:
 
 @dataclass(frozen=True)
 class LoadResult:
-    """How a server bore a load.
+    """The result of a load test.
 
     Attributes:
         plan: What was sent.
@@ -229,9 +231,7 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
     ordered = sorted(values)
     if not ordered:
         return {}
-    at = {
-        label: ordered[min(len(ordered) - 1, int(s * len(ordered)))] for label, s in zip(_labels(), SHARES, strict=True)
-    }
+    at = {label: percentile(ordered, share) for label, share in zip(_labels(), SHARES, strict=True)}
     return {**at, "max": ordered[-1]}
 
 
@@ -309,7 +309,7 @@ async def _measure(plan: LoadPlan, key: str | None, progress: bool) -> LoadResul
 
 
 async def _models(client: httpx.AsyncClient, plan: LoadPlan) -> tuple[str, ...]:
-    """Ask the server for its models; deltas only, where it has any."""
+    """Ask the server for its models; deltas only, where it has any, and those that have the plan's task."""
     try:
         answer = await client.get("/v1/models")
         answer.raise_for_status()
@@ -322,7 +322,23 @@ async def _models(client: httpx.AsyncClient, plan: LoadPlan) -> tuple[str, ...]:
         ) from error
     if not names:
         raise DeltuneError(f"{plan.base}/v1/models lists no models; name some with --models")
-    return names
+    tasks = await _tasks(client)
+    fitting = tuple(name for name in names if TASKS[plan.task] in tasks.get(name, (TASKS[plan.task],)))
+    if not fitting:
+        raise DeltuneError(
+            f"none of the {len(names):,} deltas of {plan.base} has the task {TASKS[plan.task]}, which --task "
+            f"{plan.task} asks for; GET /v1/deltas lists the tasks of each"
+        )
+    return fitting
+
+
+async def _tasks(client: httpx.AsyncClient) -> dict[str, tuple[str, ...]]:
+    """Return the tasks of each delta, where the server is one of ours; nothing of other servers."""
+    try:
+        answer = await client.get("/v1/deltas")
+        return {str(one["name"]): tuple(one["tasks"]) for one in answer.raise_for_status().json()["data"]}
+    except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
 
 
 def payload(plan: LoadPlan, model: str, prompt: str) -> tuple[str, dict[str, Any]]:
@@ -341,23 +357,26 @@ def payload(plan: LoadPlan, model: str, prompt: str) -> tuple[str, dict[str, Any
 
 
 async def _send(client: httpx.AsyncClient, plan: LoadPlan, request: SentRequest, prompt: str, begun: float) -> None:
-    """Send one request and note what became of it."""
+    """Send one request and record its outcome."""
     path, body = payload(plan, request.model, prompt)
     intended = begun + request.at
     request.lag = time.perf_counter() - intended
     try:
-        async with client.stream("POST", path, json=body) as answer:
-            request.status = answer.status_code
-            if answer.status_code != 200:
-                text = (await answer.aread()).decode("utf-8", "replace")
-                request.error = f"{answer.status_code}: {text[:300]}"
-                return
-            if body.get("stream"):
-                await _read_stream(answer, request, intended)
-            else:
-                json.loads(await answer.aread())
+        async with asyncio.timeout(plan.timeout):
+            async with client.stream("POST", path, json=body) as answer:
+                request.status = answer.status_code
+                if answer.status_code != 200:
+                    text = (await answer.aread()).decode("utf-8", "replace")
+                    request.error = f"{answer.status_code}: {text[:300]}"
+                    return
+                if body.get("stream"):
+                    await _read_stream(answer, request, intended)
+                else:
+                    json.loads(await answer.aread())
         if not request.error:
             request.latency = time.perf_counter() - intended
+    except TimeoutError:
+        request.error = f"the answer took longer than {plan.timeout:g} seconds"
     except (httpx.HTTPError, ValueError) as error:
         request.error = f"{type(error).__name__}: {error}"
 
@@ -412,7 +431,7 @@ def render(result: LoadResult) -> str:
         for bucket, requests in sorted(buckets.items()):
             values = sorted(one.latency for one in requests if one.latency is not None)
             if values:
-                points.append((bucket * width, 1000 * values[min(len(values) - 1, int(share * len(values)))]))
+                points.append((bucket * width, 1000 * percentile(values, share)))
         over_time.append(Line(label, points))
     rates = [
         Line("sent", [(bucket * width, len(requests) / width) for bucket, requests in sorted(buckets.items())]),
@@ -436,4 +455,4 @@ def render(result: LoadResult) -> str:
 def _curve(values: Sequence[float]) -> list[float]:
     """Return 200 values of the inverse of the distribution, from the least to the 99.5th percentile."""
     ordered = sorted(values)
-    return [ordered[min(len(ordered) - 1, int(i / 200 * len(ordered)))] for i in range(200)]
+    return [percentile(ordered, i / 200) for i in range(200)]

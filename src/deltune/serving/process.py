@@ -6,18 +6,22 @@ import asyncio
 import logging
 import signal
 import socket
+import ssl
 import sys
 import threading
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from ..compat import is_answering
 from ..errors import DeltuneError, check_extra, counted
 from .api.app import create_app
+from .api.auth import KeyFile
 from .api.logs import configure_logs
-from .config import ServeConfig
+from .config import HttpSection, ServeConfig
 from .loading import freeze_start_up, load_server
 
 if TYPE_CHECKING:
@@ -42,10 +46,12 @@ def serve(config: ServeConfig, quiet: bool = False) -> None:
         quiet: Do not say on standard error where it serves.
 
     Raises:
-        DeltuneError: The address is taken, or the model, the folder of deltas or the file of keys is wrong.
+        DeltuneError: The address is taken, or the model, the folder of deltas, the file of keys or the certificate is
+            wrong.
     """
     if config.ray.ray:
         check_extra("ray", "deltune serve --ray needs")
+    check_files(config.http)
     listener = bind(config.http.host, config.http.port)
     try:
         configure_logs(config.log.log)  # the engine's first look at the folder may have something to say
@@ -64,6 +70,32 @@ def serve(config: ServeConfig, quiet: bool = False) -> None:
             engine.close(0.0 if server.force_exit else config.http.drain)
     finally:
         listener.close()
+
+
+def check_files(http: HttpSection) -> None:
+    """Read the file of keys and the certificate, so that a mistake is found before the model is loaded.
+
+    Args:
+        http: Where they are.
+
+    Raises:
+        DeltuneError: One is missing or wrong.
+    """
+    if http.keys is not None:
+        KeyFile(http.keys)
+    if http.ssl_certfile is None or http.ssl_keyfile is None:
+        return
+    for option, path in (("--ssl-certfile", http.ssl_certfile), ("--ssl-keyfile", http.ssl_keyfile)):
+        if not Path(path).is_file():
+            raise DeltuneError(f"there is no file {path}, which {option} names")
+    try:
+        # without a passphrase OpenSSL would ask for one on the terminal
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(http.ssl_certfile, http.ssl_keyfile, lambda: "")
+    except (OSError, ValueError) as error:  # an SSLError is an OSError
+        raise DeltuneError(
+            f"the certificate {http.ssl_certfile} with the key {http.ssl_keyfile} cannot be used: {error}. Both are "
+            "PEM files, of one another, and the key has no passphrase"
+        ) from error
 
 
 def build_engine(config: ServeConfig) -> Engine:
@@ -130,8 +162,7 @@ def bounded_protocol(seconds: float) -> type[asyncio.Protocol]:
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            request = getattr(self, "cycle", None)
-            if request is not None and not request.response_complete:  # its head has arrived
+            if is_answering(self):  # the head has arrived
                 self.stop_timer()
                 return
             self.header_bytes += len(data)

@@ -11,18 +11,20 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import threading
+import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import DeltuneError, check_extra, error_summary
 from .config import ServeConfig
-from .errors import EngineClosed, InvalidRequest, QueueFull, RequestTimeout, UnknownDelta
+from .errors import EngineClosed, InvalidRequest, QueueFull, ReplicaLost, RequestTimeout, UnknownDelta
 from .loading import deltas_folder
-from .requests import Answer, DeltaInfo, EngineStats, Request, TokenChoice
+from .requests import Answer, DeltaInfo, EngineStats, Request, Task, TokenChoice
 
 logger = logging.getLogger("deltune.serving")
 
@@ -32,6 +34,10 @@ LOOK = 1.0
 """Seconds between looks at what the replicas have."""
 CONTROL_TIMEOUT = 120.0
 """Seconds in which replicas must have loaded a delta or started."""
+LOST_AFTER = 60.0
+"""Seconds without a word of the replicas after which the front counts as dead. Ray replaces a replica within fewer."""
+MAX_QUEUE = 1024
+"""Requests that wait in the front for a replica where the config does not say."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,7 @@ class Snapshot:
     ignored: dict[str, str]
     usage: dict[str, int]
     unloaded: list[str]
+    base_tasks: tuple[Task, ...]
 
 
 def replica_class(max_loaded: int) -> type[Any]:
@@ -153,7 +160,12 @@ def replica_class(max_loaded: int) -> type[Any]:
                     await asyncio.to_thread(self.server.refresh, timeout)
             server = self.server
             return Snapshot(
-                server.deltas(), server.stats(), server.ignored_folders(), server.take_usage(), server.unloaded()
+                server.deltas(),
+                server.stats(),
+                server.ignored_folders(),
+                server.take_usage(),
+                server.unloaded(),
+                server.base_tasks(),
             )
 
         def check_health(self) -> None:
@@ -166,6 +178,37 @@ def replica_class(max_loaded: int) -> type[Any]:
                 server.close(0.0)
 
     return Replica
+
+
+@contextlib.contextmanager
+def _explained(request: Request | None = None) -> Iterator[None]:
+    """Raise what goes wrong between the front and a replica as errors of a server.
+
+    Args:
+        request: The request that is answered inside; None for what the front asks itself.
+
+    Raises:
+        RequestTimeout: The time for the request is over.
+        QueueFull: Too many requests wait for a replica.
+        ReplicaLost: The replica has ended, or does not answer.
+    """
+    from ray.exceptions import RayError, RayTaskError
+    from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
+
+    try:
+        yield
+    except TimeoutError as error:
+        if request is None or request.timeout is None:
+            raise ReplicaLost(f"the replicas did not answer within {CONTROL_TIMEOUT:g} seconds") from error
+        raise RequestTimeout(f"the request took longer than its timeout of {request.timeout:g} seconds") from error
+    except BackPressureError as error:
+        raise QueueFull("too many requests wait for a replica; send this one again later", 1.0) from error
+    except RayTaskError:
+        raise  # an error of ours in a replica
+    except (RayError, DeploymentUnavailableError, ReplicaUnavailableError) as error:
+        raise ReplicaLost(
+            "the replica that was to answer has ended or cannot be reached; send the request again"
+        ) from error
 
 
 class Replicas:
@@ -185,7 +228,7 @@ class Replicas:
 
         self.config = config
         self.folder = deltas_folder(config)
-        self._serve, self._closed = serve, threading.Event()
+        self._serve, self._closed, self._managing = serve, threading.Event(), threading.Lock()
         self._started_ray = not ray.is_initialized()
         address = config.ray.address or os.environ.get("RAY_ADDRESS")
         if self._started_ray:
@@ -203,11 +246,13 @@ class Replicas:
                 }
             }
         values = config.model_dump(mode="json")
-        self._name = f"deltune-{os.getpid()}"
+        # In containers processes have the same numbers, and an application takes the place of another of its name.
+        self._name = f"deltune-{secrets.token_hex(8)}"
         deploy: Any = serve.deployment(
             name="replica",
             ray_actor_options={"num_cpus": config.ray.cpus, "num_gpus": config.ray.gpus},
             max_ongoing_requests=10 * config.ray.ongoing,
+            max_queued_requests=config.batching.max_queue or MAX_QUEUE,
             graceful_shutdown_timeout_s=config.http.drain,
             **scaling,
         )
@@ -223,6 +268,7 @@ class Replicas:
         self._snapshots: list[Snapshot] = []
         self._usage: Counter[str] = Counter()
         self._usage_lock = threading.Lock()
+        self._looked_at = time.monotonic()
         self._look(first=True)
         self._watcher = threading.Thread(target=self._watch, name="deltune-replicas", daemon=True)
         self._watcher.start()
@@ -232,8 +278,10 @@ class Replicas:
         self._check(request)
         response = self._route(request).answer.remote(request, self._loaded.get(request.delta or ""))
         try:
-            result = await response
-        except asyncio.CancelledError:
+            with _explained(request):
+                async with asyncio.timeout(request.timeout):  # a replica counts only from when it has the request
+                    result = await response
+        except (asyncio.CancelledError, RequestTimeout):
             response.cancel()
             raise
         if isinstance(result, Failure):
@@ -246,40 +294,61 @@ class Replicas:
         self._check(request)
         folder = self._loaded.get(request.delta or "")
         response = self._route(request).options(stream=True).stream.remote(request, folder)
-        ended = False
+        items, ended = aiter(response), False
+        end = None if request.timeout is None else asyncio.get_running_loop().time() + request.timeout
         try:
-            async for item in response:
+            while not ended:
+                with _explained(request):
+                    async with asyncio.timeout_at(end):
+                        item = await anext(items, None)
                 if isinstance(item, Failure):
                     raise item.error()
-                yield item
-            ended = True
+                if item is None:
+                    ended = True
+                else:
+                    yield item
         finally:
             if not ended:
                 response.cancel()
 
     def load(self, name: str, folder: Path | None = None, timeout: float | None = None) -> DeltaInfo:
-        """Load or replace a delta on every replica, and on those that start later."""
-        results = self._broadcast("load", name, None if folder is None else str(folder), timeout)
-        for result in results:
-            if isinstance(result, Failure):
-                raise result.error()
-        self._removed.discard(name)
-        if folder is not None:
-            self._loaded[name] = str(folder)
-        self._look()
-        info: DeltaInfo = results[0]
-        return info
+        """Load or replace a delta on every replica, and on those that start later.
+
+        Where one of them refuses it, all have what they had before.
+        """
+        with self._managing:
+            before = self._folder_of(name)
+            results = self._broadcast("load", name, None if folder is None else str(folder), timeout)
+            refused = [result for result in results if isinstance(result, Failure)]
+            if refused:
+                if len(refused) < len(results):
+                    self._broadcast("unload", name) if before is None else self._broadcast(
+                        "load", name, before, timeout
+                    )
+                raise refused[0].error()
+            self._removed.discard(name)
+            if folder is not None:
+                self._loaded[name] = str(folder)
+            self._look()
+            info: DeltaInfo = results[0]
+            return info
+
+    def _folder_of(self, name: str) -> str | None:
+        """Return the folder that a delta was loaded from, None if there is no such delta."""
+        folders = [delta.folder for delta in self.deltas() if delta.name == name]
+        return self._loaded.get(name) or (folders[0] if folders else None)
 
     def unload(self, name: str) -> None:
         """Take a delta out on every replica."""
         if name not in {delta.name for delta in self.deltas()}:
             raise UnknownDelta(f"there is no delta {name!r}")
-        self._removed.add(name)
-        self._loaded.pop(name, None)
-        for result in self._broadcast("unload", name):
-            if isinstance(result, Failure):
-                raise result.error()
-        self._look()
+        with self._managing:
+            self._removed.add(name)
+            self._loaded.pop(name, None)
+            for result in self._broadcast("unload", name):
+                if isinstance(result, Failure):
+                    raise result.error()
+            self._look()
 
     def refresh(self, timeout: float | None = None) -> list[DeltaInfo]:
         """Look at the folder of deltas on every replica."""
@@ -303,6 +372,10 @@ class Replicas:
     def unloaded(self) -> list[str]:
         """Return the names that were taken out, while their folders are still there."""
         return sorted({name for snapshot in self._snapshots for name in snapshot.unloaded})
+
+    def base_tasks(self) -> tuple[Task, ...]:
+        """Return what the base model can be asked for; all replicas have the same."""
+        return self._snapshots[0].base_tasks
 
     def stats(self) -> EngineStats:
         """Return the numbers of all replicas, added up."""
@@ -330,6 +403,10 @@ class Replicas:
             usage, self._usage = self._usage, Counter()
         return dict(usage)
 
+    def is_alive(self) -> bool:
+        """Return whether requests are answered: the replicas have said lately what they have."""
+        return not self._closed.is_set() and time.monotonic() - self._looked_at < LOST_AFTER
+
     def close(self, drain: float = 30.0) -> None:
         """End the replicas after the requests that run."""
         if not self._closed.is_set():
@@ -355,16 +432,17 @@ class Replicas:
 
     def _broadcast(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of every replica, and return what they return."""
-        response = self._handle.broadcast(method, *arguments)
-        results: list[Any] = response.results(timeout_s=CONTROL_TIMEOUT)
+        with _explained():
+            results: list[Any] = self._handle.broadcast(method, *arguments).results(timeout_s=CONTROL_TIMEOUT)
         if not results:
-            raise DeltuneError("there is no replica at the moment; try again in a while")
+            raise ReplicaLost("there is no replica at the moment; try again in a while")
         return results
 
     def _look(self, first: bool = False, refresh: bool = False, timeout: float | None = None) -> None:
         if first:  # a broadcast finds only replicas that the router knows already
             self._handle.snapshot.remote(False).result(timeout_s=CONTROL_TIMEOUT)
         self._snapshots = self._broadcast("snapshot", refresh, timeout)
+        self._looked_at = time.monotonic()
         with self._usage_lock:
             for snapshot in self._snapshots:
                 self._usage.update(snapshot.usage)

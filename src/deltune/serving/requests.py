@@ -9,7 +9,7 @@ Task = Literal["generate", "classify", "tag", "embed"]
 """generate: continue a prompt, or answer it with an encoder-decoder; classify and tag: the delta's head; embed: the
 mean of the last hidden states."""
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length"]
 
 DELTA_NAME = r"[A-Za-z0-9_-][A-Za-z0-9_.@+-]{0,199}"
 """What can name a delta, as a regular expression: one part of a path, and not a hidden one."""

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import pyarrow
-from filelock import FileLock
 
-from ..filesystem import CACHE_VARIABLE, atomic_open, cache_folder
+from ..filesystem import CACHE_VARIABLE, atomic_open, cache_folder, file_lock
 from .base import Columns, TaskKind, TaskOptions
 from .encoding import EncodedRows, Row
 
@@ -176,8 +175,7 @@ def _cache_key(
     return hashlib.sha256(json.dumps(dependencies, sort_keys=True, default=str).encode()).hexdigest()[:NAME_LENGTH]
 
 
-@contextlib.contextmanager
-def exclusive_creation(path: Path) -> Iterator[None]:
+def exclusive_creation(path: Path) -> contextlib.AbstractContextManager[None]:
     """Lock a file, so that a second process waits inside this context and then finds what the first has written.
 
     Where the file system has no locks, every process writes the file, and the last one replaces it.
@@ -185,11 +183,7 @@ def exclusive_creation(path: Path) -> Iterator[None]:
     Args:
         path: The file that is to be created.
     """
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError, NotImplementedError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(FileLock(path.parent / f"{TEMPORARY_PREFIX}{path.stem}.lock"))
-        yield
+    return file_lock(path.parent / f"{TEMPORARY_PREFIX}{path.stem}.lock")
 
 
 @contextlib.contextmanager

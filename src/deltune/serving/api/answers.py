@@ -18,7 +18,7 @@ from ..requests import Answer, Request, Task, TokenChoice
 from .auth import Tenant
 from .errors import ApiError, api_error, error_body
 from .schemas import EmbeddingBody, EncodingBody, RequestBody, StreamBody, TagBody
-from .service import EventStream, Facts, Service, facts_of, gather, merge, service_of, unless_disconnected
+from .service import EventStream, Facts, Service, admit, facts_of, gather, merge, service_of, unless_disconnected
 
 MAX_LOGGED = 10_000
 """Characters of an input or an answer in a log that has contents."""
@@ -30,7 +30,7 @@ def new_id(kind: str) -> str:
 
 
 def begin(http: HttpRequest, model: str, stream: bool = False) -> tuple[Service, Tenant, str | None, Facts]:
-    """Find out who asks and for which delta, and count the request.
+    """Find out who asks and for which delta.
 
     Args:
         http: The request.
@@ -43,10 +43,8 @@ def begin(http: HttpRequest, model: str, stream: bool = False) -> tuple[Service,
     Raises:
         ApiError: There is no key, the tenant has asked too often, or there is no such delta for it.
     """
-    service, facts = service_of(http), facts_of(http)
-    tenant = service.tenant(http)
-    facts.tenant, facts.stream = tenant.name, stream
-    service.limits.admit(tenant)
+    service, tenant, facts = service_of(http), admit(http), facts_of(http)
+    facts.stream = stream
     delta = service.delta(model, tenant)
     facts.delta = delta or ""
     return service, tenant, delta, facts
@@ -442,6 +440,7 @@ async def _events(
     except Exception as error:
         _count_partly(facts, answers, generated)
         failure = api_error(error)
+        facts.status = failure.status
         service_error(error, failure)
         yield _event({**error_body(failure, service.hidden_folder), "status": failure.status})
     finally:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import secrets
 import time
+from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -15,11 +18,12 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..._version import __version__
-from ...errors import DeltuneError
-from ..config import ServeConfig
+from ...errors import DeltuneError, excerpt, unknown_name
+from ..config import LOCAL_HOSTS, LimitsSection, ServeConfig
 from . import delta_routes, openai_routes, operation_routes, task_routes
 from .errors import ApiError, ClientDisconnected, api_error, error_response
 from .service import Engine, Facts, Service
@@ -27,6 +31,7 @@ from .service import Engine, Facts, Service
 logger = logging.getLogger("deltune.serving")
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+ROUTES = (openai_routes, task_routes, delta_routes, operation_routes)
 QUIET = ("/health", "/ready", "/metrics", "/stats")
 """Endpoints that are asked all the time: only their errors have a line in the log."""
 
@@ -45,7 +50,7 @@ def create_app(engine: Engine, config: ServeConfig) -> FastAPI:
     # The pages of FastAPI's documentation load scripts from elsewhere, so there are none.
     app = FastAPI(title="deltune", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service = service
-    for module in (openai_routes, task_routes, delta_routes, operation_routes):
+    for module in ROUTES:
         app.include_router(module.router)
 
     async def explain(http: Request, error: Exception) -> Response:
@@ -60,23 +65,97 @@ def create_app(engine: Engine, config: ServeConfig) -> FastAPI:
     if config.http.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(config.http.cors_origins), allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["Authorization", "Content-Type", "X-API-Key"],
+            allow_headers=["*"], expose_headers=["Retry-After", "X-Request-ID"],
         )  # fmt: skip
     return app
 
 
 def _of_framework(http: Request, error: HTTPException) -> ApiError:
     """Return our error for one of the framework's: no such path, or another method."""
+    routes = [route for module in ROUTES for route in module.router.routes if isinstance(route, Route)]
     if error.status_code == 404:
-        return ApiError(404, f"there is nothing at {http.url.path[:200]!r}; the API is at /v1", "not_found")
+        return ApiError(404, unknown_name("path", http.url.path, {route.path for route in routes}), "not_found")
     if error.status_code == 405:
-        return ApiError(405, f"{http.method[:20]} is not possible at {http.url.path[:200]!r}", "method_not_allowed")
+        matching = [route for route in routes if route.matches(http.scope)[0] is not Match.NONE]
+        allowed = sorted({method for route in matching for method in route.methods or ()})
+        problem = f"{http.method[:20]} is not possible at {excerpt(http.url.path)}; use {' or '.join(allowed)}"
+        return ApiError(405, problem, "method_not_allowed", allowed=allowed)
     return ApiError(error.status_code, str(error.detail))
 
 
+READ_HEADERS = (b"x-request-id", b"content-length", b"host", b"expect")
+"""The headers of a request that the gateway looks at."""
+
+
+class BoundedBody:
+    """The body of a request, which must neither be too large nor arrive too slowly.
+
+    Args:
+        receive: Receives the next message of the request.
+        headers: Headers of the request.
+        limits: What a request may have.
+
+    Attributes:
+        whole: Whether all of it was received.
+    """
+
+    def __init__(self, receive: Receive, headers: Mapping[bytes, bytes], limits: LimitsSection) -> None:
+        self._receive, self._limits, self.whole = receive, limits, False
+        self._deadline = time.monotonic() + limits.body_timeout
+        length = headers.get(b"content-length", b"0")
+        self._declared = int(length) if length.isdigit() else 0
+        self._waits_for_continue = b"expect" in headers
+        self._received = 0
+
+    async def receive(self) -> Message:
+        """Receive the next message of the request.
+
+        Raises:
+            ApiError: The body is too large or too slow.
+            ClientDisconnected: The client has gone before it has sent all of it.
+        """
+        if self.whole:
+            return await self._receive()
+        if self._declared > self._limits.max_body:
+            raise self._too_large()
+        self._waits_for_continue = False
+        try:
+            async with asyncio.timeout(max(0.0, self._deadline - time.monotonic())):
+                message = await self._receive()
+        except TimeoutError:
+            problem = f"the request did not arrive within {self._limits.body_timeout:g} seconds"
+            raise ApiError(408, problem, "timeout") from None
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnected
+        self._received += len(message.get("body", b""))
+        if self._received > self._limits.max_body:
+            raise self._too_large()
+        self.whole = not message.get("more_body", False)
+        return message
+
+    async def discard(self) -> bool:
+        """Read what is left and drop it, so that the client can read its answer and use the connection again.
+
+        Returns:
+            Whether the connection can be used again: not after a body that is too large or too slow, nor where the
+            client waits for permission to send one.
+        """
+        if self._waits_for_continue:
+            return False
+        try:
+            while not self.whole:
+                await self.receive()
+        except ApiError:
+            return False
+        return True
+
+    def _too_large(self) -> ApiError:
+        problem = f"the request has more than {self._limits.max_body:,} bytes, the limit of this server"
+        return ApiError(413, problem, "request_too_large")
+
+
 class Gateway:
-    """What every request passes: it has an id, a bounded body that must arrive in time, a line in the log, and no
-    error without an answer.
+    """The layer around all routes: request ids, the check of the host, bounded bodies, answers to errors, and the log.
 
     Args:
         app: The routes.
@@ -92,20 +171,27 @@ class Gateway:
             await self.app(scope, receive, send)
             return
         facts = scope["deltune"] = Facts()
-        headers = {name: value for name, value in scope["headers"] if name in (b"x-request-id", b"content-length")}
+        headers = {name: value for name, value in scope["headers"] if name in READ_HEADERS}
         client_id = headers.get(b"x-request-id", b"").decode("latin-1")
         identity = client_id if REQUEST_ID.fullmatch(client_id) else f"req-{secrets.token_hex(12)}"
+        body = BoundedBody(receive, headers, self.service.config.limits)
         begun, status, error = time.monotonic(), 0, None
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message["headers"], (b"x-request-id", identity.encode())]}
+                more = [(b"x-request-id", identity.encode())]
+                if not await body.discard():
+                    more.append((b"connection", b"close"))
+                message = {**message, "headers": [*message["headers"], *more]}
             await send(message)
 
         try:
-            await self.app(scope, self._bounded(headers, receive), send_with_id)
+            app = self.app
+            if (refused := self._check_host(headers.get(b"host"))) is not None:
+                app = error_response(refused)
+            await app(scope, body.receive, send_with_id)
         except ClientDisconnected:
             status = 499
         except asyncio.CancelledError:
@@ -116,43 +202,30 @@ class Gateway:
             broken, status = bool(status), 500
             if not broken:
                 response = error_response(api_error(failure), self.service.hidden_folder)
-                await response(scope, receive, send_with_id)
+                with contextlib.suppress(ClientDisconnected):
+                    await response(scope, receive, send_with_id)
         finally:
-            self._finish(scope, facts, identity, status or 499, time.monotonic() - begun, error)
+            self._finish(scope, facts, identity, facts.status or status or 499, time.monotonic() - begun, error)
 
-    def _bounded(self, headers: dict[bytes, bytes], receive: Receive) -> Receive:
-        """Return a `receive` that refuses a body which is too large or does not arrive in time."""
-        limits = self.service.config.limits
-        deadline = time.monotonic() + limits.body_timeout
-        length = headers.get(b"content-length", b"0")
-        declared = int(length) if length.isdigit() else 0
-        received, whole = 0, False
+    def _check_host(self, host: bytes | None) -> ApiError | None:
+        """Return why a request is refused that names another host than this machine, or None if it is not.
 
-        def too_large() -> ApiError:
-            problem = f"the request has more than {limits.max_body:,} bytes, which is the most that this server reads"
-            return ApiError(413, problem, "request_too_large", close=True)
-
-        async def bounded() -> Message:
-            nonlocal received, whole
-            if whole:
-                return await receive()
-            if declared > limits.max_body:
-                raise too_large()
-            try:
-                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-                    message = await receive()
-            except TimeoutError:
-                problem = f"the request did not arrive within {limits.body_timeout:g} seconds"
-                raise ApiError(408, problem, "timeout", close=True) from None
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnected
-            received += len(message.get("body", b""))
-            if received > limits.max_body:
-                raise too_large()
-            whole = not message.get("more_body", False)
-            return message
-
-        return bounded
+        A web page can give its own name the address 127.0.0.1 (DNS rebinding). Its visitor's browser then lets it read
+        the answers of a server on that machine, and where no keys are needed nothing else stops it.
+        """
+        if host is None or self.service.keys is not None or not self.service.config.is_local:
+            return None
+        try:
+            name = urlsplit(f"//{host.decode('latin-1')}").hostname
+        except ValueError:
+            name = None
+        if name in LOCAL_HOSTS:
+            return None
+        problem = (
+            "this server has no keys, so it only answers requests to localhost, 127.0.0.1 and [::1], and the Host "
+            "header of this one names another host; behind a reverse proxy, start the server with --keys FILE"
+        )
+        return ApiError(403, problem, "host_not_allowed")
 
     def _finish(
         self, scope: Scope, facts: Facts, identity: str, status: int, seconds: float, error: Exception | None

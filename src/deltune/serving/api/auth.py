@@ -6,6 +6,7 @@ file and is no secret.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import hashlib
 import hmac
@@ -20,7 +21,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...errors import DeltuneError, error_from_problems, excerpt, unknown_name, validation_problems
-from ...filesystem import atomic_open, explain_write_errors, find_file, parse_json_object, user_path
+from ...filesystem import atomic_open, explain_write_errors, file_lock, find_file, parse_json_object, user_path
 from ..config import Rate
 
 logger = logging.getLogger("deltune.serving")
@@ -51,13 +52,13 @@ class StoredKey(BaseModel):
 
 
 class Tenant(BaseModel):
-    """Somebody who asks, and what they may.
+    """A client of the server: its keys, its rights and its rates.
 
     Attributes:
         name: The name, as logs and metrics have it.
-        deltas: Patterns of the names of deltas that it may see, such as `acme-*`.
-        base: Whether it may ask the base model.
-        manage: Whether it may load and unload the deltas that it may see.
+        deltas: Patterns of the names of deltas that it may use, such as `acme-*`.
+        base: Whether it may use the base model.
+        manage: Whether it may load and unload the deltas that it may use.
         admin: Whether it may see the numbers of all tenants and deltas: /metrics, /stats.
         requests_per_minute: Its own limit in place of the server's.
         tokens_per_minute: Its own limit in place of the server's.
@@ -201,17 +202,18 @@ def add_key(path: Path, name: str, changes: dict[str, Any]) -> str:
     Raises:
         DeltuneError: The file is wrong, or a value is.
     """
-    contents = read_keys(path) if path.exists() else KeyFileContents()
-    before = next((tenant for tenant in contents.tenants if tenant.name == name), None)
     identity, secret, salt = secrets.token_hex(6), secrets.token_urlsafe(32), secrets.token_hex(16)
     key = StoredKey(id=identity, salt=salt, hash=_digest(salt, secret), created=round(time.time(), 3))
-    values = {"name": name, **({} if before is None else before.model_dump(exclude={"name", "keys"})), **changes}
-    try:
-        tenant = Tenant(**values, keys=(*(() if before is None else before.keys), key))
-    except ValidationError as error:
-        raise error_from_problems(f"tenant {excerpt(name)}", validation_problems(error)) from None
-    others = tuple(one for one in contents.tenants if one.name != name)
-    write_keys(path, KeyFileContents(tenants=(*others, tenant)))
+    with _changing(path):
+        contents = read_keys(path) if path.exists() else KeyFileContents()
+        before = next((tenant for tenant in contents.tenants if tenant.name == name), None)
+        values = {"name": name, **({} if before is None else before.model_dump(exclude={"name", "keys"})), **changes}
+        try:
+            tenant = Tenant(**values, keys=(*(() if before is None else before.keys), key))
+        except ValidationError as error:
+            raise error_from_problems(f"tenant {excerpt(name)}", validation_problems(error)) from None
+        others = tuple(one for one in contents.tenants if one.name != name)
+        write_keys(path, KeyFileContents(tenants=(*others, tenant)))
     return f"dt-{identity}-{secret}"
 
 
@@ -227,14 +229,20 @@ def revoke_key(path: Path, identity: str) -> str:
     """
     match = KEY_PATTERN.fullmatch(identity)
     identity = match[1] if match else identity
-    contents = read_keys(path)
-    owner = next((t for t in contents.tenants if any(key.id == identity for key in t.keys)), None)
-    if owner is None:
-        ids = [key.id for tenant in contents.tenants for key in tenant.keys]
-        raise DeltuneError(unknown_name("key", identity, ids, str(path)))
-    left = owner.model_copy(update={"keys": tuple(key for key in owner.keys if key.id != identity)})
-    write_keys(path, KeyFileContents(tenants=tuple(left if t is owner else t for t in contents.tenants)))
+    with _changing(path):
+        contents = read_keys(path)
+        owner = next((t for t in contents.tenants if any(key.id == identity for key in t.keys)), None)
+        if owner is None:
+            ids = [key.id for tenant in contents.tenants for key in tenant.keys]
+            raise DeltuneError(unknown_name("key", identity, ids, str(path)))
+        left = owner.model_copy(update={"keys": tuple(key for key in owner.keys if key.id != identity)})
+        write_keys(path, KeyFileContents(tenants=tuple(left if t is owner else t for t in contents.tenants)))
     return owner.name
+
+
+def _changing(path: Path) -> contextlib.AbstractContextManager[None]:
+    """Lock a file of keys, so that nobody else changes it between reading and writing."""
+    return file_lock(path.parent / f".{path.name}.lock")
 
 
 def write_keys(path: Path, contents: KeyFileContents) -> None:

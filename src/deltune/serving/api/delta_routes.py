@@ -18,7 +18,7 @@ from ..requests import DeltaInfo
 from .auth import Tenant
 from .errors import ApiError, without_folder
 from .schemas import DeltaBody, LoadBody, UnloadBody
-from .service import Service, facts_of, read_body, service_of, unknown_model
+from .service import Service, admit, read_body, service_of, unknown_model
 
 router = APIRouter()
 
@@ -64,14 +64,12 @@ def delta_folder(root: Path | None, path: str) -> Path:
 
 
 def manager(http: Request) -> tuple[Service, Tenant]:
-    """Return the service and who asks, if they may load and unload deltas.
+    """Return the service and the tenant of a request, if the tenant may load and unload deltas.
 
     Raises:
         ApiError: They may not.
     """
-    service = service_of(http)
-    tenant = service.admitted(http)
-    facts_of(http).tenant = tenant.name
+    service, tenant = service_of(http), admit(http)
     if not tenant.manage:
         todo = (
             "start the server with --manage, or with a file of keys"
@@ -123,7 +121,7 @@ async def load(service: Service, tenant: Tenant, name: str, path: str, replace: 
 
     Args:
         service: The server's parts.
-        tenant: Who asks.
+        tenant: The tenant.
         name: What clients will call it.
         path: Its folder.
         replace: Whether it may take the place of another.
@@ -184,14 +182,14 @@ async def unload_lora_adapter(http: Request) -> Response:
 async def deltas(http: Request) -> Response:
     """List the deltas that the tenant may ask, with their methods, tasks and versions, and folders that hold none."""
     service = service_of(http)
-    return listed(service, service.admitted(http))
+    return listed(service, admit(http))
 
 
 @router.get("/v1/deltas/{name}")
 async def delta(http: Request, name: str) -> Response:
     """Describe one delta, or say why a folder of this name is not served."""
     service = service_of(http)
-    tenant = service.admitted(http)
+    tenant = admit(http)
     visible = service.visible(tenant)
     for one in visible:
         if one.name == name:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from starlette.responses import JSONResponse
 
 from ...errors import DeltuneError
-from ..errors import EngineClosed, InvalidRequest, QueueFull, RequestTimeout, UnknownDelta
+from ..errors import EngineClosed, InvalidRequest, QueueFull, ReplicaLost, RequestTimeout, UnknownDelta
 
 TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     405: "invalid_request_error", 408: "timeout_error", 413: "invalid_request_error", 415: "invalid_request_error",
-    429: "rate_limit_error", 499: "cancelled", 500: "server_error", 503: "server_error",
+    429: "rate_limit_error", 500: "server_error", 503: "server_error",
 }  # fmt: skip
 """The `type` of an error by its status."""
 MAX_MESSAGE = 2000
@@ -29,7 +30,7 @@ class ApiError(Exception):
         code: A word for programs, such as "model_not_found".
         param: The field of the request that is wrong.
         retry_after: Seconds after which the client may try again.
-        close: Whether the connection ends with the answer, because the request was not read to its end.
+        allowed: The methods that the path has.
     """
 
     def __init__(
@@ -39,10 +40,11 @@ class ApiError(Exception):
         code: str | None = None,
         param: str | None = None,
         retry_after: float | None = None,
-        close: bool = False,
+        allowed: Sequence[str] = (),
     ) -> None:
         super().__init__(message)
-        self.status, self.code, self.param, self.retry_after, self.close = status, code, param, retry_after, close
+        self.status, self.code, self.param = status, code, param
+        self.retry_after, self.allowed = retry_after, allowed
 
 
 class ClientDisconnected(Exception):
@@ -57,8 +59,6 @@ def api_error(error: BaseException) -> ApiError:
     """
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, ClientDisconnected):
-        return ApiError(499, "the client has gone")
     if isinstance(error, UnknownDelta):
         # The engine's message may name deltas that this client must not know of.
         return ApiError(
@@ -70,6 +70,8 @@ def api_error(error: BaseException) -> ApiError:
         return ApiError(408, str(error), "timeout")
     if isinstance(error, EngineClosed):
         return ApiError(503, str(error), "shutting_down", retry_after=1.0)
+    if isinstance(error, ReplicaLost):
+        return ApiError(503, str(error), "replica_lost", retry_after=1.0)
     if isinstance(error, InvalidRequest | DeltuneError):
         return ApiError(400, error.without_python)
     return ApiError(500, "something went wrong on the server; its log has the reason under the id of this request")
@@ -108,8 +110,8 @@ def error_response(error: ApiError, hidden: Path | None = None) -> JSONResponse:
     headers = {}
     if error.retry_after is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
+    if error.allowed:
+        headers["Allow"] = ", ".join(error.allowed)
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    if error.close:
-        headers["Connection"] = "close"
     return JSONResponse(error_body(error, hidden), error.status, headers)

@@ -1,4 +1,4 @@
-"""Rates of each tenant: buckets that fill with time; a request that finds one empty is told when to come again."""
+"""Rate limits of each tenant: token buckets, and for a request that finds one empty the time to wait."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ class RateLimits:
         """Count a request, or refuse it where the tenant has used up its limits.
 
         Args:
-            tenant: Who asks.
+            tenant: The tenant.
 
         Raises:
-            ApiError: The tenant has asked too often or for too much; it is told when to come again.
+            ApiError: The tenant has reached a limit; the error says when it may try again.
         """
         self.charge_usage()
         now = self._clock()
@@ -94,7 +94,7 @@ class RateLimits:
             if bucket is not None and (wait := bucket.wait(1.0, now)) > 0:
                 raise ApiError(
                     429,
-                    f"{tenant.name} may use {bucket.per_minute:g} {what} a minute and has used them; "
+                    f"{tenant.name} has reached its limit of {bucket.per_minute:g} {what} a minute; "
                     f"try again in {wait:.1f} seconds",
                     "rate_limit_exceeded",
                     retry_after=wait,

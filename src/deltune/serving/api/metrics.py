@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from ..latencies import percentile
 from ..requests import DeltaInfo, EngineStats
 
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -42,7 +43,7 @@ class Second:
 
 @dataclass
 class DeltaLoad:
-    """The requests of one delta. Only those that were answered have a latency: a refusal takes no time."""
+    """Counts of one delta. The latencies are of answered requests alone, because a refusal takes no time."""
 
     requests: int = 0
     errors: int = 0
@@ -52,7 +53,7 @@ class DeltaLoad:
     def percentile(self, share: float) -> float | None:
         """Return the latency that this share of the last answers did not exceed, or None without answers."""
         ordered = sorted(self.latencies)
-        return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
+        return percentile(ordered, share) if ordered else None
 
 
 class EngineCollector(Collector):

@@ -23,7 +23,7 @@ from .answers import (
 )
 from .errors import ApiError
 from .schemas import ChatBody, CompletionBody, EmbeddingBody
-from .service import Service, read_body, service_of
+from .service import Service, admit, read_body, service_of
 
 router = APIRouter()
 
@@ -47,7 +47,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 async def models(http: Request) -> Response:
     """List the base model and the deltas that the tenant may ask."""
     service = service_of(http)
-    tenant = service.admitted(http)
+    tenant = admit(http)
 
     def listed() -> dict[str, Any]:
         return {"object": "list", "data": [_model(service, name) for name in service.model_names(tenant)]}
@@ -59,7 +59,7 @@ async def models(http: Request) -> Response:
 async def model(http: Request, name: str) -> Response:
     """Describe one model."""
     service = service_of(http)
-    service.delta(name, service.admitted(http))
+    service.delta(name, admit(http))
     return JSONResponse(_model(service, name))
 
 
@@ -82,6 +82,12 @@ async def chat(http: Request) -> Response:
     service, tenant, delta, facts = begin(http, body.model, bool(body.stream))
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs is given without logprobs: true", "invalid_value", "top_logprobs")
+    if "generate" not in service.engine.base_tasks():
+        problem = f"{service.config.base_name} does not generate text, so it cannot chat"
+        raise ApiError(400, f"{problem}; GET /v1/deltas lists the tasks of its deltas", "no_generation", "model")
+    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+        problem = "max_tokens and max_completion_tokens are two names for one option and differ; give one of them"
+        raise ApiError(400, problem, "invalid_value", "max_completion_tokens")
     messages = tuple(message.plain() for message in body.messages)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     requests = generation_requests(service, body, tenant, delta, [messages], default_max_tokens(service), logprobs)

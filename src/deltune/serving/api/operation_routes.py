@@ -22,17 +22,25 @@ PAGE_POLICY = (
 )
 
 
+DEAD = "the engine has ended\n"
+
+
 @router.api_route("/health", methods=["GET", "HEAD"])
-async def health() -> Response:
-    """Say that the process answers: a liveness probe."""
+async def health(http: Request) -> Response:
+    """Say whether the server works: a liveness probe. It says no when the engine has ended, until a restart."""
+    if not service_of(http).engine.is_alive():
+        return PlainTextResponse(DEAD, 503)
     return PlainTextResponse("ok\n")
 
 
 @router.api_route("/ready", methods=["GET", "HEAD"])
 async def ready(http: Request) -> Response:
     """Say whether requests should be sent here: a readiness probe. It says no as soon as the server is to end."""
-    if service_of(http).draining:
+    service = service_of(http)
+    if service.draining:
         return PlainTextResponse("draining\n", 503, {"Retry-After": "1"})
+    if not service.engine.is_alive():
+        return PlainTextResponse(DEAD, 503)
     return PlainTextResponse("ready\n")
 
 
@@ -103,7 +111,7 @@ async def page(http: Request) -> Response:
 
 
 def _for_admins(http: Request) -> Service:
-    """Return the service, if who asks may see the numbers of everybody.
+    """Return the service, if the tenant may see the numbers of all tenants.
 
     Raises:
         ApiError: They may not.

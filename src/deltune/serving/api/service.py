@@ -1,9 +1,10 @@
-"""What all routes share: the engine, who asks, which delta is meant, and how an answer is awaited."""
+"""What all routes share: the engine, the tenant and the delta of a request, and how its answer is awaited."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -21,12 +22,13 @@ from starlette.types import Receive, Scope, Send
 from ...errors import excerpt, unknown_name
 from ..config import ServeConfig
 from ..errors import EngineClosed
-from ..requests import Answer, DeltaInfo, EngineStats, Request, TokenChoice
+from ..requests import Answer, DeltaInfo, EngineStats, Request, Task, TokenChoice
 from .auth import KeyFile, Tenant, everybody
 from .errors import ApiError, ClientDisconnected, without_folder
 from .limits import RateLimits
 from .managing import Management
 from .metrics import Metrics
+from .schemas import INNER_BODIES
 
 T = TypeVar("T")
 Body = TypeVar("Body", bound=BaseModel)
@@ -35,12 +37,23 @@ MAX_LISTINGS = 16
 """Lists of deltas, each for other rights of a tenant, that are kept as they were written."""
 KNOWN_FOR = 1.0
 """Seconds for which a list of deltas is used again; the engine itself knows better at once."""
-GIVEN_UP = "the server is ending and has given the request up; send it again"
+INNER_FIELDS = frozenset(field for kind in INNER_BODIES for field in kind.__annotations__)
+"""Fields of what is inside of a request."""
+GIVEN_UP = "the server is shutting down and did not finish the request; send it again"
 NAMES_OF_INPUT = ("text", "texts", "inputs", "prompt", "sentence", "sentences")
 """What other servers call the texts."""
 
 MAX_PROBLEMS = 10
 """Fields of a request whose mistakes its error lists."""
+SPECIFIC = ("value_error", "too_long")
+"""Of the problems with a value that may have several types, those that say the most."""
+MAX_LISTS = 2**17
+"""Lists and objects of a request; twice as many as it may have texts."""
+JSON_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+MAX_MISTAKES = 1000
+"""Mistakes of a request that are looked at one by one."""
+PARSED_AT_ONCE = 64 << 10
+"""Bytes of a request that are parsed while others wait; a longer one is parsed in a thread."""
 
 
 class Engine(Protocol):
@@ -78,12 +91,20 @@ class Engine(Protocol):
         """Return the names that were taken out, while their folders are still there."""
         ...
 
+    def base_tasks(self) -> tuple[Task, ...]:
+        """Return what the base model can be asked for."""
+        ...
+
     def stats(self) -> EngineStats:
         """Return the engine's numbers."""
         ...
 
     def take_usage(self) -> dict[str, int]:
         """Return the tokens that were computed for each tenant since the last call."""
+        ...
+
+    def is_alive(self) -> bool:
+        """Return, at once, whether requests are answered."""
         ...
 
     def close(self, drain: float = 30.0) -> None:
@@ -93,7 +114,11 @@ class Engine(Protocol):
 
 @dataclass
 class Facts:
-    """What the log and the metrics say about one request; routes fill it in."""
+    """What the log and the metrics say about one request; routes fill it in.
+
+    `status` is that of an error in a stream, whose answer had begun with 200; 0 if there was none. `admitted` is the
+    tenant that the request was counted for.
+    """
 
     tenant: str | None = None
     delta: str | None = None
@@ -103,6 +128,8 @@ class Facts:
     cached_tokens: int = 0
     generated_tokens: int = 0
     queued: float = 0.0
+    status: int = 0
+    admitted: Tenant | None = None
     contents: dict[str, Any] = field(default_factory=dict)
 
 
@@ -113,7 +140,7 @@ class Service:
     Attributes:
         engine: What answers.
         config: The configuration.
-        keys: The tenants, or None if everybody may ask.
+        keys: The tenants, or None for a server without keys.
         limits: Their rates.
         metrics: What is counted.
         started: When the server started, in seconds since the epoch.
@@ -165,19 +192,6 @@ class Service:
         """This folder as it was given, and where it is."""
         return () if self.hidden_folder is None else (self.hidden_folder, self.hidden_folder.resolve())
 
-    def admitted(self, http: HttpRequest) -> Tenant:
-        """Return who asks, and count the request.
-
-        Args:
-            http: The request.
-
-        Raises:
-            ApiError: There is no key, or the tenant has asked too often.
-        """
-        tenant = self.tenant(http)
-        self.limits.admit(tenant)
-        return tenant
-
     def listing(self, kind: str, tenant: Tenant, make: Callable[[], Any]) -> Response:
         """Return JSON about the deltas that a tenant may see, which is written again only when one has changed.
 
@@ -197,13 +211,13 @@ class Service:
         return Response(known[1], media_type="application/json")
 
     def tenant(self, http: HttpRequest) -> Tenant:
-        """Return who asks.
+        """Return the tenant that a request comes from.
 
         Args:
             http: The request.
 
         Raises:
-            ApiError: There are keys, and the request has none of them.
+            ApiError: The server has keys, and the request has none of them.
         """
         if self.keys is None:
             manage = self.config.http.manage
@@ -238,7 +252,7 @@ class Service:
         ]
 
     def model_names(self, tenant: Tenant) -> list[str]:
-        """Return what a tenant may write for `model` and get an answer from."""
+        """Return the names that a tenant may give as `model`."""
         answers = [delta.name for delta in self.visible(tenant) if delta.loaded or not delta.error]
         return [*([self.config.base_name] if tenant.base else []), *answers]
 
@@ -246,8 +260,8 @@ class Service:
         """Return the name of the delta that `model` means, None for the base model.
 
         Args:
-            model: What the request says.
-            tenant: Who asks.
+            model: The name in the request.
+            tenant: The tenant.
 
         Raises:
             ApiError: It does not exist, or not for this tenant, which cannot tell the difference.
@@ -269,12 +283,12 @@ class Service:
 
 
 def unknown_model(kind: str, name: str, known: Sequence[str]) -> ApiError:
-    """Return the error for a model or delta that does not exist for who asks.
+    """Return the error for a model or delta that does not exist, or that the tenant may not see.
 
     Args:
         kind: "model" or "delta".
-        name: What was asked for.
-        known: What exists for who asks.
+        name: The name in the request.
+        known: The names that the tenant may see.
     """
     return ApiError(404, unknown_name(kind, name, known), "model_not_found", "model")
 
@@ -291,6 +305,24 @@ def service_of(http: HttpRequest) -> Service:
     return service
 
 
+def admit(http: HttpRequest) -> Tenant:
+    """Return the tenant of a request and count the request towards its rate, once however often this is called.
+
+    Args:
+        http: The request.
+
+    Raises:
+        ApiError: There is no key, or the tenant has asked too often.
+    """
+    service, facts = service_of(http), facts_of(http)
+    if facts.admitted is None:
+        tenant = service.tenant(http)
+        facts.tenant = tenant.name
+        service.limits.admit(tenant)
+        facts.admitted = tenant
+    return facts.admitted
+
+
 async def read_body(http: HttpRequest, kind: type[Body]) -> Body:
     """Read a request's JSON and check it.
 
@@ -299,32 +331,69 @@ async def read_body(http: HttpRequest, kind: type[Body]) -> Body:
         kind: What it must be.
 
     Raises:
-        ApiError: There is no key, or the request is no JSON, too deeply nested, or has wrong values; the message names
-            all of them.
+        ApiError: There is no key, the tenant has asked too often, or the request is not JSON, too deeply nested, or has
+            wrong values; the message names all of them.
     """
-    service_of(http).tenant(http)  # who has no key sends nothing that is read
+    admit(http)  # before anything is parsed
     media = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json" and not media.endswith("+json"):
         # A web page can post anything else to this server without asking its user.
         raise ApiError(415, "send the request as JSON, with the header Content-Type: application/json")
+    body = await http.body()
+    if len(body) <= PARSED_AT_ONCE:
+        return parse_body(body, kind)
+    return await asyncio.to_thread(parse_body, body, kind)
+
+
+def parse_body(body: bytes, kind: type[Body]) -> Body:
+    """Parse and check the JSON of a request.
+
+    Args:
+        body: What was sent.
+        kind: What it must be.
+
+    Raises:
+        ApiError: It is not JSON, too deeply nested, has too many lists, or has wrong values; the message names all of
+            them.
+    """
+    if _count_lists(body) > MAX_LISTS:
+        problem = f"the request has more than {MAX_LISTS:,} lists and objects, the limit of this server"
+        raise ApiError(413, problem, "request_too_large")
     try:
-        return kind.model_validate_json(await http.body())
+        return kind.model_validate_json(body)
     except ValidationError as error:
         raise _body_error(error, kind) from None
 
 
+def _count_lists(body: bytes) -> int:
+    """Return how many lists and objects the JSON of a request has, or a number that is not too large and no less.
+
+    To parse a million small lists takes a second in which nothing else happens, and a text of that length none.
+    """
+    count = body.count(b"[") + body.count(b"{")
+    if count > MAX_LISTS:
+        body = JSON_STRING.sub(b"", body)
+        count = body.count(b"[") + body.count(b"{")
+    return count
+
+
 def _body_error(error: ValidationError, kind: type[BaseModel]) -> ApiError:
     """Return the error for a body that pydantic refused, with a line for each field that is wrong."""
-    details = error.errors(include_url=False, include_input=False, include_context=False)
+    if (mistakes := error.error_count()) > MAX_MISTAKES:
+        fields = ", ".join(kind.model_fields)
+        return ApiError(400, f"the request has {mistakes:,} mistakes; it may have {fields}", "invalid_value")
+    details = error.errors(include_url=False, include_input=False)
     by_field: dict[str | int | None, list[ErrorDetails]] = {}
     for one in details:
         by_field.setdefault(one["loc"][0] if one["loc"] else None, []).append(one)
     problems = []
     for top, problems_there in islice(by_field.items(), MAX_PROBLEMS):
-        first = problems_there[0]
+        first = next((one for one in problems_there if one["type"] in SPECIFIC), problems_there[0])
         name = excerpt(top)[1:-1] if isinstance(top, str) else None
-        if name is None:
-            problems.append(f"the request is no JSON object of options: {first['msg']}")
+        if first["type"] == "json_invalid":
+            problems.append(f"the body of the request is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
+        elif name is None:
+            problems.append("the body of the request must be a JSON object")
         elif first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
             texts = name in NAMES_OF_INPUT and "input" in kind.model_fields
             hint = "Texts are given as 'input'." if texts else None
@@ -332,16 +401,33 @@ def _body_error(error: ValidationError, kind: type[BaseModel]) -> ApiError:
         elif first["type"] == "missing" and len(first["loc"]) == 1:
             problems.append(f"{name} is missing: {kind.model_fields[name].description}")
         else:
-            inside = first["loc"][1:]
-            reason = first["msg"].removeprefix("Value error, ")
-            if first["type"] == "extra_forbidden":
-                inside, reason = inside[:-1], f"unknown option {excerpt(inside[-1])}"
-            path = ".".join([name, *(str(part)[:40] for part in inside if isinstance(part, int))])
-            description = kind.model_fields[name].description
-            is_plain = len(problems_there) == 1 or first["type"] == "extra_forbidden"
-            problems.append(f"{path}: {reason} ({description})" if is_plain else f"{path}: {description}")
+            problems.append(_field_problem(first, len(problems_there) > 1, kind.model_fields[name].description or ""))
     param = next((str(one["loc"][0])[:60] for one in details if one["loc"]), None)
     return ApiError(400, "; ".join(problems), "invalid_value", param)
+
+
+def _field_problem(error: ErrorDetails, is_one_of_several: bool, description: str) -> str:
+    """Return what is wrong with the value of a field.
+
+    Args:
+        error: The first problem with it, or one that a validator of ours describes.
+        is_one_of_several: Whether there are others, as where a value is none of several types.
+        description: What the field must be.
+    """
+    top, *inside = error["loc"]
+    kind, reason = error["type"], error["msg"].removeprefix("Value error, ")
+    if kind == "extra_forbidden":
+        reason = f"unknown option {excerpt(inside.pop())}"
+    elif kind == "too_long" and error["ctx"]["max_length"] == 0:
+        reason = "only an empty one is supported"
+    # Pydantic names the type that it tried beside places in lists and fields: "messages", 0, "list[TextPart]", 2
+    places = [part for part in inside if isinstance(part, int) or part in INNER_FIELDS]
+    path = ".".join(map(str, [top, *places]))
+    if kind == "value_error" or any(isinstance(place, str) for place in places):
+        return f"{path}: {reason}"
+    if description.startswith("only ") or (is_one_of_several and kind not in ("extra_forbidden", "too_long")):
+        return f"{path}: {description}"
+    return f"{path}: {reason} ({description})"
 
 
 # -- waiting for answers
