@@ -119,8 +119,8 @@ def test_a_name_that_leads_to_this_machine_is_not_answered(server: Served, host:
         assert answer.status_code == 403 and answer.json()["error"]["code"] == "host_not_allowed", answer.text
         assert answer.headers["x-request-id"]
     assert "mood" in server.get("/v1/deltas").text
-    for own in ("localhost", "LOCALHOST:1", "127.0.0.1:9", "[::1]:8000"):
-        assert server.get("/health", headers={"Host": own}).status_code == 200, own
+    for name in ("localhost", "LOCALHOST:1", "127.0.0.1:9", "[::1]:8000"):
+        assert server.get("/health", headers={"Host": name}).status_code == 200, name
 
 
 def test_with_keys_or_for_other_machines_any_host_is_answered(decoder: tuple[Path, Path], tmp_path: Path) -> None:

@@ -477,11 +477,19 @@ class Server:
     # -- numbers, and the end
 
     def base_tasks(self) -> tuple[Task, ...]:
-        """Return what the base model can be asked for."""
+        """Return what the base model can be asked for.
+
+        Returns:
+            The tasks of its head.
+        """
         return self._base.tasks
 
     def is_alive(self) -> bool:
-        """Return whether requests are answered: the server is not closed, and the thread that computes runs."""
+        """Return whether requests are answered, without waiting for anything.
+
+        Returns:
+            Whether the server is open and the thread that computes runs.
+        """
         return self._thread.is_alive() and not self._closing
 
     def stats(self) -> EngineStats:
