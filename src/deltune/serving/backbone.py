@@ -73,7 +73,7 @@ class Preamble:
 
     @property
     def bytes(self) -> int:
-        """Its size in memory."""
+        """The bytes of these columns."""
         return sum(tensor.nbytes for pair in self.states if pair is not None for tensor in pair)
 
 
@@ -137,7 +137,7 @@ class LoadedDelta:
 
     @property
     def bytes(self) -> int:
-        """Its size in memory."""
+        """The bytes of its tensors and of its preamble."""
         return self.own_bytes + (0 if self.preamble is None else self.preamble.bytes)
 
 

@@ -283,8 +283,8 @@ class GenerationLane:
     def _parts(self, batch: RunningBatch) -> list[tuple[object, RunningBatch]]:
         if batch.alone:
             return [(id(batch), batch)]
-        lengths = {batch.rows[number].length for number in batch.live}
-        return [(0 if self.runner.pads else next(iter(lengths)), batch)]
+        row = batch.rows[batch.live[0]]  # where rows may not be padded, all of a batch have the same lengths
+        return [(0 if self.runner.pads else (row.length, row.loaded.prompt_length), batch)]
 
     # -- steps
 

@@ -34,7 +34,7 @@ def make_decoder_runner(backbone: Backbone) -> DecoderRunner:
             padded = PaddedDecoderRunner(backbone)
         except DeltuneError:
             return DecoderRunner(backbone)  # which says why, if it cannot do it either
-        if padded.pads and padded.sees_past_gaps:
+        if padded.sees_past_gaps:
             return padded
     return DecoderRunner(backbone)
 
@@ -46,7 +46,7 @@ class PaddedDecoderRunner(DecoderRunner):
         backbone: The model.
 
     Attributes:
-        sees_past_gaps: Whether a row may have masked columns between its own. It is measured.
+        sees_past_gaps: Whether rows may be padded, and have masked columns between their own. It is measured.
         caches_prefixes: Whether prefixes in the cache do what the edits do. It is measured, since some families compute
             something of all keys or values after the cache.
 
@@ -57,7 +57,9 @@ class PaddedDecoderRunner(DecoderRunner):
     def __init__(self, backbone: Backbone) -> None:
         self.caches_prefixes = False
         super().__init__(backbone)
-        self.sees_past_gaps = same_in_a_batch(backbone, self._with_gaps_and_alone)
+        self.sees_past_gaps = self.pads and same_in_a_batch(backbone, self._with_gaps_and_alone)
+        if not self.sees_past_gaps:
+            return
         try:
             trial = backbone.attach_trial("prefix(length=2)")
         except DeltuneError:
@@ -75,30 +77,22 @@ class PaddedDecoderRunner(DecoderRunner):
         """Return the scores of a row whose beginning is cached beside one that reads all of its tokens, and of each."""
         tokens, known = prompts[0], len(prompts[0]) - 1
 
-        def rows() -> tuple[Row, Row]:
+        def make_rows() -> list[Row]:
             batch, _ = self.read([probe_row(tokens, base)])
             row, other = probe_row(tokens, base), probe_row(tokens[::-1], base)
             row.beginning, row.cached = Beginning(base, tuple(tokens), row_of(batch.cache, 0, known + 1), [], 0), known
-            return row, other
+            return [row, other]
 
-        joint = self._two_scores([*rows()], last)
-        return joint, torch.cat([self._two_scores([row], last) for row in rows()])[[0, 2, 1, 3]]
+        return self._together_and_alone(make_rows, last)
 
     def _cached_and_applied(
         self, tokens: list[int], last: int, trial: LoadedDelta
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scores of a row whose prefix is in the cache, and of one whose prefix the edits add."""
         self.caches_prefixes = True
-        cached = self._two_scores([probe_row(tokens, trial)], last)
+        cached = self._scores_of([probe_row(tokens, trial)], last)
         self.caches_prefixes, trial.preamble = False, None
-        return cached, self._two_scores([probe_row(tokens, trial)], last)
-
-    def _two_scores(self, rows: list[Row], last: int) -> torch.Tensor:
-        """Return the scores after the prompts of rows, and after a further token of each."""
-        batch, first = self.read(rows)
-        for row in rows:
-            row.generated.append(last // 4)
-        return torch.cat([first, self.step(batch)])
+        return cached, self._scores_of([probe_row(tokens, trial)], last)
 
     def preamble(self, loaded: LoadedDelta) -> Preamble:
         """Return what a cache holds before the text of each row of a delta; it is computed when it is first needed.
@@ -115,7 +109,7 @@ class PaddedDecoderRunner(DecoderRunner):
         prompt: States = []
         if length:
             row, cache = probe_row([0], loaded), new_cache()
-            self._forward([row], cache, [[0]], [[1]], [0], 1)  # with all edits; the prompt does not see the token
+            super()._forward([row], cache, [[0]], [[1]], [0], 1)  # with all edits; the prompt does not see the token
             prompt = [
                 None if pair is None else (pair[0][..., :length, :].clone(), pair[1][..., :length, :].clone())
                 for pair in row_of(cache, 0, length + 1)
@@ -148,13 +142,13 @@ class PaddedDecoderRunner(DecoderRunner):
         middle = columns(cache)
         ids = [[0] * (width - len(tokens)) + tokens for tokens in new]
         mask = [
-            [0] * (middle - own) + [1] * own + [0] * (width - len(tokens)) + [1] * len(tokens)
-            for own, tokens in zip(before, new, strict=True)
+            [0] * (middle - size) + [1] * size + [0] * (width - len(tokens)) + [1] * len(tokens)
+            for size, tokens in zip(before, new, strict=True)
         ]
-        logits = self._continue(rows, cache, ids, mask, [len(row.before) - width for row in rows], width)
+        logits = self._forward(rows, cache, ids, mask, [len(row.before) - width for row in rows], width)
         for row in rows:
             row.length, row.beginning = len(row.before), None
-        if any(own and len(tokens) < width for own, tokens in zip(before, new, strict=True)):
+        if any(size and len(tokens) < width for size, tokens in zip(before, new, strict=True)):
             cache = close_gaps(cache, middle, before, [len(tokens) for tokens in new])
         return RunningBatch(rows, cache), logits
 
@@ -168,33 +162,6 @@ class PaddedDecoderRunner(DecoderRunner):
         row.length, row.beginning = row.cached, None
         return RunningBatch([row], cache)
 
-    def read_part(self, batch: RunningBatch, tokens: int) -> torch.Tensor:
-        """Let a row that is alone in its batch read further tokens of its prompt, and return the scores after them.
-
-        Args:
-            batch: The batch.
-            tokens: How many tokens it reads at most.
-        """
-        (row,) = batch.rows
-        new = row.before[row.length : row.length + tokens]
-        mask = [[1] * (self._own_columns(row) + len(new))]
-        logits = self._continue([row], batch.cache, [new], mask, [row.length], len(new))
-        row.length += len(new)
-        return logits
-
-    def step(self, batch: RunningBatch) -> torch.Tensor:
-        """Let every row read its newest token, and return the scores of the next ones.
-
-        Args:
-            batch: The batch.
-        """
-        rows, width = batch.rows, columns(batch.cache)
-        mask = [[0] * (width - own) + [1] * (own + 1) for own in map(self._own_columns, rows)]
-        logits = self._continue(rows, batch.cache, [[row.last] for row in rows], mask, [row.length for row in rows], 1)
-        for row in rows:
-            row.length += 1
-        return logits
-
     def selected(self, parts: Sequence[tuple[RunningBatch, Sequence[int]]]) -> RunningBatch:
         """Return a batch of the chosen rows of some batches, as narrow as their rows allow.
 
@@ -202,7 +169,7 @@ class PaddedDecoderRunner(DecoderRunner):
             parts: The batches, and the numbers of their rows.
         """
         rows = [batch.rows[number] for batch, numbers in parts for number in numbers]
-        width = max(self._own_columns(row) for row in rows)
+        width = max(self._visible_columns(row) for row in rows)
         return RunningBatch(rows, assemble([(batch.cache, numbers) for batch, numbers in parts], width))
 
     def _opened(self, rows: Sequence[Row]) -> tuple[Cache, list[int]]:
@@ -223,17 +190,28 @@ class PaddedDecoderRunner(DecoderRunner):
                 write_columns(cache, number, end, made.states, length)
         return cache, before
 
-    def _continue(
-        self, rows: list[Row], cache: Cache, ids: list[list[int]], mask: list[list[int]], starts: list[int], width: int
+    def _forward(
+        self,
+        rows: list[Row],
+        cache: Cache,
+        ids: list[list[int]],
+        mask: list[list[int]],
+        starts: list[int],
+        width: int,
+        left_out: frozenset[Edit] | None = None,
     ) -> torch.Tensor:
         """Run the model on tokens of which each row's stand after its preamble; starts are positions without it."""
         starts = [start + row.loaded.prompt_shift for row, start in zip(rows, starts, strict=True)]
         left_out = frozenset[Edit]().union(*(self.preamble(row.loaded).edits for row in rows))
-        return self._forward(rows, cache, ids, mask, starts, width, left_out)
+        return super()._forward(rows, cache, ids, mask, starts, width, left_out)
 
-    def _own_columns(self, row: Row) -> int:
-        """How many columns of the cache are a row's own."""
+    def _visible_columns(self, row: Row) -> int:
+        """How many columns of the mask are a row's: its preamble and its tokens."""
         return self.preamble(row.loaded).columns + row.length
+
+    def _mask_width(self, batch: RunningBatch) -> int:
+        """How many columns a mask has before a step: all of the cache's."""
+        return columns(batch.cache)
 
 
 def _joined(first: States, second: States) -> States:

@@ -187,18 +187,19 @@ class DecoderRunner:
         self, prompts: Sequence[list[int]], last: int, base: LoadedDelta
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scores of prompts of different lengths in one batch, padded on the left, and one by one."""
+        return self._together_and_alone(lambda: [probe_row(tokens, base) for tokens in prompts], last)
 
-        def answers(groups: Sequence[Sequence[list[int]]]) -> torch.Tensor:
-            logits = []
-            for group in groups:
-                rows = [probe_row(tokens, base) for tokens in group]
-                batch, first = self.read(rows)
-                for row in rows:
-                    row.generated.append(last // 4)
-                logits += [first, self.step(batch)]
-            return torch.cat(logits) if len(groups) == 1 else torch.cat([*logits[::2], *logits[1::2]])
+    def _together_and_alone(self, make_rows: Callable[[], list[Row]], last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scores of two rows in one batch, and one by one."""
+        alone = [self._scores_of([row], last) for row in make_rows()]
+        return self._scores_of(make_rows(), last), torch.stack(alone, dim=1).flatten(0, 1)
 
-        return answers([prompts]), answers([[prompt] for prompt in prompts])
+    def _scores_of(self, rows: list[Row], last: int) -> torch.Tensor:
+        """Return the scores after the prompts of rows, and then those after a further token of each."""
+        batch, first = self.read(rows)
+        for row in rows:
+            row.generated.append(last // 4)
+        return torch.cat([first, self.step(batch)])
 
     def groups(self, rows: Sequence[Row], tokens: int) -> list[list[Row]]:
         """Return newcomers in groups that read their prompts in one pass.
@@ -208,9 +209,12 @@ class DecoderRunner:
             tokens: The most tokens of a pass, padding included.
         """
         by_key: dict[object, list[Row]] = {}
+        key: tuple[int, ...]
         for row in rows:
             new = len(row.before) - row.cached
-            key = (bool(row.cached), new if row.cached or not self.pads else 0, 0 if self.pads else len(row.before))
+            key = (bool(row.cached), new if row.cached or not self.pads else 0)
+            if not self.pads:  # a shorter prompt of a delta would be padding too
+                key += (len(row.before), row.loaded.prompt_length)
             by_key.setdefault(key, []).append(row)
 
         def lengths(row: Row) -> tuple[int, int]:
@@ -233,14 +237,13 @@ class DecoderRunner:
             for row in rows:
                 assert row.beginning is not None
                 parts.append((cache_of(row.beginning.states, row.loaded.prompt_length + row.cached), [0]))
-                row.beginning = None
             cache = assemble(parts, longest + known)
         ids = [[0] * (width - len(tokens)) + tokens for tokens in new]
         mask = [[0] * (known + width - len(row.before)) + [1] * len(row.before) for row in rows]
         starts = [len(row.before) - width for row in rows]
         logits = self._forward(rows, cache, ids, mask, starts, width)
         for row in rows:
-            row.length = len(row.before)
+            row.length, row.beginning = len(row.before), None
         return RunningBatch(rows, cache), logits
 
     def opened(self, row: Row) -> RunningBatch:
@@ -264,9 +267,9 @@ class DecoderRunner:
         """
         (row,) = batch.rows
         new = row.before[row.length : row.length + tokens]
-        end = row.length + len(new)
-        logits = self._forward([row], batch.cache, [new], [[1] * end], [row.length], len(new))
-        row.length = end
+        mask = [[1] * (self._visible_columns(row) + len(new))]
+        logits = self._forward([row], batch.cache, [new], mask, [row.length], len(new))
+        row.length += len(new)
         return logits
 
     def step(self, batch: RunningBatch) -> torch.Tensor:
@@ -275,13 +278,20 @@ class DecoderRunner:
         Args:
             batch: The batch.
         """
-        rows = batch.rows
-        text = columns(batch.cache) - max(row.loaded.prompt_length for row in rows)
-        mask = [[0] * (text - row.length) + [1] * (row.length + 1) for row in rows]
+        rows, width = batch.rows, self._mask_width(batch)
+        mask = [[0] * (width - visible) + [1] * (visible + 1) for visible in map(self._visible_columns, rows)]
         logits = self._forward(rows, batch.cache, [[row.last] for row in rows], mask, [row.length for row in rows], 1)
         for row in rows:
             row.length += 1
         return logits
+
+    def _visible_columns(self, row: Row) -> int:
+        """How many columns of the mask are a row's: its tokens, since the hook of prompts adds columns for these."""
+        return row.length
+
+    def _mask_width(self, batch: RunningBatch) -> int:
+        """How many columns a mask has before a step."""
+        return columns(batch.cache) - max(row.loaded.prompt_length for row in batch.rows)
 
     def _forward(
         self,
