@@ -477,34 +477,48 @@ def test_the_list_of_studies_has_the_questions_of_the_studies(place: StudySetup)
     assert {name: built(name, "small", place).question for name in STUDIES} == QUESTIONS
 
 
-def test_rates_are_chosen_on_validation_under_the_first_seed() -> None:
-    """Every rate is tried once, whatever the others did; a diverged try is worse than any, a failed one is an error."""
+def test_rates_are_chosen_on_validation_under_two_seeds() -> None:
+    """Every rate is tried once, and the two best again; a diverged try is worse than any, a failed one is an error."""
     rates = (1e-2, 3e-3, 3e-2)
+    Tries = dict[tuple[int, float], float | None]
 
     def plan(rate: float) -> Callable[[Records], list[PlannedCell]]:
-        cells = [PlannedCell({"method": "lora", "seed": s}, Job("run", {"lr": rate, "seed": s})) for s in (0, 1)]
+        cells = [PlannedCell({"method": "lora", "seed": s}, Job("run", {"lr": rate, "seed": s})) for s in (0, 1, 2)]
         return lambda records: cells
 
-    def record(rate: float, value: float | None, error_kind: str | None = "diverged") -> JobRecord:
-        job = Job("run", {"lr": rate, "seed": 0})
+    def record(seed: int, rate: float, value: float | None, error_kind: Any) -> JobRecord:
+        job = Job("run", {"lr": rate, "seed": seed})
         result = None if value is None else {"best": {"metric": "accuracy", "value": value}}
         error = "no" if value is None else None
         return JobRecord(job.name, "run", dict(job.spec), result, error, 1.0, error_kind if error else None)
 
-    def planned(*values: float | None, error_kind: str = "diverged") -> tuple[set[float], list[PlannedCell]]:
-        records = [record(rate, value, error_kind) for rate, value in zip(rates, values, strict=False)]
-        cells = choose_rates([plan(rate) for rate in rates])({one.name: one for one in records})
-        return {cell.job.spec["lr"] for cell in cells if cell.job is not None}, cells
-
     study = Study("s", "?", choose_rates([plan(rate) for rate in rates]))
+
+    def planned(tries: Tries, error_kind: str = "diverged") -> tuple[set[float], list[PlannedCell], set[Any]]:
+        records = {one.name: one for one in (record(*at, value, error_kind) for at, value in tries.items())}
+        cells = list(study.plan_cells(records))
+        missing = {(j.spec["seed"], j.spec["lr"]) for j in study.jobs(records) if j.name not in records}
+        return {cell.job.spec["lr"] for cell in cells if cell.job is not None}, cells, missing
+
+    def first(*values: float | None) -> Tries:
+        return {(0, rate): value for rate, value in zip(rates, values, strict=False)}
+
     assert [(job.spec["lr"], job.cell) for job in study.jobs({})] == [
         (rate, {"method": "lora", "seed": 0, "try": i}) for i, rate in enumerate(rates, 1)
     ]
-    assert planned(0.7, 0.8)[0] == set(), "one try is missing"
-    assert planned(0.7, 0.8, 0.6)[0] == {3e-3}
-    assert planned(0.7, 0.7, 0.7)[0] == {1e-2}, "of equal ones the first"
-    assert planned(None, 0.2, None)[0] == {3e-3}
-    chosen, cells = planned(None, None, None)
-    assert not chosen and all(cell.lost and "at every learning rate" in cell.why for cell in cells)
-    chosen, cells = planned(0.7, None, 0.8, error_kind="exception")
-    assert not chosen and all(cell.lost and "failed: no" in cell.why for cell in cells)
+    assert planned(first(0.7, 0.8))[::2] == (set(), {(0, 3e-2)}), "one try is missing"
+    assert planned(first(0.7, 0.8, 0.6))[::2] == (set(), {(1, 1e-2), (1, 3e-3)}), "the two best are tried again"
+    assert planned(first(0.7, 0.7, 0.7))[2] == {(1, 1e-2), (1, 3e-3)}, "of equal ones the first"
+    second = {(1, 1e-2): 0.75, (1, 3e-3): 0.6}
+    assert planned(first(0.7, 0.8, 0.6) | second)[::2] == ({1e-2}, {(2, 1e-2)}), "1.45 against 1.4"
+    assert planned(first(0.7, 0.8, 0.6) | second | {(1, 3e-3): 0.66})[0] == {3e-3}
+    assert planned(first(0.7, 0.8, 0.6) | {(1, 1e-2): 0.2, (1, 3e-3): None})[0] == {1e-2}, (
+        "it diverges under the second"
+    )
+    assert planned(first(None, 0.2, None) | {(1, 3e-3): 0.2, (1, 1e-2): 0.9})[0] == {3e-3}
+    for tries in (first(None, None, None), first(0.7, 0.8, 0.6) | {(1, 1e-2): None, (1, 3e-3): None}):
+        chosen, cells, _ = planned(tries)
+        assert not chosen and all(cell.lost and "at every learning rate" in cell.why for cell in cells)
+    for tries in (first(0.7, None, 0.8), first(0.7, 0.8, 0.6) | {(1, 1e-2): 0.7, (1, 3e-3): None}):
+        chosen, cells, _ = planned(tries, error_kind="exception")
+        assert not chosen and all(cell.lost and "failed: no" in cell.why for cell in cells)

@@ -1,9 +1,9 @@
-"""Learning rates that a study chooses: each is tried under the first seed, and the other seeds take the best."""
+"""Learning rates that a study chooses: each is tried under the first seed, and the best two under the second too."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ..training.run_dir import Best
 from .study import CellPlan, PlannedCell, Records, labels_without_seed
@@ -24,11 +24,17 @@ def rates_to_try(usual: float) -> list[float]:
     return [LADDER[place + step] for step in STEPS]
 
 
+FINALISTS = 2
+"""How many rates are tried under the second seed too. One seed's validation rows may prefer, by a hair, a rate that
+diverges under others: of two rates within a point the mean over two seeds tells more."""
+
+
 def choose_rates(plans: Sequence[CellPlan]) -> CellPlan:
     """Return the cells of several plans that differ in the learning rate alone, each cell with the best rate.
 
-    Every rate is tried under the first seed. The cells of the other seeds have no job until all of these runs have
-    ended; then they take the rate whose run validated best. A run that diverged is worse than any other.
+    Every rate is tried under the first seed, and the two that validate best under the second seed too. The cells of the
+    other seeds have no job until all of these runs have ended; then they take the rate whose two runs validated best in
+    the mean. A run that diverged is worse than any other.
 
     Args:
         plans: One for each rate, in order of preference. Their cells are the same, in the same order.
@@ -38,25 +44,62 @@ def choose_rates(plans: Sequence[CellPlan]) -> CellPlan:
 
     def plan_cells(records: Records) -> list[PlannedCell]:
         choices = list(zip(*(plan(records) for plan in plans), strict=True))
-        tries: dict[tuple[object, ...], tuple[PlannedCell, ...]] = {}
+        seeds: dict[tuple[object, ...], list[Choice]] = {}
         for choice in choices:
-            numbered = (replace(one, cell={**one.cell, "try": i}) for i, one in enumerate(choice, 1))
-            tries.setdefault(labels_without_seed(choice[0].cell), tuple(numbered))
-        return [_choose(choice, tries[labels_without_seed(choice[0].cell)], records) for choice in choices]
+            seeds.setdefault(labels_without_seed(choice[0].cell), []).append(_numbered(choice))
+        chosen = {labels: _choose(of_seeds, records) for labels, of_seeds in seeds.items()}
+        return [chosen[labels_without_seed(choice[0].cell)].of(choice) for choice in choices]
 
     return plan_cells
 
 
-def _choose(choice: Sequence[PlannedCell], tries: tuple[PlannedCell, ...], records: Records) -> PlannedCell:
-    """Return the cell of the rate whose try validated best; one without a job as long as a try has not ended."""
-    waiting = replace(choice[0], job=None, tries=tries)
-    ended = [records.get(one.job.name) for one in tries if one.job is not None]
-    if None in ended:
-        return waiting
-    done = [record for record in ended if record is not None]
-    if broken := [record.error for record in done if record.result is None and record.error_kind != "diverged"]:
-        return replace(waiting, why=f"a run that tries a learning rate failed: {broken[0]}", lost=True)
-    qualities = [float("-inf") if one.result is None else Best(**one.result["best"]).quality for one in done]
-    if max(qualities) == float("-inf"):
-        return replace(waiting, why=f"training diverged at every learning rate: {done[0].error}", lost=True)
-    return replace(choice[qualities.index(max(qualities))], tries=tries)
+Choice = tuple[PlannedCell, ...]
+"""The cell of one seed at each rate."""
+
+
+@dataclass(frozen=True)
+class ChosenRate:
+    """The rate that the cells of a method on a model and task have, as far as it is known.
+
+    Attributes:
+        tries: The cells whose jobs determine it.
+        number: Its number, or None.
+        why: Why it is not known.
+        lost: Whether it will never be.
+    """
+
+    tries: Choice
+    number: int | None = None
+    why: str = PlannedCell.why
+    lost: bool = False
+
+    def of(self, choice: Choice) -> PlannedCell:
+        """Return the cell of a seed."""
+        if self.number is None:
+            return replace(choice[0], job=None, tries=self.tries, why=self.why, lost=self.lost)
+        return replace(choice[self.number], tries=self.tries)
+
+
+def _numbered(choice: Choice) -> Choice:
+    return tuple(replace(one, cell={**one.cell, "try": number}) for number, one in enumerate(choice, 1))
+
+
+def _choose(of_seeds: Sequence[Choice], records: Records) -> ChosenRate:
+    """Return the rate that validated best, or which tries have not ended, or why there is none."""
+    tries, finalists = of_seeds[0], list(range(len(of_seeds[0])))
+    totals = [0.0] * len(tries)
+    for number, choice in enumerate(of_seeds[:2]):
+        tried = tuple(choice[i] for i in finalists)
+        tries = tries if number == 0 else (*tries, *tried)
+        ended = [records.get(one.job.name) for one in tried if one.job is not None]
+        if len(ended) < len(tried) or None in ended:
+            return ChosenRate(tries)
+        done = [record for record in ended if record is not None]
+        if broken := [r.error for r in done if r.result is None and r.error_kind != "diverged"]:
+            return ChosenRate(tries, why=f"a run that tries a learning rate failed: {broken[0]}", lost=True)
+        for i, record in zip(finalists, done, strict=True):
+            totals[i] += float("-inf") if record.result is None else Best(**record.result["best"]).quality
+        if max(totals[i] for i in finalists) == float("-inf"):
+            return ChosenRate(tries, why=f"training diverged at every learning rate: {done[0].error}", lost=True)
+        finalists = sorted(finalists, key=lambda i: -totals[i])[:FINALISTS]  # of equal ones the first stay
+    return ChosenRate(tries, finalists[0])

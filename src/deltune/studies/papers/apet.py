@@ -258,7 +258,8 @@ COMPARED_NOTE = (
     "trend over a factor of 2.5 says nothing of the paper's range."
 )
 SEARCHED_NOTE = (
-    "A method's learning rate is the one of four that validates best under the first seed, on each model and task."
+    "A method's learning rate is the one of four that validates best on each model and task: all four are tried under "
+    "the first seed, and the best two under the second."
 )
 
 

@@ -161,8 +161,8 @@ CHOICE = ("commonsense_qa", "social_iqa")
 SCORE = ("entity_f1", "accuracy")
 SMALLER = "The models are small encoders that were distilled from MiniLM-L6, and they see a part of the data."
 SEARCHED = (
-    f"{SMALLER} Each method has the learning rate, of four, that validates best under the first seed, chosen for each "
-    "model and task."
+    f"{SMALLER} Each method has the learning rate, of four, that validates best on each model and task: all four are "
+    "tried under the first seed, and the best two under the second."
 )
 
 NAMES = {

@@ -200,8 +200,8 @@ TUNED = (
     "start as LoRA does."
 )
 SEARCHED_NOTE = (
-    "Each method at each size has the learning rate, of four, that validates best under the first seed, chosen for "
-    "each model and task."
+    "Each method at each size has the learning rate, of four, that validates best on each model and task: all four are "
+    "tried under the first seed, and the best two under the second."
 )
 SMALL_NOTE = (
     "There are two tasks in place of summaries and translation. In the first, “g2p”, a BART with one layer on either "
