@@ -203,6 +203,12 @@ def is_mapped(tensor: torch.Tensor) -> bool:
 # -- tensors and operations
 
 
+def copy_tensors(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy tensors into others of the same shapes in one operation, for which Python's lock is taken once."""
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))
+
+
 def tensor_version(tensor: torch.Tensor) -> int:
     """A number that every change in place of a tensor increases, by which a cached result is known to be stale."""
     return tensor._version

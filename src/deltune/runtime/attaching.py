@@ -27,7 +27,7 @@ from ..anatomy.skeleton import HANDLE_NAME
 from ..anatomy.snapshot import Snapshot
 from ..anatomy.tracing import all_configs
 from ..anatomy.types import Anatomy
-from ..compat import attention_implementation, set_in_parameter_dict, submodules_of
+from ..compat import attention_implementation, copy_tensors, set_in_parameter_dict, submodules_of
 from ..errors import DeltuneError, describe_value, excerpt, unknown_name
 from ..filesystem import atomic_folder, user_path, write_error
 from ..interop import adapterhub, peft_read, peft_write
@@ -621,8 +621,7 @@ def _fill(
     check_shapes(shapes | {f"base.{name}": None for name in delta.owned_tensors}, tensor_infos(numbers), where)
     filled = dict(parameters)
     with torch.no_grad():
-        for name, tensor in parameters.items():
-            tensor.copy_(numbers[name])
+        copy_tensors(list(parameters.values()), [numbers[name] for name in parameters])
         owned = delta.owned_tensors
         for name, like in zip(owned, handle._state.base_values(owned), strict=True):
             # the file's memory is unaligned, which would change the last bits of results
