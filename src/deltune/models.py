@@ -397,6 +397,15 @@ def has_trained_head(config: PreTrainedConfig, head: str) -> bool:
     return bool(set(_class_names(config, head)) & set(config.architectures or ()))
 
 
+def trained_head(config: PreTrainedConfig) -> str | None:
+    """Return the head that a checkpoint was saved with, or None if it has none that is known here."""
+    return next((head for head in HEADS_ALONE if has_trained_head(config, head)), None)
+
+
+HEADS_ALONE = ("seq2seq-lm", "causal-lm", "classification", "tagging")
+"""Heads, of which a checkpoint has one."""
+
+
 def _class_names(config: PreTrainedConfig, head: str) -> list[str]:
     """Return the names of the classes of transformers that load a model of this configuration with a head."""
     import transformers

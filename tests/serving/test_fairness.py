@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from typing import Any
 
@@ -14,6 +15,7 @@ from deltune.serving.engine import Server
 from deltune.serving.fairness import FairQueue, FairShare
 from deltune.serving.generation import QUANTUM
 from deltune.serving.jobs import Job
+from deltune.serving.lifecycle import Lifecycle
 from deltune.serving.requests import Request, Sampling
 
 from .specimens import ask, check, deltas
@@ -223,6 +225,37 @@ def test_a_tenant_with_many_deltas_that_share_no_batch_has_one_share() -> None:
         for future in (light, *futures):
             future.result(60)
     assert done[0] - began <= 1, "it is in the next batch"
+
+
+def test_who_waits_for_a_delta_pulls_nobody_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant begins where those are who are being served, and not where one is whose delta is not there yet."""
+    of = deltas("bert", "sequence")
+    read = Lifecycle._prepared
+    opened = threading.Event()
+
+    def slow(self: Any, entry: Any, *arguments: Any, **options: Any) -> Any:
+        assert entry.name != "d2" or opened.wait(60)
+        return read(self, entry, *arguments, **options)
+
+    monkeypatch.setattr(Lifecycle, "_prepared", slow)
+    with Server(of.model(), deltas=of.folder, max_wait=0.0) as server:
+        warm(server, ask("classify", 3, 1, "d0", tenant="served"))
+        waits = server.submit(ask("classify", 6, 1, "d2", tenant="waits"))
+        for number in range(5):
+            server.submit(ask("classify", 40, number, "d0", tenant="served")).result(60)
+        server.submit(ask("classify", 6, 1, "d0", tenant="new")).result(60)
+        assert server._share.of("new") == server._share.of("served") + 6
+        opened.set()
+        waits.result(60)
+
+
+def test_what_goes_back_to_the_queue_is_no_usage() -> None:
+    share = FairShare()
+    share.take_usage()
+    share.reserve("a", 50)
+    share.reserve("a", -30)
+    share.count("a", 20)
+    assert share.of("a") == 20 and share.take_usage() == {"a": 20}
 
 
 def test_the_server_is_public() -> None:

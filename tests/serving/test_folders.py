@@ -7,6 +7,7 @@ import builtins
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -36,6 +37,55 @@ def copies(target: Path, *names: str) -> Path:
 
 
 # -- why files are refused, and which
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_files_that_come_back_after_others_were_refused_are_served_again(tmp_path: Path, loaded: bool) -> None:
+    """A version that is rolled back by renaming folders has the very files that the server has seen before."""
+    of, root = deltas(*BERT), copies(tmp_path / "deltas", "d2")
+    with Server(of.model(), deltas=root) as server:
+        request = ask("classify", 6, 1, "d2")
+        before = server.submit(request).result(60).scores if loaded else None
+        shutil.copytree(root / "d2", tmp_path / "bad")
+        (tmp_path / "bad" / "delta.json").write_text("{broken")
+        (root / "d2").rename(tmp_path / "good")
+        (tmp_path / "bad").rename(root / "d2")
+        (info,) = server.refresh()
+        assert "delta.json" in info.error and info.loaded == loaded
+        (root / "d2").rename(tmp_path / "bad")
+        (tmp_path / "good").rename(root / "d2")
+        (info,) = server.refresh()
+        assert info.error == ""
+        answer = server.submit(request).result(60)
+        assert before is None or answer.scores == before
+    check(of, [request], [answer])
+
+
+def test_a_version_serves_until_there_is_room_for_the_next_one() -> None:
+    """It is not dropped to make room for its own successor, for which another one must go first."""
+    of = deltas(*GPT)
+    (full,) = (of.folder / name for name, method in of.methods.items() if method == "full")
+    with Server(of.model(), deltas=of.folder) as server:
+        small, large = server.load("d0").bytes, server.load("large", full).bytes
+    long, short = (Sampling(max_tokens=n, temperature=0.0) for n in (40, 1))
+    with Server(of.model(), deltas=of.folder, max_loaded_bytes=small + large - 1) as server:
+        for name in ("d0", "d2"):
+            warm(server, ask("generate", 6, 1, name, sampling=short))
+        gate = Gate(server)
+        busy = server.submit(ask("generate", 6, 2, "d0", sampling=long))
+        gate.step()
+        with ThreadPoolExecutor(1) as pool:
+            loading = pool.submit(server.load, "d2", full)
+            while not server._lifecycle._arrivals:
+                time.sleep(0.01)
+            gate.step(3)  # the engine looks for room before each of them
+            assert {info.name for info in server.deltas() if info.loaded} == {"d0", "d2"} and not busy.done()
+            answer = server.submit(ask("generate", 6, 3, "d2", sampling=short))
+            gate.step(4)
+            assert answer.result(60).tokens and not busy.done() and server.stats().evictions == 0
+            gate.release()
+            assert loading.result(60).version != answer.result().version
+        busy.result(60)
 
 
 def test_files_that_are_mended_while_they_are_refused_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

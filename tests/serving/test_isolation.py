@@ -175,6 +175,18 @@ def test_long_texts_of_one_tenant_do_not_hold_up_those_of_another(
     assert read.index("b") <= 1 and len(read) == 9
 
 
+def test_a_chat_of_many_empty_messages_is_as_long_as_it_is(decoder: tuple[Path, Path]) -> None:
+    """What a template writes for each message counts, so that it is not read where everybody waits."""
+    chat = Request("generate", messages=tuple({"role": "user", "content": ""} for _ in range(5000)))
+    assert jobs.input_size(chat) > LONG_TEXT
+    model, tokenizer = load_model(str(decoder[0]), "causal-lm"), load_tokenizer(str(decoder[0]))
+    tokenizer.chat_template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    with Server(model, tokenizer) as server:
+        slow_down(server)
+        with pytest.raises(InvalidRequest, match="characters, and the model can read 64 tokens"):
+            server.submit(chat)
+
+
 def test_a_text_far_beyond_what_a_model_reads_is_not_read_by_its_tokenizer(decoder: tuple[Path, Path]) -> None:
     """It is refused at once, or its end is cut off where that was asked for; what is left of it is the same."""
     model, tokenizer = load_model(str(decoder[0]), "causal-lm"), load_tokenizer(str(decoder[0]))

@@ -160,6 +160,17 @@ def test_a_name_is_taken_whether_its_delta_is_in_memory_or_not(decoder: tuple[Pa
         assert load("acme-tone", "acme-tone") == (200, None), "in memory by a request for an answer alone"
 
 
+def test_one_of_several_loads_of_a_name_at_the_same_time_has_it(decoder: tuple[Path, Path], folder: Path) -> None:
+    """Nobody is told that a delta was added whose name another one's delta has."""
+    with serving(decoder, folder) as server, ThreadPoolExecutor(3) as clients:
+        server.engine.load("mood")  # the reader's thread has met the model
+        bodies = [{"lora_name": "new", "lora_path": path} for path in ("mood", "intent", "acme-tone")]
+        answers = list(clients.map(lambda body: server.post("/v1/load_lora_adapter", body), bodies))
+        added = [body["lora_path"] for body, answer in zip(bodies, answers, strict=True) if answer.status_code == 200]
+        assert sorted(answer.status_code for answer in answers) == [200, 400, 400]
+        assert server.get("/v1/deltas/new").json()["folder"] == added[0]
+
+
 @pytest.mark.parametrize("name", ["_under", "-dash", "a@b", "a+b", "7.b_c-d", "x" * 200])
 def test_every_name_that_a_folder_gives_can_be_loaded(decoder: tuple[Path, Path], folder: Path, name: str) -> None:
     (folder / "mood").rename(folder / name)

@@ -134,7 +134,7 @@ def test_a_client_that_does_not_take_its_stream_is_left() -> None:
 
         source = events()
         with pytest.raises(ClientDisconnected):
-            await EventStream(source, send_timeout=0.05)({"type": "http"}, receive, send)
+            await EventStream(source, source, send_timeout=0.05)({"type": "http"}, receive, send)
         with pytest.raises(StopAsyncIteration):
             await anext(source)
         return sent

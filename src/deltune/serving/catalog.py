@@ -138,11 +138,16 @@ class Catalog:
             self._gone.pop(entry.name, None)
             self.entries = {**self.entries, entry.name: entry}
 
-    def remove(self, name: str) -> Entry:
+    def has_folder(self, name: str) -> bool:
+        """Return whether the directory has a folder of a name."""
+        return self.root is not None and (self.root / name).is_dir()
+
+    def remove(self, name: str, folder_stays: bool = True) -> Entry:
         """Take a delta out, and leave it out though its folder stays.
 
         Args:
             name: Its name.
+            folder_stays: Whether the directory has its folder, as `has_folder` says.
 
         Raises:
             UnknownDelta: There is no such delta.
@@ -152,7 +157,7 @@ class Catalog:
             if entry is None:
                 raise UnknownDelta(unknown_name("delta", name, self.entries))
             self.entries = {other: e for other, e in self.entries.items() if other != name}
-            if self.root is not None and (self.root / name).is_dir():
+            if self.root is not None and folder_stays:
                 self._gone[name] = entry
         return entry
 
@@ -211,13 +216,13 @@ class Catalog:
             known = self.entries.keys() | self._gone.keys()
             new = [Entry(name, folder, listed=True) for name, folder in folders.items() if name not in known]
             for entry, folder, now in signatures:
-                if entry.folder != folder or now in (entry.seen, entry.refused):
+                if entry.folder != folder or now == (entry.refused if entry.error else entry.seen):
                     continue
                 if entry.current is not None:
                     changed.append(entry)
                 else:
                     stale.append((entry, folder))
-            lost = [e for e in listed if e.name not in folders and self.entries.get(e.name) is e]
+            lost = [e for e in listed if e.listed and e.name not in folders and self.entries.get(e.name) is e]
             if lost:
                 gone = {entry.name for entry in lost}
                 self.entries = {n: e for n, e in self.entries.items() if n not in gone}

@@ -121,9 +121,10 @@ class EncodingLane:
         (chosen,) = (part for part in split_by_length(jobs, _lengths, self.overhead) if jobs[0] in part)
         for job in reversed(jobs):
             if job not in chosen:
-                self.context.share.charge(job.tenant, -len(job.tokens))
+                self.context.share.reserve(job.tenant, -len(job.tokens))
                 self.queue.push(job, first=True)
         for job in chosen:
+            self.context.share.count(job.tenant, len(job.tokens))
             self.context.start(job)
         began = time.perf_counter()
         self._answer(chosen)
@@ -141,7 +142,7 @@ class EncodingLane:
             if jobs and (room < 0 or longest * (len(jobs) + 1) > self.limits.tokens):
                 break
             self.queue.remove(job)
-            self.context.share.charge(job.tenant, len(job.tokens))
+            self.context.share.reserve(job.tenant, len(job.tokens))
             jobs.append(job)
         return jobs
 

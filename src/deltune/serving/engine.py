@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from ..errors import DeltuneError, describe_value, error_from_problems, error_summary, excerpt, unknown_name
 from ..filesystem import user_path
-from ..models import align_padding_token, has_trained_head, load_config, load_model, load_tokenizer
+from ..models import align_padding_token, load_config, load_model, load_tokenizer, trained_head
 from .admission import Admission, check_length, cut_length, readable_length
 from .backbone import Backbones, LoadedDelta
 from .catalog import Catalog, Entry
@@ -387,7 +387,9 @@ class Server:
 
     # -- deltas
 
-    def load(self, name: str, folder: str | Path | None = None, timeout: float | None = None) -> DeltaInfo:
+    def load(
+        self, name: str, folder: str | Path | None = None, timeout: float | None = None, replace: bool = True
+    ) -> DeltaInfo:
         """Load a delta, or the newest version of one. It is checked before it takes traffic.
 
         Requests that run go on with the version that they began with. If the new version is refused, the old one goes
@@ -398,17 +400,20 @@ class Server:
             folder: Its folder. Default: the folder of this name in the server's directory.
             timeout: Seconds after which it is given up: there may be no room in memory before requests have ended.
                 Default: never.
+            replace: Whether it may take the place of a delta that `load` has given this name, or of one of the
+                server's directory whose folder is another one. Default: yes.
 
         Returns:
             What it is.
 
         Raises:
+            NameTaken: There is such a delta, which was not to be replaced.
             UnknownDelta: No folder is given, and the directory has none of this name.
             RequestTimeout: It took longer than `timeout`.
             DeltuneError: The delta is damaged or does not fit the model, or there are `max_names` already.
             EngineClosed: The server is closing.
         """
-        return self._lifecycle.load(name, folder, timeout)
+        return self._lifecycle.load(name, folder, timeout, replace)
 
     def unload(self, name: str) -> None:
         """Take a delta out of the server. Requests that run are answered; those that wait for it fail.
@@ -607,7 +612,6 @@ class Server:
         with self._lock:
             jobs, self._inbox = self._inbox, deque()
         for job in jobs:
-            self._share.enter(job.tenant)
             self._place(job)
         self._lifecycle.begin_loads()
         if (key := self._next_lane()) is None:
@@ -656,6 +660,7 @@ class Server:
             self._finish(job, error)
             return
         job.loaded, job.lane = loaded, lane
+        self._share.enter(job.tenant)  # not before: what waits for its delta says nothing about what is served
         loaded.users += 1
         loaded.used, loaded.last_used = True, time.monotonic()
         lane.queue.push(job)
@@ -685,8 +690,8 @@ class Server:
         if job.done:
             return
         job.done = True
-        self._share.leave(job.tenant)
         if job.loaded is not None:
+            self._share.leave(job.tenant)
             self._lifecycle.release(job.loaded)
         name = job.request.delta or ""
         now = time.monotonic()
@@ -731,7 +736,6 @@ class Server:
         if job.done:
             return
         if job in self._inbox:
-            self._share.enter(job.tenant)  # `_finish` counts it as one that has entered
             with self._lock:
                 self._inbox.remove(job)
         entry = self._catalog.get(job.request.delta)
@@ -777,9 +781,7 @@ class Server:
 
 def _load(name: str) -> tuple[PreTrainedModel, Any]:
     """Load a model with the head that its checkpoint was saved with, or without one, and its tokenizer."""
-    config = load_config(name)
-    heads = ("seq2seq-lm", "causal-lm", "classification", "tagging")
-    head = next((head for head in heads if has_trained_head(config, head)), "base")
+    head = trained_head(load_config(name)) or "base"
     tokenizer = load_tokenizer(name)
     model = load_model(name, head)
     align_padding_token(model, tokenizer)

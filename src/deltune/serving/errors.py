@@ -13,6 +13,10 @@ class InvalidRequest(DeltuneError):
     """The request cannot be answered: too long, without input, or for a task that its delta does not have."""
 
 
+class NameTaken(DeltuneError):
+    """There is another delta of this name, which was not to be replaced."""
+
+
 class QueueFull(DeltuneError):
     """Too many requests wait, of all tenants or of this one. `retry_after` is in seconds."""
 

@@ -47,8 +47,16 @@ class FairShare:
                 self.served = {t: n for t, n in self.served.items() if t in self._present or n > start}
 
     def charge(self, tenant: str, tokens: float) -> None:
-        """Add tokens that were computed for a tenant."""
+        """Add tokens that are computed for a tenant to its counter, and to its usage."""
+        self.reserve(tenant, tokens)
+        self.count(tenant, tokens)
+
+    def reserve(self, tenant: str, tokens: float) -> None:
+        """Add tokens that may be computed for a tenant to its counter."""
         self.served[tenant] = self.served.get(tenant, 0.0) + tokens
+
+    def count(self, tenant: str, tokens: float) -> None:
+        """Add tokens that are computed for a tenant to its usage."""
         with self._lock:
             if self._usage is not None:
                 self._usage[tenant] += round(tokens)

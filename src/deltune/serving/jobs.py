@@ -22,6 +22,9 @@ LONG_TEXT = 16_384
 MOST_CHARACTERS = 64
 """Characters for each token that a model can read. A longer text is not given to a tokenizer as a whole."""
 
+PER_MESSAGE = 16
+"""Characters that a chat template writes for a message besides its contents, about."""
+
 Listener = Callable[[TokenChoice], None]
 """Is called with every token of a stream, in the engine's thread."""
 
@@ -110,7 +113,7 @@ class RequestEncoder:
         self._lock = threading.Lock()  # a fast tokenizer has state that two calls must not change at once
         self._long_lock = threading.Lock()
         self._long_tokenizer: Any = None
-        self._last_prompt: tuple[str, list[int]] | None = None
+        self._last_prompt: tuple[object, list[int]] | None = None
 
     def encode(
         self,
@@ -190,12 +193,15 @@ class RequestEncoder:
 
     def _prompt(self, request: Request) -> list[int]:
         """Token ids of a prompt; a decoder is to go on with it, so an end that the tokenizer writes is taken off."""
-        text = request.text or ""
+        text, is_long = request.text or "", input_size(request) > LONG_TEXT
+        source = text if request.messages is None else request.messages
         with self._tokenizer_for(request) as tokenizer:
-            if request.messages is not None:
-                return _chat_tokens(tokenizer, request.messages)
-            if len(text) > LONG_TEXT and self._last_prompt is not None and self._last_prompt[0] is text:
+            if is_long and self._last_prompt is not None and self._last_prompt[0] is source:
                 return self._last_prompt[1]  # another answer to the same prompt
+            if request.messages is not None:
+                ids = _chat_tokens(tokenizer, request.messages)
+                self._last_prompt = (source, ids) if is_long else self._last_prompt
+                return ids
             try:
                 ids = [int(i) for i in tokenizer(text, verbose=False)["input_ids"]]
             except Exception as error:
@@ -208,8 +214,8 @@ class RequestEncoder:
                 start = tokenizer.bos_token_id
                 start = tokenizer.eos_token_id if start is None else start
                 ids = [] if start is None else [int(start)]
-            if len(text) > LONG_TEXT:
-                self._last_prompt = (text, ids)
+            if is_long:
+                self._last_prompt = (source, ids)
         if not ids:
             raise InvalidRequest("the prompt is empty, and the tokenizer has no token for the beginning of a text")
         return ids
@@ -325,7 +331,7 @@ def check_pair(request: Request, takes_pairs: bool | None) -> None:
 def input_size(request: Request) -> int:
     """Return the length of a request's input, in characters or tokens."""
     texts = (request.text or "", request.second_text or "", *(request.words or ()))
-    chat = sum(len(str(message.get("content", ""))) for message in request.messages or ())
+    chat = sum(PER_MESSAGE + sum(map(len, map(str, message.values()))) for message in request.messages or ())
     return sum(map(len, texts)) + len(request.words or ()) + len(request.tokens or ()) + chat
 
 

@@ -21,7 +21,7 @@ from ..errors import DeltuneError, error_summary
 from .backbone import Backbones, LoadedDelta, PreparedDelta
 from .catalog import Catalog, Entry
 from .concurrency import thread_pool
-from .errors import EngineClosed, RequestTimeout, UnknownDelta, refusal
+from .errors import EngineClosed, NameTaken, RequestTimeout, UnknownDelta, refusal
 from .fairness import FairShare
 from .jobs import Job
 from .registry import Signature, check_delta_name, read_facts, signature
@@ -46,6 +46,7 @@ class Arrival:
         seen: The signature of its files before they were read.
         done: The result of `load`, or None if requests wait for it. It is cancelled where nobody waits any more.
         requested: Whether it comes by a call of `load`, and not since its files have changed.
+        replace: Whether it may take the place of another one that such a call has loaded.
     """
 
     entry: Entry
@@ -54,6 +55,7 @@ class Arrival:
     seen: Signature
     done: Future[DeltaInfo] | None
     requested: bool = False
+    replace: bool = True
 
     @property
     def given_up(self) -> bool:
@@ -130,13 +132,16 @@ class Lifecycle:
 
     # -- from any thread
 
-    def load(self, name: str, folder: str | Path | None = None, timeout: float | None = None) -> DeltaInfo:
+    def load(
+        self, name: str, folder: str | Path | None = None, timeout: float | None = None, replace: bool = True
+    ) -> DeltaInfo:
         """Load a delta, or the newest version of one; as `Server.load`.
 
         Args:
             name: Its name.
             folder: Its folder. Default: the one of this name in the server's directory.
             timeout: Seconds after which it is given up. Default: never.
+            replace: Whether it may take the place of another one.
         """
         check_delta_name(name)
         where = self.catalog.folder_of(name, folder)
@@ -146,9 +151,13 @@ class Lifecycle:
                 f"delta {name!r} was attached to the model before the server was made; give another name"
             )
         self._check_name(name, where)
-        return self._load(known or Entry(name, where), where, timeout, requested=True)
+        if not replace:
+            self._check_free(name, where)
+        return self._load(known or Entry(name, where), where, timeout, requested=True, replace=replace)
 
-    def _load(self, entry: Entry, folder: Path, timeout: float | None, requested: bool = False) -> DeltaInfo:
+    def _load(
+        self, entry: Entry, folder: Path, timeout: float | None, requested: bool = False, replace: bool = True
+    ) -> DeltaInfo:
         """Load a delta, and wait for it."""
         done: Future[DeltaInfo] = Future()
         with self.context.wake:
@@ -156,7 +165,7 @@ class Lifecycle:
                 raise self._closing
             self._loads.add(done)
         done.add_done_callback(self._loads.discard)
-        self._read(entry, folder, done, requested)
+        self._read(entry, folder, done, requested, replace)
         try:
             return done.result(timeout)
         except TimeoutError:
@@ -177,6 +186,13 @@ class Lifecycle:
                 f"server keeps (max_names): take one of them out first, or ask a delta by the name of its folder"
             )
 
+    def _check_free(self, name: str, folder: Path) -> None:
+        """Refuse a name that a call of `load` has given to a delta, or that a folder of the directory has."""
+        known = self.catalog.get(name)
+        if known is not None and (known.requested or known.folder != folder):
+            problem = f"the delta {name} is loaded already" if known.requested else f"there is another delta {name}"
+            raise NameTaken(problem)
+
     def unload(self, name: str) -> None:
         """Take a delta out; as `Server.unload`.
 
@@ -184,8 +200,10 @@ class Lifecycle:
             name: Its name.
         """
 
+        folder_stays = self.catalog.has_folder(name)  # in this thread, since the disk may be slow
+
         def remove() -> None:
-            entry = self.catalog.remove(name)
+            entry = self.catalog.remove(name, folder_stays)
             self.forget(entry, UnknownDelta(f"delta {name!r} was unloaded before it answered"))
 
         self.context.call(remove)
@@ -210,7 +228,14 @@ class Lifecycle:
             except DeltuneError as error:
                 logger.debug("delta %s stays as it is: %s", entry.name, error)  # `Entry.refuse` has logged it
 
-    def _read(self, entry: Entry, folder: Path, done: Future[DeltaInfo] | None = None, requested: bool = False) -> None:
+    def _read(
+        self,
+        entry: Entry,
+        folder: Path,
+        done: Future[DeltaInfo] | None = None,
+        requested: bool = False,
+        replace: bool = True,
+    ) -> None:
         """Read a delta in the reader's thread, and hand it to the engine's."""
 
         def read() -> None:
@@ -226,7 +251,7 @@ class Lifecycle:
             with self.context.wake:
                 self.load_seconds += time.perf_counter() - began
                 if not self._ended:
-                    self._arrivals.append(Arrival(entry, folder, prepared, seen, done, requested))
+                    self._arrivals.append(Arrival(entry, folder, prepared, seen, done, requested, replace))
                     self.context.wake.notify_all()
 
         try:
@@ -323,7 +348,7 @@ class Lifecycle:
         prepared = arrival.prepared
         if not isinstance(prepared, PreparedDelta) or arrival.given_up:
             return False
-        return not self._has_room(prepared.bytes, arrival.entry) and self._victim() is None
+        return not self._has_room(prepared.bytes, arrival.entry) and self._victim(arrival.entry) is None
 
     def take_arrivals(self) -> None:
         """Attach the deltas that were read and have a place, and go on with the requests that waited for them."""
@@ -352,6 +377,13 @@ class Lifecycle:
             return True
         if arrival.requested:  # another thread may have loaded one of this name meanwhile
             arrival.entry = self.catalog.get(arrival.entry.name) or arrival.entry
+        if not arrival.replace:
+            try:
+                self._check_free(arrival.entry.name, arrival.folder)
+            except NameTaken as error:
+                if arrival.done is not None:
+                    _fail(arrival.done, error)
+                return True
         entry, prepared = arrival.entry, arrival.prepared
         if isinstance(prepared, DeltuneError):
             self._refuse(arrival, prepared)
@@ -460,22 +492,27 @@ class Lifecycle:
             return False
         return self.max_loaded_bytes is None or sum(d.bytes for d in inside) + more <= self.max_loaded_bytes
 
-    def _victim(self) -> Entry | None:
-        """The entry whose version nobody needs, and was not needed for longest; one that was just loaded stays."""
+    def _victim(self, replaced: Entry | None = None) -> Entry | None:
+        """The entry whose version nobody needs, and was not needed for longest; one that was just loaded stays.
+
+        Args:
+            replaced: The entry that gets another version, whose old one serves until then.
+        """
         idle = [
             e for e in self._resident
-            if e.current is not None and not e.current.users and (e.current.used or not e.waiting)
+            if e is not replaced and e.current is not None and not e.current.users
+            and (e.current.used or not e.waiting)
         ]  # fmt: skip
         return min(idle, key=lambda e: e.current.last_used if e.current else 0.0, default=None)
 
     def _make_room(self, more: int, entry: Entry) -> bool:
         """Drop versions from memory until another one fits; if all are needed, let one take no new requests."""
         while not self._has_room(more, entry):
-            victim = self._victim()
+            victim = self._victim(entry)
             if victim is None:
-                if self._resident and not self._draining:
-                    longest = min(self._resident, key=lambda e: e.current.last_used if e.current else 0.0)
-                    self._draining.add(longest)
+                others = self._resident - {entry}
+                if others and not self._draining:
+                    self._draining.add(min(others, key=lambda e: e.current.last_used if e.current else 0.0))
                 return False
             self._evict(victim)
         return True

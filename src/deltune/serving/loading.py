@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import DeltuneError
 from ..filesystem import user_path
@@ -34,7 +34,7 @@ def load_server(config: ServeConfig) -> Server:
     from .engine import Server
 
     model_config = models.load_config(config.model.name)
-    head = config.model.head if config.model.head != "auto" else auto_head(model_config)
+    head = config.model.head if config.model.head != "auto" else models.trained_head(model_config) or "base"
     tokenizer = models.load_tokenizer(config.model.name)
     dtype = None if config.model.dtype == "auto" else config.model.dtype
     model = models.load_model(config.model.name, head, dtype=dtype)
@@ -99,17 +99,3 @@ def deltas_folder(config: ServeConfig) -> Path | None:
             f"name clients ask for: --deltas {folder.parent} serves it as {folder.name!r}"
         )
     return folder
-
-
-def auto_head(model_config: Any) -> str:
-    """Return the head with which a checkpoint was saved, "base" if with none.
-
-    Args:
-        model_config: The model's configuration.
-    """
-    from ..models import has_trained_head
-
-    saved = next(
-        (h for h in ("seq2seq-lm", "causal-lm", "classification", "tagging") if has_trained_head(model_config, h)), None
-    )
-    return saved or "base"

@@ -36,8 +36,8 @@ CONTROL_TIMEOUT = 120.0
 """Seconds in which replicas must have loaded a delta or started."""
 LOST_AFTER = 60.0
 """Seconds without a word of the replicas after which the front counts as dead. Ray replaces a replica within fewer."""
-MAX_QUEUE = 1024
-"""Requests that wait in the front for a replica where the config does not say."""
+LOCKS = 64
+"""Locks among which names of deltas are divided, one of which is held while a delta is loaded or taken out."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,7 @@ def replica_class(max_loaded: int) -> type[Any]:
             self.server = load_server(self.config)
             freeze_start_up()
             self.folders: dict[str, str] = {}
+            self.loading: dict[tuple[str, str], asyncio.Future[DeltaInfo]] = {}
 
         @serve.multiplexed(max_num_models_per_replica=max_loaded)
         async def holds(self, name: str) -> str:
@@ -123,14 +124,24 @@ def replica_class(max_loaded: int) -> type[Any]:
         async def _prepare(self, request: Request, folder: str | None) -> None:
             await self.holds(serve.get_multiplexed_model_id())
             if request.delta is not None and folder is not None and self.folders.get(request.delta) != folder:
-                await asyncio.to_thread(self.server.load, request.delta, Path(folder))
-                self.folders[request.delta] = folder
+                await self._loaded(request.delta, folder)
 
-        async def load(self, name: str, folder: str | None, timeout: float | None) -> DeltaInfo | Failure:
+        async def _loaded(self, name: str, folder: str) -> None:
+            """Load a delta from a folder of another name, once for all requests that wait for it."""
+            if (name, folder) not in self.loading:
+                load = asyncio.to_thread(self.server.load, name, Path(folder), self.config.limits.timeout)
+                task = self.loading[name, folder] = asyncio.ensure_future(load)
+                task.add_done_callback(lambda _: self.loading.pop((name, folder)))
+            await asyncio.shield(self.loading[name, folder])
+            self.folders[name] = folder
+
+        async def load(
+            self, name: str, folder: str | None, timeout: float | None, replace: bool = True
+        ) -> DeltaInfo | Failure:
             """Load or replace a delta."""
             where = None if folder is None else Path(folder)
             try:
-                info = await asyncio.to_thread(self.server.load, name, where, timeout)
+                info = await asyncio.to_thread(self.server.load, name, where, timeout, replace)
             except DeltuneError as error:
                 return Failure.of(error)
             if folder is not None:
@@ -228,7 +239,7 @@ class Replicas:
 
         self.config = config
         self.folder = deltas_folder(config)
-        self._serve, self._closed, self._managing = serve, threading.Event(), threading.Lock()
+        self._serve, self._closed, self._managing = serve, threading.Event(), [threading.Lock() for _ in range(LOCKS)]
         self._started_ray = not ray.is_initialized()
         address = config.ray.address or os.environ.get("RAY_ADDRESS")
         if self._started_ray:
@@ -252,7 +263,7 @@ class Replicas:
             name="replica",
             ray_actor_options={"num_cpus": config.ray.cpus, "num_gpus": config.ray.gpus},
             max_ongoing_requests=10 * config.ray.ongoing,
-            max_queued_requests=config.batching.max_queue or MAX_QUEUE,
+            max_queued_requests=config.batching.max_queue,
             graceful_shutdown_timeout_s=config.http.drain,
             **scaling,
         )
@@ -311,14 +322,19 @@ class Replicas:
             if not ended:
                 response.cancel()
 
-    def load(self, name: str, folder: Path | None = None, timeout: float | None = None) -> DeltaInfo:
+    def load(
+        self, name: str, folder: Path | None = None, timeout: float | None = None, replace: bool = True
+    ) -> DeltaInfo:
         """Load or replace a delta on every replica, and on those that start later.
 
         Where one of them refuses it, all have what they had before.
         """
-        with self._managing:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._changing(name, timeout):
             before = self._folder_of(name)
-            results = self._broadcast("load", name, None if folder is None else str(folder), timeout)
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            where = None if folder is None else str(folder)
+            results = self._broadcast("load", name, where, left, replace, patience=left)
             refused = [result for result in results if isinstance(result, Failure)]
             if refused:
                 if len(refused) < len(results):
@@ -333,6 +349,21 @@ class Replicas:
             info: DeltaInfo = results[0]
             return info
 
+    @contextlib.contextmanager
+    def _changing(self, name: str, timeout: float | None = None) -> Iterator[None]:
+        """Let nobody else load or take out a delta of this name meanwhile.
+
+        Raises:
+            RequestTimeout: Others did so for too long.
+        """
+        lock = self._managing[hash(name) % LOCKS]
+        if not lock.acquire(timeout=-1 if timeout is None else timeout):
+            raise RequestTimeout(f"delta {name!r} was not loaded within {timeout:g} seconds: others of it came first")
+        try:
+            yield
+        finally:
+            lock.release()
+
     def _folder_of(self, name: str) -> str | None:
         """Return the folder that a delta was loaded from, None if there is no such delta."""
         folders = [delta.folder for delta in self.deltas() if delta.name == name]
@@ -342,7 +373,7 @@ class Replicas:
         """Take a delta out on every replica."""
         if name not in {delta.name for delta in self.deltas()}:
             raise UnknownDelta(f"there is no delta {name!r}")
-        with self._managing:
+        with self._changing(name):
             self._removed.add(name)
             self._loaded.pop(name, None)
             for result in self._broadcast("unload", name):
@@ -430,10 +461,11 @@ class Replicas:
     def _route(self, request: Request) -> Any:
         return self._handle.options(multiplexed_model_id=BASE if request.delta is None else request.delta)
 
-    def _broadcast(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of every replica, and return what they return."""
+    def _broadcast(self, method: str, *arguments: Any, patience: float | None = None) -> list[Any]:
+        """Call a method of every replica, and return what they return; it may take as long as `patience` says."""
+        wait = CONTROL_TIMEOUT + (patience or 0.0)
         with _explained():
-            results: list[Any] = self._handle.broadcast(method, *arguments).results(timeout_s=CONTROL_TIMEOUT)
+            results: list[Any] = self._handle.broadcast(method, *arguments).results(timeout_s=wait)
         if not results:
             raise ReplicaLost("there is no replica at the moment; try again in a while")
         return results
@@ -441,7 +473,10 @@ class Replicas:
     def _look(self, first: bool = False, refresh: bool = False, timeout: float | None = None) -> None:
         if first:  # a broadcast finds only replicas that the router knows already
             self._handle.snapshot.remote(False).result(timeout_s=CONTROL_TIMEOUT)
-        self._snapshots = self._broadcast("snapshot", refresh, timeout)
+        self._snapshots = self._broadcast("snapshot", refresh, timeout, patience=timeout)
+        here = {name for snapshot in self._snapshots for name in snapshot.unloaded}
+        here |= {delta.name for snapshot in self._snapshots for delta in snapshot.deltas}
+        self._removed &= here  # a folder that is gone may come again
         self._looked_at = time.monotonic()
         with self._usage_lock:
             for snapshot in self._snapshots:

@@ -8,7 +8,7 @@ import json
 import secrets
 import struct
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -163,15 +163,28 @@ def log_contents(service: Service, facts: Facts, **contents: Any) -> None:
         facts.contents |= {name: _excerpts(value, MAX_LOGGED) for name, value in contents.items()}
 
 
-def _excerpts(values: Sequence[Any], room: int) -> list[Any]:
-    """Return texts and lists of tokens up to a number of characters or tokens in all."""
-    excerpts = []
+def _excerpts(values: Iterable[Any], room: int) -> list[Any]:
+    """Return texts, messages and lists of words or tokens up to a number of characters or tokens in all."""
+    excerpts: list[Any] = []
     for value in values:
-        excerpts.append(value if value is None else value[: max(room, 0)])
-        room -= len(value or ())
         if room <= 0:
             break
+        if isinstance(value, dict):
+            excerpt: Any = dict(zip(value, _excerpts(value.values(), room), strict=False))
+        elif isinstance(value, tuple | list):
+            excerpt = _excerpts(value, room)
+        else:
+            excerpt = value[:room] if isinstance(value, str) else value
+        excerpts.append(excerpt)
+        room -= _size(excerpt)
     return excerpts
+
+
+def _size(value: Any) -> int:
+    """The characters and tokens of an excerpt; what is empty counts too, since there may be many of it."""
+    if isinstance(value, dict | list):
+        return 1 + sum(_size(one) for one in (value.values() if isinstance(value, dict) else value))
+    return max(1, len(value)) if isinstance(value, str) else 1
 
 
 def count(facts: Facts, answers: Sequence[Answer], per_input: int = 1) -> dict[str, Any]:
@@ -354,8 +367,8 @@ async def respond(
         requests: The requests of the engine: `n` for each input.
         pieces: How answers are written.
     """
-    inputs = [request.text or request.tokens or list(request.messages or ()) for request in requests]
-    log_contents(service, facts, input=inputs)
+    firsts = requests[:: body.n or 1]
+    log_contents(service, facts, input=[request.text or request.tokens or request.messages for request in firsts])
     if body.stream:
         return await _stream(http, service, facts, body, requests, pieces)
     answers = await answer_all(http, service, requests)
@@ -383,7 +396,7 @@ async def _stream(
         raise
     service.metrics.observe_first(http.scope["route"].path, time.monotonic() - begun)
     events = _events(service, facts, body, len(requests), first, items, pieces)
-    return EventStream(events, service.config.limits.send_timeout)
+    return EventStream(events, items, service.config.limits.send_timeout)
 
 
 async def _next(items: AsyncIterator[Any]) -> Any:
@@ -435,30 +448,23 @@ async def _events(
             yield _event({**head, "choices": [], "usage": usage})
         yield b"data: [DONE]\n\n"
     except (asyncio.CancelledError, GeneratorExit):
-        _count_partly(facts, answers, generated)
+        _count_partly(facts, answers, generated, body.n or 1)
         raise
     except Exception as error:
-        _count_partly(facts, answers, generated)
+        _count_partly(facts, answers, generated, body.n or 1)
         failure = api_error(error)
-        facts.status = failure.status
-        service_error(error, failure)
+        facts.status, facts.error = failure.status, error
         yield _event({**error_body(failure, service.hidden_folder), "status": failure.status})
     finally:
         await items.aclose()  # type: ignore[attr-defined]
 
 
-def _count_partly(facts: Facts, answers: dict[int, Answer], generated: dict[int, int]) -> None:
+def _count_partly(facts: Facts, answers: dict[int, Answer], generated: dict[int, int], per_input: int) -> None:
     """Count what was generated before a stream was broken off."""
+    inputs = {index // per_input: answer for index, answer in answers.items()}
+    facts.inputs = len(generated) // per_input
     facts.generated_tokens = sum(generated.values())
-    facts.prompt_tokens = sum(answer.prompt_tokens for answer in answers.values())
-
-
-def service_error(error: BaseException, failure: ApiError) -> None:
-    """Log an error of ours with its traceback."""
-    if failure.status == 500:
-        import logging
-
-        logging.getLogger("deltune.serving").error("an error of the server", exc_info=error)
+    facts.prompt_tokens = sum(answer.prompt_tokens for answer in inputs.values())
 
 
 def _event(value: dict[str, Any]) -> bytes:

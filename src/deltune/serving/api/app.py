@@ -257,4 +257,5 @@ class Gateway:
                 "generated_tokens": facts.generated_tokens,
                 "queued": round(facts.queued, 6),
             }
+        error = error or (facts.error if status == 500 else None)
         logger.log(level, "request", exc_info=error, extra={"facts": line | facts.contents})

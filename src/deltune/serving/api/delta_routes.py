@@ -141,11 +141,7 @@ async def load(service: Service, tenant: Tenant, name: str, path: str, replace: 
     owner = folder.relative_to((service.hidden_folder or folder).resolve()).parts[0]
     if not tenant.may_see(owner):  # else a tenant could ask another's delta under a name of its own
         raise InvalidRequest(f"{excerpt(path)} is not a folder below the server's folder of deltas: it does not exist")
-    known = next((delta for delta in service.engine.deltas() if delta.name == name), None)
-    if not replace and known is not None and (known.requested or Path(known.folder).resolve() != folder):
-        problem = f"the delta {name} is loaded already" if known.requested else f"there is another delta {name} already"
-        raise ApiError(400, f"{problem}; give load_inplace: true to replace it", "already_loaded")
-    return await service.managing.load(tenant, partial(service.engine.load, name, folder))
+    return await service.managing.load(tenant, partial(service.engine.load, name, folder, replace=replace))
 
 
 async def unload(service: Service, tenant: Tenant, name: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from ...errors import DeltuneError
-from ..errors import EngineClosed, InvalidRequest, QueueFull, ReplicaLost, RequestTimeout, UnknownDelta
+from ..errors import EngineClosed, InvalidRequest, NameTaken, QueueFull, ReplicaLost, RequestTimeout, UnknownDelta
 
 TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -64,6 +64,8 @@ def api_error(error: BaseException) -> ApiError:
         return ApiError(
             404, "there is no such model; /v1/models lists those that there are", "model_not_found", "model"
         )
+    if isinstance(error, NameTaken):
+        return ApiError(400, f"{error}; give load_inplace: true to replace it", "already_loaded")
     if isinstance(error, QueueFull):
         return ApiError(429, str(error), "queue_full", retry_after=error.retry_after)
     if isinstance(error, RequestTimeout):

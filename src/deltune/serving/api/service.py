@@ -67,8 +67,10 @@ class Engine(Protocol):
         """Answer a request token by token; the last item is the answer."""
         ...
 
-    def load(self, name: str, folder: Path | None = None, timeout: float | None = None) -> DeltaInfo:
-        """Load or replace a delta."""
+    def load(
+        self, name: str, folder: Path | None = None, timeout: float | None = None, replace: bool = True
+    ) -> DeltaInfo:
+        """Load a delta, or replace one where it may."""
         ...
 
     def unload(self, name: str) -> None:
@@ -129,6 +131,7 @@ class Facts:
     generated_tokens: int = 0
     queued: float = 0.0
     status: int = 0
+    error: Exception | None = None
     admitted: Tenant | None = None
     contents: dict[str, Any] = field(default_factory=dict)
 
@@ -473,8 +476,11 @@ async def gather(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     Raises:
         EngineClosed: The engine has given one of them up.
     """
-    tasks = [asyncio.ensure_future(one) for one in work]
+    tasks: list[asyncio.Future[T]] = []
     try:
+        for one in work:
+            tasks.append(asyncio.ensure_future(one))
+            await asyncio.sleep(0)  # each may read its text at once, and others have a turn between two of them
         pending = set(tasks)
         while pending:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -485,6 +491,8 @@ async def gather(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
                     raise error
         return [task.result() for task in tasks]
     finally:
+        for one in work[len(tasks) :]:
+            one.close()
         await cancel_all(tasks)
 
 
@@ -529,13 +537,14 @@ class EventStream(Response):
 
     Args:
         events: The events, as bytes that are sent as they are.
+        source: What the events are made of. It is closed in the end, even if no event was asked for.
         send_timeout: Seconds in which the client must take an event.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], send_timeout: float) -> None:
-        self.events, self.send_timeout = events, send_timeout
+    def __init__(self, events: AsyncIterator[bytes], source: AsyncIterator[Any], send_timeout: float) -> None:
+        self.events, self.source, self.send_timeout = events, source, send_timeout
         self.status_code, self.background = 200, None
         self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
 
@@ -550,9 +559,10 @@ class EventStream(Response):
             pump.result()
         finally:
             await cancel_all((pump, watch))
-            close: Callable[[], Awaitable[None]] | None = getattr(self.events, "aclose", None)
-            if close is not None:
-                await close()
+            for iterator in (self.events, self.source):
+                close: Callable[[], Awaitable[None]] | None = getattr(iterator, "aclose", None)
+                if close is not None:
+                    await close()
 
     async def _pump(self, send: Send) -> None:
         try:
