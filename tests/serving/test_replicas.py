@@ -85,8 +85,8 @@ def test_a_delta_that_one_replica_refuses_changes_nothing(replicas: Served, monk
     before = answers(replicas)
     broadcast = replicas.engine._broadcast
 
-    def one_refuses(method: str, *arguments: Any) -> list[Any]:
-        results: list[Any] = broadcast(method, *arguments)
+    def one_refuses(method: str, *arguments: Any, **options: Any) -> list[Any]:
+        results: list[Any] = broadcast(method, *arguments, **options)
         if method == "load":
             monkeypatch.setattr(replicas.engine, "_broadcast", broadcast)
             results[0] = Failure("InvalidRequest", "this replica has no room")
