@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from deltune.serving.errors import EngineClosed, InvalidRequest, QueueFull, RequestTimeout, UnknownDelta
+from deltune.serving.errors import EngineClosed, InvalidRequest, QueueFull, ReplicaLost, RequestTimeout, UnknownDelta
 from deltune.serving.replicas import Failure
 
 from .served import METHODS, Served, served, wait_until
@@ -100,6 +100,30 @@ def test_a_delta_that_one_replica_refuses_changes_nothing(replicas: Served, monk
         assert replicas.post("/v1/completions", {"model": "another", **ASK}).status_code == 404
         for name, values in answers(replicas).items():
             assert values == pytest.approx(before[name], abs=1e-5), name
+
+
+@pytest.mark.slow
+def test_tokens_are_charged_though_a_look_is_lost(replicas: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What replicas have told the front without being heard they tell again, and nothing twice."""
+    engine: Any = replicas.engine
+    monkeypatch.setattr(replicas.service.limits, "_take_usage", dict)
+    broadcast = engine._broadcast
+    engine._look()
+    engine.take_usage()
+
+    def lost(method: str, *arguments: Any, **options: Any) -> list[Any]:
+        broadcast(method, *arguments, **options)
+        raise ReplicaLost("the answer did not arrive")
+
+    monkeypatch.setattr(engine, "_broadcast", lost)
+    answer = replicas.post("/v1/completions", {"model": "mood", **ASK})
+    with pytest.raises(ReplicaLost):
+        engine._look()
+    monkeypatch.setattr(engine, "_broadcast", broadcast)
+    for _ in range(3):
+        engine._look()
+    usage = answer.json()["usage"]
+    assert sum(engine.take_usage().values()) == usage["prompt_tokens"] + usage["completion_tokens"]
 
 
 @pytest.mark.slow

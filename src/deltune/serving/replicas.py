@@ -36,6 +36,8 @@ CONTROL_TIMEOUT = 120.0
 """Seconds in which replicas must have loaded a delta or started."""
 LOST_AFTER = 60.0
 """Seconds without a word of the replicas after which the front counts as dead. Ray replaces a replica within fewer."""
+MAX_REPLICAS = 1000
+"""Replicas whose tokens are known to the front; those that have ended are forgotten beyond."""
 LOCKS = 64
 """Locks among which names of deltas are divided, one of which is held while a delta is loaded or taken out."""
 
@@ -74,6 +76,7 @@ class Snapshot:
     deltas: list[DeltaInfo]
     stats: EngineStats
     ignored: dict[str, str]
+    replica: str
     usage: dict[str, int]
     unloaded: list[str]
     base_tasks: tuple[Task, ...]
@@ -98,6 +101,8 @@ def replica_class(max_loaded: int) -> type[Any]:
             freeze_start_up()
             self.folders: dict[str, str] = {}
             self.loading: dict[tuple[str, str], asyncio.Future[DeltaInfo]] = {}
+            self.number, self.usage = secrets.token_hex(8), Counter[str]()
+            self.server.take_usage()  # begins to count
 
         @serve.multiplexed(max_num_models_per_replica=max_loaded)
         async def holds(self, name: str) -> str:
@@ -174,10 +179,16 @@ def replica_class(max_loaded: int) -> type[Any]:
                 server.deltas(),
                 server.stats(),
                 server.ignored_folders(),
-                server.take_usage(),
+                self.number,
+                self._usage_so_far(),
                 server.unloaded(),
                 server.base_tasks(),
             )
+
+        def _usage_so_far(self) -> dict[str, int]:
+            """The tokens since the start by tenant, so that nothing is lost with an answer that does not arrive."""
+            self.usage.update(self.server.take_usage())
+            return dict(self.usage)
 
         def check_health(self) -> None:
             """Tell Ray Serve that this replica works; it replaces one that raises."""
@@ -278,6 +289,7 @@ class Replicas:
         self._removed: set[str] = set()
         self._snapshots: list[Snapshot] = []
         self._usage: Counter[str] = Counter()
+        self._counted: dict[str, dict[str, int]] = {}  # by replica, what is in `_usage` or was taken from there
         self._usage_lock = threading.Lock()
         self._looked_at = time.monotonic()
         self._look(first=True)
@@ -480,7 +492,11 @@ class Replicas:
         self._looked_at = time.monotonic()
         with self._usage_lock:
             for snapshot in self._snapshots:
-                self._usage.update(snapshot.usage)
+                counted = self._counted.get(snapshot.replica, {})
+                self._usage.update({name: n - counted.get(name, 0) for name, n in snapshot.usage.items()})
+                self._counted[snapshot.replica] = snapshot.usage
+            while len(self._counted) > MAX_REPLICAS:  # those that have ended
+                del self._counted[next(iter(self._counted))]
 
     def _watch(self) -> None:
         """Keep what the front knows of the replicas fresh."""
