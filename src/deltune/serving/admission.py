@@ -86,14 +86,13 @@ def readable_length(loaded: LoadedDelta, max_length: int | None) -> int:
     return positions if max_length is None else min(positions, max_length)
 
 
-def cut_length(request: Request, trained: int | None, loaded: LoadedDelta, max_length: int | None) -> int | None:
+def cut_length(request: Request, trained: int | None, readable: int) -> int | None:
     """Return the number of tokens to which a text is cut, or None if it is not.
 
     Args:
         request: The request.
         trained: The length to which texts were cut in the training of its delta, if that is known.
-        loaded: The version of its delta, or the base model where that is not in memory.
-        max_length: The most tokens that the server takes; None for no bound.
+        readable: The number of tokens that can be read at most.
 
     Raises:
         InvalidRequest: It asks for something that is no length, or to cut what is never cut.
@@ -106,7 +105,6 @@ def cut_length(request: Request, trained: int | None, loaded: LoadedDelta, max_l
         raise InvalidRequest(f"{what} never cut; leave truncate_prompt_tokens out")
     if isinstance(length, bool) or not isinstance(length, int) or (length < 1 and length != -1):
         raise InvalidRequest(f"truncate_prompt_tokens is a number of tokens, or -1, and not {excerpt(length)}")
-    readable = readable_length(loaded, max_length)
     trained = readable if trained is None else min(trained, readable)
     return trained if length == -1 else min(length, readable)
 

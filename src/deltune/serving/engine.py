@@ -18,6 +18,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from .catalog import Catalog, Entry
 from .concurrency import ConcurrentPasses, release_worker_threads
 from .encoding import BatchLimits, EncodingLane, LaneContext
 from .errors import EngineClosed, InvalidRequest, RequestTimeout, UnknownDelta
-from .fairness import FairShare, FairThread, Work
+from .fairness import FairShare, FairThread
 from .generation import GenerationLane, GenerationOptions
 from .jobs import LONG_TEXT, Job, Listener, RequestEncoder, check_pair, check_request, check_task, input_size
 from .lifecycle import Lifecycle, LifecycleContext
@@ -293,21 +294,9 @@ class Server:
             return self._submit(request, listener)
         self._reserve(request.tenant)
         thread = self._long_encoding if size > LONG_TEXT else self._encoding
-        encoding: Future[Job] = Future()
-        arrived = time.monotonic()
-
-        def encode() -> None:
-            if not encoding.set_running_or_notify_cancel():
-                self._admission.leave(request.tenant)
-                return
-            try:
-                encoding.set_result(self._submit_reserved(request, listener, arrived))
-            except BaseException as error:
-                encoding.set_exception(error)
-
-        work = Work(request.tenant, arrived, size, encode)
         try:
-            thread.submit(work)
+            submit = partial(self._submit_reserved, request, listener, time.monotonic())
+            encoding = thread.submit(request.tenant, size, submit)
         except RuntimeError:
             self._admission.leave(request.tenant)
             raise EngineClosed("the server is closing and takes no new requests") from None
@@ -315,13 +304,18 @@ class Server:
             async with asyncio.timeout(request.timeout):
                 return await asyncio.wrap_future(encoding)
         except BaseException as error:
-            if thread.cancel(work):
-                self._admission.leave(request.tenant)
-            else:  # its text is being read, or was
-                encoding.add_done_callback(_cancel_job)
+            encoding.cancel()
+            encoding.add_done_callback(lambda done: self._abandon(request, done))
             if isinstance(error, TimeoutError):
                 raise _late(request) from None
             raise
+
+    def _abandon(self, request: Request, encoding: Future[Job]) -> None:
+        """Take back a request for which nobody waits any more, whether its text was read or not."""
+        if encoding.cancelled():
+            self._admission.leave(request.tenant)
+        elif encoding.exception() is None:
+            encoding.result().future.cancel()
 
     def _reserve(self, tenant: str) -> None:
         """Count a request of a tenant as one that waits.
@@ -362,8 +356,8 @@ class Server:
         if request.timeout is not None and not request.timeout > 0:
             raise InvalidRequest(f"a timeout is a number of seconds above 0, not {request.timeout}")
         loaded = (None if entry is None else entry.current) or self._base
-        cut = cut_length(request, facts.max_length, loaded, self.max_length)
-        job = self._encoder.encode(request, listener, cut, readable_length(loaded, self.max_length))
+        readable = readable_length(loaded, self.max_length)
+        job = self._encoder.encode(request, listener, cut_length(request, facts.max_length, readable), readable)
         job.submitted = arrived
         if request.task == "generate":
             self._options.check(request.sampling)
@@ -786,12 +780,6 @@ def _load(name: str) -> tuple[PreTrainedModel, Any]:
     model = load_model(name, head)
     align_padding_token(model, tokenizer)
     return model, tokenizer
-
-
-def _cancel_job(encoding: Future[Job]) -> None:
-    """Cancel a request whose text was read after everybody had stopped waiting for it."""
-    if not encoding.cancelled() and encoding.exception() is None:
-        encoding.result().future.cancel()
 
 
 def _late(request: Request) -> RequestTimeout:

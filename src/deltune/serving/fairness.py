@@ -10,10 +10,12 @@ served, or where the last one of them was when it left.
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
 
 
 class FairShare:
@@ -81,17 +83,18 @@ class FairShare:
 
 
 class OfTenant(Protocol):
-    """What can wait in a queue."""
+    """An item of a `FairQueue`."""
 
     @property
     def tenant(self) -> str:
-        """Whose it is."""
+        """The tenant that it is for."""
         ...
 
     submitted: float
 
 
 T = TypeVar("T", bound=OfTenant)
+R = TypeVar("R")
 
 
 class FairQueue(Generic[T]):
@@ -164,24 +167,26 @@ class FairQueue(Generic[T]):
 
 
 @dataclass(eq=False)
-class Work:
-    """Something that a pool of threads is to do for a tenant.
+class Work(Generic[R]):
+    """A call that a `FairThread` is to make for a tenant.
 
     Attributes:
-        tenant: Whose it is.
-        submitted: When it was handed in, on the monotonic clock.
-        cost: What it costs, in units of the pool's own.
-        run: Does it.
+        tenant: The tenant.
+        submitted: When it was submitted, on the monotonic clock.
+        cost: What it costs, in any unit that is the same for all calls.
+        call: The function.
+        future: Its result.
     """
 
     tenant: str
     submitted: float
     cost: float
-    run: Callable[[], object]
+    call: Callable[[], R]
+    future: Future[R] = field(default_factory=Future)
 
 
 class FairThread:
-    """A thread that works for many tenants, and next for the one that it has worked for least.
+    """An executor of one thread, whose next call is of the tenant that it has worked for least.
 
     Args:
         name: The name of the thread.
@@ -189,38 +194,34 @@ class FairThread:
 
     def __init__(self, name: str) -> None:
         self._share = FairShare()
-        self._queue: FairQueue[Work] = FairQueue(self._share)
+        self._queue: FairQueue[Work[Any]] = FairQueue(self._share)
         self._wake = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, work: Work) -> None:
-        """Hand something in.
+    def submit(self, tenant: str, cost: float, call: Callable[[], R]) -> Future[R]:
+        """Submit a call, and return the future of its result, which can be cancelled until the call begins.
 
         Args:
-            work: What is to be done. It must handle its errors itself.
+            tenant: The tenant that it is for.
+            cost: What it costs.
+            call: The function.
 
         Raises:
             RuntimeError: The thread is ending.
         """
+        work = Work(tenant, time.monotonic(), cost, call)
         with self._wake:
             if self._closed:
                 raise RuntimeError("the thread is ending")
-            self._share.enter(work.tenant)
+            self._share.enter(tenant)
             self._queue.push(work)
             self._wake.notify()
-
-    def cancel(self, work: Work) -> bool:
-        """Take something out that has not begun; return whether it was there."""
-        with self._wake:
-            if not self._queue.remove(work):
-                return False
-            self._share.leave(work.tenant)
-            return True
+        return work.future
 
     def close(self) -> None:
-        """End, after everything that was handed in."""
+        """End, after all calls that were submitted."""
         with self._wake:
             self._closed = True
             self._wake.notify()
@@ -234,9 +235,13 @@ class FairThread:
                 if not len(self._queue):
                     return
                 work = self._queue.pop()
-                self._share.charge(work.tenant, work.cost)
+                begins = work.future.set_running_or_notify_cancel()
+                if begins:
+                    self._share.charge(work.tenant, work.cost)
             try:
-                work.run()
-            finally:
-                with self._wake:
-                    self._share.leave(work.tenant)
+                if begins:
+                    work.future.set_result(work.call())
+            except BaseException as error:
+                work.future.set_exception(error)
+            with self._wake:
+                self._share.leave(work.tenant)
