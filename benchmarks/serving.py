@@ -427,7 +427,8 @@ def killed(methods: Sequence[str] = MIXED) -> list[Row]:
             finally:
                 process.kill()
                 process.wait()
-        harmed = sum(digest != _digests(root).get(file) for file, digest in before.items())
+        after = _digests(root)
+    harmed = sum(digest != after.get(file) for file, digest in before.items())
     what = f"kill -9 under load, {len(methods)} deltas, packaged MiniLM"
     return [
         Row(f"first answer after a restart: {what}", first_answers[1], Target(8.0), unit="s"),
