@@ -440,7 +440,7 @@ def remove_offload_hook(module: nn.Module) -> None:
 
 
 def is_answering(protocol: Any) -> bool:
-    """Whether the head of a request has arrived on one of uvicorn's connections whose answer has not been sent yet."""
+    """Return whether a connection of uvicorn has received the headers of a request that is not answered yet."""
     return protocol.cycle is not None and not protocol.cycle.response_complete
 
 

@@ -42,7 +42,7 @@ AUTO_CLASSES = {
 }
 """The head with which a model can be loaded, and the class of transformers that loads it; "base" has no head."""
 HEADS_WITH_LABELS = ("classification", "tagging")
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+NAME_ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 LANGUAGE_MODEL_HEADS = ("causal-lm", "seq2seq-lm")
 
 
@@ -126,7 +126,7 @@ def name_without_path(name: str) -> str:
     Args:
         name: A hub id, which is returned as it is, or a folder, as in a configuration's `name_or_path`.
     """
-    return name if HUB_ID.fullmatch(name) else Path(name).name or name
+    return name if NAME_ON_HUB.fullmatch(name) else Path(name).name or name
 
 
 def why_not_on_hub(name: str, repo_type: str = "model") -> str:

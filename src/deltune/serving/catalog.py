@@ -74,7 +74,7 @@ class Entry:
 
     @property
     def info(self) -> DeltaInfo:
-        """What clients are told of it: the same object as before, unless something has changed."""
+        """The facts that clients see: the same object as before, unless something has changed."""
         current = self.current
         size = 0 if current is None else current.bytes
         seen = (current, size, self.facts, self.folder, self.error, self.requested)

@@ -59,7 +59,7 @@ class Arrival:
 
     @property
     def given_up(self) -> bool:
-        """Whether nobody waits for it any more."""
+        """Whether its call of `load` has ended, by a timeout for instance."""
         return self.done is not None and self.done.done()
 
 

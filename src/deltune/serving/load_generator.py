@@ -27,7 +27,7 @@ from ..pages.rendering import render as render_page
 from .latencies import percentile
 
 TASKS = {"completions": "generate", "chat": "generate", "classify": "classify", "embeddings": "embed"}
-"""What can be asked for, and which of the tasks of a delta that is."""
+"""The kinds of requests, and the task of a delta that each needs."""
 SHARES = (0.5, 0.9, 0.95, 0.99)
 WORDS = (
     "the", "a", "my", "old", "small", "very", "and", "is", "was", "near", "here", "table", "apple", "pear", "hammer",

@@ -12,7 +12,7 @@ mean of the last hidden states."""
 FinishReason = Literal["stop", "length"]
 
 DELTA_NAME = r"[A-Za-z0-9_-][A-Za-z0-9_.@+-]{0,199}"
-"""What can name a delta, as a regular expression: one part of a path, and not a hidden one."""
+"""A regular expression for names of deltas: one part of a path that is not hidden."""
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ class TokenChooser:
 
     @property
     def forces_end(self) -> bool:
-        """Whether the model's generation config makes the last token of a full answer one that ends it."""
+        """Whether the model's generation config forces an answer of full length to end with an end token."""
         return any(isinstance(one, logits_process.ForcedEOSTokenLogitsProcessor) for one in self.processors)
 
     def choose(self, logits: torch.Tensor, tokens: Sequence[int]) -> TokenChoice:

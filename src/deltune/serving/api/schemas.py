@@ -142,7 +142,7 @@ class StreamBody(SamplingBody):
 
 
 class CompletionBody(StreamBody):
-    """Go on with texts."""
+    """Continue texts."""
 
     prompt: Inputs = Field(description="a text, a list of texts, a list of token ids, or a list of such lists")
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
@@ -227,7 +227,7 @@ class ChatBody(StreamBody):
 
 
 INNER_BODIES = (StreamOptions, TextPart, Message, ResponseFormat)
-"""What is inside of the bodies of requests."""
+"""The models of objects in request bodies."""
 
 
 class EncodingBody(RequestBody):
@@ -268,7 +268,7 @@ class TagBody(EncodingBody):
 
 
 class GenerateBody(StreamBody):
-    """Answer texts with an encoder-decoder, or go on with them."""
+    """Answer texts with an encoder-decoder, or continue them with a decoder."""
 
     input: Inputs = Field(description="a text, a list of texts, a list of token ids, or a list of such lists")
 
@@ -315,4 +315,4 @@ REQUESTS: Mapping[str, type[BaseModel]] = {
     "/v1/load_lora_adapter": LoadBody,
     "/v1/unload_lora_adapter": UnloadBody,
 }
-"""What is posted to each path."""
+"""The model of the request body of each path."""

@@ -1,4 +1,4 @@
-"""What all routes share: the engine, the tenant and the delta of a request, and how its answer is awaited."""
+"""Shared by all routes: the engine, the tenant and the delta of a request, and waiting for its answer."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Engine(Protocol):
 
 @dataclass
 class Facts:
-    """What the log and the metrics say about one request; routes fill it in.
+    """The facts about one request for the log and the metrics; routes fill them in.
 
     `status` is that of an error in a stream, whose answer had begun with 200; 0 if there was none. `admitted` is the
     tenant that the request was counted for.

@@ -84,7 +84,7 @@ async def tag(http: Request) -> Response:
 @router.post("/generate")
 @router.post("/v1/generate")
 async def generate(http: Request) -> Response:
-    """Answer texts with an encoder-decoder, or go on with them; the answer has the form of completions."""
+    """Answer texts with an encoder-decoder, or continue them; the answer has the form of completions."""
     body = await read_body(http, GenerateBody)
     service, tenant, delta, facts = begin(http, body.model, bool(body.stream))
     inputs = as_inputs(body.input, "input", service.max_inputs)
