@@ -14,6 +14,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -83,6 +84,21 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
+@dataclass(frozen=True)
+class Placement:
+    """Where the parameters of new deltas belong.
+
+    Attributes:
+        default: The device of the base model, or that of its first parameter where it has several.
+        dtype: Their type.
+        devices: Where the base model has several devices, that of each of its parameters by name.
+    """
+
+    default: torch.device
+    dtype: torch.dtype
+    devices: tuple[tuple[str, torch.device], ...] = ()
+
+
 class Tuned(nn.Module):
     """The handle of a model with attached deltas.
 
@@ -117,7 +133,7 @@ class Tuned(nn.Module):
         lock = PassLock()
         self._state = ModelState(model, self.deltas, self.base, lock)
         self._passes = PassManager(model, self._state, lock, RowAssignment([], None, self._base_labels))
-        self._kept_without_deltas = False
+        self._fixed_placement: Placement | None = None  # of a base model that nobody moves
         self._passes.attention_configs = [(config, attention_implementation(config)) for config in all_configs(model)]
 
     def __dir__(self) -> list[str]:
@@ -536,7 +552,7 @@ class Tuned(nn.Module):
                 del self.deltas[name]
         for users in (*self._users_of_hooks.values(), *self._users_of_parameters.values()):
             users.difference_update(names)
-        if len(self.deltas) or self._kept_without_deltas:
+        if len(self.deltas) or self._state.base_is_fixed:
             self._update_hooks()
             return model
         for hook in self._installed_hooks.values():
@@ -762,22 +778,26 @@ class Tuned(nn.Module):
             delta: The delta.
             snapshot: A current snapshot of the model, if there is one.
         """
-        loaded: list[tuple[str, torch.device]] = []
-        if snapshot is not None and len(snapshot.devices) == 1 and torch.float64 not in snapshot.dtypes:
-            default, dtype = next(iter(snapshot.devices)), torch.float32
-        else:
-            tensors = list(base_tensors(self.model))
-            default = tensors[0].device
-            dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-            if self._state.offloaded or any(t.device != default for t in tensors):
-                loaded = [(name, device) for name, _, device in loaded_devices(self.model, self._state.offloaded)]
-                default = loaded[0][1]
+        placement = self._fixed_placement or self._placement(snapshot)
+        default, dtype = placement.default, placement.dtype
         for edit in delta.all_edits():
-            inside = (device for name, device in loaded if is_inside(name, edit.place.target.path))
+            inside = (device for name, device in placement.devices if is_inside(name, edit.place.target.path))
             _move(edit, next(inside, default), dtype)
         for shared in (*delta.shared.values(), *delta.tied.values(), *delta.partly.values(), *delta.gated.values()):
             _move(shared, default, dtype)
         return delta
+
+    def _placement(self, snapshot: Snapshot | None) -> Placement:
+        """Where new deltas belong as the base model is now; `snapshot` as for `_move_to_model`."""
+        if snapshot is not None and len(snapshot.devices) == 1 and torch.float64 not in snapshot.dtypes:
+            return Placement(next(iter(snapshot.devices)), torch.float32)
+        tensors = list(base_tensors(self.model))
+        dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+        default = tensors[0].device
+        if not self._state.offloaded and all(t.device == default for t in tensors):
+            return Placement(default, dtype)
+        devices = [(name, device) for name, _, device in loaded_devices(self.model, self._state.offloaded)]
+        return Placement(devices[0][1], dtype, tuple(devices))
 
     @contextlib.contextmanager
     def _exclusive(self, operation: str) -> Iterator[None]:
@@ -1062,14 +1082,29 @@ for _name in ("to", "cuda", "cpu", "half", "float", "double", "bfloat16"):
     setattr(Tuned, _name, _of_whole_model(_name))
 
 
-def keep_without_deltas(tuned: Tuned, keep: bool) -> None:
-    """Choose whether a handle stays that of its model when its last delta is detached, as a server's does.
+def fix_base(tuned: Tuned) -> None:
+    """Declare that nobody changes, moves or offloads the base model until `release_base`, as a server does.
+
+    Loading, attaching and detaching then take less time: besides what `remember_base_metadata` does, nothing looks for
+    the devices and the type of the base's weights any more, or for weights that accelerate offloads by now. The handle
+    stays when its last delta is detached.
 
     Args:
         tuned: The handle of the model.
-        keep: Whether it stays. After False, `detach()` removes it as usual.
     """
-    tuned._kept_without_deltas = keep
+    remember_base_metadata(tuned)
+    tuned._fixed_placement = tuned._placement(None)
+    tuned._state.base_is_fixed = True
+
+
+def release_base(tuned: Tuned) -> None:
+    """Undo `fix_base`: the base model may change again, and `detach()` of the last delta removes the handle.
+
+    Args:
+        tuned: The handle of the model.
+    """
+    tuned._state.base_is_fixed, tuned._fixed_placement = False, None
+    tuned._base_metadata = tuned._base_order = None
 
 
 def remember_base_metadata(tuned: Tuned) -> None:
@@ -1082,15 +1117,6 @@ def remember_base_metadata(tuned: Tuned) -> None:
         tuned: The handle of the model.
     """
     tuned._base_metadata = tuned._metadata_of_base(tuned.delta() if tuned.active is not None else None)
-
-
-def forget_base_metadata(tuned: Tuned) -> None:
-    """Undo `remember_base_metadata`: compare the base model again each time that a delta is loaded or saved.
-
-    Args:
-        tuned: The handle of the model.
-    """
-    tuned._base_metadata = tuned._base_order = None
 
 
 def _handle_of(model: PreTrainedModel) -> nn.Module | None:

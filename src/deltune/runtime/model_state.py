@@ -37,12 +37,14 @@ class ModelState:
         labels: What the model's configuration says about its labels.
         lock: The lock of forward passes. Its mutex is held while tensors move, and while somebody reads where they are.
         offloaded: Where the values are of the base's parameters that accelerate offloads, by their places.
+        base_is_fixed: Whether nobody moves or offloads the base model, so that nothing looks for it.
     """
 
     def __init__(self, model: PreTrainedModel, deltas: nn.ModuleDict, base: nn.ParameterDict, lock: Any) -> None:
         self.model, self.deltas, self.base, self.lock = model, deltas, base, lock
         self.slots = parameter_slots(model)
         self.offloaded: dict[Place, OffloadedTensor] = offloaded_tensors(model)
+        self.base_is_fixed = False
         self._keys: dict[Place, str] = {}  # of a tensor with several names the first, which deltas call it by
         for name, places in self.slots.items():
             for place in places:

@@ -552,7 +552,7 @@ class PassManager:
                 f"{operation} cannot be called inside a forward pass of the same model: wait until it has returned"
             )
         with self.lock.alone():
-            follow_offloading(self.state)
+            follow_offloading(self.state, every_module=not self.state.base_is_fixed)
             yield
 
     def refuse_other_scopes(self, operation: str) -> None:

@@ -33,10 +33,9 @@ from ..runtime.handle import (
     Tuned,
     base_config,
     base_parameter,
-    forget_base_metadata,
+    fix_base,
     inference_rows,
-    keep_without_deltas,
-    remember_base_metadata,
+    release_base,
     shares_rows,
 )
 from ..runtime.linear_backend import linear_forward, optimize_linear
@@ -177,8 +176,7 @@ class Backbone:
         self.was_training = model.training
         model.eval()
         self.handle = find_tuned(model) or Tuned(model)
-        keep_without_deltas(self.handle, True)
-        remember_base_metadata(self.handle)  # it reads a sample of every weight, which no load need do again
+        fix_base(self.handle)  # it reads a sample of every weight, which no load need do again
         optimized_before = any(linear_forward(module) is not None for module in model.modules())
         self.optimized = None if optimized_before else optimize_linear(model)
         self.is_encoder_decoder = bool(model.config.is_encoder_decoder)
@@ -332,8 +330,7 @@ class Backbone:
         for name in list(self._attached):
             self._attached.discard(name)
             self.handle.detach(name)
-        keep_without_deltas(self.handle, False)
-        forget_base_metadata(self.handle)
+        release_base(self.handle)
         if not self.handle.names:
             self.handle.detach()
         if self.optimized is not None:

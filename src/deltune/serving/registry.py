@@ -6,6 +6,7 @@ import hashlib
 import math
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -201,13 +202,13 @@ def signature(folder: Path) -> Signature:
     """Return by what a changed folder is noticed, without reading its files; empty for a folder without a delta."""
     stamps: list[tuple[str, int, int, int]] = []
     for inside in _RELEVANT:
-        for name in _FILES:
-            try:
-                facts = os.stat(os.path.join(folder, inside, name))
-            except (OSError, ValueError):
-                continue
-            stamps.append((f"{inside}/{name}", facts.st_size, facts.st_mtime_ns, facts.st_ino))
-    return tuple(stamps)
+        with suppress(OSError, ValueError), os.scandir(os.path.join(folder, inside)) as entries:
+            for entry in entries:
+                if entry.name in _FILES:
+                    with suppress(OSError):
+                        facts = entry.stat()
+                        stamps.append((f"{inside}/{entry.name}", facts.st_size, facts.st_mtime_ns, facts.st_ino))
+    return tuple(sorted(stamps))
 
 
 @dataclass(frozen=True)
