@@ -160,6 +160,15 @@ def test_holm_is_the_step_down() -> None:
     assert len(holm([])) == 0 == len(holm_levels([]))
 
 
+def test_holm_is_that_of_statsmodels() -> None:
+    from statsmodels.stats.multitest import multipletests
+
+    generator = np.random.default_rng(0)
+    for _ in range(50):
+        p = generator.uniform(0, 0.4, size=generator.integers(1, 9)).round(2).tolist()
+        assert np.array_equal(holm(p), multipletests(p, method="holm")[1]), p
+
+
 def test_an_interval_at_holms_level_decides_as_holm_does() -> None:
     generator = np.random.default_rng(0)
     for _ in range(300):

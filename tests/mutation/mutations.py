@@ -132,8 +132,8 @@ MUTATIONS = (
     ),
     Mutation(
         "statistics: Bonferroni in place of Holm",
-        'return np.asarray(multipletests(p, method="holm")[1])',
-        'return np.asarray(multipletests(p, method="bonferroni")[1])',
+        "values[order] * np.arange(len(values), 0, -1)",
+        "values[order] * len(values)",
         "A claim that the evidence decides would be called undecided.",
         ("tests/test_stats.py",),
     ),

@@ -1,7 +1,7 @@
 """The statistics of claims as functions of arrays: paired differences over seeds and examples, Holm, slopes, ranks.
 
-Holm is statsmodels'; Student's t and ranks are scipy's. The estimate for crossed seeds and examples is our own, because
-no library here has it.
+Student's t and ranks are scipy's. The estimate for crossed seeds and examples is our own, because no library here has
+it, and so is Holm's procedure: statsmodels runs a full garbage collection each time, half of the time of a report.
 """
 
 from __future__ import annotations
@@ -235,11 +235,11 @@ def holm(p: Sequence[float]) -> np.ndarray:
     Returns:
         The adjusted p values, in the order of `p`.
     """
-    if len(p) == 0:
-        return np.empty(0)
-    from statsmodels.stats.multitest import multipletests  # here, because it takes a second
-
-    return np.asarray(multipletests(p, method="holm")[1])
+    values = np.asarray(p, dtype=float)
+    order = np.argsort(values, kind="stable")
+    adjusted = np.empty(len(values))
+    adjusted[order] = np.maximum.accumulate(values[order] * np.arange(len(values), 0, -1)).clip(max=1.0)
+    return adjusted
 
 
 def holm_levels(p: Sequence[float], alpha: float = 0.05) -> np.ndarray:
