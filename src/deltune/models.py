@@ -417,6 +417,29 @@ def _class_names(config: PreTrainedConfig, head: str) -> list[str]:
     return [kind.__name__ for kind in (classes if isinstance(classes, tuple) else (classes,))]
 
 
+def load_with_tokenizer(
+    name: str, head: str | None = None, dtype: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model and its tokenizer, to answer requests with.
+
+    Args:
+        name: A hub id, a folder, or `minilm`.
+        head: The head, one of `AUTO_CLASSES`. Default: that which the checkpoint was saved with, or none.
+        dtype: As for `load_model`.
+
+    Returns:
+        The model, which pads with the token of the tokenizer, and the tokenizer.
+
+    Raises:
+        DeltuneError: One of them is missing or cannot be loaded.
+    """
+    head = head or trained_head(load_config(name)) or "base"
+    tokenizer = load_tokenizer(name)
+    model = load_model(name, head, dtype=dtype)
+    align_padding_token(model, tokenizer)
+    return model, tokenizer
+
+
 def align_padding_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Make model and tokenizer agree on the padding token, in place.
 

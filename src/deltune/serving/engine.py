@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from ..errors import DeltuneError, describe_value, error_from_problems, error_summary, excerpt, unknown_name
 from ..filesystem import user_path
-from ..models import align_padding_token, load_config, load_model, load_tokenizer, trained_head
+from ..models import load_with_tokenizer
 from .admission import Admission, check_length, cut_length, readable_length
 from .backbone import Backbones, LoadedDelta
 from .catalog import Catalog, Entry
@@ -137,7 +137,7 @@ class Server:
         if self.root is not None:
             scan(self.root)  # a folder that cannot be read is reported before anything is loaded or changed
         if isinstance(model, str | Path):
-            model, loaded_tokenizer = _load(str(model))
+            model, loaded_tokenizer = load_with_tokenizer(str(model))
             tokenizer = loaded_tokenizer if tokenizer is None else tokenizer
         if not isinstance(model, PreTrainedModel):
             raise DeltuneError(f"a server takes a model of transformers, or its name, not {describe_value(model)}")
@@ -771,15 +771,6 @@ class Server:
             self._backbones.close()
         except Exception:
             logger.exception("the model could not be given back")
-
-
-def _load(name: str) -> tuple[PreTrainedModel, Any]:
-    """Load a model with the head that its checkpoint was saved with, or without one, and its tokenizer."""
-    head = trained_head(load_config(name)) or "base"
-    tokenizer = load_tokenizer(name)
-    model = load_model(name, head)
-    align_padding_token(model, tokenizer)
-    return model, tokenizer
 
 
 def _late(request: Request) -> RequestTimeout:

@@ -30,15 +30,11 @@ def load_server(config: ServeConfig) -> Server:
     import torch
     from torch import nn
 
-    from .. import models
+    from ..models import load_with_tokenizer
     from .engine import Server
 
-    model_config = models.load_config(config.model.name)
-    head = config.model.head if config.model.head != "auto" else models.trained_head(model_config) or "base"
-    tokenizer = models.load_tokenizer(config.model.name)
-    dtype = None if config.model.dtype == "auto" else config.model.dtype
-    model = models.load_model(config.model.name, head, dtype=dtype)
-    models.align_padding_token(model, tokenizer)
+    head, dtype = (None if value == "auto" else value for value in (config.model.head, config.model.dtype))
+    model, tokenizer = load_with_tokenizer(config.model.name, head, dtype)
     device = config.model.device
     if device == "auto":
         device = str(torch.accelerator.current_accelerator() or "cpu") if torch.accelerator.is_available() else "cpu"

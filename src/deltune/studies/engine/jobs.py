@@ -19,7 +19,7 @@ from ...runtime.attaching import load
 from ...tasks.registry import TASKS
 from ...training.config import RunConfig
 from ...training.inference import evaluate, rescore_with_statistics
-from ...training.run_dir import RunDir, collect_environment
+from ...training.run_dir import RunDir, RunMetrics, collect_environment
 from ...training.task_setup import ModelCache, task_kind_for
 from ...training.train import train
 from .timing import time_methods
@@ -306,7 +306,7 @@ def config_of(job: Job) -> RunConfig:
 def _run(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> RunResult:
     spec = RunConfig.from_canonical(values)  # as in config_of: execute() has located the values
     folder = run_folder(runs, spec)
-    metrics = train(spec, folder, progress=False, cache=model_cache, report=False)
+    metrics = _train(spec, folder, model_cache)
     run = RunDir(folder).best_run
     scores = rescore_with_statistics(run.folder)
     split = next((s for s in ("test", "validation") if s in metrics.scores), None)
@@ -336,6 +336,10 @@ def _run(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> RunR
     }
 
 
+def _train(spec: RunConfig, folder: Path, model_cache: ModelCache) -> RunMetrics:
+    return train(spec, folder, progress=False, cache=model_cache, report=False)
+
+
 def _curve(log: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the validations of a log and some of its losses, evenly spaced."""
     lines = [
@@ -357,7 +361,7 @@ def _trained_run(spec: RunConfig, runs: Path, model_cache: ModelCache) -> Path:
     """Return the folder of a run whose delta is needed. One whose result was imported has none yet and is trained."""
     folder = run_folder(runs, spec)
     if not folder.exists():
-        train(spec, folder, progress=False, cache=model_cache, report=False)
+        _train(spec, folder, model_cache)
     return folder
 
 
