@@ -87,20 +87,21 @@ class Client:
     def __init__(self, number: int, http: httpx.AsyncClient, folder: Path, outcome: Outcome) -> None:
         self.chance, self.http, self.folder, self.outcome = random.Random(number), http, folder, outcome
         self.names = sorted(path.name for path in folder.iterdir())  # before any client has put one of its own there
-        self.own = f"own{number}"
+        self.number, self.own = number, f"own{number}"
 
     async def run(self, until: float) -> None:
-        """Send requests until a time."""
+        """Send requests until a time; the first ones of all clients are of every kind, however short it is."""
         actions: dict[Callable[[], Awaitable[None]], int] = {
             self.complete: 60, self.close_early: 10, self.refused: 10, self.reload: 8, self.replace: 2, self.look: 2,
         }  # fmt: skip
+        action = list(actions)[self.number % len(actions)]
         while time.monotonic() < until:
-            (action,) = self.chance.choices(list(actions), list(actions.values()))
             try:
                 await action()
             except httpx.HTTPError as error:
                 self.outcome.wrong.append(f"{action.__name__}: {type(error).__name__}: {error}")
             self.outcome.happened[action.__name__] += 1
+            (action,) = self.chance.choices(list(actions), list(actions.values()))
 
     def some_model(self) -> str:
         """A delta by Zipf's law, or the base model."""
