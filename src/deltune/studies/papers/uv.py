@@ -429,7 +429,7 @@ def composition(setup: StudySetup) -> Study:
     """Return the study of UV table 5."""
 
     def variants(kind: str) -> list[Variant]:
-        rank, lora = {"large": (512, 102), "g2p": (64, 14), "encoder": (20, 4)}[kind]
+        rank, lora = {"large": (512, 102), "g2p": (64, 7), "encoder": (20, 4)}[kind]
 
         def scaled(scale: object) -> str:
             return f"scaled_parallel_adapter(rank={rank}, scale={scale!r})"
@@ -465,7 +465,7 @@ def integration(setup: StudySetup) -> Study:
 
     def variants(kind: str) -> list[Variant]:
         length, short_length, rank, large, lora, prompt = {
-            "large": (200, 30, 512, 1024, 102, 200), "g2p": (32, 8, 64, 128, 14, 16),
+            "large": (200, 30, 512, 1024, 102, 200), "g2p": (32, 8, 64, 128, 7, 16),
             "encoder": (16, 4, 20, 40, 4, 10),
         }[kind]  # fmt: skip
         pfeiffer = {"large": 600, "g2p": 80, "encoder": 24}[kind]
@@ -494,8 +494,9 @@ def full(setup: StudySetup) -> Study:
     """Return the study of UV table 12."""
 
     def variants(kind: str) -> list[Variant]:
-        small, large, larger, lora = {"large": (200, 512, 1024, 102), "g2p": (16, 64, 128, 14),
-                                      "encoder": (8, 32, 96, 6)}[kind]  # fmt: skip
+        small, large, larger, at_attention, at_ffn = {
+            "large": (200, 512, 1024, 200, 102), "g2p": (16, 64, 128, 25, 7), "encoder": (8, 32, 96, 18, 6),
+        }[kind]  # fmt: skip
         shares = TABLE12_SHARES[kind]
         at = dict(zip((small, large, larger), shares, strict=False))
         expressions: dict[Any, str | tuple[str, ...]] = {}
@@ -506,9 +507,8 @@ def full(setup: StudySetup) -> Study:
                     expressions[site, "parallel_adapter", at[size]] = _parallel_adapter(site, size)
             if size != larger:
                 expressions["attention", "prefix", at[size]] = _prefix(size, kind)
-        at_attention = 200 if kind == "large" else max(1, small // 2)
         expressions["attention", "lora", shares[3]] = _tuned_lora("attention", at_attention)
-        expressions["ffn", "lora", shares[3]] = _tuned_lora("ffn", lora)
+        expressions["ffn", "lora", shares[3]] = _tuned_lora("ffn", at_ffn)
         return _labelled_variants(expressions, "site", "method", "budget")
 
     tasks = _tasks(setup)
