@@ -58,6 +58,13 @@ def execute(path: Path) -> nbformat.NotebookNode:
     return notebook
 
 
+def drop_warnings(notebook: nbformat.NotebookNode) -> None:
+    """Leave out what libraries write to stderr, which has the paths and times of this machine."""
+    for cell in notebook.cells:
+        if "outputs" in cell:
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+
+
 def reduce_pictures(notebook: nbformat.NotebookNode) -> None:
     """Give the pictures of a notebook palettes of 64 colours, which are half as large and look the same."""
     for output in [output for cell in notebook.cells for output in cell.get("outputs", ())]:
@@ -72,6 +79,7 @@ if __name__ == "__main__":
     for name in sys.argv[1:] or sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb")):
         path = NOTEBOOKS / f"{name}.ipynb"
         executed = execute(path)
+        drop_warnings(executed)
         reduce_pictures(executed)
         nbformat.write(executed, path)
         print(path.name, f"{path.stat().st_size / 1000:.0f} kB")
