@@ -678,8 +678,8 @@ def test_transfer_is_relative_to_the_targets_own() -> None:
         replace(o, scores={**o.scores, "matthews": 0.0}) if o.cell["target"] == "rte" and o.cell["seed"] < 2 else o
         for o in spread
     ]
-    found = decide_claims([Claim("", "", Beats(same, other, measurement=RELATIVE))] * 2, guessed, "accuracy")
-    assert [(one.at_chance, one.n_runs) for one in found] == [(2, 12)] * 2, "the originals are compared, too"
+    findings = decide_claims([Claim("", "", Beats(same, other, measurement=RELATIVE))] * 2, guessed, "accuracy")
+    assert [(one.at_chance, one.n_runs) for one in findings] == [(2, 12)] * 2, "the originals are compared, too"
 
 
 STUDIES = {  # axes that a study has; enough for its claims to be about existing cells

@@ -252,7 +252,7 @@ def test_what_small_runs_cannot_test_has_a_count_of_its_own() -> None:
         "decided"
     ) in text
     assert text.count("– not testable here") == 1 and "It is of T5-xxl." in text
-    assert "The sentence is that of a claim of ln/nlg, on other runs." in text
+    assert "This is the sentence of a claim of ln/nlg, tested on other runs." in text
     (row,) = csv.DictReader(io.StringIO(findings_csv([large])))
     assert row["verdict"] == "not testable" and row["effect"] == "-0.011"
 

@@ -36,6 +36,7 @@ from deltune.studies.papers.published import (
 from deltune.studies.papers.registry import CLAIMS, STUDIES, paper_statements
 from deltune.studies.papers.uv import TABLE12_SHARES
 from deltune.studies.scales import StudySetup
+from deltune.studies.sections import build_section
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -249,3 +250,12 @@ def test_the_n_of_each_group_gives_the_printed_share(model: str, parameters: int
 def test_every_choice_is_of_a_study() -> None:
     assert {study for choice in CHOICES for study in choice.studies} <= set(STUDIES)
     assert paper_statements("ln/nlu").choices and not paper_statements("a sweep").claims
+
+
+def test_runs_at_chance_are_counted_among_those_that_are_judged() -> None:
+    """In `ap/transfer` each of 160 runs is tested on four tasks, and 128 of these tests are on the run's own."""
+    study = STUDIES["ap/transfer"](StudySetup("small", runs=False))
+    records = {record.name: record for record in read_results(RESULTS, ["ap/transfer"])}
+    section = build_section(study, records, paper_statements("ap/transfer"), small=True)
+    assert len(section.outcomes) == 640 and "18 of 128 runs are no better than chance" in section.text
+    assert [(one.at_chance, one.n_runs) for one in section.findings] == [(18, 128)] * 2

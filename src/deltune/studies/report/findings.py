@@ -111,7 +111,7 @@ def _claim_row(finding: Finding, printed: PrintedFinding, small: bool) -> ClaimR
     notes = [
         claim.far_larger_models if small else "",
         claim.miniature if small else "",
-        f"The sentence is that of a claim of {claim.repeats}, on other runs." if claim.repeats else "",
+        f"This is the sentence of a claim of {claim.repeats}, tested on other runs." if claim.repeats else "",
         "The paper's own numbers disagree with this sentence."
         if printed.agrees is False and not claim.contradiction
         else "",
