@@ -32,6 +32,7 @@ from deltune.studies.claims.comparisons import (
     RELATIVE,
     STEPS,
     TIME,
+    can_be_at_chance,
     is_at_chance,
     score,
     threshold,
@@ -156,6 +157,76 @@ def test_a_form_is_decided_as_the_truth_is(form: Form, outcomes: list[Outcome], 
     if decision.interval and not decision.comparisons:
         low, high = decision.interval
         assert low < decision.effect < high
+
+
+@pytest.mark.parametrize(("form", "outcomes", "verdict"), FORMS)
+def test_small_runs_do_not_test_what_is_said_of_far_larger_models(
+    form: Form, outcomes: list[Outcome], verdict: str
+) -> None:
+    """Number and interval are those of a claim that is decided, and so are the verdicts of the other claims."""
+    claims = [Claim("", "", form, far_larger_models="It is about T5-xxl."), Claim("", "", Beats(A, B))]
+    large, other = decide_claims(claims, outcomes, "accuracy")
+    small, beside = decide_claims(claims, outcomes, "accuracy", small=True)
+    assert small.verdict == "not testable" and decided(form, outcomes, small=True).verdict == verdict
+    assert (small.effect, small.interval, small.p) == (large.effect, large.interval, large.p)
+    assert (beside.verdict, beside.interval) == (other.verdict, other.interval)
+    assert small.resolution is None
+    (row, _) = claim_rows([small, beside], [], small=True)
+    assert (row.verdict, row.kind) == ("not testable here", "untestable") and "It is about T5-xxl." in row.notes
+    assert "It is about T5-xxl." not in claim_rows([large], [], small=False)[0].notes
+
+
+@pytest.mark.parametrize(("ratio", "whole", "part"), [(0.5, "holds", "holds"), (0.4, "does not hold", "does not hold")])
+def test_a_count_that_the_depth_decides_does_not_count_in_a_small_model(ratio: float, whole: str, part: str) -> None:
+    form = AllOf((Beats(A, B), FewerParameters(A, B, ratio, depends_on_depth=True)))
+    finding = decided(form, METHODS)
+    assert (finding.verdict, finding.parts[1].verdict) == (whole, part)
+    small = decided(form, METHODS, small=True)
+    assert (small.verdict, small.parts[1].verdict, small.parts[1].result.effect) == ("holds", "not testable", 0.5)
+    assert decided(form.parts[1], METHODS, small=True).verdict == "not testable"
+    another = AllOf((*form.parts, FewerParameters(B, A)))
+    assert decided(another, METHODS, small=True).verdict == "does not hold"
+
+
+def test_of_several_numbers_the_nearest_to_its_bound_is_shown() -> None:
+    """Not the one that is measured least exactly, which decides whether all of them are inside."""
+    outcomes = [
+        replace(o, scores={"accuracy": value + noise * (o.cell["seed"] - 1)}, examples={})
+        for o in METHODS
+        for value, noise in [
+            {"a": (0.5, 0.01), "b": (0.6, 1e-4), "c": (0.4, 1e-4), "full": (0.4, 1e-4)}[o.cell["method"]]
+        ]
+    ]
+    form = AllOf(tuple(Between(method, ACCURACY, high=0.9) for method in (A, B, C)))
+    finding = decided(form, outcomes)
+    alone = {m["method"]: decided(Between(m, ACCURACY, high=0.9), outcomes) for m in (A, B, C)}
+    assert finding.verdict == "holds" and finding.p == pytest.approx(max(one.p for one in alone.values()))
+    assert finding.p == pytest.approx(alone["a"].p) and finding.effect == pytest.approx(0.6)
+    assert decided(InEach(form), outcomes).effect == pytest.approx(0.6)
+    outside = decided(AllOf(tuple(Between(method, ACCURACY, high=0.55) for method in (A, B, C))), outcomes)
+    assert outside.verdict == "does not hold" and outside.effect == pytest.approx(0.6)
+
+
+def test_a_change_along_an_axis_is_over_the_range_that_was_run() -> None:
+    """Of two labels it is their difference, whatever their distance; of more it is that of the fitted line."""
+    ends = [o for o in MODELS if o.cell["model"] != "middle"]
+    difference = decided(Beats({**A, **LARGE}, {**A, "model": SMALLEST}), ends)
+    change = decided(Rises("model", A), ends)
+    assert (change.effect, change.unit) == (pytest.approx(difference.effect), "points")
+    closer = [replace(o, extra={"parameters": {"small": 9e8, "large": 1e9}[o.cell["model"]]}) for o in ends]
+    assert decided(Rises("model", A), closer).effect == pytest.approx(change.effect)
+    assert decided(Rises("model", A), MODELS).effect == pytest.approx(difference.effect), "the middle one has no weight"
+    uneven = [
+        replace(o, extra={"parameters": {"small": 1e6, "middle": 1e8, "large": 1e9}[o.cell["model"]]}) for o in MODELS
+    ]
+    means = [100 * np.mean([o.scores["accuracy"] for o in uneven if o.cell["model"] == m and o.cell["method"] == "a"])
+             for m in SIZES]  # fmt: skip
+    assert decided(Rises("model", A), uneven).effect == pytest.approx(3 * np.polyfit([6, 8, 9], means, 1)[0])
+    shares = grid(lambda cell: 0.5 + 0.1 * (cell["budget"] == "6.1 to 9.2"), budget=("2.4 to 3.6", "6.1 to 9.2"))
+    assert decided(Rises("budget"), shares).effect == pytest.approx(10, abs=1.5)
+    assert "not in an order" in decided(Rises("budget"), [
+        replace(o, cell={**o.cell, "budget": o.cell["budget"].replace("to", "or")}) for o in shares
+    ]).note  # fmt: skip
 
 
 @pytest.mark.parametrize(("form", "outcomes"), [(form, outcomes) for form, outcomes, _ in FORMS])
@@ -464,6 +535,10 @@ def test_runs_at_chance_are_counted_beside_the_claim_that_they_are_compared_for(
     tagger = Outcome({"task": "x"}, scores={"entity_f1": 0.0})
     assert is_at_chance(tagger) and not is_at_chance(replace(tagger, scores={"entity_f1": 0.01}))
     zero = replace(outcomes[-1], examples={})
+    assert [can_be_at_chance(replace(zero, cell=cell)) for cell in (
+        {"task": "x"}, {"task": "x", "target": "x"}, {"task": "x", "target": "y"},
+        {"task": "x", "method": "adjacent", "N": 2}, {"task": "x", "method": "full", "N": 2},
+    )] == [True, True, False, False, True]  # fmt: skip
     assert is_at_chance(zero) and not is_at_chance(replace(outcomes[1], examples={})), "rows that are not stored"
     assert not is_at_chance(replace(zero, cell={"task": "x", "target": "y"})), "zero-shot on another task"
     assert not is_at_chance(replace(zero, cell={"task": "x", "method": "adjacent", "N": 2}))
@@ -599,6 +674,12 @@ def test_transfer_is_relative_to_the_targets_own() -> None:
     ]
     decision = decided(Beats(same, other, measurement=RELATIVE), spread)
     assert decision.verdict == "holds" and decision.effect == pytest.approx(100 * 0.3 / 0.9, abs=2)
+    guessed = [
+        replace(o, scores={**o.scores, "matthews": 0.0}) if o.cell["target"] == "rte" and o.cell["seed"] < 2 else o
+        for o in spread
+    ]
+    findings = decide_claims([Claim("", "", Beats(same, other, measurement=RELATIVE))] * 2, guessed, "accuracy")
+    assert [(one.at_chance, one.n_runs) for one in findings] == [(2, 12)] * 2, "the originals are compared, too"
 
 
 STUDIES = {  # axes that a study has; enough for its claims to be about existing cells

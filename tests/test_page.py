@@ -165,10 +165,13 @@ def test_what_is_seen_at_small_scale_does_not_read_like_the_paper() -> None:
         "The paper's own numbers disagree with this sentence.",
     ):  # fmt: skip
         assert words in text
-    checked = "Of 3 claims, 2 can be checked against numbers that the papers print: 1 agrees with them, and 1 does not."
+    checked = (
+        "Of 3 claims, 2 can be checked against numbers that the papers print: 1 agrees with what follows from them, "
+        "and 1 does not."
+    )
     about_papers, miniature = text.split("In this miniature")
     assert "No study was run at the papers' own scale" in about_papers and checked in about_papers
-    assert "Those that do not: MAM beats every other method." in about_papers and "2 can be" not in miniature
+    assert "Those that do not: “MAM beats every other method”." in about_papers and "2 can be" not in miniature
     assert not any(f"{mark} {one.verdict}" in text for one in FOUND if one.verdict != "undecided" for mark in "✓≠✗")
     whole = Section("ln/nlu", findings=FOUND, printed=PRINTED, outcomes=tuple(outcomes), names={"m": "Mini"})
     text = " ".join(Reader(render_page([whole])).visible_text().split())
@@ -235,6 +238,38 @@ def test_a_claim_that_waits_for_runs_is_not_called_undecided() -> None:
     text = Reader(render_page([Section("a", findings=(waiting, FOUND[2]), small=True)])).visible_text()
     assert "? no result yet" in text and text.count("? undecided here") == 1
     assert "1 could not be decided by the runs that are done. 1 more waits for runs" in text
+
+
+def test_what_small_runs_cannot_test_has_a_count_of_its_own() -> None:
+    large = replace(
+        FOUND[1], verdict="not testable", claim=replace(FOUND[1].claim, far_larger_models="It is of T5-xxl.")
+    )
+    again = replace(FOUND[0], claim=replace(FOUND[0].claim, repeats="ln/nlg"))
+    text = Reader(render_page([Section("a", findings=(*FOUND, large, again), small=True)])).visible_text()
+    assert (
+        "Of 5 claims, 1 of which tests a sentence of another on other runs, 2 were seen in these small runs, 1 came "
+        "out otherwise, 1 is about models far larger than these, which small runs cannot test, and 1 could not be "
+        "decided"
+    ) in text
+    assert text.count("– not testable here") == 1 and "It is of T5-xxl." in text
+    assert "This is the sentence of a claim of ln/nlg, tested on other runs." in text
+    (row,) = csv.DictReader(io.StringIO(findings_csv([large])))
+    assert row["verdict"] == "not testable" and row["effect"] == "-0.011"
+
+
+def test_what_is_printed_is_shown_where_it_gives_no_number() -> None:
+    claim = replace(FOUND[2].claim, printed_range="from 6 % to 4 %")
+    text = Reader(render_page([Section("a", findings=(replace(FOUND[2], claim=claim),))])).visible_text()
+    assert "from 6 % to 4 %" in text and "not printed" not in text
+
+
+def test_the_reason_for_a_disagreement_stands_beside_it() -> None:
+    claim = replace(FOUND[1].claim, contradiction="Table 1 has the reverse.")
+    printed = (replace(PRINTED[1], claim=claim),)
+    page = render_page([Section("a", findings=(replace(FOUND[1], claim=claim),), printed=printed, small=True)])
+    text = Reader(page).visible_text()
+    assert "“MAM beats every other method”: Table 1 has the reverse." in text
+    assert "numbers disagree with this sentence" not in text, "the reason says what disagrees with what"
 
 
 def test_findings_as_csv_have_a_row_for_each_setting() -> None:

@@ -17,21 +17,26 @@ from deltune.studies.engine.results import read_results
 from deltune.studies.papers.apet import PAPER_FAMILIES
 from deltune.studies.papers.ln import SIZES
 from deltune.studies.papers.published import (
+    AP_LOW_THRESHOLDS,
     AP_TABLE2,
     CHOICES,
     LN_TABLE1,
     LN_TABLE2,
     LN_TABLE5,
+    SHARES_OF_BOTH_SITES,
     TASKS,
     UV_TABLE3,
     UV_TABLE4,
     UV_TABLE5,
     UV_TABLE6,
     UV_TABLE12,
+    UV_TABLE12_BY_BUDGET,
     Published,
 )
 from deltune.studies.papers.registry import CLAIMS, STUDIES, paper_statements
+from deltune.studies.papers.uv import TABLE12_SHARES
 from deltune.studies.scales import StudySetup
+from deltune.studies.sections import build_section
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -91,10 +96,75 @@ def test_sizes_that_small_runs_have_in_place_of_the_papers() -> None:
     assert "32 vectors become 4" in words["uv/representation"][0]
 
 
+@pytest.mark.parametrize(("study", "text", "effect", "source"), [
+    ("uv/representation", "reducing 200 vectors", 1.9 - 0.4, "table 4"),
+    ("uv/representation", "at a tiny budget the gate", 35.2 - 34.9, "table 4"),
+    ("uv/full", "prefix-tuning does not keep", ((20.40 - 20.46) + (35.1 - 35.6)) / 2, "table 12"),
+    ("ap/all", "the lead of full tuning", None, "table 2, without tasks of which a number is illegible"),
+    ("ap/thresholds", "larger models need more", None, "§5.3"),
+])  # fmt: skip
+def test_printed_numbers_are_those_of_the_paper(study: str, text: str, effect: float | None, source: str) -> None:
+    (printed,) = [one for one in checked(study) if one.claim.text.startswith(text)]
+    assert printed.deciding is not None and printed.source == source
+    assert effect is None or printed.deciding.effect == pytest.approx(effect)
+    assert "per factor" not in printed.deciding.unit
+
+
+def test_shares_that_stand_for_both_sites() -> None:
+    """Those of BART-large by the paper's table 11; table 12 prints the same, and 7.2 % for LoRA at attention."""
+    vector = 100 * 2 * 1024 * 12 / 406_291_456
+    for size, share in SHARES_OF_BOTH_SITES.items():
+        shares = [float(one) for one in share.split(" to ")]
+        at_ffn, at_attention = {
+            "lora": (102 * 5 * 2 * vector, 200 * 2 * 3 * vector),
+            "1024": (1024 * 2 * vector,) * 2,
+        }.get(size) or (int(size) * 2 * vector, int(size) * 3 * vector)
+        assert (shares[0], shares[-1]) == pytest.approx((at_ffn, at_attention), abs=0.1), size
+    assert set(SHARES_OF_BOTH_SITES.values()) >= {key[-1] for key in UV_TABLE12_BY_BUDGET}
+    assert set(TABLE12_SHARES["large"]) == {key[-1] for key in UV_TABLE12_BY_BUDGET}
+
+
+def test_ranges_that_stand_where_no_comparison_is_printed() -> None:
+    ranges = {claim.text: claim.printed_range for claims in CLAIMS.values() for claim in claims if claim.printed_range}
+    assert len(ranges) == 2
+    (of_thresholds,) = [words for text, words in ranges.items() if "low thresholds" in text]
+    for model, (low, high) in AP_LOW_THRESHOLDS.items():
+        assert f"{low:,.0f} to {high:,.0f} on {model.replace('t5', 'T5').replace('bert', 'BERT')}" in of_thresholds
+    for one in (one for study in CLAIMS for one in checked(study) if one.claim.printed_range):
+        assert one.agrees is None
+
+
+FAR_LARGER = {"ln/time": 1, "ln/ablation": 1, "ap/gap": 1, "ap/structure": 2, "ap/convergence": 1, "ap/all": 1}
+"""Study -> how many of its claims are about models far larger than those of small scale."""
+
+
+@pytest.mark.parametrize("study", CLAIMS)
+def test_what_is_about_far_larger_models_says_how_large_ours_are(study: str) -> None:
+    reasons = [claim.far_larger_models for claim in CLAIMS[study] if claim.far_larger_models]
+    assert len(reasons) == FAR_LARGER.get(study, 0)
+    if reasons:
+        records = {record.name: record for record in read_results(RESULTS, [study])}
+        outcomes = STUDIES[study](StudySetup("small", runs=False)).outcomes(records)
+        largest = max(float(o.extra.get("parameters") or o.count.get("denominator_size") or 0) for o in outcomes)
+        assert all(f"model here has {largest / 1e6:.0f} million" in reason for reason in reasons)
+
+
+def test_a_sentence_that_is_repeated_names_the_study_that_has_it_first() -> None:
+    order = list(CLAIMS)
+    repeated = [(name, claim) for name, claims in CLAIMS.items() for claim in claims if claim.repeats]
+    assert len(repeated) == 8
+    for name, claim in repeated:
+        assert order.index(claim.repeats) < order.index(name)
+        assert any(not first.repeats for first in CLAIMS[claim.repeats])
+    texts = [claim.text for claims in CLAIMS.values() for claim in claims if not claim.repeats]
+    assert len(texts) == len(set(texts)) == 71
+
+
 def test_contradictions_inside_a_paper() -> None:
     """All of them, so that none is added or lost unnoticed."""
     contradicted = {claim.text for claims in CLAIMS.values() for claim in claims if claim.contradiction}
     assert contradicted == {
+        "terms change more for answers and entities than for “binary classification”: SST-2, SICK and CB",
         "prefix + LN beats MAM with fewer parameters", "full tuning ranks best of all",
         "the norm of attention alone beats that of the FFN alone",
         "on the largest model adjacent parameters match full tuning in every group: no more than 1 point below "
@@ -180,3 +250,12 @@ def test_the_n_of_each_group_gives_the_printed_share(model: str, parameters: int
 def test_every_choice_is_of_a_study() -> None:
     assert {study for choice in CHOICES for study in choice.studies} <= set(STUDIES)
     assert paper_statements("ln/nlu").choices and not paper_statements("a sweep").claims
+
+
+def test_runs_at_chance_are_counted_among_those_that_are_judged() -> None:
+    """In `ap/transfer` each of 160 runs is tested on four tasks, and 128 of these tests are on the run's own."""
+    study = STUDIES["ap/transfer"](StudySetup("small", runs=False))
+    records = {record.name: record for record in read_results(RESULTS, ["ap/transfer"])}
+    section = build_section(study, records, paper_statements("ap/transfer"), small=True)
+    assert len(section.outcomes) == 640 and "18 of 128 runs are no better than chance" in section.text
+    assert [(one.at_chance, one.n_runs) for one in section.findings] == [(18, 128)] * 2

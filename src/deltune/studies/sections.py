@@ -9,7 +9,7 @@ from pathlib import Path
 from ..errors import error_summary
 from ..filesystem import explain_write_errors, write_text
 from .claims.claims import Claim
-from .claims.comparisons import is_at_chance
+from .claims.comparisons import can_be_at_chance, is_at_chance
 from .claims.decisions import POWER, PaperStatements, check_printed, decidable_effects, decide_claims
 from .claims.selectors import describe_cell
 from .claims.statistics import Estimate
@@ -49,7 +49,7 @@ def build_section(
         names |= view.display_names
     printed = [check_printed(claim, statements.tables, names) for claim in statements.claims]
     findings = decide_claims(
-        statements.claims, outcomes, _metric(study, outcomes), study.lower, names=names, printed=printed
+        statements.claims, outcomes, _metric(study, outcomes), study.lower, names=names, printed=printed, small=small
     )
     return Section(
         study.name,
@@ -145,8 +145,11 @@ def _at_chance(outcomes: Sequence[Outcome], names: Mapping[str, str]) -> str:
         if len(at_chance) == 1
         else ("are", "they have", "their", "them", "These are")
     )
+    judged = sum(map(can_be_at_chance, outcomes))
+    rest = " (others are tested on another task, or belong to a search that begins at chance)"
     return (
-        f"{len(at_chance)} of {len(outcomes)} runs {are} no better than chance on the test split: {they_have} learned "
+        f"{len(at_chance)} of {judged} runs {are} no better than chance on the test split"
+        f"{rest if judged < len(outcomes) else ''}: {they_have} learned "
         f"little or nothing at {their} learning rate, and a comparison with {them} says little about the method. "
         f"{these_are}: {'; '.join(listed[:MAX_LISTED])}{more}."
     )

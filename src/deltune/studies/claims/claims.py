@@ -115,13 +115,15 @@ class Between:
 
 @dataclass(frozen=True)
 class Rises:
-    """The least-squares slope along an axis, per decade (factor of ten) of its labels, > margin.
+    """The change along an axis, from the smallest to the largest label that was run, > margin.
+
+    It is the rise of the least-squares line on the logarithm of the labels; of two labels, their difference.
 
     Attributes:
         axis: The axis: numbers, or models by their size.
         of: The cells whose mean is taken at each label.
-        minus: Cells whose slope is subtracted, if any.
-        margin: In units of the measurement per decade.
+        minus: Cells whose change is subtracted, if any.
+        margin: In units of the measurement, over the whole range.
         measurement: What is measured.
     """
 
@@ -155,12 +157,12 @@ class Rises:
         effects = weighted_effects(
             cells, [{**selector, self.axis: EVERY} for selector in selectors], terms, self.measurement
         )
-        return _slope(text, effects, low, high, self.measurement, self.axis)
+        return _change(text, effects, low, high, self.measurement, self.axis)
 
 
 @dataclass(frozen=True)
 class Falls(Rises):
-    """The slope of `Rises` < margin."""
+    """The change of `Rises` < margin."""
 
     def checks(self, cells: Cells) -> list[Check]:
         """Return the comparisons to test. Raises `MissingCells` if cells are missing."""
@@ -169,7 +171,7 @@ class Falls(Rises):
 
 @dataclass(frozen=True)
 class GapShrinks:
-    """The gap between the best and the worst label of an axis shrinks along another: its slope per decade < 0.
+    """The gap between the best and the worst label of an axis shrinks along another: its change, as of `Rises`, < 0.
 
     For each seed the other seeds decide which labels are the best and the worst, and the gap is measured on this seed.
     The largest less the smallest of noisy means would lie above the true gap, the more the noisier, and would shrink
@@ -193,15 +195,15 @@ class GapShrinks:
         effects, reasons = {}, []
         for setting, members in cells.strata([selector]):
             try:
-                effects[setting] = self._slopes(cells, selector, members, setting)
+                effects[setting] = self._changes(cells, selector, members, setting)
             except MissingCells as lacking:
                 reasons += lacking.reasons
         if reasons:
             raise MissingCells(reasons)
         text = f"best − worst {self.over}"
-        return [_slope(text, effects, -math.inf, 0.0, self.measurement, self.along)]
+        return [_change(text, effects, -math.inf, 0.0, self.measurement, self.along)]
 
-    def _slopes(
+    def _changes(
         self, cells: Cells, selector: CellSelector, members: Sequence[Outcome], setting: Key
     ) -> dict[Hashable, Number]:
         seeds = seeds_of(members)
@@ -232,11 +234,14 @@ class FewerParameters:
         fewer: The cells that are claimed to train fewer parameters.
         more: The cells that they are compared with; both name the same axes.
         ratio: The largest ratio.
+        depends_on_depth: Whether a model's number of layers decides whether it is true, so that a small model's
+            number is shown and decides nothing.
     """
 
     fewer: CellSelector
     more: CellSelector
     ratio: float = 1.0
+    depends_on_depth: bool = False
 
     def __post_init__(self) -> None:
         _same_axes(self.fewer, self.more)
@@ -251,7 +256,7 @@ class FewerParameters:
                 counts.append(sum(cells.measure(COUNT, cell, seed).value for cell in selected) / len(selected))
             largest = max(largest, counts[0] / counts[1] if counts[1] else math.inf)
         text = describe_difference(self.fewer, self.more, cells.names, "/")
-        return [Exact(text, largest, self.ratio, "times as many")]
+        return [Exact(text, largest, self.ratio, "times as many", depends_on_depth=self.depends_on_depth)]
 
 
 @dataclass(frozen=True)
@@ -402,6 +407,10 @@ class Claim:
         exclude: Axis -> labels that it is not about.
         contradiction: What else in the paper says otherwise, if anything does.
         miniature: What the runs of small scale have in place of sizes that the sentence names.
+        far_larger_models: Why the sentence is about models far larger than those of small scale, which cannot test it.
+        repeats: The study whose claim is of the same sentence, which this one tests on other runs.
+        printed_range: What the paper prints of it, where its comparison cannot be computed from that.
+        printed_in: The printed table that it is checked on. Default: the first that has all of its cells.
     """
 
     text: str
@@ -410,6 +419,10 @@ class Claim:
     exclude: CellSelector = field(default_factory=dict)
     contradiction: str = ""
     miniature: str = ""
+    far_larger_models: str = ""
+    repeats: str = ""
+    printed_range: str = ""
+    printed_in: str = ""
 
 
 def _all_checks(cells: Cells, forms: Sequence[Form]) -> list[Check]:
@@ -440,11 +453,9 @@ def _difference(
     return _comparison(describe_difference(first, second, cells.names), effects, low, high, measurement)
 
 
-def _slope(text: str, effects: Effects, low: float, high: float, measurement: Measurement, axis: str) -> Comparison:
-    size = "the model's size" if axis == "model" else f"the {axis}"
-    slope = f"slope over {size}" + (f": {text}" if text != "all" else "")
-    comparison = _comparison(slope, effects, low, high, measurement)
-    return replace(comparison, unit=f"{measurement.unit} per factor of 10")
+def _change(text: str, effects: Effects, low: float, high: float, measurement: Measurement, axis: str) -> Comparison:
+    change = f"fitted change from the smallest to the largest {axis}" + (f": {text}" if text != "all" else "")
+    return _comparison(change, effects, low, high, measurement)
 
 
 def _same_axes(one: CellSelector, other: CellSelector) -> None:

@@ -95,18 +95,31 @@ GUESSES_BELOW = 1.645
 below this in 95 % of cases."""
 
 
-def is_at_chance(outcome: Outcome) -> bool:
-    """Return whether a run is no better than chance on the test split of its own task.
+def can_be_at_chance(outcome: Outcome) -> bool:
+    """Return whether a run is judged by `is_at_chance`.
 
-    A classifier is, if its Matthews correlation is what a guess may have. Where its rows are not stored it has to be 0,
-    that of the same answer to every row. A tagger or a writer of texts is, if it gets nothing right. Runs on another
-    task than their own are not judged, nor those of a search along N, which begins at chance.
+    Runs on another task than their own are not, nor those of a search along N, which begins at chance.
 
     Args:
         outcome: The run's outcome.
     """
-    cell, scores = outcome.cell, outcome.scores
-    if cell.get("target", cell.get("task")) != cell.get("task") or ("N" in cell and cell.get("method") != "full"):
+    cell = outcome.cell
+    return cell.get("target", cell.get("task")) == cell.get("task") and (
+        "N" not in cell or cell.get("method") == "full"
+    )
+
+
+def is_at_chance(outcome: Outcome) -> bool:
+    """Return whether a run is no better than chance on the test split of its own task.
+
+    A classifier is, if its Matthews correlation is what a guess may have. Where its rows are not stored it has to be 0,
+    that of the same answer to every row. A tagger or a writer of texts is, if it gets nothing right.
+
+    Args:
+        outcome: The run's outcome.
+    """
+    scores = outcome.scores
+    if not can_be_at_chance(outcome):
         return False
     rows = max(map(len, outcome.examples.values()), default=0)
     matthews = scores.get("matthews")
@@ -130,6 +143,8 @@ class Measurement:
         over: The axes along which outcomes are measured together, if the number of one depends on the others (a rank
             among methods).
         name: What is measured; empty for the score that counts, which is named after the metric.
+        is_reference: Whether an outcome is what the others of its group are measured by, such as full tuning, so that
+            it is compared with them.
     """
 
     read: Read
@@ -137,6 +152,7 @@ class Measurement:
     lower: bool = False
     over: tuple[str, ...] = ()
     name: str = ""
+    is_reference: Callable[[Outcome], bool] = lambda outcome: False
 
 
 def _each(read: Callable[[Outcome, MetricChoice], Number | str]) -> Read:
@@ -266,7 +282,10 @@ def _training_seconds(outcome: Outcome) -> float | None:
     return outcome.extra.get("cpu_seconds") if on_cpu else outcome.seconds
 
 
-TIME = Measurement(_times, "% of full tuning's", lower=True, over=("method",), name="training time to converge")
+TIME = Measurement(
+    _times, "% of full tuning's", lower=True, over=("method",), name="training time to converge",
+    is_reference=lambda outcome: outcome.cell.get("method") == "full",
+)  # fmt: skip
 """Training time until a curve has come 95 % of the way to its best, in percent of full tuning's of the same seed.
 
 On a CPU it is the time of the processor, which other programs do not lengthen.
@@ -290,8 +309,12 @@ def threshold(name: str) -> Measurement:
     return Measurement(_each(read), "powers of ten", lower=True, name=f"{name} threshold of N")
 
 
+def _is_original(outcome: Outcome) -> bool:
+    return outcome.cell.get("task") == outcome.cell.get("target")
+
+
 def _relative(group: Sequence[Outcome], choice: MetricChoice) -> list[Number | str]:
-    originals = [o for o in group if o.cell.get("task") == o.cell.get("target") and choice.for_outcome(o) in o.scores]
+    originals = [o for o in group if _is_original(o) and choice.for_outcome(o) in o.scores]
     if len(originals) != 1 or originals[0].scores[choice.for_outcome(originals[0])] == 0:
         return ["no score of a model trained on the target itself"] * len(group)
     full = originals[0].scores[choice.for_outcome(originals[0])]
@@ -303,7 +326,9 @@ def _relative(group: Sequence[Outcome], choice: MetricChoice) -> list[Number | s
     ]
 
 
-RELATIVE = Measurement(_relative, "% of the original", over=("task",), name="zero-shot score")
+RELATIVE = Measurement(
+    _relative, "% of the original", over=("task",), name="zero-shot score", is_reference=_is_original
+)
 """Zero-shot score on a target in percent of the score of the model trained on it (AP figure 9)."""
 
 
@@ -392,6 +417,7 @@ class Cells:
         self.used: dict[Key, Outcome] = {}
         """The outcomes that were measured for a claim."""
         self._read: dict[tuple[Measurement, Key], Number | str] = {}
+        self._references: dict[tuple[Measurement, Key], list[Outcome]] = {}
         self._numbers_of_labels: dict[str, int] = {}
         self._following: dict[tuple[str, tuple[str, ...]], bool] = {}
 
@@ -487,14 +513,17 @@ class Cells:
     def position(self, axis: str, label: Any) -> float:
         """Return a label's position on its axis: the size of a model, elsewhere the label's number ("0.5%" is 0.5).
 
+        That of two numbers ("2.4 to 3.6") is their geometric mean.
+
         Raises:
             MissingCells: The label has no position.
         """
         if axis != "model":
-            number = re.fullmatch(r"\s*([0-9.]+(?:[eE][-+]?[0-9]+)?)\s*%?\s*", str(label))
-            if not number:
+            number = r"([0-9.]+(?:[eE][-+]?[0-9]+)?)"
+            match = re.fullmatch(rf"\s*{number}(?: to {number})?\s*%?\s*", str(label))
+            if not match:
                 raise MissingCells([f"labels of {axis!r} are not in an order: {label!r}"])
-            return float(number[1])
+            return math.sqrt(float(match[1]) * float(match[2])) if match[2] else float(match[1])
         if label not in self._model_sizes:
             model = self.describe({axis: label})
             if all(outcome.waiting for outcome in self.outcomes if outcome.cell.get(axis) == label):
@@ -544,8 +573,11 @@ class Cells:
                 alike = [axis for axis in self.axes if axis not in (*measurement.over, "pair")]
                 same = self._key(full, alike)
                 group = [o for o in self.outcomes if self._key(o.cell, alike) == same]
+            references = [member for member in group if measurement.is_reference(member)]
             for member, number in zip(group, measurement.read(group, self.metric), strict=True):
                 self._read[measurement, self._key(member.cell, self.axes)] = number
+                self._references[measurement, self._key(member.cell, self.axes)] = references
+        self.used |= {self._key(reference.cell, self.axes): reference for reference in self._references[key]}
         number = self._read[key]
         if isinstance(number, str):
             raise MissingCells([f"{number}: {self.describe(full)}"])
@@ -614,6 +646,7 @@ class Exact:
         maximum: What it may be at most.
         unit: The unit of the number.
         subject: What is measured.
+        depends_on_depth: Whether a model's number of layers decides whether it is true.
     """
 
     text: str
@@ -621,6 +654,7 @@ class Exact:
     maximum: float
     unit: str
     subject: str = "trained parameters"
+    depends_on_depth: bool = False
 
     @property
     def is_true(self) -> bool:
@@ -724,7 +758,9 @@ def combine_numbers(terms: Sequence[tuple[float, Number]], aligned: bool = True)
 def trend_weights(
     cells: Cells, axis: str, selector: CellSelector, members: Sequence[Outcome], setting: Key
 ) -> list[tuple[Any, float]]:
-    """Return the labels of an ordered axis in one stratum, each with its weight in the slope on log10 of its position.
+    """Return the labels of an ordered axis in one stratum, each with its weight in the fitted change along the axis.
+
+    That is the rise of the least-squares line, on the logarithm of the labels' positions, from the first to the last.
 
     Raises:
         MissingCells: The axis has fewer than two positions.
@@ -736,4 +772,5 @@ def trend_weights(
         raise MissingCells(
             [f"a trend needs two sizes of {axis}" + (f" {cells.describe(dict(setting))}" if setting else "")]
         )
-    return list(zip(labels, slope_weights([math.log10(position) for position in places]), strict=True))
+    logs = [math.log(position) for position in places]
+    return list(zip(labels, (max(logs) - min(logs)) * slope_weights(logs), strict=True))

@@ -1,4 +1,7 @@
-"""Deciding claims on a study's outcomes, and on a paper's printed tables: each holds, does not hold or is undecided."""
+"""Deciding claims on a study's outcomes, and on a paper's printed tables: each holds, does not hold or is undecided.
+
+A sentence about models far larger than those that were run is none of these: the runs cannot test it.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,21 @@ import numpy as np
 
 from ..engine.jobs import Outcome
 from .claims import Claim
-from .comparisons import Cells, Check, Comparison, Exact, MetricChoice, MissingCells, is_at_chance, with_derived_axes
+from .comparisons import (
+    Cells,
+    Check,
+    Comparison,
+    Exact,
+    MetricChoice,
+    MissingCells,
+    can_be_at_chance,
+    is_at_chance,
+    with_derived_axes,
+)
 from .selectors import DATA_AXES, Names
 from .statistics import Estimate, holm, holm_levels, paired_estimate
 
-Verdict = Literal["holds", "does not hold", "undecided"]
+Verdict = Literal["holds", "does not hold", "undecided", "not testable"]
 
 POWER = 0.8
 """The chance to decide an effect with which the smallest decidable effect is stated."""
@@ -167,9 +180,10 @@ class Finding:
 
     Attributes:
         claim: The claim.
-        verdict: Whether it holds, does not hold, or is undecided.
+        verdict: Whether it holds, does not hold, is undecided, or cannot be tested by runs of small scale.
         effect: The effect of the comparison that decides, in a reader's direction; None if nothing could be compared.
-            Of a claim about a score and a number of parameters it is that of the score.
+            Of a claim about a score and a number of parameters it is that of the score. Of several numbers that are no
+            differences, each of them where the claim is true, it is the nearest to its bound.
         interval: Its interval, of the level at which Holm's procedure tested the claim, so that it decides as
             `p_adjusted` does; None if the effect is exact.
         unit: The unit of effect and interval.
@@ -185,7 +199,7 @@ class Finding:
         parts: The verdicts on the score and on the number of parameters, if the claim is about both.
         undecided: What is known of an effect that was tested and not decided.
         at_chance: How many of the runs that were compared are no better than chance.
-        n_runs: How many runs were compared.
+        n_runs: How many runs were compared for which it is known whether they are.
     """
 
     claim: Claim
@@ -286,7 +300,7 @@ def check_printed(claim: Claim, tables: Sequence[PrintedTable], names: Names | N
         tables: The paper's tables; the first that has all cells of the claim counts.
         names: How labels are shown.
     """
-    for table in tables:
+    for table in (one for one in tables if claim.printed_in in ("", one.name)):
         cells = Cells(with_derived_axes(table.outcomes), MetricChoice(table.metric), names)
         try:
             checks = claim.form.checks(cells.excluding(claim.exclude))
@@ -356,13 +370,15 @@ def decide_claims(
     alpha: float = 0.05,
     names: Names | None = None,
     printed: Sequence[PrintedFinding] = (),
+    small: bool = False,
 ) -> list[Finding]:
     """Decide claims, with Holm's procedure over all that can be tested.
 
     The chance that any "holds" or "does not hold" of the study is wrong is at most alpha (Holm 1979; for the directions
     Shaffer 1980: only one of them is wrong, at half of a two-sided test's level). A comparison with one seed, or with a
     cell that is missing or failed, is undecided and its note says which. Numbers of parameters are exact: they refute
-    a claim without a test, and its score is tested all the same.
+    a claim without a test, and its score is tested all the same. What a small run cannot test is tested as the others
+    are, so that its interval is one of theirs, and has no verdict.
 
     Args:
         claims: The claims.
@@ -372,6 +388,7 @@ def decide_claims(
         alpha: The level of the study.
         names: How labels are shown.
         printed: What the paper's tables say of each claim; their effects are those that a larger run is to decide.
+        small: Whether the runs are of small scale, which cannot test what is said of far larger models.
 
     Returns:
         A finding for each claim, in order.
@@ -385,7 +402,9 @@ def decide_claims(
     adjusted = dict(zip(p_values, holm(list(p_values.values())).tolist(), strict=True))
     levels = dict(zip(p_values, holm_levels(list(p_values.values()), alpha).tolist(), strict=True))
     return [
-        _finding(claim, test, cells, adjusted.get(i), levels.get(i, alpha), alpha, printed[i] if printed else None)
+        _finding(
+            claim, test, cells, adjusted.get(i), levels.get(i, alpha), alpha, printed[i] if printed else None, small
+        )
         for i, (claim, test) in enumerate(zip(claims, tests, strict=True))
     ]
 
@@ -519,6 +538,7 @@ def _finding(
     level: float,
     alpha: float,
     printed: PrintedFinding | None,
+    small: bool,
 ) -> Finding:
     """Decide at the level at which Holm tested the claim; where it appears false, each comparison has its share."""
     share = level if test.appears_true else level / max(1, len(test.estimates))
@@ -530,10 +550,19 @@ def _finding(
     score: Verdict = "undecided"
     if adjusted is not None and adjusted <= alpha:
         score = "holds" if test.appears_true else "does not hold"
-    count: Verdict = "holds" if all(result.agrees for result in counts) else "does not hold"
+    decisive = [
+        result for check, result in zip(test.counts, counts, strict=True) if not (small and check.depends_on_depth)
+    ]
+    count: Verdict = "holds" if all(result.agrees for result in decisive) else "does not hold"
+    if counts and not decisive:
+        count = "not testable"
     worst = min(counts, key=_room, default=None)
     deciding = scores[test.decides] if scores else worst
-    verdict = score if test.has_scores and count == "holds" else count
+    if scores and score == "holds" and not any(result.is_difference for result in scores):
+        deciding = min(scores, key=_room)
+    verdict = score if test.has_scores and count != "does not hold" else count
+    if small and claim.far_larger_models:
+        verdict = "not testable"
     return Finding(
         claim,
         verdict,
@@ -550,9 +579,11 @@ def _finding(
         (PartVerdict(score, scores[test.decides] if scores else None), PartVerdict(count, worst))
         if test.has_scores and counts
         else (),
-        _undecided_effect(test, share, printed) if scores and score == "undecided" else None,
+        _undecided_effect(test, share, printed)
+        if scores and score == "undecided" and verdict != "not testable"
+        else None,
         sum(map(is_at_chance, test.compared)),
-        len(test.compared),
+        sum(map(can_be_at_chance, test.compared)),
     )
 
 

@@ -18,7 +18,9 @@ PAPERS: Mapping[str, Paper] = {
     "ln": Paper(
         "LN",
         "Parameter-Efficient Tuning on Layer Normalization for Pre-trained Language Models",
-        "Wang Qi, Yu-Ping Ruan, Yuan Zuo and Taihao Li, 2022, arXiv 2211.08682",
+        "Wang Qi, Yu-Ping Ruan, Yuan Zuo and Taihao Li, 2022, arXiv 2211.08682. Its sections, tables and abstract are "
+        "cited as in an anonymous submission to ACL; “abstract of v3” is that of arXiv's third version, of 9 December "
+        "2022",
     ),
     "uv": Paper(
         "UV",

@@ -16,11 +16,14 @@ from ..claims.comparisons import NOT_RUN
 from ..claims.decisions import ComparisonResult, Finding, PrintedFinding, SettingResult, Verdict
 from .tables import csv_cell, csv_number
 
-KINDS: Mapping[Verdict, str] = {"holds": "holds", "does not hold": "fails", "undecided": "undecided"}
+KINDS: Mapping[Verdict, str] = {
+    "holds": "holds", "does not hold": "fails", "undecided": "undecided", "not testable": "untestable",
+}  # fmt: skip
 """Verdict -> its class in the style sheet."""
 
 SEEN: Mapping[Verdict, str] = {
     "holds": "seen here", "does not hold": "otherwise here", "undecided": "undecided here",
+    "not testable": "not testable here",
 }  # fmt: skip
 """Verdict -> its words at small scale."""
 
@@ -106,12 +109,16 @@ def _claim_row(finding: Finding, printed: PrintedFinding, small: bool) -> ClaimR
     words = SEEN if small else {verdict: verdict for verdict in KINDS}
     waits = has_no_result(finding)
     notes = [
+        claim.far_larger_models if small else "",
         claim.miniature if small else "",
-        "The paper's own numbers disagree with this sentence." if printed.agrees is False else "",
+        f"This is the sentence of a claim of {claim.repeats}, tested on other runs." if claim.repeats else "",
+        "The paper's own numbers disagree with this sentence."
+        if printed.agrees is False and not claim.contradiction
+        else "",
         claim.contradiction,
         _sentence(finding.note) if not (finding.settings or waits) else "",
         _other_settings(ours),
-        f"{finding.at_chance} of the {finding.n_runs} runs that were compared "
+        f"{finding.at_chance} of the {finding.n_runs} runs that were compared on their own task "
         f"{'is' if finding.at_chance == 1 else 'are'} no better than chance."
         if finding.at_chance
         else "",
@@ -125,7 +132,7 @@ def _claim_row(finding: Finding, printed: PrintedFinding, small: bool) -> ClaimR
     return ClaimRow(
         claim.text,
         claim.source,
-        "not printed" if theirs is None else number_text(theirs.effect, theirs),
+        claim.printed_range or "not printed" if theirs is None else number_text(theirs.effect, theirs),
         "" if theirs is None else f"{_compared(theirs)}; {printed.source}",
         "–" if ours is None else number_text(ours.effect, ours),
         "" if ours is None else _compared(ours),

@@ -176,7 +176,7 @@ def _yaml(value: Mapping[str, Any]) -> str:
     return yaml.safe_dump(dict(value), sort_keys=False, allow_unicode=True, width=100).rstrip()
 
 
-GLYPHS = {"holds": "✓", "fails": "≠", "undecided": "?"}
+GLYPHS = {"holds": "✓", "fails": "≠", "undecided": "?", "untestable": "–"}
 """Class of a verdict -> a sign, so that it does not depend on colour alone."""
 
 
@@ -272,14 +272,25 @@ def findings_in_words(sections: Sequence[Section]) -> str:
     if not findings:
         return ""
     waiting = sum(has_no_result(finding) for finding in findings)
-    held, not_held, undecided = (
-        sum(finding.verdict == verdict for finding in findings) for verdict in ("holds", "does not hold", "undecided")
+    held, not_held, undecided, not_testable = (
+        sum(finding.verdict == verdict for finding in findings)
+        for verdict in ("holds", "does not hold", "undecided", "not testable")
     )
+    repeated = sum(bool(finding.claim.repeats) for finding in findings)
     small = any(section.small for section in sections)
     sized = sum(finding.resolution is not None and finding.verdict == "undecided" for finding in findings)
     text = (
-        f"Of {counted(len(findings), 'claim')}, {held} {_was(held)} seen{' in these small runs' if small else ''}, "
-        f"{not_held} came out otherwise, and {undecided - waiting} could not be decided by the runs that are done"
+        f"Of {counted(len(findings), 'claim')}"
+        + (f", {repeated} of which test{'s' * (repeated == 1)} a sentence of another on other runs" if repeated else "")
+        + f", {held} {_was(held)} seen{' in these small runs' if small else ''}, "
+        f"{not_held} came out otherwise, "
+        + (
+            f"{not_testable} {'is' if not_testable == 1 else 'are'} about models far larger than these, which small "
+            "runs cannot test, "
+            if not_testable
+            else ""
+        )
+        + f"and {undecided - waiting} could not be decided by the runs that are done"
         + (
             f"; the effect that they would have decided is given for {_of_them(sized, undecided - waiting)}."
             if sized
@@ -306,7 +317,7 @@ def printed_in_words(sections: Sequence[Section]) -> str:
     verbs = ["agrees" if agree == 1 else "agree", "does" if disagree == 1 else "do"]
     return (
         f"Of {counted(len(printed), 'claim')}, {agree + disagree} can be checked against numbers that the papers "
-        f"print: {agree} {verbs[0]} with them, and {disagree} {verbs[1]} not."
+        f"print: {agree} {verbs[0]} with what follows from them, and {disagree} {verbs[1]} not."
     )
 
 
