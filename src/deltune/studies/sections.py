@@ -73,6 +73,7 @@ def build_section(
         statements.paper,
         train_rows,
         study.repetition,
+        statements.rerun if small else "",
     )
 
 

@@ -284,12 +284,14 @@ class PaperStatements:
         claims: Its claims.
         tables: Its printed numbers.
         choices: Where it disagrees with itself or is silent, and what was chosen.
+        rerun: Which runs of small scale were repeated after results had been seen.
     """
 
     paper: Paper | None = None
     claims: tuple[Claim, ...] = ()
     tables: tuple[PrintedTable, ...] = ()
     choices: tuple[str, ...] = ()
+    rerun: str = ""
 
 
 def check_printed(claim: Claim, tables: Sequence[PrintedTable], names: Names | None = None) -> PrintedFinding:
@@ -403,7 +405,14 @@ def decide_claims(
     levels = dict(zip(p_values, holm_levels(list(p_values.values()), alpha).tolist(), strict=True))
     return [
         _finding(
-            claim, test, cells, adjusted.get(i), levels.get(i, alpha), alpha, printed[i] if printed else None, repetition
+            claim,
+            test,
+            cells,
+            adjusted.get(i),
+            levels.get(i, alpha),
+            alpha,
+            printed[i] if printed else None,
+            repetition,
         )
         for i, (claim, test) in enumerate(zip(claims, tests, strict=True))
     ]
@@ -589,9 +598,7 @@ def _finding(
     )
 
 
-def _undecided_effect(
-    test: _Test, alpha: float, printed: PrintedFinding | None, repetition: str
-) -> UndecidedEffect:
+def _undecided_effect(test: _Test, alpha: float, printed: PrintedFinding | None, repetition: str) -> UndecidedEffect:
     check, estimate = test.comparisons[test.decides], test.estimates[test.decides]
     theirs = printed.deciding if printed is not None and printed.agrees else None
     effect = theirs.effect if theirs is not None and theirs.unit == check.unit else None

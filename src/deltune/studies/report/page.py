@@ -203,6 +203,7 @@ class Section:
         paper: The paper that it is of, if any.
         train_rows: Task -> its training rows, for tasks that have fewer than runs may read.
         repetition: What the labels of the axis of seeds are called, in the singular.
+        rerun: Which runs were repeated after results had been seen.
     """
 
     title: str
@@ -220,6 +221,7 @@ class Section:
     paper: Paper | None = None
     train_rows: Mapping[str, int] = field(default_factory=dict)
     repetition: str = "seed"
+    rerun: str = ""
 
     @property
     def runs(self) -> StudyRuns:
@@ -262,6 +264,7 @@ def render_page(sections: Sequence[Section], title: str = "") -> str:
         ],
         unfinished=sum(outcome.error is not None for section in sections for outcome in section.outcomes),
         citation=CITATION,
+        histories=list(dict.fromkeys(section.rerun for section in sections if section.rerun)),
         setup=setup(section.runs for section in sections),
         provenance=provenance(record for section in sections for record in section.records),
         commits=commits(record for section in sections for record in section.records),
