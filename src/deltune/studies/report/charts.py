@@ -290,7 +290,9 @@ def _write_numbers(axes: Axes, values: np.ndarray, number: NumberFormat, scale: 
             red, green, blue = (part**2.2 for part in colours(scale(value))[:3])
             dark = 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.22  # below it white has the higher contrast
             text = (
-                f"{value:.3g}" if number.digits is None else f"{value:.{min(number.digits, 1) if value < 100 else 0}f}"
+                f"{value:.3g}"
+                if number.digits is None
+                else f"{value:.{min(number.digits, 1) if value < 99.95 else 0}f}"
             )
             axes.text(j, i, text, ha="center", va="center", fontsize=7.5, color="white" if dark else "#222222")
 
