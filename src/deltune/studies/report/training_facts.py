@@ -122,5 +122,5 @@ def still_rising(outcomes: Iterable[Outcome], choice: MetricChoice, names: Mappi
         return ""
     return (
         "Training ended before the curves were flat: between the last two validations the score still rose, in the "
-        f"mean over all runs, by {_listed(parts)}. With more steps the order of methods may be another."
+        f"mean over all runs, by {_listed(parts)}. With more steps the methods might be in another order."
     )
