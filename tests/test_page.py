@@ -277,6 +277,7 @@ def test_what_an_interval_leaves_out_is_marked() -> None:
 
     marks = ("test rows not covered</span>", "test rows covered in part</span>")
     assert marks[0] in page() and marks[1] in page(rows_covered="some")
+    assert marks[0] in page(unit="points per factor of 10") and marks[0] in page(unit="% of the original")
     for more in ({"rows_covered": "all"}, {"unit": "ranks"}, {"interval": None}):
         assert not any(mark in page(**more) for mark in marks), "ranks have no test rows, and exact numbers no chance"
     for words in ("conditional on the one learning rate", "no better than chance", "not adjusted for their number"):

@@ -30,6 +30,9 @@ NO_RESULT = "no result yet"
 COVERED: Mapping[str, str] = {"all": "", "some": "test rows covered in part", "none": "test rows not covered"}
 """What an interval covers of the chance of test rows -> the words below it."""
 
+SCORE_UNITS = ("points", "% of the original")
+"""How the units of scores of test rows begin; ranks, times and thresholds are none."""
+
 CLAIM_COLUMNS = ("claim", "in the paper", "here", "interval", "settings", "verdict", "notes")
 """Headings of a table of claims in Markdown."""
 
@@ -175,7 +178,7 @@ def _settings_on(result: ComparisonResult, side: bool) -> str:
 
 
 def _covered(result: ComparisonResult) -> str:
-    has_rows = result.interval is not None and (result.unit == "points" or result.rows_covered != "none")
+    has_rows = result.interval is not None and result.unit.startswith(SCORE_UNITS)
     return COVERED[result.rows_covered] if has_rows else ""
 
 
