@@ -512,7 +512,18 @@ def test_what_an_undecided_claim_would_have_taken() -> None:
     (against_paper,) = decide_claims([claim], METHODS, "accuracy", printed=[printed])
     larger = against_paper.resolution
     assert larger.target == pytest.approx(5.0) and larger.target_is_printed and larger.seeds >= 3 and larger.factor >= 1
+    assert larger.excludes_printed and not resolution.excludes_printed, "the paper has −5, the interval is about −10"
+    assert larger.text.endswith("in 80 % of cases. The interval excludes an effect as large as the paper's.")
+    assert larger.text.startswith(f"With these seeds and test rows an effect of {larger.smallest:.3g} points beyond")
+    other_unit = replace(printed, deciding=replace(printed.deciding, unit="ranks"))
+    (of_other_unit,) = decide_claims([claim], METHODS, "accuracy", printed=[other_unit])
+    assert of_other_unit.resolution.text == resolution.text
+    larger = replace(larger, excludes_printed=False)
     assert f"(5) takes {larger.seeds} seeds" in larger.text
+    blocks = decide_claims([claim], [replace(o, examples={}) for o in METHODS], "accuracy", repetition="block")[0]
+    assert blocks.settings == "2 settings × 3 blocks"
+    assert replace(larger, sample="blocks", factor=None).text.startswith("With these blocks an effect of")
+    assert replace(larger, sample="blocks", factor=None).text.endswith(f"takes {larger.seeds} blocks.")
     assert replace(larger, factor=3.0).text.endswith(f"takes {larger.seeds} seeds and 3 times as many test rows.")
     assert replace(larger, seeds=None, factor=None).text.endswith("takes more than 1,000 seeds.")
     assert decided(Beats(A, B), METHODS).resolution is None
@@ -637,6 +648,21 @@ def test_ranks_are_among_all_methods_over_all_metrics() -> None:
     assert decision.unit == "ranks" and decision.effect == pytest.approx((2 + 2 + 0) / 3)
     broken = failing(outcomes, task="cb", method="b", seed=1)
     assert "no rank: metrics are missing of b" in decided(Beats(A, C, measurement=RANK), broken).note
+
+
+def test_a_rank_of_one_task_is_no_larger_than_there_are_methods() -> None:
+    """Four metrics on one task and one on the other: the mean is that over all five, but each rank is what it is."""
+
+    def ranked(cell: Mapping[str, Any]) -> dict[str, float]:
+        place = "abc".index(cell["method"])
+        many = ("bleu", "chrf", "rougeL", "rouge1") if cell["task"] == "cb" else ("bleu",)
+        return {name: 60.0 - place * (1 if cell["task"] == "cb" else -1) for name in many}
+
+    outcomes = [replace(o, scores=ranked(o.cell), examples={}) for o in METHODS if o.cell["method"] != "full"]
+    decision = decided(Beats(A, C, measurement=RANK), outcomes)
+    by_setting = {one.setting: one.effect for one in decision.deciding.by_setting}
+    assert by_setting == {"on cb": 2.0, "on sick": -2.0} and decision.effect == pytest.approx((4 * 2 - 2) / 5)
+    assert decision.deciding.rows_covered == "none"
 
 
 def test_changes_of_terms_are_cells() -> None:

@@ -17,17 +17,19 @@ import pytest
 import browser
 import made
 from deltune.studies.claims.claims import Beats, Claim
-from deltune.studies.claims.comparisons import NOT_RUN
-from deltune.studies.claims.decisions import ComparisonResult, Finding, PrintedFinding, SettingResult
+from deltune.studies.claims.comparisons import NOT_RUN, MetricChoice
+from deltune.studies.claims.decisions import ComparisonResult, Finding, PartVerdict, PrintedFinding, SettingResult
 from deltune.studies.engine.jobs import Outcome
 from deltune.studies.engine.store import JobRecord
-from deltune.studies.papers.registry import PAPERS
+from deltune.studies.papers.registry import PAPERS, paper_statements
 from deltune.studies.report.charts import draw
 from deltune.studies.report.figure_spec import Bars, FigureSpec, HeatMap, TableSpec
 from deltune.studies.report.findings import findings_csv
+from deltune.studies.report.method_labels import MethodLabel, method_labels
 from deltune.studies.report.page import Section, render_page, sparkline
-from deltune.studies.report.provenance import provenance
+from deltune.studies.report.provenance import commits, provenance
 from deltune.studies.report.tables import build_table
+from deltune.studies.report.training_facts import still_rising, training_facts
 
 VOID = {"meta", "br", "img", "link", "hr", "input"}
 EVIL = "<script>alert('x')</script> & \"quoted\" </title></svg>"
@@ -42,7 +44,8 @@ def result(text: str, effect: float, interval: tuple[float, float] | None = None
 
 
 FIRST_RESULT = result("LN − BitFit", 0.021, (0.012, 0.03), by_setting=(
-    SettingResult("on CB", 0.05, (0.01, 0.09), True), SettingResult("on SICK", -0.008, (-0.02, 0.004), False),
+    SettingResult("on CB", 0.05, (0.01, 0.09), True), SettingResult("on SICK", -0.008, (-0.02, -0.004), False),
+    SettingResult("on RTE", -0.001, (-0.02, 0.018), False),
 ))  # fmt: skip
 SECOND_RESULT = result("MAM − LoRA", -0.011, (-0.02, -0.004))
 FOUND = (
@@ -143,8 +146,8 @@ def test_the_page_says_everything(text: str) -> None:
             assert not outcome.error or outcome.error in visible
     for one in FOUND:
         assert one.claim.text in visible and one.verdict in visible
-    assert "on SICK: −0.008 (−0.02 … +0.004)" in visible
-    assert "is for the sentence in the mean over settings and against it in 1 of 2: on SICK." in visible
+    assert "on SICK: −0.008 (−0.02 … −0.004)" in visible
+    assert "On average it supports the claim; 1 of 3 settings contradicts it: on SICK." in visible
     assert "+0.021 points" in visible and "−0.011 points" in visible and "+0.012 … +0.03" in visible
     rows = sum(len(outcomes) for outcomes, _ in made.STUDIES.values())
     curves = sum(len(outcome.curve) > 1 for outcomes, _ in made.STUDIES.values() for outcome in outcomes)
@@ -188,12 +191,12 @@ def test_what_was_found_and_where_it_comes_from() -> None:
     sections = [Section("ln/nlu", findings=FOUND, small=True, records=records), Section("b", records=records[:1])]
     text = " ".join(Reader(render_page(sections)).visible_text().split())
     counts = Counter(one.verdict for one in FOUND)
-    assert f"Of {len(FOUND)} claims" in text and f"and {counts['undecided']} could not be decided" in text
+    assert f"Of {len(FOUND)} claims" in text and f"and {counts['undecided']} is undecided." in text
     assert "what comes out otherwise does not refute it" in text
-    assert (
-        "As the paper says here too: " + "; ".join(f"{f.claim.text} ( ln/nlu )" for f in FOUND if f.verdict == "holds")
-        in text
-    )
+    dissent = "1 of 3 settings contradicts it: on SICK"
+    assert f"Same direction as the paper: {FOUND[0].claim.text} ( ln/nlu ; {dissent})." in text
+    assert f"Opposite to the paper: {FOUND[1].claim.text} ( ln/nlu )." in text
+    assert text.count(dissent) == 2, "one measure, on top and in the row"
     whole = "3 runs from 2026-11-21 to 2026-11-23, 1.5 hours of computing in all. Machine: EPYC, 1 thread a run. "
     assert f"{whole}With torch 2.13.0, deltune at commit abcdef0." in text
     assert provenance(records[:1]).startswith("1 run on 2026-11-21, 0.5 hours")
@@ -204,11 +207,102 @@ def test_what_was_found_and_where_it_comes_from() -> None:
     assert provenance([replace(records[0], result=None, error="lost")]) == ""
 
 
+def test_every_commit_is_listed() -> None:
+    names = ["aaaaaaa1", "bbbbbbb2", "ccccccc3", "ddddddd4", "aaaaaaa1-dirty", "aaaaaaa1"]
+    records = tuple(
+        JobRecord(f"job{i}", "run", {}, {"environment": {"commit": name}}, None, 1.0) for i, name in enumerate(names)
+    )
+    assert commits(records) == ["aaaaaaa", "bbbbbbb", "ccccccc", "ddddddd", "aaaaaaa-dirty"]
+    text = Reader(render_page([Section("a", records=records)])).visible_text()
+    assert "deltune at commits aaaaaaa, bbbbbbb, ccccccc and 2 more" in text
+    assert "All 5 commits that runs were made with, those of the most runs first aaaaaaa, bbbbbbb, ccccccc" in text
+    assert "with the commits listed above" in text
+
+
+def run(cell: dict[str, Any], spec: dict[str, Any], values: list[float] | None = None, **more: Any) -> Outcome:
+    """A run with validations every ten steps."""
+    curve = [{"step": 10 * i, "eval_accuracy": value} for i, value in enumerate(values or [], 1)]
+    return Outcome(cell, spec, {"accuracy": 0.5}, curve=curve, **more)
+
+
+def test_how_long_runs_trained_is_said() -> None:
+    limits = {"method": "lora", "max_train_rows": 1000, "batch_size": 16, "test_rows": 500}
+    outcomes = [
+        run(
+            {"task": "sst2", "seed": 0}, limits, [0.5, 0.6], extra={"signatures": {"f1": "f1|labels:2|n:56|sklearn:1"}}
+        ),
+        run({"task": "cb", "seed": 0}, {**limits, "epochs": 12}),
+        run({"task": "sick", "seed": 0}, {**limits, "steps": 200}),
+        run({"task": "qnli", "seed": 0}, {"method": "lora", "max_train_rows": 100}),
+        Outcome({"task": "rte", "seed": 0}, {**limits}, error="failed"),
+    ]
+    facts = training_facts(outcomes, {"sst2": "SST-2", "cb": "CB"}, {"cb": 200})
+    assert facts == (
+        "SST-2: 1,000 training rows, 20 steps of 16 rows, 56 test rows. "
+        "CB: 200 training rows, 156 steps of 16 rows, 500 test rows. "
+        "sick: 200 steps of 16 rows, 500 test rows. qnli: 100 training rows, 12 steps of 32 rows."
+    )
+    page = render_page([Section("a", outcomes=tuple(outcomes), train_rows={"cb": 200}, small=True)])
+    assert "cb: 200 training rows, 156 steps of 16 rows" in page
+    assert "100 to 1,000 training rows at most" in page and "5 runs, 1 failed." in Reader(page).visible_text()
+
+
+@pytest.mark.parametrize(
+    ("values", "rise"), [([0.5, 0.6, 0.612], "1.2 points on CB (10 steps)"), ([0.5, 0.7, 0.705], ""), ([0.9], "")]
+)
+def test_curves_that_were_not_flat_are_said(values: list[float], rise: str) -> None:
+    outcomes = [run({"task": "cb", "seed": seed}, {}, values) for seed in range(2)]
+    text = still_rising(outcomes, MetricChoice("accuracy"), {"cb": "CB"})
+    assert bool(text) == bool(rise) and rise in text
+
+
+def test_what_a_label_stands_for() -> None:
+    outcomes = [
+        run({"model": "m", "task": task, "method": "lora", "seed": seed},
+            {"method": f"apet(lora(rank={rank}), parameters=10, seed={seed})"}, count={"method": 1000 * rank})
+        for task, rank in (("cb", 2), ("sick", 4)) for seed in range(2)
+    ]  # fmt: skip
+    assert method_labels(outcomes, {"lora": "LoRA", "m": "Mini"}) == [
+        MethodLabel("LoRA", "apet(lora(rank=2), parameters=10, seed=…)", "Mini: 2,000"),
+        MethodLabel("LoRA", "apet(lora(rank=4), parameters=10, seed=…)", "Mini: 4,000"),
+    ]
+    timed = Outcome({"model": "m", "method": "lora", "seed": 0}, {"methods": {"lora": "lora(rank=8)"}}, {"train": 50.0},
+                    {"percent": 0.5})  # fmt: skip
+    assert method_labels([timed], {}) == [MethodLabel("lora", "lora(rank=8)", "m: 0.50 %")]
+    page = Reader(render_page([Section("a", outcomes=tuple(outcomes), names={"lora": "LoRA"})])).visible_text()
+    assert "What each label stands for" in page and "LoRA apet(lora(rank=2), parameters=10, seed=…) m: 2,000" in page
+
+
+def test_what_an_interval_leaves_out_is_marked() -> None:
+    def page(**more: Any) -> str:
+        one = replace(SECOND_RESULT, **more)
+        return render_page([Section("a", findings=(replace(FOUND[1], deciding=one),), small=True)])
+
+    marks = ("test rows not covered</span>", "test rows covered in part</span>")
+    assert marks[0] in page() and marks[1] in page(rows_covered="some")
+    assert marks[0] in page(unit="points per factor of 10") and marks[0] in page(unit="% of the original")
+    for more in ({"rows_covered": "all"}, {"unit": "ranks"}, {"interval": None}):
+        assert not any(mark in page(**more) for mark in marks), "ranks have no test rows, and exact numbers no chance"
+    for words in ("conditional on the one learning rate", "no better than chance", "not adjusted for their number"):
+        assert words in page()
+    again = Section("a", findings=FOUND, small=True, rerun="Some were run again.")
+    assert "Runs that were repeated : Some were run again." in Reader(render_page([again, again])).visible_text()
+    assert paper_statements("ln/nlu").rerun and not paper_statements("my own").rerun
+
+
+def test_a_score_that_is_undecided_is_said_where_a_count_refutes_the_claim() -> None:
+    parts = (PartVerdict("undecided", FIRST_RESULT), PartVerdict("does not hold", None))
+    text = Reader(render_page([Section("a", findings=(replace(FOUND[1], parts=parts),), small=True)])).visible_text()
+    assert f"Opposite to the paper: {FOUND[1].claim.text} (its score is undecided)." in text
+
+
 def test_rounds_of_a_timing_are_no_runs() -> None:
     timed = Outcome({"method": "a", "model": "m", "seed": 0}, {"methods": {"a": "lora"}}, {"train": 50.0})
     run = Outcome({"method": "a", "task": "cb", "seed": 0}, {"method": "lora"}, {"accuracy": 0.5})
     sections = [Section("a", "Is it fast?", outcomes=(timed, timed)), Section("b", "Is it good?", outcomes=(run,))]
     text = Reader(render_page(sections)).visible_text()
+    blocks = render_page([Section("a", "Is it fast?", outcomes=(timed,), repetition="block")])
+    assert "1 block." in blocks and ">block<" in blocks and "1 seed" not in blocks
     assert "a, 2 timings" in text and "b, 1 run" in text and "2 studies of 1 run and 2 timings" in text
 
 
@@ -237,7 +331,7 @@ def test_a_claim_that_waits_for_runs_is_not_called_undecided() -> None:
     waiting = finding("it waits", "LN 1", "undecided", note=f"{NOT_RUN}: a, on cb")
     text = Reader(render_page([Section("a", findings=(waiting, FOUND[2]), small=True)])).visible_text()
     assert "? no result yet" in text and text.count("? undecided here") == 1
-    assert "1 could not be decided by the runs that are done. 1 more waits for runs" in text
+    assert "and 1 is undecided. 1 more waits for runs" in text
 
 
 def test_what_small_runs_cannot_test_has_a_count_of_its_own() -> None:
@@ -278,6 +372,7 @@ def test_findings_as_csv_have_a_row_for_each_setting() -> None:
         ("LN − BitFit: accuracy", "all", "0.021", "0.012", "holds"),
         ("LN − BitFit: accuracy", "on CB", "0.05", "0.01", ""),
         ("LN − BitFit: accuracy", "on SICK", "-0.008", "-0.02", ""),
+        ("LN − BitFit: accuracy", "on RTE", "-0.001", "-0.02", ""),
         ("MAM − LoRA: accuracy", "all", "-0.011", "-0.02", "does not hold"),
         ("", "", "", "", "undecided"),
     ]

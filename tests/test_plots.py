@@ -244,12 +244,63 @@ def test_the_gap_is_best_minus_worst() -> None:
     assert_legible(picture.figure)
 
 
+def test_a_caption_says_what_shows_the_deviation() -> None:
+    outcomes = [made.outcome({"method": m, "task": "x", "seed": s}, {"accuracy": 0.5}) for m in "ab" for s in range(3)]
+    spread = "± 1 standard deviation, which is no confidence interval."
+    assert draw(Bars(), outcomes).caption == f"Bars: means over 3 seeds; whiskers: {spread}"
+    assert draw(Scatter(median=True), outcomes).caption == f"Points: medians over 3 seeds; whiskers: {spread}"
+    assert draw(made.GAP, made.gap()).caption == f"Lines: means over 3 seeds; bands: {spread}"
+    assert draw(HeatMap(rows="method", columns="task", value="accuracy"), outcomes[:-1]).caption == (
+        "Cells: means over 2 to 3 seeds."
+    )
+    assert draw(Bars(repetition="block"), outcomes).caption.startswith("Bars: means over 3 blocks;")
+    assert draw(Bars(), outcomes[:1]).caption == "", "one seed has no deviation"
+
+
+def test_cells_that_cannot_be_are_no_gaps() -> None:
+    """Embeddings have no first layer, and layers have no embeddings: nothing of them was left out."""
+    changes = [
+        {"layer": layer, "module": module, "term": "gain", "value": 0.1}
+        for module, layers in (("embedding", ("None",)), ("ffn", (1, 2))) for layer in layers
+    ]  # fmt: skip
+    outcomes = [made.outcome({"task": task, "seed": 0}, {}, extra={"changes": changes}) for task in ("x", "y")]
+    picture = draw(made.TERMS, outcomes)
+    assert picture.notes == () and picture.figure.axes[0].get_ylabel() == "module, term"
+    assert len(picture.figure.axes[0].patches) == 0
+    less = replace(outcomes[1], extra={"changes": changes[:-1]})
+    assert draw(made.TERMS, [outcomes[0], less]).notes == ("y, ffn, gain, 2: not run",), "but what one task lacks is"
+
+
+def test_names_keep_off_whiskers_and_lines() -> None:
+    rng = [0.02, 0.05, 0.03, 0.06, 0.04, 0.02]
+    outcomes = [
+        made.outcome({"method": f"method {i}", "seed": s}, {"accuracy": 0.6 + i / 50 + (s - 1) * rng[i]}, 1 + i / 4)
+        for i in range(6) for s in range(3)
+    ]  # fmt: skip
+    figure = draw(Scatter(reference_lines={"full": 0.65}), outcomes).figure
+    (axes,) = figure.axes
+    renderer = lay_out(figure).get_renderer()
+    level = axes.transData.transform((0, 65.0))[1]
+    assert len(axes.texts) == 6
+    for text in axes.texts:
+        box = Text.get_window_extent(text, renderer)
+        assert not box.y0 < level < box.y1, f"{text.get_text()} lies on the line"
+        for i in range(6):
+            mean = 60 + 2 * i
+            (x, low), (_, high) = axes.transData.transform(
+                [(1 + i / 4, mean - 100 * rng[i]), (1 + i / 4, mean + 100 * rng[i])]
+            )
+            assert not box.overlaps(Bbox.from_extents(x - 1, low, x + 1, high)), f"{text.get_text()} lies on a whisker"
+
+
 def test_transfer_is_relative_to_the_diagonal() -> None:
     outcomes = [
         made.outcome({"source": a, "target": b}, {"accuracy": score})
         for a, b, score in (("x", "x", 0.8), ("x", "y", 0.3), ("y", "x", 0.4), ("y", "y", 0.6))
     ]
-    image = draw(made.TRANSFER, outcomes).figure.axes[0].images[0]
+    axes = draw(made.TRANSFER, outcomes).figure.axes[0]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("target", "source")
+    image = axes.images[0]
     assert image.get_array().tolist() == [pytest.approx([100, 50]), pytest.approx([50, 100])]
 
 
@@ -267,6 +318,17 @@ def test_a_threshold_beyond_every_size_is_marked_as_that() -> None:
     ]
     picture = draw(made.THRESHOLDS, outcomes)
     assert "LoRA, small: high beyond 64" in picture.text
+    beyond = {f"{name} threshold above the largest N tried" for name in ("low", "high")}
+    reached = {f"{name} threshold, for each seed" for name in ("low", "high")}
+
+    def entries(figure: Figure) -> set[str]:
+        return {text.get_text() for legend in figure.legends for text in legend.get_texts()}
+
+    assert beyond | reached <= entries(picture.figure)
+    assert not beyond & entries(draw(made.THRESHOLDS, made.thresholds()).figure)
+    never = [replace(o, extra={**o.extra, "high": (64, None)}) if o.extra else o for o in made.thresholds()]
+    shown = entries(draw(made.THRESHOLDS, never).figure)
+    assert "high threshold, for each seed" not in shown and "low threshold, for each seed" in shown
     assert not any("LoRA" in note for note in picture.notes)
 
 
@@ -289,6 +351,7 @@ def luminance(colour: str) -> float:
 def test_no_two_series_of_a_figure_look_alike() -> None:
     looks = {(one.colour, one.marker, str(one.dash)) for one in map(series_style, range(20))}
     assert len(looks) == 20
+    assert len({series_style(i).colour for i in range(12)}) == 12, "ten methods are in one figure"
     assert all((1.0 + 0.05) / (luminance(colour) + 0.05) > 2 for colour in COLOURS), "pale on white"
 
 

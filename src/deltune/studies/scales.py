@@ -43,6 +43,9 @@ SMALL_TASK_OPTIONS: Mapping[str, Values] = {
 }
 """Further options of some tasks: CB has 200 rows, for 156 steps; words of g2p have 32 characters at most."""
 
+SMALL_TRAIN_ROWS: Mapping[str, int] = {"cb": 200, "conll04": 922}
+"""Training rows of the tasks that have fewer than a run of small scale may read."""
+
 LEARNING_RATES: Mapping[str, float] = {
     "full": 1e-3, "head": 1e-2, "layernorm": 3e-2, "bitfit": 3e-2, "three_vectors": 3e-2, "prompt": 3e-2,
     "prefix": 3e-2, "prefix_layernorm": 3e-2, "mam": 1e-2, "lora": 1e-2, "adapter": 1e-2, "parallel_adapter": 1e-2,

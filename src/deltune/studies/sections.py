@@ -9,7 +9,7 @@ from pathlib import Path
 from ..errors import error_summary
 from ..filesystem import explain_write_errors, write_text
 from .claims.claims import Claim
-from .claims.comparisons import can_be_at_chance, is_at_chance
+from .claims.comparisons import MetricChoice, can_be_at_chance, is_at_chance
 from .claims.decisions import POWER, PaperStatements, check_printed, decidable_effects, decide_claims
 from .claims.selectors import describe_cell
 from .claims.statistics import Estimate
@@ -20,6 +20,8 @@ from .report.figure_spec import DISPLAY_NAMES, FigureSpec, TableSpec, as_tuple
 from .report.findings import CLAIM_COLUMNS, findings_csv
 from .report.page import Section
 from .report.tables import build_table, escape_markdown, to_csv, to_latex, to_markdown
+from .report.training_facts import still_rising
+from .scales import SMALL_TRAIN_ROWS
 from .study import Records, Study
 
 
@@ -41,19 +43,30 @@ def build_section(
     """
     statements = statements or PaperStatements()
     outcomes = study.outcomes(records)
-    views = study.views if any(not outcome.waiting for outcome in outcomes) else ()
+    views = [replace(view, repetition=study.repetition) for view in study.views]
+    views = views if any(not outcome.waiting for outcome in outcomes) else []
     tables = [view if paper else replace(view, published={}) for view in views if isinstance(view, TableSpec)]
     figures = [view for view in views if isinstance(view, FigureSpec)]
     names = dict(DISPLAY_NAMES)
     for view in study.views:
         names |= view.display_names
     printed = [check_printed(claim, statements.tables, names) for claim in statements.claims]
+    metric = _metric(study, outcomes)
     findings = decide_claims(
-        statements.claims, outcomes, _metric(study, outcomes), study.lower, names=names, printed=printed, small=small
+        statements.claims,
+        outcomes,
+        metric,
+        study.lower,
+        names=names,
+        printed=printed,
+        small=small,
+        repetition=study.repetition,
     )
+    rising = still_rising(outcomes, MetricChoice(metric, study.lower), names)
+    train_rows = SMALL_TRAIN_ROWS if small else {}
     return Section(
         study.name,
-        "\n\n".join(text for text in (study.question, study.notes, _at_chance(outcomes, names)) if text),
+        "\n\n".join(text for text in (study.question, study.notes, rising, _at_chance(outcomes, names)) if text),
         tuple(build_table(view, outcomes) for view in tables),
         tuple(draw(view, outcomes) for view in figures),
         tuple(findings),
@@ -65,6 +78,9 @@ def build_section(
         names,
         tuple(record for job in study.jobs(records) if (record := records.get(job.name)) is not None),
         statements.paper,
+        train_rows,
+        study.repetition,
+        statements.rerun if small else "",
     )
 
 
@@ -191,7 +207,8 @@ NOT_THE_PAPER = (
 def section_markdown(section: Section) -> str:
     """Return the tables, the findings and what is missing as Markdown."""
     paragraphs = section.text.split("\n\n")
-    lines = [f"## {escape_markdown(section.title)}", "", *(escape_markdown(text) + "\n" for text in paragraphs)]
+    paragraphs.insert(1, section.training)
+    lines = [f"## {escape_markdown(section.title)}", "", *(escape_markdown(t) + "\n" for t in paragraphs if t)]
     for table in section.tables:
         lines += [to_markdown(table), ""]
     if section.findings:

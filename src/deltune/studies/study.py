@@ -294,6 +294,7 @@ class Study:
         notes: What differs from the paper.
         read_outcomes: What turns the record of a job into outcomes.
         lower: Whether lower values of the metric are better.
+        repetition: What the labels of the axis of seeds are called, in the singular.
     """
 
     name: str
@@ -304,6 +305,7 @@ class Study:
     notes: str = ""
     read_outcomes: OutcomeReader = job_outcomes
     lower: bool = False
+    repetition: str = "seed"
 
     def axes(self) -> dict[str, list[str]]:
         """Return the axes of the study with the labels of each, in the order of the cells."""

@@ -60,11 +60,13 @@ class Number:
         value: The number.
         examples: A number for each example of the test split, of which `value` is the mean; None if there are none.
         slack: How far the value may be off for sure, such as half the width of a bracket.
+        weight: How much it counts in a mean over settings; 1 for all but ranks.
     """
 
     value: float
     examples: np.ndarray | None = None
     slack: float = 0.0
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,8 @@ def _ranks(group: Sequence[Outcome], choice: MetricChoice) -> list[Number | str]
         else:
             values = np.array([[outcome.scores[name] for outcome in outcomes] for name in names[task]])
             lower = [METRICS[name].better == "lower" for name in names[task]]
-            ranks = [Number(float(rank) * len(names[task]) / usual) for rank in average_ranks(values, lower)]
+            weight = len(names[task]) / usual
+            ranks = [Number(float(rank), weight=weight) for rank in average_ranks(values, lower)]
         for i, rank in zip(members, ranks, strict=True):
             numbers[i] = rank
     return numbers
@@ -227,7 +230,7 @@ def _ranks(group: Sequence[Outcome], choice: MetricChoice) -> list[Number | str]
 RANK = Measurement(_ranks, "ranks", lower=True, over=("method", "task"), name="average rank")
 """The rank among all methods of the same task and seed, averaged over metrics.
 
-A task's is weighted by its number of metrics, so that the mean over tasks is the mean over all metrics (LN table 2).
+A task counts by its number of metrics, so that the mean over tasks is the mean over all metrics (LN table 2).
 """
 
 
@@ -744,15 +747,22 @@ def weighted_sum(cells: Cells, terms: Sequence[Term], measurement: Measurement, 
 def combine_numbers(terms: Sequence[tuple[float, Number]], aligned: bool = True) -> Number:
     """Return Σ weight · number, also of their examples if all numbers have the same ones.
 
+    Numbers of one task count alike in a mean over settings, and so does their sum. Where they do not, the sum is of
+    what they count for.
+
     Args:
         terms: Weights and numbers.
         aligned: Whether the numbers are of one test split.
     """
+    counted_for = {number.weight for _, number in terms}
+    if len(counted_for) > 1:
+        terms = [(weight * number.weight, number) for weight, number in terms]
     value = sum(weight * number.value for weight, number in terms)
     slack = sum(abs(weight) * number.slack for weight, number in terms)
     rows = [weight * number.examples for weight, number in terms if number.examples is not None]
     same = aligned and len(rows) == len(terms) and len({len(row) for row in rows}) == 1
-    return Number(value, np.sum(rows, axis=0) if same else None, slack)
+    weight = counted_for.pop() if len(counted_for) == 1 else 1.0
+    return Number(value, np.sum(rows, axis=0) if same else None, slack, weight)
 
 
 def trend_weights(

@@ -65,6 +65,7 @@ class ComparisonResult:
         is_difference: Whether the effect is a difference, as opposed to a number of one side or a ratio.
         by_setting: The same in each setting, if there are several.
         closed: Whether the upper end of the region belongs to it, as for a number of parameters.
+        rows_covered: Whether the interval covers the chance of test rows: in all settings, in some, or in none.
     """
 
     text: str
@@ -76,6 +77,7 @@ class ComparisonResult:
     is_difference: bool = True
     by_setting: tuple[SettingResult, ...] = ()
     closed: bool = False
+    rows_covered: Literal["all", "some", "none"] = "none"
 
     @property
     def agrees(self) -> bool:
@@ -111,6 +113,8 @@ class Resolution:
         factor: How many times as many test rows these seeds need; None if rows play no part.
         unit: The unit of the distances.
         margin: What a distance is from: "" for zero.
+        excludes_printed: Whether the interval excludes an effect as large as the paper's.
+        sample: What was repeated: "seeds and test rows", "seeds", or the blocks of a timing.
     """
 
     smallest: float
@@ -121,19 +125,22 @@ class Resolution:
     factor: float | None
     unit: str
     margin: str = ""
+    excludes_printed: bool = False
+    sample: str = "seeds"
 
     @property
     def text(self) -> str:
-        """Both in a sentence."""
+        """Both in a sentence; where the paper's effect is excluded, that it is in place of what it would take."""
         effect = f"{self.smallest:.3g} {self.unit}".rstrip() + (f" beyond {self.margin}" if self.margin else "")
+        decided = f"With these {self.sample} an effect of {effect} is decided in {100 * POWER:.0f} % of cases"
+        if self.excludes_printed:
+            return f"{decided}. The interval excludes an effect as large as the paper's."
         whose = "the paper's" if self.target_is_printed else "the one measured"
-        needs = "more than 1,000 seeds" if self.seeds is None else f"{self.seeds:,} seeds"
+        repeats = self.sample.split(" and ")[0]
+        needs = f"more than 1,000 {repeats}" if self.seeds is None else f"{self.seeds:,} {repeats}"
         needs += f" and {self.factor:,.0f} times as many test rows" if self.factor and self.factor > 1 else ""
         large = f"as far from {'the nearer of them' if ' or ' in self.margin else 'it'}" if self.margin else "as large"
-        return (
-            f"With these seeds and test rows an effect of {effect} is decided in {100 * POWER:.0f} % of cases; "
-            f"one {large} as {whose} ({self.target:.2g}) takes {needs}."
-        )
+        return f"{decided}; one {large} as {whose} ({self.target:.2g}) takes {needs}."
 
 
 @dataclass(frozen=True)
@@ -148,6 +155,7 @@ class UndecidedEffect:
         rows: Whether the test rows play a part in the interval.
         printed: The paper's effect, if it prints one that agrees with the claim.
         unit: The unit of the effect.
+        repetition: What the repeats are called, in the singular.
     """
 
     estimate: Estimate
@@ -157,6 +165,7 @@ class UndecidedEffect:
     rows: bool
     printed: float | None
     unit: str
+    repetition: str = "seed"
 
     def resolution(self) -> Resolution | None:
         """Return what a run of this size can decide; None if nothing is known about the spread."""
@@ -171,7 +180,12 @@ class UndecidedEffect:
         margin = (
             "" if self.borders == (0.0,) else " or ".join(f"{border:g}".replace("-", "−") for border in self.borders)
         )
-        return Resolution(smallest, self.alpha, target, self.printed is not None, seeds, factor, self.unit, margin)
+        low, high = self.estimate.interval(self.alpha)
+        excluded = self.printed is not None and not low <= self.printed <= high
+        sample = f"{self.repetition}s and test rows" if self.rows else f"{self.repetition}s"
+        return Resolution(
+            smallest, self.alpha, target, self.printed is not None, seeds, factor, self.unit, margin, excluded, sample
+        )
 
 
 @dataclass(frozen=True)
@@ -284,12 +298,14 @@ class PaperStatements:
         claims: Its claims.
         tables: Its printed numbers.
         choices: Where it disagrees with itself or is silent, and what was chosen.
+        rerun: Which runs of small scale were repeated after results had been seen.
     """
 
     paper: Paper | None = None
     claims: tuple[Claim, ...] = ()
     tables: tuple[PrintedTable, ...] = ()
     choices: tuple[str, ...] = ()
+    rerun: str = ""
 
 
 def check_printed(claim: Claim, tables: Sequence[PrintedTable], names: Names | None = None) -> PrintedFinding:
@@ -323,8 +339,9 @@ def _printed_result(check: Check, cells: Cells) -> ComparisonResult:
         SettingResult(cells.describe_setting(setting), effect, (effect, effect), check.low < effect < check.high)
         for setting, effect in by_setting.items()
     )
+    weights = _weights(check)
     # Printed decimals have no sum in binary fractions: 79.8 − 78.8 is not 1.
-    effect = round(float(np.mean(list(by_setting.values()))), 9)
+    effect = round(float(np.mean([w * one for w, one in zip(weights, by_setting.values(), strict=True)])), 9)
     several = settings if len(settings) > 1 else ()
     subject = check.subject or cells.metrics(check.effects)
     return ComparisonResult(check.text, effect, None, check.unit, region, subject, check.is_difference, several)
@@ -371,6 +388,7 @@ def decide_claims(
     names: Names | None = None,
     printed: Sequence[PrintedFinding] = (),
     small: bool = False,
+    repetition: str = "seed",
 ) -> list[Finding]:
     """Decide claims, with Holm's procedure over all that can be tested.
 
@@ -389,6 +407,7 @@ def decide_claims(
         names: How labels are shown.
         printed: What the paper's tables say of each claim; their effects are those that a larger run is to decide.
         small: Whether the runs are of small scale, which cannot test what is said of far larger models.
+        repetition: What the labels of the axis of seeds are called, in the singular.
 
     Returns:
         A finding for each claim, in order.
@@ -403,7 +422,15 @@ def decide_claims(
     levels = dict(zip(p_values, holm_levels(list(p_values.values()), alpha).tolist(), strict=True))
     return [
         _finding(
-            claim, test, cells, adjusted.get(i), levels.get(i, alpha), alpha, printed[i] if printed else None, small
+            claim,
+            test,
+            cells,
+            adjusted.get(i),
+            levels.get(i, alpha),
+            alpha,
+            printed[i] if printed else None,
+            small,
+            repetition,
         )
         for i, (claim, test) in enumerate(zip(claims, tests, strict=True))
     ]
@@ -486,14 +513,22 @@ def _estimate(check: Comparison) -> Estimate:
     strata: list[np.ndarray] = []
     tests: list[Hashable] = []
     slack = 0.0
-    for setting, seeds in check.effects.items():
+    for (setting, seeds), weight in zip(check.effects.items(), _weights(check), strict=True):
         numbers = list(seeds.values())
         examples = [number.examples for number in numbers if number.examples is not None]
         aligned = len(examples) == len(numbers) and len({len(row) for row in examples}) == 1
-        strata.append(np.stack(examples) if aligned else np.array([number.value for number in numbers]))
+        differences = np.stack(examples) if aligned else np.array([number.value for number in numbers])
+        strata.append(weight * differences)
         tests.append((tuple((axis, label) for axis, label in setting if axis in DATA_AXES), strata[-1].shape[1:]))
-        slack += sum(number.slack for number in numbers) / len(numbers) / len(check.effects)
+        slack += weight * sum(number.slack for number in numbers) / len(numbers) / len(check.effects)
     return replace(paired_estimate(strata, tests), slack=slack)
+
+
+def _weights(check: Comparison) -> list[float]:
+    """Return how much each setting counts in the mean over settings; a single one is what it is."""
+    if len(check.effects) == 1:
+        return [1.0]
+    return [next(iter(seeds.values())).weight for seeds in check.effects.values()]
 
 
 def _borders(check: Comparison) -> list[float]:
@@ -513,11 +548,16 @@ def _basis(comparisons: Sequence[Comparison]) -> str:
     return f"spread of {spread}"
 
 
-def _settings(comparisons: Sequence[Comparison]) -> str:
+def _rows_covered(check: Comparison) -> Literal["all", "some", "none"]:
+    by_example = {number.examples is not None for seeds in check.effects.values() for number in seeds.values()}
+    return "some" if len(by_example) > 1 else "all" if by_example == {True} else "none"
+
+
+def _settings(comparisons: Sequence[Comparison], repetition: str) -> str:
     """Say how much was compared: "8 settings × 3 seeds"."""
     settings = {len(c.effects) for c in comparisons}
     seeds = {len(s) for c in comparisons for s in c.effects.values()}
-    return f"{_range(settings, 'setting')} × {_range(seeds, 'seed')}" if comparisons else ""
+    return f"{_range(settings, 'setting')} × {_range(seeds, repetition)}" if comparisons else ""
 
 
 def _range(sizes: set[int], word: str) -> str:
@@ -539,6 +579,7 @@ def _finding(
     alpha: float,
     printed: PrintedFinding | None,
     small: bool,
+    repetition: str,
 ) -> Finding:
     """Decide at the level at which Holm tested the claim; where it appears false, each comparison has its share."""
     share = level if test.appears_true else level / max(1, len(test.estimates))
@@ -572,14 +613,14 @@ def _finding(
         test.p,
         adjusted,
         max((sum(len(seeds) for seeds in check.effects.values()) for check in test.comparisons), default=0),
-        _settings(test.comparisons),
+        _settings(test.comparisons, repetition),
         test.note,
         (*scores, *counts),
         deciding,
         (PartVerdict(score, scores[test.decides] if scores else None), PartVerdict(count, worst))
         if test.has_scores and counts
         else (),
-        _undecided_effect(test, share, printed)
+        _undecided_effect(test, share, printed, repetition)
         if scores and score == "undecided" and verdict != "not testable"
         else None,
         sum(map(is_at_chance, test.compared)),
@@ -587,12 +628,13 @@ def _finding(
     )
 
 
-def _undecided_effect(test: _Test, alpha: float, printed: PrintedFinding | None) -> UndecidedEffect:
+def _undecided_effect(test: _Test, alpha: float, printed: PrintedFinding | None, repetition: str) -> UndecidedEffect:
     check, estimate = test.comparisons[test.decides], test.estimates[test.decides]
-    effect = printed.deciding.effect if printed is not None and printed.agrees and printed.deciding else None
+    theirs = printed.deciding if printed is not None and printed.agrees else None
+    effect = theirs.effect if theirs is not None and theirs.unit == check.unit else None
     seeds = min(len(numbers) for numbers in check.effects.values())
     rows = any(number.examples is not None for numbers in check.effects.values() for number in numbers.values())
-    return UndecidedEffect(estimate, tuple(_borders(check)), alpha, seeds, rows, effect, check.unit)
+    return UndecidedEffect(estimate, tuple(_borders(check)), alpha, seeds, rows, effect, check.unit, repetition)
 
 
 def _comparison_result(check: Comparison, estimate: Estimate, cells: Cells, alpha: float) -> ComparisonResult:
@@ -610,4 +652,5 @@ def _comparison_result(check: Comparison, estimate: Estimate, cells: Cells, alph
         check.subject or cells.metrics(check.effects),
         check.is_difference,
         tuple(by_setting),
+        rows_covered=_rows_covered(check),
     )

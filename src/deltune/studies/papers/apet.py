@@ -273,6 +273,23 @@ COMPARED_NOTE = (
     "Two encoders of 4 and 11 million parameters, distilled from one model, where the paper goes to 11 billion: a "
     "trend over a factor of 2.5 says nothing of the paper's range."
 )
+DRAWN_NOTE = (
+    "“Adjacent” parameters are consecutive whole rows of the weights. “Discrete, all live” are single numbers drawn at "
+    "random, each with a partner on the other side of its product, so that all of them can change the output."
+)
+UNIFORM_NOTE = "“Discrete, uniform” are drawn without regard to partners, so that some of them have no effect."
+STEPS_NOTE = (
+    "Steps to converge are those up to the first validation at which a run has come 95 % of the way from the lowest "
+    "score of the compared curves to the lower of their bests. A difference of 1 doubling is twice as many steps."
+)
+THRESHOLDS_NOTE = (
+    "The low threshold is the smallest N whose accuracy lies above chance with its whole 95 % interval over test rows; "
+    "the high threshold is the smallest N at most 1 point below full tuning (margin ours)."
+)
+SHORT_NOTE = (
+    "The runs of ap/convergence train on SST-2 for 378 steps, and their validation scores are flat only after about "
+    "200. Shorter runs show which method learns fast."
+)
 SEARCHED_NOTE = (
     "A method's learning rate is the one of four that validates best on each model and task: all four are tried under "
     "the first seed, and the best two under the second."
@@ -333,7 +350,7 @@ def gap(setup: StudySetup) -> Study:
             _table("The numbers", "method"),
         ),
         METRIC,
-        _note(setup, ALL_MODELS_NOTE) + (" SST-2 alone, 400 rows." if setup.small else ""),
+        _note(setup, ALL_MODELS_NOTE) + (f" SST-2 alone, 400 rows. {SHORT_NOTE}" if setup.small else ""),
     )  # fmt: skip
 
 
@@ -370,8 +387,9 @@ def structure(setup: StudySetup) -> Study:
             _table("The numbers", "group", ("task", "structure")),
         ),
         "accuracy",
-        "The drawings are from vectors, prompt, low rank and adapters together, whatever the group. " + _note(setup)
-        + (" Prompts have 10 vectors; SST-2 alone." if setup.small else ""),
+        "The drawings are from vectors, prompt, low rank and adapters together, whatever the group. "
+        f"{DRAWN_NOTE} {UNIFORM_NOTE} {_note(setup)}"
+        + (f" Prompts have 10 vectors; SST-2 alone. {SHORT_NOTE}" if setup.small else ""),
     )  # fmt: skip
 
 
@@ -413,7 +431,8 @@ def convergence(setup: StudySetup) -> Study:
         ),
         "accuracy",
         "As many parameters as LoRA has, drawn from vectors, prompt, low rank and adapters"
-        + (". " if setup.small else "; the rate is that of the figure's legend, 3e-2. ") + _note(setup),
+        + (". " if setup.small else "; the rate is that of the figure's legend, 3e-2. ")
+        + f"{DRAWN_NOTE} {UNIFORM_NOTE} {STEPS_NOTE} {_note(setup)}",
     )  # fmt: skip
 
 
@@ -436,8 +455,8 @@ def everything(setup: StudySetup) -> Study:
         (_table("All tasks (AP table 2)", "group", order={"group": ("full", *GROUPS)},
                 published={} if setup.small else AP_TABLE2),),
         METRIC,
-        "Rows: as many parameters as the method has. " + _note(setup)
-        + (" Two of 11 tasks, 500 rows of each." if setup.small else ""),
+        "Each row trains as many parameters as the method has, adjacent ones: consecutive whole rows of the weights. "
+        + _note(setup) + (f" Two of 11 tasks, 500 rows of each. {SHORT_NOTE}" if setup.small else ""),
     )  # fmt: skip
 
 
@@ -463,9 +482,10 @@ def thresholds(setup: StudySetup) -> Study:
         "accuracy",
         ("600 rows. The head is frozen as drawn, for full tuning too: else N = 0 is above chance. " if setup.small
          else "BERT's head is frozen as it was drawn, T5 answers in words. ")
-        + "A run that diverges has not reached a threshold. Each seed has a bisection of its own, so that seeds differ "
+        + f"{THRESHOLDS_NOTE} {DRAWN_NOTE} A run that diverges has not reached a "
+        "threshold. Each seed has a bisection of its own, so that seeds differ "
         "in the N that they met; what one seed did not meet is noted. " + _note(setup)
-        + (" It is chosen with the most parameters, for every N." if setup.small else ""),
+        + (f" It is chosen with the most parameters, for every N. {SHORT_NOTE}" if setup.small else ""),
         threshold_outcomes,
     )  # fmt: skip
 
@@ -550,14 +570,16 @@ def transfer(setup: StudySetup) -> Study:
                     title=f"{pattern.capitalize()} parameters, zero-shot on the column's task, in percent of what was "
                     "trained on it (AP figure 9)",
                     where={"structure": pattern}, rows="task", columns="target", value="accuracy", diagonal=True,
-                    panels="model", display_names=NAMES, order={"task": sources, "target": targets},
+                    panels="model", display_names={**NAMES, "task": "source"},
+                    order={"task": sources, "target": targets},
                 )
                 for pattern in THE_PAPERS
             ),
         ),
         "accuracy",
         "Labels are 1 (positive, entailment, duplicate) and 0 (the rest). Adjacent and discrete parameters, "
-        "as many as LoRA has. A percentage of an original that is no better than chance says nothing of transfer. "
+        f"as many as LoRA has. {DRAWN_NOTE} A percentage of an original that is no better than chance says nothing of "
+        "transfer. "
         + ("QQP is a source alone: no other task of its type is here. " if setup.small
            else "Without questions and summaries: what they answer is no label. ") + _note(setup),
     )  # fmt: skip

@@ -189,6 +189,7 @@ NAMES = {
     "rougeL_coco": "ROUGE-L",
     "stories260k": "stories 260k", "stories260k-llama": "stories 260k", "train": "training step, % of full tuning",
     "inference": "inference, % of full tuning", "forward": "forward alone, % of full tuning",
+    "step_seconds": "training step (s)", "forward_seconds": "forward pass (s)", "inference_seconds": "inference (s)",
     "adapter_text": "Adapter, sizes of the text", "prefix_text": "Prefix, sizes of the text",
     "mam_text": "MAM, sizes of the text", "prefix_layernorm_text": "Prefix+LN, sizes of the text",
     "near output": "layers close to the output", "near input": "layers close to the input",
@@ -435,10 +436,12 @@ def time(setup: StudySetup) -> Study:
         "train",
         "The methods take turns, so that noise is the same to all; ratios to full tuning are of one round. Batches of "
         "random tokens without padding; the paper took times from the logs of whole runs, whose batch sizes differ by "
-        f"method. Seeds are parts of the rounds, {TIMING_BLOCKS} in all, and what varies between them is the clock."
+        f"method. The rounds are divided into {TIMING_BLOCKS} blocks, which stand in the place of seeds: what varies "
+        "between them is the clock. There are no test rows."
         + (" On small models and a CPU the fixed costs of each operation weigh more." if setup.small else ""),
         timings,
         lower=True,
+        repetition="block",
     )  # fmt: skip
 
 

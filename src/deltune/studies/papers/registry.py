@@ -48,8 +48,18 @@ STUDIES: Mapping[str, Callable[[StudySetup], Study]] = {**LN_STUDIES, **UV_STUDI
 """Name -> the function that builds the study. Building one loads nothing and does not use the hub."""
 
 
+RERUN = (
+    "The studies of UV, ln/nlu and ln/unified had one learning rate for each method at first. After their results had "
+    "been seen they were run again with rates that are searched for each model, task and method. Of the 79 claims 50 "
+    "were decided with one rate for each method, and 40 with searched ones; docs/reproduce.md has the history."
+)
+"""What was run again at small scale after results had been seen."""
+
+
 def paper_statements(study: str) -> PaperStatements:
     """Return what a study's paper claims and prints; empty for a study that is not of the papers."""
     choices = tuple(choice.text for choice in CHOICES if study in choice.studies)
     paper = PAPERS.get(study.partition("/")[0]) if study in STUDIES else None
-    return PaperStatements(paper, CLAIMS.get(study, ()), PRINTED.get(study, ()), (RULE, *choices) if choices else ())
+    open_points = (RULE, *choices) if choices else ()
+    rerun = RERUN if study in STUDIES else ""
+    return PaperStatements(paper, CLAIMS.get(study, ()), PRINTED.get(study, ()), open_points, rerun)

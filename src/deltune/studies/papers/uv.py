@@ -199,21 +199,26 @@ METRIC = ("rouge2", "bleu", "exact", "entity_f1", "accuracy")
 SHOWN = {"paper": ("rouge1", "rouge2", "rougeL", "rougeLsum", "bleu"), "small": ("exact", "per", "entity_f1")}
 SIGNS = "g2p_us_to_gb"
 
+STARTS = "Adapters start with BERT's initialisation, W_up included, and scaled parallel adapters start as LoRA does."
 TUNED = (
-    "LoRA's scale is the best of 1, 2 and 4 on validation under the first seed, for each learning rate (the paper does "
-    "not print what it tried). Adapters start with BERT's initialisation, W_up included, and scaled parallel adapters "
-    "start as LoRA does."
+    "LoRA's scale is tried at 1, 2 and 4 in this order, up to the first that is no better on validation under the "
+    f"first seed, for each learning rate (the paper does not print what it tried). {STARTS}"
+)
+TIME_NOTE = (
+    "Training time to converge is the time until a run's validation score has come 95 % of the way to its own best, in "
+    "percent of full tuning's."
 )
 SEARCHED_NOTE = (
     "Each method at each size has the learning rate, of four, that validates best on each model and task: all four are "
     "tried under the first seed, and the best two under the second."
 )
-SMALL_NOTE = (
+UNTUNED_SMALL_NOTE = (
     "There are two tasks in place of summaries and translation. In the first, “g2p”, a BART with one layer on either "
     "side, which can write the American pronunciation of a word, learns the British one from 1,200 words. It is scored "
     "by exact match, and by the phoneme error rate beside it. In the second an encoder of two layers learns the "
-    f"entities of CoNLL04. {SEARCHED_NOTE} Prefixes are trained directly and not through an MLP. {TUNED}"
+    f"entities of CoNLL04. {SEARCHED_NOTE} Prefixes are trained directly and not through an MLP."
 )
+SMALL_NOTE = f"{UNTUNED_SMALL_NOTE} {TUNED}"
 PAPER_NOTE = (
     f"{TUNED} Full tuning trains by the settings of its own sources (Lewis et al. 2020, Liu et al. 2020, Liu et al. "
     "2019). Validation data of XSum are the hub's, cut to 1,600."
@@ -451,8 +456,8 @@ def composition(setup: StudySetup) -> Study:
         _plan(setup, "uv/composition", variants, SMALL_TASKS if setup.small else ("xsum",)),
         (_methods_table("Compositions (UV table 5)", setup, UV_TABLE5, "xsum"),),
         METRIC,
-        (SMALL_NOTE if setup.small else "s = 4 for both, as printed.")
-        + " Here scales are as the rows say. The learned scale starts at 1.",
+        (f"{UNTUNED_SMALL_NOTE} {STARTS}" if setup.small else "s = 4 for both, as printed.")
+        + " Scales are as the rows say. The learned scale starts at 1.",
     )
 
 
@@ -489,9 +494,9 @@ def integration(setup: StudySetup) -> Study:
         _plan(setup, "uv/integration", variants, _tasks(setup)),
         (_methods_table("All methods and combinations (UV table 6)", setup, UV_TABLE6),),
         METRIC,
-        SMALL_NOTE
+        f"{SMALL_NOTE} {TIME_NOTE}"
         if setup.small
-        else PAPER_NOTE + " The prompt has 200 vectors: the paper prints 0.1 % and no length.",
+        else f"{PAPER_NOTE} The prompt has 200 vectors: the paper prints 0.1 % and no length. {TIME_NOTE}",
     )
 
 
@@ -559,12 +564,14 @@ def glue(setup: StudySetup) -> Study:
         "accuracy",
         "The model is an encoder of two layers that sees 1,500 rows of each task. SICK stands in place of MNLI, of "
         "which the model learns nothing from so few rows (its validation loss stays at 1.10, that of a guess). The "
-        "methods train 0.05 % to 0.09 % of the parameters, where MAM has 0.5 % in the paper. Scores are medians over "
-        f"seeds, as in the paper. {SEARCHED_NOTE} {TUNED}"
+        "methods train 0.05 % to 0.09 % of the parameters, where MAM has 0.5 % in the paper. The table has medians "
+        "over seeds, as in the paper. Claims are about means over seeds, so that their differences are not those of "
+        f"the table. {SEARCHED_NOTE} {TUNED} {TIME_NOTE}"
         if setup.small
-        else f"The median of 5 seeds, as in the paper; claims are decided from all of them. {TUNED} MAM has s = 2, the "
-        "released code's for GLUE. BitFit's printed numbers are from elsewhere. The labels of GLUE's tests are hidden: "
-        "give --data-root with folders whose test split is the validation split.",
+        else "The table has medians of 5 seeds, as in the paper; claims are about the means of all of them. "
+        f"{TUNED} {TIME_NOTE} MAM has s = 2, the released code's for GLUE. BitFit's printed numbers are from "
+        "elsewhere. The labels of GLUE's tests are hidden: give --data-root with folders whose test split is the "
+        "validation split.",
     )  # fmt: skip
 
 

@@ -73,10 +73,8 @@ def draw_scatter(view: Scatter, outcomes: Iterable[Outcome]) -> FigureDraft:
         draft.note_missing_seeds(spread, *key[:-1])
     for panel, axes in zip(draft.labels, draft.axes, strict=True):
         for labels, points in drawn[panel].items():
-            draft.series.setdefault(
-                series_name(labels, view),
-                _draw_points(axes, points, formats[panel], styles[labels], series_name(labels, view)),
-            )
+            drawn_points = _draw_points(axes, points, formats[panel], styles[labels], series_name(labels, view))
+            draft.series.setdefault(series_name(labels, view), drawn_points)
             description = (
                 ", ".join(f"{formats[panel].show(spread.mean)} at {x:.4g}" for x, spread in points) or "no result"
             )
@@ -91,7 +89,10 @@ def draw_scatter(view: Scatter, outcomes: Iterable[Outcome]) -> FigureDraft:
         single = {series_name(labels, view): points[0] for labels, points in drawn[panel].items() if points}
         if all(len(points) <= 1 for points in drawn[panel].values()):
             places = [(x, (spread.mean or 0.0) * formats[panel].factor) for x, spread in single.values()]
+            halves = [(spread.std or 0.0) * formats[panel].factor for _, spread in single.values()]
+            draft.whiskers[axes] = [(x, y - half, y + half) for (x, y), half in zip(places, halves, strict=True)]
             draft.point_labels.append((axes, places, list(single)))
+    draft.describe_spread("Points", "whiskers")
     draft.draw_reference_lines(formats)
     return draft
 
@@ -152,6 +153,7 @@ def draw_bars(view: Bars, outcomes: Iterable[Outcome]) -> FigureDraft:
         axes.tick_params(axis="x", length=0)
         axes.grid(visible=False, axis="x")
         axes.set_ylabel(axis_label(formats[panel], view))
+    draft.describe_spread("Bars", "whiskers")
     draft.draw_reference_lines(formats)
     top = max(axes.get_ylim()[1] for axes in draft.axes)
     for axes in draft.axes:
@@ -212,15 +214,19 @@ def draw_heat_map(view: HeatMap, outcomes: Iterable[Outcome]) -> FigureDraft:
     longest = max((len(line) for label in labels for line in label.split("\n")), default=0)
     tall = max((label.count("\n") for label in labels), default=0) * 0.14 + CELL_SIZE
     draft.figure.set_size_inches(
-        max(3.6, len(across) * cell + longest * 0.075 + 1.0),
+        max(3.6, len(across) * cell + longest * 0.075 + 1.25),
         max(1.4, len(draft.labels) * (len(down) * tall + (0.3 if draft.outer else 0.05))) + 0.75,
     )
+    draft.describe_spread("Cells")
     if not down or not across:
         return draft
+    existing = {key[len(draft.outer) :] for key in aggregates.spreads}
     for panel, axes in zip(draft.labels, draft.axes, strict=True):
         values = np.full((len(down), len(across)), np.nan)
         for i, row in enumerate(down):
             for j, column in enumerate(across):
+                if view.entries and (*row, *column) not in existing:
+                    continue  # what no run has in its entries cannot be: embeddings have no first layer
                 spread = aggregates[draft.key(panel, (*row, *column))]
                 draft.note_missing_seeds(spread, panel, *row, *column)
                 if spread.mean is None:
@@ -245,12 +251,14 @@ def _label_heat_map(draft: FigureDraft, axes: Axes, labels: list[str], across: l
     """Label the rows, and the columns under the lowest panel; numbers are thinned if there are many."""
     view = draft.view
     axes.set_yticks(range(len(labels)), labels)
+    if isinstance(view, HeatMap):
+        axes.set_ylabel(", ".join(view.display(axis) for axis in as_tuple(view.rows)))
     lowest = panel == draft.labels[-1]
     thin = max(1, -(-len(across) // 12)) if all(isinstance(c[0], (int, float)) for c in across) else 1
     ticks = list(range(0, len(across), thin))
     axes.set_xticks(ticks, [wrap_label(series_name(across[i], view), 22) if lowest else "" for i in ticks])
     if lowest and isinstance(view, HeatMap):
-        axes.set_xlabel(", ".join(as_tuple(view.columns)))
+        axes.set_xlabel(", ".join(view.display(axis) for axis in as_tuple(view.columns)))
     axes.grid(visible=False)
     axes.tick_params(length=0)
     for side in axes.spines.values():
@@ -282,7 +290,9 @@ def _write_numbers(axes: Axes, values: np.ndarray, number: NumberFormat, scale: 
             red, green, blue = (part**2.2 for part in colours(scale(value))[:3])
             dark = 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.22  # below it white has the higher contrast
             text = (
-                f"{value:.3g}" if number.digits is None else f"{value:.{min(number.digits, 1) if value < 100 else 0}f}"
+                f"{value:.3g}"
+                if number.digits is None
+                else f"{value:.{min(number.digits, 1) if value < 99.95 else 0}f}"
             )
             axes.text(j, i, text, ha="center", va="center", fontsize=7.5, color="white" if dark else "#222222")
 
@@ -319,6 +329,7 @@ def draw_curves(view: Curves, outcomes: Iterable[Outcome]) -> FigureDraft:
     if not stepped:
         for key, spread in aggregates.spreads.items():
             draft.note_missing_seeds(spread, *key)
+    draft.describe_spread("Lines", "bands")
     draft.draw_reference_lines(formats)
     for panel, axes, strip in zip(draft.labels, draft.axes, draft.strips, strict=False):
         if view.gap:
@@ -452,6 +463,9 @@ def _draw_marks(
             if high is None:
                 (end,) = strip.plot([low], [y], ">", color=style.colour, markerfacecolor="white", markersize=6)
                 end.set_label(f"mark {mark} {series_name(labels, view)}")
+                draft.lines[f"{view.display(mark)} threshold above the largest {view.x} tried"] = Line2D(
+                    [], [], color=FAINT_COLOUR, marker=">", markerfacecolor="white", linestyle="none", markersize=6
+                )
                 draft.text.append(f"{series_name(labels, view)}: {view.display(mark)} beyond {short_number(low)}")
                 continue
             strip.plot([low, high], [y, y], color=style.colour, linewidth=3.2, solid_capstyle="butt", alpha=0.55)
@@ -465,17 +479,10 @@ def _draw_marks(
                 f"{series_name(labels, view)}: {view.display(mark)} "
                 f"between {short_number(low)} and {short_number(high)}"
             )
-    for i, mark in enumerate(view.marks):
-        draft.lines[f"{view.display(mark)} threshold"] = Line2D(
-            [],
-            [],
-            color=FAINT_COLOUR,
-            marker=MARK_SHAPES[i % 4],
-            linestyle="-",
-            linewidth=3.2,
-            markeredgecolor="white",
-            markersize=6,
-        )
+            draft.lines[f"{view.display(mark)} threshold, for each {view.repetition}"] = Line2D(
+                [], [], color=FAINT_COLOUR, marker=marker, linestyle="-", linewidth=3.2, markeredgecolor="white",
+                markersize=6,
+            )  # fmt: skip
     strip.set_yticks(range(len(row_labels)), [shorten(series_name(labels, view), 30) for labels in row_labels])
     strip.set_ylim(len(row_labels) - 0.4, -0.6)
     strip.tick_params(axis="y", length=0, labelsize=8)
@@ -505,12 +512,14 @@ class DrawnFigure:
         text: What it shows, in words, for those who do not see it.
         notes: What it lacks.
         figure: The figure itself.
+        caption: What its marks, bars and bands stand for.
     """
 
     title: str
     text: str
     notes: tuple[str, ...]
     figure: Figure
+    caption: str = ""
 
     def svg(self) -> str:
         """Return the figure as SVG."""
@@ -539,7 +548,7 @@ def draw(view: FigureSpec, outcomes: Iterable[Outcome]) -> DrawnFigure:
         draft = DRAWING_FUNCTIONS[type(view)](view, list(outcomes))
         _finish(draft)
     notes = tuple(dict.fromkeys(draft.notes))
-    return DrawnFigure(view.title, ". ".join(draft.text), notes, draft.figure)
+    return DrawnFigure(view.title, ". ".join(draft.text), notes, draft.figure, draft.caption)
 
 
 def _finish(draft: FigureDraft) -> None:
@@ -551,7 +560,10 @@ def _finish(draft: FigureDraft) -> None:
     handles = {**({} if labelled or (len(draft.series) == 1 and not draft.lines) else draft.series), **draft.lines}
     place_legend(draft.figure, list(handles.values()), list(handles))
     rotate_ticks(draft.figure)
-    if labelled and not all(place_labels(*labels) for labels in draft.point_labels):
+    if labelled and not all(
+        place_labels(axes, points, names, draft.level_lines.get(axes, ()), draft.whiskers.get(axes, ()))
+        for axes, points, names in draft.point_labels
+    ):
         for text in [text for axes in draft.axes for text in axes.texts]:
             text.remove()
         handles = {**draft.series, **draft.lines}

@@ -54,6 +54,7 @@ class ViewSpec:
         lower: Whether lower is better, for scores that `METRICS` does not have.
         digits: Digits after the point; as in the papers if None.
         median: Whether the median over seeds is shown and not their mean.
+        repetition: What the labels of the axis of seeds are called, in the singular.
     """
 
     title: str = ""
@@ -66,6 +67,7 @@ class ViewSpec:
     lower: bool = False
     digits: int | None = None
     median: bool = False
+    repetition: str = "seed"
 
     def display(self, label: object) -> str:
         """Return a label as it is shown."""

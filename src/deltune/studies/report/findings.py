@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..claims.comparisons import NOT_RUN
-from ..claims.decisions import ComparisonResult, Finding, PrintedFinding, SettingResult, Verdict
+from ..claims.decisions import ComparisonResult, Finding, PrintedFinding, Verdict
 from .tables import csv_cell, csv_number
 
 KINDS: Mapping[Verdict, str] = {
@@ -29,6 +29,12 @@ SEEN: Mapping[Verdict, str] = {
 
 NO_RESULT = "no result yet"
 """The verdict of a claim whose runs are not done."""
+
+COVERED: Mapping[str, str] = {"all": "", "some": "test rows covered in part", "none": "test rows not covered"}
+"""What an interval covers of the chance of test rows -> the words below it."""
+
+SCORE_UNITS = ("points", "% of the original")
+"""How the units of scores of test rows begin; ranks, times and thresholds are none."""
 
 CLAIM_COLUMNS = ("claim", "in the paper", "here", "interval", "settings", "verdict", "notes")
 """Headings of a table of claims in Markdown."""
@@ -52,6 +58,7 @@ class ClaimRow:
         number: Our number.
         number_of: What was compared here.
         interval: Its interval.
+        interval_of: Whether it leaves out the chance of test rows; "" where it covers them or there are none.
         settings: How many settings and seeds were compared.
         verdict: The verdict.
         verdict_of: The verdicts on its parts, if there are several.
@@ -68,6 +75,7 @@ class ClaimRow:
     number: str
     number_of: str
     interval: str
+    interval_of: str
     settings: str
     verdict: str
     verdict_of: str
@@ -81,7 +89,7 @@ class ClaimRow:
         """A text for each of `CLAIM_COLUMNS`."""
         pairs = (
             (self.claim, self.source), (self.printed, self.printed_of), (self.number, self.number_of),
-            (self.interval, ""), (self.settings, ""), (self.verdict, self.verdict_of),
+            (self.interval, self.interval_of), (self.settings, ""), (self.verdict, self.verdict_of),
         )  # fmt: skip
         cells = [f"{text} ({more})" if more else text for text, more in pairs]
         return (*cells, " ".join(self.notes))
@@ -117,7 +125,7 @@ def _claim_row(finding: Finding, printed: PrintedFinding, small: bool) -> ClaimR
         else "",
         claim.contradiction,
         _sentence(finding.note) if not (finding.settings or waits) else "",
-        _other_settings(ours),
+        _dissent(ours),
         f"{finding.at_chance} of the {finding.n_runs} runs that were compared on their own task "
         f"{'is' if finding.at_chance == 1 else 'are'} no better than chance."
         if finding.at_chance
@@ -137,6 +145,7 @@ def _claim_row(finding: Finding, printed: PrintedFinding, small: bool) -> ClaimR
         "–" if ours is None else number_text(ours.effect, ours),
         "" if ours is None else _compared(ours),
         "–" if ours is None else interval_text(ours.interval, ours),
+        "" if ours is None else _covered(ours),
         finding.settings or "–",
         NO_RESULT if waits else words[finding.verdict],
         "; ".join(parts),
@@ -150,38 +159,53 @@ def _claim_row(finding: Finding, printed: PrintedFinding, small: bool) -> ClaimR
 def _caveat(finding: Finding) -> str:
     """Say what weakens a verdict: runs at chance, and settings whose own intervals lie on the other side."""
     result = finding.deciding
-    settings = () if result is None else result.by_setting
-    opposed = [one.setting for one in settings if result is not None and _is_opposed(one, result)]
+    average = None if result is None else _side(result.interval, result.region)
     texts = [
         f"{finding.at_chance} of {finding.n_runs} runs at chance" if finding.at_chance else "",
-        f"the other way: {'; '.join(opposed)}" if opposed else "",
+        "its score is undecided" if any(part.verdict == "undecided" for part in finding.parts) else "",
+        _settings_on(result, not average) if result is not None and average is not None else "",
     ]
     return "; ".join(text for text in texts if text)
 
 
-def _is_opposed(one: SettingResult, result: ComparisonResult) -> bool:
-    """Whether the interval of one setting lies wholly on the other side of the border than the number of all."""
-    low, high = result.region
-    inside = low < one.interval[0] and one.interval[1] < high
-    outside = one.interval[1] <= low or high <= one.interval[0]
-    return outside if result.agrees else inside
+def _side(interval: tuple[float, float] | None, region: tuple[float, float]) -> bool | None:
+    """Whether an interval supports a claim (lies where it is true) or contradicts it; None if it does neither."""
+    if interval is None:
+        return None
+    if region[0] < interval[0] and interval[1] < region[1]:
+        return True
+    return False if interval[1] <= region[0] or region[1] <= interval[0] else None
+
+
+def _settings_on(result: ComparisonResult, side: bool) -> str:
+    """Say which settings support the claim by their own intervals, or which contradict it; "" for none."""
+    settings = [one.setting for one in result.by_setting if _side(one.interval, result.region) is side]
+    verb = ("support" if side else "contradict") + "s" * (len(settings) == 1)
+    return f"{len(settings)} of {len(result.by_setting)} settings {verb} it: {'; '.join(settings)}" if settings else ""
+
+
+def _covered(result: ComparisonResult) -> str:
+    has_rows = result.interval is not None and result.unit.startswith(SCORE_UNITS)
+    return COVERED[result.rows_covered] if has_rows else ""
 
 
 def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}." if text else ""
 
 
-def _other_settings(result: ComparisonResult | None) -> str:
-    """Say in which settings the number lies where the claim is false though the mean does not, or the reverse."""
-    settings = result.by_setting if result else ()
-    others = [one.setting for one in settings if result and one.agrees != result.agrees]
-    if result is None or not others:
+def _dissent(result: ComparisonResult | None) -> str:
+    """Say which settings contradict a claim that the average supports, or the reverse; if it does neither, both."""
+    if result is None or not result.by_setting:
         return ""
-    of_mean, there = ("for", "against") if result.agrees else ("against", "for")
-    return (
-        f"The number is {of_mean} the sentence in the mean over settings and {there} it in {len(others)} of "
-        f"{len(settings)}: {'; '.join(others)}."
-    )
+    average = _side(result.interval, result.region)
+    parts = [text for side in (True, False) if side is not average and (text := _settings_on(result, side))]
+    if not parts:
+        return ""
+    head = {
+        True: "On average it supports the claim", False: "On average it contradicts the claim",
+        None: "On average it is undecided",
+    }[average]  # fmt: skip
+    return f"{head}; {'. '.join(parts)}."
 
 
 def findings_csv(findings: Sequence[Finding]) -> str:

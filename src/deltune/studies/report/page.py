@@ -23,8 +23,10 @@ from ..engine.store import JobRecord
 from .aggregate import SEED
 from .charts import DrawnFigure, render
 from .findings import ClaimRow, claim_rows, has_no_result
-from .provenance import CITATION, provenance, setup
+from .method_labels import method_labels
+from .provenance import CITATION, StudyRuns, commits, provenance, setup
 from .tables import Row, Table, TableCell, format_percent, header_label, note_mark, table_legend
+from .training_facts import training_facts
 
 LARGE_SVG = 100_000  # characters of SVG from which a PNG may be the smaller
 MIN_SHRINK = 0.75  # a figure is shrunk to no less of its own width (letters of 7 points); below that its box scrolls
@@ -46,6 +48,7 @@ def _figure_context(figure: DrawnFigure, prefix: str) -> dict[str, Any]:
         "title": figure.title,
         "text": figure.text,
         "notes": figure.notes,
+        "caption": figure.caption,
         "image": image,
         "wide": width > 560,
     }
@@ -79,7 +82,7 @@ SPARKLINE_POINTS = 40  # one for every 2.4 pixels
 SPARKLINE_WIDTH, SPARKLINE_HEIGHT = 192, 48  # units of the view box
 
 
-def _runs_context(outcomes: Sequence[Outcome], names: Mapping[str, str]) -> dict[str, Any]:
+def _runs_context(outcomes: Sequence[Outcome], names: Mapping[str, str], repetition: str) -> dict[str, Any]:
     """Return what the template needs of the runs: axes, names of scores, what all specs share as YAML, and rows."""
     axes = list(dict.fromkeys(axis for outcome in outcomes for axis in outcome.cell))
     axes = [axis for axis in axes if axis != SEED] + [SEED] * (SEED in axes)
@@ -92,7 +95,7 @@ def _runs_context(outcomes: Sequence[Outcome], names: Mapping[str, str]) -> dict
         if all(key in spec and spec[key] == value for spec in specs)
     }
     return {
-        "axes": axes,
+        "axes": [repetition if axis == SEED else axis for axis in axes],
         "scores": [names.get(name, name).replace("_", " ") for name in scores],
         "shared": _yaml(shared) if shared else "",
         "runs": [_run_context(outcome, axes, scores, shared, names) for outcome in outcomes],
@@ -198,6 +201,9 @@ class Section:
         names: How labels are shown.
         records: What was run for it.
         paper: The paper that it is of, if any.
+        train_rows: Task -> its training rows, for tasks that have fewer than runs may read.
+        repetition: What the labels of the axis of seeds are called, in the singular.
+        rerun: Which runs were repeated after results had been seen.
     """
 
     title: str
@@ -213,6 +219,19 @@ class Section:
     names: Mapping[str, str] = field(default_factory=dict)
     records: tuple[JobRecord, ...] = ()
     paper: Paper | None = None
+    train_rows: Mapping[str, int] = field(default_factory=dict)
+    repetition: str = "seed"
+    rerun: str = ""
+
+    @property
+    def runs(self) -> StudyRuns:
+        """What is said of its runs."""
+        return StudyRuns(self.outcomes, self.names, self.train_rows, self.repetition)
+
+    @property
+    def training(self) -> str:
+        """How long its runs trained and on what, in sentences."""
+        return training_facts(self.outcomes, self.names, self.train_rows)
 
     @property
     def claim_rows(self) -> list[ClaimRow]:
@@ -245,8 +264,10 @@ def render_page(sections: Sequence[Section], title: str = "") -> str:
         ],
         unfinished=sum(outcome.error is not None for section in sections for outcome in section.outcomes),
         citation=CITATION,
-        setup=setup((section.outcomes, section.names) for section in sections),
+        histories=list(dict.fromkeys(section.rerun for section in sections if section.rerun)),
+        setup=setup(section.runs for section in sections),
         provenance=provenance(record for section in sections for record in section.records),
+        commits=commits(record for section in sections for record in section.records),
     )  # fmt: skip
 
 
@@ -290,18 +311,14 @@ def findings_in_words(sections: Sequence[Section]) -> str:
             if not_testable
             else ""
         )
-        + f"and {undecided - waiting} could not be decided by the runs that are done"
-        + (
-            f"; the effect that they would have decided is given for {_of_them(sized, undecided - waiting)}."
-            if sized
-            else "."
-        )
+        + f"and {undecided - waiting} {_is(undecided - waiting)} undecided"
+        + (f"; for {_of_them(sized, undecided - waiting)} the smallest detectable effect is given." if sized else ".")
     )
     return text + (f" {waiting} more wait{'s' * (waiting == 1)} for runs that are not done yet." if waiting else "")
 
 
 def _of_them(number: int, whole: int) -> str:
-    return "each of these" if number == whole else f"{number} of these"
+    return "each of them" if number == whole else f"{number} of them"
 
 
 def printed_in_words(sections: Sequence[Section]) -> str:
@@ -321,6 +338,10 @@ def printed_in_words(sections: Sequence[Section]) -> str:
     )
 
 
+def _is(number: int) -> str:
+    return "is" if number == 1 else "are"
+
+
 def _was(number: int) -> str:
     return "was" if number == 1 else "were"
 
@@ -333,8 +354,8 @@ def _paper_context(paper: Paper | None, studies: Sequence[dict[str, Any]], at: i
     decided = {
         head: [(row.claim, row.caveat, study) for study, rows in claims for row in rows if row.kind == kind]
         for kind, head in (
-            ("holds", f"As the paper says{' here too' if small else ''}:"),
-            ("fails", f"Not as the paper says{' here' if small else ''}:"),
+            ("holds", "Same direction as the paper:" if small else "As the paper says:"),
+            ("fails", "Opposite to the paper:" if small else "Not as the paper says:"),
         )
     }
     return {
@@ -356,11 +377,12 @@ def _study_context(section: Section, at: int) -> dict[str, Any]:
         "question": paragraphs[0] if paragraphs else section.title,
         "paragraphs": paragraphs[1:],
         "summary": _runs_in_words([section]),
-        "setup": setup([(section.outcomes, section.names)]),
+        "setup": setup([section.runs], rows_too=not section.training),
+        "method_labels": method_labels(section.outcomes, section.names),
         "provenance": provenance(section.records),
         "tables": [_table_context(table) for table in section.tables],
         "figures": [_figure_context(figure, f"s{at}f{i}-") for i, figure in enumerate(section.figures)],
-        **_runs_context([outcome for outcome in section.outcomes if not outcome.waiting], section.names),
+        **_runs_context([o for o in section.outcomes if not o.waiting], section.names, section.repetition),
     }
 
 

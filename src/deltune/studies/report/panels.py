@@ -24,11 +24,15 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 from matplotlib.transforms import Bbox
 
 from ..engine.jobs import Outcome
-from .aggregate import Aggregates, Labels, NumberFormat, Spread, aggregate, number_format, select_outcomes
+from .aggregate import SEED, Aggregates, Labels, NumberFormat, Spread, aggregate, number_format, select_outcomes
 from .figure_spec import FigureSpec, Label, Numbers, as_tuple
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")
-"""Okabe and Ito's, without yellow (too pale on white) and with grey for black, which reference lines have."""
+COLOURS = (
+    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555",
+    "#882255", "#332288", "#999933", "#8B5A2B", "#44AA99",
+)  # fmt: skip
+"""Okabe and Ito's, without yellow (too pale on white) and with grey for black, which reference lines have; then four of
+Tol's and a brown for figures of more than seven series."""
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p")
 DASHES = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
@@ -225,7 +229,11 @@ def rotate_ticks(figure: Figure) -> None:
 
 
 def place_labels(
-    axes: Axes, points: Sequence[tuple[float, float]], names: Sequence[str], occupied: Sequence[Artist] = ()
+    axes: Axes,
+    points: Sequence[tuple[float, float]],
+    names: Sequence[str],
+    occupied: Sequence[Artist] = (),
+    whiskers: Sequence[Whisker] = (),
 ) -> bool:
     """Write a name beside each point, inside the axes and over no other name, point or occupied artist.
 
@@ -234,6 +242,7 @@ def place_labels(
         points: The points, in data coordinates.
         names: A name for each.
         occupied: Artists that no name may cover.
+        whiskers: Vertical lines that no name may cover.
 
     Returns:
         Whether there was room for all; if not, nothing is written.
@@ -243,6 +252,9 @@ def place_labels(
     at = [axes.transData.transform(point) for point in points]
     occupied_boxes = [Bbox.from_extents(x - 5, y - 5, x + 5, y + 5) for x, y in at]
     occupied_boxes += [artist.get_window_extent(renderer).padded(2) for artist in occupied]
+    for x, low, high in whiskers:
+        (left, bottom), (_, top) = axes.transData.transform((x, low)), axes.transData.transform((x, high))
+        occupied_boxes.append(Bbox.from_extents(left - 3, bottom, left + 3, top))
     written: list[Artist] = []
     # From the top down, which is good enough for twenty points.
     for i in sorted(range(len(at)), key=lambda i: -at[i][1]):
@@ -291,6 +303,9 @@ def _write_nearby(
     return None
 
 
+Whisker = tuple[float, float, float]
+"""The x of a vertical line, its lower and its upper end, in data coordinates."""
+
 WIDTH, HEIGHT = 4.5, 2.75  # inches of one panel: legible at its own size on a page, and on a telephone too
 
 
@@ -309,6 +324,9 @@ class FigureDraft:
         series: Handles of the legend, by name of the series.
         lines: Further handles of the legend, by name.
         point_labels: For each panel the points with names to write beside them in place of the legend.
+        level_lines: For each panel the reference lines, which no such name may cover.
+        whiskers: For each panel those of its points, which no such name may cover.
+        caption: What marks, bars and bands stand for, in sentences.
         has_numbers: Whether there is anything to draw.
         text: What the figure shows, in words.
         notes: What it lacks, in words.
@@ -324,6 +342,9 @@ class FigureDraft:
     series: dict[str, Any] = field(default_factory=dict)
     lines: dict[str, Artist] = field(default_factory=dict)
     point_labels: list[tuple[Axes, list[tuple[float, float]], list[str]]] = field(default_factory=list)
+    level_lines: dict[Axes, list[Artist]] = field(default_factory=dict)
+    whiskers: dict[Axes, list[Whisker]] = field(default_factory=dict)
+    caption: str = ""
     has_numbers: bool = False
     text: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -381,6 +402,27 @@ class FigureDraft:
         if reasons:
             self.notes.append(f"{where}: {'; '.join(reasons)}")
 
+    def describe_spread(self, mark: str, spread: str = "") -> None:
+        """Say in the caption that a mark is a mean (or median) over seeds, and what shows the deviation.
+
+        Args:
+            mark: What shows the mean, such as "Bars".
+            spread: What shows the standard deviation, such as "whiskers"; "" for nothing.
+        """
+        cells: dict[tuple[str, ...], set[str]] = {}
+        for outcome in self.outcomes:
+            if outcome.error is None and SEED in outcome.cell:
+                labels = tuple(f"{axis}={label}" for axis, label in outcome.cell.items() if axis != SEED)
+                cells.setdefault(labels, set()).add(str(outcome.cell[SEED]))
+        numbers = {len(seeds) for seeds in cells.values()}
+        if not numbers or numbers == {1}:
+            return
+        low, high = min(numbers), max(numbers)
+        middle = "medians" if self.view.median else "means"
+        over = f"{low if low == high else f'{low} to {high}'} {self.view.repetition}s"
+        shows = f"; {spread}: ± 1 standard deviation, which is no confidence interval" if spread else ""
+        self.caption = f"{mark}: {middle} over {over}{shows}."
+
     def draw_reference_lines(self, formats: Mapping[Label, NumberFormat]) -> None:
         """Draw the reference lines across every panel, each with its own dash and its name in the legend."""
         for i, (name, line) in enumerate(self.reference_lines.items()):
@@ -396,6 +438,7 @@ class FigureDraft:
                         value * formats[panel].factor, color=colour, linestyle=dash, linewidth=1.2, zorder=1.5
                     )
                     artist.set_label(f"level {name}")
+                    self.level_lines.setdefault(axes, []).append(artist)
 
     def _height(self, line: Any, panel: Label) -> float | None:
         if not isinstance(line, Mapping):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ..._version import __version__
@@ -15,42 +16,66 @@ from .aggregate import SEED
 PACKAGES = ("torch", "transformers")
 """The packages whose versions are said."""
 COMMIT_DIGITS = 7
+DIRTY = "-dirty"
+"""How a commit ends in whose files something was changed."""
 MAX_COMMITS = 3
-"""Commits that are listed, those of the most runs first."""
+"""Commits that a sentence names, those of the most runs first."""
 CITATION = (
     "The deltune developers, deltune: parameter-efficient fine-tuning over one design space, version "
-    f"{__version__}, with the commits above"
+    f"{__version__}, with the commits listed above"
 )
 """How these results are cited, as in CITATION.cff."""
 
 
-def setup(studies: Iterable[tuple[Iterable[Outcome], Mapping[str, str]]]) -> str:
+@dataclass(frozen=True)
+class StudyRuns:
+    """What is said of a study's runs.
+
+    Attributes:
+        outcomes: Their outcomes.
+        names: How labels are shown.
+        train_rows: Task -> its training rows, for tasks that have fewer than runs may read.
+        repetition: What the labels of the axis of seeds are called, in the singular.
+    """
+
+    outcomes: Sequence[Outcome]
+    names: Mapping[str, str]
+    train_rows: Mapping[str, int]
+    repetition: str = "seed"
+
+
+def setup(studies: Iterable[StudyRuns], rows_too: bool = True) -> str:
     """Return a sentence about the models, the data and the seeds of runs that are done; empty if there are none.
 
     Args:
-        studies: For each study its outcomes, and how its labels are shown.
+        studies: The studies.
+        rows_too: Whether to say how many rows runs were trained on.
     """
     models: dict[str, int] = {}
     tasks: dict[str, None] = {}
     rows: set[int] = set()
-    seeds: set[int] = set()
-    for outcomes, names in studies:
-        done = [outcome for outcome in outcomes if outcome.error is None]
+    repeats: dict[str, set[int]] = {}
+    for study in studies:
+        names = study.names
+        done = [outcome for outcome in study.outcomes if outcome.error is None]
         for outcome in done:
             labels = {axis: names.get(str(label), str(label)) for axis, label in outcome.cell.items()}
             if model := labels.get("model"):
                 models[model] = max(models.get(model, 0), int(outcome.count.get("denominator_size", 0)))
             tasks |= dict.fromkeys(labels[axis] for axis in ("task", "target") if axis in labels)
-            rows |= {int(outcome.spec["max_train_rows"])} if outcome.spec.get("max_train_rows") else set()
-        seeds |= {len({outcome.cell[SEED] for outcome in done if SEED in outcome.cell})} - {0}
+            if limit := outcome.spec.get("max_train_rows"):
+                rows.add(min(int(limit), study.train_rows.get(str(outcome.cell.get("task")), int(limit))))
+        if seeds := {outcome.cell[SEED] for outcome in done if SEED in outcome.cell}:
+            repeats.setdefault(study.repetition, set()).add(len(seeds))
     sizes = [
         f"{name} ({size / 1e6:.2g} million parameters)" if size else name
         for name, size in sorted(models.items(), key=lambda item: item[1])
     ]
     parts = [f"models: {', '.join(sizes)}"] if sizes else []
     parts += [f"tasks: {', '.join(tasks)}"] if tasks else []
-    parts += [f"{_span(rows)} training rows at most"] if rows else []
-    parts += [f"{_span(seeds)} seed{'s' if seeds != {1} else ''}"] if seeds else []
+    parts += [f"{_span(rows)} training rows at most"] if rows and rows_too else []
+    numbers = [f"{_span(n)} {word}{'s' if n != {1} else ''}" for word, n in repeats.items()]
+    parts += [", or ".join(numbers)] if numbers else []
     text = "; ".join(parts)
     return f"{text[0].upper()}{text[1:]}." if text else ""
 
@@ -98,15 +123,30 @@ def _machines(environments: Sequence[Mapping[str, Any]]) -> str:
     return "Machine: " + "; ".join(parts)
 
 
+def commits(records: Iterable[JobRecord]) -> list[str]:
+    """Return the commits of deltune that runs were made with, those of the most runs first.
+
+    Args:
+        records: The records of the runs; a job that occurs twice counts once.
+    """
+    results = [record.result for record in {record.name: record for record in records}.values() if record.result]
+    return list(_count_commits([result.get("environment") or {} for result in results]))
+
+
+def _count_commits(environments: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    names = [str(environment["commit"]) for environment in environments if environment.get("commit")]
+    counts = Counter(name[:COMMIT_DIGITS] + DIRTY * name.endswith(DIRTY) for name in names)
+    return dict(counts.most_common())
+
+
 def _software(environments: Sequence[Mapping[str, Any]]) -> str:
     packages = {
         name: sorted({str(e["packages"][name]) for e in environments if name in e.get("packages", {})})
         for name in PACKAGES
     }
     versions = [f"{name} {' and '.join(of_package)}" for name, of_package in packages.items() if of_package]
-    commits = Counter(str(e["commit"])[:COMMIT_DIGITS] for e in environments if e.get("commit"))
-    listed = [commit for commit, _ in commits.most_common(MAX_COMMITS)]
-    if listed:
-        more = f" and {len(commits) - len(listed)} more" if len(commits) > len(listed) else ""
-        versions.append(f"deltune at {'commit' if len(commits) == 1 else 'commits'} {', '.join(listed)}{more}")
+    known = list(_count_commits(environments))
+    if listed := known[:MAX_COMMITS]:
+        more = f" and {len(known) - len(listed)} more" if len(known) > len(listed) else ""
+        versions.append(f"deltune at {'commit' if len(known) == 1 else 'commits'} {', '.join(listed)}{more}")
     return "With " + ", ".join(versions) if versions else "Versions are not recorded"

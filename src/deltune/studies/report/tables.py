@@ -102,6 +102,7 @@ class Table:
         notes: What the marks in the cells stand for.
         excluded: Outcomes that are in no cell, each with the reason.
         median: Whether its scores are medians over seeds and not means.
+        repetition: What the labels of the axis of seeds are called, in the singular.
     """
 
     title: str
@@ -111,6 +112,7 @@ class Table:
     notes: tuple[str, ...] = ()
     excluded: tuple[str, ...] = ()
     median: bool = False
+    repetition: str = "seed"
 
     @property
     def header_levels(self) -> int:
@@ -237,6 +239,7 @@ def build_table(view: TableSpec, outcomes: Iterable[Outcome]) -> Table:
         tuple(notes),
         tuple(excluded),
         view.median,
+        view.repetition,
     )
 
 
@@ -600,7 +603,7 @@ def table_legend(table: Table, published_legend: str = PUBLISHED_LEGEND) -> list
     counts = sorted({cell.n for cell in cells if cell.std is not None})
     number = "–".join(map(str, counts[:1] + counts[1:][-1:]))
     middle = "Median" if table.median else "Mean"
-    seeds = [f"{middle} ± standard deviation over {number} seeds."] if counts else []
+    seeds = [f"{middle} ± standard deviation over {number} {table.repetition}s."] if counts else []
     published = [published_legend] if table.has_published else []
     ranges = any(cell.high is not None and cell.high != cell.mean for cell in cells)
     percent = ["A range of % params is over the models and tasks of the row."] if ranges else []
