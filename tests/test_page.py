@@ -342,8 +342,7 @@ def test_what_small_runs_cannot_test_has_a_count_of_its_own() -> None:
     text = Reader(render_page([Section("a", findings=(*FOUND, large, again), small=True)])).visible_text()
     assert (
         "Of 5 claims, 1 of which tests a sentence of another on other runs, 2 were seen in these small runs, 1 came "
-        "out otherwise, 1 is about models far larger than these, which small runs cannot test, and 1 could not be "
-        "decided"
+        "out otherwise, 1 is about models far larger than these, which small runs cannot test, and 1 is undecided"
     ) in text
     assert text.count("– not testable here") == 1 and "It is of T5-xxl." in text
     assert "This is the sentence of a claim of ln/nlg, tested on other runs." in text
