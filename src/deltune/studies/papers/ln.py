@@ -332,7 +332,7 @@ def nlg(setup: StudySetup) -> Study:
         plan_cells = cross_product(
             setup, "ln/nlg", {"stories260k": "stories260k-llama"}, NLG, method_variants(STORIES),
             {**limits, "batch_size": 16, "steps": 200, "validate_every": 100, "metric": "loss"}, by_task=by_task,
-            seeds=SEEDS, search_rates=False,
+            seeds=SEEDS,
         )  # fmt: skip
     else:
         plan_cells = cross_product(
