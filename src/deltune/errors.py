@@ -113,6 +113,12 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def number_range(numbers: Iterable[int]) -> str:
+    """Return the smallest and the largest of some numbers, such as "200 to 3,200", or the one that all of them are."""
+    low, high = min(known := list(numbers)), max(known)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
 def error_summary(error: BaseException | str) -> str:
     """Return the first line of an error's message, or the name of its type where it has no message."""
     return next(iter(str(error).strip().splitlines()), "" if isinstance(error, str) else type(error).__name__)

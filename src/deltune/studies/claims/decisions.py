@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 
+from ...errors import number_range
 from ..engine.jobs import Outcome
 from .claims import Claim
 from .comparisons import (
@@ -561,8 +562,7 @@ def _settings(comparisons: Sequence[Comparison], repetition: str) -> str:
 
 
 def _range(sizes: set[int], word: str) -> str:
-    low, high = min(sizes), max(sizes)
-    return f"{low if low == high else f'{low} to {high}'} {word}{'' if high == 1 else 's'}"
+    return f"{number_range(sizes)} {word}{'' if sizes == {1} else 's'}"
 
 
 def _means_without_spread(estimates: Sequence[Estimate]) -> str:

@@ -53,7 +53,7 @@ RERUN = (
     "been seen they were run again with rates that are searched for each model, task and method. Of the 79 claims 50 "
     "were decided with one rate for each method, and 40 with searched ones; docs/reproduce.md has the history."
 )
-"""What was run again at small scale after results had been seen."""
+"""The small-scale studies that were run again after their results had been seen."""
 
 
 def paper_statements(study: str) -> PaperStatements:

@@ -1,4 +1,4 @@
-"""What the labels of a study's methods stand for: expressions, and the number of parameters that each trains."""
+"""The method expression and the number of trained parameters behind each label of a study."""
 
 from __future__ import annotations
 

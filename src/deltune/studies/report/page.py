@@ -225,7 +225,7 @@ class Section:
 
     @property
     def runs(self) -> StudyRuns:
-        """What is said of its runs."""
+        """Its runs, for sentences about their models, data and seeds."""
         return StudyRuns(self.outcomes, self.names, self.train_rows, self.repetition)
 
     @property

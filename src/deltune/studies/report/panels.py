@@ -23,6 +23,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 from matplotlib.transforms import Bbox
 
+from ...errors import number_range
 from ..engine.jobs import Outcome
 from .aggregate import SEED, Aggregates, Labels, NumberFormat, Spread, aggregate, number_format, select_outcomes
 from .figure_spec import FigureSpec, Label, Numbers, as_tuple
@@ -417,9 +418,8 @@ class FigureDraft:
         numbers = {len(seeds) for seeds in cells.values()}
         if not numbers or numbers == {1}:
             return
-        low, high = min(numbers), max(numbers)
         middle = "medians" if self.view.median else "means"
-        over = f"{low if low == high else f'{low} to {high}'} {self.view.repetition}s"
+        over = f"{number_range(numbers)} {self.view.repetition}s"
         shows = f"; {spread}: ± 1 standard deviation, which is no confidence interval" if spread else ""
         self.caption = f"{mark}: {middle} over {over}{shows}."
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..._version import __version__
-from ...errors import counted
+from ...errors import counted, number_range
 from ..engine.jobs import Outcome
 from ..engine.store import JobRecord
 from .aggregate import SEED
@@ -29,7 +29,7 @@ CITATION = (
 
 @dataclass(frozen=True)
 class StudyRuns:
-    """What is said of a study's runs.
+    """The runs of a study, for sentences about their models, data and seeds.
 
     Attributes:
         outcomes: Their outcomes.
@@ -73,16 +73,11 @@ def setup(studies: Iterable[StudyRuns], rows_too: bool = True) -> str:
     ]
     parts = [f"models: {', '.join(sizes)}"] if sizes else []
     parts += [f"tasks: {', '.join(tasks)}"] if tasks else []
-    parts += [f"{_span(rows)} training rows at most"] if rows and rows_too else []
-    numbers = [f"{_span(n)} {word}{'s' if n != {1} else ''}" for word, n in repeats.items()]
+    parts += [f"{number_range(rows)} training rows at most"] if rows and rows_too else []
+    numbers = [f"{number_range(n)} {word}{'s' if n != {1} else ''}" for word, n in repeats.items()]
     parts += [", or ".join(numbers)] if numbers else []
     text = "; ".join(parts)
     return f"{text[0].upper()}{text[1:]}." if text else ""
-
-
-def _span(numbers: set[int]) -> str:
-    low, high = min(numbers), max(numbers)
-    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
 def provenance(records: Iterable[JobRecord]) -> str:

@@ -8,12 +8,13 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ...errors import counted
+from ...errors import counted, number_range
+from ...training.config import OptimSection
 from ..claims.comparisons import MetricChoice, points
 from ..engine.jobs import Outcome
 
-DEFAULT_BATCH, DEFAULT_EPOCHS = 32, 3
-"""What a run has whose spec, which leaves out defaults, names neither."""
+DEFAULT_BATCH, DEFAULT_EPOCHS = (int(OptimSection.model_fields[name].default) for name in ("batch_size", "epochs"))
+"""The defaults of a run, which its spec leaves out."""
 
 RISING = 1.0
 """Points by which the validation score rises between the last two validations if a curve is called not flat."""
@@ -93,8 +94,7 @@ def _tested(outcomes: Sequence[Outcome]) -> str:
 
 
 def _span(numbers: Iterable[int | None]) -> str:
-    known = [number for number in numbers if number is not None]
-    return f"{min(known):,}" if min(known) == max(known) else f"{min(known):,} to {max(known):,}"
+    return number_range(number for number in numbers if number is not None)
 
 
 def still_rising(outcomes: Iterable[Outcome], choice: MetricChoice, names: Mapping[str, str]) -> str:
