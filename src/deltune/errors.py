@@ -6,7 +6,7 @@ import difflib
 import math
 import os
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Literal
 
@@ -117,6 +117,11 @@ def number_range(numbers: Iterable[int]) -> str:
     """Return the smallest and the largest of some numbers, such as "200 to 3,200", or the one that all of them are."""
     low, high = min(known := list(numbers)), max(known)
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def word_list(words: Sequence[str]) -> str:
+    """Return words as a list in a sentence: "a", "a and b", "a, b and c"."""
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def error_summary(error: BaseException | str) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...errors import word_list
+
 
 @dataclass(frozen=True)
 class SymbolicLabel:
@@ -76,5 +78,5 @@ def _phrase(axis: str, label: Any, names: Names) -> str:
     if isinstance(label, SymbolicLabel):
         return SYMBOLIC_PHRASES.get(axis, f"the {{}} {axis}").format(label.name)
     labels = [names.get(str(one), str(one)) for one in (label if isinstance(label, tuple) else (label,))]
-    text = " and ".join([", ".join(labels[:-1]), labels[-1]] if len(labels) > 1 else labels)
+    text = word_list(labels)
     return PHRASES[axis].format(text) if axis in PHRASES else f"{axis} {text}"

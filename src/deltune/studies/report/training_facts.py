@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ...errors import counted, number_range
+from ...errors import counted, number_range, word_list
 from ...training.config import OptimSection
 from ..claims.comparisons import MetricChoice, points
 from ..engine.jobs import Outcome
@@ -37,11 +37,7 @@ def training_facts(outcomes: Iterable[Outcome], names: Mapping[str, str], train_
         facts = [_training_rows(of_task, train_rows.get(task)), _steps(of_task, train_rows.get(task)), _tested(of_task)]
         text = ", ".join(fact for fact in facts if fact)
         tasks.setdefault(text, []).append(names.get(task, task))
-    return " ".join(f"{_listed(of_text)}: {text}." for text, of_text in tasks.items() if text)
-
-
-def _listed(words: Sequence[str]) -> str:
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    return " ".join(f"{word_list(of_text)}: {text}." for text, of_text in tasks.items() if text)
 
 
 def _training_rows(outcomes: Sequence[Outcome], most: int | None) -> str:
@@ -122,5 +118,5 @@ def still_rising(outcomes: Iterable[Outcome], choice: MetricChoice, names: Mappi
         return ""
     return (
         "Training ended before the curves were flat: between the last two validations the score still rose, in the "
-        f"mean over all runs, by {_listed(parts)}. With more steps the methods might be in another order."
+        f"mean over all runs, by {word_list(parts)}. With more steps the methods might be in another order."
     )
