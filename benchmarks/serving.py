@@ -161,19 +161,19 @@ def switched(models: Mapping[str, Any], requests: Sequence[Request], new: int) -
 
 
 def recorded(server: Server, requests: Sequence[Request]) -> list[dict[str, torch.Tensor]]:
-    """The batches in which a server answers requests, each as one pass whether or not the server has several of it."""
+    """The batches in which a server that runs one pass at a time, on all cores, answers requests."""
+    all_at_once(server, requests)
     batches: list[dict[str, torch.Tensor]] = []
     (lane,) = server._lanes.values()
     assert isinstance(lane, EncodingLane)
-    answer = lane._answer
+    make = lane._batch
 
-    def record(jobs: Any) -> None:
-        batches.append(lane._batch(jobs))
-        answer(jobs)
+    def record(jobs: Any) -> dict[str, torch.Tensor]:
+        batches.append(make(jobs))
+        return batches[-1]
 
-    lane._answer = record  # type: ignore[method-assign]
+    lane._batch = record  # type: ignore[method-assign]
     all_at_once(server, requests)
-    lane._answer = answer  # type: ignore[method-assign]
     return batches
 
 
@@ -182,7 +182,9 @@ def classified(shape: Shape, number: int = 256, rounds: int = 7) -> list[Row]:
     requests = requests_of(shape, number, 0)
     with tempfile.TemporaryDirectory() as folder, served(shape, saved(shape, Path(folder)), max_wait=0.0) as server:
         all_at_once(server, requests)
-        batches, bare, models = recorded(server, requests), build(shape).eval(), theirs(shape)
+        with served(shape, Path(folder), max_wait=0.0, max_concurrent_passes=1) as one_at_a_time:
+            batches = recorded(one_at_a_time, requests)
+        bare, models = build(shape).eval(), theirs(shape)
         deltune.optimize_linear(bare)
 
         def run_bare() -> None:

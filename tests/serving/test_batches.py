@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -20,8 +21,9 @@ from deltune.serving.concurrency import ConcurrentPasses, SafeWidths, _openmp_li
 from deltune.serving.encoding import PASS_OVERHEAD, EncodingLane, split_by_length, split_evenly
 from deltune.serving.engine import Server
 from deltune.serving.errors import InvalidRequest
-from deltune.serving.requests import Request
+from deltune.serving.requests import Answer, Request
 
+from .served import wait_until
 from .specimens import Deltas, ask, check, deltas
 
 Lengths = tuple[int, int]
@@ -85,9 +87,18 @@ def test_passes_run_at_the_same_time_and_leave_the_threads_of_others_as_they_wer
             return pool.submit(torch.get_num_threads).result()
 
     torch.set_num_threads(6)
-    passes = ConcurrentPasses(3)
+    notified = threading.Semaphore(0)
+    passes = ConcurrentPasses(3, notified.release)
     try:
-        assert passes.run([partial(run, number) for number in range(3)]) == [(0, 2), (1, 2), (2, 2)]
+        results: list[Any] = []
+        for number in range(3):
+            assert passes.free == 3 - number and not passes.any_ended
+            passes.begin(partial(run, number), results.append)
+        for _ in range(3):
+            assert notified.acquire(timeout=60)
+        assert passes.any_ended and passes.free == 3 and not results, "the thread that began them takes their results"
+        passes.take_results()
+        assert sorted(results) == [(0, 2), (1, 2), (2, 2)] and not passes.any_ended
         assert torch.get_num_threads() == threads_of_a_new_thread() == 6
         ended = threading.Event()
 
@@ -97,9 +108,14 @@ def test_passes_run_at_the_same_time_and_leave_the_threads_of_others_as_they_wer
         def end_later() -> bool:
             return ended.wait(0.2) or ended.set() is None
 
-        with pytest.raises(RuntimeError, match="a fault"):
-            passes.run([fail, end_later])
+        passes.begin(fail, results.append)
+        passes.begin(end_later, results.append)
+        passes.wait()
         assert ended.is_set(), "the other pass has ended"
+        with pytest.raises(RuntimeError, match="a fault"):
+            passes.take_results()
+        passes.take_results()
+        assert results[3:] == [True]
     finally:
         torch.set_num_threads(before)
         passes.close()
@@ -220,3 +236,90 @@ def test_a_batch_is_answered_in_passes_at_the_same_time(
         answers = [future.result(60) for future in [server.submit(request) for request in requests]]
         hook.remove()
     check(of, requests, answers)
+
+
+def submit_together(server: Server, requests: list[Request]) -> list[Future[Answer]]:
+    """Submit requests so that the engine sees all of them at once."""
+    begins, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        begins.set()
+        go_on.wait(60)
+
+    holding = threading.Thread(target=server._call, args=(hold,))
+    holding.start()
+    assert begins.wait(60)
+    futures = [server.submit(request) for request in requests]
+    go_on.set()
+    holding.join()
+    return futures
+
+
+@pytest.fixture
+def slow_pass(monkeypatch: pytest.MonkeyPatch, of: Deltas) -> Iterator[tuple[Server, threading.Event, threading.Event]]:
+    """A server with two threads for passes, of which those with rows of d0 wait for an event; and whether one waits."""
+    monkeypatch.setitem(PASS_OVERHEAD, "cpu", 4)
+    waits, go_on = threading.Event(), threading.Event()
+    with Server(of.model(), deltas=of.folder, max_concurrent_passes=2, max_batch_size=1, max_wait=0.0) as server:
+        for length in (4, 10):  # their lengths are known then
+            for name in ("d0", "d2", "d3"):
+                server.submit(ask("classify", length, 1, name)).result(60)
+        backbone: Any = server._backbones.first
+        run = backbone.run
+
+        def gated(rows: Any, *arguments: Any, **options: Any) -> Any:
+            if any(row.name == "d0" for row in rows):
+                waits.set()
+                assert go_on.wait(60)
+            return run(rows, *arguments, **options)
+
+        backbone.run = gated
+        yield server, waits, go_on
+        go_on.set()
+
+
+def test_a_thread_whose_pass_has_ended_gets_the_next_one(of: Deltas, slow_pass: Any) -> None:
+    server, _, go_on = slow_pass
+    slow = ask("classify", 10, 0, "d0")
+    quick = [ask("classify", 10, n, name) for n in range(6) for name in ("d2", "d3", None)]
+    slow_future, *futures = submit_together(server, [slow, *quick])
+    answers = [future.result(60) for future in futures]
+    assert not slow_future.done()
+    go_on.set()
+    check(of, [slow, *quick], [slow_future.result(60), *answers])
+
+
+def test_a_request_that_is_cancelled_in_its_pass_and_a_delta_that_is_taken_out_meanwhile(
+    of: Deltas, slow_pass: Any
+) -> None:
+    """The pass goes on with its delta, which goes when the pass has ended; nobody else hears of it."""
+    server, waits, go_on = slow_pass
+    slow, beside = ask("classify", 10, 0, "d0"), ask("classify", 10, 3, "d2")
+    future, other = submit_together(server, [slow, beside])
+    assert waits.wait(60)
+    names = set(server._backbones.first.handle.names)
+    assert future.cancel()
+    check(of, [beside, beside], [other.result(60), server.submit(beside).result(60)])
+    server.unload("d0")
+    assert set(server._backbones.first.handle.names) == names, "the pass needs it"
+    go_on.set()
+    wait_until(lambda: not server._jobs)
+    assert len(server._backbones.first.handle.names) == len(names) - 1
+    assert not server.stats().running and server.stats().finished["d0"] == 2, "as often as it was warmed up"
+    assert server.load("d0").loaded
+    check(of, [slow], [server.submit(slow).result(60)])
+
+
+def test_a_server_that_closes_waits_for_the_passes_that_run(of: Deltas, slow_pass: Any) -> None:
+    server, waits, go_on = slow_pass
+    slow = [ask("classify", 10, n, "d0") for n in range(2)]
+    futures = [server.submit(request) for request in slow]
+    assert waits.wait(60)
+    closing = threading.Thread(target=server.close, args=(0.0,))
+    closing.start()
+    closing.join(0.2)
+    assert closing.is_alive()
+    go_on.set()
+    closing.join(60)
+    assert not closing.is_alive()
+    check(of, slow, [future.result(60) for future in futures])

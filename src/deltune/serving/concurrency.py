@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache, partial
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -77,38 +77,59 @@ class ConcurrentPasses:
     """Threads that run passes of a model at the same time.
 
     In one pass on all cores, every operation that is too small to be split leaves all cores but one idle, and so does
-    the Python code between operations. Two passes on half of the cores each keep them busy.
+    the Python code between operations. Two passes on half of the cores each keep them busy, and a thread whose pass has
+    ended gets the next one while the other still computes.
+
+    Only the thread that begins passes may use an object of this class.
 
     Args:
         most: The most passes that run at the same time. The threads of torch are divided among them; those of this
             thread and of others stay as they are.
+        notify: Is called in the thread of a pass when it has ended.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, most: int, notify: Callable[[], None]) -> None:
+        self.most, self._notify = most, notify
+        self._running: dict[Future[Any], Callable[[Any], None]] = {}  # each with what takes its result
         self._pool: ThreadPoolExecutor | None = None
         if most > 1:
             self._pool = thread_pool(most, max(1, torch.get_num_threads() // most), "deltune-pass")
 
-    def run(self, passes: Sequence[Callable[[], T]]) -> list[T]:
-        """Run passes at the same time, and return what they return. A single one runs in this thread, on all cores.
+    @property
+    def free(self) -> int:
+        """How many passes may begin now."""
+        return self.most - sum(not future.done() for future in self._running)
+
+    @property
+    def any_ended(self) -> bool:
+        """Whether a pass has ended whose result was not taken yet."""
+        return any(future.done() for future in self._running)
+
+    def begin(self, run: Callable[[], T], on_result: Callable[[T], None]) -> None:
+        """Begin a pass beside those that run.
 
         Args:
-            passes: Each runs a pass of the model. At most `most` of them run at the same time.
+            run: Runs the pass and returns its result.
+            on_result: Is called with the result by `take_results`.
+        """
+        assert self._pool is not None and self.free
+        release_worker_threads()
+        future = self._pool.submit(_run_and_release, run)
+        self._running[future] = on_result
+        future.add_done_callback(lambda _: self._notify())
+
+    def wait(self) -> None:
+        """Wait until no pass runs. `take_results` still has to be called."""
+        wait(self._running)
+
+    def take_results(self) -> None:
+        """Call `on_result` of the passes that have ended.
 
         Raises:
-            Exception: What the first of them that failed has raised, when all have ended.
+            Exception: What a pass has raised.
         """
-        if self._pool is None or len(passes) == 1:
-            return [run() for run in passes]
-        release_worker_threads()
-        futures: list[Future[T]] = []
-        try:
-            futures += [self._pool.submit(partial(_run_and_release, run)) for run in passes]
-        finally:
-            for future in futures:
-                future.exception()  # waits
-        return [future.result() for future in futures]
+        for future in [future for future in self._running if future.done()]:
+            self._running.pop(future)(future.result())
 
     def close(self) -> None:
         """End the threads."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import DeltuneError
-from .backbone import Backbone
+from .backbone import Backbone, LoadedDelta
 from .concurrency import ConcurrentPasses, SafeWidths
 from .fairness import FairQueue, FairShare
 from .jobs import Job
@@ -88,6 +88,8 @@ class EncodingLane:
         self.safe_widths = SafeWidths(backbone.model)
         self.speed = math.inf
         """Tokens a second, the overhead of a pass included; of the last passes, the later ones counting more."""
+        self.placed: LoadedDelta | None = None
+        """The delta whose tensors are in the model for the passes that run, since all of them use it."""
 
     @property
     def busy(self) -> bool:
@@ -103,81 +105,115 @@ class EncodingLane:
         return self.queue.remove(job)
 
     def due(self, now: float) -> float:
-        """Return in how many seconds a batch should begin; 0 for at once."""
+        """Return in how many seconds a pass should begin; 0 for at once, and infinity while all threads have one."""
         oldest = self.queue.oldest()
         if oldest is None:
             return self.limits.wait
+        if not self.context.passes.free:
+            return math.inf
         if len(self.queue) >= self.limits.rows or sum(len(j.tokens) for j in self.queue) >= self.limits.tokens:
             return 0.0
         return max(0.0, oldest + self.limits.wait - now)
 
     def advance(self) -> None:
-        """Answer the next request, with those of its batch that are of similar length.
+        """Begin a pass that answers the next request, and with it those of similar length.
 
-        The others of a batch go back to the queue, so that a request that arrives meanwhile waits for a pass and not
-        for the whole batch.
+        On a CPU of several cores passes run at the same time, each in a thread. A pass that would leave threads without
+        one is split, and the others of its batch go back to the queue when no thread is free.
         """
-        jobs = self._take()
-        (chosen,) = (part for part in split_by_length(jobs, _lengths, self.overhead) if jobs[0] in part)
-        for job in reversed(jobs):
-            if job not in chosen:
-                self.context.share.reserve(job.tenant, -len(job.tokens))
-                self.queue.push(job, first=True)
-        for job in chosen:
-            self.context.share.count(job.tenant, len(job.tokens))
-            self.context.start(job)
-        began = time.perf_counter()
-        self._answer(chosen)
-        speed = (self.overhead + len(chosen) * _width(chosen)) / (time.perf_counter() - began)
-        self.speed = (3 * self.speed + speed) / 4 if math.isfinite(self.speed) else speed
+        passes = self.context.passes
+        is_idle = passes.free == passes.most
+        taken = self._take()
+        room = min(self.limits.tokens, self.speed * self.limits.pass_seconds - self.overhead)
+        split = split_by_length(taken, _lengths, self.overhead, room)
+        (chosen,) = (part for part in split if taken[0] in part)
+        others = len(split) - 1 + (len(self.queue) > 0)
+        parts = split_evenly(chosen, _lengths, self._passes_for(chosen, others))
+        parts.sort(key=lambda part: taken[0] not in part)
+        if not all(self.safe_widths.includes(_width(part)) for part in parts):
+            self._start(chosen, taken)
+            passes.wait()
+            passes.take_results()
+            for part in parts:  # one after the other
+                self._finish(part, self._answers(part, place=len({job.version for job in part}) == 1))
+            return
+        begun = parts[: passes.free]
+        self._start([job for part in begun for job in part], taken)
+        versions = {job.version for job in taken}
+        if is_idle:
+            self.placed = next(iter(versions)) if len(versions) == 1 else None
+        elif versions != {self.placed}:
+            self.placed = None
+        place = self.placed is not None
+        if passes.most == 1 or (is_idle and not others and len(parts) == 1):
+            self._finish(chosen, self._answers(chosen, place))  # in this thread, on all cores
+            return
+        for part in begun:
+            for job in part:
+                job.in_pass = True
+            passes.begin(partial(self._answers, part, place), partial(self._finish, part))
 
     def _take(self) -> list[Job]:
-        """Take the requests of a batch out of the queue, the next one first, up to the time that a batch may take."""
+        """Take the requests that may share a pass with the next one out of the queue, the next one first."""
         jobs: list[Job] = []
-        longest = 0
-        room = self.speed * self.limits.pass_seconds - self.overhead
         while (job := self.queue.peek()) is not None and len(jobs) < self.limits.rows:
-            longest = max(longest, len(job.tokens))
-            room -= len(job.tokens) + job.version.prompt_length
-            if jobs and (room < 0 or longest * (len(jobs) + 1) > self.limits.tokens):
-                break
             self.queue.remove(job)
             self.context.share.reserve(job.tenant, len(job.tokens))
             jobs.append(job)
         return jobs
 
-    def _answer(self, jobs: Sequence[Job]) -> None:
-        """Answer requests in one pass, or on a CPU in several at the same time."""
-        parts = split_evenly(jobs, _lengths, self._passes_for(jobs))
-        place = len({job.version for job in jobs}) == 1
-        calls = [partial(self._answers, part, place) for part in parts]
-        if all(self.safe_widths.includes(_width(part)) for part in parts):
-            results = self.context.passes.run(calls)
-        else:
-            results = [call() for call in calls]  # one after the other
-        for part, answers in zip(parts, results, strict=True):
-            if isinstance(answers, Exception):  # each in a pass of its own, so that only the guilty one fails
-                answers = [self._alone(job) for job in part] if len(part) > 1 else [answers]
-            for job, answer in zip(part, answers, strict=True):
-                self.context.finish(job, answer)
+    def _start(self, jobs: Sequence[Job], taken: Sequence[Job]) -> None:
+        """Note that requests are answered now, and put the others that were taken back into the queue."""
+        for job in reversed(taken):
+            if job not in jobs:
+                self.context.share.reserve(job.tenant, -len(job.tokens))
+                self.queue.push(job, first=True)
+        for job in jobs:
+            self.context.share.count(job.tenant, len(job.tokens))
+            self.context.start(job)
 
-    def _passes_for(self, jobs: Sequence[Job]) -> int:
-        """In how many passes at the same time a batch is answered: none of them should cost more than it computes."""
-        most = 1 if self.safe_widths.keeps_state else self.context.passes.most
-        return max(1, min(most, len(jobs) * _width(jobs) // self.overhead))
-
-    def _answers(self, jobs: list[Job], place: bool) -> list[Answer | BaseException] | Exception:
-        """Answer requests in one pass, after sorting them by delta, or return the error of the pass.
+    def _passes_for(self, jobs: Sequence[Job], others: int) -> int:
+        """In how many passes at the same time requests are answered: none of them should cost more than it computes.
 
         Args:
             jobs: The requests.
-            place: Whether passes at the same time use the same delta, whose tensors are then put into the model.
+            others: How many passes there are to run besides.
+        """
+        if self.safe_widths.keeps_state:
+            return 1
+        return max(1, min(self.context.passes.most - others, len(jobs) * _width(jobs) // self.overhead))
+
+    def _answers(self, jobs: list[Job], place: bool) -> tuple[list[Answer | BaseException] | Exception, float]:
+        """Answer requests in one pass, after sorting them by delta, or return the error of the pass; and its seconds.
+
+        Args:
+            jobs: The requests.
+            place: Whether all passes that run meanwhile use the same delta, whose tensors are then put into the model.
         """
         jobs.sort(key=lambda job: job.version.internal or "")
+        began = time.perf_counter()
         try:
-            return self._compute(jobs, place)
+            return self._compute(jobs, place), time.perf_counter() - began
         except Exception as error:
-            return error
+            return error, time.perf_counter() - began
+
+    def _finish(self, jobs: list[Job], result: tuple[list[Answer | BaseException] | Exception, float]) -> None:
+        """Give the requests of a pass their answers.
+
+        Args:
+            jobs: The requests.
+            result: What `_answers` returned.
+        """
+        answers, seconds = result
+        for job in jobs:
+            job.in_pass = False
+        speed = (self.overhead + len(jobs) * _width(jobs)) / seconds
+        self.speed = (3 * self.speed + speed) / 4 if math.isfinite(self.speed) else speed
+        if isinstance(answers, Exception):  # each in a pass of its own, so that only the guilty one fails
+            self.context.passes.wait()
+            answers = [self._alone(job) for job in jobs] if len(jobs) > 1 else [answers]
+        for job, answer in zip(jobs, answers, strict=True):
+            self.context.finish(job, answer)
 
     def _alone(self, job: Job) -> Answer | BaseException:
         try:

@@ -156,18 +156,20 @@ class Server:
                 self._backbones.close()
                 raise
         self._share = FairShare()
-        passes = ConcurrentPasses(max_concurrent_passes if first.device.type == "cpu" else 1)
-        self._lane_context = LaneContext(self._share, self._start, self._finish, passes)
+        self._passes = ConcurrentPasses(max_concurrent_passes if first.device.type == "cpu" else 1, self._notify)
+        self._lane_context = LaneContext(self._share, self._start, self._finish, self._passes)
         self._lanes: dict[tuple[str, str, str], Lane] = {}
         """The one that had a turn last comes last."""
+        self._last_lane: Lane | None = None
         self._base = first.base(HEAD_TASKS[first.head])
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
         attached = {loaded.name: loaded for loaded in first.attached_before() if loaded.name is not None}
         self._catalog = Catalog(self.root, attached, self._backbones.check, self._lock)
         context = LifecycleContext(
-            self._wake, self._share, self._call, self._place, self._finish, self._on_detach, self._forget_counts
-        )
+            self._wake, self._share, self._call, self._place, self._finish, self._passes.wait, self._on_detach,
+            self._forget_counts,
+        )  # fmt: skip
         self._lifecycle = Lifecycle(self._catalog, self._backbones, context, max_loaded, max_loaded_bytes, max_names)
         self._admission = Admission(max_queue, max_queue_per_tenant, self._lock)
         self._inbox: deque[Job] = deque()
@@ -541,11 +543,16 @@ class Server:
             self._wake.notify_all()
         self._thread.join()
         self._lifecycle.close()
-        self._lane_context.passes.close()
+        self._passes.close()
         for thread in (self._encoding, self._long_encoding):
             thread.close()
 
     # -- the engine's thread
+
+    def _notify(self) -> None:
+        """Wake the engine's thread; any thread may call it."""
+        with self._wake:
+            self._wake.notify_all()
 
     def _call(self, function: Callable[[], None]) -> None:
         """Run a function in the engine's thread between two batches, and wait for it."""
@@ -592,7 +599,7 @@ class Server:
         now = time.monotonic()
         return bool(
             self._closed or self._calls or self._inbox or self._lifecycle.has_arrivals or self._cancelled
-            or any(lane.busy and lane.due(now) <= 0 for lane in self._lanes.values())
+            or self._passes.any_ended or any(lane.busy and lane.due(now) <= 0 for lane in self._lanes.values())
         )  # fmt: skip
 
     def _idle_time(self) -> float:
@@ -608,18 +615,29 @@ class Server:
         for job in jobs:
             self._place(job)
         self._lifecycle.begin_loads()
-        if (key := self._next_lane()) is None:
-            return
-        lane = self._lanes[key] = self._lanes.pop(key)
         try:
-            lane.advance()
+            self._advance()
+            self._passes.take_results()  # after the threads that they leave have the next passes
         except Exception as error:
             logger.exception("a batch failed beyond repair")
-            self._lanes.pop(key, None)
+            self._passes.wait()
+            lane, self._last_lane = self._last_lane, None
+            self._lanes = {key: other for key, other in self._lanes.items() if other is not lane}
             with self._lock:  # the lane may have lost track of some of them when it failed
                 lost = [job for job in self._jobs if job.lane is lane]
             for job in lost:
                 self._finish(job, DeltuneError(f"the engine failed: {error_summary(error)}"))
+
+    def _advance(self) -> None:
+        """Let the next lane begin passes or make a step, if one is due."""
+        if (key := self._next_lane()) is None:
+            return
+        lane = self._lanes[key] = self._lanes.pop(key)
+        if lane is not self._last_lane:  # the passes of two lanes may need different tensors in the model
+            self._passes.wait()
+            self._passes.take_results()
+            self._last_lane = lane
+        lane.advance()
 
     def _next_lane(self) -> tuple[str, str, str] | None:
         """The lane that has the next batch, of those that are due: the one with the tenant that was served least.
@@ -727,7 +745,7 @@ class Server:
             self._drop(job, _late(job.request))
 
     def _drop(self, job: Job, error: DeltuneError) -> None:
-        if job.done:
+        if job.done or job.in_pass:
             return
         if job in self._inbox:
             with self._lock:
@@ -744,6 +762,8 @@ class Server:
         """Drop what belongs to a version that leaves the model: beginnings of prompts, and a lane of its own."""
         self._options.prompt_cache.forget(loaded)
         for key in [key for key in self._lanes if key[2] == loaded.internal]:
+            if self._lanes[key] is self._last_lane:
+                self._last_lane = None
             del self._lanes[key]  # that of a delta which shares no batch
 
     def _forget_counts(self) -> None:
@@ -758,6 +778,8 @@ class Server:
     def _end(self) -> None:
         """Fail what is left, and give the model back."""
         error = EngineClosed("the server was closed before it answered")
+        self._passes.wait()
+        self._passes.take_results()
         with self._lock:
             self._closing = self._closed = True
             left = list(self._jobs)

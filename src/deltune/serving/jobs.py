@@ -44,6 +44,9 @@ class Job:
         loaded: The version of its delta, once it has one.
         started: When its first batch began.
         lane: The queue with its batches that it was put into, once it was.
+        waiting: Whether it waits for its first batch.
+        in_pass: Whether another thread runs a pass for it, which is not interrupted.
+        done: Whether it has ended.
     """
 
     request: Request
@@ -57,6 +60,7 @@ class Job:
     started: float | None = None
     lane: object = None
     waiting: bool = True
+    in_pass: bool = False
     done: bool = False
 
     @property

@@ -73,6 +73,7 @@ class LifecycleContext:
         call: Runs a function in the engine's thread and waits for it.
         place: Is called with requests that have waited for a delta which is in memory now.
         finish: Is called with requests that have waited for a delta which does not come, and the reason.
+        wait_for_passes: Returns when no pass of a model runs in another thread.
         detached: Is called with a version before it is detached.
         forgotten: Is called after a delta was taken out or its folder has gone.
     """
@@ -82,6 +83,7 @@ class LifecycleContext:
     call: Callable[[Callable[[], None]], None]
     place: Callable[[Job], None]
     finish: Callable[[Job, DeltuneError], None]
+    wait_for_passes: Callable[[], None]
     detached: Callable[[LoadedDelta], None]
     forgotten: Callable[[], None]
 
@@ -413,6 +415,7 @@ class Lifecycle:
             return True
         if not self._make_room(prepared.bytes, entry):
             return False
+        self.context.wait_for_passes()
         began = time.perf_counter()
         try:
             loaded = prepared.backbone.attach(prepared)
