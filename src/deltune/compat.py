@@ -6,8 +6,9 @@ import contextlib
 import copy
 import functools
 import logging
+import math
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -207,6 +208,18 @@ def copy_tensors(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor
     """Copy tensors into others of the same shapes in one operation, for which Python's lock is taken once."""
     if targets:
         torch._foreach_copy_(list(targets), list(sources))
+
+
+def norms_are_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether the norms of tensors are finite, in a few operations for any number of them.
+
+    A norm with NaN or infinity is not finite, and one of finite values may overflow.
+    """
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    with torch.no_grad():
+        return all(math.isfinite(torch.stack(torch._foreach_norm(group)).sum()) for group in groups.values())
 
 
 def tensor_version(tensor: torch.Tensor) -> int:

@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
-from torch.nn.utils import get_total_norm
 
 from ..anatomy.types import Anatomy
+from ..compat import norms_are_finite
 from ..errors import MAX_NAME_LENGTH, DeltuneError, error_from_problems, excerpt, validation_problems
 from ..filesystem import parse_json_file, read_json_bytes
 from ..methods.counting import kept_shapes
@@ -322,8 +322,7 @@ def check_finite(values: Mapping[str, torch.Tensor], where: Path) -> None:
         DeltuneError: Some are not; their tensors are listed.
     """
     numbers = {name: value for name, value in values.items() if value.is_floating_point()}
-    # one norm of all takes less time than many small operations; that of finite values may overflow
-    if all(value.itemsize > 1 for value in numbers.values()) and math.isfinite(get_total_norm(numbers.values())):
+    if all(value.itemsize > 1 for value in numbers.values()) and norms_are_finite(numbers.values()):
         return
     wrong = [name for name, value in numbers.items() if not _is_finite(value)]
     if wrong:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -50,19 +52,37 @@ def release_worker_threads() -> None:
         library.omp_pause_resource_all(1)  # omp_pause_soft
 
 
-def thread_pool(workers: int, share: int, name: str) -> ThreadPoolExecutor:
+NICENESS = 5
+"""How much the niceness of threads that compute is raised."""
+
+
+def give_way_to_other_threads() -> None:
+    """Lower the priority of this thread and of those that it will start, in favour of the other threads of the process.
+
+    Passes keep all cores busy, and a thread that needs one for a moment (to read a delta, to take a request) waits until
+    the system takes it from one of them, which is several times in the milliseconds that reading a delta takes. Linux
+    has a niceness for each thread; elsewhere it belongs to the process, and nothing is done.
+    """
+    if sys.platform == "linux":
+        os.nice(NICENESS)
+
+
+def thread_pool(workers: int, share: int, name: str, gives_way: bool = False) -> ThreadPoolExecutor:
     """Return a pool whose threads run by now, each computing on a number of torch's threads of its own.
 
     Args:
         workers: The number of threads of the pool.
         share: The number of torch's threads for each; those of this thread and of others stay as they are.
         name: What the names of the threads begin with.
+        gives_way: Whether they give way to the other threads of the process.
     """
     threads, started = torch.get_num_threads(), threading.Barrier(workers + 1)
 
     def start() -> None:
         torch.get_num_threads()  # before it is set, since torch sets it when a thread first asks
         torch.set_num_threads(share)
+        if gives_way:
+            give_way_to_other_threads()
         started.wait()
 
     pool = ThreadPoolExecutor(workers, thread_name_prefix=name, initializer=start)
@@ -93,7 +113,7 @@ class ConcurrentPasses:
         self._running: dict[Future[Any], Callable[[Any], None]] = {}  # each with what takes its result
         self._pool: ThreadPoolExecutor | None = None
         if most > 1:
-            self._pool = thread_pool(most, max(1, torch.get_num_threads() // most), "deltune-pass")
+            self._pool = thread_pool(most, max(1, torch.get_num_threads() // most), "deltune-pass", gives_way=True)
 
     @property
     def free(self) -> int:

@@ -31,7 +31,7 @@ from ..models import load_with_tokenizer
 from .admission import Admission, check_length, cut_length, readable_length
 from .backbone import Backbones, LoadedDelta
 from .catalog import Catalog, Entry
-from .concurrency import ConcurrentPasses, release_worker_threads
+from .concurrency import ConcurrentPasses, give_way_to_other_threads, release_worker_threads
 from .encoding import BatchLimits, EncodingLane, LaneContext
 from .errors import EngineClosed, InvalidRequest, RequestTimeout, UnknownDelta
 from .fairness import FairShare, FairThread
@@ -116,7 +116,7 @@ class Server:
         max_batch_tokens: int = 4096,
         max_batch_size: int = 32,
         max_prefill_tokens: int = 512,
-        max_pass_seconds: float = 0.1,
+        max_pass_seconds: float = 0.07,
         max_concurrent_passes: int = 1,
         max_wait: float = 0.005,
         max_queue: int = 1024,
@@ -576,6 +576,7 @@ class Server:
         done.result()
 
     def _run(self) -> None:
+        give_way_to_other_threads()
         try:
             while True:
                 with self._wake:
