@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import deltune
+from deltune.serving.encoding import PASS_OVERHEAD
 from deltune.serving.engine import Server
 from deltune.serving.fairness import FairQueue, FairShare
 from deltune.serving.generation import QUANTUM
@@ -97,6 +98,45 @@ def test_a_light_tenant_does_not_wait_for_a_burst_of_classification() -> None:
         futures = [server.submit(request) for request in many]
         assert passes_until_answered(server, gate, "d3", futures) <= 1, "it is in the next batch"
         assert gate.passes >= 15
+
+
+def test_light_tenants_share_a_pass_whatever_their_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would otherwise have one of its own, with requests of the heavy tenant that are of similar length."""
+    monkeypatch.setitem(PASS_OVERHEAD, "cpu", 1)  # so that requests of other lengths have a pass of their own
+    of = deltas("bert", "sequence")
+    many = [ask("classify", 3 + n % 4, n, "d2", tenant="heavy") for n in range(60)]
+    few = [ask("classify", length, length, "d3", tenant=f"light{length}") for length in (4, 9, 14)]
+    with Server(of.model(), deltas=of.folder, max_batch_size=8, max_wait=0.0, max_pass_seconds=60.0) as server:
+        for name in ("d2", "d3"):
+            warm(server, ask("classify", 3, 1, name, tenant="warm"))
+        gate = Gate(server)
+        futures = [server.submit(request) for request in many]
+        gate.step(2)
+        assert gate.waits.wait(60)
+        began, done = gate.passes, list[int]()
+        for request in few:
+            futures.append(server.submit(request))
+            futures[-1].add_done_callback(lambda _: done.append(gate.passes))
+        gate.release()
+        answers = [future.result(60) for future in futures]
+    assert done == [began + 1] * 3
+    check(of, [*many, *few], answers)
+
+
+def test_tenants_are_light_beside_others_only() -> None:
+    queue: FairQueue[Any] = FairQueue(FairShare())
+    for tenant, requests in (("a", 16), ("b", 2), ("c", 18)):
+        for _ in range(requests):
+            queue.push(Job(Request("classify", tenant=tenant), {"input_ids": [1]}))
+    assert not queue.light_tenants(), "b has a sixth of the mean"
+    for _ in range(16):
+        queue.push(Job(Request("classify", tenant="c"), {"input_ids": [1]}))
+    assert queue.light_tenants() == {"b"}
+    equal: FairQueue[Any] = FairQueue(FairShare())
+    assert not equal.light_tenants()
+    for tenant in "ab":
+        equal.push(Job(Request("classify", tenant=tenant), {"input_ids": [1]}))
+    assert not equal.light_tenants()
 
 
 @pytest.mark.parametrize(("seconds", "passes"), [(1e-6, 12), (3600.0, 4)])

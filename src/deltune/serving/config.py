@@ -100,9 +100,9 @@ class BatchingSection(Section):
     max_prefill_tokens: Size | None = _option(
         None, "tokens of a decoder's prompt that are read in one step, at most [512]"
     )
-    max_pass_seconds: PositiveDuration = _option(0.1, "about how many seconds a batch of an encoder takes, at most")
+    max_pass_seconds: PositiveDuration = _option(0.1, "about how many seconds a pass of an encoder takes, at most")
     max_concurrent_passes: Size | None = _option(
-        None, "passes of an encoder's batch that run at the same time on a CPU, at most [2 if there are two cores]"
+        None, "passes of an encoder that run at the same time on a CPU, at most [2 if there are two cores]"
     )
     max_wait: Duration = _option(0.005, "seconds that a first request waits for others")
     max_queue: Size = _option(1024, "inputs that may wait in all", common=True)

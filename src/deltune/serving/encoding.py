@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ class BatchLimits:
         rows: The most requests in a batch.
         wait: The longest wait for a fuller batch, in seconds.
         prefill: The most tokens of a decoder's prompt that are read in one step; longer ones are read in parts.
-        pass_seconds: About how long an encoder's batch takes at most, by the speed of the passes before.
+        pass_seconds: About how long a pass of an encoder takes at most, by the speed of the passes before.
     """
 
     tokens: int
@@ -118,16 +118,18 @@ class EncodingLane:
     def advance(self) -> None:
         """Begin a pass that answers the next request, and with it those of similar length.
 
-        On a CPU of several cores passes run at the same time, each in a thread. A pass that would leave threads without
-        one is split, and the others of its batch go back to the queue when no thread is free.
+        On a CPU of several cores passes run at the same time, each in a thread of its own. Where fewer passes wait than
+        threads are there, this one is split.
         """
         passes = self.context.passes
         is_idle = passes.free == passes.most
+        light = self.queue.light_tenants()
         taken = self._take()
         room = min(self.limits.tokens, self.speed * self.limits.pass_seconds - self.overhead)
         split = split_by_length(taken, _lengths, self.overhead, room)
-        (chosen,) = (part for part in split if taken[0] in part)
-        others = len(split) - 1 + (len(self.queue) > 0)
+        (similar,) = (part for part in split if taken[0] in part)
+        chosen = _filled(taken, similar, light, room)
+        others = (len(split) - 1 if len(chosen) < len(taken) else 0) + (len(self.queue) > 0)
         parts = split_evenly(chosen, _lengths, self._passes_for(chosen, others))
         parts.sort(key=lambda part: taken[0] not in part)
         if not all(self.safe_widths.includes(_width(part)) for part in parts):
@@ -290,6 +292,27 @@ def _width(jobs: Sequence[Job]) -> int:
     """The length of a pass: its longest text and its longest prompt together."""
     prompts, texts = zip(*map(_lengths, jobs), strict=True)
     return int(max(prompts) + max(texts))
+
+
+def _filled(taken: Sequence[Job], similar: Sequence[Job], light: Collection[str], room: float) -> list[Job]:
+    """Return the requests of a pass: the next one, those of light tenants, and the others of similar length.
+
+    A light tenant would otherwise wait for as many passes as there are lengths among the requests before its own.
+
+    Args:
+        taken: The requests that may share a pass, the next one first.
+        similar: Those of similar length as the next one.
+        light: The tenants that have few requests.
+        room: The most tokens of the pass, padding and prompts included.
+    """
+    first, *others = taken
+    order = [first, *(job for job in others if job.tenant in light)]
+    order += [job for job in others if job in similar and job not in order]
+    chosen: list[Job] = []
+    for job in order:
+        if not chosen or (len(chosen) + 1) * _width([*chosen, job]) <= room:
+            chosen.append(job)
+    return chosen
 
 
 T = TypeVar("T")

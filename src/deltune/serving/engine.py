@@ -86,12 +86,10 @@ class Server:
         max_batch_size: The most requests in one batch.
         max_prefill_tokens: The most tokens of a decoder's prompt that are read in one step. A longer prompt is read in
             parts, so that the other rows of the batch wait for a part alone.
-        max_pass_seconds: About how long the passes of an encoder's batch take together, by the speed of the passes
-            before: so long a request of another tenant waits for it. A single request has a pass of its own, however
-            long.
-        max_concurrent_passes: In how many passes that run at the same time an encoder's batch is answered, at most, on
-            a CPU of several cores; torch's threads are divided among them. Models that keep something of a pass in
-            their modules are answered in one.
+        max_pass_seconds: About how long a pass of an encoder takes at most, by the speed of the passes before: so long
+            a request of another tenant waits for it. A long request has a pass of its own, however long.
+        max_concurrent_passes: How many passes of an encoder run at the same time at most, on a CPU of several cores;
+            torch's threads are divided among them. Models that keep something of a pass in their modules have one.
         max_wait: How long a request waits for a fuller batch, in seconds; a decoder's batch is joined at once.
         max_queue: The most requests that wait.
         max_queue_per_tenant: The most requests of one tenant that wait.
@@ -116,7 +114,7 @@ class Server:
         max_batch_tokens: int = 4096,
         max_batch_size: int = 32,
         max_prefill_tokens: int = 512,
-        max_pass_seconds: float = 0.07,
+        max_pass_seconds: float = 0.1,
         max_concurrent_passes: int = 1,
         max_wait: float = 0.005,
         max_queue: int = 1024,

@@ -18,6 +18,10 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 
+LIGHT = 0.125
+"""A tenant is light while at most this share of the mean number of requests waits of it."""
+
+
 class FairShare:
     """The tokens that were computed for each tenant. One engine has one, for all of its batches."""
 
@@ -114,6 +118,11 @@ class FairQueue(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         for jobs in self._jobs.values():
             yield from jobs
+
+    def light_tenants(self) -> set[str]:
+        """Return the tenants of whom far fewer requests wait than of the others."""
+        mean = len(self) / max(1, len(self._jobs))
+        return {tenant for tenant, jobs in self._jobs.items() if len(jobs) <= LIGHT * mean}
 
     def push(self, job: T, first: bool = False) -> None:
         """Add a request.
