@@ -59,9 +59,9 @@ NICENESS = 5
 def give_way_to_other_threads() -> None:
     """Lower the priority of this thread and of those that it will start, in favour of the other threads of the process.
 
-    Passes keep all cores busy, and a thread that needs one for a moment (to read a delta, to take a request) waits until
-    the system takes it from one of them, which is several times in the milliseconds that reading a delta takes. Linux
-    has a niceness for each thread; elsewhere it belongs to the process, and nothing is done.
+    Passes keep all cores busy, so a thread that reads a delta or takes a request has to wait for a core several times
+    in a few milliseconds. Linux has a niceness for each thread. Elsewhere it belongs to the process, and nothing is
+    done.
     """
     if sys.platform == "linux":
         os.nice(NICENESS)

@@ -17,7 +17,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-
 LIGHT = 0.125
 """A tenant is light while at most this share of the mean number of requests waits of it."""
 
