@@ -310,6 +310,38 @@ def test_a_request_that_is_cancelled_in_its_pass_and_a_delta_that_is_taken_out_m
     check(of, [slow], [server.submit(slow).result(60)])
 
 
+def test_requests_of_two_lanes_run_in_both_threads(monkeypatch: pytest.MonkeyPatch, of: Deltas) -> None:
+    """A lane whose turn it is begins as many passes as threads are free."""
+    monkeypatch.setitem(PASS_OVERHEAD, "cpu", 4)
+    barrier = threading.Barrier(2, timeout=60)
+    requests = [ask(task, 10, n, "d2") for n in range(4) for task in ("classify", "embed")]
+    bounds = {"max_batch_size": 1, "max_wait": 0.0}
+    with Server(of.model(), deltas=of.folder, max_concurrent_passes=2, **bounds) as server:
+        for request in requests[:2]:  # their length is known then
+            server.submit(request).result(60)
+        backbone: Any = server._backbones.first
+        hook = backbone.model.base_model.register_forward_pre_hook(lambda *_: (barrier.wait(), None)[1])
+        answers = [future.result(60) for future in submit_together(server, requests)]
+        hook.remove()
+    check(of, requests, answers)
+
+
+def test_a_pass_that_fails_says_nothing_about_the_speed(of: Deltas) -> None:
+    with Server(of.model(), deltas=of.folder, max_wait=0.0) as server:
+        server.submit(ask("classify", 4, 1, "d2")).result(60)
+        (lane,) = server._lanes.values()
+        assert isinstance(lane, EncodingLane)
+        speed = lane.speed
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise RuntimeError("a fault")
+
+        lane.backbone.run = fail  # type: ignore[method-assign, assignment]
+        with pytest.raises(RuntimeError, match="a fault"):
+            server.submit(ask("classify", 4, 1, "d2")).result(60)
+        assert lane.speed == speed
+
+
 def test_a_server_that_closes_waits_for_the_passes_that_run(of: Deltas, slow_pass: Any) -> None:
     server, waits, go_on = slow_pass
     slow = [ask("classify", 10, n, "d0") for n in range(2)]

@@ -100,12 +100,12 @@ def test_a_light_tenant_does_not_wait_for_a_burst_of_classification() -> None:
         assert gate.passes >= 15
 
 
-def test_light_tenants_share_a_pass_whatever_their_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_light_tenants_share_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each would otherwise have one of its own, with requests of the heavy tenant that are of similar length."""
     monkeypatch.setitem(PASS_OVERHEAD, "cpu", 1)  # so that requests of other lengths have a pass of their own
     of = deltas("bert", "sequence")
     many = [ask("classify", 3 + n % 4, n, "d2", tenant="heavy") for n in range(60)]
-    few = [ask("classify", length, length, "d3", tenant=f"light{length}") for length in (4, 9, 14)]
+    few = [ask("classify", length, length, "d3", tenant=f"light{length}") for length in (6, 9, 12)]
     with Server(of.model(), deltas=of.folder, max_batch_size=8, max_wait=0.0, max_pass_seconds=60.0) as server:
         for name in ("d2", "d3"):
             warm(server, ask("classify", 3, 1, name, tenant="warm"))
@@ -121,6 +121,21 @@ def test_light_tenants_share_a_pass_whatever_their_lengths(monkeypatch: pytest.M
         answers = [future.result(60) for future in futures]
     assert done == [began + 1] * 3
     check(of, [*many, *few], answers)
+
+
+def test_a_long_text_of_a_light_tenant_has_a_pass_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PASS_OVERHEAD, "cpu", 1)
+    of = deltas("bert", "sequence")
+    requests = [ask("classify", 4, n, "d2", tenant="heavy") for n in range(40)]
+    requests.insert(8, ask("classify", 30, 1, "d2", tenant="light"))
+    with Server(of.model(), deltas=of.folder, max_batch_size=8, max_wait=0.0, max_pass_seconds=60.0) as server:
+        warm(server, ask("classify", 3, 1, "d2", tenant="warm"))
+        gate = Gate(server)
+        futures = [server.submit(request) for request in requests]
+        gate.release()
+        answers = [future.result(60) for future in futures]
+        assert gate.passes <= 7, "the first, one with the long text, and five with those of the heavy tenant"
+    check(of, requests, answers)
 
 
 def test_tenants_are_light_beside_others_only() -> None:

@@ -164,7 +164,7 @@ class PreparedDelta:
 class Backbone:
     """A model of one class with the deltas that are attached to it.
 
-    Only one thread may attach and detach, and none may meanwhile run passes; `prepare` may be called by another one.
+    Only one thread may attach and detach. It waits for the passes of other threads. `prepare` may be called by any one.
 
     Args:
         model: The model.

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from ..anatomy.skeleton import base_modules
 from ..compat import buffers_of, tensor_version
 
 T = TypeVar("T")
@@ -64,7 +65,8 @@ def give_way_to_other_threads() -> None:
     done.
     """
     if sys.platform == "linux":
-        os.nice(NICENESS)
+        with contextlib.suppress(OSError):  # a sandbox may forbid it
+            os.nice(NICENESS)
 
 
 def thread_pool(workers: int, share: int, name: str, gives_way: bool = False) -> ThreadPoolExecutor:
@@ -100,7 +102,7 @@ class ConcurrentPasses:
     the Python code between operations. Two passes on half of the cores each keep them busy, and a thread whose pass has
     ended gets the next one while the other still computes.
 
-    Only the thread that begins passes may use an object of this class.
+    Only the thread that begins passes may call its methods, but for `close`.
 
     Args:
         most: The most passes that run at the same time. The threads of torch are divided among them; those of this
@@ -119,6 +121,11 @@ class ConcurrentPasses:
     def free(self) -> int:
         """How many passes may begin now."""
         return self.most - sum(not future.done() for future in self._running)
+
+    @property
+    def are_running(self) -> bool:
+        """Whether a pass runs."""
+        return self.free < self.most
 
     @property
     def any_ended(self) -> bool:
@@ -146,10 +153,16 @@ class ConcurrentPasses:
         """Call `on_result` of the passes that have ended.
 
         Raises:
-            Exception: What a pass has raised.
+            Exception: What one of them, or its `on_result`, has raised.
         """
+        errors = []
         for future in [future for future in self._running if future.done()]:
-            self._running.pop(future)(future.result())
+            try:
+                self._running.pop(future)(future.result())
+            except Exception as error:  # the others have their results nevertheless
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def close(self) -> None:
         """End the threads."""
@@ -211,7 +224,7 @@ class SafeWidths:
     def _state(self) -> list[object]:
         """What a pass might change: which objects the modules hold, how long they are, and what is in the buffers."""
         state: list[object] = []
-        for module in self.model.modules():
+        for _, module in base_modules(self.model):
             for name, value in module.__dict__.items():
                 size = len(value) if isinstance(value, dict | list | set) else None
                 state.append((name, id(value), size))

@@ -89,7 +89,7 @@ class EncodingLane:
         self.speed = math.inf
         """Tokens a second, the overhead of a pass included; of the last passes, the later ones counting more."""
         self.placed: LoadedDelta | None = None
-        """The delta whose tensors are in the model for the passes that run, since all of them use it."""
+        """The delta whose tensors are in the model, if the passes that run began when no other was asked."""
 
     @property
     def busy(self) -> bool:
@@ -105,32 +105,30 @@ class EncodingLane:
         return self.queue.remove(job)
 
     def due(self, now: float) -> float:
-        """Return in how many seconds a pass should begin; 0 for at once, and infinity while all threads have one."""
+        """Return in how many seconds a pass should begin; 0 for at once."""
         oldest = self.queue.oldest()
         if oldest is None:
             return self.limits.wait
-        if not self.context.passes.free:
-            return math.inf
         if len(self.queue) >= self.limits.rows or sum(len(j.tokens) for j in self.queue) >= self.limits.tokens:
             return 0.0
         return max(0.0, oldest + self.limits.wait - now)
 
     def advance(self) -> None:
-        """Begin a pass that answers the next request, and with it those of similar length.
+        """Answer the next request, and with it those of similar length, in a pass that another thread runs.
 
-        On a CPU of several cores passes run at the same time, each in a thread of its own. Where fewer passes wait than
-        threads are there, this one is split.
+        Where fewer passes wait than there are threads, it is split. In this thread run a single pass, which then has
+        all cores, and passes of lengths whose effect on the model is not known yet.
         """
         passes = self.context.passes
-        is_idle = passes.free == passes.most
+        is_idle = not passes.are_running
         light = self.queue.light_tenants()
         taken = self._take()
         room = min(self.limits.tokens, self.speed * self.limits.pass_seconds - self.overhead)
         split = split_by_length(taken, _lengths, self.overhead, room)
         (similar,) = (part for part in split if taken[0] in part)
-        chosen = _filled(taken, similar, light, room)
-        others = (len(split) - 1 if len(chosen) < len(taken) else 0) + (len(self.queue) > 0)
-        parts = split_evenly(chosen, _lengths, self._passes_for(chosen, others))
+        chosen = _with_light_tenants(taken, similar, light, room)
+        later = (len(split) - 1 if len(chosen) < len(taken) else 0) + (len(self.queue) > 0)
+        parts = split_evenly(chosen, _lengths, self._passes_for(chosen, later))
         parts.sort(key=lambda part: taken[0] not in part)
         if not all(self.safe_widths.includes(_width(part)) for part in parts):
             self._start(chosen, taken)
@@ -147,7 +145,7 @@ class EncodingLane:
         elif versions != {self.placed}:
             self.placed = None
         place = self.placed is not None
-        if passes.most == 1 or (is_idle and not others and len(parts) == 1):
+        if passes.most == 1 or (is_idle and not later and len(parts) == 1):
             self._finish(chosen, self._answers(chosen, place))  # in this thread, on all cores
             return
         for part in begun:
@@ -174,16 +172,16 @@ class EncodingLane:
             self.context.share.count(job.tenant, len(job.tokens))
             self.context.start(job)
 
-    def _passes_for(self, jobs: Sequence[Job], others: int) -> int:
+    def _passes_for(self, jobs: Sequence[Job], later: int) -> int:
         """In how many passes at the same time requests are answered: none of them should cost more than it computes.
 
         Args:
             jobs: The requests.
-            others: How many passes there are to run besides.
+            later: How many passes there are to run besides.
         """
         if self.safe_widths.keeps_state:
             return 1
-        return max(1, min(self.context.passes.most - others, len(jobs) * _width(jobs) // self.overhead))
+        return max(1, min(self.context.passes.most - later, len(jobs) * _width(jobs) // self.overhead))
 
     def _answers(self, jobs: list[Job], place: bool) -> tuple[list[Answer | BaseException] | Exception, float]:
         """Answer requests in one pass, after sorting them by delta, or return the error of the pass; and its seconds.
@@ -209,11 +207,14 @@ class EncodingLane:
         answers, seconds = result
         for job in jobs:
             job.in_pass = False
-        speed = (self.overhead + len(jobs) * _width(jobs)) / seconds
-        self.speed = (3 * self.speed + speed) / 4 if math.isfinite(self.speed) else speed
-        if isinstance(answers, Exception):  # each in a pass of its own, so that only the guilty one fails
+        if not isinstance(answers, Exception):
+            speed = (self.overhead + len(jobs) * _width(jobs)) / seconds
+            self.speed = (3 * self.speed + speed) / 4 if math.isfinite(self.speed) else speed
+        elif len(jobs) == 1:
+            answers = [answers]
+        else:  # each in a pass of its own, so that only the guilty one fails
             self.context.passes.wait()
-            answers = [self._alone(job) for job in jobs] if len(jobs) > 1 else [answers]
+            answers = [self._alone(job) for job in jobs]
         for job, answer in zip(jobs, answers, strict=True):
             self.context.finish(job, answer)
 
@@ -294,10 +295,15 @@ def _width(jobs: Sequence[Job]) -> int:
     return int(max(prompts) + max(texts))
 
 
-def _filled(taken: Sequence[Job], similar: Sequence[Job], light: Collection[str], room: float) -> list[Job]:
+LONGER = 2
+"""How many times as long a request of a light tenant makes a pass that it joins, at most."""
+
+
+def _with_light_tenants(taken: Sequence[Job], similar: Sequence[Job], light: Collection[str], room: float) -> list[Job]:
     """Return the requests of a pass: the next one, those of light tenants, and the others of similar length.
 
     A light tenant would otherwise wait for as many passes as there are lengths among the requests before its own.
+    Requests that would make the pass far longer have one of their own nevertheless.
 
     Args:
         taken: The requests that may share a pass, the next one first.
@@ -306,7 +312,8 @@ def _filled(taken: Sequence[Job], similar: Sequence[Job], light: Collection[str]
         room: The most tokens of the pass, padding and prompts included.
     """
     first, *others = taken
-    order = [first, *(job for job in others if job.tenant in light)]
+    longest = LONGER * _width(similar)
+    order = [first, *(job for job in others if job.tenant in light and _width([first, job]) <= longest)]
     order += [job for job in others if job in similar and job not in order]
     chosen: list[Job] = []
     for job in order:

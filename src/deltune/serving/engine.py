@@ -1,7 +1,7 @@
 """`Server`: many deltas on one backbone, in Python without HTTP.
 
-One thread owns the model. It takes requests from the others, attaches deltas between two batches, and gives every
-request its answer, so nothing that concerns the model needs a lock, and nothing process-wide changes. Here are the ways
+One thread owns the model. It takes requests from the others, attaches and detaches deltas while no pass runs, and gives
+every request its answer. Passes of an encoder run in threads of their own, which it starts. Here are the ways
 in, the loop of that thread, and the end. Which requests may wait is in `admission`, which delta is meant in `catalog`,
 how deltas come into memory and go in `lifecycle`, what a batch is in `encoding` and `generation`, and what makes the
 steps of the latter in `runners`.
@@ -553,7 +553,7 @@ class Server:
             self._wake.notify_all()
 
     def _call(self, function: Callable[[], None]) -> None:
-        """Run a function in the engine's thread between two batches, and wait for it."""
+        """Run a function in the engine's thread between two turns, and wait for it."""
         if threading.current_thread() is self._thread:
             function()
             return
@@ -574,7 +574,8 @@ class Server:
         done.result()
 
     def _run(self) -> None:
-        give_way_to_other_threads()
+        if self._backbones.first.device.type == "cpu":
+            give_way_to_other_threads()
         try:
             while True:
                 with self._wake:
@@ -595,15 +596,15 @@ class Server:
             self._end()
 
     def _pending(self) -> bool:
-        now = time.monotonic()
         return bool(
             self._closed or self._calls or self._inbox or self._lifecycle.has_arrivals or self._cancelled
-            or self._passes.any_ended or any(lane.busy and lane.due(now) <= 0 for lane in self._lanes.values())
+            or self._passes.any_ended or self._next_lane() is not None
         )  # fmt: skip
 
     def _idle_time(self) -> float:
         now = time.monotonic()
-        return max(0.0001, min([IDLE, *(lane.due(now) for lane in self._lanes.values() if lane.busy)]))
+        later = [seconds for lane in self._lanes.values() if lane.busy and (seconds := lane.due(now)) > 0]
+        return max(0.0001, min([IDLE, *later]))  # where one is due that waits for a pass, the pass wakes the engine
 
     def _turn(self) -> None:
         """One turn: what has ended or arrived, then a batch of the lane whose tenants were served least."""
@@ -621,6 +622,8 @@ class Server:
             logger.exception("a batch failed beyond repair")
             self._passes.wait()
             lane, self._last_lane = self._last_lane, None
+            if lane is None:
+                return
             self._lanes = {key: other for key, other in self._lanes.items() if other is not lane}
             with self._lock:  # the lane may have lost track of some of them when it failed
                 lost = [job for job in self._jobs if job.lane is lane]
@@ -637,18 +640,31 @@ class Server:
             self._passes.take_results()
             self._last_lane = lane
         lane.advance()
+        while self._passes.are_running and self._may_advance(lane):  # the next turn may be another lane's
+            lane.advance()
+
+    def _may_advance(self, lane: Lane) -> bool:
+        """Whether a lane has something to do now, and a thread for it."""
+        has_thread = not isinstance(lane, EncodingLane) or self._passes.free > 0
+        return lane.busy and has_thread and lane.due(time.monotonic()) <= 0
 
     def _next_lane(self) -> tuple[str, str, str] | None:
         """The lane that has the next batch, of those that are due: the one with the tenant that was served least.
 
         Otherwise a tenant with many deltas that share no batch would have a batch in each turn for each of them. Among
-        lanes of the same tenant it is the one that has waited longest for its turn.
+        lanes of the same tenant it is the one that has waited longest for its turn. It is None also where that lane
+        waits for a thread.
         """
         now = time.monotonic()
         due = {key: lane for key, lane in self._lanes.items() if lane.busy and lane.due(now) <= 0}
-        if len(due) < 2:
-            return next(iter(due), None)
-        return min(due, key=lambda key: min((self._share.order(job.tenant) for job in due[key].jobs()), default=(0, 0)))
+        chosen = next(iter(due), None)
+        if len(due) > 1:
+            orders = {
+                key: min((self._share.order(job.tenant) for job in lane.jobs()), default=(0, 0))
+                for key, lane in due.items()
+            }
+            chosen = min(orders, key=orders.__getitem__)
+        return chosen if chosen is not None and self._may_advance(due[chosen]) else None
 
     def _place(self, job: Job) -> None:
         """Give a request the version of its delta and put it into a queue, or let it wait for its delta."""
@@ -681,6 +697,7 @@ class Server:
         key = (loaded.backbone.head, task, loaded.group)
         if key not in self._lanes:
             if task == "generate":
+                self._passes.wait()  # what the model does with padding is measured in passes of this thread
                 self._lanes[key] = GenerationLane(loaded.backbone, self._options, self._lane_context)
             else:
                 self._lanes[key] = EncodingLane(loaded.backbone, task, self.limits, self._lane_context)
@@ -778,7 +795,8 @@ class Server:
         """Fail what is left, and give the model back."""
         error = EngineClosed("the server was closed before it answered")
         self._passes.wait()
-        self._passes.take_results()
+        with suppress(Exception):  # what failed has no answer, and hears of it below
+            self._passes.take_results()
         with self._lock:
             self._closing = self._closed = True
             left = list(self._jobs)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 LIGHT = 0.125
-"""A tenant is light while at most this share of the mean number of requests waits of it."""
+"""A tenant is light if it has at most this share of the requests that a tenant has waiting on average."""
 
 
 class FairShare:
@@ -119,7 +119,7 @@ class FairQueue(Generic[T]):
             yield from jobs
 
     def light_tenants(self) -> set[str]:
-        """Return the tenants of whom far fewer requests wait than of the others."""
+        """Return the tenants that have far fewer requests waiting than the others."""
         mean = len(self) / max(1, len(self._jobs))
         return {tenant for tenant, jobs in self._jobs.items() if len(jobs) <= LIGHT * mean}
 

@@ -1,4 +1,4 @@
-"""How deltas come into memory, are replaced and go: read in a thread of their own, attached between two batches.
+"""How deltas come into memory, are replaced and go: read in a thread of their own, attached while no pass runs.
 
 A delta is checked before it takes traffic. A new version takes over between two requests, and the old one goes with its
 last request. Of those in memory the one goes first that was not needed for longest; where all are needed, one takes no
