@@ -98,6 +98,7 @@ def test_passes_run_at_the_same_time_and_leave_the_threads_of_others_as_they_wer
             assert notified.acquire(timeout=60)
         assert passes.any_ended and passes.free == 3 and not results, "the thread that began them takes their results"
         passes.take_results()
+        passes.take_results()  # there are no others
         assert sorted(results) == [(0, 2), (1, 2), (2, 2)] and not passes.any_ended
         assert torch.get_num_threads() == threads_of_a_new_thread() == 6
         ended = threading.Event()
@@ -110,12 +111,11 @@ def test_passes_run_at_the_same_time_and_leave_the_threads_of_others_as_they_wer
 
         passes.begin(fail, results.append)
         passes.begin(end_later, results.append)
-        passes.wait()
-        assert ended.is_set(), "the other pass has ended"
         with pytest.raises(RuntimeError, match="a fault"):
-            passes.take_results()
-        passes.take_results()
-        assert results[3:] == [True]
+            passes.wait()
+        assert ended.is_set() and results[3:] == [True], "the other pass has its result nevertheless"
+        passes.wait()
+        assert len(results) == 4
     finally:
         torch.set_num_threads(before)
         passes.close()
@@ -256,10 +256,12 @@ def submit_together(server: Server, requests: list[Request]) -> list[Future[Answ
 
 
 @pytest.fixture
-def slow_pass(monkeypatch: pytest.MonkeyPatch, of: Deltas) -> Iterator[tuple[Server, threading.Event, threading.Event]]:
-    """A server with two threads for passes, of which those with rows of d0 wait for an event; and whether one waits."""
+def slow_pass(
+    monkeypatch: pytest.MonkeyPatch, of: Deltas
+) -> Iterator[tuple[Server, threading.Event, dict[str, threading.Event]]]:
+    """A server with two threads for passes, whether one waits, and for what those with rows of a delta wait."""
     monkeypatch.setitem(PASS_OVERHEAD, "cpu", 4)
-    waits, go_on = threading.Event(), threading.Event()
+    waits, go_on = threading.Event(), {"d0": threading.Event()}
     with Server(of.model(), deltas=of.folder, max_concurrent_passes=2, max_batch_size=1, max_wait=0.0) as server:
         for length in (4, 10):  # their lengths are known then
             for name in ("d0", "d2", "d3"):
@@ -268,14 +270,15 @@ def slow_pass(monkeypatch: pytest.MonkeyPatch, of: Deltas) -> Iterator[tuple[Ser
         run = backbone.run
 
         def gated(rows: Any, *arguments: Any, **options: Any) -> Any:
-            if any(row.name == "d0" for row in rows):
+            for name in go_on.keys() & {row.name for row in rows}:
                 waits.set()
-                assert go_on.wait(60)
+                assert go_on[name].wait(60)
             return run(rows, *arguments, **options)
 
         backbone.run = gated
         yield server, waits, go_on
-        go_on.set()
+        for event in go_on.values():
+            event.set()
 
 
 def test_a_thread_whose_pass_has_ended_gets_the_next_one(of: Deltas, slow_pass: Any) -> None:
@@ -285,8 +288,25 @@ def test_a_thread_whose_pass_has_ended_gets_the_next_one(of: Deltas, slow_pass: 
     slow_future, *futures = submit_together(server, [slow, *quick])
     answers = [future.result(60) for future in futures]
     assert not slow_future.done()
-    go_on.set()
+    go_on["d0"].set()
     check(of, [slow, *quick], [slow_future.result(60), *answers])
+
+
+def test_an_answer_does_not_wait_for_the_passes_that_its_delta_waits_for(of: Deltas, slow_pass: Any) -> None:
+    """A version that leaves the model waits for all passes, and the last request that needed it does not."""
+    server, waits, go_on = slow_pass
+    go_on["d2"] = threading.Event()
+    slow, last = ask("classify", 10, 0, "d0"), ask("classify", 10, 3, "d2")
+    slow_future, future = submit_together(server, [slow, last])
+    assert waits.wait(60)
+    wait_until(lambda: not server._passes.free)
+    server.unload("d2")
+    go_on["d2"].set()
+    check(of, [last], [future.result(60)])
+    assert not slow_future.done()
+    go_on["d0"].set()
+    check(of, [slow], [slow_future.result(60)])
+    wait_until(lambda: not server._lifecycle.retired)
 
 
 def test_a_request_that_is_cancelled_in_its_pass_and_a_delta_that_is_taken_out_meanwhile(
@@ -302,8 +322,8 @@ def test_a_request_that_is_cancelled_in_its_pass_and_a_delta_that_is_taken_out_m
     check(of, [beside, beside], [other.result(60), server.submit(beside).result(60)])
     server.unload("d0")
     assert set(server._backbones.first.handle.names) == names, "the pass needs it"
-    go_on.set()
-    wait_until(lambda: not server._jobs)
+    go_on["d0"].set()
+    wait_until(lambda: not server._jobs and not server._lifecycle.retired)
     assert len(server._backbones.first.handle.names) == len(names) - 1
     assert not server.stats().running and server.stats().finished["d0"] == 2, "as often as it was warmed up"
     assert server.load("d0").loaded
@@ -351,7 +371,7 @@ def test_a_server_that_closes_waits_for_the_passes_that_run(of: Deltas, slow_pas
     closing.start()
     closing.join(0.2)
     assert closing.is_alive()
-    go_on.set()
+    go_on["d0"].set()
     closing.join(60)
     assert not closing.is_alive()
     check(of, slow, [future.result(60) for future in futures])

@@ -208,8 +208,8 @@ def test_a_tenant_that_comes_back_is_next() -> None:
     assert queue.pop().tenant == "light"
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 50)), min_size=1, max_size=60))
-def test_tenants_that_wait_are_served_alike(arrivals: list[tuple[str, int]]) -> None:
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 50)), min_size=1, max_size=60), st.integers(1, 40))
+def test_tenants_that_wait_are_served_alike(arrivals: list[tuple[str, int]], number: int) -> None:
     """As long as two tenants have requests, the tokens that they were served differ by less than two requests."""
     share = FairShare()
     queue = FairQueue(share)
@@ -220,10 +220,14 @@ def test_tenants_that_wait_are_served_alike(arrivals: list[tuple[str, int]]) -> 
     largest = max(tokens for _, tokens in arrivals)
     order: dict[str, list[int]] = {tenant: [] for tenant in waiting}
     assert len(queue) == len(arrivals)
+    foreseen = queue.first(number, lambda job: len(job.tokens))
+    assert len(foreseen) == min(number, len(arrivals))
+    assert len(queue) == len(arrivals) and not any(share.of(tenant) for tenant in waiting), "nothing has changed"
     while len(queue):
         next_job = queue.peek()
         taken = queue.pop()
         assert taken is next_job
+        assert not foreseen or taken is foreseen.pop(0)
         share.charge(taken.tenant, len(taken.tokens))
         order[taken.tenant].append(len(taken.tokens))
         waiting[taken.tenant] -= 1
@@ -299,15 +303,6 @@ def test_who_waits_for_a_delta_pulls_nobody_down(monkeypatch: pytest.MonkeyPatch
         assert server._share.of("new") == server._share.of("served") + 6
         opened.set()
         waits.result(60)
-
-
-def test_what_goes_back_to_the_queue_is_no_usage() -> None:
-    share = FairShare()
-    share.take_usage()
-    share.reserve("a", 50)
-    share.reserve("a", -30)
-    share.count("a", 20)
-    assert share.of("a") == 20 and share.take_usage() == {"a": 20}
 
 
 def test_the_server_is_public() -> None:

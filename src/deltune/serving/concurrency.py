@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -145,22 +145,35 @@ class ConcurrentPasses:
         self._running[future] = on_result
         future.add_done_callback(lambda _: self._notify())
 
-    def wait(self) -> None:
-        """Wait until no pass runs. `take_results` still has to be called."""
-        wait(self._running)
-
     def take_results(self) -> None:
         """Call `on_result` of the passes that have ended.
 
         Raises:
             Exception: What one of them, or its `on_result`, has raised.
         """
+        self._take_results(wait_for_all=False)
+
+    def wait(self) -> None:
+        """Wait until no pass runs, and call `on_result` of each as soon as it has ended.
+
+        Raises:
+            Exception: What one of them, or its `on_result`, has raised.
+        """
+        self._take_results(wait_for_all=True)
+
+    def _take_results(self, wait_for_all: bool) -> None:
         errors = []
-        for future in [future for future in self._running if future.done()]:
-            try:
-                self._running.pop(future)(future.result())
-            except Exception as error:  # the others have their results nevertheless
-                errors.append(error)
+        while self._running:
+            ended = next((future for future in self._running if future.done()), None)
+            if ended is not None:
+                try:
+                    self._running.pop(ended)(ended.result())  # which may itself wait for the others
+                except Exception as error:  # the others have their results nevertheless
+                    errors.append(error)
+            elif wait_for_all:
+                wait(self._running, return_when=FIRST_COMPLETED)
+            else:
+                break
         if errors:
             raise errors[0]
 

@@ -120,56 +120,40 @@ class EncodingLane:
         all cores, and passes of lengths whose effect on the model is not known yet.
         """
         passes = self.context.passes
-        is_idle = not passes.are_running
-        light = self.queue.light_tenants()
-        taken = self._take()
+        waiting = self.queue.first(self.limits.rows, lambda job: len(job.tokens))
         room = min(self.limits.tokens, self.speed * self.limits.pass_seconds - self.overhead)
-        split = split_by_length(taken, _lengths, self.overhead, room)
-        (similar,) = (part for part in split if taken[0] in part)
-        chosen = _with_light_tenants(taken, similar, light, room)
-        later = (len(split) - 1 if len(chosen) < len(taken) else 0) + (len(self.queue) > 0)
+        split = split_by_length(waiting, _lengths, self.overhead, room)
+        (similar,) = (part for part in split if waiting[0] in part)
+        chosen = _with_light_tenants(waiting, similar, self.queue.light_tenants(), room)
+        later = (len(split) - 1 if len(chosen) < len(waiting) else 0) + (len(self.queue) > len(waiting))
         parts = split_evenly(chosen, _lengths, self._passes_for(chosen, later))
-        parts.sort(key=lambda part: taken[0] not in part)
-        if not all(self.safe_widths.includes(_width(part)) for part in parts):
-            self._start(chosen, taken)
+        parts.sort(key=lambda part: waiting[0] not in part)
+        is_safe = all(self.safe_widths.includes(_width(part)) for part in parts)
+        if not is_safe:
             passes.wait()
-            passes.take_results()
-            for part in parts:  # one after the other
-                self._finish(part, self._answers(part, place=len({job.version for job in part}) == 1))
-            return
-        begun = parts[: passes.free]
-        self._start([job for part in begun for job in part], taken)
-        versions = {job.version for job in taken}
+        is_idle = not passes.are_running
+        begun = parts[: passes.free] if is_safe else parts
+        self._start([job for part in begun for job in part])
+        versions = {job.version for job in waiting}
         if is_idle:
             self.placed = next(iter(versions)) if len(versions) == 1 else None
         elif versions != {self.placed}:
             self.placed = None
         place = self.placed is not None
-        if passes.most == 1 or (is_idle and not later and len(parts) == 1):
-            self._finish(chosen, self._answers(chosen, place))  # in this thread, on all cores
+        if not is_safe or passes.most == 1 or (is_idle and not later and len(parts) == 1):
+            for part in begun:  # one after the other, in this thread, on all cores
+                self._finish(part, self._answers(part, place))
             return
         for part in begun:
             for job in part:
                 job.in_pass = True
             passes.begin(partial(self._answers, part, place), partial(self._finish, part))
 
-    def _take(self) -> list[Job]:
-        """Take the requests that may share a pass with the next one out of the queue, the next one first."""
-        jobs: list[Job] = []
-        while (job := self.queue.peek()) is not None and len(jobs) < self.limits.rows:
-            self.queue.remove(job)
-            self.context.share.reserve(job.tenant, len(job.tokens))
-            jobs.append(job)
-        return jobs
-
-    def _start(self, jobs: Sequence[Job], taken: Sequence[Job]) -> None:
-        """Note that requests are answered now, and put the others that were taken back into the queue."""
-        for job in reversed(taken):
-            if job not in jobs:
-                self.context.share.reserve(job.tenant, -len(job.tokens))
-                self.queue.push(job, first=True)
+    def _start(self, jobs: Sequence[Job]) -> None:
+        """Take requests out of the queue, and note that they are answered now."""
         for job in jobs:
-            self.context.share.count(job.tenant, len(job.tokens))
+            self.queue.remove(job)
+            self.context.share.charge(job.tenant, len(job.tokens))
             self.context.start(job)
 
     def _passes_for(self, jobs: Sequence[Job], later: int) -> int:
@@ -299,19 +283,21 @@ LONGER = 2
 """How many times as long a request of a light tenant makes a pass that it joins, at most."""
 
 
-def _with_light_tenants(taken: Sequence[Job], similar: Sequence[Job], light: Collection[str], room: float) -> list[Job]:
+def _with_light_tenants(
+    waiting: Sequence[Job], similar: Sequence[Job], light: Collection[str], room: float
+) -> list[Job]:
     """Return the requests of a pass: the next one, those of light tenants, and the others of similar length.
 
     A light tenant would otherwise wait for as many passes as there are lengths among the requests before its own.
     Requests that would make the pass far longer have one of their own nevertheless.
 
     Args:
-        taken: The requests that may share a pass, the next one first.
+        waiting: The requests that may share a pass, the next one first.
         similar: Those of similar length as the next one.
         light: The tenants that have few requests.
         room: The most tokens of the pass, padding and prompts included.
     """
-    first, *others = taken
+    first, *others = waiting
     longest = LONGER * _width(similar)
     order = [first, *(job for job in others if job.tenant in light and _width([first, job]) <= longest)]
     order += [job for job in others if job in similar and job not in order]

@@ -620,15 +620,21 @@ class Server:
             self._passes.take_results()  # after the threads that they leave have the next passes
         except Exception as error:
             logger.exception("a batch failed beyond repair")
+            self._give_up_lane(error)
+        self._lifecycle.drop_unneeded()  # after all answers that are ready
+
+    def _give_up_lane(self, error: Exception) -> None:
+        """Fail the requests of the lane that had the last turn."""
+        with suppress(Exception):  # one failure is enough to report
             self._passes.wait()
-            lane, self._last_lane = self._last_lane, None
-            if lane is None:
-                return
-            self._lanes = {key: other for key, other in self._lanes.items() if other is not lane}
-            with self._lock:  # the lane may have lost track of some of them when it failed
-                lost = [job for job in self._jobs if job.lane is lane]
-            for job in lost:
-                self._finish(job, DeltuneError(f"the engine failed: {error_summary(error)}"))
+        lane, self._last_lane = self._last_lane, None
+        if lane is None:
+            return
+        self._lanes = {key: other for key, other in self._lanes.items() if other is not lane}
+        with self._lock:  # the lane may have lost track of some of them when it failed
+            lost = [job for job in self._jobs if job.lane is lane]
+        for job in lost:
+            self._finish(job, DeltuneError(f"the engine failed: {error_summary(error)}"))
 
     def _advance(self) -> None:
         """Let the next lane begin passes or make a step, if one is due."""
@@ -637,16 +643,19 @@ class Server:
         lane = self._lanes[key] = self._lanes.pop(key)
         if lane is not self._last_lane:  # the passes of two lanes may need different tensors in the model
             self._passes.wait()
-            self._passes.take_results()
             self._last_lane = lane
         lane.advance()
-        while self._passes.are_running and self._may_advance(lane):  # the next turn may be another lane's
+        # where no pass runs, the next turn may be another lane's
+        while self._passes.are_running and self._is_due(lane) and self._has_thread(lane):
             lane.advance()
 
-    def _may_advance(self, lane: Lane) -> bool:
-        """Whether a lane has something to do now, and a thread for it."""
-        has_thread = not isinstance(lane, EncodingLane) or self._passes.free > 0
-        return lane.busy and has_thread and lane.due(time.monotonic()) <= 0
+    def _is_due(self, lane: Lane) -> bool:
+        """Whether a lane has something to do now."""
+        return lane.busy and lane.due(time.monotonic()) <= 0
+
+    def _has_thread(self, lane: Lane) -> bool:
+        """Whether a lane need not wait for a pass that runs."""
+        return not isinstance(lane, EncodingLane) or self._passes.free > 0
 
     def _next_lane(self) -> tuple[str, str, str] | None:
         """The lane that has the next batch, of those that are due: the one with the tenant that was served least.
@@ -655,8 +664,7 @@ class Server:
         lanes of the same tenant it is the one that has waited longest for its turn. It is None also where that lane
         waits for a thread.
         """
-        now = time.monotonic()
-        due = {key: lane for key, lane in self._lanes.items() if lane.busy and lane.due(now) <= 0}
+        due = {key: lane for key, lane in self._lanes.items() if self._is_due(lane)}
         chosen = next(iter(due), None)
         if len(due) > 1:
             orders = {
@@ -664,7 +672,7 @@ class Server:
                 for key, lane in due.items()
             }
             chosen = min(orders, key=orders.__getitem__)
-        return chosen if chosen is not None and self._may_advance(due[chosen]) else None
+        return chosen if chosen is not None and self._has_thread(due[chosen]) else None
 
     def _place(self, job: Job) -> None:
         """Give a request the version of its delta and put it into a queue, or let it wait for its delta."""
@@ -794,9 +802,8 @@ class Server:
     def _end(self) -> None:
         """Fail what is left, and give the model back."""
         error = EngineClosed("the server was closed before it answered")
-        self._passes.wait()
         with suppress(Exception):  # what failed has no answer, and hears of it below
-            self._passes.take_results()
+            self._passes.wait()
         with self._lock:
             self._closing = self._closed = True
             left = list(self._jobs)

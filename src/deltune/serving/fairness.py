@@ -9,6 +9,7 @@ served, or where the last one of them was when it left.
 
 from __future__ import annotations
 
+import heapq
 import threading
 import time
 from collections import Counter, deque
@@ -53,15 +54,7 @@ class FairShare:
 
     def charge(self, tenant: str, tokens: float) -> None:
         """Add tokens that are computed for a tenant to its counter, and to its usage."""
-        self.reserve(tenant, tokens)
-        self.count(tenant, tokens)
-
-    def reserve(self, tenant: str, tokens: float) -> None:
-        """Add tokens that may be computed for a tenant to its counter."""
         self.served[tenant] = self.served.get(tenant, 0.0) + tokens
-
-    def count(self, tenant: str, tokens: float) -> None:
-        """Add tokens that are computed for a tenant to its usage."""
         with self._lock:
             if self._usage is not None:
                 self._usage[tenant] += round(tokens)
@@ -144,6 +137,29 @@ class FairQueue(Generic[T]):
             default=None,
         )
         return None if tenant is None else self._jobs[tenant][0]
+
+    def first(self, number: int, cost: Callable[[T], float]) -> list[T]:
+        """Return the next requests, and leave them in the queue.
+
+        Args:
+            number: How many, at most.
+            cost: Returns the tokens of a request, by which the counter of its tenant is taken to grow before the next.
+        """
+        heads = [
+            (*self.share.order(tenant), jobs[0].submitted, place, 0, jobs)
+            for place, (tenant, jobs) in enumerate(self._jobs.items())
+        ]
+        heapq.heapify(heads)
+        chosen: list[T] = []
+        while heads and len(chosen) < number:
+            served, present, _, place, at, jobs = heads[0]
+            chosen.append(jobs[at])
+            if at + 1 < len(jobs):
+                following = served + cost(jobs[at]), present, jobs[at + 1].submitted, place, at + 1, jobs
+                heapq.heapreplace(heads, following)
+            else:
+                heapq.heappop(heads)
+        return chosen
 
     def heads(self) -> list[T]:
         """Return the next request of each tenant, and leave them in the queue."""

@@ -73,7 +73,7 @@ class LifecycleContext:
         call: Runs a function in the engine's thread and waits for it.
         place: Is called with requests that have waited for a delta which is in memory now.
         finish: Is called with requests that have waited for a delta which does not come, and the reason.
-        wait_for_passes: Returns when no pass of a model runs in another thread.
+        wait_for_passes: Returns when no pass of a model runs in another thread; answers go out meanwhile.
         detached: Is called with a version before it is detached.
         forgotten: Is called after a delta was taken out or its folder has gone.
     """
@@ -554,15 +554,16 @@ class Lifecycle:
         """
         loaded.users -= 1
         loaded.last_used = time.monotonic()
-        self._keep_within_bytes()
-        if loaded.retired and not loaded.users:
+
+    def drop_unneeded(self) -> None:
+        """Detach the versions that were replaced and that no request needs any more, and keep memory within bounds."""
+        for loaded in [loaded for loaded in self.retired if not loaded.users]:
             self.retired.discard(loaded)
             self._detach(loaded)
-        elif not loaded.users and self._arrivals:
-            with self.context.wake:
-                self.context.wake.notify_all()
+        self._keep_within_bytes()
 
     def _detach(self, loaded: LoadedDelta) -> None:
+        self.context.wait_for_passes()
         self.context.detached(loaded)
         try:
             loaded.backbone.detach(loaded)
