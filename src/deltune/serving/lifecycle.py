@@ -24,7 +24,7 @@ from .concurrency import thread_pool
 from .errors import EngineClosed, NameTaken, RequestTimeout, UnknownDelta, refusal
 from .fairness import FairShare
 from .jobs import Job
-from .registry import Signature, check_delta_name, read_facts, signature
+from .registry import FolderFacts, Signature, check_delta_name, read_facts, signature
 from .requests import DeltaInfo
 
 logger = logging.getLogger(__name__)
@@ -266,8 +266,10 @@ class Lifecycle:
         try:
             if not again and entry.error and seen == entry.refused:
                 return entry.refusal
-            facts = read_facts(folder)
-            self.backbones.check(facts, folder)
+            facts = None if again else self._known_facts(entry, folder, seen)
+            if facts is None:
+                facts = read_facts(folder)
+                self.backbones.check(facts, folder)
             backbone = self.backbones.for_head(self.backbones.head_of(facts))
             return backbone.prepare(entry.name, folder, facts, seen)
         except DeltuneError as error:
@@ -275,6 +277,11 @@ class Lifecycle:
         except Exception as error:
             logger.exception("delta %r cannot be read", entry.name)
             return DeltuneError(f"delta {entry.name!r} cannot be read: {error_summary(error)}")
+
+    def _known_facts(self, entry: Entry, folder: Path, seen: Signature) -> FolderFacts | None:
+        """Return what the files of a delta have said and was checked, unless they have changed since."""
+        with self.context.wake:
+            return entry.facts if entry.folder == folder and entry.seen == seen else None
 
     def refuse_loads(self, error: DeltuneError) -> None:
         """Fail the calls of `load` and `refresh` that wait, and all later ones; deltas still come for requests.

@@ -64,13 +64,19 @@ def load_server(config: ServeConfig) -> Server:
     )
 
 
+GC_THRESHOLD = 20_000
+"""New objects after which garbage is collected, in place of Python's 700: loading one delta makes thousands."""
+
+
 def freeze_start_up() -> None:
     """Leave all objects that exist by now out of garbage collections, in a process that does nothing but serve.
 
-    They stay until it ends, and walking through them stops all requests for up to 200 ms each time.
+    They stay until it ends, and walking through them stops all requests for up to 200 ms each time. Collections of
+    newer objects become rarer; with Python's own threshold they take 7% of the time in which a delta is loaded.
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(GC_THRESHOLD)
 
 
 OF_ONE_DELTA = ("delta.json", "spec.yaml", "adapter_config.json")
