@@ -37,7 +37,7 @@ from deltune.serving.concurrency import release_worker_threads
 from deltune.serving.encoding import EncodingLane
 from deltune.serving.engine import Server
 from deltune.serving.errors import QueueFull
-from deltune.serving.loading import freeze_start_up
+from deltune.serving.loading import tune_garbage_collection
 from deltune.serving.requests import Answer, Request, Sampling
 from deltune.timing import time_interleaved
 
@@ -272,7 +272,7 @@ def shared(shape: Shape, seconds: float = 60.0, tenants: int = 4) -> list[Row]:
     options = {"max_queue_per_tenant": 256}
     with tempfile.TemporaryDirectory() as folder, served(shape, saved(shape, Path(folder)), **options) as server:
         all_at_once(server, requests)
-        freeze_start_up()  # as `deltune serve` does
+        tune_garbage_collection()  # as `deltune serve` does
         began = time.perf_counter()
         all_at_once(server, requests)
         share = len(requests) / (time.perf_counter() - began) / tenants
@@ -315,7 +315,7 @@ def stored(shape: Shape, deltas: int = 1000, loaded: int = 64, number: int = 200
         began = time.perf_counter()
         bounds = {"max_loaded": loaded, "max_queue": 100_000, "max_queue_per_tenant": 100_000}
         with Server(build(shape), deltas=root, **bounds) as server:
-            freeze_start_up()  # as `deltune serve` does
+            tune_garbage_collection()  # as `deltune serve` does
             server.submit(Request("classify", tokens=(5, 6), delta="d0")).result()
             first = time.perf_counter() - began
             weights = [1 / (rank + 1) for rank in range(deltas)]

@@ -157,6 +157,8 @@ class ServeProcess:
             self.process.kill()
         self.process.wait(30)
         self._reader.join(10)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
 
     def _read(self) -> None:
         assert self.process.stderr is not None

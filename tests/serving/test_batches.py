@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
@@ -17,10 +20,11 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deltune.errors import DeltuneError
 from deltune.serving.concurrency import ConcurrentPasses, SafeWidths, _openmp_libraries, release_worker_threads
 from deltune.serving.encoding import PASS_OVERHEAD, EncodingLane, split_by_length, split_evenly
 from deltune.serving.engine import Server
-from deltune.serving.errors import InvalidRequest
+from deltune.serving.errors import InvalidRequest, UnknownDelta
 from deltune.serving.requests import Answer, Request
 
 from .served import wait_until
@@ -255,74 +259,157 @@ def submit_together(server: Server, requests: list[Request]) -> list[Future[Answ
     return futures
 
 
-@pytest.fixture
-def slow_pass(
-    monkeypatch: pytest.MonkeyPatch, of: Deltas
-) -> Iterator[tuple[Server, threading.Event, dict[str, threading.Event]]]:
-    """A server with two threads for passes, whether one waits, and for what those with rows of a delta wait."""
-    monkeypatch.setitem(PASS_OVERHEAD, "cpu", 4)
-    waits, go_on = threading.Event(), {"d0": threading.Event()}
-    with Server(of.model(), deltas=of.folder, max_concurrent_passes=2, max_batch_size=1, max_wait=0.0) as server:
+class HeldPasses:
+    """Passes in threads of their own with rows of some deltas, which wait until they may go on.
+
+    Args:
+        server: A server that has answered nothing yet.
+        names: The deltas.
+    """
+
+    def __init__(self, server: Server, *names: str) -> None:
         for length in (4, 10):  # their lengths are known then
             for name in ("d0", "d2", "d3"):
                 server.submit(ask("classify", length, 1, name)).result(60)
+        self.waits = threading.Event()
+        self.go_on = {name: threading.Event() for name in names}
         backbone: Any = server._backbones.first
         run = backbone.run
 
-        def gated(rows: Any, *arguments: Any, **options: Any) -> Any:
-            for name in go_on.keys() & {row.name for row in rows}:
-                waits.set()
-                assert go_on[name].wait(60)
+        def held(rows: Any, *arguments: Any, **options: Any) -> Any:
+            for name in self.go_on.keys() & {row.name for row in rows}:
+                self.waits.set()
+                assert self.go_on[name].wait(60)
             return run(rows, *arguments, **options)
 
-        backbone.run = gated
-        yield server, waits, go_on
-        for event in go_on.values():
+        backbone.run = held
+
+    def release(self) -> None:
+        """Let all of them go on."""
+        for event in self.go_on.values():
             event.set()
 
 
+@pytest.fixture
+def two_threads(monkeypatch: pytest.MonkeyPatch, of: Deltas) -> Iterator[Callable[..., Server]]:
+    """Makes a server with two threads for passes of one row each."""
+    monkeypatch.setitem(PASS_OVERHEAD, "cpu", 4)
+    with contextlib.ExitStack() as stack:
+
+        def make(**options: Any) -> Server:
+            bounds = {"max_concurrent_passes": 2, "max_batch_size": 1, "max_wait": 0.0, **options}
+            return stack.enter_context(Server(of.model(), deltas=of.folder, **bounds))
+
+        yield make
+
+
+@pytest.fixture
+def slow_pass(two_threads: Callable[..., Server]) -> Iterator[tuple[Server, HeldPasses]]:
+    """A server with two threads for passes, of which those of d0 wait."""
+    server = two_threads()
+    held = HeldPasses(server, "d0")
+    yield server, held
+    held.release()
+
+
 def test_a_thread_whose_pass_has_ended_gets_the_next_one(of: Deltas, slow_pass: Any) -> None:
-    server, _, go_on = slow_pass
+    server, held = slow_pass
     slow = ask("classify", 10, 0, "d0")
     quick = [ask("classify", 10, n, name) for n in range(6) for name in ("d2", "d3", None)]
     slow_future, *futures = submit_together(server, [slow, *quick])
     answers = [future.result(60) for future in futures]
     assert not slow_future.done()
-    go_on["d0"].set()
+    held.release()
     check(of, [slow, *quick], [slow_future.result(60), *answers])
 
 
 def test_an_answer_does_not_wait_for_the_passes_that_its_delta_waits_for(of: Deltas, slow_pass: Any) -> None:
     """A version that leaves the model waits for all passes, and the last request that needed it does not."""
-    server, waits, go_on = slow_pass
-    go_on["d2"] = threading.Event()
+    server, held = slow_pass
+    held.go_on["d2"] = threading.Event()
     slow, last = ask("classify", 10, 0, "d0"), ask("classify", 10, 3, "d2")
     slow_future, future = submit_together(server, [slow, last])
-    assert waits.wait(60)
+    assert held.waits.wait(60)
     wait_until(lambda: not server._passes.free)
     server.unload("d2")
-    go_on["d2"].set()
+    held.go_on["d2"].set()
     check(of, [last], [future.result(60)])
     assert not slow_future.done()
-    go_on["d0"].set()
+    held.release()
     check(of, [slow], [slow_future.result(60)])
     wait_until(lambda: not server._lifecycle.retired)
+
+
+def test_a_delta_that_a_callback_takes_out_stays_out(of: Deltas, two_threads: Callable[..., Server]) -> None:
+    """The callback runs in the engine's thread while that waits for the pass, in order to attach the delta."""
+    server = two_threads(max_loaded=2)
+    held = HeldPasses(server, "d0")
+    slow = ask("classify", 10, 0, "d0")
+    future, _ = submit_together(server, [slow, slow])
+    assert held.waits.wait(60)
+    future.add_done_callback(lambda _: server.unload("d4"))
+    waiting = server.submit(ask("classify", 4, 1, "d4"))
+    wait_until(lambda: server._lifecycle._arrivals or not server._passes.free)
+    held.release()
+    check(of, [slow], [future.result(60)])
+    with pytest.raises(UnknownDelta, match="unloaded"):
+        waiting.result(60)
+    assert "d4" not in {delta.name for delta in server.deltas()} and server.unloaded() == ["d4"]
+    assert "d4" not in {loaded.name for loaded in server._lifecycle.in_memory()}
+
+
+@pytest.mark.parametrize("max_loaded", [2, None])
+def test_a_lane_that_fails_while_a_delta_is_loaded_fails_alone(
+    of: Deltas, two_threads: Callable[..., Server], max_loaded: int | None
+) -> None:
+    server = two_threads(max_loaded=max_loaded)
+    held = HeldPasses(server, "d0")
+    slow = ask("classify", 10, 0, "d0")
+    lost = submit_together(server, [slow, slow])
+    assert held.waits.wait(60)
+    wait_until(lambda: not server._passes.free)
+
+    def fail(_: object) -> None:
+        raise RuntimeError("a broken result")
+
+    server._passes._running = dict.fromkeys(server._passes._running, fail)
+    other = ask("classify", 4, 1, "d4")
+    future = server.submit(other)
+    held.release()
+    for one in lost:
+        with pytest.raises(DeltuneError, match=r"the engine failed: .*a broken result"):
+            one.result(60)
+    check(of, [other, slow], [future.result(60), server.submit(slow).result(60)])
+    wait_until(lambda: len(server._backbones.first.handle.names) == len(server._lifecycle.in_memory()))
+
+
+def test_an_answered_request_is_freed_without_the_garbage_collector(of: Deltas) -> None:
+    with Server(of.model(), deltas=of.folder, max_wait=0.0) as server:
+        gc.disable()
+        try:
+            job = server._submit(ask("classify", 4, 1, "d2"), None)
+            reference, future = weakref.ref(job), job.future
+            del job
+            future.result(60)
+            wait_until(lambda: reference() is None)
+        finally:
+            gc.enable()
 
 
 def test_a_request_that_is_cancelled_in_its_pass_and_a_delta_that_is_taken_out_meanwhile(
     of: Deltas, slow_pass: Any
 ) -> None:
     """The pass goes on with its delta, which goes when the pass has ended; nobody else hears of it."""
-    server, waits, go_on = slow_pass
+    server, held = slow_pass
     slow, beside = ask("classify", 10, 0, "d0"), ask("classify", 10, 3, "d2")
     future, other = submit_together(server, [slow, beside])
-    assert waits.wait(60)
+    assert held.waits.wait(60)
     names = set(server._backbones.first.handle.names)
     assert future.cancel()
     check(of, [beside, beside], [other.result(60), server.submit(beside).result(60)])
     server.unload("d0")
     assert set(server._backbones.first.handle.names) == names, "the pass needs it"
-    go_on["d0"].set()
+    held.release()
     wait_until(lambda: not server._jobs and not server._lifecycle.retired)
     assert len(server._backbones.first.handle.names) == len(names) - 1
     assert not server.stats().running and server.stats().finished["d0"] == 2, "as often as it was warmed up"
@@ -363,15 +450,15 @@ def test_a_pass_that_fails_says_nothing_about_the_speed(of: Deltas) -> None:
 
 
 def test_a_server_that_closes_waits_for_the_passes_that_run(of: Deltas, slow_pass: Any) -> None:
-    server, waits, go_on = slow_pass
+    server, held = slow_pass
     slow = [ask("classify", 10, n, "d0") for n in range(2)]
     futures = [server.submit(request) for request in slow]
-    assert waits.wait(60)
+    assert held.waits.wait(60)
     closing = threading.Thread(target=server.close, args=(0.0,))
     closing.start()
     closing.join(0.2)
     assert closing.is_alive()
-    go_on["d0"].set()
+    held.release()
     closing.join(60)
     assert not closing.is_alive()
     check(of, slow, [future.result(60) for future in futures])

@@ -220,7 +220,7 @@ def test_tenants_that_wait_are_served_alike(arrivals: list[tuple[str, int]], num
     largest = max(tokens for _, tokens in arrivals)
     order: dict[str, list[int]] = {tenant: [] for tenant in waiting}
     assert len(queue) == len(arrivals)
-    foreseen = queue.first(number, lambda job: len(job.tokens))
+    foreseen = queue.next_jobs(number, lambda job: len(job.tokens))
     assert len(foreseen) == min(number, len(arrivals))
     assert len(queue) == len(arrivals) and not any(share.of(tenant) for tenant in waiting), "nothing has changed"
     while len(queue):

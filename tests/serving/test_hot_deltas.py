@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -62,7 +63,8 @@ def test_a_delta_comes_and_goes_under_vllms_names(changeable: tuple[Served, Path
     assert server.post("/v1/load_lora_adapter", {**body, "load_inplace": True}).status_code == 200
     gone = server.post("/v1/unload_lora_adapter", {"lora_name": "later"})
     assert gone.status_code == 200 and gone.text == "Success: LoRA adapter 'later' removed successfully."
-    assert server.post("/v1/completions", {"model": "later", **ASK}).status_code == 404
+    unknown = server.post("/v1/completions", {"model": "later", **ASK})
+    assert unknown.status_code == 404 and "unknown model 'later'" in unknown.text
     assert server.post("/v1/unload_lora_adapter", {"lora_name": "later"}).status_code == 404
     assert (folder / "later" / "delta.json").exists(), "its files stay"
 
@@ -104,6 +106,50 @@ def test_a_new_version_takes_over_and_a_bad_one_does_not(
     assert refused.status_code == 400 and str(folder) not in refused.text, refused.text
     assert probabilities(server, "changing") == pytest.approx(after, abs=1e-6), "the old one goes on"
     assert server.delete("/v1/deltas/changing").json() == {"name": "changing", "deleted": True}
+
+
+def test_a_relative_folder_of_deltas_is_hidden_and_nothing_else(
+    decoder: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name is a word in the paths of the API, and may be one in a name."""
+    model, deltas = decoder
+    shutil.copytree(deltas, tmp_path / "deltas")
+    monkeypatch.chdir(tmp_path)
+    with served(model=str(model), deltas="deltas", served_name="base", watch=0, log="off") as server:
+        message = server.post("/v1/refresh", {}).json()["error"]["message"]
+        assert message.startswith("unknown path '/v1/refresh'. Did you mean '/v1/deltas/refresh'?")
+        message = server.post("/v1/completions", {"model": "deltas/mood", **ASK}).json()["error"]["message"]
+        assert message.startswith("unknown model 'deltas/mood'. Did you mean 'mood'?")
+        message = server.post("/v1/deltas", {"name": "x", "folder": "deltas/mood"}).json()["error"]["message"]
+        assert message.startswith("'deltas/mood' is not a folder below the server's folder of deltas")
+        truncated(tmp_path / "deltas" / "mood", model)
+        refused = server.post("/v1/deltas", {"name": "mood"})
+        assert "mood/delta.safetensors" in refused.text and str(tmp_path) not in refused.text
+        assert server.get("/v1/deltas/mood").json()["folder"] == "mood"
+
+
+def test_a_folder_with_the_name_of_the_base_model_is_ignored_with_the_reason(
+    changeable: tuple[Served, Path, Path],
+) -> None:
+    server, folder, _ = changeable
+    shutil.copytree(folder / "mood", folder / "base")
+    ignored = {one["folder"]: one["error"] for one in server.post("/v1/deltas/refresh", {}).json()["ignored"]}
+    assert "the base model has this name" in ignored["base"]
+    assert "the base model has this name" in server.get("/v1/deltas/base").json()["error"]["message"]
+    shutil.rmtree(folder / "base")
+    assert "base" not in {one["folder"] for one in server.post("/v1/deltas/refresh", {}).json()["ignored"]}
+
+
+def test_an_adapter_of_peft_without_a_task_type_is_asked_what_its_model_is_asked(
+    changeable: tuple[Served, Path, Path],
+) -> None:
+    """PEFT then writes the class of the model."""
+    server, folder, source = changeable
+    config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
+    peft.get_peft_model(load_model(str(source), "causal-lm"), config).save_pretrained(folder / "untyped")
+    assert json.loads((folder / "untyped" / "adapter_config.json").read_text())["task_type"] is None
+    assert server.post("/v1/deltas", {"name": "untyped"}).json()["tasks"] == ["generate", "embed"]
+    assert probabilities(server, "untyped") != pytest.approx(probabilities(server, "base"), abs=1e-3)
 
 
 def test_refreshing_finds_new_folders(changeable: tuple[Served, Path, Path]) -> None:

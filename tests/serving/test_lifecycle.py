@@ -21,6 +21,7 @@ from deltune.serving.requests import Answer, Request, Sampling, TokenChoice
 from laws.families import FAMILIES
 from laws.specimens import build, stir
 
+from .served import wait_until
 from .specimens import ask, check, check_one, deltas
 
 BERT, GPT = ("bert", "sequence"), ("gpt2", "causal")
@@ -102,13 +103,37 @@ def test_a_new_version_takes_over_between_two_requests(folder: Any) -> None:
         list(stream)
         old, new = stream.answer, later.result(60)
         assert old is not None and old.version != new.version == info.version and info.loaded
-        assert len(server._backbones.first.handle.names) == 1, "the old version went with its last request"
+        wait_until(lambda: len(server._backbones.first.handle.names) == 1)  # the old one goes with its last request
     check(of, [request], [old])
     model = of.model()
     deltune.load(model, root / "d2")
     with torch.no_grad():
         check_one(model, request, new)
     assert [c.token for c in old.tokens] != [c.token for c in new.tokens]
+
+
+def test_a_new_version_is_served_while_requests_need_the_old_one_though_both_are_too_large(folder: Any) -> None:
+    of, root = deltas(*GPT), folder(GPT, "d2")
+    request = ask("generate", 6, 1, "d2", sampling=Sampling(max_tokens=12, temperature=0.0))
+    with Server(of.model(), deltas=root) as server:
+        size = server.load("d2").bytes
+    with Server(of.model(), deltas=root, max_loaded_bytes=int(1.5 * size)) as server:
+        warm(server, request)
+        gate = Gate(server)
+        old = server.submit(request)
+        gate.step(2)
+        changed(GPT, "d2", root)
+        with ThreadPoolExecutor(1) as pool:
+            loading = pool.submit(server.load, "d2")
+            while not loading.done():
+                gate.step() if gate.waits.wait(0.05) else None
+        new = server.submit(request)
+        while server.stats().running != {"d2": 2}:
+            gate.step() if gate.waits.wait(0.05) else None
+            assert not old.done(), "the new one did not wait for it"
+        gate.release()
+        assert old.result(60).version != new.result(60).version
+        assert server.stats().evictions == 0
 
 
 def corrupted(path: Path) -> None:

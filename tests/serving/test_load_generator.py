@@ -22,11 +22,12 @@ import typer
 
 from deltune.cli.app import app
 from deltune.errors import DeltuneError
+from deltune.serving.api.auth import add_key
 from deltune.serving.api.metrics import DeltaLoad
 from deltune.serving.latencies import percentile
 from deltune.serving.load_generator import LoadPlan, arrivals, measure, quantiles, read_prompts, render
 
-from .served import METHODS, Served
+from .served import METHODS, Served, served
 
 
 def test_arrivals_are_a_poisson_process_over_zipf() -> None:
@@ -229,6 +230,17 @@ def test_the_command_writes_numbers_and_a_page(
     with pytest.raises(DeltuneError, match=r"all \d+ requests failed"):
         arguments[3] = arguments[5] = "nobody"
         typer.main.get_command(app)([*map(str, arguments)], standalone_mode=False)
+
+
+def test_a_server_with_keys_asks_for_one(decoder: tuple[Path, Path], tmp_path: Path) -> None:
+    model, deltas = decoder
+    key = add_key(tmp_path / "keys.json", "acme", {})
+    with served(model=str(model), deltas=str(deltas), keys=str(tmp_path / "keys.json"), log="off") as running:
+        plan = LoadPlan(running.url, task="completions", rate=20, duration=0.5)
+        for wrong in (None, "sk-wrong"):
+            with pytest.raises(DeltuneError, match=r"answers 401: put an API key that it knows into .* OPENAI_API_KEY"):
+                measure(plan, wrong, progress=False)
+        assert not measure(plan, key, progress=False).failed
 
 
 def test_what_is_not_there(tmp_path: Path) -> None:

@@ -100,6 +100,46 @@ def test_sigterm_drains(decoder: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("second_signal", [False, True])
+def test_what_has_not_ended_in_time_gets_a_503(decoder: tuple[Path, Path], second_signal: bool) -> None:
+    """Whole answers and streams, after `--drain` or at a second signal; the log has no traceback."""
+    model, deltas = decoder
+    options = ["--drain", 60 if second_signal else 0.5, "--max-queue-per-tenant", 1000]
+    with ServeProcess(model, "--deltas", deltas, *options) as running:
+        slow = {"model": "mood", "prompt": ["the old"] * 200, "max_tokens": 50, "temperature": 0}
+        parts: list[bytes] = []
+        answers: list[httpx.Response] = []
+
+        def stream() -> None:
+            url = f"{running.url}/v1/completions"
+            with httpx.stream("POST", url, json={**slow, "stream": True}, timeout=60, trust_env=False) as answer:
+                parts.extend(answer.iter_raw())
+
+        def whole() -> None:
+            answers.append(running.server.post("/v1/completions", slow))
+
+        threads = [threading.Thread(target=target) for target in (stream, whole, whole, whole)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: parts and running.server.get("/stats").json()["running"] > 1)
+        running.process.send_signal(signal.SIGINT)
+        if second_signal:
+            time.sleep(0.5)
+            running.process.send_signal(signal.SIGINT)
+        for thread in threads:
+            thread.join(60)
+        assert running.process.wait(60) == 0
+        assert len(answers) == 3
+        for answer in answers:
+            assert answer.status_code == 503 and answer.headers["Retry-After"] == "1"
+            assert answer.json()["error"]["code"] == "shutting_down"
+        last = b"".join(parts).decode().rstrip().rpartition("data: ")[2]
+        assert json.loads(last)["status"] == 503
+    assert "Traceback" not in "".join(running.lines)
+    assert "did not end in time" in "".join(running.lines)
+
+
+@pytest.mark.slow
 def test_logs_have_no_contents_and_a_second_signal_ends_at_once(decoder: tuple[Path, Path], tmp_path: Path) -> None:
     model, deltas = decoder
     file = tmp_path / "serve.yaml"

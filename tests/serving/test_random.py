@@ -190,7 +190,7 @@ def replaced(folder: Path, source: Path) -> None:
 def settle(server: Server) -> None:
     """Wait until the engine has taken out what was cancelled."""
     for _ in range(600):
-        if not server._jobs:
+        if not server._jobs and not server._lifecycle.retired:
             return
         threading.Event().wait(0.05)
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import DeltuneError, check_extra
+from ..errors import DeltuneError, check_extra, counted
 from .imports import Imports
 from .output import Json, Quiet, console, fast_imports, log_to_stderr
 
@@ -242,4 +242,4 @@ def bench_serve(
                 write(path)
     console.print_json(data=result.as_dict()) if as_json else console.print(str(result))
     if result.failed and result.failed == result.sent:
-        raise DeltuneError(f"all {result.sent} requests failed; the first said: {result.first_error}")
+        raise DeltuneError(f"all {counted(result.sent, 'request')} failed")

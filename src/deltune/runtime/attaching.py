@@ -129,7 +129,11 @@ def read_foreign(handle: Tuned, folder: str | Path) -> Translation:
 def foreign_model_kind(folder: str | Path) -> tuple[str, int | None]:
     """Return the kind of model that an adapter folder is for, and the number of labels of its head or None."""
     contents = open_folder(folder)
-    task = contents.options.get("task_type") or task_of_class(str(contents.options.get("model_class")), TASKS)
+    mapping = contents.options.get("auto_mapping")  # PEFT writes it where no task type was given
+    model_class = mapping.get("base_model_class") if isinstance(mapping, dict) else None
+    task = contents.options.get("task_type") or task_of_class(
+        str(contents.options.get("model_class") or model_class), TASKS
+    )
     kind = KINDS.get(str(task), "base")
     head_weights = [
         t for n, t in {**contents.tensors, **contents.head}.items() if n.endswith(".weight") and _of_head(n)

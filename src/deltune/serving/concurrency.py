@@ -137,7 +137,7 @@ class ConcurrentPasses:
 
         Args:
             run: Runs the pass and returns its result.
-            on_result: Is called with the result by `take_results`.
+            on_result: Is called with the result by `take_results` or `wait`.
         """
         assert self._pool is not None and self.free
         release_worker_threads()

@@ -120,7 +120,7 @@ class EncodingLane:
         all cores, and passes of lengths whose effect on the model is not known yet.
         """
         passes = self.context.passes
-        waiting = self.queue.first(self.limits.rows, lambda job: len(job.tokens))
+        waiting = self.queue.next_jobs(self.limits.rows, lambda job: len(job.tokens))
         room = min(self.limits.tokens, self.speed * self.limits.pass_seconds - self.overhead)
         split = split_by_length(waiting, _lengths, self.overhead, room)
         (similar,) = (part for part in split if waiting[0] in part)
@@ -134,20 +134,19 @@ class EncodingLane:
         is_idle = not passes.are_running
         begun = parts[: passes.free] if is_safe else parts
         self._start([job for part in begun for job in part])
+        if not is_safe or passes.most == 1 or (is_idle and not later and len(parts) == 1):
+            for part in begun:  # one after the other, in this thread, on all cores
+                self._finish(part, self._answers(part, place=len({job.version for job in part}) == 1))
+            return
         versions = {job.version for job in waiting}
         if is_idle:
             self.placed = next(iter(versions)) if len(versions) == 1 else None
         elif versions != {self.placed}:
             self.placed = None
-        place = self.placed is not None
-        if not is_safe or passes.most == 1 or (is_idle and not later and len(parts) == 1):
-            for part in begun:  # one after the other, in this thread, on all cores
-                self._finish(part, self._answers(part, place))
-            return
         for part in begun:
             for job in part:
                 job.in_pass = True
-            passes.begin(partial(self._answers, part, place), partial(self._finish, part))
+            passes.begin(partial(self._answers, part, self.placed is not None), partial(self._finish, part))
 
     def _start(self, jobs: Sequence[Job]) -> None:
         """Take requests out of the queue, and note that they are answered now."""

@@ -14,6 +14,7 @@ import logging
 import math
 import threading
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
@@ -165,8 +166,8 @@ class Server:
         attached = {loaded.name: loaded for loaded in first.attached_before() if loaded.name is not None}
         self._catalog = Catalog(self.root, attached, self._backbones.check, self._lock)
         context = LifecycleContext(
-            self._wake, self._share, self._call, self._place, self._finish, self._passes.wait, self._on_detach,
-            self._forget_counts,
+            self._wake, self._share, self._call, self._place, self._finish, self._wait_for_passes,
+            self._on_detach, self._forget_counts,
         )  # fmt: skip
         self._lifecycle = Lifecycle(self._catalog, self._backbones, context, max_loaded, max_loaded_bytes, max_names)
         self._admission = Admission(max_queue, max_queue_per_tenant, self._lock)
@@ -344,7 +345,8 @@ class Server:
         except BaseException:
             self._admission.leave(request.tenant)
             raise
-        job.future.add_done_callback(lambda future: self._on_done(job, future))
+        reference = weakref.ref(job)  # a job that is answered is freed at once, and not when garbage is collected
+        job.future.add_done_callback(lambda future: self._on_done(reference(), future))
         return job
 
     def _job(self, request: Request, listener: Listener | None, arrived: float) -> Job:
@@ -373,8 +375,8 @@ class Server:
             raise UnknownDelta(unknown_name("delta", name, self._catalog.entries))
         return entry, self._catalog.facts(entry)
 
-    def _on_done(self, job: Job, future: Future[Answer]) -> None:
-        if future.cancelled():
+    def _on_done(self, job: Job | None, future: Future[Answer]) -> None:
+        if job is not None and future.cancelled():
             with self._wake:
                 self._cancelled.append(job)
                 self._wake.notify_all()
@@ -619,12 +621,19 @@ class Server:
             self._advance()
             self._passes.take_results()  # after the threads that they leave have the next passes
         except Exception as error:
-            logger.exception("a batch failed beyond repair")
             self._give_up_lane(error)
         self._lifecycle.drop_unneeded()  # after all answers that are ready
 
+    def _wait_for_passes(self) -> None:
+        """Wait until no pass runs, and give answers meanwhile; if that fails, the lane of the passes is given up."""
+        try:
+            self._passes.wait()
+        except Exception as error:
+            self._give_up_lane(error)
+
     def _give_up_lane(self, error: Exception) -> None:
         """Fail the requests of the lane that had the last turn."""
+        logger.error("a batch failed beyond repair", exc_info=error)
         with suppress(Exception):  # one failure is enough to report
             self._passes.wait()
         lane, self._last_lane = self._last_lane, None
@@ -654,7 +663,7 @@ class Server:
         return lane.busy and lane.due(time.monotonic()) <= 0
 
     def _has_thread(self, lane: Lane) -> bool:
-        """Whether a lane need not wait for a pass that runs."""
+        """Whether a lane may begin now: passes of an encoder need a free thread."""
         return not isinstance(lane, EncodingLane) or self._passes.free > 0
 
     def _next_lane(self) -> tuple[str, str, str] | None:
@@ -687,16 +696,16 @@ class Server:
             self._lifecycle.wait(entry, job)
             return
         assert loaded is not None
+        job.loaded = loaded
+        loaded.users += 1  # so that it stays, whatever happens meanwhile
+        self._share.enter(job.tenant)  # not before: what waits for its delta says nothing about what is served
         try:
             check_task(job.request.task, loaded.tasks, job.request.delta)
             check_length(job, loaded, self.max_length)
-            lane = self._lane(job, loaded)
+            job.lane = lane = self._lane(job, loaded)
         except Exception as error:  # such as a family whose caches cannot be served
             self._finish(job, error)
             return
-        job.loaded, job.lane = loaded, lane
-        self._share.enter(job.tenant)  # not before: what waits for its delta says nothing about what is served
-        loaded.users += 1
         loaded.used, loaded.last_used = True, time.monotonic()
         lane.queue.push(job)
 
@@ -705,7 +714,7 @@ class Server:
         key = (loaded.backbone.head, task, loaded.group)
         if key not in self._lanes:
             if task == "generate":
-                self._passes.wait()  # what the model does with padding is measured in passes of this thread
+                self._wait_for_passes()  # what the model does with padding is measured in passes of this thread
                 self._lanes[key] = GenerationLane(loaded.backbone, self._options, self._lane_context)
             else:
                 self._lanes[key] = EncodingLane(loaded.backbone, task, self.limits, self._lane_context)

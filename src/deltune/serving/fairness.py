@@ -138,7 +138,7 @@ class FairQueue(Generic[T]):
         )
         return None if tenant is None else self._jobs[tenant][0]
 
-    def first(self, number: int, cost: Callable[[T], float]) -> list[T]:
+    def next_jobs(self, number: int, cost: Callable[[T], float]) -> list[T]:
         """Return the next requests, and leave them in the queue.
 
         Args:

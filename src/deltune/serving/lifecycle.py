@@ -100,7 +100,7 @@ class Lifecycle:
         max_names: The most names that `load` may give beside those of the directory.
 
     Attributes:
-        retired: Versions that another one has replaced, or nothing, and that requests still need.
+        retired: Versions that another one has replaced, or nothing, and that are still attached.
         loads: How many were attached since the start.
         evictions: How many were dropped from memory since the start to make room.
         load_seconds: The time spent reading and attaching since the start.
@@ -279,7 +279,9 @@ class Lifecycle:
             return DeltuneError(f"delta {entry.name!r} cannot be read: {error_summary(error)}")
 
     def _known_facts(self, entry: Entry, folder: Path, seen: Signature) -> FolderFacts | None:
-        """Return what the files of a delta have said and was checked, unless they have changed since."""
+        """Return the facts of a delta, which were checked when they were read; None if its files may have changed."""
+        if any(file == "/spec.yaml" for file, *_ in seen):  # a run has others, too
+            return None
         with self.context.wake:
             return entry.facts if entry.folder == folder and entry.seen == seen else None
 
@@ -353,16 +355,24 @@ class Lifecycle:
         """Whether a delta was read that can be taken now."""
         return any(not self._waits_for_room(arrival) for arrival in self._arrivals)
 
+    def _may_be_attached(self, arrival: Arrival) -> bool:
+        return isinstance(arrival.prepared, PreparedDelta) and not self._waits_for_room(arrival)
+
     def _waits_for_room(self, arrival: Arrival) -> bool:
         prepared = arrival.prepared
         if not isinstance(prepared, PreparedDelta) or arrival.given_up:
             return False
-        return not self._has_room(prepared.bytes, arrival.entry) and self._victim(arrival.entry) is None
+        if self._has_room(prepared.bytes, arrival.entry) or self._victim(arrival.entry) is not None:
+            return False
+        return all(loaded.users for loaded in self.retired)
 
     def take_arrivals(self) -> None:
         """Attach the deltas that were read and have a place, and go on with the requests that waited for them."""
         with self.context.wake:
             arrivals, self._arrivals = self._arrivals, deque()
+        if any(self._may_be_attached(arrival) for arrival in arrivals):
+            self.context.wait_for_passes()
+            self.drop_unneeded()
         left = []
         for arrival in arrivals:
             try:
@@ -422,7 +432,6 @@ class Lifecycle:
             return True
         if not self._make_room(prepared.bytes, entry):
             return False
-        self.context.wait_for_passes()
         began = time.perf_counter()
         try:
             loaded = prepared.backbone.attach(prepared)
@@ -442,6 +451,7 @@ class Lifecycle:
         self._serve(arrival, prepared, loaded)
         if current is not None:
             self._retire(current)
+            self.drop_unneeded()
         self._accept(arrival)
         return True
 
@@ -527,13 +537,15 @@ class Lifecycle:
             self._evict(victim)
         return True
 
-    def _keep_within_bytes(self) -> None:
-        """Drop versions that nobody needs while those in memory are too large: they grow when they are first used."""
-        while self.max_loaded_bytes is not None and sum(d.bytes for d in self.in_memory()) > self.max_loaded_bytes:
-            victim = self._victim()
-            if victim is None:
-                return
-            self._evict(victim)
+    def _surplus(self) -> Entry | None:
+        """Return what has to be dropped where those in memory are too large: they grow when they are first used.
+
+        Versions that were replaced do not count, since they go with their last requests.
+        """
+        if self.max_loaded_bytes is None:
+            return None
+        size = sum(entry.current.bytes for entry in self._resident if entry.current is not None)
+        return self._victim() if size > self.max_loaded_bytes else None
 
     def _evict(self, entry: Entry) -> None:
         with self.context.wake:
@@ -548,10 +560,7 @@ class Lifecycle:
         if loaded.permanent:
             return
         loaded.retired = True
-        if loaded.users:
-            self.retired.add(loaded)
-        else:
-            self._detach(loaded)
+        self.retired.add(loaded)
 
     def release(self, loaded: LoadedDelta) -> None:
         """Note that one request less needs a version.
@@ -564,13 +573,17 @@ class Lifecycle:
 
     def drop_unneeded(self) -> None:
         """Detach the versions that were replaced and that no request needs any more, and keep memory within bounds."""
+        if all(loaded.users for loaded in self.retired) and self._surplus() is None:
+            return
+        self.context.wait_for_passes()
         for loaded in [loaded for loaded in self.retired if not loaded.users]:
-            self.retired.discard(loaded)
             self._detach(loaded)
-        self._keep_within_bytes()
+            self.retired.discard(loaded)
+        while (entry := self._surplus()) is not None:
+            self._evict(entry)
 
     def _detach(self, loaded: LoadedDelta) -> None:
-        self.context.wait_for_passes()
+        """Detach a version, while no pass runs."""
         self.context.detached(loaded)
         try:
             loaded.backbone.detach(loaded)
@@ -590,6 +603,7 @@ class Lifecycle:
         self._resident.discard(entry)
         if loaded is not None:
             self._retire(loaded)
+        self.drop_unneeded()
         self.context.forgotten()
 
     def end(self, error: DeltuneError) -> None:

@@ -65,14 +65,14 @@ def load_server(config: ServeConfig) -> Server:
 
 
 GC_THRESHOLD = 20_000
-"""New objects after which garbage is collected, in place of Python's 700: loading one delta makes thousands."""
+"""New objects after which garbage is collected. Loading one delta makes thousands, far more than Python's default."""
 
 
-def freeze_start_up() -> None:
+def tune_garbage_collection() -> None:
     """Leave all objects that exist by now out of garbage collections, in a process that does nothing but serve.
 
     They stay until it ends, and walking through them stops all requests for up to 200 ms each time. Collections of
-    newer objects become rarer; with Python's own threshold they take 7% of the time in which a delta is loaded.
+    newer objects become rarer: by Python's default they take 7% of the time in which a delta is loaded.
     """
     gc.collect()
     gc.freeze()
@@ -84,7 +84,7 @@ OF_ONE_DELTA = ("delta.json", "spec.yaml", "adapter_config.json")
 
 
 def deltas_folder(config: ServeConfig) -> Path | None:
-    """Return the folder of deltas, or None if there is none.
+    """Return the folder of deltas, as an absolute path, or None if there is none.
 
     Args:
         config: The configuration.
@@ -92,7 +92,7 @@ def deltas_folder(config: ServeConfig) -> Path | None:
     Raises:
         DeltuneError: The folder that is named does not exist.
     """
-    folder = None if config.deltas.folder is None else user_path(config.deltas.folder, "--deltas")
+    folder = None if config.deltas.folder is None else user_path(config.deltas.folder, "--deltas").absolute()
     if folder is not None and not folder.is_dir():
         raise DeltuneError(f"there is no folder {folder}; --deltas is a folder with a folder for each delta")
     if folder is not None and any((folder / name).exists() for name in OF_ONE_DELTA):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import socket
@@ -22,7 +23,7 @@ from .api.app import create_app
 from .api.auth import KeyFile
 from .api.logs import configure_logs
 from .config import HttpSection, ServeConfig
-from .loading import freeze_start_up, load_server
+from .loading import load_server, tune_garbage_collection
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,7 +57,7 @@ def serve(config: ServeConfig, quiet: bool = False) -> None:
     try:
         configure_logs(config.log.log)  # the engine's first look at the folder may have something to say
         engine = build_engine(config)
-        freeze_start_up()
+        tune_garbage_collection()
         try:
             app = create_app(engine, config)
         except BaseException:
@@ -204,7 +205,6 @@ def uvicorn_config(app: Any, config: ServeConfig) -> uvicorn.Config:
         date_header=True,
         backlog=BACKLOG,
         timeout_keep_alive=30,
-        timeout_graceful_shutdown=max(1, round(config.http.drain)),
         ssl_certfile=config.http.ssl_certfile,
         ssl_keyfile=config.http.ssl_keyfile,
         proxy_headers=False,
@@ -212,10 +212,14 @@ def uvicorn_config(app: Any, config: ServeConfig) -> uvicorn.Config:
     )
 
 
+LAST_ANSWERS = 1.0
+"""Seconds in which clients can take the errors of requests that have not ended."""
+
+
 class DrainingServer(uvicorn.Server):
     """A server that a signal ends in three steps: /ready says no, no new request is taken, the running ones end.
 
-    A second signal ends it at once.
+    Those that have not ended after `drain` seconds, or at a second signal, are answered with a 503.
 
     Args:
         service: The parts of the server, which say that it is ready.
@@ -226,9 +230,12 @@ class DrainingServer(uvicorn.Server):
     def __init__(self, service: Service, config: uvicorn.Config, greeting: str = "") -> None:
         super().__init__(config)
         self.service, self.greeting = service, greeting
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._second_signal = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to take requests, and say so."""
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self.greeting:
             print(self.greeting, file=sys.stderr, flush=True)
@@ -236,7 +243,11 @@ class DrainingServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to end. The signal is not raised again afterwards, so that the exit code is 0."""
         if self.service.draining:
-            self.should_exit = self.force_exit = True
+            self.should_exit = True
+            if self._loop is None:
+                self.force_exit = True
+            else:
+                self._loop.call_soon_threadsafe(self._second_signal.set)
             return
         self.service.draining = True
         logger.warning("ending after %s: running requests are finished first", signal.Signals(sig).name)
@@ -250,6 +261,25 @@ class DrainingServer(uvicorn.Server):
 
     def _stop_accepting(self) -> None:
         self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take no new connections, and wait for the requests that run."""
+        ending = asyncio.create_task(self._end_requests())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+    async def _end_requests(self) -> None:
+        """Answer the requests with an error that have not ended in time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.service.config.http.drain):
+                await self._second_signal.wait()
+        if running := len(self.server_state.tasks):
+            logger.warning("%s did not end in time, and get a 503", counted(running, "request"))
+        await asyncio.to_thread(self.service.engine.close, 0.0)
+        await asyncio.sleep(LAST_ANSWERS)
+        self.force_exit = True
 
 
 def _names(deltas: Sequence[DeltaInfo]) -> str:

@@ -94,11 +94,11 @@ def replica_class(max_loaded: int) -> type[Any]:
         """The model and its engine in a process of the cluster."""
 
         def __init__(self, values: dict[str, Any]) -> None:
-            from .loading import freeze_start_up, load_server
+            from .loading import load_server, tune_garbage_collection
 
             self.config = ServeConfig.from_values(values)
             self.server = load_server(self.config)
-            freeze_start_up()
+            tune_garbage_collection()
             self.folders: dict[str, str] = {}
             self.loading: dict[tuple[str, str], asyncio.Future[DeltaInfo]] = {}
             self.number, self.usage = secrets.token_hex(8), Counter[str]()

@@ -195,7 +195,7 @@ class Gateway:
         except ClientDisconnected:
             status = 499
         except asyncio.CancelledError:
-            status = 499
+            status = 503 if self.service.draining else 499
             raise
         except Exception as failure:
             error = failure

@@ -154,6 +154,7 @@ async def unload(service: Service, tenant: Tenant, name: str) -> None:
     if name not in known:
         raise unknown_model("delta", name, known)
     await service.managing.unload(tenant, partial(service.engine.unload, name))
+    service.forget_names()
 
 
 @router.post("/v1/load_lora_adapter")

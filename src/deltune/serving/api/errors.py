@@ -98,13 +98,13 @@ def without_folder(message: str, hidden: Path | None) -> str:
 
     Args:
         message: The message.
-        hidden: A folder whose path clients need not know; None for none.
+        hidden: The absolute path of a folder, which clients need not know; None for none.
     """
     if hidden is None:
         return message
-    for path in {str(hidden.absolute()), str(hidden.resolve())}:
+    for path in {str(hidden), str(hidden.resolve())}:
         message = message.replace(f"{path}/", "").replace(path, "the folder of deltas")
-    return message.replace(f"{hidden}/", "")  # a relative path alone may be a word, such as "deltas"
+    return message
 
 
 def error_response(error: ApiError, hidden: Path | None = None) -> JSONResponse:

@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 from ...errors import excerpt, unknown_name
 from ..config import ServeConfig
 from ..errors import EngineClosed
+from ..loading import deltas_folder
 from ..requests import Answer, DeltaInfo, EngineStats, Request, Task, TokenChoice
 from .auth import KeyFile, Tenant, everybody
 from .errors import ApiError, ClientDisconnected, without_folder
@@ -39,6 +40,7 @@ KNOWN_FOR = 1.0
 """Seconds for which a list of deltas is used again; the engine itself knows better at once."""
 INNER_FIELDS = frozenset(field for kind in INNER_BODIES for field in kind.__annotations__)
 """Fields of what is inside of a request."""
+SHADOWED = "the base model has this name: rename the folder, or give the base model another name with --served-name"
 GIVEN_UP = "the server is shutting down and did not finish the request; send it again"
 NAMES_OF_INPUT = ("text", "texts", "inputs", "prompt", "sentence", "sentences")
 """What other servers call the texts."""
@@ -185,14 +187,14 @@ class Service:
         batching = self.config.batching
         return min(self.config.limits.max_inputs, batching.max_queue, batching.max_queue_per_tenant)
 
-    @property
+    @cached_property
     def hidden_folder(self) -> Path | None:
-        """The folder whose path clients need not know."""
-        return None if self.config.deltas.folder is None else Path(self.config.deltas.folder)
+        """The folder of deltas, whose path clients need not know."""
+        return deltas_folder(self.config)
 
     @cached_property
     def hidden_paths(self) -> tuple[Path, ...]:
-        """This folder as it was given, and where it is."""
+        """Its absolute path, and the one that it leads to."""
         return () if self.hidden_folder is None else (self.hidden_folder, self.hidden_folder.resolve())
 
     def listing(self, kind: str, tenant: Tenant, make: Callable[[], Any]) -> Response:
@@ -247,12 +249,19 @@ class Service:
         """
         if not (tenant.manage or tenant.admin):
             return []
-        folders = sorted(self.engine.ignored_folders().items())
+        folders = self.engine.ignored_folders()
+        if self.shadowed:
+            folders = {**folders, self.config.base_name: SHADOWED}
         return [
             {"folder": name, "error": without_folder(reason, self.hidden_folder)}
-            for name, reason in folders
+            for name, reason in sorted(folders.items())
             if tenant.may_see(name)
         ]
+
+    @property
+    def shadowed(self) -> bool:
+        """Whether there is a delta with the name of the base model, which no request can mean."""
+        return any(delta.name == self.config.base_name for delta in self.engine.deltas())
 
     def model_names(self, tenant: Tenant) -> list[str]:
         """Return the names that a tenant may give as `model`."""
@@ -283,6 +292,10 @@ class Service:
             self._known = frozenset(delta.name for delta in self.engine.deltas() if delta.name != base)
             self._known_since = now
         return name in self._known
+
+    def forget_names(self) -> None:
+        """Look up the deltas again when the next request names one, since one of them was taken out."""
+        self._known = frozenset()
 
 
 def unknown_model(kind: str, name: str, known: Sequence[str]) -> ApiError:
