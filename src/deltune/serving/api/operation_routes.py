@@ -106,7 +106,10 @@ async def page(http: Request) -> Response:
         raise ApiError(404, "there is no page here; the server was started with --no-page", "not_found")
     from ...pages.rendering import render
 
-    html = render("serve.html", title=f"deltune: {service.config.base_name}", with_keys=service.keys is not None)
+    with_keys = service.keys is not None
+    # everybody can read this much of the page, also those who may not know the base model
+    title = "deltune" if with_keys else f"deltune: {service.config.base_name}"
+    html = render("serve.html", title=title, with_keys=with_keys)
     return HTMLResponse(html, headers={"Content-Security-Policy": PAGE_POLICY, "X-Content-Type-Options": "nosniff"})
 
 
