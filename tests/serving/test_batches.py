@@ -396,6 +396,68 @@ def test_an_answered_request_is_freed_without_the_garbage_collector(of: Deltas) 
             gc.enable()
 
 
+def test_two_loads_of_a_new_name_wait_for_the_passes_that_run(of: Deltas, two_threads: Callable[..., Server]) -> None:
+    """The second one was submitted when the name was not known, and replaces what the first one has loaded."""
+    server = two_threads(max_loaded=1)
+    held = HeldPasses(server, "x")
+    attach = server._backbones.first.attach
+    running: list[bool] = []
+
+    def attached(prepared: Any) -> Any:
+        running.append(server._passes.are_running)
+        return attach(prepared)
+
+    server._backbones.first.attach = attached  # type: ignore[method-assign]
+    reading, go_on = threading.Event(), threading.Event()
+    prepare = server._lifecycle._prepared
+
+    def prepared(entry: Any, folder: Path, *arguments: Any, **options: Any) -> Any:
+        if folder.name == "d3":
+            reading.set()
+            assert go_on.wait(60)
+        return prepare(entry, folder, *arguments, **options)
+
+    server._lifecycle._prepared = prepared  # type: ignore[method-assign]
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(server.load, "x", of.folder / "d2")
+        wait_until(lambda: server._lifecycle._loads or first.done())
+        second = pool.submit(server.load, "x", of.folder / "d3")
+        first.result(60)
+        assert reading.wait(60)
+        request = ask("classify", 10, 0, "x")
+        futures = submit_together(server, [request, request])
+        assert held.waits.wait(60)
+        read = server._lifecycle.load_seconds
+        go_on.set()
+        wait_until(lambda: server._lifecycle.load_seconds > read)
+        threading.Event().wait(0.3)  # in which it would be attached
+        held.release()
+        assert second.result(60).loaded and [future.result(60).delta for future in futures] == ["x", "x"]
+    assert running == [False, False]
+
+
+def test_what_waits_for_the_servers_thread_is_refused_in_it(of: Deltas) -> None:
+    with Server(of.model(), deltas=of.folder, max_wait=0.0) as server:
+        errors: list[Exception] = []
+
+        def call_all(_: object) -> None:
+            for call in (server.close, server.refresh, partial(server.load, "d3")):
+                try:
+                    call()
+                except DeltuneError as error:
+                    errors.append(error)
+
+        gate = threading.Event()
+        server._submit(ask("classify", 4, 1, "d2"), None).future.add_done_callback(lambda _: gate.wait(60))
+        future = server.submit(ask("classify", 4, 1, "d2"))
+        future.add_done_callback(call_all)
+        gate.set()
+        future.result(60)
+        wait_until(lambda: len(errors) == 3)
+        assert all("call it from another thread" in str(error) for error in errors)
+        assert server.submit(ask("classify", 4, 1, "d3")).result(60).delta == "d3"
+
+
 def test_a_request_that_is_cancelled_in_its_pass_and_a_delta_that_is_taken_out_meanwhile(
     of: Deltas, slow_pass: Any
 ) -> None:

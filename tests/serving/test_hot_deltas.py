@@ -126,6 +126,8 @@ def test_a_relative_folder_of_deltas_is_hidden_and_nothing_else(
         refused = server.post("/v1/deltas", {"name": "mood"})
         assert "mood/delta.safetensors" in refused.text and str(tmp_path) not in refused.text
         assert server.get("/v1/deltas/mood").json()["folder"] == "mood"
+        (tmp_path / "deltas").rename(tmp_path / "elsewhere")
+        assert server.get("/nowhere").status_code == 404, "errors need no folder"
 
 
 def test_a_folder_with_the_name_of_the_base_model_is_ignored_with_the_reason(

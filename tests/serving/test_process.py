@@ -136,7 +136,28 @@ def test_what_has_not_ended_in_time_gets_a_503(decoder: tuple[Path, Path], secon
         last = b"".join(parts).decode().rstrip().rpartition("data: ")[2]
         assert json.loads(last)["status"] == 503
     assert "Traceback" not in "".join(running.lines)
-    assert "did not end in time" in "".join(running.lines)
+    assert "had not ended: the answer is a 503" in "".join(running.lines)
+
+
+@pytest.mark.slow
+def test_clients_that_neither_send_nor_read_do_not_hold_up_the_end(decoder: tuple[Path, Path]) -> None:
+    model, deltas = decoder
+    with ServeProcess(model, "--deltas", deltas, "--drain", 0.5) as running:
+        host, _, port = running.url.removeprefix("http://").partition(":")
+        body = json.dumps({"model": "mood", "prompt": ["the old"] * 200, "max_tokens": 50, "logprobs": 5}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+        head += "Content-Type: application/json\r\n\r\n"
+        with socket.create_connection((host, int(port))) as sends_half, socket.socket() as does_not_read:
+            does_not_read.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            does_not_read.connect((host, int(port)))
+            does_not_read.sendall(head.encode() + body)
+            sends_half.sendall(head.encode() + body[:50])
+            wait_until(lambda: running.server.get("/stats").json()["running"] > 0)
+            running.process.send_signal(signal.SIGTERM)
+            assert running.process.wait(30) == 0
+            sends_half.settimeout(10)
+            assert sends_half.recv(100).startswith(b"HTTP/1.1 503")
+    assert "Traceback" not in "".join(running.lines)
 
 
 @pytest.mark.slow

@@ -131,6 +131,8 @@ class EncodingLane:
         is_safe = all(self.safe_widths.includes(_width(part)) for part in parts)
         if not is_safe:
             passes.wait()
+            if any(job.done for job in chosen):  # what happened meanwhile has ended them
+                return
         is_idle = not passes.are_running
         begun = parts[: passes.free] if is_safe else parts
         self._start([job for part in begun for job in part])

@@ -409,6 +409,7 @@ class Server:
             DeltuneError: The delta is damaged or does not fit the model, or there are `max_names` already.
             EngineClosed: The server is closing.
         """
+        self._refuse_own_thread("load")
         return self._lifecycle.load(name, folder, timeout, replace)
 
     def unload(self, name: str) -> None:
@@ -438,6 +439,7 @@ class Server:
             RequestTimeout: It took longer than `timeout`; some deltas may have been replaced.
             EngineClosed: The server is closing.
         """
+        self._refuse_own_thread("refresh")
         if self.root is not None:
             self._lifecycle.refresh(timeout)
         return self.deltas()
@@ -528,6 +530,7 @@ class Server:
             drain: How many seconds the requests that are here may take; after them they fail. Calls of `load` and
                 `refresh` fail at once.
         """
+        self._refuse_own_thread("close")
         deadline = time.monotonic() + drain
         with self._wake:
             self._closing = True
@@ -554,8 +557,16 @@ class Server:
         with self._wake:
             self._wake.notify_all()
 
+    def _refuse_own_thread(self, method: str) -> None:
+        """Refuse what would wait for the engine's thread in that thread."""
+        if threading.current_thread() is self._thread:
+            raise DeltuneError(
+                f"{method}() waits for the server's own thread, which runs the callbacks of futures: call it from "
+                "another thread"
+            )
+
     def _call(self, function: Callable[[], None]) -> None:
-        """Run a function in the engine's thread between two turns, and wait for it."""
+        """Run a function in the engine's thread between two turns, and wait for it; in that thread, run it at once."""
         if threading.current_thread() is self._thread:
             function()
             return
@@ -760,6 +771,7 @@ class Server:
             job.resolve(answer)
         else:
             job.fail(answer)
+        job.listener = None  # a stream, which has the job
 
     def _count(self, tokens: int) -> None:
         """Count tokens that were generated."""

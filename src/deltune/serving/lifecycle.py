@@ -355,14 +355,26 @@ class Lifecycle:
         """Whether a delta was read that can be taken now."""
         return any(not self._waits_for_room(arrival) for arrival in self._arrivals)
 
+    def _entry_of(self, arrival: Arrival) -> Entry:
+        """The entry that an arrival is for: another call of `load` may have made one of its name meanwhile."""
+        return (self.catalog.get(arrival.entry.name) if arrival.requested else None) or arrival.entry
+
     def _may_be_attached(self, arrival: Arrival) -> bool:
-        return isinstance(arrival.prepared, PreparedDelta) and not self._waits_for_room(arrival)
+        prepared, entry = arrival.prepared, self._entry_of(arrival)
+        if not isinstance(prepared, PreparedDelta) or arrival.given_up or self._waits_for_room(arrival):
+            return False
+        return not self._is_served(prepared, entry)
+
+    def _is_served(self, prepared: PreparedDelta, entry: Entry) -> bool:
+        """Whether a version is in memory already, and takes requests."""
+        current = entry.current
+        return current is not None and current.version == prepared.facts.version and entry not in self._draining
 
     def _waits_for_room(self, arrival: Arrival) -> bool:
-        prepared = arrival.prepared
-        if not isinstance(prepared, PreparedDelta) or arrival.given_up:
+        prepared, entry = arrival.prepared, self._entry_of(arrival)
+        if not isinstance(prepared, PreparedDelta) or arrival.given_up or self._is_served(prepared, entry):
             return False
-        if self._has_room(prepared.bytes, arrival.entry) or self._victim(arrival.entry) is not None:
+        if self._has_room(prepared.bytes, entry) or self._victim(entry) is not None:
             return False
         return all(loaded.users for loaded in self.retired)
 
@@ -394,8 +406,7 @@ class Lifecycle:
         """Attach a delta that was read; return False if there is no place for it yet."""
         if arrival.given_up:
             return True
-        if arrival.requested:  # another thread may have loaded one of this name meanwhile
-            arrival.entry = self.catalog.get(arrival.entry.name) or arrival.entry
+        arrival.entry = self._entry_of(arrival)
         if not arrival.replace:
             try:
                 self._check_free(arrival.entry.name, arrival.folder)
@@ -411,7 +422,7 @@ class Lifecycle:
             self._refuse(arrival, UnknownDelta(f"delta {entry.name!r} was unloaded before it answered"))
             return True
         current = entry.current
-        if current is not None and current.version == prepared.facts.version and entry not in self._draining:
+        if current is not None and self._is_served(prepared, entry):
             self._serve(arrival, prepared, current)
             self._accept(arrival)
             return True

@@ -317,9 +317,9 @@ async def _models(client: httpx.AsyncClient, plan: LoadPlan) -> tuple[str, ...]:
         deltas = tuple(str(one["id"]) for one in listed if one.get("parent"))
         names = deltas or tuple(str(one["id"]) for one in listed)
     except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, httpx.HTTPStatusError) and error.response.status_code in (401, 403):
+        if isinstance(error, httpx.HTTPStatusError) and error.response.status_code == 401:
             raise DeltuneError(
-                f"{plan.base} answers {error.response.status_code}: put an API key that it knows into the environment "
+                f"{plan.base} answers 401: put an API key that it knows into the environment "
                 "variable OPENAI_API_KEY, or name the variable that has it with --key-variable"
             ) from error
         raise DeltuneError(

@@ -219,7 +219,8 @@ LAST_ANSWERS = 1.0
 class DrainingServer(uvicorn.Server):
     """A server that a signal ends in three steps: /ready says no, no new request is taken, the running ones end.
 
-    Those that have not ended after `drain` seconds, or at a second signal, are answered with a 503.
+    Those that have not ended after `drain` seconds, or at a second signal, are answered with a 503. A third signal ends
+    the process, whatever it waits for.
 
     Args:
         service: The parts of the server, which say that it is ready.
@@ -242,6 +243,9 @@ class DrainingServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to end. The signal is not raised again afterwards, so that the exit code is 0."""
+        if self.service.draining and self._second_signal.is_set():
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
         if self.service.draining:
             self.should_exit = True
             if self._loop is None:
@@ -275,11 +279,19 @@ class DrainingServer(uvicorn.Server):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.service.config.http.drain):
                 await self._second_signal.wait()
+        self._second_signal.set()
         if running := len(self.server_state.tasks):
-            logger.warning("%s did not end in time, and get a 503", counted(running, "request"))
-        await asyncio.to_thread(self.service.engine.close, 0.0)
-        await asyncio.sleep(LAST_ANSWERS)
-        self.force_exit = True
+            logger.warning("%s that had not ended: the answer is a 503", counted(running, "request"))
+        try:
+            await asyncio.to_thread(self.service.engine.close, 0.0)
+            await asyncio.sleep(LAST_ANSWERS)
+            for task in self.server_state.tasks:  # what waits for its client and not for the engine
+                task.cancel()
+            await asyncio.sleep(LAST_ANSWERS if self.server_state.tasks else 0)
+        finally:
+            self.force_exit = True
+            for connection in list(self.server_state.connections):  # Python 3.12 would wait for these clients
+                connection.transport.abort()
 
 
 def _names(deltas: Sequence[DeltaInfo]) -> str:

@@ -15,8 +15,9 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -291,6 +292,7 @@ class Replicas:
         self._usage: Counter[str] = Counter()
         self._counted: dict[str, dict[str, int]] = {}  # by replica, what is in `_usage` or was taken from there
         self._usage_lock = threading.Lock()
+        self._cancels: set[Callable[[], object]] = set()  # of the requests that run
         self._looked_at = time.monotonic()
         self._look(first=True)
         self._watcher = threading.Thread(target=self._watch, name="deltune-replicas", daemon=True)
@@ -301,7 +303,7 @@ class Replicas:
         self._check(request)
         response = self._route(request).answer.remote(request, self._loaded.get(request.delta or ""))
         try:
-            with _explained(request):
+            with _explained(request), self._cancelled_at_close(response):
                 async with asyncio.timeout(request.timeout):  # a replica counts only from when it has the request
                     result = await response
         except (asyncio.CancelledError, RequestTimeout):
@@ -321,7 +323,7 @@ class Replicas:
         end = None if request.timeout is None else asyncio.get_running_loop().time() + request.timeout
         try:
             while not ended:
-                with _explained(request):
+                with _explained(request), self._cancelled_at_close(response):
                     async with asyncio.timeout_at(end):
                         item = await anext(items, None)
                 if isinstance(item, Failure):
@@ -450,10 +452,28 @@ class Replicas:
         """Return whether requests are answered: the replicas have said lately what they have."""
         return not self._closed.is_set() and time.monotonic() - self._looked_at < LOST_AFTER
 
+    @contextlib.contextmanager
+    def _cancelled_at_close(self, response: Any) -> Iterator[None]:
+        """Let `close` cancel what a replica does for a request, which then fails with EngineClosed."""
+        cancel = partial(asyncio.get_running_loop().call_soon_threadsafe, response.cancel)
+        self._cancels.add(cancel)
+        try:
+            yield
+        except BaseException as error:
+            if self._closed.is_set():
+                raise EngineClosed("the server was closed before it answered") from error
+            raise
+        finally:
+            self._cancels.discard(cancel)
+
     def close(self, drain: float = 30.0) -> None:
-        """End the replicas after the requests that run."""
+        """End the replicas after the requests that run, or without a `drain` at once."""
         if not self._closed.is_set():
             self._closed.set()
+            if drain <= 0:
+                for cancel in list(self._cancels):
+                    with contextlib.suppress(RuntimeError):  # its loop has ended
+                        cancel()
             self._stop()
 
     def _stop(self) -> None:

@@ -24,9 +24,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..._version import __version__
 from ...errors import DeltuneError, excerpt, unknown_name
 from ..config import LOCAL_HOSTS, LimitsSection, ServeConfig
+from ..errors import EngineClosed
 from . import delta_routes, openai_routes, operation_routes, task_routes
 from .errors import ApiError, ClientDisconnected, api_error, error_response
-from .service import Engine, Facts, Service
+from .service import GIVEN_UP, Engine, Facts, Service
 
 logger = logging.getLogger("deltune.serving")
 
@@ -195,8 +196,14 @@ class Gateway:
         except ClientDisconnected:
             status = 499
         except asyncio.CancelledError:
-            status = 503 if self.service.draining else 499
-            raise
+            if not self.service.draining:
+                status = 499
+                raise
+            broken, status = bool(status), 503
+            if not broken:  # its body had not arrived
+                response = error_response(api_error(EngineClosed(GIVEN_UP)))
+                response.headers.update({"x-request-id": identity, "connection": "close"})
+                await response(scope, receive, send)
         except Exception as failure:
             error = failure
             broken, status = bool(status), 500

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -102,8 +103,9 @@ def without_folder(message: str, hidden: Path | None) -> str:
     """
     if hidden is None:
         return message
-    for path in {str(hidden), str(hidden.resolve())}:
-        message = message.replace(f"{path}/", "").replace(path, "the folder of deltas")
+    for path in sorted({str(hidden), str(hidden.resolve())}, key=len, reverse=True):  # one may be the end of the other
+        message = message.replace(f"{path}/", "")
+        message = re.sub(rf"{re.escape(path)}(?![\w.-])", "the folder of deltas", message)
     return message
 
 

@@ -22,7 +22,6 @@ from starlette.types import Receive, Scope, Send
 from ...errors import excerpt, unknown_name
 from ..config import ServeConfig
 from ..errors import EngineClosed
-from ..loading import deltas_folder
 from ..requests import Answer, DeltaInfo, EngineStats, Request, Task, TokenChoice
 from .auth import KeyFile, Tenant, everybody
 from .errors import ApiError, ClientDisconnected, without_folder
@@ -190,7 +189,8 @@ class Service:
     @cached_property
     def hidden_folder(self) -> Path | None:
         """The folder of deltas, whose path clients need not know."""
-        return deltas_folder(self.config)
+        folder = self.config.deltas.folder
+        return None if folder is None else Path(folder).expanduser().absolute()
 
     @cached_property
     def hidden_paths(self) -> tuple[Path, ...]:
