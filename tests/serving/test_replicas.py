@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ import pytest
 from deltune.serving.errors import EngineClosed, InvalidRequest, QueueFull, ReplicaLost, RequestTimeout, UnknownDelta
 from deltune.serving.replicas import Failure
 
-from .served import METHODS, Served, served, wait_until
+from .served import METHODS, Served, ServeProcess, served, wait_until
 
 ASK = {"prompt": "the old hammer", "max_tokens": 6, "temperature": 0, "logprobs": 1}
 
@@ -187,3 +189,35 @@ def test_replicas_that_say_nothing_for_long_are_dead(replicas: Served, monkeypat
     assert replicas.get("/health").status_code == 200
     monkeypatch.setattr("deltune.serving.replicas.LOST_AFTER", 0.0)
     assert {answer.status_code for answer in (replicas.get("/health"), replicas.get("/ready"))} == {503}
+
+
+@pytest.mark.slow
+def test_what_replicas_have_not_answered_in_time_gets_a_503(decoder: tuple[Path, Path]) -> None:
+    pytest.importorskip("ray.serve")
+    model, deltas = decoder
+    options = ["--ray", "--ray-cpus", 0.5, "--drain", 1, "--served-name", "base"]
+    with ServeProcess(model, "--deltas", deltas, *options) as running:
+        answers: list[httpx.Response] = []
+        parts: list[bytes] = []
+        body = {"model": "mood", "prompt": [[7] * 5] * 120, "max_tokens": 50}
+
+        def stream() -> None:
+            url = f"{running.url}/v1/completions"
+            with httpx.stream("POST", url, json={**body, "stream": True}, timeout=90, trust_env=False) as answer:
+                parts.extend(answer.iter_raw())
+
+        threads = [
+            threading.Thread(target=stream),
+            threading.Thread(target=lambda: answers.append(running.server.post("/v1/completions", body))),
+        ]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: parts)
+        running.process.send_signal(signal.SIGTERM)
+        for thread in threads:
+            thread.join(60)
+        assert [answer.status_code for answer in answers] == [503]
+        assert answers[0].json()["error"]["code"] == "shutting_down"
+        assert json.loads(b"".join(parts).decode().rstrip().rpartition("data: ")[2])["status"] == 503
+        assert running.process.wait(60) == 0
+    assert "Traceback" not in "".join(running.lines)
