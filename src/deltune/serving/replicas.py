@@ -33,6 +33,7 @@ BASE = "\0base"
 """What multiplexing calls the base model, which every replica has."""
 LOOK = 1.0
 """Seconds between looks at what the replicas have."""
+UNANSWERED = "the server was closed before it answered"
 CONTROL_TIMEOUT = 120.0
 """Seconds in which replicas must have loaded a delta or started."""
 LOST_AFTER = 60.0
@@ -292,7 +293,8 @@ class Replicas:
         self._usage: Counter[str] = Counter()
         self._counted: dict[str, dict[str, int]] = {}  # by replica, what is in `_usage` or was taken from there
         self._usage_lock = threading.Lock()
-        self._cancels: set[Callable[[], object]] = set()  # of the requests that run
+        self._cancels: set[Callable[[], object]] = set()  # of the tasks that wait for a replica
+        self._closed_at_once = False
         self._looked_at = time.monotonic()
         self._look(first=True)
         self._watcher = threading.Thread(target=self._watch, name="deltune-replicas", daemon=True)
@@ -303,10 +305,10 @@ class Replicas:
         self._check(request)
         response = self._route(request).answer.remote(request, self._loaded.get(request.delta or ""))
         try:
-            with _explained(request), self._cancelled_at_close(response):
+            with _explained(request), self._interrupted_by_close():
                 async with asyncio.timeout(request.timeout):  # a replica counts only from when it has the request
                     result = await response
-        except (asyncio.CancelledError, RequestTimeout):
+        except (asyncio.CancelledError, EngineClosed, RequestTimeout):
             response.cancel()
             raise
         if isinstance(result, Failure):
@@ -323,7 +325,7 @@ class Replicas:
         end = None if request.timeout is None else asyncio.get_running_loop().time() + request.timeout
         try:
             while not ended:
-                with _explained(request), self._cancelled_at_close(response):
+                with _explained(request), self._interrupted_by_close():
                     async with asyncio.timeout_at(end):
                         item = await anext(items, None)
                 if isinstance(item, Failure):
@@ -453,24 +455,38 @@ class Replicas:
         return not self._closed.is_set() and time.monotonic() - self._looked_at < LOST_AFTER
 
     @contextlib.contextmanager
-    def _cancelled_at_close(self, response: Any) -> Iterator[None]:
-        """Let `close` cancel what a replica does for a request, which then fails with EngineClosed."""
-        cancel = partial(asyncio.get_running_loop().call_soon_threadsafe, response.cancel)
+    def _interrupted_by_close(self) -> Iterator[None]:
+        """Let `close` interrupt a task that waits for a replica, with EngineClosed."""
+        task = asyncio.current_task()
+        assert task is not None
+        cancel = partial(asyncio.get_running_loop().call_soon_threadsafe, task.cancel)
         self._cancels.add(cancel)
         try:
+            self._check_running()
             yield
-        except BaseException as error:
+            self._check_running()
+        except Exception as error:
             if self._closed.is_set():
-                raise EngineClosed("the server was closed before it answered") from error
+                raise EngineClosed(UNANSWERED) from error
+            raise
+        except asyncio.CancelledError:
+            if self._closed_at_once:
+                task.uncancel()
+            self._check_running()
             raise
         finally:
             self._cancels.discard(cancel)
+
+    def _check_running(self) -> None:
+        if self._closed_at_once:
+            raise EngineClosed(UNANSWERED)
 
     def close(self, drain: float = 30.0) -> None:
         """End the replicas after the requests that run, or without a `drain` at once."""
         if not self._closed.is_set():
             self._closed.set()
             if drain <= 0:
+                self._closed_at_once = True
                 for cancel in list(self._cancels):
                     with contextlib.suppress(RuntimeError):  # its loop has ended
                         cancel()
