@@ -17,7 +17,7 @@ import deltune
 from deltune.errors import DeltuneError
 from deltune.serving.engine import Server
 from deltune.serving.errors import EngineClosed, InvalidRequest, QueueFull, RequestTimeout, UnknownDelta
-from deltune.serving.requests import Answer, Request, Sampling, TokenChoice
+from deltune.serving.requests import Answer, DeltaInfo, Request, Sampling, TokenChoice
 from laws.families import FAMILIES
 from laws.specimens import build, stir
 
@@ -78,6 +78,15 @@ class Gate:
         self._steps.release()
 
 
+def load_beside_passes(server: Server, gate: Gate, name: str) -> DeltaInfo:
+    """Load a delta while the gate lets one pass run after the other."""
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(server.load, name)
+        while not loading.done():
+            gate.step() if gate.waits.wait(0.05) else None
+        return loading.result(60)
+
+
 def warm(server: Server, request: Request) -> None:
     """Answer a request, so that what is measured once is measured."""
     server.submit(request).result(60)
@@ -93,13 +102,9 @@ def test_a_new_version_takes_over_between_two_requests(folder: Any) -> None:
         stream = server.stream(request)
         gate.step(4)
         changed(GPT, "d2", root)
-        with ThreadPoolExecutor(1) as pool:
-            loading = pool.submit(server.load, "d2")
-            while not loading.done():
-                gate.step() if gate.waits.wait(0.05) else None
-            info = loading.result(60)
-            later = server.submit(request)
-            gate.release()
+        info = load_beside_passes(server, gate, "d2")
+        later = server.submit(request)
+        gate.release()
         list(stream)
         old, new = stream.answer, later.result(60)
         assert old is not None and old.version != new.version == info.version and info.loaded
@@ -123,10 +128,7 @@ def test_a_new_version_is_served_while_requests_need_the_old_one_though_both_are
         old = server.submit(request)
         gate.step(2)
         changed(GPT, "d2", root)
-        with ThreadPoolExecutor(1) as pool:
-            loading = pool.submit(server.load, "d2")
-            while not loading.done():
-                gate.step() if gate.waits.wait(0.05) else None
+        load_beside_passes(server, gate, "d2")
         new = server.submit(request)
         while server.stats().running != {"d2": 2}:
             gate.step() if gate.waits.wait(0.05) else None

@@ -34,7 +34,7 @@ from .backbone import Backbones, LoadedDelta
 from .catalog import Catalog, Entry
 from .concurrency import ConcurrentPasses, give_way_to_other_threads, release_worker_threads
 from .encoding import BatchLimits, EncodingLane, LaneContext
-from .errors import EngineClosed, InvalidRequest, RequestTimeout, UnknownDelta
+from .errors import UNANSWERED, EngineClosed, InvalidRequest, RequestTimeout, UnknownDelta
 from .fairness import FairShare, FairThread
 from .generation import GenerationLane, GenerationOptions
 from .jobs import LONG_TEXT, Job, Listener, RequestEncoder, check_pair, check_request, check_task, input_size
@@ -822,7 +822,7 @@ class Server:
 
     def _end(self) -> None:
         """Fail what is left, and give the model back."""
-        error = EngineClosed("the server was closed before it answered")
+        error = EngineClosed(UNANSWERED)
         with suppress(Exception):  # what failed has no answer, and hears of it below
             self._passes.wait()
         with self._lock:

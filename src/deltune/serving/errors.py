@@ -29,6 +29,10 @@ class RequestTimeout(DeltuneError):
     """The request took longer than its timeout."""
 
 
+UNANSWERED = "the server was closed before it answered"
+"""What requests are told that run when a server is closed."""
+
+
 class EngineClosed(DeltuneError):
     """The engine is shutting down and takes no new requests."""
 

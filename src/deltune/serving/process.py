@@ -243,10 +243,10 @@ class DrainingServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to end. The signal is not raised again afterwards, so that the exit code is 0."""
-        if self.service.draining and self._second_signal.is_set():
-            signal.signal(sig, signal.SIG_DFL)
-            signal.raise_signal(sig)
         if self.service.draining:
+            if self._second_signal.is_set():
+                signal.signal(sig, signal.SIG_DFL)
+                signal.raise_signal(sig)
             self.should_exit = True
             if self._loop is None:
                 self.force_exit = True

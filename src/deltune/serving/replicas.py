@@ -23,7 +23,7 @@ from typing import Any
 
 from ..errors import DeltuneError, check_extra, error_summary
 from .config import ServeConfig
-from .errors import EngineClosed, InvalidRequest, QueueFull, ReplicaLost, RequestTimeout, UnknownDelta
+from .errors import UNANSWERED, EngineClosed, InvalidRequest, QueueFull, ReplicaLost, RequestTimeout, UnknownDelta
 from .loading import deltas_folder
 from .requests import Answer, DeltaInfo, EngineStats, Request, Task, TokenChoice
 
@@ -33,7 +33,6 @@ BASE = "\0base"
 """What multiplexing calls the base model, which every replica has."""
 LOOK = 1.0
 """Seconds between looks at what the replicas have."""
-UNANSWERED = "the server was closed before it answered"
 CONTROL_TIMEOUT = 120.0
 """Seconds in which replicas must have loaded a delta or started."""
 LOST_AFTER = 60.0

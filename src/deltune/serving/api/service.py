@@ -194,7 +194,7 @@ class Service:
 
     @cached_property
     def hidden_paths(self) -> tuple[Path, ...]:
-        """Its absolute path, and the one that it leads to."""
+        """The absolute path of the folder of deltas, and the same without symbolic links."""
         return () if self.hidden_folder is None else (self.hidden_folder, self.hidden_folder.resolve())
 
     def listing(self, kind: str, tenant: Tenant, make: Callable[[], Any]) -> Response:
