@@ -57,8 +57,9 @@ def attempt(work: Callable[[], str]) -> str:
 
 def cell(family: Any, text: str) -> Digests:
     """Everything of one method on one family."""
-    import deltune
     import torch
+
+    import deltune
     from tests.laws import specimens as made
 
     model = made.build(family, made.main_role(family))
@@ -156,8 +157,9 @@ def exported(tuned: Any) -> str:
 
 def mixed(model: Any, tuned: Any, inputs: Mapping[str, Any]) -> str:
     """Rows with this delta, none and another one: outputs and gradients."""
-    import deltune
     import torch
+
+    import deltune
     from tests.laws import specimens as made
 
     torch.manual_seed(4)
@@ -208,8 +210,9 @@ def generated(model: Any, inputs: Mapping[str, Any]) -> str:
 
 def record(source: str, tables: str, output: str, part: str, every: int) -> None:
     sys.path[:0] = [str(Path(source).resolve()), str(Path(tables).resolve())]
-    import deltune
     import torch
+
+    import deltune
 
     assert Path(deltune.__file__).resolve().is_relative_to(Path(source).resolve()), deltune.__file__
     from tests.laws.families import FAMILIES
@@ -241,7 +244,7 @@ def compare(before: str, after: str) -> int:
     for key in open_ones:
         print(f"{key}: {old.get(key, 'nothing')} -> {new.get(key, 'nothing')}")
     print(f"{len(old)} digests, {len(differing)} differ, {len(open_ones)} of them without a reason")
-    print(dict(Counter(key.rpartition(': ')[2] for key in open_ones)))
+    print(dict(Counter(key.rpartition(": ")[2] for key in open_ones)))
     return 1 if open_ones else 0
 
 
