@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DeltuneError
+from ..data.tag_schemes import OUTSIDE, PLAIN, SCHEMES, recognise_scheme
+from ..errors import DeltuneError, excerpt, unknown_name
 from .base import NON_NEGATIVE, CorpusStatistics, Metric, Options, mean_statistics, ratio_statistics
 
 # classes: integers; those from options["labels"] on occur, but are not labels ---------------------------------------
@@ -83,22 +84,50 @@ def _correlation(name: str) -> Callable[..., CorpusStatistics]:
 # tags --------------------------------------------------------------------------------------------------------------
 
 
+def entities(tags: Sequence[str], scheme: str) -> set[tuple[str, int, int]]:
+    """Return the entities of a row as seqeval has them in its strict mode: type, first word, and the word behind it.
+
+    Args:
+        tags: The tags of the row's words.
+        scheme: A key of `data.tag_schemes.SCHEMES`.
+
+    Raises:
+        DeltuneError: A tag is not of the scheme.
+    """
+    from seqeval import scheme as schemes
+
+    if foreign := {tag for tag in tags if tag != OUTSIDE and tag[:1] not in SCHEMES[scheme]}:
+        raise DeltuneError(f"{excerpt(min(foreign))} is no tag of {scheme}, which has {', '.join(SCHEMES[scheme])} and O")
+    found = schemes.Entities([list(tags)], getattr(schemes, {"BIOES": "IOBES"}.get(scheme, scheme))).entities[0]
+    return {(entity.tag, entity.start, entity.end) for entity in found}
+
+
 def _compute_entity_f1(predictions: Sequence[Any], references: Sequence[Any], options: Options) -> CorpusStatistics:
     """F1 = 2 · correct / (predicted + true), over the entities of all examples; 0 where there are none at all.
 
-    An entity is correct if its type and both ends are. In strict BIO, I- without a B- of its type before it does not
-    begin an entity (in conlleval it does). Statistics of an example: correct, predicted and true entities.
+    An entity is correct if its type and both ends are. What is no whole entity of the scheme is none: in strict IOB2,
+    I- without a B- of its type before it does not begin one (in conlleval it does). Statistics of an example: correct,
+    predicted and true entities.
     """
-    from seqeval.scheme import IOB2, Entities
-
-    entities = (Entities(list(tags), IOB2).entities for tags in (predictions, references))
-    rows = [(len(set(p) & set(r)), len(p), len(r)) for p, r in zip(*entities, strict=True)]
+    scheme = options["scheme"]
+    if scheme == "auto":
+        scheme = recognise_scheme(references, "example {}".format) or "IOB2"
+    if scheme == PLAIN:
+        tag = next(tag for row in references for tag in row if tag != OUTSIDE)
+        raise DeltuneError(
+            f"entity_f1 is for tags of entities, such as B-PER, and these are plain, such as {excerpt(tag)}: use accuracy "
+            "and f1_macro"
+        )
+    if scheme not in SCHEMES:
+        raise DeltuneError(unknown_name("scheme", scheme, ["auto", *SCHEMES], "entity_f1"))
+    pairs = [(entities(p, scheme), entities(r, scheme)) for p, r in zip(predictions, references, strict=True)]
+    rows = [(len(p & r), len(p), len(r)) for p, r in pairs]
 
     def compute_score(rows: np.ndarray) -> float:
         correct, predicted, true = rows.sum(axis=0)
         return float(2 * correct / (predicted + true)) if predicted + true else 0.0
 
-    return CorpusStatistics(np.array(rows, dtype=float), compute_score, options)
+    return CorpusStatistics(np.array(rows, dtype=float), compute_score, {**options, "scheme": scheme})
 
 
 # answers -----------------------------------------------------------------------------------------------------------
@@ -219,7 +248,7 @@ LABEL_METRICS: dict[str, Metric] = {
     "entity_f1": Metric(
         "tags",
         _compute_entity_f1,
-        {"average": "micro", "mode": "strict", "scheme": "IOB2", "zero_division": 0},
+        {"average": "micro", "mode": "strict", "scheme": "auto", "zero_division": 0},
         packages=("seqeval",),
     ),
     "exact_match": Metric(compute=_answer_metric(_exact_match), **_ANSWER_METRIC),

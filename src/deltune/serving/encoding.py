@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import DeltuneError
+from ..tasks.token_classification import first_sub_words, tag_all_words
 from .backbone import Backbone, LoadedDelta
 from .concurrency import ConcurrentPasses, SafeWidths
 from .fairness import FairQueue, FairShare
@@ -260,7 +261,7 @@ class EncodingLane:
             return _not_finite(job)
         if job.request.task == "tag":
             best = logits[: len(job.tokens), : len(names)].argmax(-1).tolist()
-            return answer_of(job, tags=tuple(_tags(job, [names[i] for i in best])))
+            return answer_of(job, tags=tuple(_tags(job, [names[i] for i in best], names)))
         values = logits[: len(names)]
         if job.version.problem_type == "regression" or len(names) == 1:
             return answer_of(job, scores=dict(zip(names, values.tolist(), strict=True)))
@@ -380,15 +381,12 @@ def _padded(values: list[int] | None, length: int, width: int, fill: int) -> lis
     return values + [fill] * (width - length)
 
 
-def _tags(job: Job, tags: list[str]) -> list[tuple[str, str]]:
-    """The tag of each word is that of its first token; words that were cut off have none."""
+def _tags(job: Job, tags: list[str], labels: Sequence[str]) -> list[tuple[str, str]]:
+    """The tag of each word is that of its first token; `tag_all_words` says which one a word without a token has."""
     if not job.words:
         return [(str(token), tag) for token, tag in zip(job.tokens, tags, strict=True)]
-    first: dict[int, str] = {}
-    for word, tag in zip(job.word_ids, tags, strict=False):
-        if word is not None:
-            first.setdefault(word, tag)
-    return [(word, first[i]) for i, word in enumerate(job.words) if i in first]
+    tagged = {word: tags[place] for word, place in first_sub_words(job.word_ids).items()}
+    return list(zip(job.words, tag_all_words(tagged, len(job.words), labels), strict=True))
 
 
 def _not_finite(job: Job) -> DeltuneError:

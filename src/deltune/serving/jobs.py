@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import describe_value, excerpt, unknown_name
+from ..tasks.encoding import stand_in_token
 from .backbone import LoadedDelta
 from .errors import InvalidRequest
 from .requests import Answer, Request, TokenChoice
@@ -176,10 +177,12 @@ class RequestEncoder:
             for name, values in encoded.items()
             if name in self.arguments and name != "attention_mask"
         }
-        if not inputs.get("input_ids"):
-            raise InvalidRequest("the text is empty")
         if request.task == "tag" and not words:
             raise InvalidRequest("there is no word to tag")
+        if words and not inputs.get("input_ids"):
+            inputs = {"input_ids": [stand_in_token(self.tokenizer)]}
+        if not inputs.get("input_ids"):
+            raise InvalidRequest("the text is empty")
         return Job(request, inputs, word_ids, words, listener)
 
     @contextmanager

@@ -102,14 +102,23 @@ def encode_texts(
     return EncodedRows(rows, truncated)
 
 
+def stand_in_token(tokenizer: Any) -> int:
+    """Return the token that a model is given in place of a text without any."""
+    names = ("bos", "cls", "eos", "sep", "unk", "pad")
+    ids = (getattr(tokenizer, f"{name}_token_id") for name in names)
+    return next((token for token in ids if token is not None), 0)
+
+
 NOT_MODEL_INPUTS = (
-    "prompt_length", "text_index", "tokens", "num_tokens", "candidates", "candidate_indices", "correct", "states",
+    "prompt_length", "text_index", "tokens", "words", "num_words", "candidates", "candidate_indices", "correct",
+    "states",
 )  # fmt: skip
 """Keys of rows that are not padded and given to the model like token ids.
 
-prompt_length: tokens before the target. text_index: the text that the row belongs to. tokens, num_tokens: the tokens of
-a text to be tagged, and how many. candidates, candidate_indices: the tokens and the indices of the answers that the row
-scores. correct: the index of the correct answer. states: argument -> cached activations.
+prompt_length: tokens before the target. text_index: the text that the row belongs to. tokens: the words of a text whose
+entities are written. words, num_words: which words of a text have a token, and how many words it has. candidates,
+candidate_indices: the tokens and the indices of the answers that the row scores. correct: the index of the correct
+answer. states: argument -> cached activations.
 """
 IGNORE_INDEX = -100
 """The label of tokens that the loss ignores."""

@@ -85,7 +85,7 @@ def read_finished(run: RunDir, metrics: RunMetrics | None = None) -> FinishedRun
     split = next((s for s in reversed(SPLITS) if (best.predictions / f"{s}.jsonl").is_file()), "")
     lines = [line for _, line in best.read_predictions(split)] if split else []
     log = best.read_log() if best.log_file.is_file() else []
-    analysis = analyse(data.kind, lines, data.labels)
+    analysis = analyse(data.kind, lines, data.labels, data.tag_scheme)
     return FinishedRun(run, config, metrics, best, best_config, best_metrics, data, log, split, analysis)
 
 

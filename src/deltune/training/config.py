@@ -147,6 +147,9 @@ class DataSection(Section):
     relabel: Annotated[dict[str, str] | None, CommaSeparated] = _option(
         None, "new names of labels: a=x,b=x,c=y; several may become one"
     )
+    tag_scheme: Literal["iob2", "plain"] | None = _option(
+        None, "of tagging: iob2 converts tags of entities to IOB2; plain: tags are classes of words [as recognised]"
+    )
     max_train_rows: Size | None = _option(None, "train on a sample of that many rows", common=True)
     validation_rows: Size | None = _option(None, "validate on a sample of that many rows")
     test_rows: Size | None = _option(None, "score on a sample of that many test rows")

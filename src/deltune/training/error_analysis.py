@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from math import exp
 from typing import Any
 
+from ..data.tag_schemes import PLAIN
 from ..errors import DeltuneError, error_summary
+from ..metrics.labels import entities
 
 MAX_WRONG, MAX_RIGHT = 6, 6
 """How many examples are shown."""
@@ -90,13 +92,16 @@ class Analysis:
     right_order: str = ""
 
 
-def analyse(kind: str, lines: Sequence[Line], labels: Sequence[str] = ()) -> Analysis:
+def analyse(
+    kind: str, lines: Sequence[Line], labels: Sequence[str] = (), tag_scheme: str | None = None
+) -> Analysis:
     """Analyse the predictions of a split.
 
     Args:
         kind: The kind of task, a key of `data.columns.TASK_COLUMNS`.
         lines: The lines of the prediction file.
         labels: The names of the labels in the order of their ids, where there are some.
+        tag_scheme: The scheme of tags, as `TaskData.tag_scheme`. Default: IOB2.
 
     Raises:
         DeltuneError: A line does not hold what this kind of task predicts.
@@ -104,6 +109,8 @@ def analyse(kind: str, lines: Sequence[Line], labels: Sequence[str] = ()) -> Ana
     if not lines:
         return Analysis(0, "There are no predictions.")
     try:
+        if kind == "tagging":
+            return _analyse_words(lines, labels) if tag_scheme == PLAIN else _analyse_tags(lines, tag_scheme or "IOB2")
         return ANALYSES[kind](lines, labels)
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         raise DeltuneError(f"the predictions are not those of {kind} ({error_summary(error)})") from error
@@ -148,14 +155,27 @@ def _analyse_labels(lines: Sequence[Line], labels: Sequence[str]) -> Analysis:
     )
 
 
-def _analyse_tags(lines: Sequence[Line], labels: Sequence[str]) -> Analysis:
+def _analyse_words(lines: Sequence[Line], labels: Sequence[str]) -> Analysis:
+    """Analyse plain tags as the classes of words."""
+    words = []
+    for line in lines:
+        scores = line["scores"] if isinstance(line.get("scores"), list) else [None] * len(line["reference"])
+        for i, (answer, right, score) in enumerate(zip(line["prediction"], line["reference"], scores, strict=True)):
+            shown = {"word": line["input"][i], "text": line["input"]}
+            scores_of = {} if score is None else {answer: score}
+            words.append({**line, "input": shown, "prediction": answer, "reference": right, "scores": scores_of})
+    analysis = _analyse_labels(words, labels)
+    return replace(analysis, summary=analysis.summary.replace("rows", "words"))
+
+
+def _analyse_tags(lines: Sequence[Line], scheme: str) -> Analysis:
     """Analyse tagged tokens by their entities: what is missed, what is none, and what has the wrong type or ends."""
-    pairs = [(_entities(line["reference"]), _entities(line["prediction"])) for line in lines]
+    pairs = [(entities(line["reference"], scheme), entities(line["prediction"], scheme)) for line in lines]
     true, predicted, correct, errors = (Counter[str]() for _ in range(4))
     wrong: list[tuple[int, int, str]] = []
     for i, (references, predictions) in enumerate(pairs):
-        for counter, entities in ((true, references), (predicted, predictions), (correct, references & predictions)):
-            counter.update(kind for kind, _, _ in entities)
+        for counter, found in ((true, references), (predicted, predictions), (correct, references & predictions)):
+            counter.update(kind for kind, _, _ in found)
         remarks = Counter(_entity_error(entity, references, predictions) for entity in references ^ predictions)
         remarks.pop("", None)
         errors.update(remarks)
@@ -257,7 +277,6 @@ def _analyse_running_text(lines: Sequence[Line], labels: Sequence[str]) -> Analy
 ANALYSES: Mapping[str, Callable[[Sequence[Line], Sequence[str]], Analysis]] = {
     "classification": _analyse_labels,
     "choice": _analyse_labels,
-    "tagging": _analyse_tags,
     "generation": _analyse_texts,
     "language": _analyse_running_text,
 }
@@ -265,13 +284,6 @@ ANALYSES: Mapping[str, Callable[[Sequence[Line], Sequence[str]], Analysis]] = {
 
 Entity = tuple[str, int, int]
 """Type, first token, and the token after the last one."""
-
-
-def _entities(tags: Sequence[str]) -> set[Entity]:
-    """Return the entities of strict BIO tags, as seqeval's IOB2 has them."""
-    from seqeval.scheme import IOB2, Entities
-
-    return {(entity.tag, entity.start, entity.end) for entity in Entities([list(tags)], IOB2).entities[0]}
 
 
 def _entity_error(entity: Entity, references: set[Entity], predictions: set[Entity]) -> str:
@@ -297,8 +309,8 @@ def _precision_recall(correct: int, predicted: int, true: int) -> tuple[str, str
 def _tag_example(line: Line, references: set[Entity], predictions: set[Entity], remark: str) -> Example:
     tokens = [str(token) for token in line["input"]]
 
-    def names(entities: set[Entity]) -> str:
-        ordered = sorted(entities, key=lambda entity: entity[1:])
+    def names(found: set[Entity]) -> str:
+        ordered = sorted(found, key=lambda entity: entity[1:])
         return "; ".join(f"{' '.join(tokens[start:end])} ({kind})" for kind, start, end in ordered) or "no entity"
 
     return Example(str(line.get("id", "")), _input(line), _cut(names(predictions)), _cut(names(references)), remark)

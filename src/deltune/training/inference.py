@@ -16,6 +16,7 @@ from transformers import TextStreamer
 
 from ..compat import silent_loading
 from ..data import loading
+from ..data.tag_schemes import PLAIN
 from ..errors import DeltuneError, error_from_problems, error_summary, excerpt, unknown_name
 from ..filesystem import explain_write_errors, user_path, write_jsonl
 from ..interop.base import is_foreign
@@ -152,6 +153,18 @@ def measure(
         scores.update(some)
         scores.omitted |= some.omitted
     return scores
+
+
+def with_tag_scheme(options: MetricOptions, scheme: str | None) -> MetricOptions:
+    """Return options of metrics with the scheme of a run's tags, by which entities are read.
+
+    Args:
+        options: Options of metrics; a scheme in them stays.
+        scheme: The scheme, as `TaskData.tag_scheme`.
+    """
+    if scheme in (None, PLAIN):
+        return options
+    return {**options, "entity_f1": {"scheme": scheme, **options.get("entity_f1", {})}}
 
 
 def prediction_lines(
@@ -330,7 +343,13 @@ def evaluate(
         loaded.model, loaded.tokenizer, rows.labels, fit_lengths(loaded.model, loaded.kind, limits),
         config.optim.rows_per_device(), loaded.precision,
     )  # fmt: skip
-    setup = replace(setup, kind=loaded.kind)
+    trained_scheme = folder.data.tag_scheme
+    if None not in (rows.tag_scheme, trained_scheme) and rows.tag_scheme != trained_scheme:
+        raise DeltuneError(
+            f"the run's tags are {trained_scheme}, those of {rows.source} are {rows.tag_scheme}; a run whose tags were "
+            "converted (--tag-scheme iob2) reads all schemes"
+        )
+    setup = replace(setup, kind=loaded.kind, data=replace(rows, tag_scheme=trained_scheme or rows.tag_scheme))
     return _score_splits(context, setup, config.evaluation.metric_options, splits, output, progress)
 
 
@@ -406,6 +425,7 @@ def _score_splits(
 ) -> dict[str, dict[str, float]]:
     """Score splits of a task, and write the predictions where a folder is given."""
     rows, kind, results = setup.data, setup.kind, {}
+    options = with_tag_scheme(options, rows.tag_scheme)
     requested = _requested_splits(rows, splits)
     target = None if output is None else user_path(output, "output")
     columns_of = {s: {name: list(rows.splits[s][name]) for name in rows.splits[s].column_names} for s in requested}
@@ -588,7 +608,7 @@ def rescore_with_statistics(run: str | Path, metrics: Sequence[str] = ()) -> dic
             )
             names = tuple(metrics) or tuple(name for name in stored.get(split, {}) if name != "loss")
             check_fits(kind, names)
-            options = folder.config.evaluation.metric_options
+            options = with_tag_scheme(folder.config.evaluation.metric_options, folder.data.tag_scheme)
             try:
                 results[split] = measure(kind, names, predictions, references, len(labels), options)
             except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:

@@ -64,6 +64,7 @@ class DataFacts(Record):
         digests: A digest of the rows of every split.
         rows: The number of rows of every split.
         labels: The names of the labels; empty where there are none.
+        tag_scheme: The scheme of tags, as `TaskData.tag_scheme`.
     """
 
     fingerprint: str | None = None
@@ -73,6 +74,7 @@ class DataFacts(Record):
     digests: dict[str, str] = {}
     rows: dict[str, int] = {}
     labels: list[str] = []
+    tag_scheme: str | None = None
 
 
 class Environment(Record):

@@ -15,6 +15,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from ..compat import set_training_device, use_one_gpu
 from ..data.columns import INPUT_TYPES, TASK_COLUMNS
+from ..data.tag_schemes import PLAIN
 from ..errors import DeltuneError, counted, unknown_name
 from ..filesystem import explain_write_errors
 from ..models import align_padding_token
@@ -397,6 +398,8 @@ def _log_start(state: RunState) -> None:
     if data.columns is None and data.source is not None:
         pairs = ",".join(f"{role}={name}" for role, name in state.data.columns.items())
         logger.info("columns: %s; --columns names others", pairs)
+    if state.data.tag_scheme is not None:
+        logger.info("tags: %s", _tags_line(state))
     sources = {DEFAULT: f", the default of the method for {state.total_steps:,} steps", AUTO: ", found by lr auto"}
     steps = state.batches.steps_per_epoch
     length = f"{counted(optim.epochs, 'epoch')} of {counted(steps, 'step')}"
@@ -413,6 +416,17 @@ def _log_start(state: RunState) -> None:
             if cut:
                 logger.info("%d of %d %s %s are cut to %d tokens (%s)", cut, len(rows), split, texts, tokens, option)
     state.run.log({"step": 0, "event": "start", **state.truncated})
+
+
+def _tags_line(state: RunState) -> str:
+    """Say which scheme the tags are of, how they are scored, and which option says otherwise."""
+    scheme, chosen = state.data.tag_scheme, state.config.data.tag_scheme
+    if scheme != PLAIN:
+        todo = ", converted (--tag-scheme)" if chosen else "; --tag-scheme iob2 converts others, plain takes all for classes"
+        return f"{scheme}, entities are right if type and both ends are{todo}"
+    if all(label.isdecimal() for label in state.data.labels):
+        return "numbers, each a class; --labels O,B-PER,… names them in the order of their numbers"
+    return f"plain, each a class{' (--tag-scheme)' if chosen else ''}"
 
 
 def _listed(names: Sequence[str], most: int = 8) -> str:

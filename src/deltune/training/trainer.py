@@ -33,7 +33,7 @@ from ..tasks.base import Columns, InferenceContext, TaskKind, TaskOptions
 from ..tasks.encoding import IGNORE_INDEX, EncodedRows, LengthGroupedBatches, Row, collate
 from . import checkpoints, distributed
 from .config import OptimSection, RunConfig
-from .inference import EvalResult, prediction_lines, score_split
+from .inference import EvalResult, prediction_lines, score_split, with_tag_scheme
 from .progress import ProgressDisplay, format_duration
 from .rates import PASSES_OF_A_STEP
 from .run_dir import RunDir
@@ -168,7 +168,7 @@ class RunState:
             DivergedError: The loss is not finite.
         """
         context = self.inference_context(bar, loss_only)
-        options = self.config.evaluation.metric_options
+        options = with_tag_scheme(self.config.evaluation.metric_options, self.data.tag_scheme)
         result = score_split(self.kind, context, self.encoded[split], self.columns[split], self.metrics, options)
         metrics = distributed.broadcast_from_main(lambda: result.metrics)  # rounding must not split the processes
         result = replace(result, metrics=metrics)
