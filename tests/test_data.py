@@ -218,7 +218,9 @@ def test_conll(tmp_path: Path, text: str) -> None:
         (1, {"tokens": ["#", "tag", "#"], "tags": ["O", "O", "B-X"]})
     ]
     rows = [readers.read_rows(tmp_path / name).rows for name in ("wide.bio", "tokens.conll")]
-    assert rows == [[(1, {"tokens": ["Ada", "lives"], "tags": ["B-PER", "O"]})], [(1, {"tokens": ["Ada", "lives"]})]]
+    between = {"column 2": ["NNP", "VBZ"], "column 3": ["x", "y"]}
+    both = {"tokens": ["Ada", "lives"], **between, "tags": ["B-PER", "O"]}
+    assert rows == [[(1, both)], [(1, {"tokens": ["Ada", "lives"]})]]
 
 
 @pytest.mark.parametrize(
@@ -304,7 +306,7 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
     ("texts", "expected"),
     [
         ({}, ["no train file (train.jsonl, train.json, train.csv, ", "the folder holds: nothing"]),
-        ({"test_jsonl": ROWS, "train_tsv": "a\tb\n"}, ["no train file", "the folder holds: test.jsonl, train.tsv"]),
+        ({"test_jsonl": ROWS, "train_xlsx": "a"}, ["no train file", "the folder holds: test.jsonl, train.xlsx"]),
         ({"train_jsonl": ROWS, "train_csv": "text,label\n"}, ["more than one file for train: train.csv, train.jsonl"]),
         ({"train_jsonl": ROWS, "dev_jsonl": ROWS, "valid_jsonl": ROWS}, ["for validation: dev.jsonl, valid.jsonl"]),
         ({"train_jsonl": ""}, ["train.jsonl is empty"]),
@@ -477,7 +479,7 @@ def test_hub_id_that_cannot_be_had() -> None:
 def test_read_one_file(tmp_path: Path) -> None:
     write(tmp_path, more_jsonl=ROWS)
     assert readers.read_rows(tmp_path / "more.jsonl").rows[1] == (2, ROWS[1])
-    for name, expected in (("more.tsv", "unknown file format '.tsv'"), ("none.csv", "cannot be read")):
+    for name, expected in (("more.xlsx", "unknown file format '.xlsx'"), ("none.csv", "cannot be read")):
         with pytest.raises(DeltuneError, match=expected):
             readers.read_rows(tmp_path / name)
 

@@ -164,7 +164,12 @@ def evaluate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run; or a model as it is, beside --data.")],
     data: Annotated[str | None, typer.Option(help="Other data with the same labels [the run's own].")] = None,
     columns: Annotated[str | None, typer.Option(help="Columns of --data: text=a,label=b [as the run's].")] = None,
-    task: Annotated[str | None, typer.Option(help="Of a model: the kind of task [as the columns show].")] = None,
+    task: Annotated[
+        str | None, typer.Option(help="Of a model: the kind of task [as the columns show], or a known task.")
+    ] = None,
+    data_root: Annotated[
+        str | None, typer.Option(help="Folder that holds the folders of known tasks [as the run's].")
+    ] = None,
     answer: Annotated[str, typer.Option(help="Of a model: head or words.")] = "head",
     max_length: Annotated[int | None, typer.Option(min=1, help="Of a model: tokens of a text [128].")] = None,
     split: Annotated[list[str] | None, typer.Option(help="Repeatable [validation and test].")] = None,
@@ -178,8 +183,10 @@ def evaluate(
     """Score a run on its own or other data. Or score its prediction files again, or a model that was never tuned."""
     from . import formatting
 
-    if rescore and (data or split or output or columns):
+    if rescore and (data or data_root or split or output or columns):
         raise DeltuneError("--rescore reads the run's own prediction files: no --data, --split or --output with it")
+    if data and data_root:
+        raise DeltuneError("--data-root is for known tasks, which have their own data: give it without --data")
     if columns and not data:
         raise DeltuneError("--columns are those of other data: give --data")
     if metrics and not rescore:
@@ -190,13 +197,15 @@ def evaluate(
 
         if rescore:
             scores = inference.rescore(run, [name.strip() for name in (metrics or "").split(",") if name.strip()])
-        elif data is None or inference.is_run(run):
+        elif inference.is_run(run) or (data is None and task is None):
             if max_length is not None:
                 raise DeltuneError(f"--max-length is of a model as it is; {run} is a run, whose texts have a length")
-            scores = inference.evaluate(run, data, split, output, not quiet, columns=columns)
+            if task is not None or answer != "head":
+                raise DeltuneError(f"--task and --answer are of a model as it is; {run} is a run, which has its own")
+            scores = inference.evaluate(run, data, split, output, not quiet, columns=columns, data_root=data_root)
         else:
             scores = inference.evaluate_model(
-                str(run), data, task, columns, answer, split, output, not quiet, max_length
+                str(run), data, task, columns, answer, split, output, not quiet, max_length, data_root
             )
     console.print_json(data=scores) if as_json else console.print(formatting.score_table(scores))
 

@@ -20,7 +20,19 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..errors import DeltuneError, closest_match, error_summary, excerpt, unknown_name
 from ..filesystem import explain_write_errors, parse_json, user_path
 from ..models import why_not_on_hub
-from .columns import TASK_COLUMNS, Column, ColumnNames, check_columns, choose_columns, guess_task_kind
+from .columns import (
+    TASK_COLUMNS,
+    Column,
+    ColumnNames,
+    check_columns,
+    choose_columns,
+    doubts_of_columns,
+    doubts_of_kind,
+    guess_task_kind,
+    how_to_name_columns,
+    row_problems,
+    unread_columns,
+)
 from .readers import READERS, DataFile, Row, data_suffix, file_error, has_lone_surrogate, read_rows, short_repr
 from .tag_schemes import OUTSIDE, PLAIN, check_entity_tags, recognise_scheme, to_iob2
 
@@ -287,11 +299,17 @@ def load_data(
         apply_layout(files, layout, problems)
         columns, labels = columns or layout.column_names, labels or layout.labels
     first = next((files[split] for split in needed if split in files), None)
+    is_guess, guesses_columns = kind is None, columns is None and not isinstance(raw.column_names, Mapping)
     kind = kind or (guess_task_kind(first, raw.column_names, columns) if first else "classification")
     chosen = choose_columns(kind, first, columns, raw.column_names, problems) if first else {}
     if not chosen or not first or not first.rows:
         raise file_error(f"data {source}", problems)
+    unread = unread_columns(first, raw.column_names, chosen) if guesses_columns else ()
+    if doubts := doubts_of_columns(first, kind, chosen, unread):
+        raise file_error(f"data {source}", [*problems, *doubts])
     check_columns(files, kind, chosen, problems)
+    if is_guess and problems and row_problems(first.rows[0][1], chosen, kind):
+        problems.append(how_to_name_columns(kind))
     label_role = next((c.role for c in TASK_COLUMNS[kind] if c.type in ("label", "labels")), None)
     label_names: tuple[str, ...] = ()
     label_ids: LabelIds = {split: [] for split in files}
@@ -306,6 +324,9 @@ def load_data(
             train = files["train"].rows if "train" in files else []
             inner = {f"I{tag[1:]}" for _, row in train for tag in row[label_column] if tag[0] == "B"}
         label_names, label_ids = encode_labels(files, label_column, known, problems, inner)
+    is_guess &= not isinstance(columns or raw.column_names, Mapping)
+    if is_guess and (doubts := doubts_of_kind(first, kind, chosen, label_names)):
+        raise file_error(f"data {source}", doubts)
     scheme = None
     if kind == "tagging" and not problems:
         scheme = PLAIN if tag_scheme == "plain" else _recognise_scheme(files, label_names, label_ids, problems)
@@ -345,6 +366,7 @@ def load_data(
         kind=kind,
         digests=digests,
         tag_scheme=scheme,
+        unread=unread,
     )
 
 
@@ -448,6 +470,10 @@ def encode_labels(
     if "train" not in values and not known:
         problems.append("there is no train file, from which the labels are known: name them in the order of their ids")
         return (), {}
+    if not known and "train" in values and all(map(_is_number, train)) and not all(map(_is_integer, train)):
+        fraction = next(label for label in sorted(train) if not _is_integer(label))
+        problems.append(f"{files['train'].name}: a label must be text or a whole number, not {excerpt(fraction)}")
+        return (), {}
     if len(train) == 1:
         problems.append(
             f"{files['train'].name} has one label only, {excerpt(train.pop())}; a classifier needs two or more"
@@ -500,6 +526,10 @@ def _label_occurrences(rows: Sequence[tuple[int, list[str]]]) -> list[tuple[int,
 
 def _is_integer(label: str) -> bool:
     return re.fullmatch(r"-?\d{1,18}", label) is not None
+
+
+def _is_number(label: str) -> bool:
+    return re.fullmatch(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*", label) is not None
 
 
 def _digest(values: Any) -> str:

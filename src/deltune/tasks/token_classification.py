@@ -8,6 +8,7 @@ A language model writes the entities, as "John Smith: PER; Paris: LOC", for us t
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
@@ -190,7 +191,7 @@ def parse_entities(text: str, tokens: Sequence[str], type_words: Mapping[str, st
     """Return the BIO tags that a list of entities, as a model wrote it, gives to the tokens.
 
     Each mention is looked up in order: its first untagged occurrence after the previous mention, else its first
-    untagged occurrence. Blanks do not count, since a tokenizer may not preserve them. Entries that do not occur or have
+    untagged occurrence. Blanks and characters that cannot be seen do not count, since a tokenizer may not preserve them. Entries that do not occur or have
     an unknown type are skipped; a mention then begins after the semicolon of such an entry.
 
     Args:
@@ -202,7 +203,7 @@ def parse_entities(text: str, tokens: Sequence[str], type_words: Mapping[str, st
     words = "|".join(re.escape(word) for word in sorted(types, key=len, reverse=True))
     tags, cursor = [OUTSIDE] * len(tokens), 0
     for mention, word in re.findall(rf"(.+?)\s*:\s*({words})\s*(?:;|$)", text, re.DOTALL):
-        parts = "".join(mention.split()).split(";")
+        parts = _spelling(mention).split(";")
         spans = (_find_mention(tokens, tags, cursor, ";".join(parts[i:])) for i in range(len(parts)))
         start, cursor = next((span for span in spans if span), (cursor, cursor))
         tags[start:cursor] = [f"{'I' if i else 'B'}-{types[word]}" for i in range(cursor - start)]
@@ -221,13 +222,21 @@ def _find_mention(tokens: Sequence[str], tags: Sequence[str], cursor: int, menti
 def _match_end(tokens: Sequence[str], start: int, mention: str) -> int:
     """Return where the tokens from `start` on that spell a mention end; 0 if they do not spell it."""
     for stop in range(start, len(tokens)):
-        token = "".join(tokens[stop].split())
-        if not mention.startswith(token) or not token:
+        token = _spelling(tokens[stop])
+        if not mention.startswith(token) or (not token and stop == start):
             return 0
         mention = mention[len(token) :]
         if not mention:
             return stop + 1
     return 0
+
+
+def _spelling(text: str) -> str:
+    """Return the characters of a text by which a mention is looked up: without blanks and what cannot be seen."""
+    return "".join(
+        c for c in unicodedata.normalize("NFKC", text)
+        if not c.isspace() and unicodedata.category(c) not in ("Cc", "Cf") and not "\ufe00" <= c <= "\ufe0f"
+    )
 
 
 def encode_entities(tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool) -> EncodedRows:

@@ -302,6 +302,7 @@ def evaluate(
     progress: bool = False,
     other: Mapping[str, Any] | None = None,
     columns: str | None = None,
+    data_root: str | None = None,
 ) -> dict[str, dict[str, float]]:
     """Score the delta of a run on its own data, or on other data with the same labels.
 
@@ -314,6 +315,7 @@ def evaluate(
         other: A known task in place of the run's, as flat values of a config: {"task": …, "data_root": …,
             "relabel": …}; as many of its rows are scored as of the run's own.
         columns: The columns of the other data, such as "text=a,label=b"; by default those of the run.
+        data_root: The folder that now holds the folder of the run's known task.
 
     Returns:
         The metrics of every split.
@@ -323,6 +325,10 @@ def evaluate(
     """
     folder = RunDir(run).best_run
     config = folder.config
+    if data_root is not None:
+        if config.data.source is not None:
+            raise DeltuneError(f"{run} was trained on {config.data.source}, which is no known task; give --data")
+        config = config.replace(data_root=data_root)
     loaded = load_run(run)
     if data is not None:  # it is laid out as the run's own, unless it says otherwise
         chosen = columns or config.data.columns or folder.data.columns or None
@@ -355,7 +361,7 @@ def evaluate(
 
 def evaluate_model(
     model: str,
-    data: str,
+    data: str | None = None,
     task: str | None = None,
     columns: str | None = None,
     answer: str = "head",
@@ -363,19 +369,21 @@ def evaluate_model(
     output: str | Path | None = None,
     progress: bool = False,
     max_length: int | None = None,
+    data_root: str | None = None,
 ) -> dict[str, dict[str, float]]:
     """Score a model as it is, before any tuning.
 
     Args:
         model: A hub id, a folder, or `minilm`.
-        data: A folder or hub id.
-        task: The kind of task; by default what the columns show.
+        data: A folder or hub id; by default that of the known task.
+        task: The kind of task, or a known task; by default what the columns show.
         columns: The columns, such as "text=a,label=b"; by default those with usual names.
         answer: "head" or "words".
         splits: The splits to score; by default validation and test, as far as they exist.
         output: A folder for the predictions, SPLIT.jsonl each.
         progress: Show a progress bar on a terminal.
         max_length: To how many tokens texts are cut, and running text into pieces. Default: as when training.
+        data_root: The folder that holds the folder of the known task. Default: the hub.
 
     Returns:
         The metrics of every split.
@@ -385,7 +393,7 @@ def evaluate_model(
     """
     lengths = {} if max_length is None else {"max_length": max_length}
     config = RunConfig.from_flat(
-        model=model, data=data, task=task, columns=columns, answer=answer, method="head", **lengths
+        model=model, data=data, task=task, columns=columns, answer=answer, method="head", data_root=data_root, **lengths
     )
     name, configuration = config.model.name, load_config(config.model.name)
     arguments = (name, config.data, answer, config.evaluation, 0, False)
@@ -661,6 +669,10 @@ def predict(
             f"several runs are given ({', '.join(loaded.runs)}): say with rows=[…] which of them answers each text"
         )
     encoded, limits = _encode(loaded, next(iter(loaded.runs)), dict(enumerate(texts)))
+    if encoded.truncated:
+        unseen = "; no entity is found beyond them" if loaded.kind.name == "tagging" else ""
+        cut = f"{encoded.truncated} of {len(texts)} inputs are cut to the {limits.max_length} tokens of the run{unseen}"
+        warnings.warn(cut, stacklevel=2)
     answers = loaded.kind.predict(_inference_context(loaded, limits), encoded)
     labelled = loaded.kind.predicts_label_ids
     predictions = [loaded.labels[p] for p in answers.predictions] if labelled else answers.predictions

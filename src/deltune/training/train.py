@@ -398,6 +398,8 @@ def _log_start(state: RunState) -> None:
     if data.columns is None and data.source is not None:
         pairs = ",".join(f"{role}={name}" for role, name in state.data.columns.items())
         logger.info("columns: %s; --columns names others", pairs)
+    if state.data.unread:
+        logger.warning("not read: %s; --columns says which columns are", _listed(state.data.unread))
     if state.data.tag_scheme is not None:
         logger.info("tags: %s", _tags_line(state))
     sources = {DEFAULT: f", the default of the method for {state.total_steps:,} steps", AUTO: ", found by lr auto"}
