@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import random
 from pathlib import Path
 
 import pytest
 
+from deltune.data.tag_schemes import SCHEMES, recognise_scheme, to_iob2
 from deltune.errors import DeltuneError
+from deltune.metrics.labels import entities
 from deltune.metrics.registry import METRICS, compute_scores
 
 CLASSES = [name for name, metric in METRICS.items() if metric.input_type == "classes"]
@@ -119,6 +122,98 @@ def test_entities_are_seqevals() -> None:
     assert got.resampled([0, 0, 2]) == pytest.approx(
         f1_score([true[0], true[0], true[2]], [ours[0], ours[0], ours[2]], mode="strict", scheme=IOB2)
     )
+
+
+SCHEME_CASES = {
+    "IOB1 begins with I": ("I-P I-P O", "I-P I-P O", "IOB1", 1.0),
+    "IOB1 neighbours": ("O O I-P B-P", "I-L O I-P B-P", "IOB1", 2 * 2 / (2 + 3)),
+    "IOB1 types change without B": ("I-P I-L", "I-P I-L", "IOB1", 1.0),
+    "IOB1 B begins none after O": ("B-P O O", "I-P O I-P", "IOB1", 0.0),
+    "IOB2": ("B-P O B-P", "B-P I-P B-P", "IOB2", 2 * 1 / (2 + 2)),
+    "without types": ("B I O B", "B I O B", "IOB2", 1.0),
+    "BIOES alone": ("S-L", "S-L", "BIOES", 1.0),
+    "BIOES without its end": ("B-P I-P S-L", "B-P E-P S-L", "BIOES", 2 * 1 / (1 + 2)),
+    "BILOU": ("U-L O B-P L-P", "U-L O B-P L-P", "BILOU", 1.0),
+    "BILOU ends": ("U-L U-P U-P", "U-L B-P L-P", "BILOU", 2 * 1 / (3 + 2)),
+    "nothing": ("O B-P", "O O", "IOB2", 0.0),
+}
+
+
+@pytest.mark.parametrize("case", SCHEME_CASES)
+def test_entities_are_read_by_the_scheme_of_the_references(case: str) -> None:
+    prediction, reference, scheme, expected = SCHEME_CASES[case]
+    score = compute_scores(["entity_f1"], [prediction.split()], [reference.split()])["entity_f1"]
+    assert score.value == pytest.approx(expected) and f"|scheme:{scheme}|" in score.signature
+
+
+NO_ENTITIES = {
+    "plain": (["NOUN VERB"], "these are plain, such as 'NOUN': use accuracy and f1_macro"),
+    "two schemes": (["B-P I-P", "B-P", "I-P O"], r"of 2 rows are IOB2, and of 1 they are not: example 2 \(I-P after O"),
+    "another type": (["B-P I-L"], r"example 0 \(I-L after B-P\)"),
+    "some plain": (["B-P", "NOUN", "O VERB"], "'NOUN', 'VERB' in example 1, example 2 are not"),
+    "IOE": (["I-P E-P", "E-P"], "IOE"),
+    "BMES": (["B-P M-P E-P"], "BMES"),
+    "both endings": (["B-P E-P", "B-P L-P", "S-P"], r"BIOES.*example 1 \(L-P after B-P, as in BILOU\)"),
+    "prefixes behind": (["P-B P-I"], "write them in front"),
+}
+
+
+@pytest.mark.parametrize("case", NO_ENTITIES)
+def test_references_of_no_scheme_are_named(case: str) -> None:
+    rows, expected = NO_ENTITIES[case]
+    references = [row.split() for row in rows]
+    with pytest.raises(DeltuneError, match=expected) as caught:
+        compute_scores(["entity_f1"], references, references)
+    assert len(str(caught.value)) < 600
+    with pytest.raises(DeltuneError, match="'S-P' is no tag of IOB2"):
+        compute_scores(["entity_f1"], [["S-P"]], [["B-P"]])
+
+
+def test_plain_tags_are_classes_of_words() -> None:
+    """As scikit-learn has them over all words; a text is drawn with its words."""
+    from sklearn.metrics import accuracy_score, f1_score
+
+    true, ours = [["N", "V", "N"], ["D"], ["V", "D"]], [["N", "N", "N"], ["D"], ["V", "V"]]
+    scores = compute_scores(["accuracy", "f1_macro"], ours, true)
+    flat = [[tag for tags in side for tag in tags] for side in (true, ours)]
+    assert scores["accuracy"].value == accuracy_score(*flat)
+    assert scores["f1_macro"].value == pytest.approx(f1_score(*flat, average="macro"))
+    assert scores["accuracy"].resampled([1, 1, 2]) == 3 / 4 and "|tags:6|n:3|" in scores["accuracy"].signature
+    with pytest.raises(DeltuneError, match="equal length: example 0"):
+        compute_scores(["accuracy"], [["N"]], [["N", "V"]])
+
+
+def written(spans: list[tuple[int, int, str]], length: int, scheme: str) -> list[str]:
+    """Tags of a row with these entities, written independently of how they are read."""
+    tags, before = ["O"] * length, (0, "")
+    for start, stop, kind in spans:
+        end = {"BIOES": "E", "BILOU": "L"}.get(scheme)
+        marks = ["B"] + ["I"] * (stop - start - 1)
+        if end:
+            marks = [*marks[:-1], end] if len(marks) > 1 else [{"E": "S", "L": "U"}[end]]
+        if scheme == "IOB1" and before != (start, kind):
+            marks[0] = "I"
+        tags[start:stop] = [f"{mark}-{kind}" for mark in marks]
+        before = (stop, kind)
+    return tags
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_scheme_is_recognised_and_converted(scheme: str) -> None:
+    """200 random rows: seqeval finds in each the entities that were written, and in their conversion the same."""
+    chance, rows = random.Random(scheme), []
+    for _ in range(200):
+        spans, at = [], 0
+        while at < 12:
+            stop = min(12, at + chance.randint(1, 3))
+            spans += [(at, stop, chance.choice("AB"))] if chance.random() < 0.6 else []
+            at = stop
+        rows.append((spans, written(spans, 12, scheme)))
+    assert recognise_scheme([tags for _, tags in rows], str) == scheme
+    for spans, tags in rows:
+        expected = {(kind, start, stop) for start, stop, kind in spans}
+        assert entities(tags, scheme) == expected == entities(to_iob2(tags), "IOB2")
+        assert to_iob2(tags) == written(spans, 12, "IOB2")
 
 
 def test_a_constant_has_no_correlation() -> None:

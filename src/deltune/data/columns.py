@@ -343,6 +343,13 @@ def _classification_columns(first: DataFile, available: Sequence[str], problems:
             f"{first.name} has no column named {' or '.join(LABEL_COLUMN_NAMES)}. Its columns: {listed}. "
             f"{running}{todo}"
         )
+        if others := [c for c in available if c.lower() in OTHER_INPUT_NAMES]:
+            problems[-1] = (
+                f"{first.name} has the columns {listed}, and no kind of task reads {', '.join(others)} by itself. For a "
+                "model that answers a text, put all of its input into one column and its answer into another: --task "
+                "generation --columns source=…,targets=…"
+            )
+            return {}
     if len(texts) not in (1, 2):
         which = f"{len(texts)} columns of text ({', '.join(texts)})" if texts else "no column of text"
         problems.append(f"{first.name} has {which} and needs one or two. Its columns: {listed}. {todo}")
