@@ -19,8 +19,9 @@ from deltune.tasks.classification import CHOICE
 from deltune.tasks.encoding import IGNORE_INDEX, collate
 from deltune.tasks.generation import CAUSAL_GENERATION, LANGUAGE_MODELING, SEQ2SEQ_GENERATION, fill_template
 from deltune.tasks.registry import TASKS, find_task
-from deltune.tasks.token_classification import TAGGING
+from deltune.tasks.token_classification import TAGGING, tag_all_words
 from deltune.training import checkpoints
+from deltune.training.error_analysis import analyse
 from deltune.training.inference import evaluate, predict_rows, rescore
 from deltune.training.prediction_inputs import inputs_from_file
 from deltune.training.run_dir import RunDir
@@ -204,6 +205,154 @@ def test_tags_stand_at_first_sub_words(places: Path) -> None:
         InferenceContext(model, tokenizer, ("O", "B-A", "B-B"), TaskOptions(max_length=5), 2), cut
     )
     assert [len(p) for p in answers.predictions] == [4, 1] and answers.predictions[0][-1] == "O"
+
+
+INVISIBLE = ("", " ", "\t", "\u200b", "\ufe0f", "\u00ad", "\x01", "\u0301", "\u200b\ufe0f")
+TAGGED_LABELS = ("O", "B-X", "I-X")
+
+
+def _word_tokenizers(shared: Path) -> dict[str, Any]:
+    """WordPiece, byte-level BPE, Unigram with what T5 normalises, and one that adds no token of its own."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    from deltune.models import load_tokenizer
+
+    texts = ["Ada left Paris", "Bob saw Rome too"] * 9
+    unigram = Tokenizer(models.Unigram())
+    unigram.normalizer = normalizers.Sequence([normalizers.Nmt(), normalizers.NFKC()])
+    unigram.pre_tokenizer, unigram.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    made = trainers.UnigramTrainer(vocab_size=80, special_tokens=["<pad>", "<unk>"], unk_token="<unk>")
+    unigram.train_from_iterator(texts, made)
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=300, special_tokens=["<end>"]))
+    return {
+        "WordPiece": load_tokenizer("minilm"),
+        "Unigram": PreTrainedTokenizerFast(tokenizer_object=unigram, unk_token="<unk>", pad_token="<pad>"),
+        "byte-level BPE": PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<end>", pad_token="<end>"),
+        "BART": load_tokenizer(str(shared / "models" / "g2p-en-us-bart")),
+        "Llama": load_tokenizer(str(shared / "models" / "stories260k-llama")),
+    }
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_every_word_has_its_own_tag(shared: Path, side: str) -> None:
+    """Whatever a tokenizer drops or cuts: each word has the likeliest tag at its own first token, and one that has none
+    is O, or inside the entity around it."""
+    from transformers import AutoModelForTokenClassification
+
+    texts = [["Ada", word, "left", "Paris", word] for word in INVISIBLE]
+    texts += [[*INVISIBLE, "Ada"], ["", ""], ["\u200b"], ["Bob"], ["Ada", "left"] * 12]
+    for name, tokenizer in _word_tokenizers(shared).items():
+        tokenizer.truncation_side = side
+        sizes = {**tiny.FAMILIES["bert"], "vocab_size": len(tokenizer), "num_labels": len(TAGGED_LABELS)}
+        torch.manual_seed(0)
+        model = AutoModelForTokenClassification.from_config(AutoConfig.for_model("bert", **sizes)).eval()
+        model.classifier.weight.data.mul_(20)
+        columns = {"tokens": texts, "tags": [[i % 3 for i in range(len(text))] for text in texts]}
+        encoded = TAGGING.encode(tokenizer, model, columns, TaskOptions(max_length=12), True)
+        context = InferenceContext(model, tokenizer, TAGGED_LABELS, TaskOptions(max_length=12), 3)
+        answers, seen = TAGGING.predict(context, encoded), 0
+        for text, row, tags, scores in zip(texts, encoded.rows, answers.predictions, answers.scores, strict=True):
+            tokens = tokenizer(text, is_split_into_words=True, truncation=True, max_length=12)
+            first = {word: i for i, word in reversed(list(enumerate(tokens.word_ids()))) if word is not None}
+            assert len(tags) == len(scores) == len(text)
+            assert [row["labels"][first[word]] for word in first] == [word % 3 for word in first], name
+            if first:
+                with torch.no_grad():
+                    best = model(input_ids=torch.tensor([tokens["input_ids"]])).logits[0].softmax(-1).max(-1)
+            for word in range(len(text)):
+                if word in first:
+                    assert tags[word] == TAGGED_LABELS[best.indices[first[word]]], (name, text, tags)
+                    assert scores[word] == pytest.approx(best.values[first[word]].item(), abs=1e-5)
+                    seen += 1
+                else:
+                    assert scores[word] is None and tags[word] in ("O", "I-X")
+        assert seen > 20 and encoded.truncated >= 1
+
+
+UNSEEN = {
+    "outside": ("B-X ? B-X", "B-X O B-X"),
+    "within": ("B-X ? ? I-X", "B-X I-X I-X I-X"),
+    "at the ends": ("? I-X ? O ?", "O I-X O O O"),
+    "of another type": ("B-X ? I-Y", "B-X O I-Y"),
+    "nothing seen": ("? ?", "O O"),
+    "plain": ("? NOUN ? VERB ?", "NOUN NOUN NOUN VERB VERB"),
+    "nothing seen of plain tags": ("? ?", "DET DET"),
+}
+
+
+@pytest.mark.parametrize("case", UNSEEN)
+def test_a_word_that_the_model_does_not_see_has_a_tag(case: str) -> None:
+    seen, expected = (text.split() for text in UNSEEN[case])
+    labels = ("DET", "NOUN", "VERB") if "plain" in case else ("O", "B-X", "I-X", "I-Y")
+    assert tag_all_words({i: tag for i, tag in enumerate(seen) if tag != "?"}, len(seen), labels) == expected
+
+
+def test_words_without_a_token_change_no_score(places: Path, tmp_path: Path) -> None:
+    """The same run with and without them, from the training labels to the scores of the test split."""
+    results = []
+    for name, extra in (("plain", []), ("before", [""]), ("behind", ["", ""])):
+        for seed, split in enumerate(("train", "validation", "test")):
+            tagged = rows("tagging", 48, seed)
+            for row in tagged:
+                at = 0 if name == "before" else 2
+                row["tokens"][at:at], row["tags"][at:at] = extra, ["O"] * len(extra)
+            tiny.lines(tmp_path / name / f"{split}.jsonl", tagged)
+        spec = tiny.spec(places, model=str(places / "bert"), data=str(tmp_path / name), method="full", epochs=6)
+        results.append(train(spec.replace(lr=1e-2, max_length=32), tmp_path / f"run {name}", progress=False).test)
+        lines = tiny.objects(RunDir(tmp_path / f"run {name}").predictions / "test.jsonl")
+        assert all(len(line["input"]) == len(line["prediction"]) == len(line["scores"]) for line in lines)
+        words = [{"id": "1", "input": ["", "fig", ""]}]
+        assert len(predict_rows(tmp_path / f"run {name}", words)[0]["prediction"]) == 3
+    assert results[0]["entity_f1"] > 0.5
+    assert results[1] == pytest.approx(results[0]) and results[2] == pytest.approx(results[0])
+
+
+SCHEME_RUNS = {
+    "IOB1": ("IOB1", None, ("entity_f1",)),
+    "BIOES": ("BIOES", None, ("entity_f1",)),
+    "converted": ("IOB2", "iob2", ("entity_f1",)),
+    "plain": ("plain", None, ("accuracy", "f1_macro")),
+}
+
+
+@pytest.mark.parametrize("name", SCHEME_RUNS)
+def test_a_run_keeps_the_scheme_of_its_tags(
+    name: str, places: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Recognised once, said in the first lines, and used wherever the run is scored again."""
+    scheme, option, metrics = SCHEME_RUNS[name]
+    prefix = {"BIOES": "S-", "plain": "", "IOB2": "S-"}.get(scheme, "I-")
+    for seed, split in enumerate(("train", "validation", "test")):
+        tagged = rows("tagging", 48, seed)
+        for row in tagged:
+            row["tags"] = [tag.replace("B-", prefix) for tag in row["tags"]]
+        tiny.lines(tmp_path / "data" / f"{split}.jsonl", tagged)
+    with caplog.at_level("INFO", logger="deltune"):
+        spec = tiny.spec(
+            places, model=str(places / "bert"), data=str(tmp_path / "data"), method="full", epochs=6, lr=1e-2,
+            max_length=32, tag_scheme=option,
+        )  # fmt: skip
+        result = train(spec, tmp_path / "run", progress=False)
+    assert f"tags: {scheme}" in caplog.text and ("--tag-scheme" in caplog.text or scheme == "plain")
+    run = RunDir(tmp_path / "run")
+    assert run.data.tag_scheme == scheme and set(result.test) == {"loss", *metrics}
+    assert all(value > 0.5 for metric, value in result.test.items() if metric != "loss")
+    assert all(f"scheme:{scheme}" in result.signatures[metric] for metric in metrics if metric == "entity_f1")
+    for scores in (evaluate(run.folder)["test"], rescore(run.folder)["test"]):
+        assert {metric: scores[metric] for metric in metrics} == {metric: result.test[metric] for metric in metrics}
+    lines = [{**line, "prediction": line["reference"]} for line in tiny.objects(run.predictions / "test.jsonl")]
+    tiny.lines(run.predictions / "test.jsonl", lines)
+    assert set(rescore(run.folder)["test"].values()) == {1.0}
+    assert analyse("tagging", lines, run.data.labels, scheme).wrong == ()
+    if scheme == "plain":
+        with pytest.raises(DeltuneError, match="and the tags are plain: O, beast, fruit, tool"):
+            train(spec.replace(metrics=("entity_f1",)), tmp_path / "other", progress=False)
+    elif option is None:
+        with pytest.raises(DeltuneError, match=rf"and the tags are {scheme}; give --tag-scheme iob2"):
+            train(spec.replace(model=str(places / "t5"), answer="words"), tmp_path / "other", progress=False)
 
 
 def test_a_target_ends(shared: Path) -> None:

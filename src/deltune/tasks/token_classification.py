@@ -122,9 +122,9 @@ def predict_tags(context: InferenceContext, encoded: EncodedRows) -> Predictions
             mask, words = labels[row] != IGNORE_INDEX, encoded[i]["words"]
             tags = [context.labels[label] for label in best.indices[row][mask].tolist()]
             probabilities = dict(zip(words, best.values[row][mask].tolist(), strict=True))
-            count = encoded[i]["num_words"]
-            predictions[i] = tag_all_words(dict(zip(words, tags, strict=True)), count, context.labels)
-            scores[i] = [probabilities.get(word) for word in range(count)]
+            num_words = encoded[i]["num_words"]
+            predictions[i] = tag_all_words(dict(zip(words, tags, strict=True)), num_words, context.labels)
+            scores[i] = [probabilities.get(word) for word in range(num_words)]
 
     context.for_each_batch(encoded, process)
     return Predictions(predictions, scores, total_loss / max(count, 1))

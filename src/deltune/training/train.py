@@ -428,7 +428,7 @@ def _tags_line(state: RunState) -> str:
         return f"{scheme}, entities are right if type and both ends are{todo}"
     if all(label.isdecimal() for label in state.data.labels):
         return "numbers, each a class; --labels O,B-PER,… names them in the order of their numbers"
-    return f"plain, each a class{' (--tag-scheme)' if chosen else ''}"
+    return "plain, each a class (--tag-scheme)" if chosen else "plain, each a class, as none looks like B-PER"
 
 
 def _listed(names: Sequence[str], most: int = 8) -> str:
