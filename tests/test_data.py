@@ -320,7 +320,10 @@ DOUBTS: dict[str, tuple[dict[str, Any], str, dict[str, Any], str]] = {
         {"columns": {"source": "instruction", "targets": "output"}}, "generation",
     ),
     "chats": ({"train_jsonl": [{"messages": [{"role": "user", "content": "x"}]}] * 4}, "put all of its input", {}, ""),
-    "preferences": ({"train_jsonl": [{"prompt": "p", "chosen": "a", "rejected": "b"}] * 4}, "chosen, rejected by", {}, ""),
+    "preferences": (
+        {"train_jsonl": [{"prompt": "p", "chosen": "a", "rejected": "b"}] * 4},
+        "chosen, rejected by", {}, "",
+    ),
     "a context": (
         {"train_jsonl": [{"context": "a b", "question": f"q {i}", "answers": ["x"]} for i in range(4)]},
         "context would not be read", {"columns": {"source": "question", "targets": "answers"}}, "generation",
@@ -333,21 +336,39 @@ DOUBTS: dict[str, tuple[dict[str, Any], str, dict[str, Any], str]] = {
         {"train_jsonl": [{"document": f"a {i}", "summary": f"b{i}", "highlights": f"t{i}"} for i in range(4)]},
         "highlights would not be read", {"columns": {"source": "document", "targets": "summary"}}, "generation",
     ),
-    "options": ({"train_jsonl": QUESTIONS}, "options would not be read", {"columns": ["question", "label"]}, "classification"),
+    "options": (
+        {"train_jsonl": QUESTIONS},
+        "options would not be read", {"columns": ["question", "label"]}, "classification",
+    ),
     "a letter for an index": (
         {"train_jsonl": [{"question": "q", "choices": ["a", "b"], "answer": "B"}] * 2},
         "'answer' is not the index of a choice but 'B'", {}, "",
     ),
-    "two labels": ({"train_jsonl": TOPICS}, "topic would not be read", {"columns": ["text", "topic"]}, "classification"),
-    "a word a row": ({"train_csv": FLAT}, "such as 'O', 'B-LOC', 'B-PER'. A row of a", {"kind": "classification"}, "classification"),
-    "a word a row, in order": ({"train_csv": FLAT}, "A row of a tagging is a sentence", {"columns": {"text": "token", "label": "label"}}, "classification"),
+    "two labels": (
+        {"train_jsonl": TOPICS},
+        "topic would not be read", {"columns": ["text", "topic"]}, "classification",
+    ),
+    "a word a row": (
+        {"train_csv": FLAT},
+        "such as 'O', 'B-LOC', 'B-PER'. A row of a", {"kind": "classification"}, "classification",
+    ),
+    "a word a row, in order": (
+        {"train_csv": FLAT},
+        "A row of a tagging is a sentence", {"columns": {"text": "token", "label": "label"}}, "classification",
+    ),
     "a part of speech a row": (
         {"train_csv": FLAT.replace("B-PER", "NOUN").replace("B-LOC", "NOUN").replace(",O", ",VERB")},
         "tags of words in its column 'label', such as 'NOUN'", {"kind": "classification"}, "classification",
     ),
-    "tags in a text": ({"train_csv": COMMAS}, "tags of words in its column 'labels'", {"kind": "classification"}, "classification"),
+    "tags in a text": (
+        {"train_csv": COMMAS},
+        "tags of words in its column 'labels'", {"kind": "classification"}, "classification",
+    ),
     "tags as Python writes lists": ({"train_csv": LISTS}, "tags of words in its column 'labels'", {}, ""),
-    "tokens in a text": ({"train_csv": "tokens,tags\nAda left,B-PER O\n"}, "'tokens' is not a list of texts but 'Ada left'", {}, ""),
+    "tokens in a text": (
+        {"train_csv": "tokens,tags\nAda left,B-PER O\n"},
+        "'tokens' is not a list of texts but 'Ada left'", {}, "",
+    ),
     "a tag too few": (
         {"train_jsonl": [{"tokens": ["a", "b"], "tags": ["O"]}]}, "2 tokens and 1 tags; give one tag for each", {}, "",
     ),
@@ -356,7 +377,10 @@ DOUBTS: dict[str, tuple[dict[str, Any], str, dict[str, Any], str]] = {
         "--task generation --columns source=text,targets=target",
         {"kind": "generation", "columns": {"source": "text", "targets": "target"}}, "generation",
     ),
-    "CoNLL as text": ({"train_txt": "-DOCSTART- -X- O\n\nAda NNP B-PER\nlives VB O\n"}, "rename it to .conll", {"kind": "language"}, "language"),
+    "CoNLL as text": (
+        {"train_txt": "-DOCSTART- -X- O\n\nAda NNP B-PER\nlives VB O\n"},
+        "rename it to .conll", {"kind": "language"}, "language",
+    ),
     "a table as text": ({"train_txt": "good\tpos\nbad\tneg\n"}, "rename it to .tsv", {"kind": "language"}, "language"),
     "fastText": ({"train_txt": "__label__a b\n__label__b c\n"}, "fastText", {"kind": "language"}, "language"),
     "CoNLL-U": ({"train_conll": "1\tAda\tNOUN\n2\tgoes\tVERB\n"}, "the first column counts the tokens", {}, ""),
@@ -364,7 +388,10 @@ DOUBTS: dict[str, tuple[dict[str, Any], str, dict[str, Any], str]] = {
     "semicolons": ({"train_csv": "text;label\na b;x\n"}, "separated by ';', 'text;label'; save it with commas", {}, ""),
     "tabs": ({"train_csv": "text\tlabel\na b\tx\n"}, "save it as .tsv", {}, ""),
     "quotes in .tsv": ({"train_tsv": 'text\tlabel\n"he ""x"""\ta\n'}, "line 2: '\"he \"\"x\"\"\"' is quoted", {}, ""),
-    "numbers": ({"train_csv": "a,b,label\nx y,z,3.80\nx,y z,5\n"}, "a label must be text or a whole number, not '3.80'", {}, ""),
+    "numbers": (
+        {"train_csv": "a,b,label\nx y,z,3.80\nx,y z,5\n"},
+        "a label must be text or a whole number, not '3.80'", {}, "",
+    ),
 }  # fmt: skip
 """Files, what is said of them, and what is given to read them nevertheless with the kind of task that they then are."""
 
@@ -397,7 +424,9 @@ def test_tabs(tmp_path: Path) -> None:
     """Every line is a row, and quotes are characters as any other."""
     got = loading.load_data(write(tmp_path, train_tsv='text\tlabel\nhe said "x", to\ta\n"foo" bar\tb\n"foo"\tb\n'))
     assert got.splits["train"]["text"][:] == ['he said "x", to', '"foo" bar', '"foo"'] and got.labels == ("a", "b")
-    assert "train.tsv line 2: 3 fields, the header has 2" in message(write(tmp_path, train_tsv="text\tlabel\na\tb\tc\n"))
+    assert "train.tsv line 2: 3 fields, the header has 2" in message(
+        write(tmp_path, train_tsv="text\tlabel\na\tb\tc\n")
+    )
 
 
 # --- tag schemes ------------------------------------------------------------------------------------------------------

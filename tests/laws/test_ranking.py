@@ -153,7 +153,7 @@ def test_tags_survive_their_words(marks: list[tuple[str, str]]) -> None:
 
 def test_words_that_a_tokenizer_drops_are_within_a_mention() -> None:
     tokens = ["\u200b", "New", "", "\u00ad", "York", "\ufe0f", "x"]
-    tags = "O B-LOC I-LOC I-LOC I-LOC O O".split()
+    tags = ["O", "B-LOC", "I-LOC", "I-LOC", "I-LOC", "O", "O"]
     for text in ("New York: LOC", format_entities(tokens, tags, {"LOC": "LOC"})):
         assert parse_entities(text, tokens, {"LOC": "LOC"}) == tags
 

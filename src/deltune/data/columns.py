@@ -114,27 +114,26 @@ def guess_task_kind(first: DataFile, names: ColumnNames | None, requested: Colum
     available = [c for c in names or first.columns if c in first.columns] or first.columns
     if ".txt" in Path(first.name).suffixes:
         return "language"
-    if requested and not isinstance(requested, Mapping):
-        return "classification"
+    required = {kind: {c.role for c in TASK_COLUMNS[kind] if not c.optional} for kind in KINDS_GUESSED_BY_NAME}
+    if requested:
+        roles = set(requested) if isinstance(requested, Mapping) else set()
+        return next((kind for kind in required if required[kind] <= roles), "classification")
     named = []
     for kind in KINDS_GUESSED_BY_NAME:
-        required = {column.role for column in TASK_COLUMNS[kind] if not column.optional}
-        columns = requested or _columns_by_usual_name(kind, available)
-        if not required <= set(columns):
+        columns = _columns_by_usual_name(kind, available)
+        if not required[kind] <= set(columns):
             continue
-        if requested:
-            return kind
         if kind == "generation" and _is_classification(first, columns, available):
             logger.warning(
                 "%s is taken for a classification; with --task generation a model answers %s by %s", first.name,
                 columns["source"], columns["targets"],
             )  # fmt: skip
-            continue
-        if kind == "tagging" or (first.rows and not row_problems(first.rows[0][1], columns, kind)):
+        elif kind == "tagging" or (first.rows and not row_problems(first.rows[0][1], columns, kind)):
             return kind
-        named.append(kind)
+        else:
+            named.append(kind)
     has_label = any(c.lower() in LABEL_COLUMN_NAMES for c in available)
-    return named[0] if named and not requested and not has_label else "classification"
+    return named[0] if named and not has_label else "classification"
 
 
 def unread_columns(first: DataFile, names: ColumnNames | None, chosen: Mapping[str, str]) -> tuple[str, ...]:
@@ -146,7 +145,9 @@ def unread_columns(first: DataFile, names: ColumnNames | None, chosen: Mapping[s
         chosen: Role -> column, as guessed.
     """
     ignored, columns = ("", "unnamed: 0", *ID_COLUMN_NAMES), first.columns
-    return tuple(c for c in columns if c in (names or columns) and c.lower() not in ignored and c not in chosen.values())
+    return tuple(
+        c for c in columns if c in (names or columns) and c.lower() not in ignored and c not in chosen.values()
+    )
 
 
 def doubts_of_columns(first: DataFile, kind: str, chosen: Mapping[str, str], unread: Sequence[str]) -> list[str]:
@@ -158,13 +159,18 @@ def doubts_of_columns(first: DataFile, kind: str, chosen: Mapping[str, str], unr
         chosen: Role -> column, as guessed.
         unread: The columns that it leaves out.
     """
-    inputs = {name for columns in TASK_COLUMNS.values() for c in columns if c.role in INPUT_TYPES for name in c.usual_names}
+    inputs = {
+        name for columns in TASK_COLUMNS.values() for c in columns if c.role in INPUT_TYPES for name in c.usual_names
+    }
     inputs = inputs - {*WORD_COLUMN_NAMES} | {*OTHER_INPUT_NAMES}
     doubtful: list[str] = []
     if kind == "classification":
         others = LABEL_COLUMN_NAMES if chosen["label"].lower() not in ("label", "labels") else ()
         doubtful = [c for c in unread if c.lower() in (*inputs, *others)]
-    elif kind == "generation" and [chosen["source"].lower(), chosen["targets"].lower().rstrip("s")] != ["source", "target"]:
+    elif kind == "generation" and [chosen["source"].lower(), chosen["targets"].lower().rstrip("s")] != [
+        "source",
+        "target",
+    ]:
         targets = TASK_COLUMNS["generation"][1].usual_names
         doubtful = [c for c in unread if c.lower() in (*inputs, *targets) or _is_prose(first, c)]
     if not doubtful:
@@ -345,8 +351,8 @@ def _classification_columns(first: DataFile, available: Sequence[str], problems:
         )
         if others := [c for c in available if c.lower() in OTHER_INPUT_NAMES]:
             problems[-1] = (
-                f"{first.name} has the columns {listed}, and no kind of task reads {', '.join(others)} by itself. For a "
-                "model that answers a text, put all of its input into one column and its answer into another: --task "
+                f"{first.name} has the columns {listed}, and no kind of task reads {', '.join(others)} by itself. For "
+                "a model that answers a text, put all of its input into one column and its answer into another: --task "
                 "generation --columns source=…,targets=…"
             )
             return {}

@@ -34,7 +34,7 @@ from .columns import (
     unread_columns,
 )
 from .readers import READERS, DataFile, Row, data_suffix, file_error, has_lone_surrogate, read_rows, short_repr
-from .tag_schemes import OUTSIDE, PLAIN, check_entity_tags, recognise_scheme, to_iob2
+from .tag_schemes import PLAIN, check_entity_tags, recognise_scheme, to_iob2
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -375,7 +375,9 @@ def _with_iob2_tags(
 ) -> dict[str, DataFile]:
     """Return files whose tags of entities are in IOB2; a number is an index into the known names."""
     names = dict(enumerate(known or ())) | {str(i): name for i, name in enumerate(known or ())}
-    tags = {split: [[str(names.get(tag, tag)) for tag in row[column]] for _, row in f.rows] for split, f in files.items()}
+    tags = {
+        split: [[str(names.get(tag, tag)) for tag in row[column]] for _, row in f.rows] for split, f in files.items()
+    }
     places = [file.location(number) for file in files.values() for number, _ in file.rows]
     try:
         if check_entity_tags([row for rows in tags.values() for row in rows], places.__getitem__) == set():
@@ -385,10 +387,13 @@ def _with_iob2_tags(
     if problems:
         return dict(files)
     return {
-        split: replace(file, rows=[
-            (number, {**row, column: to_iob2(converted)})
-            for (number, row), converted in zip(file.rows, tags[split], strict=True)
-        ])
+        split: replace(
+            file,
+            rows=[
+                (number, {**row, column: to_iob2(converted)})
+                for (number, row), converted in zip(file.rows, tags[split], strict=True)
+            ],
+        )
         for split, file in files.items()
     }
 

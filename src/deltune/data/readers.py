@@ -222,7 +222,9 @@ def _read_tsv(path: Path, problems: list[str]) -> NumberedRows:
     def numbered_cells() -> NumberedCells:
         for number, line in text_lines(path):
             cells = line.rstrip("\r\n").split("\t") if line.strip() else []
-            if quoted := [cell for cell in cells if re.fullmatch('"([^"]|"")*"', cell) and (number == 1 or '""' in cell)]:
+            if quoted := [
+                cell for cell in cells if re.fullmatch('"([^"]|"")*"', cell) and (number == 1 or '""' in cell)
+            ]:
                 raise UnreadableFileError(
                     f"{path.name} line {number}: {excerpt(quoted[0])} is quoted as in .csv, and .tsv is read without "
                     "quoting; save the table with commas, as .csv"
@@ -324,7 +326,12 @@ def _wrong_order(sentence: list[list[str]]) -> str:
     firsts, lasts = [row[0] for row in sentence], [row[-1] for row in sentence]
     if len(sentence[0]) > 2 and len(sentence) > 1 and firsts == [str(i) for i in range(1, len(firsts) + 1)]:
         return "the first column counts the tokens, as in CoNLL-U; write the token first and its tag last in each line"
-    if len(sentence[0]) > 1 and all(map(_is_tag, firsts)) and any(map(is_entity_tag, firsts)) and not any(map(_is_tag, lasts)):
+    if (
+        len(sentence[0]) > 1
+        and all(map(_is_tag, firsts))
+        and any(map(is_entity_tag, firsts))
+        and not any(map(_is_tag, lasts))
+    ):
         return "the tags stand before the tokens; write the token first and its tag last in each line"
     return ""
 

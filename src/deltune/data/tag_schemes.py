@@ -49,7 +49,9 @@ def recognise_scheme(rows: Sequence[Sequence[str]], where: Callable[[int], str])
             return scheme
     prefixes = {tag[0] for tag in entity_tags}
     if prefixes <= {"I", "E"}:
-        raise DeltuneError(f"the scheme of the tags is IOE, where E ends an entity, and it is not read as it is. {CONVERT}")
+        raise DeltuneError(
+            f"the scheme of the tags is IOE, where E ends an entity, and it is not read as it is. {CONVERT}"
+        )
     if "M" in prefixes:
         raise DeltuneError(f"the scheme of the tags is BMES, where M is for I, and it is not read as it is. {CONVERT}")
     misfits = {s: [i for i, row in enumerate(rows) if _wrong_step(s, row)] for s in SCHEMES}

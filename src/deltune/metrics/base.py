@@ -14,8 +14,9 @@ from ..errors import DeltuneError, is_installed, missing_extra
 InputType = Literal["classes", "numbers", "tags", "texts", "answers", "log-likelihoods"]
 """What a metric compares.
 
-classes: ids or names, or lists of them. numbers: real numbers. tags: lists of tags of entities. texts and answers: a string against one string or
-several. log-likelihoods: the sum over an example's tokens, in nats, against the number of its tokens.
+classes: ids or names, or lists of them. numbers: real numbers. tags: lists of tags of entities. texts and answers: a
+string against one string or several. log-likelihoods: the sum over an example's tokens, in nats, against the number of
+its tokens.
 """
 Options = Mapping[str, Any]
 ComputeScore = Callable[[np.ndarray], float]

@@ -97,7 +97,9 @@ def entities(tags: Sequence[str], scheme: str) -> set[tuple[str, int, int]]:
     from seqeval import scheme as schemes
 
     if foreign := {tag for tag in tags if tag != OUTSIDE and tag[:1] not in SCHEMES[scheme]}:
-        raise DeltuneError(f"{excerpt(min(foreign))} is no tag of {scheme}, which has {', '.join(SCHEMES[scheme])} and O")
+        raise DeltuneError(
+            f"{excerpt(min(foreign))} is no tag of {scheme}, which has {', '.join(SCHEMES[scheme])} and O"
+        )
     found = schemes.Entities([list(tags)], getattr(schemes, {"BIOES": "IOBES"}.get(scheme, scheme))).entities[0]
     return {(entity.tag, entity.start, entity.end) for entity in found}
 
@@ -115,8 +117,8 @@ def _compute_entity_f1(predictions: Sequence[Any], references: Sequence[Any], op
     if scheme == PLAIN:
         tag = next(tag for row in references for tag in row if tag != OUTSIDE)
         raise DeltuneError(
-            f"entity_f1 is for tags of entities, such as B-PER, and these are plain, such as {excerpt(tag)}: use accuracy "
-            "and f1_macro"
+            f"entity_f1 is for tags of entities, such as B-PER, and these are plain, such as {excerpt(tag)}: use "
+            "accuracy and f1_macro"
         )
     if scheme not in SCHEMES:
         raise DeltuneError(unknown_name("scheme", scheme, ["auto", *SCHEMES], "entity_f1"))

@@ -103,7 +103,7 @@ def _tokenize(tokenizer: Any, texts: list[list[str]], max_length: int) -> Any:
 
 
 def predict_tags(context: InferenceContext, encoded: EncodedRows) -> Predictions:
-    """Predict the most probable tag of every word; `tag_all_words` says which one a word has that the model does not see.
+    """Predict the most probable tag of every word; for words that the model does not see, see `tag_all_words`.
 
     The scores are the probabilities of the predicted tags, and None for the words that the model does not see.
     """
@@ -191,8 +191,9 @@ def parse_entities(text: str, tokens: Sequence[str], type_words: Mapping[str, st
     """Return the BIO tags that a list of entities, as a model wrote it, gives to the tokens.
 
     Each mention is looked up in order: its first untagged occurrence after the previous mention, else its first
-    untagged occurrence. Blanks and characters that cannot be seen do not count, since a tokenizer may not preserve them. Entries that do not occur or have
-    an unknown type are skipped; a mention then begins after the semicolon of such an entry.
+    untagged occurrence. Blanks and characters that cannot be seen do not count, since a tokenizer may not preserve
+    them. Entries that do not occur or have an unknown type are skipped; a mention then begins after the semicolon of
+    such an entry.
 
     Args:
         text: What the model wrote.
@@ -234,7 +235,8 @@ def _match_end(tokens: Sequence[str], start: int, mention: str) -> int:
 def _spelling(text: str) -> str:
     """Return the characters of a text by which a mention is looked up: without blanks and what cannot be seen."""
     return "".join(
-        c for c in unicodedata.normalize("NFKC", text)
+        c
+        for c in unicodedata.normalize("NFKC", text)
         if not c.isspace() and unicodedata.category(c) not in ("Cc", "Cf") and not "\ufe00" <= c <= "\ufe0f"
     )
 

@@ -92,9 +92,7 @@ class Analysis:
     right_order: str = ""
 
 
-def analyse(
-    kind: str, lines: Sequence[Line], labels: Sequence[str] = (), tag_scheme: str | None = None
-) -> Analysis:
+def analyse(kind: str, lines: Sequence[Line], labels: Sequence[str] = (), tag_scheme: str | None = None) -> Analysis:
     """Analyse the predictions of a split.
 
     Args:

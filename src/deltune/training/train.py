@@ -424,7 +424,11 @@ def _tags_line(state: RunState) -> str:
     """Say which scheme the tags are of, how they are scored, and which option says otherwise."""
     scheme, chosen = state.data.tag_scheme, state.config.data.tag_scheme
     if scheme != PLAIN:
-        todo = ", converted (--tag-scheme)" if chosen else "; --tag-scheme iob2 converts others, plain takes all for classes"
+        todo = (
+            ", converted (--tag-scheme)"
+            if chosen
+            else "; --tag-scheme iob2 converts others, plain takes all for classes"
+        )
         return f"{scheme}, entities are right if type and both ends are{todo}"
     if all(label.isdecimal() for label in state.data.labels):
         return "numbers, each a class; --labels O,B-PER,… names them in the order of their numbers"
