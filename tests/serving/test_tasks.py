@@ -92,8 +92,8 @@ def test_every_word_has_a_tag(encoder: tuple[Served, Path, Path]) -> None:
     server, _, _ = encoder
     words = TEXTS[2].split()
     plain, among, alone, cut = (
-        server.post("/tag", {"model": "tagger", "input": [given], **more}).json()["data"][0]["words"]
-        for given, more in (
+        server.post("/tag", {"model": "tagger", "input": [sentence], **more}).json()["data"][0]["words"]
+        for sentence, more in (
             (words, {}),
             (["", *words[:3], "", *words[3:], ""], {}),
             (["", ""], {}),

@@ -100,8 +100,8 @@ def entities(tags: Sequence[str], scheme: str) -> set[tuple[str, int, int]]:
         raise DeltuneError(
             f"{excerpt(min(foreign))} is no tag of {scheme}, which has {', '.join(SCHEMES[scheme])} and O"
         )
-    found = schemes.Entities([list(tags)], getattr(schemes, {"BIOES": "IOBES"}.get(scheme, scheme))).entities[0]
-    return {(entity.tag, entity.start, entity.end) for entity in found}
+    extracted = schemes.Entities([list(tags)], getattr(schemes, {"BIOES": "IOBES"}.get(scheme, scheme))).entities[0]
+    return {(entity.tag, entity.start, entity.end) for entity in extracted}
 
 
 def _compute_entity_f1(predictions: Sequence[Any], references: Sequence[Any], options: Options) -> CorpusStatistics:

@@ -172,8 +172,8 @@ def _analyse_tags(lines: Sequence[Line], scheme: str) -> Analysis:
     true, predicted, correct, errors = (Counter[str]() for _ in range(4))
     wrong: list[tuple[int, int, str]] = []
     for i, (references, predictions) in enumerate(pairs):
-        for counter, found in ((true, references), (predicted, predictions), (correct, references & predictions)):
-            counter.update(kind for kind, _, _ in found)
+        for counter, one_side in ((true, references), (predicted, predictions), (correct, references & predictions)):
+            counter.update(kind for kind, _, _ in one_side)
         remarks = Counter(_entity_error(entity, references, predictions) for entity in references ^ predictions)
         remarks.pop("", None)
         errors.update(remarks)
@@ -307,8 +307,8 @@ def _precision_recall(correct: int, predicted: int, true: int) -> tuple[str, str
 def _tag_example(line: Line, references: set[Entity], predictions: set[Entity], remark: str) -> Example:
     tokens = [str(token) for token in line["input"]]
 
-    def names(found: set[Entity]) -> str:
-        ordered = sorted(found, key=lambda entity: entity[1:])
+    def names(one_side: set[Entity]) -> str:
+        ordered = sorted(one_side, key=lambda entity: entity[1:])
         return "; ".join(f"{' '.join(tokens[start:end])} ({kind})" for kind, start, end in ordered) or "no entity"
 
     return Example(str(line.get("id", "")), _input(line), _cut(names(predictions)), _cut(names(references)), remark)
