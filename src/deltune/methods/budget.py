@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ def fit(
         weights: A positive number for each ?, by which the budget is shared.
 
     Returns:
-        The method with every ? solved.
+        The method with every ? solved. It prints as the expression with the sizes in place of the ?.
 
     Raises:
         DeltuneError: There is no ?, the budget is too small for sizes of 1, or an argument cannot be read.
@@ -107,9 +108,11 @@ def solve(
     if weights is not None and not _weights_are_valid(weights, slots):
         raise DeltuneError(f"weights={excerpt(weights)}: give {slots} positive numbers, one for each ?")
 
+    def text_with(sizes: Sequence[int]) -> str:
+        return "".join(piece + str(size) for piece, size in zip(pieces, [*sizes, ""], strict=True))
+
     def method_with(sizes: Sequence[int]) -> Method:
-        text = "".join(piece + str(size) for piece, size in zip(pieces, [*sizes, ""], strict=True))
-        return parse(text)
+        return parse(text_with(sizes))
 
     def cost_at(*sizes: int) -> int:
         return cost(method_with(sizes))
@@ -156,7 +159,8 @@ def solve(
     solved = method_with(sizes)
     if (count := cost(solved)) > budget_count:
         raise DeltuneError(f"the count of {method} does not grow evenly with its ?: give a value instead of the ?")
-    return FitResult(solved, count, budget_count)
+    written = ast.unparse(ast.parse(" ".join(text_with(sizes).split()), mode="eval"))  # with sizes that are defaults
+    return FitResult(solved.with_text(written), count, budget_count)
 
 
 def _smallest_sizes(cost_at: Callable[..., int], slots: int) -> tuple[int, int]:

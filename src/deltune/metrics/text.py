@@ -269,7 +269,7 @@ def _compute_cider(predictions: Texts, references: References, options: Options)
 
     tokenized, tokenized_references = tokenize_pairs(predictions, references, options)
     if len(references) < 2:
-        raise CannotScoreError("needs at least two examples: words that all examples have weigh nothing")
+        raise CannotScoreError("it needs at least two examples: words that all examples have weigh nothing")
     scorer = Cider()
     _, values = scorer.compute_score(dict(enumerate(tokenized_references)), {i: [p] for i, p in enumerate(tokenized)})
     signature = _tokenizer_signature(predictions, references, options)
@@ -309,7 +309,7 @@ def _refuse_short_references(metric: Any, references: References) -> None:
     order = metric.max_ngram_order
     if not any(len(metric.tokenizer(text).split()) >= order for accepted in references for text in accepted):
         raise CannotScoreError(
-            f"counts runs of up to {order} words, and no reference has {order} words; chrf, exact and rougeL measure "
+            f"it counts runs of up to {order} words, and no reference has {order} words; chrf, exact and rougeL measure "
             "short texts"
         )
 

@@ -9,7 +9,7 @@ from difflib import SequenceMatcher
 from math import exp
 from typing import Any
 
-from ..errors import DeltuneError, error_summary
+from ..errors import DeltuneError, counted, error_summary
 
 MAX_WRONG, MAX_RIGHT = 6, 6
 """How many examples are shown."""
@@ -71,8 +71,9 @@ class Analysis:
         tables: Errors by type.
         wrong: The worst errors, the worst first.
         wrong_order: By what they are ordered.
-        right: Rows that are answered well.
+        right: Rows that are answered well, none of which is among the errors.
         right_order: By what they are ordered.
+        right_title: "Right" if these are right, or what they are.
     """
 
     rows: int
@@ -88,6 +89,7 @@ class Analysis:
     wrong_order: str = ""
     right: tuple[Example, ...] = ()
     right_order: str = ""
+    right_title: str = "Right"
 
 
 def analyse(kind: str, lines: Sequence[Line], labels: Sequence[str] = ()) -> Analysis:
@@ -221,7 +223,7 @@ def _analyse_texts(lines: Sequence[Line], labels: Sequence[str]) -> Analysis:
         )
 
     wrong = [i for i in order if i not in set(exact)]
-    best = exact or order[::-1]
+    best = exact or [i for i in reversed(order[MAX_WRONG:]) if nearest[i][0] > 0]
     return Analysis(
         rows=len(lines),
         summary=_share_right(len(exact), len(lines)).replace("right", "exactly right"),
@@ -231,6 +233,7 @@ def _analyse_texts(lines: Sequence[Line], labels: Sequence[str]) -> Analysis:
         wrong_order="the least alike first",
         right=tuple(map(example, best[:MAX_RIGHT])),
         right_order="" if exact else "the most alike first",
+        right_title="Right" if exact else "Nearest to right",
     )
 
 
@@ -244,13 +247,16 @@ def _analyse_running_text(lines: Sequence[Line], labels: Sequence[str]) -> Analy
         return Example(str(lines[i].get("id", i)), _input(lines[i]), "", "", remark)
 
     tokens = sum(count for _, count, _ in sized)
+    differ = bool(losses) and losses[0][0] > losses[-1][0]  # else none is the best or the worst
+    middle = (len(losses) + 1) // 2 if differ else 0
     return Analysis(
         rows=len(lines),
-        summary=f"{len(lines):,} texts of {tokens:,} predicted tokens.",
-        wrong=tuple(example(*one) for one in losses[:MAX_WRONG]),
+        summary=f"{counted(len(lines), 'text')} of {counted(tokens, 'predicted token')}.",
+        wrong=tuple(example(*one) for one in losses[: min(MAX_WRONG, middle)]),
         wrong_order="the highest perplexity first",
-        right=tuple(example(*one) for one in losses[::-1][:MAX_RIGHT]),
+        right=tuple(example(*one) for one in losses[::-1][: min(MAX_RIGHT, len(losses) - middle if differ else 0)]),
         right_order="the lowest perplexity first",
+        right_title="Best",
     )
 
 
@@ -369,4 +375,4 @@ def _constant(predictions: Sequence[str], references: Sequence[str]) -> str | No
 
 
 def _share_right(right: int, rows: int) -> str:
-    return f"{right:,} of {rows:,} rows are right ({right / rows:.1%})."
+    return f"{right:,} of {counted(rows, 'row')} {'is' if rows == 1 else 'are'} right ({right / rows:.1%})."

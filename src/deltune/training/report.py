@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +24,12 @@ from ..models import portable_name
 from ..pages.charts import Line, line_chart
 from ..pages.rendering import render
 from ..runtime.serialization import read_metadata
-from .advice import FinishedRun, advice, read_finished
+from .advice import FinishedRun, advice, metric_without_say, read_finished
 from .error_analysis import Analysis
 from .inference import rescore_with_statistics
 from .presets import DEFAULT
-from .run_dir import DataFacts, RunDir, RunMetrics, SeriesRun
+from .run_dir import DataFacts, RunDir, RunMetrics, SeriesRun, command_line, signed_score
+from .search import verdict
 
 MAX_CURVES = 6
 """Of how many runs the curves are drawn."""
@@ -211,11 +211,14 @@ def _facts(finished: FinishedRun) -> list[tuple[str, str]]:
     length = counted(optim.epochs, "epoch") if optim.steps is None else counted(optim.steps, "step")
     kept = f"epoch {best.epoch}" if optim.steps is None else f"step {best.step}"
     why = f" (best validation {best.metric})" if best.metric else " (the last)"
+    if undecided := metric_without_say(finished.best_metrics, finished.log):
+        why = f" (lowest validation loss; {undecided})"
     batch = f"{optim.batch_tokens} tokens" if optim.batch_tokens else f"{optim.batch_size} rows"
     facts = [
         ("trained", f"{count['trained']:,} scalars: {count['method']:,} of the method, {count['head']:,} of the head"),
         ("share", f"{percent_text(count['percent'])} of {count['denominator_size']:,}"),
         ("kept", f"{kept} of {length}{why}"),
+        *([("search", verdict(metrics.runs))] if finished.config.runtime.search else []),
         ("learning rate", f"{optim.rate:g}{_rate_source(finished)}, {optim.schedule}, steps of {batch}"),
         ("time", f"{metrics.seconds:,.0f} s"),
     ]
@@ -364,7 +367,7 @@ def _shown_path(folder: Path) -> str:
 
 def _commands(finished: FinishedRun) -> tuple[str, ...]:
     """Return what may be done next on the command line."""
-    folder = shlex.quote(str(finished.run.folder))
+    folder = command_line([str(finished.run.folder)])
     text = [f'deltune predict {folder} --text "…"'] if finished.data.kind in TEXT_KINDS else []
     parts = parse(finished.best_config.method.expression).parts
     forms = [part.form for part in parts if isinstance(part, Modification)]
@@ -439,12 +442,15 @@ def compare(runs: Sequence[FinishedRun]) -> Comparison:
     split = "test" if all(one.test for one in metrics) else "validation"
     scores = [one.scores.get(split, {}) for one in metrics]
     shared = [name for name in scores[0] if all(name in one for one in scores)]
-    main = next((m for one in metrics if (m := main_metric(one)) in shared), shared[0] if shared else None)
+    preferred = [m for one in metrics if (m := main_metric(one)) in shared]
+    ordered = [*dict.fromkeys([*preferred, *(name for name in shared if name != "loss"), *shared])]
+    deciding = [name for name in ordered if len({one[name] for one in scores}) > 1]
+    main = next(iter(deciding or ordered), None)
     same_data = len({one.data.digests.get(split) for one in runs}) == 1
     best, differences = None, [ScoreCell("")] * len(runs)
     if main is not None:
         best = best_index([one[main] for one in scores], main)
-        if same_data:
+        if same_data and (deciding or len(runs) == 1):
             differences = _differences(runs, [one[main] for one in scores], main, split, best)
     rows = tuple(
         ComparedRun(
@@ -463,6 +469,10 @@ def compare(runs: Sequence[FinishedRun]) -> Comparison:
     notes = (
         [] if same_data else [f"The {split} rows differ between the runs, so their scores are not of the same data."]
     )
+    if len(runs) > 1 and ordered and ordered[0] != main:
+        notes.append(f"{ordered[0]} is the same for every run and decides nothing, so they are compared by {main}.")
+    elif len(runs) > 1 and ordered and not deciding:
+        notes.append("The runs are the same in every score, so none of them is the best.")
     logs = {f"{folders[i]}: {methods[i]}": one.log for i, one in enumerate(runs[:MAX_CURVES])}
     charts = comparison_charts(logs, next((m for one in runs if (m := one.best_metrics.best.metric)), None))
     return Comparison(
@@ -495,8 +505,7 @@ def run_facts(finished: FinishedRun) -> dict[str, Any]:
 
 def best_index(values: Sequence[float], metric: str) -> int:
     """Return the place of the best value of a metric, the first of equal ones."""
-    lower = metric == "loss" or METRICS[metric].better == "lower"
-    return min(range(len(values)), key=lambda i: values[i] if lower else -values[i])
+    return max(range(len(values)), key=lambda i: signed_score(metric, values[i]))
 
 
 def _differences(
@@ -513,7 +522,8 @@ def _differences(
         if i != best and mine is not None and other is not None:
             ends = difference_interval(mine, other)
         spread = "" if ends is None else f"{ends[0]:+.4f}{TO}{ends[1]:+.4f}"
-        cells.append(ScoreCell("best" if i == best else f"{value - values[best]:+.4f}", spread, repr(value)))
+        is_best = value == values[best]
+        cells.append(ScoreCell("best" if is_best else f"{value - values[best]:+.4f}", spread, repr(value)))
     return cells
 
 
