@@ -408,3 +408,23 @@ def test_signatures_have_no_catch_alls() -> None:
     for entry in REGISTRY.values():
         kinds = {p.kind for p in signature(entry.make).parameters.values()}
         assert not kinds & {Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL}
+
+
+@pytest.mark.parametrize(
+    ("expression", "scale", "printed"),
+    [
+        ("lora(alpha=16)", 2.0, "lora(alpha=16)"),
+        ("lora(rank=4, alpha=2)", 0.5, "lora(rank=4, alpha=2)"),
+        ("lora(alpha=8)", 1.0, "lora(alpha=8)"),
+        ("lora(alpha=16, scale=2)", 2.0, "lora(alpha=16)"),
+        ("lora(scale=2)", 2, "lora(scale=2)"),
+    ],
+)
+def test_the_scale_that_is_written_is_the_one_that_acts(expression: str, scale: float, printed: str) -> None:
+    """delta.json has every argument, also the scale that follows from alpha; what it says can be read again."""
+    method = deltune.parse(expression)
+    explicit = explicit_expression(method)
+    assert f"scale={scale}," in explicit and repr(method) == printed
+    again = deltune.parse(explicit)
+    assert again == method and again.parts == method.parts and repr(again) == printed
+    assert explicit_expression(again) == explicit

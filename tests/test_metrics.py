@@ -288,7 +288,11 @@ def test_marks_and_letters_that_only_other_scripts_have_count(one: str, other: s
 def test_words_of_english_are_rouge_scores_own() -> None:
     from rouge_score.rouge_scorer import RougeScorer
 
-    texts = ["It’s the “best” cat’s café-free £5 day — really…", "Runners' running_shoes cost 3.50, don't they?", "A 😀 B"]
+    texts = [
+        "It’s the “best” cat’s café-free £5 day — really…",
+        "Runners' running_shoes cost 3.50, don't they?",
+        "A 😀 B",
+    ]
     theirs = RougeScorer(["rouge1"], use_stemmer=True)
     for text, other in zip(texts, [*texts[1:], texts[0]], strict=True):
         ascii_only = [t.replace("é", "e") for t in (text, other)]
@@ -318,7 +322,10 @@ def test_rows_of_several_scripts_score_as_alone() -> None:
 
 
 def test_chinese_bleu_is_that_of_sacrebleus_zh() -> None:
-    ours, true = ["今天 天气很好，我们去ABC公园１号。", "猫坐在垫子上"], ["今天天气不错，我们去ABC公园２号。", "猫坐在垫子上面"]
+    ours, true = (
+        ["今天 天气很好，我们去ABC公园１号。", "猫坐在垫子上"],
+        ["今天天气不错，我们去ABC公园２号。", "猫坐在垫子上面"],
+    )
     zh = compute_scores(["bleu"], ours, true, options={"bleu": {"tokenize": "zh"}})["bleu"]
     got = compute_scores(["bleu"], ours, true)["bleu"]
     assert got.value == pytest.approx(zh.value) and 0 < got.value < 100

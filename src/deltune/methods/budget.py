@@ -65,7 +65,7 @@ def fit(
         weights: A positive number for each ?, by which the budget is shared.
 
     Returns:
-        The method with every ? solved. It prints as the expression with the sizes in place of the ?.
+        The method with every ? solved. It prints with these sizes, also where they are the defaults.
 
     Raises:
         DeltuneError: There is no ?, the budget is too small for sizes of 1, or an argument cannot be read.
@@ -114,6 +114,14 @@ def solve(
     def method_with(sizes: Sequence[int]) -> Method:
         return parse(text_with(sizes))
 
+    def is_shown(slot: int) -> bool:
+        """Whether the shortest expression has the size, which it has not where that is the default."""
+        try:
+            other = method_with([size + (i == slot) for i, size in enumerate(sizes)])
+        except DeltuneError:
+            return False
+        return repr(other).count("=") == repr(solved).count("=")
+
     def cost_at(*sizes: int) -> int:
         return cost(method_with(sizes))
 
@@ -159,8 +167,16 @@ def solve(
     solved = method_with(sizes)
     if (count := cost(solved)) > budget_count:
         raise DeltuneError(f"the count of {method} does not grow evenly with its ?: give a value instead of the ?")
-    written = ast.unparse(ast.parse(" ".join(text_with(sizes).split()), mode="eval"))  # with sizes that are defaults
-    return FitResult(solved.with_text(written), count, budget_count)
+    if not all(is_shown(slot) for slot in range(slots)):
+        nodes = _summands(ast.parse(" ".join(text_with(sizes).split()), mode="eval").body)
+        terms = [term.with_text(ast.unparse(node)) for term, node in zip(solved.terms, nodes, strict=True)]
+        solved = sum(terms[1:], terms[0])
+    return FitResult(solved, count, budget_count)
+
+
+def _summands(node: ast.expr) -> list[ast.expr]:
+    """Return the terms of a sum, in order; an expression that is no sum is one."""
+    return [*_summands(node.left), *_summands(node.right)] if isinstance(node, ast.BinOp) else [node]
 
 
 def _smallest_sizes(cost_at: Callable[..., int], slots: int) -> tuple[int, int]:

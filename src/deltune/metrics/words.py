@@ -112,4 +112,6 @@ def refuse_rows(
     rows = [i for i, accepted in enumerate(references) if not any(map(fits, accepted))]
     if rows and (needs_all or len(rows) == len(references)):
         first = excerpt(references[rows[0]][0])
-        raise CannotScoreError(f"{len(rows):,} of {len(references):,} rows {problem}; the first is row {rows[0]}: {first}")
+        raise CannotScoreError(
+            f"{len(rows):,} of {len(references):,} rows {problem}; the first is row {rows[0]}: {first}"
+        )

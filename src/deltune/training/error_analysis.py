@@ -70,10 +70,11 @@ class Analysis:
         confusion: The confusion matrix, of tasks with few labels.
         tables: Errors by type.
         wrong: The worst errors, the worst first.
+        wrong_title: What they are.
         wrong_order: By what they are ordered.
         right: Rows that are answered well, none of which is among the errors.
+        right_title: What they are.
         right_order: By what they are ordered.
-        right_title: "Right" if these are right, or what they are.
     """
 
     rows: int
@@ -86,10 +87,11 @@ class Analysis:
     confusion: Confusion | None = None
     tables: tuple[ErrorTable, ...] = ()
     wrong: tuple[Example, ...] = ()
+    wrong_title: str = "Wrong"
     wrong_order: str = ""
     right: tuple[Example, ...] = ()
-    right_order: str = ""
     right_title: str = "Right"
+    right_order: str = ""
 
 
 def analyse(kind: str, lines: Sequence[Line], labels: Sequence[str] = ()) -> Analysis:
@@ -232,8 +234,8 @@ def _analyse_texts(lines: Sequence[Line], labels: Sequence[str]) -> Analysis:
         wrong=tuple(map(example, wrong[:MAX_WRONG])),
         wrong_order="the least alike first",
         right=tuple(map(example, best[:MAX_RIGHT])),
-        right_order="" if exact else "the most alike first",
         right_title="Right" if exact else "Nearest to right",
+        right_order="" if exact else "the most alike first",
     )
 
 
@@ -247,16 +249,16 @@ def _analyse_running_text(lines: Sequence[Line], labels: Sequence[str]) -> Analy
         return Example(str(lines[i].get("id", i)), _input(lines[i]), "", "", remark)
 
     tokens = sum(count for _, count, _ in sized)
-    differ = bool(losses) and losses[0][0] > losses[-1][0]  # else none is the best or the worst
-    middle = (len(losses) + 1) // 2 if differ else 0
+    others = losses[MAX_WRONG:]
     return Analysis(
         rows=len(lines),
         summary=f"{counted(len(lines), 'text')} of {counted(tokens, 'predicted token')}.",
-        wrong=tuple(example(*one) for one in losses[: min(MAX_WRONG, middle)]),
-        wrong_order="the highest perplexity first",
-        right=tuple(example(*one) for one in losses[::-1][: min(MAX_RIGHT, len(losses) - middle if differ else 0)]),
-        right_order="the lowest perplexity first",
+        wrong=tuple(example(*one) for one in losses[:MAX_WRONG]),
+        wrong_title="Worst" if others else "Texts",
+        wrong_order="the highest perplexity first" if len(losses) > 1 else "",
+        right=tuple(example(*one) for one in others[::-1][:MAX_RIGHT]),
         right_title="Best",
+        right_order="the lowest perplexity first",
     )
 
 
@@ -375,4 +377,4 @@ def _constant(predictions: Sequence[str], references: Sequence[str]) -> str | No
 
 
 def _share_right(right: int, rows: int) -> str:
-    return f"{right:,} of {counted(rows, 'row')} {'is' if rows == 1 else 'are'} right ({right / rows:.1%})."
+    return f"{right:,} of {rows:,} rows are right ({right / rows:.1%})."

@@ -450,7 +450,7 @@ def compare(runs: Sequence[FinishedRun]) -> Comparison:
     best, differences = None, [ScoreCell("")] * len(runs)
     if main is not None:
         best = best_index([one[main] for one in scores], main)
-        if same_data and (deciding or len(runs) == 1):
+        if same_data:
             differences = _differences(runs, [one[main] for one in scores], main, split, best)
     rows = tuple(
         ComparedRun(
@@ -471,8 +471,6 @@ def compare(runs: Sequence[FinishedRun]) -> Comparison:
     )
     if len(runs) > 1 and ordered and ordered[0] != main:
         notes.append(f"{ordered[0]} is the same for every run and decides nothing, so they are compared by {main}.")
-    elif len(runs) > 1 and ordered and not deciding:
-        notes.append("The runs are the same in every score, so none of them is the best.")
     logs = {f"{folders[i]}: {methods[i]}": one.log for i, one in enumerate(runs[:MAX_CURVES])}
     charts = comparison_charts(logs, next((m for one in runs if (m := one.best_metrics.best.metric)), None))
     return Comparison(
@@ -522,8 +520,10 @@ def _differences(
         if i != best and mine is not None and other is not None:
             ends = difference_interval(mine, other)
         spread = "" if ends is None else f"{ends[0]:+.4f}{TO}{ends[1]:+.4f}"
-        is_best = value == values[best]
-        cells.append(ScoreCell("best" if is_best else f"{value - values[best]:+.4f}", spread, repr(value)))
+        text = f"{value - values[best]:+.4f}"
+        if value == values[best]:
+            text = "best" if len(set(values)) > 1 or len(values) == 1 else "equal"
+        cells.append(ScoreCell(text, spread, repr(value)))
     return cells
 
 
