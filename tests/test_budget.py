@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
-
-from deltune.training.config import RunConfig
 from transformers import BertConfig, PreTrainedModel
 
 import deltune
 from deltune.anatomy.tracing import meta_model
 from deltune.methods.budget import solve
+from deltune.training.config import RunConfig
 from laws.methods import crossed
 
 CONFIG = BertConfig()

@@ -288,16 +288,11 @@ def test_marks_and_letters_that_only_other_scripts_have_count(one: str, other: s
 def test_words_of_english_are_rouge_scores_own() -> None:
     from rouge_score.rouge_scorer import RougeScorer
 
-    texts = [
-        "It’s the “best” cat’s café-free £5 day — really…",
-        "Runners' running_shoes cost 3.50, don't they?",
-        "A 😀 B",
-    ]
+    texts = ["It’s the “best” cat’s £5 day — really…", "Runners' running_shoes cost 3.50, don't they?", "A 😀 cat’s 3"]
     theirs = RougeScorer(["rouge1"], use_stemmer=True)
     for text, other in zip(texts, [*texts[1:], texts[0]], strict=True):
-        ascii_only = [t.replace("é", "e") for t in (text, other)]
-        got = compute_scores(["rouge1"], ascii_only[:1], ascii_only[1:])["rouge1"]
-        assert got.value == 100 * theirs.score(ascii_only[1], ascii_only[0])["rouge1"].fmeasure
+        got = compute_scores(["rouge1"], [text], [other])["rouge1"]
+        assert got.value == 100 * theirs.score(other, text)["rouge1"].fmeasure
         assert "tokenizer:rouge-score" in got.signature and "unspaced" not in got.signature
 
 
@@ -393,9 +388,9 @@ def test_options_are_checked() -> None:
         compute_scores(["bleu"], ["a"], ["a"], options={"bleu": {"lowercases": True}})
     with pytest.raises(DeltuneError, match="unknown metric 'blue'"):
         compute_scores(["bleu"], ["a"], ["a"], options={"blue": {}})
-    with pytest.raises(DeltuneError, match="unknown tokenizer 'zhh'. Did you mean 'zh'"):
+    with pytest.raises(DeltuneError, match=r"unknown tokenizer 'zhh'\. Did you mean 'zh'"):
         compute_scores(["rougeL"], ["a"], ["a"], options={"rougeL": {"tokenizer": "zhh"}})
-    with pytest.raises(DeltuneError, match="unknown tokenizer 'zhh'. Did you mean 'zh'"):
+    with pytest.raises(DeltuneError, match=r"unknown tokenizer 'zhh'\. Did you mean 'zh'"):
         compute_scores(["bleu"], ["a"], ["a"], options={"bleu": {"tokenize": "zhh"}})
     with pytest.raises(DeltuneError, match="tokenizer must be one of ptb, 13a, none, not 'intl'"):
         compute_scores(["cider"], ["a"], ["a"], options={"cider": {"tokenizer": "intl"}})

@@ -111,8 +111,9 @@ def normalize_answer(answer: str, rules: str) -> str:
     Args:
         answer: The answer.
         rules: "squad", as SQuAD's evaluation script 1.1: lower case, without ASCII punctuation, English articles and
-            repeated blanks; without the punctuation of other scripts too, as in the script of MLQA. "nq_open": as language/orqa/utils/eval_utils.py, which first converts to Unicode's NFD. "none":
-            only blanks at the ends are removed.
+            repeated blanks; without the punctuation of other scripts too, as in the script of MLQA. "nq_open": as
+            language/orqa/utils/eval_utils.py, which first converts to Unicode's NFD. "none": only blanks at the ends
+            are removed.
     """
     if rules == "none":
         return answer.strip()

@@ -86,7 +86,7 @@ def _ptb_tokenize(texts: tuple[str, ...]) -> list[str]:
 
 
 def tokenize_13a(text: str) -> list[str]:
-    """Return the words of a text by mteval-v13a's tokenizer, in lower case; characters of unspaced scripts are words."""
+    """Return the words of a text by mteval-v13a's tokenizer, in lower case; characters of unspaced scripts are some."""
     from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
 
     tokens: list[str] = Tokenizer13a()(separate_characters(text.lower())).split()
@@ -309,8 +309,8 @@ def _refuse_short_references(metric: Any, references: References) -> None:
     order = metric.max_ngram_order
     if not any(len(metric.tokenizer(text).split()) >= order for accepted in references for text in accepted):
         raise CannotScoreError(
-            f"it counts runs of up to {order} words, and no reference has {order} words; chrf, exact and rougeL measure "
-            "short texts"
+            f"it counts runs of up to {order} words, and no reference has {order} words; chrf, exact and rougeL "
+            "measure short texts"
         )
 
 
@@ -405,24 +405,23 @@ class _RougeTokenizer:
     """Tokenizes for rouge-score: its own words, those of `words.words`, or those of a tokenizer of sacreBLEU."""
 
     def __init__(self, name: str, stemmer: bool) -> None:
-        from nltk.stem.porter import PorterStemmer
+        from rouge_score.tokenizers import DefaultTokenizer
 
-        self.name, self.stemmer = name, PorterStemmer() if stemmer and name in ("auto", "rouge-score") else None
+        self.name, self.own = name, DefaultTokenizer(stemmer)
         self.split = None if name in ("auto", "rouge-score") else sacrebleu_tokenizer(name)
+        self.stemmer = stemmer and self.split is None
 
     def tokenize(self, text: str) -> list[str]:
-        from rouge_score.tokenize import tokenize
-
         if self.split is not None:
             return self.split(text.lower()).split()
         if self.name == "rouge-score" or text.isascii():
-            return list(tokenize(text, self.stemmer))
-        return [part for word in words(text) for part in (tokenize(word, self.stemmer) if word.isascii() else [word])]
+            return list(self.own.tokenize(text))
+        return [part for word in words(text) for part in (self.own.tokenize(word) if word.isascii() else [word])]
 
     def signature(self, texts: Texts) -> dict[str, Any]:
         """Return what the signature says of these texts: which words were read, and whether they were stemmed."""
         if self.name != "auto":
-            return {"tokenizer": self.name, "stemmer": self.stemmer is not None}
+            return {"tokenizer": self.name, "stemmer": self.stemmer}
         read = "rouge-score" if all(map(is_ascii_worded, texts)) else "words"
         return {"tokenizer": read, **unspaced_signature(texts)}
 

@@ -91,8 +91,9 @@ def run_series(config: RunConfig, run: RunDir, train_one: TrainOne) -> RunMetric
     """Train the runs of a config below run.folder/runs, and write their aggregate as its metrics.
 
     Values are tried under the first seed. The first values stay unless the next do better on validation, and so on
-    until the next do not; of equal scores the lower loss is better, and a run that diverges is the worst. The other seeds run with the values that were
-    chosen. The delta and the predictions of the folder are those of the run that does best on validation.
+    until the next do not; of equal scores the lower loss is better, and a run that diverges is the worst. The other
+    seeds run with the values that were chosen. The delta and the predictions of the folder are those of the run that
+    does best on validation.
 
     Args:
         config: A config of several runs.
