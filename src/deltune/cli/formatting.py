@@ -165,7 +165,7 @@ def score_table(
 
 def run_table(finished: FinishedRun, folder: str) -> RenderableType:
     """Return the outcome of a run: what was trained, which epoch is kept, and the scores."""
-    from ..training.search import verdict
+    from ..training.search import value_text, verdict
 
     config, kept, metrics = finished.config, finished.best_config, finished.metrics
     count, best, search = metrics.count, metrics.best, config.runtime.search
@@ -174,11 +174,12 @@ def run_table(finished: FinishedRun, folder: str) -> RenderableType:
     outcome = f"epoch {best.epoch} of {epochs} kept" if steps is None else f"step {best.step} kept"
     if config.is_series:
         chosen = sum(run.chosen for run in metrics.runs)
-        values = "".join(f", {field} {best.as_json()[field]}" for field in search)
+        values = "".join(f", {field} {value_text(config, field, best.as_json()[field])}" for field in search)
         outcome = f"{metrics.aggregate} of {chosen} seeds" if metrics.aggregate else "one seed"
         outcome += f"{values}: {verdict(metrics.runs)}" if search else ""
     rate = f" at {kept.optim.lr:g}" if isinstance(kept.optim.lr, float) else ""
-    lines = f"{kept.method.expression}{rate}: {trained}, {metrics.seconds:.0f} s, {outcome}\nin {folder}"
+    method = value_text(config, "method", kept.method.expression) if "method" in search else kept.method.expression
+    lines = f"{method}{rate}: {trained}, {metrics.seconds:.0f} s, {outcome}\nin {folder}"
     return Group(lines, score_table(metrics.scores, metrics.std)) if metrics.scores else lines
 
 

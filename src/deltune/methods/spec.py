@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, wraps
 from inspect import signature
@@ -508,6 +508,19 @@ class MethodSum(Method):
 def _call_text(name: str, arguments: tuple[tuple[str, Any], ...]) -> str:
     text = ", ".join(f"{key}={value!r}" for key, value in arguments)
     return f"{name}({text})" if text else name
+
+
+def expressions_apart(methods: Sequence[Method]) -> list[str]:
+    """Return expressions that tell methods apart: what one of them gives an argument stands in all, as lora(rank=8)."""
+    terms = [term for method in methods for term in method.terms if isinstance(term, NamedMethod)]
+    given = {(term.name, key) for term in terms for key, _ in term.non_defaults}
+
+    def text(term: Method) -> str:
+        if not isinstance(term, NamedMethod):
+            return repr(term)
+        return _call_text(term.name, tuple(pair for pair in term.arguments if (term.name, pair[0]) in given))
+
+    return [" + ".join(map(text, method.terms)) for method in methods]
 
 
 def explicit_expression(method: Method) -> str:

@@ -16,7 +16,7 @@ from ..errors import DeltuneError, counted, error_from_problems
 from ..filesystem import explain_write_errors, write_text
 from ..methods.forms import Form
 from ..methods.registry import parse
-from ..methods.spec import Modification
+from ..methods.spec import Modification, expressions_apart
 from ..metrics.base import Score
 from ..metrics.intervals import difference_interval
 from ..metrics.registry import METRICS
@@ -25,11 +25,12 @@ from ..pages.charts import Line, line_chart
 from ..pages.rendering import render
 from ..runtime.serialization import read_metadata
 from .advice import FinishedRun, advice, metric_without_say, read_finished
+from .config import RunConfig
 from .error_analysis import Analysis
 from .inference import rescore_with_statistics
 from .presets import DEFAULT
 from .run_dir import DataFacts, RunDir, RunMetrics, SeriesRun, command_line, signed_score
-from .search import verdict
+from .search import value_text, verdict
 
 MAX_CURVES = 6
 """Of how many runs the curves are drawn."""
@@ -172,7 +173,7 @@ def build_report(finished: FinishedRun, key: str = "r0") -> RunReport:
         scores=tuple(_score_rows(metrics, names, finished.data)),
         has_intervals=any(metrics.intervals.values()),
         charts=tuple(_series_charts(finished) if config.is_series else _charts(finished)),
-        series=tuple(_series_row(one, names, tuple(config.runtime.search)) for one in metrics.runs),
+        series=tuple(_series_row(one, names, config) for one in metrics.runs),
         analysis=finished.analysis,
         split=finished.split,
         loading=_loading(finished),
@@ -280,8 +281,9 @@ def short_number(value: float) -> str:
     return f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}"
 
 
-def _series_row(run: SeriesRun, names: Sequence[str], tried: Sequence[str]) -> SeriesRow:
-    values = ", ".join(f"{name} {run.tried[name]}" for name in tried if name in run.tried)
+def _series_row(run: SeriesRun, names: Sequence[str], config: RunConfig) -> SeriesRow:
+    tried = [name for name in config.runtime.search if name in run.tried]
+    values = ", ".join(f"{name} {value_text(config, name, run.tried[name])}" for name in tried)
     scores = run.test or run.validation
     outcome = f"diverged: {run.error}" if run.error else "chosen" if run.chosen else ""
     return SeriesRow(run.run, values, tuple(score_cell(scores.get(name)) for name in names), outcome)
@@ -436,7 +438,7 @@ class Comparison:
 def compare(runs: Sequence[FinishedRun]) -> Comparison:
     """Compare finished runs by the scores of the test split, or of validation where one has no test split."""
     metrics = [one.metrics for one in runs]
-    methods = [one.best_config.method.expression for one in runs]
+    methods = expressions_apart([parse(one.best_config.method.expression) for one in runs])
     models = [_about(one) for one in runs]
     folders = _short_names([one.run for one in runs])
     split = "test" if all(one.test for one in metrics) else "validation"

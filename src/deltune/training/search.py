@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DivergedError, counted
+from ..methods.registry import parse
+from ..methods.spec import expressions_apart
 from .config import RunConfig
 from .run_dir import Best, RunDir, RunMetrics, SeriesRun
 
@@ -76,12 +78,20 @@ def verdict(runs: Sequence[SeriesRun]) -> str:
     )
 
 
+def value_text(config: RunConfig, field: str, value: Any) -> str:
+    """Return a value of a search as it is shown: methods with the arguments in which they differ."""
+    if field != "method":
+        return str(value)
+    shown = (*config.runtime.search["method"], config.method.expression, value)
+    return expressions_apart([parse(expression) for expression in shown])[-1]
+
+
 def untried_values(config: RunConfig) -> list[str]:
     """Describe the values that were given for a field and that its search does not try."""
     given = config.flat(exclude_defaults=True)
     return [
-        f"{field} {given[field]} was given and is not tried, only the values of the search are: "
-        f"{', '.join(map(str, tried))}"
+        f"{field} {value_text(config, field, given[field])} was given and is not tried, only the values of the search "
+        f"are: {', '.join(value_text(config, field, value) for value in tried)}"
         for field, tried in config.runtime.search.items()
         if field in given and given[field] not in tried
     ]
@@ -154,7 +164,7 @@ def _search(config: RunConfig, run: RunDir, train_one: TrainOne) -> tuple[RunCon
         raise DivergedError(trials[chosen].error)
     trials[chosen].chosen = True
     if len(trials) > 1:
-        values = ", ".join(f"{field} {value}" for field, value in trials[chosen].tried.items())
+        values = ", ".join(f"{name} {value_text(config, name, one)}" for name, one in trials[chosen].tried.items())
         logger.info("%s is kept, %s", values, verdict([trial.line() for trial in trials]))
     return configs[chosen].with_rate_of(RunDir(run.runs / trials[chosen].run).config), trials
 
@@ -163,7 +173,7 @@ def _run_trial(run: RunDir, train_one: TrainOne, single: RunConfig, name: str, c
     """Train one run, or read its metrics where it is finished; a run that diverges has an error instead."""
     values = single.flat()
     trial = Trial(name, single, {field: values[field] for field in config.runtime.search})
-    described = "".join(f", {field} {value}" for field, value in trial.tried.items())
+    described = "".join(f", {field} {value_text(config, field, value)}" for field, value in trial.tried.items())
     logger.info("%s: seed %d%s", name, single.runtime.seed, described)
     try:
         trial.metrics = train_one(single, run.runs / name)
