@@ -309,9 +309,9 @@ def test_rows_of_several_scripts_score_as_alone() -> None:
     rows = [(text[:-3] or text, text) for text in TEXTS.values()]
     for name in ("rougeL", "rouge1", "answer_f1", "rougeL_pltrdy"):
         alone = [compute_scores([name], [p], [r])[name].value for p, r in rows]
-        together = compute_scores([name], [p for p, _ in rows], [r for _, r in rows])[name]
-        assert together.per_example == pytest.approx(alone), name
-        assert "unspaced:characters" in together.signature
+        of_all = compute_scores([name], [p for p, _ in rows], [r for _, r in rows])[name]
+        assert of_all.per_example == pytest.approx(alone), name
+        assert "unspaced:characters" in of_all.signature
     assert "tokenizer:words|unspaced:characters" in compute_scores(["rougeL"], ["a 猫"], ["a 猫"])["rougeL"].signature
     assert "tok:13a|smooth:exp|version:" in compute_scores(["bleu"], ["a b c d"], ["a b c d"])["bleu"].signature
 

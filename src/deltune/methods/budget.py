@@ -17,7 +17,7 @@ from .counting import acts_at_vocabulary, base_size, count_resolved, counted_ana
 from .parser import MAX_INTEGER, explain_arguments, fits_type, parse_percentage
 from .registry import parse
 from .resolve import resolve
-from .spec import Method
+from .spec import Method, printed_as
 
 MAX_STEPS = 1_000
 """Steps in which sizes are lowered to a budget; where the count grows evenly with the sizes, a few are enough."""
@@ -169,7 +169,7 @@ def solve(
         raise DeltuneError(f"the count of {method} does not grow evenly with its ?: give a value instead of the ?")
     if not all(is_shown(slot) for slot in range(slots)):
         nodes = _summands(ast.parse(" ".join(text_with(sizes).split()), mode="eval").body)
-        terms = [term.with_text(ast.unparse(node)) for term, node in zip(solved.terms, nodes, strict=True)]
+        terms = [printed_as(term, ast.unparse(node)) for term, node in zip(solved.terms, nodes, strict=True)]
         solved = sum(terms[1:], terms[0])
     return FitResult(solved, count, budget_count)
 

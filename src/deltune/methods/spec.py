@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, wraps
 from inspect import signature
-from typing import Annotated, Any, ClassVar, Literal, NoReturn, ParamSpec, Self, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, ParamSpec, TypeVar, cast
 
 from ..errors import DeltuneError, error_from_problems, unknown_name
 from ..notebook import html_table
@@ -87,7 +87,7 @@ P = ParamSpec("P")
 class Method:
     """Anything that can be attached to a model. `a + b` is the sum of two methods.
 
-    It prints as its shortest expression, without arguments at their defaults, unless `with_text` gave it another one.
+    It prints as its shortest expression, without arguments at their defaults, unless `printed_as` gave it another one.
     """
 
     _text: ClassVar[str | None] = None
@@ -98,12 +98,6 @@ class Method:
     def _expression(self) -> str:
         """Return the shortest expression of the method."""
         return to_expression(self)
-
-    def with_text(self, text: str) -> Self:
-        """Return the same method, equal to this one, which prints as another expression of it."""
-        same = copy.copy(self)
-        object.__setattr__(same, "_text", text)
-        return same
 
     def __add__(self, other: Method) -> Method:
         if not isinstance(other, Method):
@@ -510,15 +504,22 @@ def _call_text(name: str, arguments: tuple[tuple[str, Any], ...]) -> str:
     return f"{name}({text})" if text else name
 
 
+def printed_as(method: Method, text: str) -> Method:
+    """Return the same method, equal to this one, which prints as another expression of it."""
+    same = copy.copy(method)
+    object.__setattr__(same, "_text", text)
+    return same
+
+
 def expressions_apart(methods: Sequence[Method]) -> list[str]:
     """Return expressions that tell methods apart: what one of them gives an argument stands in all, as lora(rank=8)."""
     terms = [term for method in methods for term in method.terms if isinstance(term, NamedMethod)]
-    given = {(term.name, key) for term in terms for key, _ in term.non_defaults}
+    arguments = {(term.name, key) for term in terms for key, _ in term.non_defaults}
 
     def text(term: Method) -> str:
         if not isinstance(term, NamedMethod):
             return repr(term)
-        return _call_text(term.name, tuple(pair for pair in term.arguments if (term.name, pair[0]) in given))
+        return _call_text(term.name, tuple(pair for pair in term.arguments if (term.name, pair[0]) in arguments))
 
     return [" + ".join(map(text, method.terms)) for method in methods]
 

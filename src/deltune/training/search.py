@@ -88,12 +88,12 @@ def value_text(config: RunConfig, field: str, value: Any) -> str:
 
 def untried_values(config: RunConfig) -> list[str]:
     """Describe the values that were given for a field and that its search does not try."""
-    given = config.flat(exclude_defaults=True)
+    values = config.flat(exclude_defaults=True)
     return [
-        f"{field} {value_text(config, field, given[field])} was given and is not tried, only the values of the search "
+        f"{field} {value_text(config, field, values[field])} was given and is not tried, only the values of the search "
         f"are: {', '.join(value_text(config, field, value) for value in tried)}"
         for field, tried in config.runtime.search.items()
-        if field in given and given[field] not in tried
+        if field in values and values[field] not in tried
     ]
 
 

@@ -161,11 +161,11 @@ class RunState:
         Raises:
             DeltuneError: The metric that was asked for was not computed.
         """
-        asked = self.config.evaluation.metric
-        if asked is not None and asked not in measured:
-            reason = (omitted or {}).get(asked, "it was not computed")
-            raise DeltuneError(f"--metric {asked} cannot choose the best epoch: {reason}")
-        return asked or next((name for name in self.metrics if name in measured), "loss")
+        chosen = self.config.evaluation.metric
+        if chosen is not None and chosen not in measured:
+            reason = (omitted or {}).get(chosen, "it was not computed")
+            raise DeltuneError(f"--metric {chosen} cannot choose the best epoch: {reason}")
+        return chosen or next((name for name in self.metrics if name in measured), "loss")
 
     def progress(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of this state."""
