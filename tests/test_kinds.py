@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 import tiny
+from deltune.cli.formatting import run_table
 from deltune.errors import DeltuneError
 from deltune.tasks.base import InferenceContext, TaskOptions
 from deltune.tasks.classification import CHOICE
@@ -21,10 +26,13 @@ from deltune.tasks.generation import CAUSAL_GENERATION, LANGUAGE_MODELING, SEQ2S
 from deltune.tasks.registry import TASKS, find_task
 from deltune.tasks.token_classification import TAGGING, tag_all_words
 from deltune.training import checkpoints
+from deltune.training.advice import advice, read_finished
+from deltune.training.config import RunConfig
 from deltune.training.error_analysis import analyse
 from deltune.training.inference import evaluate, predict_rows, rescore
 from deltune.training.prediction_inputs import inputs_from_file
 from deltune.training.run_dir import RunDir
+from deltune.training.search import verdict
 from deltune.training.train import train
 
 KINDS = ("classification", "tagging", "choice", "generation", "language")
@@ -480,3 +488,58 @@ def test_a_metric_with_a_model(places: Path, tmp_path: Path) -> None:
         train(unused, tmp_path / "unused")
     with pytest.raises(DeltuneError, match="unknown option"):
         tiny.spec(places, model=str(places / "t5"), metric_options={"bertscore": {"modell": "x"}}, **values)
+
+
+def short_answers(places: Path, folder: Path, **values: Any) -> RunConfig:
+    """A config of a model that answers in a word; it learns too little to answer anything right."""
+    options = {"model": str(places / "gpt2"), "data": str(places / "generation"), "task": "generation"}
+    return tiny.spec(folder, **{**options, "max_length": 16, "target_length": 4, "epochs": 2, "lr": 1e-6, **values})
+
+
+def test_a_metric_that_cannot_be_computed_chooses_nothing(
+    places: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """BLEU of answers of a word: the next metric chooses the epoch, and where all are equal the loss, openly."""
+    config = short_answers(places, tmp_path)
+    with caplog.at_level(logging.INFO, "deltune"):
+        metrics = train(config, tmp_path / "run")
+    assert "bleu not computed: " in caplog.text and "the best epoch is chosen by rougeL (--metric)" in caplog.text
+    assert metrics.best.metric == "rougeL" and "no reference has 4 words" in metrics.omitted["bleu"]
+    losses = [line["eval_loss"] for line in tiny.objects(tmp_path / "run" / "log.jsonl") if "eval_loss" in line]
+    assert metrics.best.epoch == 1 + losses.index(min(losses))
+    assert [line for line in caplog.messages if " best" in line][-1].count(" best") == 1
+    (note,) = (text for text in advice(read_finished(RunDir(tmp_path / "run"))) if "at every validation" in text)
+    assert re.match(r"rougeL was \d\.\d{4} at every validation, so the epoch with the lowest validation loss", note)
+    with pytest.raises(DeltuneError, match="--metric bleu cannot choose the best epoch: it counts runs of up to 4"):
+        train(config.replace(metric="bleu"), tmp_path / "asked")
+
+
+def test_a_search_says_by_what_it_chose(places: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The method it chose is the one that is named, and a method beside it is said not to be tried."""
+    search = {"method": ["lora(rank=2)", "lora(rank=8)"], "lr": [1e-6]}
+    with caplog.at_level(logging.INFO, "deltune"):
+        metrics = train(short_answers(places, tmp_path, epochs=1, method="lora(rank=4)", search=search), tmp_path / "a")
+    assert "method lora(rank=4) was given and is not tried" in caplog.text
+    assert "up to 2 values tried under seed 0" in caplog.text
+    tied = verdict(metrics.runs)
+    assert tied in caplog.text
+    assert re.fullmatch(
+        r"the lowest validation loss of 2 tried; rougeL is \d\.\d{4} in all of them, so it decides nothing", tied
+    )
+    shown = {"lora(rank=2)": "lora(rank=2)", "lora": "lora(rank=8)"}  # the size is what they differ in
+    assert "seed0-try2: seed 0, method lora(rank=8), lr 1e-06" in caplog.text
+    by_loss = min(metrics.runs, key=lambda run: run.validation["loss"])
+    finished = read_finished(RunDir(tmp_path / "a"))
+    table = io.StringIO()
+    Console(file=table, width=300).print(run_table(finished, "a"))
+    assert by_loss.chosen and table.getvalue().startswith(f"{shown[by_loss.tried['method']]} at 1e-06: ")
+    caplog.clear()
+    folder = shutil.copytree(places / "generation", tmp_path / "generation")
+    (folder / "validation.jsonl").unlink()
+    config = short_answers(places, tmp_path, data=str(folder), epochs=1, search={"method": ["lora(rank=2)", "lora"]})
+    config = RunConfig.from_flat(**{name: value for name, value in config.flat().items() if name != "method"})
+    assert config.method.expression == "lora(rank=2)", "of several methods the first is the run's"
+    with caplog.at_level(logging.INFO, "deltune"):
+        metrics = train(config, tmp_path / "b")
+    assert "was given" not in caplog.text
+    assert verdict(metrics.runs) == "the first of 2 tried, without a validation split nothing decides"

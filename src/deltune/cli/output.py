@@ -57,10 +57,11 @@ def log_to_stderr(quiet: bool) -> Iterator[None]:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logger = logging.getLogger("deltune")
-    handler, level = StderrHandler(), logger.level
+    handler, level, propagates = StderrHandler(), logger.level, logger.propagate
     handler.setFormatter(logging.Formatter("%(message)s"))
     logger.addHandler(handler)
     logger.setLevel(logging.WARNING if quiet else logging.INFO)
+    logger.propagate = False  # absl, which rouge-score imports, prints what reaches the root logger a second time
 
     def show(
         message: Warning | str,
@@ -81,3 +82,4 @@ def log_to_stderr(quiet: bool) -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+        logger.propagate = propagates

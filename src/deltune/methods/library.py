@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from ..errors import DeltuneError, excerpt, unknown_name
 from . import spec
@@ -455,7 +455,13 @@ def multi_head_parallel_adapter(
 # -- low rank ---------------------------------------------------------------------------------------------------------
 
 
+def _scale_of_alpha(arguments: dict[str, Any]) -> dict[str, Any]:
+    alpha = arguments["alpha"]
+    return arguments if alpha is None else {**arguments, "scale": alpha / arguments["rank"]}
+
+
 @named_method
+@spec.derives(_scale_of_alpha)
 def lora(
     rank: int = 8,
     *,  # PEFT's second number is alpha
@@ -499,7 +505,7 @@ def lora(
             raise DeltuneError(f"rank={rank}: must be a whole number of at least 1")
         if alpha <= 0:
             raise DeltuneError(f"alpha={alpha:g}: give a number above 0; the scale is alpha / rank")
-        if scale != 1:
+        if scale not in (1, alpha / rank):
             raise DeltuneError("give scale or alpha, not both (scale = alpha / rank)")
         scale = alpha / rank
     sites: list[str] = []

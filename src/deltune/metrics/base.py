@@ -85,6 +85,9 @@ class Scores(dict[str, Score]):
         super().__init__(scores)
         self.omitted = dict(omitted)
 
+    def __missing__(self, name: str) -> Score:
+        raise DeltuneError(f"{name} was not computed: {self.omitted.get(name, 'it was not requested')}")
+
 
 @dataclass(frozen=True)
 class Metric:

@@ -14,6 +14,7 @@ import numpy as np
 from ..data.tag_schemes import OUTSIDE, PLAIN, SCHEMES, recognise_scheme
 from ..errors import DeltuneError, excerpt, unknown_name
 from .base import NON_NEGATIVE, CorpusStatistics, Metric, Options, mean_statistics, ratio_statistics
+from .words import CannotScoreError, separate_characters, unspaced_signature, without_punctuation_of_other_scripts
 
 # classes: integers; those from options["labels"] on occur, but are not labels ---------------------------------------
 
@@ -140,21 +141,27 @@ def normalize_answer(answer: str, rules: str) -> str:
 
     Args:
         answer: The answer.
-        rules: "squad", as SQuAD's evaluation script 1.1: lower case, without ASCII punctuation, articles and repeated
-            blanks. "nq_open": as language/orqa/utils/eval_utils.py, which first converts to Unicode's NFD. "none":
-            only blanks at the ends are removed.
+        rules: "squad", as SQuAD's evaluation script 1.1: lower case, without ASCII punctuation, English articles and
+            repeated blanks; without the punctuation of other scripts too, as in the script of MLQA. "nq_open": as
+            language/orqa/utils/eval_utils.py, which first converts to Unicode's NFD. "none": only blanks at the ends
+            are removed.
     """
     if rules == "none":
         return answer.strip()
     if rules == "nq_open":
         answer = unicodedata.normalize("NFD", answer)
-    text = "".join(c for c in answer.lower() if c not in string.punctuation)
+    text = "".join(c for c in without_punctuation_of_other_scripts(answer.lower()) if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
 def _answer_f1(prediction: str, reference: str) -> float:
-    """F1 of the shared words, as multisets; 0 if none is shared, also for two empty answers, as in SQuAD 1.1."""
-    predicted_words, true_words = Counter(prediction.split()), Counter(reference.split())
+    """F1 of the shared words, as multisets; 1 if neither answer has a word, as in SQuAD 2.0.
+
+    Characters of scripts without blanks are words, as in the script of MLQA.
+    """
+    predicted_words, true_words = (Counter(separate_characters(text).split()) for text in (prediction, reference))
+    if not predicted_words and not true_words:
+        return 1.0
     shared = (predicted_words & true_words).total()
     return 2 * shared / (predicted_words.total() + true_words.total()) if shared else 0.0
 
@@ -163,7 +170,7 @@ def _exact_match(prediction: str, reference: str) -> float:
     return float(prediction == reference)
 
 
-def _answer_metric(similarity: Callable[[str, str], float]) -> Callable[..., CorpusStatistics]:
+def _answer_metric(similarity: Callable[[str, str], float], by_words: bool = False) -> Callable[..., CorpusStatistics]:
     """A metric that is the mean over examples of the largest similarity to an accepted answer."""
 
     def measure(predictions: Sequence[str], references: Sequence[Sequence[str]], options: Options) -> CorpusStatistics:
@@ -176,7 +183,8 @@ def _answer_metric(similarity: Callable[[str, str], float]) -> Callable[..., Cor
             return max(similarity(normalized, normalize_answer(reference, rules)) for reference in accepted)
 
         values = [best(prediction, accepted) for prediction, accepted in zip(predictions, references, strict=True)]
-        return mean_statistics(values, {**options, "references": "max"})
+        texts = [*predictions, *(reference for accepted in references for reference in accepted)] if by_words else []
+        return mean_statistics(values, {**options, **unspaced_signature(texts), "references": "max"})
 
     return measure
 
@@ -206,7 +214,7 @@ def _compute_error_rate(
         candidates = [(Levenshtein.distance(predicted, symbols(r)), len(symbols(r))) for r in accepted]
         rows.append(min(candidates, key=lambda row: (row[0] / max(row[1], 1), row[0])))
     if not sum(length for _, length in rows):
-        raise DeltuneError("an error rate needs a reference that is not empty.")
+        raise CannotScoreError("an error rate needs a reference that is not empty.")
     return ratio_statistics(rows, {**options, "references": "closest"})
 
 
@@ -255,7 +263,7 @@ LABEL_METRICS: dict[str, Metric] = {
     ),
     "exact_match": Metric(compute=_answer_metric(_exact_match), **_ANSWER_METRIC),
     "exact": Metric("answers", _answer_metric(_exact_match), {"normalisation": "none"}),
-    "answer_f1": Metric(compute=_answer_metric(_answer_f1), **_ANSWER_METRIC),
+    "answer_f1": Metric(compute=_answer_metric(_answer_f1, by_words=True), **_ANSWER_METRIC),
     "cer": Metric("texts", _compute_error_rate, {"separator": ""}, **_ERROR_RATE_METRIC),
     "per": Metric("texts", _compute_error_rate, {"separator": ""}, **_ERROR_RATE_METRIC),
     "perplexity": Metric("log-likelihoods", _compute_perplexity, better="lower", range=(1.0, float("inf"))),

@@ -11,6 +11,7 @@ from .base import InputType, Metric, Options, Score, Scores, group_statistics
 from .labels import LABEL_METRICS
 from .model_based import MODEL_METRICS
 from .text import CAPTION_METRICS, TEXT_METRICS
+from .words import CannotScoreError
 
 METRICS: dict[str, Metric] = {**LABEL_METRICS, **TEXT_METRICS, **CAPTION_METRICS, **MODEL_METRICS}
 
@@ -34,8 +35,8 @@ def compute_scores(
         options: Metric -> values for its options. Default: the metric's own.
 
     Returns:
-        The scores. A metric that is unavailable here (its package, Java or a model is missing) is left out, and
-        `omitted` says why.
+        The scores. A metric that is unavailable here (its package, Java or a model is missing), or that has no meaning
+        for these texts, is left out, and `omitted` says why.
 
     Raises:
         DeltuneError: A metric or an option is unknown, there are no examples, the lists are of unequal length, or an
@@ -65,7 +66,11 @@ def compute_scores(
         if metric.input_type not in prepared:
             prepared[metric.input_type] = _prepare(metric.input_type, predictions, references, labels)
         metric_predictions, metric_references, derived = prepared[metric.input_type]
-        statistics = metric.compute(metric_predictions, metric_references, {**settings, **derived})
+        try:
+            statistics = metric.compute(metric_predictions, metric_references, {**settings, **derived})
+        except CannotScoreError as error:
+            omitted[name] = str(error)
+            continue
         if metric.input_type == "classes" and _have_several(references):
             statistics = group_statistics(statistics, [len(tags) for tags in references])
         signature = {**statistics.signature, "n": len(references), **metric.package_versions()}

@@ -687,6 +687,12 @@ def export(model: PreTrainedModel, folder: str | Path, format: str = "peft", nam
         DeltuneError: The folder is not empty, the format is unknown, nothing is attached under this name, or the
             format cannot express a part of the method; the message lists all such parts with the reasons.
     """
+    if not isinstance(model, nn.Module):
+        raise DeltuneError(
+            f"export takes a model with a delta attached, and then the new folder; its first argument is "
+            f"{describe_value(model)}. Load the model and the delta first, as in export(model, 'DIR'), or export the "
+            "folder of a run on the command line: deltune export RUN --to DIR"
+        )
     return export_delta(tuned(model), folder, format, name)
 
 
@@ -744,6 +750,8 @@ def _check_model(model: object) -> Snapshot | None:
     advice = ", as in attach(model, method)"
     if hasattr(model, "peft_config"):
         advice = ": take PEFT's layers off first (its unload()), or save it and deltune.load its folder"
+    elif isinstance(model, Tuned):
+        advice = ": give its model, as in attach(tuned.model, method)"
     elif isinstance(model, str | Path | PreTrainedConfig):
         advice = ": load the model first, with transformers' Auto class for its task or deltune.models.load_model"
     raise DeltuneError(f"a method is attached to a model of transformers, not to {describe_value(model)}{advice}")
@@ -770,7 +778,7 @@ def tuned(model: nn.Module) -> Tuned:
     """Return the handle of a model with attached deltas.
 
     Args:
-        model: The model.
+        model: The model, or the handle itself.
 
     Returns:
         The handle, the same object that `attach` or `load` returned.
@@ -778,8 +786,10 @@ def tuned(model: nn.Module) -> Tuned:
     Raises:
         DeltuneError: Nothing is attached to the model.
     """
+    if isinstance(model, Tuned):
+        return model
     if not isinstance(model, nn.Module):
-        raise DeltuneError(f"deltune.tuned takes a model that deltas are attached to, not {excerpt(model)}")
+        raise DeltuneError(f"deltune.tuned takes a model that deltas are attached to, not {describe_value(model)}")
     handle = find_tuned(model)
     if handle is None:
         raise DeltuneError(

@@ -10,7 +10,7 @@ from math import exp
 from typing import Any
 
 from ..data.tag_schemes import PLAIN
-from ..errors import DeltuneError, error_summary
+from ..errors import DeltuneError, counted, error_summary
 from ..metrics.labels import entities
 
 MAX_WRONG, MAX_RIGHT = 6, 6
@@ -72,8 +72,10 @@ class Analysis:
         confusion: The confusion matrix, of tasks with few labels.
         tables: Errors by type.
         wrong: The worst errors, the worst first.
+        wrong_title: What they are.
         wrong_order: By what they are ordered.
-        right: Rows that are answered well.
+        right: Rows that are answered well, none of which is among the errors.
+        right_title: What they are.
         right_order: By what they are ordered.
     """
 
@@ -87,8 +89,10 @@ class Analysis:
     confusion: Confusion | None = None
     tables: tuple[ErrorTable, ...] = ()
     wrong: tuple[Example, ...] = ()
+    wrong_title: str = "Wrong"
     wrong_order: str = ""
     right: tuple[Example, ...] = ()
+    right_title: str = "Right"
     right_order: str = ""
 
 
@@ -239,7 +243,7 @@ def _analyse_texts(lines: Sequence[Line], labels: Sequence[str]) -> Analysis:
         )
 
     wrong = [i for i in order if i not in set(exact)]
-    best = exact or order[::-1]
+    best = exact or [i for i in reversed(order[MAX_WRONG:]) if nearest[i][0] > 0]
     return Analysis(
         rows=len(lines),
         summary=_share_right(len(exact), len(lines)).replace("right", "exactly right"),
@@ -248,6 +252,7 @@ def _analyse_texts(lines: Sequence[Line], labels: Sequence[str]) -> Analysis:
         wrong=tuple(map(example, wrong[:MAX_WRONG])),
         wrong_order="the least alike first",
         right=tuple(map(example, best[:MAX_RIGHT])),
+        right_title="Right" if exact else "Nearest to right",
         right_order="" if exact else "the most alike first",
     )
 
@@ -262,12 +267,15 @@ def _analyse_running_text(lines: Sequence[Line], labels: Sequence[str]) -> Analy
         return Example(str(lines[i].get("id", i)), _input(lines[i]), "", "", remark)
 
     tokens = sum(count for _, count, _ in sized)
+    others = losses[MAX_WRONG:]
     return Analysis(
         rows=len(lines),
-        summary=f"{len(lines):,} texts of {tokens:,} predicted tokens.",
+        summary=f"{counted(len(lines), 'text')} of {counted(tokens, 'predicted token')}.",
         wrong=tuple(example(*one) for one in losses[:MAX_WRONG]),
-        wrong_order="the highest perplexity first",
-        right=tuple(example(*one) for one in losses[::-1][:MAX_RIGHT]),
+        wrong_title="Worst" if others else "Texts",
+        wrong_order="the highest perplexity first" if len(losses) > 1 else "",
+        right=tuple(example(*one) for one in others[::-1][:MAX_RIGHT]),
+        right_title="Best",
         right_order="the lowest perplexity first",
     )
 

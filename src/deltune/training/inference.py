@@ -5,6 +5,7 @@ A run is written as a plain checkpoint or for another library, and other librari
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -63,6 +64,8 @@ from .task_setup import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+
+logger = logging.getLogger("deltune")
 
 SPLITS = ("validation", "test")
 
@@ -123,6 +126,13 @@ def score_split(
     values = ({} if answers.loss is None else {"loss": answers.loss}) | {n: one.value for n, one in scores.items()}
     signatures = {name: one.signature for name, one in scores.items()}
     return EvalResult(values, signatures, scores.omitted, answers.predictions, references, answers.scores, scores)
+
+
+def log_omitted(omitted: Mapping[str, str]) -> None:
+    """Warn of the metrics that were not computed, those of one reason together."""
+    for reason in dict.fromkeys(omitted.values()):
+        names = ", ".join(name for name in omitted if omitted[name] == reason)
+        logger.warning("%s not computed: %s", names, reason)
 
 
 def measure(
@@ -448,6 +458,8 @@ def _score_splits(
                 kind, replace(context, on_progress=bar.advance), encoded, columns, setup.metrics, options
             )
             results[split] = result.metrics
+            if not results.keys() - {split}:
+                log_omitted(result.omitted)
             if target is not None:
                 target.mkdir(parents=True, exist_ok=True)
                 write_jsonl(target / f"{split}.jsonl", prediction_lines(kind, columns, result, rows.labels))
@@ -594,6 +606,7 @@ def rescore(run: str | Path, metrics: Sequence[str] = ()) -> dict[str, dict[str,
         DeltuneError: The folder is no run, is not finished, has no predictions, or a metric does not fit its task.
     """
     results = rescore_with_statistics(run, metrics)
+    log_omitted({name: reason for scores in results.values() for name, reason in scores.omitted.items()})
     return {split: {name: one.value for name, one in scores.items()} for split, scores in results.items()}
 
 
