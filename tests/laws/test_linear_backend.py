@@ -29,7 +29,7 @@ from deltune.runtime.linear_backend import LinearForward
 from .families import FAMILIES
 from .specimens import batch, build, differences, distance, facts, forward, loss, main_role
 
-pytestmark = pytest.mark.skipif(onednn_linear() is None, reason="this build of torch has no oneDNN")
+pytestmark = pytest.mark.skipif(onednn_linear() is None, reason="no oneDNN in this build of torch")
 
 SIZES = [(1, 8, 8), (3, 24, 40), (64, 384, 384), (40, 384, 1536), (64, 1536, 384), (2, 768, 8), (128, 8, 768)]
 """Rows, inputs, outputs."""

@@ -23,7 +23,7 @@ import deltune
 from laws.families import FAMILIES, Family
 from laws.specimens import batch, build, differences, facts, main_role, stir
 
-peft = pytest.importorskip("peft", reason="PEFT is not installed: pip install -e '.[peers]' -c constraints.txt")
+peft = pytest.importorskip("peft", reason="no PEFT: pip install -e '.[peers]' -c constraints.txt")
 
 pytestmark = pytest.mark.peers
 

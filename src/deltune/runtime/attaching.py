@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..anatomy.inspection import inspect
+from ..anatomy.inspection import describe_wrapped, inspect, wrapped_model
 from ..anatomy.offloading import loaded_devices
 from ..anatomy.quantization import check_gradients_pass, check_quantization
 from ..anatomy.skeleton import HANDLE_NAME
@@ -741,7 +741,7 @@ def _check_model(model: object) -> Snapshot | None:
                 follow_offloading(handle._state)
         refuse_shared_modules(model)
         return snapshot
-    advice = ", as in attach(model, method)"
+    advice = f"; {wrapped}" if (wrapped := describe_wrapped(model)) else ", as in attach(model, method)"
     if hasattr(model, "peft_config"):
         advice = ": take PEFT's layers off first (its unload()), or save it and deltune.load its folder"
     elif isinstance(model, str | Path | PreTrainedConfig):
@@ -770,7 +770,7 @@ def tuned(model: nn.Module) -> Tuned:
     """Return the handle of a model with attached deltas.
 
     Args:
-        model: The model.
+        model: The model, or a module that wraps it, as torch.compile and DistributedDataParallel do.
 
     Returns:
         The handle, the same object that `attach` or `load` returned.
@@ -780,7 +780,7 @@ def tuned(model: nn.Module) -> Tuned:
     """
     if not isinstance(model, nn.Module):
         raise DeltuneError(f"deltune.tuned takes a model that deltas are attached to, not {excerpt(model)}")
-    handle = find_tuned(model)
+    handle = find_tuned(wrapped_model(model) or model)
     if handle is None:
         raise DeltuneError(
             f"nothing is attached to this {type(model).__name__}; call deltune.attach(model, method) first"
