@@ -288,8 +288,8 @@ def _read_saved_modules(
             if not tied and (len(found) < len(names) or not all(torch.equal(values[tensor.name], o) for o in others)):
                 own = "values of their own" if others else f"{next(iter(found))} alone"
                 problems.append(
-                    f"{word_list(names)} are one tensor of this model, and the file has {own}: give each its own first, "
-                    "for example by: output = model.get_output_embeddings(); output.weight = "
+                    f"{word_list(names)} are one tensor of this model, and the file has {own}: give each its own "
+                    "first, for example by: output = model.get_output_embeddings(); output.weight = "
                     "torch.nn.Parameter(output.weight.detach().clone())"
                 )
     if problems:

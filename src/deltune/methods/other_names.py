@@ -22,7 +22,8 @@ METHOD_NAMES: Mapping[str, str] = {
     "bn": "adapter", "bottleneckadapter": "adapter", "adapters": "adapter", "seriesadapter": "adapter",
     "parbn": "parallel_adapter", "parallel": "parallel_adapter", "scaledparallel": "scaled_parallel_adapter",
     "mamadapter": "mam", "mixandmatch": "mam", "diffprune": "diff_pruning",
-    "rslora": "lora(scale=…), with alpha / √rank for the scale", "qlora": "lora, on a model that is loaded quantised", "ptuningv2": "p_tuning_v2",
+    "qlora": "lora(…), on a model that is loaded quantised",
+    "rslora": "lora(scale=…), with alpha / √rank for the scale", "ptuningv2": "p_tuning_v2",
     "fulltuning": "full", "fullfinetuning": "full", "finetuning": "full", "finetune": "full", "fft": "full",
     "linearprobe": "head", "linearprobing": "head", "headonly": "head", "classifieronly": "head", "none": "head",
 }  # fmt: skip

@@ -180,7 +180,7 @@ class LoadStateDict(ModelMethod):
             )
 
     def _without_a_value(self, missing: Iterable[str], state_dict: Mapping[str, Any]) -> list[str]:
-        """The missing names without the base's, for a file of deltas alone, and without other names of what is there."""
+        """The missing names, but for the base's if the file has deltas alone, and other names of tensors there."""
         if state_dict and all(name.startswith(f"{HANDLE_NAME}.") for name in state_dict):
             return [name for name in missing if name.startswith(f"{HANDLE_NAME}.")]
         tensors = {name: id(tensor) for name, tensor in self.model.named_parameters(remove_duplicate=False)}
