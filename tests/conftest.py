@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
-def wanted(report: pytest.TestReport | pytest.CollectReport) -> str:
+def missing_part(report: pytest.TestReport | pytest.CollectReport) -> str:
     """Return what a test was skipped for want of; "" for one that was skipped for another reason, or that ran."""
     match = WANT.match(report.longrepr[2]) if report.skipped and isinstance(report.longrepr, tuple) else None
     return (match[1] or match[2]) if match else ""
@@ -53,7 +53,7 @@ def wanted(report: pytest.TestReport | pytest.CollectReport) -> str:
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Let tests fail that are skipped for want of what `DELTUNE_REQUIRED` names."""
     report = yield
-    if (want := wanted(report)) and want in os.environ.get(REQUIRED, "").split(","):
+    if (want := missing_part(report)) and want in os.environ.get(REQUIRED, "").split(","):
         report.outcome, report.longrepr = "failed", f"there is no {want} here, and {REQUIRED} names it"
     return report
 
@@ -62,7 +62,7 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None]:
     """Say at the end, above pytest's last line, what tests were skipped for want of."""
     yield
-    counts = Counter(filter(None, map(wanted, terminalreporter.getreports("skipped"))))
+    counts = Counter(filter(None, map(missing_part, terminalreporter.getreports("skipped"))))
     if counts:
         wants = ", ".join(f"{want} ({number})" for want, number in sorted(counts.items()))
         terminalreporter.write_line(f"skipped for want of: {wants}")

@@ -283,12 +283,12 @@ def _read_saved_modules(
     problems = []
     for tensor in anatomy.tensors:
         names = (tensor.name, *tensor.aliases)
-        if found := unused.take_all(names):
-            values[tensor.name], *others = found.values()
-            if not tied and (len(found) < len(names) or not all(torch.equal(values[tensor.name], o) for o in others)):
-                own = "values of their own" if others else f"{next(iter(found))} alone"
+        if saved := unused.take_all(names):
+            values[tensor.name], *others = saved.values()
+            if not tied and (len(saved) < len(names) or not all(torch.equal(values[tensor.name], o) for o in others)):
+                content = "values of their own" if others else f"{next(iter(saved))} alone"
                 problems.append(
-                    f"{word_list(names)} are one tensor of this model, and the file has {own}: give each its own "
+                    f"{word_list(names)} are one tensor of this model, and the file has {content}: give each its own "
                     "first, for example by: output = model.get_output_embeddings(); output.weight = "
                     "torch.nn.Parameter(output.weight.detach().clone())"
                 )

@@ -259,7 +259,7 @@ def parse_expression(text: object, vocabulary: Vocabulary, words: typing.Collect
         raise error_from_problems(
             "the method expression is wrong",
             [
-                f"{message}{f' ({len(places)} times)' if len(places) > 1 else ''}\n{_caret(source, places[0])}"
+                "\n".join([message, *(_caret(source, column) for column in places[:3])])
                 for message, places in columns.items()
             ],
         )
