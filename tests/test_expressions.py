@@ -232,7 +232,7 @@ MISTAKES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("lora(8, 16)", ("16",), ("lora takes 1 argument without a name", "scale=1")),  # PEFT's second number is alpha
     ("lora(8, rank=9)", ("rank",), ("'rank' is given twice",)),
     ("lora(rank=2, rank=3)", ("rank=3",), ("lora: 'rank' is given twice",)),
-    ("lora(rank=2, at=quey, rank=3, rank=4)", ("quey", "rank=3", "rank=4"), ("3 problems", "'quey'")),
+    ("lora(rank=2, at=quey, rank=3, rank=4)", ("quey", "rank=3", "rank=4"), ("2 problems", "'quey'")),
     ("layernorm(terms='gains')", ("terms",), ("terms='gains' is not one of 'both', 'gain', 'bias'",)),
     ("layernorm(layers='middle')", ("layernorm",), ("unknown layers 'middle'", "lower half")),
     ("adapter(layers=[])", ("adapter",), ("layers=()",)),

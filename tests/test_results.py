@@ -250,7 +250,7 @@ def test_a_read_only_place(kind: str, file: Path, tmp_path: Path) -> None:
     try:
         subprocess.run([*around, sys.executable, "-c", ""], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"not permitted here: {error}")
+        pytest.skip(f"no right to run as another user: {error}")
     code = (
         "import sys; from deltune.studies.engine.store import ResultStore; from deltune.errors import DeltuneError\n"
         "with ResultStore(sys.argv[1], read_only=True) as results: print(len(results.records()))\n"

@@ -15,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 
 import deltune
+from deltune.errors import MAX_MESSAGE_LENGTH
 from deltune.methods import spec
 from deltune.methods.registry import REGISTRY
 from laws.families import FAMILIES
@@ -171,7 +172,7 @@ def check(name: str, text: str) -> None:
     try:
         tuned = deltune.attach(model, text)
     except deltune.DeltuneError as error:
-        assert len(str(error)) < 100_000
+        assert len(str(error)) < MAX_MESSAGE_LENGTH + 300
         assert differences(before, facts(model)) == []
         assert refused is not None or "of memory" in str(error), f"counted and refused: {error}"
     if tuned is not None:

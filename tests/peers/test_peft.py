@@ -23,7 +23,7 @@ import deltune
 from laws.families import FAMILIES, Family
 from laws.specimens import batch, build, differences, facts, main_role, stir
 
-peft = pytest.importorskip("peft", reason="PEFT is not installed: pip install -e '.[peers]' -c constraints.txt")
+peft = pytest.importorskip("peft", reason="no PEFT: pip install -e '.[peers]' -c constraints.txt")
 
 pytestmark = pytest.mark.peers
 
@@ -286,6 +286,76 @@ def test_a_mask_is_written_dense(tmp_path: Path) -> None:
     deltune.export(model, tmp_path / "peft")
     theirs = peft.PeftModel.from_pretrained(build(FAMILIES["bert"], "sequence"), str(tmp_path / "peft")).eval()
     assert torch.allclose(logits(theirs, batch(model)), expected, atol=1e-11)
+
+
+EMBEDDING, OUTPUT = (
+    "Selection(roles=('embedding',), areas=('embedding',))",
+    "roles=('linear.weight',), areas=('vocabulary',)",
+)
+WHOLE_MODULES = (
+    ("llama", "causal", {"modules_to_save": ["embed_tokens"]}, EMBEDDING),
+    ("llama", "causal", {"modules_to_save": ["embed_tokens", "lm_head"]}, f"{EMBEDDING} + Selection({OUTPUT})"),
+    ("llama", "causal", {"modules_to_save": ["lm_head"]}, f"Selection({OUTPUT})"),
+    ("llama", "causal", {"modules_to_save": ["layers.0.mlp"]},
+     "Selection(roles=('linear.weight',), of='ffn', layers=(0,))"),
+    ("bert", "sequence", {"modules_to_save": ["pooler", "classifier"]},
+     "Selection(roles=('linear.bias',), areas=('pooler',)) + Selection(roles=('linear.weight',), areas=('pooler',))"),
+)  # fmt: skip
+
+
+def with_whole_modules(family: str, role: str, options: dict[str, Any], folder: Path, **config: Any) -> Any:
+    """PEFT's LoRA with trained copies of whole modules, saved."""
+    task = {"causal": "CAUSAL_LM", "sequence": "SEQ_CLS"}[role]
+    model = peft.get_peft_model(build(FAMILIES[family], role, **config), lora(task, r=2, lora_alpha=2, **options)())
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype), alpha=0.1)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+@pytest.mark.parametrize(("family", "role", "options", "method"), WHOLE_MODULES)
+def test_modules_that_were_trained_as_a_whole(
+    family: str, role: str, options: dict[str, Any], method: str, tmp_path: Path
+) -> None:
+    theirs = with_whole_modules(family, role, options, tmp_path)
+    model = build(FAMILIES[family], role)
+    assert repr(deltune.load(model, tmp_path).method) == f"lora(rank=2) + {method}"
+    assert torch.allclose(logits(model, batch(model)), logits(theirs, batch(model)), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("modules", "says"),
+    [
+        (
+            ["embed_tokens"],
+            r"embed_tokens.weight and lm_head.weight are one .*the file has model.embed_tokens.weight alone",
+        ),
+        (["embed_tokens", "lm_head"], "are one tensor of this model, and the file has values of their own"),
+    ],
+)
+def test_whole_modules_that_are_tied_here(modules: list[str], says: str, tmp_path: Path) -> None:
+    """PEFT trains a copy of its own for each name of a tied tensor."""
+    theirs = with_whole_modules("llama", "causal", {"modules_to_save": modules}, tmp_path, tie_word_embeddings=True)
+    model = build(FAMILIES["llama"], "causal", tie_word_embeddings=True)
+    with pytest.raises(deltune.DeltuneError, match=says) as caught:
+        deltune.load(model, tmp_path)
+    assert "no head" not in str(caught.value)
+    output = model.get_output_embeddings()  # as the message says
+    output.weight = torch.nn.Parameter(output.weight.detach().clone())
+    deltune.load(model, tmp_path)
+    assert torch.allclose(logits(model, batch(model)), logits(theirs, batch(model)), rtol=1e-11, atol=1e-11)
+
+
+def test_a_part_of_what_one_selection_trains(tmp_path: Path) -> None:
+    with_whole_modules("bert", "sequence", {"modules_to_save": ["word_embeddings"]}, tmp_path)
+    with pytest.raises(
+        deltune.DeltuneError, match=r"no selection .* trains bert.embeddings.word_embeddings.weight and no others"
+    ) as caught:
+        deltune.load(build(FAMILIES["bert"], "sequence"), tmp_path)
+    assert "no head" not in str(caught.value)
 
 
 def saved(tmp_path: Path, row: Row = ROWS[0], **options: Any) -> Path:

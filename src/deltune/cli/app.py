@@ -9,11 +9,12 @@ from typing import Annotated
 
 import typer
 
+from .. import quiet_imports
 from .._version import __version__
 from ..errors import DeltuneError
 from ..methods.other_names import unknown_term
 from .imports import Imports
-from .output import Json, ModelArgument, Quiet, RunArgument, console, fast_imports, log_to_stderr, quiet_kernel_warnings
+from .output import Json, ModelArgument, Quiet, RunArgument, console, fast_imports, log_to_stderr
 from .serve import bench_serve, serve, serve_key
 from .study import app as study
 from .train import PASS_EVERYTHING_ON, exit_with_launcher, is_main_process, train
@@ -417,9 +418,9 @@ def main() -> None:
     The exit code is 2, with a message on standard error, for a mistake of the user, and 130 after Ctrl-C.
     """
     exit_with_launcher()
-    quiet_kernel_warnings()
     try:
-        app(prog_name="deltune")
+        with quiet_imports():
+            app(prog_name="deltune")
     except DeltuneError as error:
         if is_main_process():
             print(f"deltune: {error}", file=sys.stderr)

@@ -45,12 +45,6 @@ class StderrHandler(logging.Handler):
         print(self.format(record), file=sys.stderr)
 
 
-def quiet_kernel_warnings() -> None:
-    """Silence what torchao and bitsandbytes warn of when transformers imports them: kernels that a machine lacks."""
-    for name in ("torchao", "bitsandbytes", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
 @contextlib.contextmanager
 def log_to_stderr(quiet: bool) -> Iterator[None]:
     """Print deltune's notes and warnings on standard error, one line each, and silence those of other libraries."""

@@ -342,7 +342,8 @@ class UnusedTensors:
         problems += [f"and {len(shown) - 10} more"] if len(shown) > 10 else []
         if shown and self.anatomy.unobserved:
             problems.append(f"not visible in this model: {'; '.join(self.anatomy.unobserved[:3])}")
-        if shown and not self.anatomy.head:
+        own_modules = {tensor.name.partition(".")[0] for tensor in self.anatomy.tensors}
+        if not self.anatomy.head and any(name.partition(".")[0] not in own_modules for name in self.names):
             problems.append("this model has no head; load it with the head that the file was trained with")
         if problems:
             raise error_from_problems(f"{folder} does not fit this model", problems, fault="model")
@@ -510,7 +511,10 @@ def method_selecting(anatomy: Anatomy, names: set[str], candidates: Iterable[Cal
             continue
         if chosen == names:
             return method
-    raise DeltuneError(f"no selection of norms has exactly {', '.join(sorted(names)[:4])} (of {len(names)})")
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    raise DeltuneError(
+        f"no selection by role, area and layers trains {', '.join(sorted(names)[:4])}{more} and no others"
+    )
 
 
 def rows_of_columns(tensor: torch.Tensor, columns: Columns | None) -> torch.Tensor:

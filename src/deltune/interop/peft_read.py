@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
 
 from ..anatomy.types import Anatomy
-from ..errors import DeltuneError, error_from_problems, unknown_name
+from ..errors import DeltuneError, error_from_problems, unknown_name, word_list
 from ..methods.compositions import Add, Scale
 from ..methods.forms import LowRank, Rescale
 from ..methods.library import ia3, layernorm, lora, prefix, prompt
 from ..methods.resolve import resolve
-from ..methods.spec import OTHER_PROJECTIONS, PROJECTIONS, Method, Modification
+from ..methods.spec import OTHER_PROJECTIONS, PROJECTIONS, Method, Modification, Selection
 from .base import (
     ForeignFolder,
     Patterns,
@@ -53,6 +54,8 @@ READ_OPTIONS: dict[str, set[str]] = {
 }  # fmt: skip
 """The types of adapters that have a translation, each with the options that are read or have no effect once trained."""
 
+_OTHER_TYPES = "It has no translation: where PEFT can merge it (merge_and_unload), save the merged model and tune that."
+
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others change the base's weights
@@ -84,7 +87,7 @@ def read_peft(
     """
     options, kind = folder.options, str(folder.options.get("peft_type"))
     if kind not in READ_OPTIONS:
-        raise DeltuneError(f"{folder.where}: {unknown_name('peft_type', kind, READ_OPTIONS)}")
+        raise DeltuneError(f"{folder.where}: {unknown_name('peft_type', kind, READ_OPTIONS, hint=_OTHER_TYPES)}")
     problems = [
         f"option {name}={value!r} has no translation"
         for name, value in options.items()
@@ -101,11 +104,12 @@ def read_peft(
         raise error_from_problems(str(folder.where), problems, fault="model")
     try:
         method, tensors = _READERS[kind](anatomy, options, unused)
+        saved, values = _read_saved_modules(anatomy, unused, bool(options.get("ensure_weight_tying")))
     except DeltuneError as error:
         unused.check(folder.where, error)
         raise
     unused.check(folder.where)
-    return Translation(method, tensors, head)
+    return Translation(sum(saved, method), tensors | values, head)
 
 
 _LORA_OF_LINEAR = ("lora_A.weight", "lora_B.weight")
@@ -269,6 +273,36 @@ def _read_prompt(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTen
     method = prompt(rows.shape[0])
     (edit,) = resolve(anatomy, method, lambda: 0).edits
     return method, {f"edit.{edit.key}.rows": rows}
+
+
+def _read_saved_modules(
+    anatomy: Anatomy, unused: UnusedTensors, tied: bool
+) -> tuple[list[Method], dict[str, torch.Tensor]]:
+    """Read the modules that were trained as a whole (`modules_to_save`), which PEFT copies one by one, tied or not."""
+    values: dict[str, torch.Tensor] = {}
+    problems = []
+    for tensor in anatomy.tensors:
+        names = (tensor.name, *tensor.aliases)
+        if saved := unused.take_all(names):
+            values[tensor.name], *others = saved.values()
+            if not tied and (len(saved) < len(names) or not all(torch.equal(values[tensor.name], o) for o in others)):
+                content = "values of their own" if others else f"{next(iter(saved))} alone"
+                problems.append(
+                    f"{word_list(names)} are one tensor of this model, and the file has {content}: give each its own "
+                    "first, for example by: output = model.get_output_embeddings(); output.weight = "
+                    "torch.nn.Parameter(output.weight.detach().clone())"
+                )
+    if problems:
+        raise error_from_problems("modules_to_save", problems)
+    scopes = {(t.role, t.area, t.layer) for t in anatomy.tensors if t.name in values}
+    selections: list[Method] = []
+    for role, area in sorted({(role, area) for role, area, _ in scopes}):
+        layers = tuple(sorted(layer for r, a, layer in scopes if (r, a) == (role, area) and layer is not None))
+        names_there = {t.name for t in anatomy.tensors if (t.role, t.area) == (role, area)} & values.keys()
+        scoped = [partial(Selection, (role,), (area,), of=of) for of in ("both", "attention", "ffn")]
+        choices = [*scoped, *(partial(make, layers=layers) for make in scoped)]
+        selections.append(method_selecting(anatomy, names_there, choices))
+    return selections, {f"base.{name}": value for name, value in values.items()}
 
 
 def _take_prompt_tensor(unused: UnusedTensors) -> torch.Tensor:

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..anatomy.inspection import inspect
+from ..anatomy.inspection import describe_wrapped, inspect, wrapped_model
 from ..anatomy.offloading import loaded_devices
 from ..anatomy.quantization import check_gradients_pass, check_quantization
 from ..anatomy.skeleton import HANDLE_NAME
@@ -747,7 +747,7 @@ def _check_model(model: object) -> Snapshot | None:
                 follow_offloading(handle._state)
         refuse_shared_modules(model)
         return snapshot
-    advice = ", as in attach(model, method)"
+    advice = f"; {wrapped}" if (wrapped := describe_wrapped(model)) else ", as in attach(model, method)"
     if hasattr(model, "peft_config"):
         advice = ": take PEFT's layers off first (its unload()), or save it and deltune.load its folder"
     elif isinstance(model, Tuned):
@@ -778,7 +778,8 @@ def tuned(model: nn.Module) -> Tuned:
     """Return the handle of a model with attached deltas.
 
     Args:
-        model: The model, or the handle itself.
+        model: The model, the handle itself, or a module that wraps the model, as torch.compile and
+            DistributedDataParallel do.
 
     Returns:
         The handle, the same object that `attach` or `load` returned.
@@ -790,7 +791,7 @@ def tuned(model: nn.Module) -> Tuned:
         return model
     if not isinstance(model, nn.Module):
         raise DeltuneError(f"deltune.tuned takes a model that deltas are attached to, not {describe_value(model)}")
-    handle = find_tuned(model)
+    handle = find_tuned(wrapped_model(model) or model)
     if handle is None:
         raise DeltuneError(
             f"nothing is attached to this {type(model).__name__}; call deltune.attach(model, method) first"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -164,7 +164,9 @@ class LoadStateDict(ModelMethod):
         refuse_offloaded(self.passes.model, "load_state_dict")
         with self._tensors_placed(self.passes.state.placed_delta_in(state_dict)):
             self._check(state_dict, strict)
-            return self.original(state_dict, strict=strict, assign=assign)
+            result = self.original(state_dict, strict=strict, assign=assign)
+            result.missing_keys[:] = self._without_a_value(result.missing_keys, state_dict)
+            return result
 
     def _refuse_ambiguous(self) -> None:
         """Raise an error if deltas have their own values for tensors of this part of the model."""
@@ -176,6 +178,14 @@ class LoadStateDict(ModelMethod):
                 "the state dict of a part of the model does not say whether it holds those or the base's: call "
                 "load_state_dict of the whole model, or detach() first"
             )
+
+    def _without_a_value(self, missing: Iterable[str], state_dict: Mapping[str, Any]) -> list[str]:
+        """The missing names, but for the base's if the file has deltas alone, and other names of tensors there."""
+        if state_dict and all(name.startswith(f"{HANDLE_NAME}.") for name in state_dict):
+            return [name for name in missing if name.startswith(f"{HANDLE_NAME}.")]
+        tensors = {name: id(tensor) for name, tensor in self.model.named_parameters(remove_duplicate=False)}
+        loaded = {tensors[name] for name in tensors.keys() & state_dict.keys()}
+        return [name for name in missing if tensors.get(name) not in loaded]
 
     def _check(self, state_dict: Mapping[str, Any], strict: bool) -> None:
         """Check names and shapes before anything is loaded; torch does so afterwards."""
