@@ -287,7 +287,7 @@ def read_adapterhub(anatomy: Anatomy, folder: ForeignFolder, relative: bool = Fa
         parts = [_READERS[_architecture(config)](anatomy, config, name, unused) for config in configs]
         method = _union(anatomy, parts)
     except DeltuneError as error:
-        unused.check(folder.where, error)
+        unused.check(folder.where, [str(error)])
         raise
     unused.check(folder.where)
     tensors = tensors_by_file_name(anatomy, method, [piece for part in parts for piece in part.pieces])

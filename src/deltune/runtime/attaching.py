@@ -121,7 +121,9 @@ def read_foreign(handle: Tuned, folder: str | Path) -> Translation:
     """
     contents = open_folder(folder)
     if "peft_type" in contents.options:
-        return peft_read.read_peft(handle.anatomy, contents, handle._base_value, has_sliding_window(handle.model))
+        modules = [path for path, _ in handle.model.named_modules()]
+        windowed = has_sliding_window(handle.model)
+        return peft_read.read_peft(handle.anatomy, contents, handle._base_value, modules, windowed)
     relative = hasattr(handle.model.config, "relative_attention_num_buckets")
     return adapterhub.read_adapterhub(handle.anatomy, contents, relative)
 
