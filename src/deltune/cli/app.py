@@ -193,10 +193,10 @@ def evaluate(
         elif data is None or inference.is_run(run):
             if max_length is not None:
                 raise DeltuneError(f"--max-length is of a model as it is; {run} is a run, whose texts have a length")
-            scores = inference.evaluate(run, data, split, output, not quiet, columns=columns)
+            scores = inference.evaluate(run, data, split, output, progress=not quiet, columns=columns)
         else:
             scores = inference.evaluate_model(
-                str(run), data, task, columns, answer, split, output, not quiet, max_length
+                str(run), data, task, columns, answer, split, output, progress=not quiet, max_length=max_length
             )
     console.print_json(data=scores) if as_json else console.print(formatting.score_table(scores))
 
@@ -307,7 +307,7 @@ def merge(
     with log_to_stderr(quiet):
         from ..training import inference
 
-        target = inference.merge_run(run, to, dequantize)
+        target = inference.merge_run(run, to, dequantize=dequantize)
     console.print_json(data={"to": str(target)}) if as_json else console.print(f"merged into {target}")
 
 

@@ -334,9 +334,17 @@ def _read_ia3(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensor
         for site in ("heads", "ffn_inner")
         for place in locations_or_none(anatomy, Modification(site, Rescale(), "sequential"))
     }
+    feedforward = options.get("feedforward_modules")
+    of_input = _named(options, "feedforward_modules")
     input_gains: dict[str, torch.Tensor] = {}
     for path, linears in _projections_by_path(anatomy, "sequential", Rescale(), unused):
         gain = unused.take(f"{path}.{_IA3_LEAF}", axes=2)
+        by_input = of_input(unused.name_in_file(path) or path)
+        if gain is not None and feedforward is not None and by_input != (len(gain) == 1):
+            raise DeltuneError(
+                f"{path}.{_IA3_LEAF} has shape {tuple(gain.shape)}, which does not fit option feedforward_modules: "
+                "vectors of these modules have one row, others one column"
+            )
         if gain is not None and gain.shape[0] != 1:
             if tuple(gain.shape) != (sum(place.widths.out_width for _, place in linears), 1):
                 raise DeltuneError(f"{path}.ia3_l has shape {tuple(gain.shape)}, which does not fit {path}")
@@ -367,33 +375,40 @@ def _read_norms(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTens
         value = unused.take(f"{owner}.ln_tuning_layers.{leaf}") if tensor.role.startswith("norm.") else None
         if value is not None:
             values[tensor.name] = value
+    owners = {name.rpartition(".")[0] for name in values}
+    norms = [t.name for t in anatomy.tensors if t.role.startswith("norm.") and t.name.rpartition(".")[0] in owners]
+    if missing := [f"missing tensor {name}" for name in norms if name not in values]:
+        raise error_from_problems("norms", missing)
     norm_layers = [anatomy.layers[t.layer] for t in anatomy.tensors if t.name in values and t.layer is not None]
     layers = tuple(sorted({layer.index for layer in norm_layers}))
     choices = product(("both", "attention", "ffn"), ("all", layers), (None, False, True), (None, False, True))
 
     def candidate(of: Any, layer_choice: Any, embedding: bool | None, final: bool | None) -> Callable[[], Method]:
-        return lambda: layernorm("both", of, layer_choice, embedding, final)
+        return lambda: layernorm("both", of, layer_choice, embedding=embedding, final=final)
 
     method = method_selecting(anatomy, set(values), [candidate(*choice) for choice in choices])
     return method, {f"base.{name}": value for name, value in values.items()}
 
 
 def _read_prompt(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensors) -> MethodAndTensors:
-    rows = _take_prompt_tensor(unused)
+    rows = _take_prompt_tensor(options, unused)
     method = prompt(rows.shape[0])
     (edit,) = resolve(anatomy, method, lambda: 0).edits
     return method, {f"edit.{edit.key}.rows": rows}
 
 
-def _take_prompt_tensor(unused: UnusedTensors) -> torch.Tensor:
+def _take_prompt_tensor(options: Mapping[str, Any], unused: UnusedTensors) -> torch.Tensor:
     rows = unused.take(next((n for n in unused.tensors if n.endswith(PROMPT_TENSOR)), PROMPT_TENSOR))
     if rows is None or rows.dim() != 2:
         raise DeltuneError(f"missing tensor {PROMPT_TENSOR}, a matrix with a row for each virtual token")
+    tokens = options.get("num_virtual_tokens")
+    if tokens not in (None, len(rows)):
+        raise DeltuneError(f"{PROMPT_TENSOR} has {len(rows)} rows, and option num_virtual_tokens is {tokens}")
     return rows
 
 
 def _read_prefix(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensors) -> MethodAndTensors:
-    rows = _take_prompt_tensor(unused)
+    rows = _take_prompt_tensor(options, unused)
     method = prefix(rows.shape[0], shift_positions=True)
     edits = resolve(anatomy, method, lambda: 0).edits
     widths = edits[0].place.widths

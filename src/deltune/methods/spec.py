@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, wraps
 from inspect import signature
 from typing import Annotated, Any, Literal, NoReturn, ParamSpec, cast
@@ -160,7 +160,7 @@ class Modification(Method):
     stack: str = "all"
     attention: str = "all"
     x: str = "input"
-    optional: bool = False
+    optional: bool = field(default=False, kw_only=True)
     tower: str = "main"
     experts: ExpertsArg = "all"
 
@@ -269,7 +269,7 @@ class Selection(Method):
     layers: LayersArg = "all"
     stack: str = "all"
     sparsity: float | None = None
-    optional: bool = False
+    optional: bool = field(default=False, kw_only=True)
     tower: str = "main"
     tokens: tuple[int, ...] | None = None
 

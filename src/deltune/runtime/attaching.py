@@ -349,6 +349,7 @@ def load(
     model: PreTrainedModel | str | Path,
     folder: str | Path | None = None,
     name: str = "default",
+    *,
     allow_nonfinite: bool = False,
     use: bool = True,
     base: Literal["same", "any"] = "same",
@@ -427,7 +428,7 @@ def _without_gradients(handle: Tuned, name: str) -> Tuned:
     return handle
 
 
-def read_delta(handle: Tuned, folder: Path, allow_nonfinite: bool = False) -> tuple[Delta, HeadLabels]:
+def read_delta(handle: Tuned, folder: Path, *, allow_nonfinite: bool = False) -> tuple[Delta, HeadLabels]:
     """Read a saved delta for a model without attaching it; other threads may use the model meanwhile.
 
     Args:
