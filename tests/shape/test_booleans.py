@@ -40,8 +40,8 @@ def documented() -> Iterator[tuple[str, Any]]:
             yield name, getattr(importlib.import_module(owner), last)
     for name in STUDIES:
         module = importlib.import_module(f"deltune.studies.{name}")
-        own = {n: v for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__}
-        yield from ((n, v) for n, v in own.items() if n[0] != "_")
+        public = {n: v for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__}
+        yield from ((n, v) for n, v in public.items() if n[0] != "_")
 
 
 STUDIES = ("study", "scales", "sections", "thresholds", "engine.store", "claims.decisions", "claims.comparisons")
@@ -67,7 +67,7 @@ def callables() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def booleans() -> dict[str, tuple[Callable[..., Any], list[inspect.Parameter]]]:
-    found = {}
+    by_name = {}
     for name, function in callables():
         parameters = [
             p
@@ -77,8 +77,8 @@ def booleans() -> dict[str, tuple[Callable[..., Any], list[inspect.Parameter]]]:
             in ("bool", "bool | None")
         ]
         if parameters:
-            found[name] = function, parameters
-    return found
+            by_name[name] = function, parameters
+    return by_name
 
 
 BOOLEANS = booleans()

@@ -211,10 +211,10 @@ class Patterns:
             DeltuneError: The patterns take too long.
         """
         matches = ((number, matcher(path)) for number, matcher in enumerate(self.matchers))
-        found = next((pair for pair in matches if pair[1]), None)
+        first = next((pair for pair in matches if pair[1]), None)
         if self.left <= 0:
             raise DeltuneError(f"option {self.option} has patterns that take longer than {PATTERN_SECONDS:g} s")
-        return found
+        return first
 
 
 CONFIG_FILE = "adapter_config.json"

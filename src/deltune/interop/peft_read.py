@@ -171,8 +171,8 @@ def _targets(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensors
         if not named(path if all_linear else name) or excluded(name) or saved_whole.first(name):
             continue
         if isinstance(target, list) and name not in target and layers not in (None, []):
-            found = layer_of.first(name)
-            if found is None or int(found[1][1]) not in (layers if isinstance(layers, list) else [layers]):
+            layer = layer_of.first(name)
+            if layer is None or int(layer[1][1]) not in (layers if isinstance(layers, list) else [layers]):
                 continue
         chosen.add(path)
     return chosen
@@ -288,8 +288,8 @@ def _by_pattern(options: Mapping[str, Any], option: str, of_modules: str) -> Cal
     patterns, others = Patterns(of_modules, values), options.get(option, 8)
 
     def value(path: str) -> Any:
-        found = patterns.first(path)
-        return others if found is None else list(values.values())[found[0]]
+        first = patterns.first(path)
+        return others if first is None else list(values.values())[first[0]]
 
     return value
 
