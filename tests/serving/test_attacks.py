@@ -230,9 +230,9 @@ def test_a_signal_while_streams_run(
         for thread in threads:
             thread.join(60)
     for delta, number, text in texts:
-        said, ended = streamed(text)
+        answer_text, ended = streamed(text)
         if ended:
-            assert said.strip() == expected[delta][number]
+            assert answer_text.strip() == expected[delta][number]
         else:
             assert '"status": 503' in text or '"status":503' in text or "shutting_down" in text, text
     assert "Traceback" not in "".join(running.lines)
