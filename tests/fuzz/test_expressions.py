@@ -110,8 +110,8 @@ FORMS = st.one_of(
 )
 COMPOSITIONS = st.sampled_from(
     [
-        "Add()", "Scale(2)", "Scale(0.0)", "Scale(1.0, learned=True)", "Scale(0.0, learned=True)", "Gate()", "SigmoidGate('a')",
-        "PrefixGate('a')",        "SigmoidGate('a.b')", "SigmoidGate('')", "SigmoidGate('keys')",
+        "Add()", "Scale(2)", "Scale(0.0)", "Scale(1.0, learned=True)", "Scale(0.0, learned=True)", "Gate()",
+        "SigmoidGate('a')", "PrefixGate('a')",        "SigmoidGate('a.b')", "SigmoidGate('')", "SigmoidGate('keys')",
     ]
 )  # fmt: skip
 MODIFICATIONS = st.builds(
