@@ -280,6 +280,27 @@ def test_an_argument_of_others_is_answered_with_ours(case: str) -> None:
         deltune.attach()  # type: ignore[call-arg]
 
 
+MERGES: tuple[tuple[tuple[Any, ...], dict[str, Any], str], ...] = (
+    (("a", "b"), {}, "merging several deltas at once is not supported yet. Merge one, save the model"),
+    (("a", "b", "a"), {}, "was called with 3"),
+    (("a", True), {}, "merge takes one name"),
+    (("a",), {"dequantize": "b"}, "dequantize='b' is not True or False"),
+    ((["a", "b"],), {}, "unknown delta ['a', 'b']"),
+)
+
+
+@pytest.mark.parametrize(("names", "options", "message"), MERGES, ids=[m[2][:40] for m in MERGES])
+def test_merging_several_at_once_is_refused_and_changes_nothing(
+    names: tuple[Any, ...], options: dict[str, Any], message: str
+) -> None:
+    model = build(FAMILIES["bert"], "base")
+    for name in ("a", "b"):
+        tuned = deltune.attach(model, "lora(rank=2)", name=name)
+    with pytest.raises(deltune.DeltuneError, match=re.escape(message)):
+        tuned.merge(*names, **options)
+    assert tuned.names == ("a", "b") and tuned.active == "b"
+
+
 def test_the_handle_stands_for_the_whole_model() -> None:
     """A loop that PEFT's wrapper was given to gets the same from the handle."""
     model = build(FAMILIES["bert"], "sequence")

@@ -194,7 +194,7 @@ def test_an_older_schema_is_read_as_it_is(tmp_path: Path, monkeypatch: pytest.Mo
         for name, (error, kind) in OLD_ERRORS.items()
     ]
     for read_only, schema in ((True, 1), (False, len(MIGRATIONS))):
-        with ResultStore(tmp_path / "r.sqlite", read_only) as results:
+        with ResultStore(tmp_path / "r.sqlite", read_only=read_only) as results:
             assert results.records() == records
             assert results._db.execute("PRAGMA user_version").fetchone() == (schema,)
 
@@ -316,7 +316,7 @@ def test_a_file_that_is_none_of_ours(name: str, read_only: bool, file: Path) -> 
     damage(file)
     before = content(file.parent)
     with pytest.raises(DeltuneError, match=message):
-        ResultStore(file, read_only)
+        ResultStore(file, read_only=read_only)
     assert content(file.parent) == before, "it stays as it was"
 
 

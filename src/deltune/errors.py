@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import math
 import os
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, ParamSpec, TypeVar
 
 from packaging.requirements import Requirement
 
@@ -213,6 +215,40 @@ def error_from_problems(title: str, problems: list[str], in_python: str = "", fa
     if len(problems) > len(shown):
         lines.append(f"  … and {len(problems) - len(shown):,} more")
     return DeltuneError("\n".join([f"{title}: {len(problems)} problems", *lines]), in_python, fault)
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def check_booleans(function: Callable[P, T]) -> Callable[P, T]:
+    """Make a function refuse values other than True and False for its keyword-only arguments of type bool."""
+    booleans = boolean_arguments(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        refuse_others(function.__name__, booleans, kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def boolean_arguments(function: Callable[..., object]) -> dict[str, tuple[object, ...]]:
+    """Return the values that the arguments of type bool can have, None where their type says so."""
+    annotations = {name: str(p.annotation) for name, p in inspect.signature(function).parameters.items()}
+    values = {"bool": (True, False), "bool | None": (True, False, None)}
+    return {name: values[annotation] for name, annotation in annotations.items() if annotation in values}
+
+
+def refuse_others(name: str, booleans: Mapping[str, tuple[object, ...]], arguments: Mapping[str, object]) -> None:
+    """Raise a DeltuneError for arguments of a function that should be booleans; 1 and 0 are none."""
+    problems = [
+        f"{key}={excerpt(arguments[key])} is not {' or '.join(map(str, values))}"
+        for key, values in booleans.items()
+        if key in arguments and not any(arguments[key] is value for value in values)
+    ]
+    if problems:
+        raise error_from_problems(name, problems)
 
 
 def validation_problems(error: ValidationError, most: int = 10, show_values: bool = False) -> list[str]:

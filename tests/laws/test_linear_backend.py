@@ -681,7 +681,7 @@ def test_tuned_models_train_to_the_same_bits_with_kept_casts(family: str, method
         before = facts(model)
         torch.manual_seed(0)
         tuned = deltune.attach(model, method)
-        products = deltune.optimize_linear(model, "torch", keep_casts)
+        products = deltune.optimize_linear(model, "torch", keep_casts=keep_casts)
         optimizer = torch.optim.SGD(list(tuned.trainable_parameters()), 0.1)
         for _ in range(2):
             with autocast():

@@ -139,7 +139,7 @@ def test_a_beginning_that_goes_leaves_what_others_share() -> None:
 
 @pytest.mark.parametrize(
     "wrong", [{"stop": "xyz"}, {"stop": ("",)}, {"stop": (1,)}, {"seed": "x"}, {"logprobs": 1.5}, {"logprobs": "3"},
-              {"max_tokens": True}, {"top_k": 2.0}, {"temperature": "0"}],
+              {"max_tokens": True}, {"top_k": 2.0}, {"temperature": "0"}, {"shorten": "no"}, {"shorten": 1}],
 )  # fmt: skip
 def test_sampling_of_a_wrong_type(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match=next(iter(wrong))):

@@ -203,10 +203,21 @@ def evaluate(
                 raise DeltuneError(f"--max-length is of a model as it is; {run} is a run, whose texts have a length")
             if task is not None or answer != "head":
                 raise DeltuneError(f"--task and --answer are of a model as it is; {run} is a run, which has its own")
-            scores = inference.evaluate(run, data, split, output, not quiet, columns=columns, data_root=data_root)
+            scores = inference.evaluate(
+                run, data, split, output, progress=not quiet, columns=columns, data_root=data_root
+            )
         else:
             scores = inference.evaluate_model(
-                str(run), data, task, columns, answer, split, output, not quiet, max_length, data_root
+                str(run),
+                data,
+                task,
+                columns,
+                answer,
+                split,
+                output,
+                progress=not quiet,
+                max_length=max_length,
+                data_root=data_root,
             )
     console.print_json(data=scores) if as_json else console.print(formatting.score_table(scores))
 
@@ -317,7 +328,7 @@ def merge(
     with log_to_stderr(quiet):
         from ..training import inference
 
-        target = inference.merge_run(run, to, dequantize)
+        target = inference.merge_run(run, to, dequantize=dequantize)
     console.print_json(data={"to": str(target)}) if as_json else console.print(f"merged into {target}")
 
 

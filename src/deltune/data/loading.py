@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..errors import DeltuneError, closest_match, error_summary, excerpt, unknown_name
+from ..errors import DeltuneError, check_booleans, closest_match, error_summary, excerpt, unknown_name
 from ..filesystem import explain_write_errors, parse_json, user_path
 from ..models import why_not_on_hub
 from .columns import (
@@ -238,12 +238,14 @@ class _RawData:
     hidden: frozenset[str] = frozenset()
 
 
+@check_booleans
 def load_data(
     source: str,
     columns: ColumnNames | None = None,
     labels: Sequence[str] | None = None,
     max_rows: Mapping[str, int] | None = None,
     seed: int = 0,
+    *,
     training: bool = True,
     kind: str | None = None,
     layout: HubLayout | None = None,

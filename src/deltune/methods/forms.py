@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, NoReturn, TypeAlias
 
 from ..errors import DeltuneError, excerpt, unknown_name
@@ -52,7 +52,7 @@ class Widths:
     value_width: int = 0
     states: int = 0
     experts: int = 0
-    lookup: bool = False
+    lookup: bool = field(default=False, kw_only=True)
 
 
 def refuse_sum(one: object, two: object) -> NoReturn:
@@ -495,11 +495,11 @@ class Bottleneck(Form):
 
     rank: int
     activation: str = "relu"
-    bias: bool = False
-    layer_norm: bool = False
+    bias: bool = field(default=False, kw_only=True)
+    layer_norm: bool = field(default=False, kw_only=True)
     dropout: float = 0.0
     init: Init = "bert"
-    zero_up: bool = True
+    zero_up: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

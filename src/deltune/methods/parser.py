@@ -27,7 +27,16 @@ from typing import Any, ParamSpec, TypeVar
 
 from pydantic import ConfigDict, InstanceOf, TypeAdapter, ValidationError
 
-from ..errors import DeltuneError, closest_match, counted, error_from_problems, excerpt, with_advice
+from ..errors import (
+    DeltuneError,
+    boolean_arguments,
+    closest_match,
+    counted,
+    error_from_problems,
+    excerpt,
+    refuse_others,
+    with_advice,
+)
 from .other_names import (
     argument_of_methods,
     expression_of,
@@ -170,15 +179,17 @@ T = TypeVar("T")
 def explain_arguments(function: Callable[P, T]) -> Callable[P, T]:
     """Make a function answer an argument that it does not have with its name here, or with the nearest one.
 
-    The error is a DeltuneError, as in expressions; every other wrong call is a TypeError, as in any function.
+    Arguments of type bool must be True or False. The error is a DeltuneError, as in expressions; every other wrong call
+    is a TypeError, as in any function.
     """
-    known = frozenset(signature(function).parameters)
+    known, booleans = frozenset(signature(function).parameters), boolean_arguments(function)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if not kwargs.keys() <= known:
             unknown = [unknown_argument(function.__name__, key, function) for key in kwargs if key not in known]
             raise error_from_problems(f"{function.__name__} was called with arguments that it does not have", unknown)
+        refuse_others(function.__name__, booleans, kwargs)
         return function(*args, **kwargs)
 
     return call
@@ -415,7 +426,7 @@ def signature_text(make: Callable[..., Any]) -> str:
     parameters = [
         p.replace(annotation=Parameter.empty, kind=Parameter.POSITIONAL_OR_KEYWORD)  # without the star between them
         for p in typed.parameters.values()
-        if p.name != "self"
+        if p.name != "self" and p.kind is not Parameter.VAR_POSITIONAL
     ]
     return str(typed.replace(parameters=parameters, return_annotation=Signature.empty))
 

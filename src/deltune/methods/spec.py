@@ -11,7 +11,7 @@ import copy
 import re
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, wraps
 from inspect import signature
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, ParamSpec, TypeVar, cast
@@ -173,7 +173,7 @@ class Modification(Method):
     stack: str = "all"
     attention: str = "all"
     x: str = "input"
-    optional: bool = False
+    optional: bool = field(default=False, kw_only=True)
     tower: str = "main"
     experts: ExpertsArg = "all"
 
@@ -279,7 +279,7 @@ class Selection(Method):
     layers: LayersArg = "all"
     stack: str = "all"
     sparsity: float | None = None
-    optional: bool = False
+    optional: bool = field(default=False, kw_only=True)
     tower: str = "main"
     tokens: tuple[int, ...] | None = None
 

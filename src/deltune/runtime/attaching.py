@@ -121,7 +121,9 @@ def read_foreign(handle: Tuned, folder: str | Path) -> Translation:
     """
     contents = open_folder(folder)
     if "peft_type" in contents.options:
-        return peft_read.read_peft(handle.anatomy, contents, handle._base_value, has_sliding_window(handle.model))
+        modules = [path for path, _ in handle.model.named_modules()]
+        windowed = has_sliding_window(handle.model)
+        return peft_read.read_peft(handle.anatomy, contents, handle._base_value, modules, windowed)
     relative = hasattr(handle.model.config, "relative_attention_num_buckets")
     return adapterhub.read_adapterhub(handle.anatomy, contents, relative)
 
@@ -347,6 +349,7 @@ def load(
     model: PreTrainedModel | str | Path,
     folder: str | Path | None = None,
     name: str = "default",
+    *,
     allow_nonfinite: bool = False,
     use: bool = True,
     base: Literal["same", "any"] = "same",
@@ -425,7 +428,7 @@ def _without_gradients(handle: Tuned, name: str) -> Tuned:
     return handle
 
 
-def read_delta(handle: Tuned, folder: Path, allow_nonfinite: bool = False) -> tuple[Delta, HeadLabels]:
+def read_delta(handle: Tuned, folder: Path, *, allow_nonfinite: bool = False) -> tuple[Delta, HeadLabels]:
     """Read a saved delta for a model without attaching it; other threads may use the model meanwhile.
 
     Args:

@@ -567,13 +567,14 @@ class Tuned(nn.Module):
         return model
 
     @explain_arguments
-    def merge(self, name: str | None = None, dequantize: bool = False) -> PreTrainedModel:
+    def merge(self, name: str | None = None, *others: str, dequantize: bool = False) -> PreTrainedModel:
         """Fold a delta into the weights and detach everything, all other deltas included.
 
         The merged weight of a quantised linear is quantised again, which rounds it; a warning has the error.
 
         Args:
             name: The delta's name. Default: the delta in use.
+            others: Refused: one delta is merged at a time.
             dequantize: Put plain linears in floating point in place of all quantised ones, so that nothing is rounded.
 
         Returns:
@@ -581,9 +582,16 @@ class Tuned(nn.Module):
 
         Raises:
             DeltuneError: A term of the method cannot be expressed as weights (a prefix, an adapter, a prompt); the
-                message names it. Or no delta has this name or none is in use, a weight cannot be quantised again,
-                weights are offloaded, or another thread or task is inside `rows()` or `disable()`. Nothing is changed.
+                message names it. Or several names are given, no delta has this name or none is in use, a weight cannot
+                be quantised again, weights are offloaded, or another thread or task is inside `rows()` or `disable()`.
+                Nothing is changed.
         """
+        if others:
+            raise DeltuneError(
+                f"merge takes one name and was called with {len(others) + 1}; merging several deltas at once is not "
+                "supported yet. Merge one, save the model with save_pretrained, and load each of the others on the "
+                'saved model: load(model, folder, base="any")'
+            )
         with self._exclusive("merge"):
             self._passes.refuse_in_scopes("merge", self.names)
             self._passes.refuse_other_scopes("merge")
@@ -645,7 +653,7 @@ class Tuned(nn.Module):
             _replace_modules(model, linears)
 
     @explain_arguments
-    def save(self, folder: str | Path, name: str | None = None, model_card: bool = False) -> Path:
+    def save(self, folder: str | Path, name: str | None = None, *, model_card: bool = False) -> Path:
         """Write a delta to a folder, as `delta.json` and `delta.safetensors`, completely or not at all.
 
         Args:

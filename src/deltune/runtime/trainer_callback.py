@@ -15,7 +15,8 @@ class SaveDeltaCallback(TrainerCallback):
 
     `deltune.load(model, "checkpoint-18")` loads the delta that was in use. `model.safetensors` beside it has the
     tensors of all attached deltas and nothing else, so that the Trainer resumes from the checkpoint and loads the best
-    one; transformers' Auto classes refuse the folder, which has no configuration. Into any other folder, and after training, `save_pretrained` writes what it always writes.
+    one; transformers' Auto classes refuse the folder, which has no configuration. Into any other folder, and after
+    training, `save_pretrained` writes what it always writes.
 
         Trainer(model=model, …, callbacks=[deltune.SaveDeltaCallback()])
     """

@@ -26,7 +26,15 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..errors import DeltuneError, describe_value, error_from_problems, error_summary, excerpt, unknown_name
+from ..errors import (
+    DeltuneError,
+    check_booleans,
+    describe_value,
+    error_from_problems,
+    error_summary,
+    excerpt,
+    unknown_name,
+)
 from ..filesystem import user_path
 from ..models import load_with_tokenizer
 from .admission import Admission, check_length, cut_length, readable_length
@@ -383,8 +391,9 @@ class Server:
 
     # -- deltas
 
+    @check_booleans
     def load(
-        self, name: str, folder: str | Path | None = None, timeout: float | None = None, replace: bool = True
+        self, name: str, folder: str | Path | None = None, timeout: float | None = None, *, replace: bool = True
     ) -> DeltaInfo:
         """Load a delta, or the newest version of one. It is checked before it takes traffic.
 
@@ -410,7 +419,7 @@ class Server:
             EngineClosed: The server is closing.
         """
         self._refuse_own_thread("load")
-        return self._lifecycle.load(name, folder, timeout, replace)
+        return self._lifecycle.load(name, folder, timeout, replace=replace)
 
     def unload(self, name: str) -> None:
         """Take a delta out of the server. Requests that run are answered; those that wait for it fail.

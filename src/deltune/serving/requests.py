@@ -37,7 +37,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     seed: int | None = None
     logprobs: int | None = None
-    shorten: bool = False
+    shorten: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -156,12 +156,12 @@ class DeltaInfo:
     tasks: tuple[Task, ...]
     labels: tuple[str, ...] = ()
     version: str = ""
-    loaded: bool = False
+    loaded: bool = field(default=False, kw_only=True)
     bytes: int = 0
     loaded_at: float | None = None
     error: str = ""
     max_length: int | None = None
-    requested: bool = False
+    requested: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)

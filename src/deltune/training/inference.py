@@ -18,7 +18,7 @@ from transformers import TextStreamer
 from ..compat import silent_loading
 from ..data import loading
 from ..data.tag_schemes import PLAIN
-from ..errors import DeltuneError, error_from_problems, error_summary, excerpt, unknown_name
+from ..errors import DeltuneError, check_booleans, error_from_problems, error_summary, excerpt, unknown_name
 from ..filesystem import explain_write_errors, user_path, write_jsonl
 from ..interop.base import is_foreign
 from ..metrics.base import Score, Scores
@@ -304,11 +304,13 @@ def is_run(folder: str | Path) -> bool:
     return RunDir(folder).exists or (not (Path(folder) / "config.json").is_file() and Path(folder).is_dir())
 
 
+@check_booleans
 def evaluate(
     run: str | Path,
     data: str | None = None,
     splits: Sequence[str] | None = None,
     output: str | Path | None = None,
+    *,
     progress: bool = False,
     other: Mapping[str, Any] | None = None,
     columns: str | None = None,
@@ -369,6 +371,7 @@ def evaluate(
     return _score_splits(context, setup, config.evaluation.metric_options, splits, output, progress)
 
 
+@check_booleans
 def evaluate_model(
     model: str,
     data: str | None = None,
@@ -377,6 +380,7 @@ def evaluate_model(
     answer: str = "head",
     splits: Sequence[str] | None = None,
     output: str | Path | None = None,
+    *,
     progress: bool = False,
     max_length: int | None = None,
     data_root: str | None = None,
@@ -466,6 +470,7 @@ def _score_splits(
     return results
 
 
+@check_booleans
 def generate(
     source: str | Path,
     prompts: Sequence[str],
@@ -473,6 +478,7 @@ def generate(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
+    *,
     stream: bool = False,
 ) -> list[str]:
     """Generate a text for each prompt.
@@ -767,7 +773,8 @@ def _encode(loaded: LoadedRun, name: str, texts: Mapping[int, Input]) -> tuple[E
     return loaded.kind.encode(loaded.tokenizer, loaded.model, columns, limits, False), limits
 
 
-def merge_run(run: str | Path, to: str | Path, dequantize: bool = False) -> Path:
+@check_booleans
+def merge_run(run: str | Path, to: str | Path, *, dequantize: bool = False) -> Path:
     """Write the model with the run's delta merged into its weights, and its tokenizer; all or nothing.
 
     Args:

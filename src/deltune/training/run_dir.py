@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .._version import __version__
 from ..data.columns import TASK_COLUMNS
-from ..errors import BusyError, DeltuneError, error_from_problems, excerpt
+from ..errors import BusyError, DeltuneError, check_booleans, error_from_problems, excerpt
 from ..filesystem import (
     atomic_folder,
     explain_write_errors,
@@ -417,7 +417,8 @@ class RunDir:
         rates_file: What `lr: auto` tried.
     """
 
-    def __init__(self, folder: str | Path, writer: bool = True) -> None:
+    @check_booleans
+    def __init__(self, folder: str | Path, *, writer: bool = True) -> None:
         """Name the files of a run; nothing is read or written.
 
         Args:

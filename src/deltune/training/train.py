@@ -16,7 +16,7 @@ from transformers.trainer_callback import PrinterCallback
 from ..compat import set_training_device, use_one_gpu
 from ..data.columns import INPUT_TYPES, TASK_COLUMNS
 from ..data.tag_schemes import PLAIN
-from ..errors import DeltuneError, counted, unknown_name
+from ..errors import DeltuneError, check_booleans, counted, unknown_name
 from ..filesystem import explain_write_errors
 from ..models import align_padding_token
 from ..runtime.attaching import attach, load
@@ -48,9 +48,11 @@ LOG_LINES_PER_EPOCH = 20
 logger = logging.getLogger("deltune")
 
 
+@check_booleans
 def train(
     config: RunConfig,
     output: str | Path,
+    *,
     resume: bool = True,
     progress: bool = True,
     devices: str = "auto",
@@ -103,7 +105,11 @@ def train(
             if not resume:
                 run.clear()
             metrics = run_series(
-                config, run, lambda one, folder: train(one, folder, True, progress, devices, sharded, shared, report)
+                config,
+                run,
+                lambda one, folder: train(
+                    one, folder, progress=progress, devices=devices, sharded=sharded, cache=shared, report=report
+                ),
             )
         else:
             try:
