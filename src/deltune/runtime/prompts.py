@@ -159,7 +159,7 @@ class PromptHook:
             return {
                 name: self.lengthened(value, cache, is_present, length, added, text)
                 if value is None or name == "full_attention" or value.dim() == 2
-                else _refuse_mask("the masks that are prepared for layers with a sliding window do not know its rows")
+                else _refuse_mask("a mask that was prepared for sliding windows does not know its rows")
                 for name, value in mask.items()
             }
         layers = getattr(cache, "layers", ())
@@ -177,7 +177,7 @@ class PromptHook:
         if is_present is not None:
             _refuse_mask("where rows have different prompts it needs a mask (B, n), not one prepared for each query")
         if any(getattr(layer, "is_sliding", False) for layer in layers):
-            _refuse_mask("the masks that are prepared for layers with a sliding window do not know its rows")
+            _refuse_mask("a mask that was prepared for sliding windows does not know its rows")
         if not self.causal and mask.shape[-2] > 1:
             _refuse_mask("a mask for each query of this encoder does not say what its rows see; pass a mask (B, n)")
         keys = fixed + added if fixed else length + text
@@ -296,9 +296,9 @@ class PromptHook:
         if mask.dim() != 2 or (states is not None and states.shape[1] != length + mask.shape[1]):
             have = "no states" if states is None else f"{states.shape[1]} states"
             raise DeltuneError(
-                f"the decoder is given {have} of the encoder and a mask of the shape {tuple(mask.shape)} for them: with "
-                f"a prompt of {length} rows, pass encoder_outputs that were computed with this prompt, and a mask (B, n) "
-                "of the text alone"
+                f"the decoder is given {have} of the encoder and a mask of the shape {tuple(mask.shape)} for them: "
+                f"pass encoder_outputs that were computed with this prompt of {length} rows, and a mask (B, n) of the "
+                "text alone"
             )
         longer = _with_rows(mask, is_present, length)
         return (), {**arguments, "encoder_attention_mask": self.arrange(longer, is_present, length)[0]}
