@@ -105,6 +105,11 @@ class PromptHook:
         if embeds is None:
             embeds = self.words(arguments["input_ids"])
         batch, tokens = embeds.shape[:2]
+        if state := next((name for name in STATES if arguments.get(name) is not None), None):
+            raise DeltuneError(
+                f"a prompt cannot be continued with {state}, which does not say how many tokens it has read: generate "
+                "with use_cache=False, which reads the whole text in each step, or choose another method"
+            )
         length, identity = _longest(prompts), identity_of(prompts)
         cache = self_attention_cache(arguments.get("past_key_values"))
         columns = counted_columns(cache, identity, length)
@@ -146,7 +151,14 @@ class PromptHook:
         return (), {name: value for name, value in arguments.items() if name in kept or value is not None}
 
     def lengthened(
-        self, mask: Any, cache: Any, is_present: torch.Tensor | None, length: int, added: int, text: int
+        self,
+        mask: Any,
+        cache: Any,
+        is_present: torch.Tensor | None,
+        length: int,
+        added: int,
+        text: int,
+        slides: bool = False,
     ) -> Any:
         """A mask with columns for the rows, and, where it has one for each query, with queries for those added.
 
@@ -157,13 +169,11 @@ class PromptHook:
             return None
         if isinstance(mask, dict):  # prepared for each type of layer by `generate`, or by a model around the stack
             return {
-                name: self.lengthened(value, cache, is_present, length, added, text)
-                if value is None or name == "full_attention" or value.dim() == 2
-                else _refuse_mask("a mask that was prepared for sliding windows does not know its rows")
+                name: self.lengthened(value, cache, is_present, length, added, text, name != "full_attention")
                 for name, value in mask.items()
             }
         layers = getattr(cache, "layers", ())
-        sizes = [getattr(layer, "max_cache_len", 0) for layer in layers if not getattr(layer, "is_sliding", False)]
+        sizes = [getattr(layer, "max_cache_len", 0) for layer in layers]
         fixed = max(sizes, default=0)  # of a cache that has room for so many tokens from the beginning
         if not isinstance(mask, torch.Tensor):
             _refuse_mask(f"an attention mask of the type {type(mask).__name__} cannot be lengthened by its rows")
@@ -176,10 +186,17 @@ class PromptHook:
             return _with_rows(mask, is_present, length)
         if is_present is not None:
             _refuse_mask("where rows have different prompts it needs a mask (B, n), not one prepared for each query")
-        if any(getattr(layer, "is_sliding", False) for layer in layers):
-            _refuse_mask("a mask that was prepared for sliding windows does not know its rows")
+        if slides or any(getattr(layer, "is_sliding", False) for layer in layers):
+            window = _window(self.entry)
+            if fixed or length + text > window:
+                _refuse_mask(
+                    "a mask that was prepared for sliding windows does not know its rows"
+                    + ("" if fixed else f" ({length} rows and {text} tokens are more than a window of {window})")
+                )
         if not self.causal and mask.shape[-2] > 1:
-            _refuse_mask("a mask for each query of this encoder does not say what its rows see; pass a mask (B, n)")
+            _refuse_mask(
+                "a mask for each query of a stack that is not causal does not say what its rows see; pass a mask (B, n)"
+            )
         keys = fixed + added if fixed else length + text
         if mask.shape[-1] not in (keys, keys - length):
             _refuse_mask(f"the attention mask has {mask.shape[-1]} columns for {text} tokens of text")
@@ -196,7 +213,7 @@ class PromptHook:
         """A mask of rows and text in the order of the pass, and where each of its positions reads (B, l + n); None
         where they stand as they are. In a causal stack rows then stand between left padding and text, and a sliding
         window reaches them as it would without padding."""
-        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+        if not _is_padding(mask):
             return mask, None
         if is_present is None and not self.causal:
             return mask, None
@@ -221,25 +238,27 @@ class PromptHook:
         mask: Any,
     ) -> Any:
         """Positions of rows and text; None where the family's own counting already gives them."""
-        if position_ids is None and prompt_pass.shifts and is_present is None:
+        if position_ids is None and prompt_pass.shifts and prompt_pass.added and is_present is None:
             return None
         length, device, first = _longest(prompt_pass.prompts), embeds.device, first_position(self.positions)
-        padding: torch.Tensor | int = 0
         if position_ids is None:  # as the family counts a row alone
-            if self.counts_shown and prompt_pass.shifts:
+            if self.counts_shown and prompt_pass.shifts and mask is not None:
                 return (mask.cumsum(1) * mask - 1)[:, -prompt_pass.total :]
-            if self.causal and isinstance(mask, torch.Tensor) and mask.dim() == 2:
-                padding = (mask[:, length:].cumsum(1) == 0).sum(1, keepdim=True)
             start = first + before
             position_ids = torch.arange(start, start + tokens, device=device)[None]
         if not prompt_pass.shifts:
             rows = torch.full((position_ids.shape[0], length), first, device=device)
             return torch.cat([rows, position_ids], dim=1) if prompt_pass.added else position_ids
         own_length = length if is_present is None else is_present.sum(1, keepdim=True)
-        shifted = position_ids + own_length
         if not prompt_pass.added:
-            return shifted
-        rows = (torch.arange(length, device=device) - (length - own_length)).clamp(min=0) + first + padding
+            return position_ids + own_length
+        start_of_text = position_ids[..., :1]
+        if self.causal and _is_padding(mask):  # after the padding at the left
+            shown = mask[:, length:].argmax(1, keepdim=True)
+            lead = position_ids.shape[:-2]
+            start_of_text = position_ids.expand(*lead, len(shown), -1).gather(-1, shown.expand(*lead, -1, -1))
+        rows = start_of_text + (torch.arange(length, device=device) - (length - own_length)).clamp(min=0)
+        shifted = (position_ids + own_length).expand(*rows.shape[:-1], -1)
         return torch.cat([rows.expand(*shifted.shape[:-1], -1), shifted], dim=-1)
 
     def current_prompt(self) -> PromptPass | None:
@@ -282,24 +301,24 @@ class PromptHook:
     def before_decoder(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Lengthen the mask through which the decoder attends to the encoder by the rows."""
         prompts = self.passes.assignment().prompts
-        if not prompts:
-            return None
         arguments = name_arguments(self.decoder_arguments, args, kwargs)
         mask, states = arguments.get("encoder_attention_mask"), arguments.get("encoder_hidden_states")
         length = _longest(prompts)
-        is_present = None if states is None else _presence(prompts, states.shape[0], states.device)
+        is_present = None if states is None or not prompts else _presence(prompts, states.shape[0], states.device)
         if mask is None and is_present is not None:
             assert states is not None
             mask = torch.ones(states.shape[0], states.shape[1] - length, dtype=torch.long, device=states.device)
         if mask is None:
             return None
-        if mask.dim() != 2 or (states is not None and states.shape[1] != length + mask.shape[1]):
+        if (prompts and mask.dim() != 2) or (states is not None and states.shape[1] != length + mask.shape[-1]):
             have = "no states" if states is None else f"{states.shape[1]} states"
             raise DeltuneError(
                 f"the decoder is given {have} of the encoder and a mask of the shape {tuple(mask.shape)} for them: "
-                f"pass encoder_outputs that were computed with this prompt of {length} rows, and a mask (B, n) of the "
-                "text alone"
+                f"pass encoder_outputs that were computed with the delta in use, whose prompt has {length} rows, and a "
+                "mask (B, n) of the text alone"
             )
+        if not prompts:
+            return None
         longer = _with_rows(mask, is_present, length)
         return (), {**arguments, "encoder_attention_mask": self.arrange(longer, is_present, length)[0]}
 
@@ -335,12 +354,18 @@ class PromptHook:
             )
 
 
-def check_decoder_mask(model: PreTrainedModel, anatomy: Anatomy) -> None:
-    """Check that the decoder of an encoder-decoder can be shown a prompt before the encoder's tokens.
+def check_takes_prompts(model: PreTrainedModel, anatomy: Anatomy) -> None:
+    """Check that vectors can stand before the tokens, and that the decoder of an encoder-decoder can be shown them.
 
     Raises:
-        DeltuneError: The decoder takes no mask of the encoder's tokens that could be lengthened by the prompt.
+        DeltuneError: The layers read token ids, or the decoder takes no mask of the encoder's tokens that could be
+            lengthened by the prompt.
     """
+    if "per_layer_inputs" in parameter_names(model.get_submodule(anatomy.stacks[0].entry)):
+        raise DeltuneError(
+            f"a prompt cannot be attached to {type(model).__name__}: each of its layers reads the token ids again, and "
+            "the rows of a prompt have none. Choose a method that adds no tokens, such as a prefix, lora or layernorm"
+        )
     if len(anatomy.stacks) < 2:
         return
     decoder = model.get_submodule(anatomy.stacks[1].entry)
@@ -354,7 +379,7 @@ def check_decoder_mask(model: PreTrainedModel, anatomy: Anatomy) -> None:
 
 def _longest(prompts: Prompts) -> int:
     """The length of the longest prompt."""
-    return max(sum(prompt_form(edit).length for edit in edits) for _, edits in prompts)
+    return max((sum(prompt_form(edit).length for edit in edits) for _, edits in prompts), default=0)
 
 
 def _shifts_positions(prompts: Prompts) -> bool:
@@ -381,6 +406,12 @@ def _without_prompt(value: Any, prompt_pass: PromptPass) -> Any:
     return value[..., prompt_pass.added :, prompt_pass.added :] if value.dim() == 4 else value[:, prompt_pass.added :]
 
 
+def _window(stack: nn.Module) -> int:
+    """The number of tokens that the layers with a sliding window of a stack see, or with one of chunks; 0: unknown."""
+    config = getattr(stack, "config", None)
+    return getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None) or 0
+
+
 def _with_rows(mask: torch.Tensor, is_present: torch.Tensor | None, length: int) -> torch.Tensor:
     """A mask (B, n) with a column for each of the rows before it."""
     if is_present is None:
@@ -393,6 +424,11 @@ def _refuse_mask(why: str) -> NoReturn:
         f"a prompt cannot be put before this text: {why}. In training, leave the mask to the tokenizer; in generation, "
         "leave out cache_implementation='static' or choose a method that adds no tokens, such as a prefix or lora"
     )
+
+
+def _is_padding(mask: Any) -> bool:
+    """Whether a mask is one of padding, (B, n)."""
+    return isinstance(mask, torch.Tensor) and mask.dim() == 2
 
 
 def _is_by_token(name: str, value: Any, shape: tuple[int, int]) -> bool:
@@ -411,7 +447,7 @@ def _refuse_packed(arguments: Mapping[str, Any], mask: Any, begin: int, tokens: 
     if how is None and positions is not None and tokens > 1:
         if torch.compiler.is_compiling():  # which cannot branch on what positions hold
             how = "position_ids without an attention_mask, in a compiled pass" if mask is None else None
-        elif mask is None or (isinstance(mask, torch.Tensor) and mask.dim() == 2):
+        elif mask is None or _is_padding(mask):
             shown = None if mask is None else mask[:, begin : begin + tokens].bool()
             how = "position_ids that begin again" if _begin_again(positions, shown) else None
     if how is not None:
@@ -421,6 +457,9 @@ def _refuse_packed(arguments: Mapping[str, Any], mask: Any, begin: int, tokens: 
             "collator that pads), or choose a prefix, which every text of a row sees"
         )
 
+
+STATES = ("cache_params", "mems", "state", "past_buckets_states")
+"""Arguments for what earlier passes have read, beside a cache of keys and values."""
 
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
 """Arguments that say where the texts of a row begin."""
