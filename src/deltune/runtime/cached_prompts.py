@@ -72,7 +72,8 @@ def self_attention_cache(cache: Any) -> Any:
 
 def cached_prompt(cache: Any) -> CachedPrompt | None:
     """Return what a cache knows of the prompt whose rows it holds."""
-    return getattr(cache, _MARK, None)
+    known: CachedPrompt | None = getattr(cache, _MARK, None)
+    return known
 
 
 def counted_columns(cache: Any, identity: Identity, length: int) -> int:

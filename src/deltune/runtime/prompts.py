@@ -409,7 +409,8 @@ def _without_prompt(value: Any, prompt_pass: PromptPass) -> Any:
 def _window(stack: nn.Module) -> int:
     """The number of tokens that the layers with a sliding window of a stack see, or with one of chunks; 0: unknown."""
     config = getattr(stack, "config", None)
-    return getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None) or 0
+    window: int = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None) or 0
+    return window
 
 
 def _with_rows(mask: torch.Tensor, is_present: torch.Tensor | None, length: int) -> torch.Tensor:
