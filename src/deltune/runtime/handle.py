@@ -49,7 +49,7 @@ from .model_state import ModelState
 from .modules import Delta, Edit, HeadLabels, up_projections
 from .offloading import follow_offloading, leave_offloading, refuse_offloaded
 from .pass_manager import PassManager, refuse_shared_modules, reset_after_fork
-from .prompts import check_decoder_mask
+from .prompts import check_takes_prompts
 from .row_assignment import RowAssignment, owning_modules
 from .rows import ForwardOverride
 
@@ -950,7 +950,7 @@ class Tuned(nn.Module):
         for edit in delta.all_edits():
             if edit.place.target.side == "tokens":
                 check_takes_embeddings(self.model, edit.place.widths.out_width)
-                check_decoder_mask(self.model, self.anatomy)
+                check_takes_prompts(self.model, self.anatomy)
         order = self._call_order(snapshot) if len(delta.edits) else None
         for part in self.anatomy.other_towers if order else ():
             if any(edit.place.target.path.startswith(f"{part.tower_path}.") for edit in delta.all_edits()):

@@ -215,6 +215,11 @@ class Generate(ModelMethod):
                 f"{self.method} runs in a thread of its own, where rows() and disable() do not hold: call generate, or "
                 "use() one delta for the whole model"
             )
+        if self.method != "generate" and self.passes.assignment().prompts:
+            raise DeltuneError(
+                f"{self.method} packs several texts into a row, and a prompt stands before the first alone: call "
+                "generate, or serve the delta with deltune serve"
+            )
         return self.passes.generate(self.original, args, kwargs, in_threads=self.method != "generate")
 
 

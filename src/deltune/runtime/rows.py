@@ -89,6 +89,11 @@ class DeltaRows:
         return self._indices[size, device]
 
     @property
+    def share(self) -> tuple[int, ...] | None:
+        """The number of rows of the batch and those that use the delta, or None where all do."""
+        return None if self.rows is None or len(self.rows) == self.batch_size else (self.batch_size, *self.rows)
+
+    @property
     def selects_view(self) -> bool:
         """Whether `select` returns a view: consecutive rows, in a pass without gradients."""
         return self._consecutive and is_plain_inference()
