@@ -148,7 +148,7 @@ def test_sampling_of_a_wrong_type(wrong: dict[str, Any]) -> None:
 
 def chosen(seed: int, **values: Any) -> list[int]:
     logits = torch.randn(50, generator=torch.Generator().manual_seed(3)) * 2
-    chooser = TokenChooser(Sampling(seed=seed, **values), LogitsProcessorList(), lambda token, _: str(token))
+    chooser = TokenChooser(Sampling(seed=seed, **values), LogitsProcessorList(), lambda token, _: (str(token), None))
     return [chooser.choose(logits, [1]).token for _ in range(400)]
 
 
@@ -167,11 +167,11 @@ def test_draws_have_the_right_probabilities() -> None:
 def test_log_probabilities() -> None:
     logits = torch.randn(50, generator=torch.Generator().manual_seed(3))
     choice = TokenChooser(
-        Sampling(temperature=0.0, logprobs=4), LogitsProcessorList(), lambda token, _: str(token)
+        Sampling(temperature=0.0, logprobs=4), LogitsProcessorList(), lambda token, _: (str(token), None)
     ).choose(logits, [1])
     expected = logits.log_softmax(-1).topk(4)
-    assert choice.logprob == pytest.approx(float(expected.values[0]))
-    assert [text for text, _ in choice.top_logprobs] == [str(i) for i in expected.indices.tolist()]
+    assert choice.chosen is not None and choice.chosen.logprob == pytest.approx(float(expected.values[0]))
+    assert [(one.token, one.text) for one in choice.top_logprobs] == [(i, str(i)) for i in expected.indices.tolist()]
 
 
 SETTINGS: tuple[dict[str, Any], ...] = (
@@ -202,7 +202,7 @@ def test_what_the_generation_config_says_holds(family: str) -> None:
                 assert got == expected, settings
             for name, value in before.items():
                 setattr(model.generation_config, name, value)
-    assert config_processors(model, 1, 5) == []
+    assert config_processors(model, 1, 5, [2]) == []
 
 
 # -- texts
