@@ -247,6 +247,32 @@ def test_a_text_that_ends_within_a_character_is_given_as_it_is() -> None:
     assert builder.take(final=True) == "\ufffd"
 
 
+@pytest.mark.parametrize(
+    ("stops", "expected"),
+    [
+        (("<E>",), "ab"), (("b<E>",), "a"), (("<E>c",), "ab"), (("b<E>c",), "a"), (("c<F>",), "ab"),
+        (("<F>",), "abc"), (("<E><F>",), "abc"), (("x", "bc"), "a"), (("<E>", "ab"), ""), (("E",), "abc"),
+        (("<",), "abc"), (("<F>d",), "abc"), ((), "abc"),
+    ],
+)  # fmt: skip
+def test_stops_may_contain_special_tokens(stops: tuple[str, ...], expected: str) -> None:
+    """Of the tokens ab<E>c<F>, where <F> ends the answer. Special tokens are matched as a whole, and never shown."""
+    special = {1: "<E>", 2: "<F>"}
+
+    def decode(tokens: list[int]) -> str:
+        return bytes(token for token in tokens if token not in special).decode(errors="replace")
+
+    builder, pieces = TextBuilder(decode, stops, special=special), []
+    for token in (*b"ab", 1, *b"c"):
+        builder.add(token)
+        pieces.append(builder.take())
+        if builder.stopped:
+            break
+    builder.end(2)
+    assert "".join([*pieces, builder.take(final=True)]) == builder.text == expected
+    assert builder.stopped == (expected != "abc" or stops == ("<F>",))
+
+
 class Words:
     """Decodes numbers to words with blanks between them, without one before the first, as SentencePiece does."""
 

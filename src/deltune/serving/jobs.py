@@ -261,21 +261,17 @@ class RequestEncoder:
         if self.tokenizer is None:
             return str(token), None
         with self._lock:
-            text, name = str(self.tokenizer.decode([token])), self.tokenizer.convert_ids_to_tokens(token)
+            text = alone = str(self.tokenizer.decode([token]))
+            name = self.tokenizer.convert_ids_to_tokens(token) or ""
             if before is not None:
                 first, both = (str(self.tokenizer.decode(ids)) for ids in ([before], [before, token]))
-                text = both[len(first) :] if both.startswith(first) and len(both) > len(first) else text
-        return text, _token_bytes(name or "", text)
+                text = both[len(first) :] if both.startswith(first) and len(both) > len(first) else alone
+        is_text = alone != "" and "\ufffd" not in alone
+        return text, text.encode("utf-8", "replace") if is_text else _spelled_bytes(name, text)
 
 
-def _token_bytes(name: str, text: str) -> bytes:
-    """Return the bytes of a token, given its name in the vocabulary and its text.
-
-    The text has them unless it has parts of characters. These are bytes that the name spells: <0xE2> in SentencePiece,
-    or a letter for each byte.
-    """
-    if text and "\ufffd" not in text:
-        return text.encode("utf-8", "replace")
+def _spelled_bytes(name: str, text: str) -> bytes:
+    """Return the bytes that the name of a token spells, as <0xE2> or with a letter for each; else those of a text."""
     if byte := re.fullmatch("<0x([0-9A-F]{2})>", name):
         return bytes.fromhex(byte[1])
     return bytes(BYTES[letter] for letter in name) if BYTES.keys() >= set(name) else text.encode()

@@ -290,21 +290,22 @@ class Pieces:
             return None
         offsets, at = [], self.offsets.get(index, 0)
         for token in tokens:
-            offsets.append(at)
+            if token.chosen is not None:  # else it only has the rest of the text
+                offsets.append(at)
             at += len(token.text)
         self.offsets[index] = at
-        choices = [token.chosen for token in tokens if token.chosen is not None]
+        chosen = [(token.chosen, token.top_logprobs) for token in tokens if token.chosen is not None]
         return {
-            "tokens": [self._name(choice) for choice in choices],
-            "token_logprobs": [_finite(choice.logprob) for choice in choices],
-            "top_logprobs": [self._likeliest(token) for token in tokens],
+            "tokens": [self._name(one) for one, _ in chosen],
+            "token_logprobs": [_finite(one.logprob) for one, _ in chosen],
+            "top_logprobs": [self._by_name([one, *likeliest]) for one, likeliest in chosen],
             "text_offset": offsets,
         }
 
-    def _likeliest(self, choice: TokenChoice) -> dict[str, float]:
-        """Return the likeliest tokens by name, the drawn one first; a name that is taken already becomes an id."""
+    def _by_name(self, likeliest: Sequence[TokenLogprob]) -> dict[str, float]:
+        """Return the probabilities of tokens by name; where a name is taken, another token has its id instead."""
         names: dict[str, float] = {}
-        for one in {one.token: one for one in (choice.chosen, *choice.top_logprobs) if one is not None}.values():
+        for one in {one.token: one for one in likeliest}.values():
             name = self._name(one)
             names[_token_id(one) if name in names else name] = _finite(one.logprob)
         return names
