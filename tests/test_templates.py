@@ -166,14 +166,14 @@ def test_a_prompt_is_what_its_author_wrote(writes: str, prompt: str, tmp_path: P
     assert row["labels"][-1] == END and row["labels"].count(END) == 1
     if prompt:
         last = plain[-1]
-        told = chain(tokenizer, {last: "q", "q": END}, eos_token_id=END)
-        told.save_pretrained(tmp_path)
+        answering = chain(tokenizer, {last: "q", "q": END}, eos_token_id=END)
+        answering.save_pretrained(tmp_path)
         tokenizer.save_pretrained(tmp_path)
         assert generate(tmp_path, [prompt], max_new_tokens=4) == ["q"]
-        with deltune.Server(told, tokenizer) as server:
+        with deltune.Server(answering, tokenizer) as server:
             sampling = Sampling(max_tokens=4, temperature=0.0)
-            for asked in ({"text": prompt}, {"tokens": tuple(expected)}):
-                answer = server.submit(Request("generate", sampling=sampling, **asked)).result(60)  # type: ignore[arg-type]
+            for given_input in ({"text": prompt}, {"tokens": tuple(expected)}):
+                answer = server.submit(Request("generate", sampling=sampling, **given_input)).result(60)  # type: ignore[arg-type]
                 assert (answer.text, answer.finish_reason, answer.prompt_tokens) == ("q", "stop", len(expected))
 
 

@@ -42,9 +42,9 @@ def test_the_probability_of_every_token_is_its_own(letters: tuple[Served, Path])
     server, folder = letters
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     options: dict[str, Any] = {"model": "base", "max_tokens": 6, "temperature": 1.5, "seed": 1}
-    asked = {"prompt": PROMPT, "logprobs": 20, **options}
+    body = {"prompt": PROMPT, "logprobs": 20, **options}
     by_text, by_id = (
-        server.post("/v1/completions", {**asked, "return_tokens_as_token_ids": ids}).json()["choices"][0]["logprobs"]
+        server.post("/v1/completions", {**body, "return_tokens_as_token_ids": ids}).json()["choices"][0]["logprobs"]
         for ids in (False, True)
     )
     ids = [int(name.removeprefix("token_id:")) for name in by_id["tokens"]]
