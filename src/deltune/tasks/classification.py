@@ -24,10 +24,10 @@ from torch.nn import functional
 from transformers.modeling_outputs import BaseModelOutput
 
 from ..errors import DeltuneError, error_from_problems
+from ..templates import Tokens, target_end
 from .base import Columns, InferenceContext, Predictions, TaskKind, TaskOptions
 from .encoding import IGNORE_INDEX, TOKENIZER_BATCH, EncodedRows, Row, encode_texts
 from .generation import (
-    Tokens,
     common_prefix_length,
     encode_sources,
     fill_template,
@@ -263,7 +263,8 @@ def encode_candidates(
         if is_encoder_decoder
         else join_prompt_and_target(tokenizer, prompts, candidates)
     )
-    for i, (prompt, joined, end) in enumerate(tokenized):
+    end = target_end(tokenizer, model, "text_target" if is_encoder_decoder else "text")
+    for i, (prompt, joined) in enumerate(tokenized):
         start, tokens = split_candidates(prompt, joined)
         if not all(tokens):
             raise DeltuneError(f"{candidates[i][tokens.index(())]!r} has no tokens, so it cannot be an answer")
@@ -360,8 +361,9 @@ def _encode_classes(tokenizer: Any, model: Any, columns: Columns, options: TaskO
     words = list(options.label_words.values())
     is_encoder_decoder = model.config.is_encoder_decoder
     prompt, side = ("", "text_target") if is_encoder_decoder else (fill_template(columns, options.template)[0], "text")
-    prompt_tokens, joined, end = next(join_prompt_and_target(tokenizer, [prompt], [words], side))
-    tokens = append_end_to_prefixes(split_candidates(prompt_tokens, joined)[1], end)
+    prompt_tokens, joined = next(join_prompt_and_target(tokenizer, [prompt], [words], side))
+    candidates = split_candidates(prompt_tokens, joined)[1]
+    tokens = append_end_to_prefixes(candidates, target_end(tokenizer, model, side))
     same = [
         f"{word!r} and {other_word!r}"
         for (word, ids), (other_word, other_ids) in combinations(zip(words, tokens, strict=True), 2)

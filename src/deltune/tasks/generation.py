@@ -21,6 +21,15 @@ from torch.nn import functional
 from ..data.columns import INPUT_TYPES
 from ..errors import DeltuneError, unknown_name
 from ..runtime.frozen_layers import PREFIX
+from ..templates import (
+    Tokens,
+    cut_at_end,
+    empty_prompt,
+    end_tokens,
+    surrounding_tokens,
+    target_end,
+    tokenize_prompts,
+)
 from .base import Columns, InferenceContext, Predictions, TaskKind, TaskOptions
 from .encoding import IGNORE_INDEX, TOKENIZER_BATCH, EncodedRows, Row
 
@@ -119,12 +128,9 @@ def forced_bos_options(tokenizer: Any, model: Any) -> dict[str, int | None]:
     return {"forced_bos_token_id": forced, "decoder_start_token_id": start}
 
 
-Tokens = tuple[int, ...]
-
-
 def join_prompt_and_target(
     tokenizer: Any, prompts: Sequence[str], targets: Sequence[Sequence[str]], side: str = "text"
-) -> Iterator[tuple[Tokens, list[Tokens], Tokens]]:
+) -> Iterator[tuple[Tokens, list[Tokens]]]:
     """Tokenize each prompt alone and together with each of its targets.
 
     A blank stands between prompt and target, unless the prompt is empty or ends with white space. The joined text is
@@ -138,29 +144,18 @@ def join_prompt_and_target(
         side: "text", or "text_target" to tokenize as the tokenizer does for a decoder.
 
     Yields:
-        For each row the tokens of its prompt, those of the prompt with each target, all without the end, and the
-        end: the special tokens that the tokenizer writes at the end of a text, else its end-of-text token.
+        For each row the tokens of its prompt, and of the prompt with each target, without an end.
     """
-    special = set(tokenizer.all_special_ids)
-    empty = tokenizer(**{side: ""})["input_ids"]
-    start = common_prefix_length([empty, tokenizer(**{side: "a"})["input_ids"]])
-    eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-    written_end = tuple(empty[start:]) if special.issuperset(empty[start:]) else ()
     for first in range(0, len(prompts), TOKENIZER_BATCH):
         chunk = slice(first, first + TOKENIZER_BATCH)
         texts = [
             [prompt, *(prompt + (" " if prompt and not prompt[-1].isspace() else "") + t for t in row_targets)]
             for prompt, row_targets in zip(prompts[chunk], targets[chunk], strict=True)
         ]
-        flat = [text for row in texts for text in row]
-        tokenized = iter(tokenizer(**{side: flat}, verbose=False)["input_ids"])
+        tokenized = iter(tokenize_prompts(tokenizer, [text for row in texts for text in row], side))
         for row in texts:
-            prompt_tokens, *joined = [_strip_end(tuple(next(tokenized)), written_end) for _ in row]
-            yield prompt_tokens, joined, written_end or eos
-
-
-def _strip_end(tokens: Tokens, end: Tokens) -> Tokens:
-    return tokens[: len(tokens) - len(end)] if end and tokens[-len(end) :] == end else tokens
+            prompt_tokens, *joined = [next(tokenized) for _ in row]
+            yield prompt_tokens, joined
 
 
 def common_prefix_length(sequences: Sequence[Sequence[int]]) -> int:
@@ -180,12 +175,10 @@ def truncate_prompt(tokenizer: Any, prompt: Tokens, max_length: int) -> Tokens:
     Raises:
         DeltuneError: The prompt is empty and the tokenizer has neither a beginning- nor an end-of-text token.
     """
-    if prompt:
-        return prompt[-max_length:]
-    bos = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    if bos is None:
+    kept = prompt[-max_length:] or empty_prompt(tokenizer)
+    if not kept:
         raise DeltuneError("a prompt is empty, and the tokenizer has no token for the beginning of a text")
-    return (bos,)
+    return kept
 
 
 def fill_template(columns: Columns, template: str) -> list[str]:
@@ -249,8 +242,8 @@ def encode_seq2seq(tokenizer: Any, model: Any, columns: Columns, options: TaskOp
     if "targets" not in columns:
         return encoded_sources
     pairs = [(row, t) for i, row in enumerate(encoded_sources.rows) for t in _row_targets(columns, i, training)]
-    eos = tokenizer.eos_token_id
-    end = [] if eos is None or eos in tokenizer(text_target="")["input_ids"] else [eos]  # else the tokenizer adds it
+    written = surrounding_tokens(tokenizer, "text_target")[1]
+    end = () if written else target_end(tokenizer, model, "text_target")
     room = options.max_target_length - len(end)
     tokenized, truncated = _tokenize_truncated(tokenizer, [t for _, t in pairs], max(1, room), "text_target")
     labels = tokenized["input_ids"]
@@ -270,7 +263,8 @@ def encode_causal(tokenizer: Any, model: Any, columns: Columns, options: TaskOpt
     targets = [_row_targets(columns, i, training) if has_targets else [] for i in range(len(prompts))]
     rows: list[Row] = []
     truncated = truncated_targets = 0
-    for i, (prompt, joined, end) in enumerate(join_prompt_and_target(tokenizer, prompts, targets)):
+    end = target_end(tokenizer, model)
+    for i, (prompt, joined) in enumerate(join_prompt_and_target(tokenizer, prompts, targets)):
         truncated += len(prompt) > options.max_length
         ids = list(truncate_prompt(tokenizer, prompt, options.max_length))
         if not has_targets:
@@ -320,6 +314,13 @@ def predict(context: InferenceContext, encoded: EncodedRows) -> Predictions:
     total_loss, count = 0.0, 0
     is_encoder_decoder = context.model.config.is_encoder_decoder
     has_labels = "labels" in encoded.rows[0]
+    ends = end_tokens(context.tokenizer, context.model)
+    if not ends:
+        warnings.warn(
+            "neither the tokenizer nor the model has a token that ends a text, so every answer has its longest length. "
+            "Set eos_token of the tokenizer",
+            stacklevel=2,
+        )
 
     def process(indices: list[int], batch: dict[str, torch.Tensor]) -> None:
         nonlocal total_loss, count
@@ -340,11 +341,13 @@ def predict(context: InferenceContext, encoded: EncodedRows) -> Predictions:
             "max_new_tokens": context.options.max_target_length,
             "do_sample": False,
             "num_beams": 1,
+            "eos_token_id": list(ends) or None,
             **(forced_bos_options(context.tokenizer, context.model) if is_encoder_decoder else {}),
             **context.options.generate_kwargs,
         }
         generated = context.model.generate(**inputs, **generate_kwargs)  # type: ignore[operator]
-        answers = generated if is_encoder_decoder else generated[:, inputs["input_ids"].shape[1] :]
+        start = 1 if is_encoder_decoder else inputs["input_ids"].shape[1]
+        answers = [cut_at_end(tokens, ends) for tokens in generated[:, start:].tolist()]
         texts = context.tokenizer.batch_decode(answers, skip_special_tokens=True)
         for i, text in zip(indices, texts, strict=True):
             predictions[i] = text.strip()

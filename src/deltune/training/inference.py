@@ -43,7 +43,8 @@ from ..tasks import token_cache
 from ..tasks.base import Columns, InferenceContext, TaskKind, TaskOptions
 from ..tasks.classification import CLASSIFICATION, predict_logits
 from ..tasks.encoding import EncodedRows, check_causal, longest_length
-from ..tasks.generation import forced_bos_options, language_codes, tokenizer_languages
+from ..tasks.generation import forced_bos_options, language_codes, tokenizer_languages, truncate_prompt
+from ..templates import cut_at_end, end_tokens, tokenize_prompts
 from . import task_setup
 from .config import RunConfig
 from .prediction_inputs import Input, columns_from_inputs
@@ -516,6 +517,8 @@ def generate(
     options: dict[str, Any] = {"max_length": None, "max_new_tokens": max_new_tokens, "num_beams": 1}
     options |= {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
     options |= forced_bos_options(tokenizer, model) if is_encoder_decoder else {}
+    ends = end_tokens(tokenizer, model)
+    options["eos_token_id"] = list(ends) or None
     model.eval()
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -527,17 +530,18 @@ def generate(
             generated = model.generate(  # type: ignore[operator]
                 input_ids=inputs, attention_mask=torch.ones_like(inputs), streamer=streamer, **options
             )[0]
-            texts.append(_continuation(tokenizer, [] if is_encoder_decoder else ids, generated.tolist()))
+            before = [] if is_encoder_decoder else ids
+            answer = cut_at_end(generated[1 if is_encoder_decoder else len(ids) :].tolist(), ends)
+            texts.append(_continuation(tokenizer, before, answer))
     return texts
 
 
-def _continuation(tokenizer: Any, prompt: list[int], tokens: list[int]) -> str:
-    """Return the text of tokens behind those of a prompt, with the blank that some tokenizers drop at the beginning."""
-    before = str(tokenizer.decode(prompt, skip_special_tokens=True))
-    text = str(tokenizer.decode(tokens, skip_special_tokens=True))
-    if text.startswith(before):
-        return text[len(before) :]
-    return str(tokenizer.decode(tokens[len(prompt) :], skip_special_tokens=True))
+def _continuation(tokenizer: Any, prompt: list[int], answer: list[int]) -> str:
+    """Return the text of an answer behind its prompt, with the blank that some tokenizers drop at the beginning."""
+    before, text, alone = (
+        str(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in (prompt, prompt + answer, answer)
+    )
+    return text[len(before) :] if text.startswith(before) else alone
 
 
 def _check_room(model: PreTrainedModel, prompt_tokens: Sequence[int], max_new_tokens: int) -> None:
@@ -583,9 +587,10 @@ def _prompt_ids(loaded: LoadedRun | None, tokenizer: Any, prompt: str, is_encode
     if loaded is not None and loaded.kind.name == "generation":
         row = _encode(loaded, next(iter(loaded.runs)), {0: prompt})[0].rows[0]
         return list(row["input_ids"])
-    ids = list(tokenizer(prompt)["input_ids"])
-    ends = {tokenizer.eos_token_id, tokenizer.sep_token_id}
-    return ids[:-1] if not is_encoder_decoder and len(ids) > 1 and ids[-1] in ends else ids
+    if is_encoder_decoder:
+        return list(tokenizer(prompt)["input_ids"])
+    ids = tokenize_prompts(tokenizer, [prompt])[0]
+    return list(truncate_prompt(tokenizer, ids, len(ids)))
 
 
 def _requested_splits(data: loading.TaskData, splits: Sequence[str] | None) -> list[str]:
@@ -791,7 +796,10 @@ def merge_run(run: str | Path, to: str | Path, *, dequantize: bool = False) -> P
     to = user_path(to, "to")
     with atomic_new_folder(to) as fresh, silent_loading():
         loaded = load_run(run)
-        tuned(loaded.model).merge(dequantize=dequantize).save_pretrained(fresh)
+        merged = tuned(loaded.model).merge(dequantize=dequantize)
+        if loaded.kind.head in LANGUAGE_MODEL_HEADS:  # whoever loads it is to stop where training has written an end
+            merged.generation_config.eos_token_id = list(end_tokens(loaded.tokenizer, merged)) or None
+        merged.save_pretrained(fresh)
         loaded.tokenizer.save_pretrained(fresh)
     return to
 
