@@ -231,7 +231,7 @@ def test_the_loss_is_on_the_target_alone(places: Path) -> None:
             and row["labels"][: row["prompt_length"]] == [IGNORE_INDEX] * row["prompt_length"]
         )
     assert len(CAUSAL_GENERATION.encode(tokenizer, model, columns, LIMITS, False)) == 2, "one row for each source"
-    batch = collate(tokenizer, training.rows)
+    batch = collate(tokenizer, model, training.rows)
     loss = model(**batch).loss
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1].log_softmax(-1)
     shown = batch["labels"][:, 1:] != IGNORE_INDEX
@@ -266,7 +266,7 @@ def test_choices_stand_side_by_side(places: Path) -> None:
     columns_of_rows = rows("choice", 3, 1)
     columns = {name: [row[name] for row in columns_of_rows] for name in ("question", "choices", "answer")}
     encoded = CHOICE.encode(tokenizer, model, columns, LIMITS, True)
-    batch = collate(tokenizer, encoded.rows)
+    batch = collate(tokenizer, model, encoded.rows)
     assert batch["input_ids"].shape[:2] == (3, 3) and batch["labels"].tolist() == columns["answer"]
     batched = CHOICE.predict(InferenceContext(model, tokenizer, (), LIMITS, 3), encoded)
     alone = CHOICE.predict(InferenceContext(model, tokenizer, (), LIMITS, 1), encoded)

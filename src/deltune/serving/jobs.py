@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import describe_value, excerpt, unknown_name
+from ..tasks.encoding import begin_token
 from .backbone import LoadedDelta
 from .errors import InvalidRequest
 from .requests import Answer, Request, TokenChoice
@@ -176,10 +177,13 @@ class RequestEncoder:
             for name, values in encoded.items()
             if name in self.arguments and name != "attention_mask"
         }
-        if not inputs.get("input_ids"):
-            raise InvalidRequest("the text is empty")
         if request.task == "tag" and not words:
             raise InvalidRequest("there is no word to tag")
+        if not inputs["input_ids"]:  # it is read as in training
+            if (begin := begin_token(self.tokenizer)) is None:
+                raise InvalidRequest("the text is empty, and the tokenizer has no token for the beginning of a text")
+            inputs = {name: [begin if name == "input_ids" else 0] for name in inputs}
+            word_ids = [None] if words else []
         return Job(request, inputs, word_ids, words, listener)
 
     @contextmanager
@@ -215,9 +219,8 @@ class RequestEncoder:
                 if len(ids) > 1 and ids[-1] in ends:
                     ids = ids[:-1]
             if not ids:
-                start = tokenizer.bos_token_id
-                start = tokenizer.eos_token_id if start is None else start
-                ids = [] if start is None else [int(start)]
+                begin = begin_token(tokenizer)
+                ids = [] if begin is None else [begin]
             if is_long:
                 self._last_prompt = (source, ids)
         if not ids:

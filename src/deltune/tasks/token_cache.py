@@ -23,7 +23,7 @@ from .encoding import EncodedRows, Row
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-VERSION = 5
+VERSION = 6
 """Raised when an encoder returns other rows for the same input."""
 NAME_LENGTH = 32
 """Hexadecimal digits of the name of a cached file."""

@@ -18,7 +18,7 @@ from torch.nn import functional
 from ..errors import DeltuneError
 from . import generation
 from .base import Columns, InferenceContext, Predictions, TaskKind, TaskOptions
-from .encoding import IGNORE_INDEX, TOKENIZER_BATCH, EncodedRows
+from .encoding import IGNORE_INDEX, TOKENIZER_BATCH, EncodedRows, row_names, tokenize
 
 OUTSIDE_TAG = "O"
 """The tag of a token that is not part of an entity."""
@@ -36,11 +36,12 @@ def encode_tags(tokenizer: Any, model: Any, columns: Columns, options: TaskOptio
         raise DeltuneError(
             f"{type(tokenizer).__name__} does not tell which sub-words a token became; tagging needs that"
         )
-    model_inputs = signature(model.forward).parameters
+    model_inputs, names = signature(model.forward).parameters, row_names(columns)
     rows, truncated = [], 0
     for start in range(0, len(columns["tokens"]), TOKENIZER_BATCH):
-        texts = [list(tokens) for tokens in columns["tokens"][start : start + TOKENIZER_BATCH]]
-        tokenized = _tokenize(tokenizer, texts, options.max_length)
+        chunk = slice(start, start + TOKENIZER_BATCH)
+        texts = [list(tokens) for tokens in columns["tokens"][chunk]]
+        tokenized = _tokenize(tokenizer, texts, names[chunk], options.max_length)
         for i, tokens in enumerate(texts):
             row = {name: values[i] for name, values in tokenized.items() if name in model_inputs}
             labels, last_word = [], None
@@ -48,14 +49,15 @@ def encode_tags(tokenizer: Any, model: Any, columns: Columns, options: TaskOptio
             for word in tokenized.word_ids(i):
                 labels.append(IGNORE_INDEX if word is None or word == last_word else tags[word])
                 last_word = word if word is not None else last_word
+            labels += [IGNORE_INDEX] * (len(row["input_ids"]) - len(labels))  # of a text without sub-words
             truncated += last_word is not None and last_word < len(tokens) - 1
             rows.append({**row, "labels": labels, "num_tokens": len(tokens)})
     return EncodedRows(rows, truncated)
 
 
-def _tokenize(tokenizer: Any, texts: list[list[str]], max_length: int) -> Any:
+def _tokenize(tokenizer: Any, texts: list[list[str]], names: Sequence[str], max_length: int) -> Any:
     try:
-        return tokenizer(texts, is_split_into_words=True, truncation=True, max_length=max_length)
+        return tokenize(tokenizer, texts, names=names, is_split_into_words=True, truncation=True, max_length=max_length)
     except AssertionError as error:  # tokenizers of RoBERTa and GPT-2 must know that a token begins with a blank
         raise DeltuneError(f"{error}; give a tokenizer made with add_prefix_space=True") from error
 

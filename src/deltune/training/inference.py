@@ -40,7 +40,7 @@ from ..runtime.serialization import read_metadata
 from ..tasks import token_cache
 from ..tasks.base import Columns, InferenceContext, TaskKind, TaskOptions
 from ..tasks.classification import CLASSIFICATION, predict_logits
-from ..tasks.encoding import EncodedRows, check_causal, longest_length
+from ..tasks.encoding import EncodedRows, check_causal, longest_length, tokenize
 from ..tasks.generation import forced_bos_options, language_codes, tokenizer_languages
 from . import task_setup
 from .config import RunConfig
@@ -453,11 +453,11 @@ def generate(
         The texts, without their prompts.
 
     Raises:
-        DeltuneError: The source is no language model, a prompt is empty, or the model has too few positions for a
+        DeltuneError: There are no prompts, the source is no language model, or the model has too few positions for a
             prompt and its text.
     """
-    if not all(prompt.strip() for prompt in prompts):
-        raise DeltuneError("a prompt is empty")
+    if not prompts:
+        raise DeltuneError("no prompts are given")
     loaded = load_run(source) if is_run(source) else None
     if loaded is not None and loaded.kind.head not in LANGUAGE_MODEL_HEADS:
         raise DeltuneError(f"{source} answers {loaded.kind.name} by a head and generates no text: deltune predict")
@@ -537,7 +537,7 @@ def _prompt_ids(loaded: LoadedRun | None, tokenizer: Any, prompt: str, is_encode
     if loaded is not None and loaded.kind.name == "generation":
         row = _encode(loaded, next(iter(loaded.runs)), {0: prompt})[0].rows[0]
         return list(row["input_ids"])
-    ids = list(tokenizer(prompt)["input_ids"])
+    ids = list(tokenize(tokenizer, [prompt], names=[repr(prompt)])["input_ids"][0])
     ends = {tokenizer.eos_token_id, tokenizer.sep_token_id}
     return ids[:-1] if not is_encoder_decoder and len(ids) > 1 and ids[-1] in ends else ids
 

@@ -24,6 +24,7 @@ from ..runtime.linear_backend import OptimizedLinear, optimize_linear
 from ..runtime.serialization import open_delta
 from ..tasks import token_cache
 from ..tasks.encoding import EncodedRows, LengthGroupedBatches, check_causal
+from ..tasks.padding import padding_side
 from . import activation_cache, checkpoints, distributed, task_setup
 from .config import ModelSection, OptimSection, RunConfig
 from .inference import SPLITS
@@ -248,6 +249,7 @@ def _prepare(
     model = _base_model(config.model, setup, tokenizer, seed, cache)
     if kind.head == "causal-lm":
         check_causal(model)
+    same_length = padding_side(model) is None
     set_seed(seed)
     tuned = attach(model, config.method.expression, head=config.method.head)
     if not any(True for _ in tuned.named_trainable_parameters()):
@@ -259,7 +261,7 @@ def _prepare(
     if sharded == "fsdp":
         distributed.shard_model(tuned, device)
         cache.drop()  # its weights are sharded now
-    batches = _batches(config.optim, encoded["train"], rows, seed)
+    batches = _batches(config.optim, encoded["train"], rows, seed, same_length)
     config = with_default_rate(config, total_steps(config.optim, batches))
     return RunState(
         config, run, tuned, tokenizer, data, kind, setup.metrics, limits, columns, encoded, batches, precision,
@@ -276,11 +278,11 @@ def _base_model(
     return model
 
 
-def _batches(optim: OptimSection, train: EncodedRows, rows: int, seed: int) -> LengthGroupedBatches:
+def _batches(optim: OptimSection, train: EncodedRows, rows: int, seed: int, same_length: bool) -> LengthGroupedBatches:
     """Deal the training rows out to steps, each cut for the devices into batches of so many rows."""
     if optim.batch_tokens is not None:
-        return LengthGroupedBatches(train.sizes, 0, seed, distributed.world_size(), optim.batch_tokens)
-    return LengthGroupedBatches(train.lengths, optim.batch_size, seed, optim.batch_size // rows)
+        return LengthGroupedBatches(train.sizes, 0, seed, distributed.world_size(), optim.batch_tokens, same_length)
+    return LengthGroupedBatches(train.lengths, optim.batch_size, seed, optim.batch_size // rows, None, same_length)
 
 
 def _training_arguments(state: RunState, device: torch.device, validates: bool = True) -> TrainingArguments:
