@@ -269,7 +269,8 @@ def encode_candidates(
     for i, (prompt, joined, end) in enumerate(tokenized):
         start, tokens = split_candidates(prompt, joined)
         if not all(tokens):
-            raise DeltuneError(f"{candidates[i][tokens.index(())]!r} has no tokens, so it cannot be an answer")
+            empty = candidates[i][tokens.index(())]
+            raise DeltuneError(f"row {names[i]}: {empty!r} has no tokens, so it cannot be an answer")
         if not is_encoder_decoder:
             truncated += len(start) > options.max_length
             start = truncate_prompt(tokenizer, start, options.max_length, names[i])

@@ -107,12 +107,13 @@ def row_names(columns: Mapping[str, Sequence[Any]]) -> Sequence[str]:
     return columns.get("id") or [str(i + 1) for i in range(len(next(iter(columns.values()))))]
 
 
-def no_tokens(names: Sequence[str]) -> DeltuneError:
-    """Return the error for rows without tokens where the tokenizer has no token that begins a text."""
+def no_tokens(names: Sequence[str], target: bool = False) -> DeltuneError:
+    """Return the error for rows whose text, or target, has no tokens where the tokenizer has none to put there."""
     listed, rest = ", ".join(names[:10]), f" and {len(names) - 10} more" if len(names) > 10 else ""
+    what, end, token = ("target", "end", "eos_token") if target else ("text", "beginning", "bos_token")
     return DeltuneError(
-        f"row {listed}{rest}: the text has no tokens, and the tokenizer has no token for the beginning of a text, so "
-        "the model would read nothing. Leave these rows out, or set bos_token in tokenizer_config.json"
+        f"row {listed}{rest}: the {what} has no tokens, and the tokenizer has no token for the {end} of a text. Leave "
+        f"these rows out, or set {token} in tokenizer_config.json"
     )
 
 

@@ -138,7 +138,7 @@ def join_prompt_and_target(
 ) -> Iterator[tuple[Tokens, list[Tokens], Tokens]]:
     """Tokenize each prompt alone and together with each of its targets.
 
-    A blank stands between prompt and target, unless the prompt is empty or ends with white space. The joined text is
+    A blank stands between prompt and target, unless one of them is empty or the prompt ends with white space. The joined text is
     tokenized as a whole: a tokenizer may attach the blank to the next word, or join the last letters of the prompt and
     the first of the target to one token, so that the tokens of the joined text need not begin with the prompt's.
 
@@ -160,7 +160,7 @@ def join_prompt_and_target(
     for first in range(0, len(prompts), TOKENIZER_BATCH):
         chunk = slice(first, first + TOKENIZER_BATCH)
         texts = [
-            [prompt, *(prompt + (" " if prompt and not prompt[-1].isspace() else "") + t for t in row_targets)]
+            [prompt, *(prompt + (" " if t and prompt and not prompt[-1].isspace() else "") + t for t in row_targets)]
             for prompt, row_targets in zip(prompts[chunk], targets[chunk], strict=True)
         ]
         flat = [text for row in texts for text in row]
@@ -260,17 +260,22 @@ def encode_seq2seq(tokenizer: Any, model: Any, columns: Columns, options: TaskOp
     In training there is a row for every reference, otherwise one for each source, with its first reference.
     """
     prompts = fill_template(columns, options.template)
-    encoded_sources = encode_sources(tokenizer, model, prompts, row_names(columns), options.max_length)
+    names = row_names(columns)
+    encoded_sources = encode_sources(tokenizer, model, prompts, names, options.max_length)
     if "targets" not in columns:
         return encoded_sources
-    pairs = [(row, t) for i, row in enumerate(encoded_sources.rows) for t in _row_targets(columns, i, training)]
+    pairs = [(i, target) for i in range(len(prompts)) for target in _row_targets(columns, i, training)]
     eos = tokenizer.eos_token_id
     end = [] if eos is None or eos in tokenizer(text_target="")["input_ids"] else [eos]  # else the tokenizer adds it
     room = options.max_target_length - len(end)
     targets, longest = [target for _, target in pairs], max(1, room)
     labels = tokenizer(text_target=targets, truncation=True, max_length=longest)["input_ids"]
     truncated = _count_longer(tokenizer, targets, labels, longest, "text_target")
-    rows = [{**row, "labels": [*ids[:room], *end]} for (row, _), ids in zip(pairs, labels, strict=True)]
+    rows = [
+        {**encoded_sources[i], "labels": [*ids[:room], *end]} for (i, _), ids in zip(pairs, labels, strict=True)
+    ]
+    if empty := [names[i] for (i, _), row in zip(pairs, rows, strict=True) if not row["labels"]]:
+        raise no_tokens(empty, target=True)
     return replace(encoded_sources, rows=rows, truncated_targets=truncated)
 
 
@@ -285,6 +290,7 @@ def encode_causal(tokenizer: Any, model: Any, columns: Columns, options: TaskOpt
     has_targets, names = "targets" in columns, row_names(columns)
     targets = [_row_targets(columns, i, training) if has_targets else [] for i in range(len(prompts))]
     rows: list[Row] = []
+    empty_targets: list[str] = []
     truncated = truncated_targets = 0
     for i, (prompt, joined, end) in enumerate(join_prompt_and_target(tokenizer, prompts, targets)):
         truncated += len(prompt) > options.max_length
@@ -298,6 +304,7 @@ def encode_causal(tokenizer: Any, model: Any, columns: Columns, options: TaskOpt
             room = max(0, options.max_target_length - len(end))
             truncated_targets += len(target_ids) > room
             answer = [*target_ids[:room], *end]
+            empty_targets += [] if answer else [names[i]]
             rows.append(
                 {
                     "input_ids": [*ids, *answer],
@@ -306,6 +313,8 @@ def encode_causal(tokenizer: Any, model: Any, columns: Columns, options: TaskOpt
                     "prompt_length": len(ids),
                 }
             )
+    if empty_targets:
+        raise no_tokens(empty_targets, target=True)
     return EncodedRows(rows, truncated, truncated_targets=truncated_targets)
 
 

@@ -258,6 +258,8 @@ def _prepare(
     limits = fit_lengths(model, kind, limits)
     columns = {s: {name: list(rows[name]) for name in rows.column_names} for s, rows in data.splits.items()}
     encoded = token_cache.encode_splits(kind, tokenizer, model, columns, limits, ("train",), data.fingerprint)
+    if not len(encoded["train"]):
+        raise DeltuneError(f"data {data.source}: no text of train has two tokens, so there is none to predict")
     if sharded == "fsdp":
         distributed.shard_model(tuned, device)
         cache.drop()  # its weights are sharded now
