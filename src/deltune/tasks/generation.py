@@ -138,9 +138,10 @@ def join_prompt_and_target(
 ) -> Iterator[tuple[Tokens, list[Tokens], Tokens]]:
     """Tokenize each prompt alone and together with each of its targets.
 
-    A blank stands between prompt and target, unless one of them is empty or the prompt ends with white space. The joined text is
-    tokenized as a whole: a tokenizer may attach the blank to the next word, or join the last letters of the prompt and
-    the first of the target to one token, so that the tokens of the joined text need not begin with the prompt's.
+    A blank stands between prompt and target, unless one of them is empty or the prompt ends with white space. The
+    joined text is tokenized as a whole: a tokenizer may attach the blank to the next word, or join the last letters of
+    the prompt and the first of the target to one token, so that the tokens of the joined text need not begin with the
+    prompt's.
 
     Args:
         tokenizer: The tokenizer.
@@ -271,9 +272,7 @@ def encode_seq2seq(tokenizer: Any, model: Any, columns: Columns, options: TaskOp
     targets, longest = [target for _, target in pairs], max(1, room)
     labels = tokenizer(text_target=targets, truncation=True, max_length=longest)["input_ids"]
     truncated = _count_longer(tokenizer, targets, labels, longest, "text_target")
-    rows = [
-        {**encoded_sources[i], "labels": [*ids[:room], *end]} for (i, _), ids in zip(pairs, labels, strict=True)
-    ]
+    rows = [{**encoded_sources[i], "labels": [*ids[:room], *end]} for (i, _), ids in zip(pairs, labels, strict=True)]
     if empty := [names[i] for (i, _), row in zip(pairs, rows, strict=True) if not row["labels"]]:
         raise no_tokens(empty, target=True)
     return replace(encoded_sources, rows=rows, truncated_targets=truncated)
