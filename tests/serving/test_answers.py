@@ -164,11 +164,11 @@ def test_the_model_is_given_back() -> None:
 
 @pytest.mark.parametrize("task", ["classify", "embed"])
 @pytest.mark.parametrize(
-    "family", ["gpt2", "xlnet", "fnet", "convbert"], ids=["right", "left", "no mask", "neither side"]
+    "family", ["GPT2", "XLNet", "FNet", "ConvBert"], ids=["right", "left", "no mask", "neither side"]
 )
 def test_padding_is_where_the_family_has_it(family: str, task: str) -> None:
     """Texts beside longer ones: on the side where the family is exact, or in a pass with texts of the same length."""
-    entry = next(e for e in identity.entries() if e.model_type == family and e.role == "sequence")
+    entry = next(e for e in identity.entries() if e.class_name == f"{family}ForSequenceClassification")
     model = identity.build(entry)
     generator = random.Random(0)
     texts = [tuple(generator.choices(range(5, 90), k=n)) for n in (2, 30, 9, 9, 17, 5, 2, 40)]
