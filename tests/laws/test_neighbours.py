@@ -35,7 +35,7 @@ KINDS: dict[str, tuple[TaskKind, ...]] = {
 }  # fmt: skip
 TEXTS = ("w5", "w6 w7 w8 w9 w10 w11 w12 w13 w14", "w15 w16 w17", "", "w18 w19 w20 w21 w22 w23")
 OTHERS = (
-    "Xlnet", "RoFormer", "FNet", "ConvBert", "Funnel", "Nystromformer", "Mamba", "Mamba2", "Rwkv", "RecurrentGemma",
+    "Xlnet", "RoFormer", "FNet", "ConvBert", "Funnel", "Nystromformer", "Mamba", "Mamba2", "RecurrentGemma",
     "OpenAIGPT", "CTRL", "GPTNeo", "Falcon", "Mpt", "XGLM", "Jamba", "Bart", "T5Gemma", "MobileBert",
 )  # fmt: skip
 """Families beyond the table that treat padding in other ways, by the beginning of their classes."""
@@ -69,7 +69,7 @@ def columns(kind: TaskKind) -> dict[str, list[Any]]:
     }[kind.name]  # fmt: skip
 
 
-def check(model: PreTrainedModel, kind: TaskKind, side: str, trains: bool = True) -> None:
+def check(model: PreTrainedModel, kind: TaskKind, side: str) -> None:
     """Predictions, scores, loss and gradients of a batch are those of its rows alone."""
     tags = kind.name == "tagging" and kind.word_key is not None
     words = {"O": "", "B-A": "w1"} if tags else {label: label for label in LABELS}
@@ -85,8 +85,6 @@ def check(model: PreTrainedModel, kind: TaskKind, side: str, trains: bool = True
     for one, other in zip(together.scores, alone.scores, strict=True):
         assert one == (other if other is None or isinstance(other, str) else pytest.approx(other, rel=1e-4))
     assert together.loss == pytest.approx(alone.loss, rel=1e-4)
-    if not trains:
-        return
     rows = kind.encode(tokens, model, columns(kind), limits, True)
     same_length = padding_side(model) is None
     batches = list(LengthGroupedBatches(rows.lengths, len(rows), 0, same_length=same_length))
@@ -133,8 +131,7 @@ def test_in_families_that_treat_padding_otherwise(entry: identity.Entry, side: s
             with pytest.raises(DeltuneError, match=f"{entry.class_name} answers otherwise beside padding"):
                 check(model, kind, side)
         else:
-            trains = entry.model_type != "rwkv"  # in eval mode it changes its state in place, which backward needs
-            check(model, kind, side, trains)
+            check(model, kind, side)
 
 
 SIDES = {
