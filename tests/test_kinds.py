@@ -29,7 +29,7 @@ from deltune.training import checkpoints
 from deltune.training.advice import advice, read_finished
 from deltune.training.config import RunConfig
 from deltune.training.error_analysis import analyse
-from deltune.training.inference import evaluate, predict_rows, rescore
+from deltune.training.inference import evaluate, generate, load_run, predict, predict_rows, rescore
 from deltune.training.prediction_inputs import inputs_from_file
 from deltune.training.run_dir import RunDir
 from deltune.training.search import verdict
@@ -388,7 +388,7 @@ def test_the_loss_is_on_the_target_alone(places: Path) -> None:
             and row["labels"][: row["prompt_length"]] == [IGNORE_INDEX] * row["prompt_length"]
         )
     assert len(CAUSAL_GENERATION.encode(tokenizer, model, columns, LIMITS, False)) == 2, "one row for each source"
-    batch = collate(tokenizer, training.rows)
+    batch = collate(tokenizer, model, training.rows)
     loss = model(**batch).loss
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1].log_softmax(-1)
     shown = batch["labels"][:, 1:] != IGNORE_INDEX
@@ -423,7 +423,7 @@ def test_choices_stand_side_by_side(places: Path) -> None:
     columns_of_rows = rows("choice", 3, 1)
     columns = {name: [row[name] for row in columns_of_rows] for name in ("question", "choices", "answer")}
     encoded = CHOICE.encode(tokenizer, model, columns, LIMITS, True)
-    batch = collate(tokenizer, encoded.rows)
+    batch = collate(tokenizer, model, encoded.rows)
     assert batch["input_ids"].shape[:2] == (3, 3) and batch["labels"].tolist() == columns["answer"]
     batched = CHOICE.predict(InferenceContext(model, tokenizer, (), LIMITS, 3), encoded)
     alone = CHOICE.predict(InferenceContext(model, tokenizer, (), LIMITS, 1), encoded)
@@ -431,6 +431,86 @@ def test_choices_stand_side_by_side(places: Path) -> None:
     columns["choices"][1] = ["one", "two"]
     with pytest.raises(DeltuneError, match="2 or 3 choices"):
         CHOICE.encode(tokenizer, model, columns, LIMITS, True)
+
+
+def bytes_model(folder: Path, side: str = "right", **special: str) -> Path:
+    """GPT-2 whose tokenizer writes nothing around a text, a token a byte; `special` are its special tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({"<|end|>": 0} | {letter: i + 1 for i, letter in enumerate(letters)}, []))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
+    made.add_special_tokens(["<|end|>"])
+    PreTrainedTokenizerFast(tokenizer_object=made, padding_side=side, **special).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("gpt2", **tiny.FAMILIES["gpt2"], vocab_size=257)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+EMPTY: dict[str, tuple[list[dict[str, Any]], list[Any], dict[str, Any]]] = {
+    "classification": ([{"text": "good", "label": "a"}, {"text": "", "label": "b"}], ["", " ", "bad"], {}),
+    "in words": (
+        [{"text": "good", "label": "a"}, {"text": "", "label": "b"}], ["", " ", "bad"],
+        {"answer": "words", "head": "freeze", "words": "a=yes,b=no"},
+    ),
+    "pairs": (
+        [{"a": "", "b": "", "label": "x"}, {"a": "one", "b": "", "label": "y"}, {"a": "", "b": "two", "label": "y"}],
+        [["", ""], ["one", ""], ["", "a longer one"]], {"columns": ("a", "b", "label")},
+    ),
+    "choice": (
+        [{"question": "", "choices": ["x", "yy"], "answer": 0}, {"question": "q", "choices": ["x", "y"], "answer": 1}],
+        [{"question": "", "choices": ["x", "y"]}, {"question": " ", "choices": ["x", "y"]}],
+        {"answer": "words", "head": "freeze"},
+    ),
+    "generation": (
+        [{"source": "", "targets": "x"}, {"source": "a", "targets": ""}, {"source": "b", "targets": "y"}],
+        ["", " ", "abc"], {"target_length": 3},
+    ),
+    "language": ([{"text": ""}, {"text": "one and two"}, {"text": "x"}], ["", "x", "abc"], {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", EMPTY)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_texts_without_tokens_and_their_neighbours(case: str, side: str, tmp_path: Path) -> None:
+    """They begin with the token that begins a text, in training, in scoring and in predictions, alone or in company."""
+    rows, texts, more = EMPTY[case]
+    model = tiny.still(bytes_model(tmp_path / "model", side, eos_token="<|end|>"))
+    for split in ("train", "test"):
+        tiny.lines(tmp_path / "data" / f"{split}.jsonl", rows * 3)
+    kind = {"pairs": "classification", "in words": "classification"}.get(case, case)
+    spec = {"model": str(model), "data": str(tmp_path / "data"), "method": "lora", "task": kind, "epochs": 1, **more}
+    test = train(RunConfig.from_flat(**spec, batch_size=4), tmp_path / "run", progress=False).test
+    apart = train(RunConfig.from_flat(**spec, batch_size=4, device_batch_size=1), tmp_path / "apart", progress=False)
+    assert tiny.losses(tmp_path / "apart") == pytest.approx(tiny.losses(tmp_path / "run"), rel=1e-4)
+    assert apart.test["loss"] == pytest.approx(test["loss"], rel=1e-4)
+    run = load_run(tmp_path / "run")
+    together, alone = predict(run, texts), [predict(run, [text])[0] for text in texts]
+    for one, other in zip(together, alone, strict=True):
+        assert {name: _close(value) for name, value in one.items()} == other
+
+
+def test_a_text_without_tokens_needs_a_token_that_begins_a_text(tmp_path: Path) -> None:
+    model = bytes_model(tmp_path / "model", pad_token="<|end|>")
+    tiny.lines(tmp_path / "data" / "train.jsonl", [{"text": "a", "label": "x"}, {"text": "", "label": "y"}])
+    spec = RunConfig.from_flat(model=str(model), data=str(tmp_path / "data"), method="lora", epochs=1)
+    with pytest.raises(DeltuneError, match=r"row train-2: the text has no tokens.*set bos_token"):
+        train(spec, tmp_path / "run", progress=False)
+    with pytest.raises(DeltuneError, match="the text has no tokens"):
+        generate(model, [""])
+    with pytest.raises(DeltuneError, match="no prompts"):
+        generate(model, [])
+    tiny.lines(tmp_path / "lines" / "train.jsonl", [{"source": "a", "targets": "x"}, {"source": "b", "targets": ""}])
+    spec = spec.replace(data=str(tmp_path / "lines"), task="generation")
+    with pytest.raises(DeltuneError, match=r"row train-2: the target has no tokens.*set eos_token"):
+        train(spec, tmp_path / "run", progress=False)
+    bytes_model(tmp_path / "model", eos_token="<|end|>")
+    assert len(generate(model, ["", "\n"], max_new_tokens=2)) == 2
+    tiny.lines(tmp_path / "short" / "train.jsonl", [{"text": ""}, {"text": "x"}])
+    with pytest.raises(DeltuneError, match="no text of train has two tokens"):
+        train(spec.replace(data=str(tmp_path / "short"), task="language"), tmp_path / "run", progress=False)
 
 
 def test_no_token_of_running_text_is_lost(places: Path) -> None:

@@ -44,10 +44,10 @@ def tokenize_prompts(tokenizer: Any, prompts: Sequence[str], side: str = "text")
     return [ids if ids[: len(before)] == before else before + ids for ids in rows]
 
 
-def empty_prompt(tokenizer: Any) -> Tokens:
-    """Return what stands for a prompt without tokens: the token that begins a text, else the one that ends it."""
-    start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    return () if start is None else (int(start),)
+def begin_token(tokenizer: Any) -> int | None:
+    """Return the token that begins a text; the end-of-text token of a tokenizer that has no other, or None."""
+    tokens = (tokenizer.bos_token_id, tokenizer.cls_token_id, tokenizer.eos_token_id)
+    return next((int(token) for token in tokens if token is not None), None)
 
 
 def end_tokens(tokenizer: Any, model: Any) -> Tokens:

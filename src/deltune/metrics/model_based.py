@@ -135,7 +135,7 @@ def _embed_words(texts: list[str], model: Any, tokenizer: Any, idf: str) -> Iter
     frequencies = Counter(token for ids in encoded for token in set(ids))
     for start in range(0, len(texts), BATCH_SIZE):
         batch_ids = encoded[start : start + BATCH_SIZE]
-        batch = tokenizer.pad({"input_ids": batch_ids}, return_tensors="pt").to(model.device)
+        batch = tokenizer.pad({"input_ids": batch_ids}, padding_side="right", return_tensors="pt").to(model.device)
         with torch.no_grad():
             hidden = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).last_hidden_state
         for ids, states in zip(batch_ids, hidden.double().cpu().numpy(), strict=True):
@@ -182,7 +182,9 @@ def _compute_bleurt(predictions: Texts, references: References, options: Options
     values: list[float] = []
     for start in range(0, len(flat_references), BATCH_SIZE):
         pair = (flat_references[start : start + BATCH_SIZE], repeated[start : start + BATCH_SIZE])
-        batch = tokenizer(*pair, padding=True, truncation="longest_first", max_length=limit, return_tensors="pt")
+        batch = tokenizer(
+            *pair, padding=True, padding_side="right", truncation=True, max_length=limit, return_tensors="pt"
+        )
         with torch.no_grad():
             values += model(**batch.to(model.device)).logits[:, 0].tolist()
     return mean_statistics(reduce_references(values, references, "max"), {**options, "references": "max"})

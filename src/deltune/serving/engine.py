@@ -37,6 +37,7 @@ from ..errors import (
 )
 from ..filesystem import user_path
 from ..models import load_with_tokenizer
+from ..tasks.padding import padding_side
 from .admission import Admission, check_length, cut_length, readable_length
 from .backbone import Backbones, LoadedDelta
 from .catalog import Catalog, Entry
@@ -733,11 +734,12 @@ class Server:
         task = {"generate": "generate", "embed": "embed"}.get(job.request.task, "labels")
         key = (loaded.backbone.head, task, loaded.group)
         if key not in self._lanes:
+            self._wait_for_passes()  # what the model does with padding is measured in passes of this thread
             if task == "generate":
-                self._wait_for_passes()  # what the model does with padding is measured in passes of this thread
                 self._lanes[key] = GenerationLane(loaded.backbone, self._options, self._lane_context)
-            else:
-                self._lanes[key] = EncodingLane(loaded.backbone, task, self.limits, self._lane_context)
+            else:  # the base model of another head than the server's has none, by which answers could be compared
+                side = loaded.backbone.run([loaded] * 2, lambda: padding_side(loaded.backbone.model))
+                self._lanes[key] = EncodingLane(loaded.backbone, task, side, self.limits, self._lane_context)
         return self._lanes[key]
 
     def _start(self, job: Job) -> None:

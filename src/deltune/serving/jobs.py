@@ -15,8 +15,7 @@ from typing import Any
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ..errors import describe_value, excerpt, unknown_name
-from ..tasks.encoding import stand_in_token
-from ..templates import Tokens, empty_prompt, end_tokens, special_tokens, tokenize_prompts
+from ..templates import Tokens, begin_token, end_tokens, special_tokens, tokenize_prompts
 from .backbone import LoadedDelta
 from .errors import InvalidRequest
 from .requests import Answer, Request, TokenChoice
@@ -187,10 +186,11 @@ class RequestEncoder:
         }
         if request.task == "tag" and not words:
             raise InvalidRequest("there is no word to tag")
-        if words and not inputs.get("input_ids"):
-            inputs = {"input_ids": [stand_in_token(self.tokenizer)]}
-        if not inputs.get("input_ids"):
-            raise InvalidRequest("the text is empty")
+        if not inputs["input_ids"]:  # it is read as in training
+            if (begin := begin_token(self.tokenizer)) is None:
+                raise InvalidRequest("the text is empty, and the tokenizer has no token for the beginning of a text")
+            inputs = {name: [begin if name == "input_ids" else 0] for name in inputs}
+            word_ids = [None] if words else []
         return Job(request, inputs, word_ids, words, listener)
 
     @contextmanager
@@ -224,7 +224,8 @@ class RequestEncoder:
                     ids = list(tokenize_prompts(tokenizer, [text])[0])
             except Exception as error:
                 raise InvalidRequest(f"the tokenizer cannot read the text {excerpt(text)}: {error}") from error
-            ids = ids or list(empty_prompt(tokenizer))
+            if not ids and (begin := begin_token(tokenizer)) is not None:
+                ids = [begin]
             if is_long:
                 self._last_prompt = (source, ids)
         if not ids:

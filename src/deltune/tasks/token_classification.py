@@ -21,7 +21,7 @@ from ..data.tag_schemes import OUTSIDE
 from ..errors import DeltuneError
 from . import generation
 from .base import Columns, InferenceContext, Predictions, TaskKind, TaskOptions
-from .encoding import IGNORE_INDEX, TOKENIZER_BATCH, EncodedRows, stand_in_token
+from .encoding import IGNORE_INDEX, TOKENIZER_BATCH, EncodedRows, row_names, tokenize
 
 
 def encode_tags(tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool) -> EncodedRows:
@@ -36,15 +36,14 @@ def encode_tags(tokenizer: Any, model: Any, columns: Columns, options: TaskOptio
         raise DeltuneError(
             f"{type(tokenizer).__name__} does not tell which sub-words a token became; tagging needs that"
         )
-    model_inputs = signature(model.forward).parameters
+    model_inputs, names = signature(model.forward).parameters, row_names(columns)
     rows, truncated = [], 0
     for start in range(0, len(columns["tokens"]), TOKENIZER_BATCH):
-        texts = [list(tokens) for tokens in columns["tokens"][start : start + TOKENIZER_BATCH]]
-        tokenized = _tokenize(tokenizer, texts, options.max_length)
+        chunk = slice(start, start + TOKENIZER_BATCH)
+        texts = [list(tokens) for tokens in columns["tokens"][chunk]]
+        tokenized = _tokenize(tokenizer, texts, names[chunk], options.max_length)
         for i, tokens in enumerate(texts):
             row = {name: values[i] for name, values in tokenized.items() if name in model_inputs}
-            if not row["input_ids"]:  # no word has a sub-word, and the tokenizer adds no token of its own
-                row = {"input_ids": [stand_in_token(tokenizer)], "attention_mask": [1]}
             places = first_sub_words(tokenized.word_ids(i))
             tags = columns["tags"][start + i] if "tags" in columns else [0] * len(tokens)
             labels = [IGNORE_INDEX] * len(row["input_ids"])
@@ -95,9 +94,9 @@ def tag_all_words(tagged: Mapping[int, str], count: int, labels: Sequence[str]) 
     return tags
 
 
-def _tokenize(tokenizer: Any, texts: list[list[str]], max_length: int) -> Any:
+def _tokenize(tokenizer: Any, texts: list[list[str]], names: Sequence[str], max_length: int) -> Any:
     try:
-        return tokenizer(texts, is_split_into_words=True, truncation=True, max_length=max_length)
+        return tokenize(tokenizer, texts, names=names, is_split_into_words=True, truncation=True, max_length=max_length)
     except AssertionError as error:  # tokenizers of RoBERTa and GPT-2 must know that a token begins with a blank
         raise DeltuneError(f"{error}; give a tokenizer made with add_prefix_space=True") from error
 

@@ -42,7 +42,7 @@ from ..runtime.serialization import read_metadata
 from ..tasks import token_cache
 from ..tasks.base import Columns, InferenceContext, TaskKind, TaskOptions
 from ..tasks.classification import CLASSIFICATION, predict_logits
-from ..tasks.encoding import EncodedRows, check_causal, longest_length
+from ..tasks.encoding import EncodedRows, check_causal, longest_length, tokenize
 from ..tasks.generation import forced_bos_options, language_codes, tokenizer_languages, truncate_prompt
 from ..templates import cut_at_end, end_tokens, tokenize_prompts
 from . import task_setup
@@ -500,11 +500,11 @@ def generate(
         The texts, without their prompts.
 
     Raises:
-        DeltuneError: The source is no language model, a prompt is empty, or the model has too few positions for a
+        DeltuneError: There are no prompts, the source is no language model, or the model has too few positions for a
             prompt and its text.
     """
-    if not all(prompt.strip() for prompt in prompts):
-        raise DeltuneError("a prompt is empty")
+    if not prompts:
+        raise DeltuneError("no prompts are given")
     loaded = load_run(source) if is_run(source) else None
     if loaded is not None and loaded.kind.head not in LANGUAGE_MODEL_HEADS:
         raise DeltuneError(f"{source} answers {loaded.kind.name} by a head and generates no text: deltune predict")
@@ -588,9 +588,9 @@ def _prompt_ids(loaded: LoadedRun | None, tokenizer: Any, prompt: str, is_encode
         row = _encode(loaded, next(iter(loaded.runs)), {0: prompt})[0].rows[0]
         return list(row["input_ids"])
     if is_encoder_decoder:
-        return list(tokenizer(prompt)["input_ids"])
+        return list(tokenize(tokenizer, [prompt], names=[repr(prompt)])["input_ids"][0])
     ids = tokenize_prompts(tokenizer, [prompt])[0]
-    return list(truncate_prompt(tokenizer, ids, len(ids)))
+    return list(truncate_prompt(tokenizer, ids, len(ids), repr(prompt)))
 
 
 def _requested_splits(data: loading.TaskData, splits: Sequence[str] | None) -> list[str]:

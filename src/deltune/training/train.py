@@ -25,6 +25,7 @@ from ..runtime.linear_backend import OptimizedLinear, optimize_linear
 from ..runtime.serialization import open_delta
 from ..tasks import token_cache
 from ..tasks.encoding import EncodedRows, LengthGroupedBatches, check_causal
+from ..tasks.padding import padding_side
 from . import activation_cache, checkpoints, distributed, task_setup
 from .config import ModelSection, OptimSection, RunConfig
 from .inference import SPLITS
@@ -255,6 +256,7 @@ def _prepare(
     model = _base_model(config.model, setup, tokenizer, seed, cache)
     if kind.head == "causal-lm":
         check_causal(model)
+    same_length = padding_side(model) is None
     set_seed(seed)
     tuned = attach(model, config.method.expression, head=config.method.head)
     if not any(True for _ in tuned.named_trainable_parameters()):
@@ -263,10 +265,12 @@ def _prepare(
     limits = fit_lengths(model, kind, limits)
     columns = {s: {name: list(rows[name]) for name in rows.column_names} for s, rows in data.splits.items()}
     encoded = token_cache.encode_splits(kind, tokenizer, model, columns, limits, ("train",), data.fingerprint)
+    if not len(encoded["train"]):
+        raise DeltuneError(f"data {data.source}: no text of train has two tokens, so there is none to predict")
     if sharded == "fsdp":
         distributed.shard_model(tuned, device)
         cache.drop()  # its weights are sharded now
-    batches = _batches(config.optim, encoded["train"], rows, seed)
+    batches = _batches(config.optim, encoded["train"], rows, seed, same_length)
     config = with_default_rate(config, total_steps(config.optim, batches))
     return RunState(
         config, run, tuned, tokenizer, data, kind, setup.metrics, limits, columns, encoded, batches, precision,
@@ -283,11 +287,11 @@ def _base_model(
     return model
 
 
-def _batches(optim: OptimSection, train: EncodedRows, rows: int, seed: int) -> LengthGroupedBatches:
+def _batches(optim: OptimSection, train: EncodedRows, rows: int, seed: int, same_length: bool) -> LengthGroupedBatches:
     """Deal the training rows out to steps, each cut for the devices into batches of so many rows."""
     if optim.batch_tokens is not None:
-        return LengthGroupedBatches(train.sizes, 0, seed, distributed.world_size(), optim.batch_tokens)
-    return LengthGroupedBatches(train.lengths, optim.batch_size, seed, optim.batch_size // rows)
+        return LengthGroupedBatches(train.sizes, 0, seed, distributed.world_size(), optim.batch_tokens, same_length)
+    return LengthGroupedBatches(train.lengths, optim.batch_size, seed, optim.batch_size // rows, None, same_length)
 
 
 def _training_arguments(state: RunState, device: torch.device, validates: bool = True) -> TrainingArguments:

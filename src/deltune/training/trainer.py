@@ -316,10 +316,10 @@ class DeltaTrainer(Trainer):
     def _batch(self, rows: list[Row]) -> dict[str, torch.Tensor]:
         """Collate rows; a device without rows in this step gets one whose labels are ignored."""
         if rows:
-            batch = collate(self.run_state.tokenizer, rows)
+            batch = collate(self.run_state.tokenizer, self.run_state.model, rows)
             self.run_state.tokens += int(batch["attention_mask"].sum()) if "attention_mask" in batch else 0
             return batch
-        batch = collate(self.run_state.tokenizer, [self.run_state.encoded["train"][0]])
+        batch = collate(self.run_state.tokenizer, self.run_state.model, [self.run_state.encoded["train"][0]])
         return {**batch, "labels": torch.full_like(batch["labels"], IGNORE_INDEX)}
 
     def get_train_dataloader(self) -> DataLoader[Row]:
