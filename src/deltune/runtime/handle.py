@@ -27,7 +27,7 @@ from ..anatomy.inspection import inspect
 from ..anatomy.offloading import loaded_devices
 from ..anatomy.quantization import is_unquantized, quantization_of, quantized_modules
 from ..anatomy.quantizers import dequantized_weight, plain_linear, set_weight_from
-from ..anatomy.skeleton import HANDLE_NAME, base_modules, base_parameters, base_tensors
+from ..anatomy.skeleton import HANDLE_NAME, base_modules, base_parameters, base_tensors, modules_without_paths
 from ..anatomy.snapshot import Snapshot
 from ..anatomy.tracing import CallOrder, all_configs, base_model, call_order, check_takes_embeddings
 from ..anatomy.types import Anatomy, is_inside
@@ -41,14 +41,14 @@ from ..methods.resolve import ResolvedMethod, resolve
 from ..methods.spec import MaskedMethod, Method
 from ..notebook import html_table
 from . import hub, merging, serialization
-from .forward_pass import PassLock, Scope, current_scope, forget_closed
+from .forward_pass import PassLock, Scope, choose_here, current_scope
 from .hooks import ATTRIBUTE, Hook, Hooks, hooks_of_delta, hooks_of_model, install_rank, unreached_edits
 from .model_card import write_card
 from .model_methods import METHODS, WHOLE_MODEL_METHODS, plain_copy
 from .model_state import ModelState
 from .modules import Delta, Edit, HeadLabels, up_projections
 from .offloading import follow_offloading, leave_offloading, refuse_offloaded
-from .pass_manager import PassManager, refuse_shared_modules, reset_after_fork
+from .pass_manager import PassManager, claim_modules, refuse_shared_modules, reset_after_fork
 from .prompts import check_decoder_mask
 from .row_assignment import RowAssignment, owning_modules
 from .rows import ForwardOverride
@@ -99,6 +99,34 @@ class Placement:
     devices: tuple[tuple[str, torch.device], ...] = ()
 
 
+@dataclass(frozen=True)
+class Attached:
+    """What a pickle of a model with deltas holds beside the base model.
+
+    Attributes:
+        anatomy: The model's anatomy.
+        deltas: The deltas by name, none of them in the model.
+        requires_grad: Which of the base's parameters were trainable before the first delta was attached, by name.
+        in_use: The name of the delta in use, or None, or inside `rows()` that of each row.
+    """
+
+    anatomy: Anatomy
+    deltas: dict[str, Delta]
+    requires_grad: dict[str, bool]
+    in_use: str | None | tuple[str | None, ...]
+
+    def attach_to(self, model: PreTrainedModel) -> None:
+        """Attach the deltas to the model of the pickle, which was just loaded."""
+        handle = Tuned(model, self.anatomy)
+        handle._initial_requires_grad = self.requires_grad
+        handle._add_to_model()
+        for name, delta in self.deltas.items():
+            handle.deltas[name] = delta
+            handle._update_hooks(name)
+            delta.freeze(handle._state.parameters_by_name(delta))
+        handle._use(self.in_use)
+
+
 class Tuned(nn.Module):
     """The handle of a model with attached deltas.
 
@@ -111,10 +139,10 @@ class Tuned(nn.Module):
         base: The model's own tensors that the delta in use replaces at the moment.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, anatomy: Anatomy | None = None) -> None:
         super().__init__()
         self.__dict__["_model"] = model  # as an attribute it would be a sub-module
-        self.anatomy: Anatomy = inspect(model)
+        self.anatomy: Anatomy = anatomy or inspect(model)
         self.deltas = nn.ModuleDict()
         self.base = nn.ParameterDict()
         self._base_labels = HeadLabels.from_config(model.config)
@@ -148,6 +176,7 @@ class Tuned(nn.Module):
         )
 
     def _add_to_model(self) -> None:
+        claim_modules(modules_without_paths(self.model), self._passes)
         self.model.requires_grad_(False)
         self.model.add_module(HANDLE_NAME, self)
 
@@ -170,9 +199,9 @@ class Tuned(nn.Module):
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the handle as a reference to its model, of which a consistent copy is pickled."""
+        """Pickle the handle as a reference to its model."""
         model = self.__dict__["_model"]
-        if model is None or self._passes.is_pickled:
+        if model is None:
             return super().__reduce_ex__(protocol)
         return _handle_of, (model,)
 
@@ -413,9 +442,10 @@ class Tuned(nn.Module):
             _run_to_completion(lambda: self._use(name))
         return self
 
-    def _use(self, name: str | None) -> None:
-        self._passes.default_assignment = self._assign_all_rows(name)
-        forget_closed(self._passes)
+    def _use(self, in_use: str | None | tuple[str | None, ...]) -> None:
+        rows = isinstance(in_use, tuple)
+        self._passes.default_assignment = self._assign_each_row(in_use) if rows else self._assign_all_rows(in_use)
+        choose_here(self._passes)
         self._passes.update_model(self._passes.assignment_of_new_pass())
 
     def _assign_all_rows(self, name: str | None, left_out: Collection[Edit] | None = None) -> RowAssignment:
@@ -542,7 +572,8 @@ class Tuned(nn.Module):
         model: Any = self.__dict__["_model"]
         if model is None:
             return model  # a first attempt was interrupted after its last step
-        if self._passes.default_assignment.placed_delta in names:
+        in_use = self._passes.default_assignment
+        if in_use.placed_delta in names or any(name in names for name in in_use.rows if name is not None):
             self._passes.default_assignment = self._assign_all_rows(None)
         self._passes.update_model(self._passes.default_assignment)
         for name in names:
@@ -555,16 +586,31 @@ class Tuned(nn.Module):
         if len(self.deltas) or self._state.base_is_fixed:
             self._update_hooks()
             return model
-        for hook in self._installed_hooks.values():
-            hook.remove()
-        self._installed_hooks.clear()
-        self._passes.set_prefix_attention(False)
         leave_offloading(self._state)
-        submodules_of(model).pop(HANDLE_NAME, None)
+        self._leave_model(model)
         for parameter_name, parameter in base_parameters(model):
             parameter.requires_grad_(self._initial_requires_grad.get(parameter_name, True))
         self.__dict__["_model"] = None
         return model
+
+    def _leave_model(self, model: PreTrainedModel) -> None:
+        """Remove all hooks, and the handle from its model."""
+        for hook in self._installed_hooks.values():
+            hook.remove()
+        self._installed_hooks.clear()
+        self._passes.set_prefix_attention(False)
+        submodules_of(model).pop(HANDLE_NAME, None)
+
+    def _take_apart(self) -> Attached:
+        """Make the model a bare one, and return what was attached; the handle is that of a copy and ends with it."""
+        in_use = self._passes.default_assignment
+        self._state.place_tensors(None)
+        self._state.set_labels(self._base_labels)
+        self._leave_model(self.model)
+        deltas = {name: self.delta(name) for name in self.names}
+        for delta in deltas.values():
+            delta.saved_requires_grad = delta.trainable_when_used(self._state.parameters_by_name(delta))
+        return Attached(self.anatomy, deltas, self._initial_requires_grad, in_use.rows or in_use.placed_delta)
 
     @explain_arguments
     def merge(self, name: str | None = None, dequantize: bool = False) -> PreTrainedModel:
