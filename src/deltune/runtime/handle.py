@@ -116,15 +116,21 @@ class Attached:
     in_use: str | None | tuple[str | None, ...]
 
     def attach_to(self, model: PreTrainedModel) -> None:
-        """Attach the deltas to the model of the pickle, which was just loaded."""
+        """Attach the deltas to the model of the pickle.
+
+        No parameter is changed, which copy.copy shares with the model that it copies.
+        """
         handle = Tuned(model, self.anatomy)
         handle._initial_requires_grad = self.requires_grad
         handle._add_to_model()
+        used = self.in_use if isinstance(self.in_use, tuple) else (self.in_use,)
         for name, delta in self.deltas.items():
             handle.deltas[name] = delta
             handle._update_hooks(name)
-            delta.freeze(handle._state.parameters_by_name(delta))
-        handle._use(self.in_use)
+            if name in used or any(p.requires_grad for p in handle._state.parameters_of(delta)):
+                handle._state.remember_trainable(delta)
+        handle._choose(self.in_use)
+        handle._passes.update_model(handle._passes.default_assignment, set_requires_grad=False)
 
 
 class Tuned(nn.Module):
@@ -177,7 +183,6 @@ class Tuned(nn.Module):
 
     def _add_to_model(self) -> None:
         claim_modules(modules_without_paths(self.model), self._passes)
-        self.model.requires_grad_(False)
         self.model.add_module(HANDLE_NAME, self)
 
     def __repr__(self) -> str:
@@ -442,11 +447,15 @@ class Tuned(nn.Module):
             _run_to_completion(lambda: self._use(name))
         return self
 
-    def _use(self, in_use: str | None | tuple[str | None, ...]) -> None:
-        rows = isinstance(in_use, tuple)
-        self._passes.default_assignment = self._assign_each_row(in_use) if rows else self._assign_all_rows(in_use)
-        choose_here(self._passes)
+    def _use(self, name: str | None) -> None:
+        self._choose(name)
         self._passes.update_model(self._passes.assignment_of_new_pass())
+
+    def _choose(self, in_use: str | None | tuple[str | None, ...]) -> None:
+        """Let passes outside of `rows()` and `disable()` use a delta, none, or that of each row."""
+        by_row = isinstance(in_use, tuple)
+        self._passes.default_assignment = self._assign_each_row(in_use) if by_row else self._assign_all_rows(in_use)
+        choose_here(self._passes)
 
     def _assign_all_rows(self, name: str | None, left_out: Collection[Edit] | None = None) -> RowAssignment:
         if name is None:
@@ -610,6 +619,7 @@ class Tuned(nn.Module):
         deltas = {name: self.delta(name) for name in self.names}
         for delta in deltas.values():
             delta.saved_requires_grad = delta.trainable_when_used(self._state.parameters_by_name(delta))
+            delta.freezes = 0
         return Attached(self.anatomy, deltas, self._initial_requires_grad, in_use.rows or in_use.placed_delta)
 
     @explain_arguments
@@ -882,6 +892,7 @@ class Tuned(nn.Module):
                     has_other_handle = submodules_of(self.model).get(HANDLE_NAME) not in (None, self)
                     if HANDLE_NAME not in submodules_of(self.model):
                         refuse_shared_modules(self.model)  # again, as another thread may have attached to one of them
+                        self.model.requires_grad_(False)
                         self._add_to_model()
                 if has_other_handle:
                     raise DeltuneError("another thread has attached to this model in the meantime; call attach again")

@@ -359,6 +359,7 @@ class Delta(nn.Module):
         self.head, self.head_mode, self.folded = head, head_mode, folded
         self.labels: HeadLabels | None = None
         self.saved_requires_grad: dict[str, bool] | None = {}  # of a delta that is not in use; None while it is
+        self.freezes = 0  # how often it was frozen
         self.attached_parameters: dict[str, nn.Parameter] = {}  # by name, as they were when it was attached
         self.edits = edits = nn.ModuleDict()
         self.shared = nn.ModuleDict()  # reparameterisations, by term and attention kind
@@ -456,6 +457,7 @@ class Delta(nn.Module):
         """
         if self.saved_requires_grad is None:
             self.saved_requires_grad = self.trainable_when_used(parameters)
+        self.freezes += 1
         for parameter in parameters.values():
             parameter.requires_grad_(False)
 
