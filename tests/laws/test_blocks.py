@@ -126,7 +126,6 @@ def test_a_part_of_a_model_is_not_pickled_alone() -> None:
         both = copy.deepcopy([model.bert, model])
         here = run(model, inputs)
     assert both[1].bert is both[0] and equal(run(both[1], inputs), here)
-    assert pickle.loads(pickle.dumps(model.generate)).__self__ is not model if hasattr(model, "generate") else True
 
 
 # -- hashes, by which `datasets.map` finds what it has computed before
@@ -237,6 +236,7 @@ def test_heads_of_other_labels_in_threads(tmp_path: Path) -> None:
     model = build(FAMILIES["bert"], "sequence", num_labels=2)
     for number in (3, 5):
         other = build(FAMILIES["bert"], "sequence", num_labels=number)
+        other.bert.load_state_dict(model.bert.state_dict())
         stir(deltune.attach(other, "layernorm + lora(rank=2)"), seed=number).save(tmp_path / str(number))
     tuned = stir(deltune.attach(model, "layernorm", name="two"))
     for number in (3, 5):
@@ -330,7 +330,7 @@ def test_a_module_of_another_model_or_of_its_copy(leave: Callable[[Any], Any]) -
         model = build(FAMILIES["bert"], "sequence")
         parent, _, leaf = share.rpartition(".")
         setattr(model.get_submodule(parent), leaf, of.get_submodule(share))
-        with pytest.raises(deltune.DeltuneError, match=f"'{share}' of this .* also belongs to"):
+        with pytest.raises(deltune.DeltuneError, match=f"'{share}.*also belongs to"):
             deltune.attach(model, "layernorm")
     deltune.tuned(of).detach()
     deltune.attach(model, "layernorm").detach()
@@ -351,7 +351,6 @@ def test_use_in_another_thread_during_a_backward_pass() -> None:
         thread.start()
         thread.join()
 
-    output = forward(model, inputs)
     hook = frozen.register_hook(lambda gradient: use("b"))
     first: list[torch.Tensor] = []
     entry = model.bert.encoder.layer[1].register_forward_pre_hook(lambda module, args: first.append(args[0]))

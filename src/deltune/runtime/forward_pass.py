@@ -408,9 +408,7 @@ class PassLock:
         """Whether the thread that holds the mutex is inside `alone()`."""
         return self._block is not None and self._block() is not None
 
-    def admit(
-        self, forward_pass: ForwardPass, fits: Callable[[], bool], prepare: Callable[[], None]
-    ) -> None:
+    def admit(self, forward_pass: ForwardPass, fits: Callable[[], bool], prepare: Callable[[], None]) -> None:
         """Wait until the model holds the tensors that a pass needs, or until they can be put there.
 
         Args:

@@ -113,7 +113,7 @@ class Attached:
     anatomy: Anatomy
     deltas: dict[str, Delta]
     requires_grad: dict[str, bool]
-    in_use: str | None | tuple[str | None, ...]
+    in_use: str | tuple[str | None, ...] | None
 
     def attach_to(self, model: PreTrainedModel) -> None:
         """Attach the deltas to the model of the pickle.
@@ -451,7 +451,7 @@ class Tuned(nn.Module):
         self._choose(name)
         self._passes.update_model(self._passes.assignment_of_new_pass())
 
-    def _choose(self, in_use: str | None | tuple[str | None, ...]) -> None:
+    def _choose(self, in_use: str | tuple[str | None, ...] | None) -> None:
         """Let passes outside of `rows()` and `disable()` use a delta, none, or that of each row."""
         by_row = isinstance(in_use, tuple)
         self._passes.default_assignment = self._assign_each_row(in_use) if by_row else self._assign_all_rows(in_use)
@@ -532,8 +532,8 @@ class Tuned(nn.Module):
     def rows(self, names: Sequence[str | None]) -> Scope:
         """Give each row of a batch its own delta inside a `with` block, in training and in generation.
 
-        It holds for the thread or asyncio task that enters the block; a thread that is started inside it begins with
-        the delta in use. Logits are as wide as the widest head, with -inf where a row's own head has no label; the loss
+        It holds for the thread or asyncio task that enters the block; a pass in a thread that is in no block is an
+        error meanwhile, unless that thread has called `use()`. Logits are as wide as the widest head, with -inf where a row's own head has no label; the loss
         of class labels is each row's own. In `generate` the prompts are the rows, and the beams of a prompt follow it.
         Inside, `trainable_parameters()` are those of all deltas that are named; run the backward pass there too.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ..anatomy.quantization import is_unquantized
 from ..anatomy.quantizers import find_quantizer
-from ..anatomy.skeleton import HANDLE_NAME, base_modules, base_tensors, modules_without_paths
+from ..anatomy.skeleton import HANDLE_NAME, base_modules, base_tensors
 from ..compat import (
     attention_implementation,
     backward_id,
@@ -213,7 +213,7 @@ class PassManager:
         self.scopes_in_event_loops = sum(scope.in_event_loop for scope in self.scopes)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out running passes and scopes, which a copy does not have; what is in use here is in use in the copy."""
+        """Leave out running passes and scopes; what is in use here is in use in a copy."""
         excluded = ("lock", "compiled_pass", "scopes", "kept_assignments", "delta_cache")
         state = {name: value for name, value in self.__dict__.items() if name not in excluded}
         return state | {"default_assignment": self.assignment()}
@@ -401,7 +401,7 @@ class PassManager:
                 return fixed
             chosen = self.assignment_of_new_pass()
             refuse_unclear(self, carried)  # checked last, since the scope may be left at any moment
-            if chosen is not forward_pass.assignment:
+            if chosen is not forward_pass.assignment or chosen is self.default_assignment:
                 chosen.check_batch(arguments)
             return chosen
 
