@@ -296,7 +296,7 @@ def _refuse_unknown_thread(owner: Scopes) -> None:
 
 
 def choose_here(owner: Scopes) -> None:
-    """Let passes in this context that are in no scope use what is in use, whatever scopes of others are open or left."""
+    """Let passes in this context that are in no scope use what is in use, whatever scopes others are in or left."""
     _SCOPES.set(tuple(carried for carried in _SCOPES.get() if not (carried.closed and carried.owner() is owner)))
     _thread.scopes = tuple(carried for carried in _thread.scopes if not (carried.closed and carried.owner() is owner))
     others = tuple(reference for reference in _CHOSEN.get() if reference() not in (None, owner))

@@ -533,8 +533,9 @@ class Tuned(nn.Module):
         """Give each row of a batch its own delta inside a `with` block, in training and in generation.
 
         It holds for the thread or asyncio task that enters the block; a pass in a thread that is in no block is an
-        error meanwhile, unless that thread has called `use()`. Logits are as wide as the widest head, with -inf where a row's own head has no label; the loss
-        of class labels is each row's own. In `generate` the prompts are the rows, and the beams of a prompt follow it.
+        error meanwhile, unless that thread has called `use()`. Logits are as wide as the widest head, with -inf where a
+        row's own head has no label; the loss of class labels is each row's own. In `generate` the prompts are the rows,
+        and the beams of a prompt follow it.
         Inside, `trainable_parameters()` are those of all deltas that are named; run the backward pass there too.
 
         Args:
