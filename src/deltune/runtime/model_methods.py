@@ -17,12 +17,13 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from ..anatomy.skeleton import HANDLE_NAME, base_modules
+from ..anatomy.skeleton import HANDLE_NAME, base_modules, modules_without_paths
 from ..compat import buffers_of, parameters_of, submodules_of
 from ..errors import DeltuneError, error_from_problems
 from ..filesystem import explain_write_errors
+from .forward_pass import choose_here
 from .offloading import refuse_offloaded
-from .pass_manager import PassManager
+from .pass_manager import PassManager, claim_modules
 
 CHECKPOINT_PREFIX = "checkpoint-"
 """The names of a Trainer's checkpoints begin with it (`transformers.trainer_utils.PREFIX_CHECKPOINT_DIR`)."""
@@ -73,6 +74,12 @@ class ModelMethod:
                 del attributes[self.method]
             else:
                 attributes[self.method] = self.before
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return plain_copy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return getattr, (self.model, self.method)
 
     @contextmanager
     def _tensors_placed(self, name: str | None) -> Iterator[Any]:
@@ -210,7 +217,8 @@ class Generate(ModelMethod):
     """`generate`: runs as one long pass, whose rows are the prompts."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.method != "generate" and self.passes.assignment() is not self.passes.default_assignment:
+        in_use = self.passes.assignment()
+        if self.method != "generate" and (in_use.rows or in_use is not self.passes.default_assignment):
             raise DeltuneError(
                 f"{self.method} runs in a thread of its own, where rows() and disable() do not hold: call generate, or "
                 "use() one delta for the whole model"
@@ -231,22 +239,27 @@ class StateDict(ModelMethod):
 
 
 class DeepCopy(ModelMethod):
-    """`copy.deepcopy`: copies the model while no other thread moves its tensors."""
+    """`copy.deepcopy`: copies the model while no other thread moves its tensors. What is in use here is in the copy."""
 
     def __call__(self, memo: dict[int, Any]) -> Any:
-        return self.passes.run_reader(lambda: _copied(self.passes.model, memo), to_copy=True)
+        model = self.passes.model
+        copied = self.passes.run_reader(lambda: _copied(model, memo))
+        passes = memo[id(self.passes)]
+        claim_modules((memo[id(module)] for module in modules_without_paths(model) if id(module) in memo), passes)
+        choose_here(passes)
+        return copied
 
 
 class Reduce(ModelMethod):
-    """Pickling: pickles a copy of the model with the same tensors, since pickling itself cannot hold a lock."""
+    """Pickling: pickles the base model, and beside it the deltas and which are in use here.
+
+    Both are taken from a copy of the model with the same tensors, since pickling itself cannot hold a lock.
+    """
 
     def __call__(self, protocol: Any) -> Any:
-        if self.passes.is_pickled:
-            return self.original(protocol)
-        copied_module = self.passes.run_reader(self._with_the_same_tensors, to_copy=True)
-        copied_handle: Any = submodules_of(copied_module)[HANDLE_NAME]
-        copied_handle._passes.is_pickled = True
-        return _itself, (copied_module,)
+        copied: Any = self.passes.run_reader(self._with_the_same_tensors)
+        handle: Any = submodules_of(copied)[HANDLE_NAME]
+        return put_together, (copied, handle._take_apart())
 
     def _with_the_same_tensors(self) -> Any:
         model = self.passes.model
@@ -254,8 +267,9 @@ class Reduce(ModelMethod):
         return _copied(model, {id(tensor): tensor for tensor in tensors})
 
 
-def _itself(model: Any) -> Any:
-    """Return the model; a pickle calls this with the copy of the model that it contains."""
+def put_together(model: Any, attached: Any) -> Any:
+    """Return the model of a pickle, with what was attached to it."""
+    attached.attach_to(model)
     return model
 
 
@@ -265,13 +279,17 @@ def _copied(model: Any, memo: dict[int, Any]) -> Any:
     return plain_copy(model, memo) if copier is None else copier(model, memo)
 
 
-def plain_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
-    """Copy a module as copy.deepcopy does for classes without `__deepcopy__`."""
-    reduced: Any = object.__reduce_ex__(module, 4)
+def plain_copy(original: Any, memo: dict[int, Any]) -> Any:
+    """Copy an object as copy.deepcopy does for classes without `__deepcopy__`."""
+    reduced: Any = object.__reduce_ex__(original, 4)
     make, args, state, *_ = reduced
-    copied_module = memo[id(module)] = make(*args)
-    copied_module.__setstate__(copy.deepcopy(state, memo))
-    return copied_module
+    copied = memo[id(original)] = make(*args)
+    state = copy.deepcopy(state, memo)
+    if isinstance(original, nn.Module):
+        copied.__setstate__(state)
+    else:
+        copied.__dict__.update(state)
+    return copied
 
 
 METHODS: dict[str, type[ModelMethod]] = {

@@ -363,6 +363,7 @@ class Delta(nn.Module):
         self.head, self.head_mode, self.folded = head, head_mode, folded
         self.labels: HeadLabels | None = None
         self.saved_requires_grad: dict[str, bool] | None = {}  # of a delta that is not in use; None while it is
+        self.freezes = 0  # how often it was frozen
         self.attached_parameters: dict[str, nn.Parameter] = {}  # by name, as they were when it was attached
         self.edits = edits = nn.ModuleDict()
         self.shared = nn.ModuleDict()  # reparameterisations, by term and attention kind
@@ -459,7 +460,8 @@ class Delta(nn.Module):
             parameters: Its parameters by name, wherever they are.
         """
         if self.saved_requires_grad is None:
-            self.saved_requires_grad = {name: parameter.requires_grad for name, parameter in parameters.items()}
+            self.saved_requires_grad = self.trainable_when_used(parameters)
+        self.freezes += 1
         for parameter in parameters.values():
             parameter.requires_grad_(False)
 
@@ -471,12 +473,23 @@ class Delta(nn.Module):
         """
         if self.saved_requires_grad is None:
             return
+        for name, trainable in self.trainable_when_used(parameters).items():
+            parameters[name].requires_grad_(trainable)
+        self.saved_requires_grad = None
+
+    def trainable_when_used(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, bool]:
+        """Return by name which of its parameters train while it is in use.
+
+        Args:
+            parameters: Its parameters by name, wherever they are.
+        """
+        saved = self.saved_requires_grad
+        if saved is None:
+            return {name: parameter.requires_grad for name, parameter in parameters.items()}
         frozen = {
             f"held.{parameter_key(n)}" for n in self.head if self.head_mode == "freeze" and n not in self.selected
         }
-        for name, parameter in parameters.items():
-            parameter.requires_grad_(self.saved_requires_grad.get(name, name not in frozen))
-        self.saved_requires_grad = None
+        return {name: saved.get(name, name not in frozen) for name in parameters}
 
     @property
     def owned_tensors(self) -> tuple[str, ...]:
