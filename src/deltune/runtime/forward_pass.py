@@ -74,6 +74,10 @@ class ForwardPass:
 _CURRENT: ContextVar[weakref.ReferenceType[ForwardPass] | None] = ContextVar("deltune_pass", default=None)
 _SCOPES: ContextVar[Entered] = ContextVar("deltune_scopes", default=())
 _CHOSEN: ContextVar[Owners] = ContextVar("deltune_chosen", default=())
+_KNOWN: ContextVar[bool] = ContextVar("deltune_known", default=False)
+"""True in contexts that descend from the one that imported this module, as those of tasks and of `asyncio.to_thread` do:
+they have the scopes that they belong to. A thread of its own begins with an empty context."""
+_KNOWN.set(True)
 
 
 class _Thread(threading.local):
@@ -285,7 +289,7 @@ def _refuse_unknown_thread(owner: Scopes) -> None:
     else:
         here = threading.get_ident()
         chosen, elsewhere = _CHOSEN.get(), any(scope.thread != here for scope in list(owner.scopes))
-        elsewhere = elsewhere and not owner.passes_in_threads()
+        elsewhere = elsewhere and not _KNOWN.get() and not owner.passes_in_threads()
     if elsewhere and not any(reference() is owner for reference in chosen):
         raise DeltuneError(
             "another thread is inside rows() or disable(), which Python does not pass on to the threads and pools that "

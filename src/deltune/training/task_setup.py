@@ -164,7 +164,10 @@ def load_task_data(
     changed = data.relabel or data.tag_scheme == "iob2"  # then the data's own names are others than the run's
     names = data.labels if changed else labels or data.labels
     try:
-        rows = read(source, columns, names, samples, seed, training, kind, layout, data.tag_scheme, labels)
+        rows = read(
+            source, columns, names, samples, seed,
+            training=training, kind=kind, layout=layout, tag_scheme=data.tag_scheme, iob2_labels=labels,
+        )  # fmt: skip
     except DeltuneError as error:
         if layout is None or task is None:
             raise
@@ -444,12 +447,12 @@ class ModelCache:
             self._tokenizer = (key, load_task_tokenizer(model, data))
         return self._tokenizer[1]
 
-    def data(self, source: str, columns: Any, labels: Any, samples: Any, seed: int, *rest: Any) -> TaskData:
+    def data(self, source: str, columns: Any, labels: Any, samples: Any, seed: int, **options: Any) -> TaskData:
         """Return a data set, as `data.loading.load_data` does with the same arguments."""
-        key = repr((source, columns, labels, samples, seed if samples else None, rest))
+        key = repr((source, columns, labels, samples, seed if samples else None, options))
         if key not in self._data:
             self.read["data"] += 1
-            self._data[key] = loading.load_data(source, columns, labels, samples, seed, *rest)
+            self._data[key] = loading.load_data(source, columns, labels, samples, seed, **options)
         self._data.move_to_end(key)
         while len(self._data) > MAX_DATA_SETS:
             self._data.popitem(last=False)
