@@ -75,8 +75,8 @@ _CURRENT: ContextVar[weakref.ReferenceType[ForwardPass] | None] = ContextVar("de
 _SCOPES: ContextVar[Entered] = ContextVar("deltune_scopes", default=())
 _CHOSEN: ContextVar[Owners] = ContextVar("deltune_chosen", default=())
 _KNOWN: ContextVar[bool] = ContextVar("deltune_known", default=False)
-"""True in contexts that descend from the one that imported this module, as those of tasks and of `asyncio.to_thread` do:
-they have the scopes that they belong to. A thread of its own begins with an empty context."""
+"""True in contexts that descend from the one that imported this module, such as tasks' and `asyncio.to_thread`'s, which
+have the scopes that they belong to. A thread of its own begins with an empty context."""
 _KNOWN.set(True)
 
 
