@@ -467,6 +467,13 @@ def test_numbers_are_converted_by_their_names(tmp_path: Path) -> None:
     rows = [{"tokens": ["a", "b"], "tags": [1, 0]}, {"tokens": ["a"], "tags": [1]}]
     got = loading.load_data(write(tmp_path, train_jsonl=rows), labels=["O", "I-X"], tag_scheme="iob2")
     assert got.labels == ("O", "B-X", "I-X") and got.splits["train"]["tags"][:] == [[1, 0], [1]]
+    assert "numbers need names first" in message(tmp_path, tag_scheme="iob2")
+
+
+def test_small_letters_are_no_classes(tmp_path: Path) -> None:
+    source = write(tmp_path, train_jsonl=tagged("b-per i-per o"))
+    assert "are small letters, such as 'b-per'" in message(source)
+    assert loading.load_data(source, tag_scheme="plain").tag_scheme == "plain"
 
 
 MIXED = {

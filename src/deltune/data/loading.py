@@ -323,7 +323,7 @@ def load_data(
         inner: set[str] = set()
         if kind == "tagging" and tag_scheme == "iob2" and not problems:
             files, known = _with_iob2_tags(files, label_column, known, problems), iob2_labels
-            train = files["train"].rows if "train" in files else []
+            train = files["train"].rows if "train" in files and not problems else []
             inner = {f"I{tag[1:]}" for _, row in train for tag in row[label_column] if tag[0] == "B"}
         label_names, label_ids = encode_labels(files, label_column, known, problems, inner)
     is_guess &= not isinstance(columns or raw.column_names, Mapping)
@@ -383,7 +383,9 @@ def _with_iob2_tags(
     places = [file.location(number) for file in files.values() for number, _ in file.rows]
     try:
         if check_entity_tags([row for rows in tags.values() for row in rows], places.__getitem__) == set():
-            problems.append("plain tags, which are not of entities, cannot be converted by --tag-scheme iob2")
+            numbers = all(tag.isdigit() for rows in tags.values() for row in rows for tag in row)
+            advice = "; numbers need names first (--labels B-PER,I-PER,O in their order)" if numbers else ""
+            problems.append(f"plain tags, which are not of entities, cannot be converted by --tag-scheme iob2{advice}")
     except DeltuneError as error:
         problems.append(str(error))
     if problems:

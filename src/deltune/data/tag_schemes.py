@@ -86,6 +86,12 @@ def check_entity_tags(rows: Sequence[Sequence[str]], where: Callable[[int], str]
             f"the tags have their prefixes at the end, such as {excerpt(min(tags))}: write them in front, such as "
             f"B-PER; or {AS_CLASSES}"
         )
+    if not entity_tags and any(is_entity_tag(tag.upper()) for tag in tags):
+        lower = min(tag for tag in tags if is_entity_tag(tag.upper()))
+        raise DeltuneError(
+            f"the prefixes of the tags are small letters, such as {excerpt(lower)}: write {excerpt(lower.upper())} and "
+            f"O; or {AS_CLASSES}"
+        )
     if entity_tags and (foreign := tags - entity_tags):
         places = [where(i) for i, row in enumerate(rows) if not foreign.isdisjoint(row)]
         listed = ", ".join(excerpt(tag) for tag in sorted(foreign)[:MAX_ROWS_NAMED])
