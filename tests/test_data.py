@@ -329,7 +329,7 @@ DOUBTS: dict[str, tuple[dict[str, Any], str, dict[str, Any], str]] = {
         "context would not be read", {"columns": {"source": "question", "targets": "answers"}}, "generation",
     ),
     "a title": (
-        {"train_jsonl": [{"document": f"a {i}", "summary": f"b {i}", "title": f"t {i}"} for i in range(4)]},
+        {"train_jsonl": [{"document": f"a {i}", "summary": f"b {i}", "title": f"a title of five words, {i}"} for i in range(4)]},
         "title would not be read", {"columns": {"source": "document", "targets": "summary"}}, "generation",
     ),
     "two summaries": (
@@ -468,6 +468,17 @@ def test_numbers_are_converted_by_their_names(tmp_path: Path) -> None:
     got = loading.load_data(write(tmp_path, train_jsonl=rows), labels=["O", "I-X"], tag_scheme="iob2")
     assert got.labels == ("O", "B-X", "I-X") and got.splits["train"]["tags"][:] == [[1, 0], [1]]
     assert "numbers need names first" in message(tmp_path, tag_scheme="iob2")
+
+
+@pytest.mark.parametrize("more", [{"source": 3}, {"history": []}, {"context": None}])
+def test_a_column_without_text_is_no_input(tmp_path: Path, more: dict[str, Any]) -> None:
+    rows = [{"text": f"some text {i}", "label": "ab"[i % 2], **more} for i in range(6)]
+    assert loading.load_data(write(tmp_path, train_jsonl=rows)).kind == "classification"
+
+
+def test_whole_numbers_with_a_point_are_classes(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("text,label\nfine,1.0\nbad,0.0\ngood,1.0\n")
+    assert loading.load_data(str(tmp_path)).labels == ("0.0", "1.0")
 
 
 def test_small_letters_are_no_classes(tmp_path: Path) -> None:

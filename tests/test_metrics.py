@@ -448,8 +448,7 @@ def test_scripts_and_tokenizers(name: str, options: dict, prediction: str, refer
 @pytest.mark.parametrize(
     ("name", "options", "references", "expected"),
     [
-        ("rougeL", {}, ["a cat", "😀"], "1 of 2 rows have no word in their references"),
-        ("rouge1", {}, ["❤️"], "the first is row 0"),
+        ("rouge1", {}, ["❤️", "…"], "2 of 2 rows have no word in their references"),
         ("rouge1_pltrdy", {}, ["!?"], "have no word"),
         ("rouge2", {}, ["cat", "猫"], "have a single word as reference"),
         ("rouge2_pltrdy", {}, ["cat"], "have a single word as reference"),
@@ -470,6 +469,13 @@ def test_what_cannot_be_scored_is_refused(name: str, options: dict, references: 
     assert list(got) == ["exact"] and expected in got.omitted[name]
     with pytest.raises(DeltuneError, match=f"{name} was not computed: "):
         got[name]
+
+
+def test_rows_that_cannot_be_read_beside_others_are_counted() -> None:
+    texts = ["a cat", "😀", "a dog"]
+    got = compute_scores(["rougeL", "rouge1_pltrdy", "exact"], texts, texts)
+    assert got["rougeL"].value == pytest.approx(200 / 3) and "unread:1" in got["rougeL"].signature
+    assert "unread:1" in got["rouge1_pltrdy"].signature and "unread" not in got["exact"].signature
 
 
 def test_a_model_that_knows_no_token_is_refused(shared: Path) -> None:

@@ -173,6 +173,7 @@ def doubts_of_columns(first: DataFile, kind: str, chosen: Mapping[str, str], unr
     ]:
         targets = TASK_COLUMNS["generation"][1].usual_names
         doubtful = [c for c in unread if c.lower() in (*inputs, *targets) or _is_prose(first, c)]
+    doubtful = [c for c in doubtful if _holds_text(first, c)]
     if not doubtful:
         return []
     pairs = ",".join(f"{role}={column}" for role, column in chosen.items())
@@ -239,9 +240,16 @@ def _format_of_lines(text: str) -> str:
 
 
 def _is_prose(file: DataFile, column: str) -> bool:
-    """Whether a column holds texts of several words."""
+    """Whether a column holds sentences; a name or a place has fewer words."""
     values = [row.get(column) for _, row in file.rows[:SAMPLED_ROWS]]
-    return _is_text(file, column) and any(isinstance(value, str) and " " in value.strip() for value in values)
+    return _is_text(file, column) and any(isinstance(value, str) and len(value.split()) > 4 for value in values)
+
+
+def _holds_text(file: DataFile, column: str) -> bool:
+    """Whether some value of a column is a text that is no number, or a list with texts."""
+    values = [row.get(column) for _, row in file.rows[:SAMPLED_ROWS]]
+    parts = [part for value in values for part in (value if isinstance(value, list) else [value])]
+    return any(isinstance(part, dict) or (isinstance(part, str) and part.strip(" -+.0123456789")) for part in parts)
 
 
 def _is_classification(first: DataFile, columns: Mapping[str, str], available: Sequence[str]) -> bool:

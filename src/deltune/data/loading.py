@@ -472,7 +472,9 @@ def encode_labels(
         del values[split]
     train = {label for _, label in _label_occurrences(values.get("train", []))} | {*others}
     numeric = all(map(_is_integer, train))
-    names = tuple(known or sorted(train, key=lambda label: (int(label) if numeric else 0, label != "O", label)))
+    names = tuple(
+        known or sorted(train, key=lambda label: (int(label.partition(".")[0]) if numeric else 0, label != "O", label))
+    )
     if len(set(map(str, names))) < len(names) or not all(isinstance(name, str) for name in names):
         problems.append(f"label names must be different strings, not {excerpt(list(names))}")
         return (), {}
@@ -534,7 +536,7 @@ def _label_occurrences(rows: Sequence[tuple[int, list[str]]]) -> list[tuple[int,
 
 
 def _is_integer(label: str) -> bool:
-    return re.fullmatch(r"-?\d{1,18}", label) is not None
+    return re.fullmatch(r"-?\d{1,18}(\.0+)?", label) is not None  # pandas writes whole numbers as 1.0
 
 
 def _is_number(label: str) -> bool:

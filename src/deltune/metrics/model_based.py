@@ -40,7 +40,7 @@ def _repeat_predictions(predictions: Texts, references: References) -> list[str]
 WEIGHTLESS = "no word has a weight, since every reference has it: give the option"
 
 
-def _refuse_unreadable(tokenizer: Any, references: References, model: str) -> None:
+def _refuse_unreadable(tokenizer: Any, references: References, model: str) -> dict[str, int]:
     """Refuse references of which a model's vocabulary knows no token: all such texts look alike to the model."""
 
     def is_read(text: str) -> bool:
@@ -48,7 +48,7 @@ def _refuse_unreadable(tokenizer: Any, references: References, model: str) -> No
         return any(token != tokenizer.unk_token_id for token in ids)
 
     problem = f"have a reference without a token that {model} knows, so that any answers would look alike"
-    refuse_rows(references, is_read, f"{problem} (give a model of their language)")
+    return refuse_rows(references, is_read, f"{problem} (give a model of their language)")
 
 
 # BERTScore ---------------------------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ def _compute_bertscore(predictions: Texts, references: References, options: Opti
     model, layers = options["model"], options["layers"]
     if layers is None and model not in model2layers:
         raise DeltuneError(f"bert-score knows no best layer of {model}: give the option layers, counted from 1.")
-    _refuse_unreadable(AutoTokenizer.from_pretrained(model), references, model)
+    unread = _refuse_unreadable(AutoTokenizer.from_pretrained(model), references, model)
     flat_references = _flatten(references)
     if options["idf"] and len(set(flat_references)) == 1:
         raise CannotScoreError(f"{WEIGHTLESS} idf=False")
@@ -82,7 +82,7 @@ def _compute_bertscore(predictions: Texts, references: References, options: Opti
         _, _, f1 = scorer.score([pairs[i][0] for i in not_empty], [pairs[i][1] for i in not_empty])
         for i, value in zip(not_empty, f1.tolist(), strict=True):
             values[i] = value
-    signature = {"hash": scorer.hash, "rescaled": False, "references": "max"}
+    signature = {"hash": scorer.hash, "rescaled": False, "references": "max", **unread}
     return mean_statistics(reduce_references(values, references, "max"), signature)
 
 
@@ -110,7 +110,7 @@ def _compute_moverscore(predictions: Texts, references: References, options: Opt
         raise DeltuneError(
             f"moverscore recognises words by ## (WordPiece), which the tokenizer of {options['model']} lacks."
         )
-    _refuse_unreadable(tokenizer, references, options["model"])
+    unread = _refuse_unreadable(tokenizer, references, options["model"])
     model = AutoModel.from_pretrained(options["model"]).float().to(_device()).eval()
     embedded_predictions = list(_embed_words(list(predictions), model, tokenizer, options["idf"]))
     embedded_references = list(_embed_words(_flatten(references), model, tokenizer, options["idf"]))
@@ -122,7 +122,7 @@ def _compute_moverscore(predictions: Texts, references: References, options: Opt
         for i, reference in zip(examples, embedded_references, strict=True)
     ]
     scores = [0.0 if d is None else 1 / (1 + d) if options["form"] == "inverse" else 1 - d for d in distances]
-    signature = {**options, "layer": "last", "ngram": 1, "subwords": "first", "references": "mean"}
+    signature = {**options, "layer": "last", "ngram": 1, "subwords": "first", "references": "mean", **unread}
     return mean_statistics(reduce_references(scores, references, "mean"), signature)
 
 
@@ -176,7 +176,7 @@ def _compute_bleurt(predictions: Texts, references: References, options: Options
     model = AutoModelForSequenceClassification.from_pretrained(options["model"]).float().to(_device()).eval()
     if model.config.num_labels != 1:
         raise DeltuneError(f"{options['model']} has {model.config.num_labels} labels: a BLEURT checkpoint has one.")
-    _refuse_unreadable(tokenizer, references, options["model"])
+    unread = _refuse_unreadable(tokenizer, references, options["model"])
     repeated, flat_references = _repeat_predictions(predictions, references), _flatten(references)
     limit = min(tokenizer.model_max_length, model.config.max_position_embeddings)
     values: list[float] = []
@@ -187,7 +187,7 @@ def _compute_bleurt(predictions: Texts, references: References, options: Options
         )
         with torch.no_grad():
             values += model(**batch.to(model.device)).logits[:, 0].tolist()
-    return mean_statistics(reduce_references(values, references, "max"), {**options, "references": "max"})
+    return mean_statistics(reduce_references(values, references, "max"), {**options, "references": "max", **unread})
 
 
 _MODEL_METRIC: dict[str, Any] = {"input_type": "texts", "extra": "metrics", "unmet_requirement": _missing_model}

@@ -106,7 +106,7 @@ def tokenize_pairs(predictions: Texts, references: References, options: Options)
 
     Raises:
         DeltuneError: The tokenizer is unknown, or Stanford's fails.
-        CannotScoreError: An example has no reference with a word.
+        CannotScoreError: No reference has a word.
     """
     name = options["tokenizer"]
     if name not in TOKENIZERS:
@@ -146,7 +146,7 @@ def _compute_nist(predictions: Texts, references: References, options: Options) 
 
     Statistics of an example: information and n-grams for each n, words of its references, their number.
     """
-    refuse_rows(references, str.strip, needs_all=False)
+    refuse_rows(references, str.strip)
     references_words = [
         [tokenize_13a(reference) for reference in accepted if reference.strip()] for accepted in references
     ]
@@ -207,12 +207,13 @@ def _meteor_score(rows: np.ndarray) -> float:
 def _compute_meteor(predictions: Texts, references: References, options: Options) -> CorpusStatistics:
     """METEOR 1.5 for English by its authors' jar (-l en -norm), which pycocoevalcap contains; see `_meteor_score`.
 
-    References without a letter of the Latin alphabet are refused: stems, synonyms, function words and weights are those
+    References none of which has Latin letters are refused: stems, synonyms, function words and weights are those
     of English.
     """
     from pycocoevalcap.meteor.meteor import METEOR_JAR
 
-    refuse_rows(references, is_latin, "are not in Latin letters, and METEOR is English here (chrf reads every script)")
+    problem = "are not in Latin letters, and METEOR is English here (chrf reads every script)"
+    unread = refuse_rows(references, is_latin, problem)
     pairs = zip(*tokenize_pairs(predictions, references, options), strict=True)
     jar = _meteor_jar()
     try:
@@ -222,7 +223,7 @@ def _compute_meteor(predictions: Texts, references: References, options: Options
         _meteor_jar.cache_clear()  # so that the next scoring starts a new process
         raise
     signature = _tokenizer_signature(predictions, references, options)
-    signature |= {"jar": METEOR_JAR, "language": "en", "norm": True}
+    signature |= {"jar": METEOR_JAR, "language": "en", "norm": True, **unread}
     return CorpusStatistics(np.array(rows), _meteor_score, signature)
 
 
@@ -347,7 +348,7 @@ def _sacrebleu_metric(make_metric: Callable[[Options], Any]) -> Callable[..., Co
         from ..compat import sacrebleu_score, sacrebleu_statistics
 
         metric, separated = make_metric(options), {}
-        refuse_rows(references, str.strip, needs_all=False)
+        refuse_rows(references, str.strip)
         if options.get("tokenize", "auto") == "auto" and not isinstance(options.get("char_order"), int):
             separated = unspaced_signature(_all_texts(predictions, references))
             predictions = [separate_characters(text) for text in predictions]
@@ -378,14 +379,14 @@ def _rouge_score_metric(name: str) -> Callable[..., CorpusStatistics]:
         from rouge_score.rouge_scorer import RougeScorer
 
         tokenizer = _RougeTokenizer(options["tokenizer"], options["stemmer"])
-        refuse_rows(references, tokenizer.tokenize)
+        unread = refuse_rows(references, tokenizer.tokenize)
         if name == "rouge2":
             _refuse_single_words(references, tokenizer.tokenize)
         scorer = RougeScorer([name], tokenizer=tokenizer)
         pairs = zip(predictions, references, strict=True)
         values = [100 * scorer.score_multi(accepted, prediction)[name].fmeasure for prediction, accepted in pairs]
         signature = {**options, **tokenizer.signature(_all_texts(predictions, references))}
-        signature |= {"references": "max", "aggregate": "mean"}
+        signature |= {"references": "max", "aggregate": "mean", **unread}
         return mean_statistics(values, signature | ({"sentences": "lines"} if name == "rougeLsum" else {}))
 
     return measure
@@ -397,7 +398,6 @@ def _refuse_single_words(references: References, tokenize: Callable[[str], list[
         references,
         lambda text: len(tokenize(text)) > 1,
         "have a single word as reference, and ROUGE-2 counts pairs (rouge1 counts words)",
-        needs_all=False,
     )
 
 
@@ -441,7 +441,7 @@ def _rouge_package_metric(name: str) -> Callable[..., CorpusStatistics]:
         from rouge import Rouge
 
         scorer = Rouge([name], exclusive=options["exclusive"])
-        refuse_rows(references, words)
+        unread = refuse_rows(references, words)
         if name == "rouge-2":
             _refuse_single_words(references, lambda text: separate_characters(text).split())
 
@@ -454,7 +454,7 @@ def _rouge_package_metric(name: str) -> Callable[..., CorpusStatistics]:
         pairs = zip(predictions, references, strict=True)
         values = [max(f1(prediction, reference) for reference in accepted) for prediction, accepted in pairs]
         signature = {**options, **unspaced_signature(_all_texts(predictions, references))}
-        return mean_statistics(values, {**signature, "references": "max", "empty": 0})
+        return mean_statistics(values, {**signature, "references": "max", "empty": 0, **unread})
 
     return measure
 

@@ -93,25 +93,22 @@ WORDLESS = "have no word in their references, so that identical texts would scor
 
 
 def refuse_rows(
-    references: Sequence[Sequence[str]],
-    fits: Callable[[str], Any],
-    problem: str = WORDLESS,
-    needs_all: bool = True,
-) -> None:
-    """Refuse to score references that a metric cannot read.
+    references: Sequence[Sequence[str]], fits: Callable[[str], Any], problem: str = WORDLESS
+) -> dict[str, int]:
+    """Refuse to score references none of which a metric can read.
 
     Args:
         references: The references of each example.
         fits: Returns something true for a reference that can be scored.
         problem: What is wrong with the others, after "3 of 10 rows".
-        needs_all: Whether each example needs such a reference, as for a mean over examples; else one in all does.
+
+    Returns:
+        What the signature says of examples that cannot be read where others can: their number.
 
     Raises:
-        CannotScoreError: There are such examples; the message counts them and shows the first.
+        CannotScoreError: There is no example that can be read.
     """
     rows = [i for i, accepted in enumerate(references) if not any(map(fits, accepted))]
-    if rows and (needs_all or len(rows) == len(references)):
-        first = excerpt(references[rows[0]][0])
-        raise CannotScoreError(
-            f"{len(rows):,} of {len(references):,} rows {problem}; the first is row {rows[0]}: {first}"
-        )
+    if rows and len(rows) == len(references):
+        raise CannotScoreError(f"{len(rows):,} of {len(rows):,} rows {problem}, such as {excerpt(references[0][0])}")
+    return {"unread": len(rows)} if rows else {}
