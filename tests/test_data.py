@@ -329,7 +329,7 @@ DOUBTS: dict[str, tuple[dict[str, Any], str, dict[str, Any], str]] = {
         "context would not be read", {"columns": {"source": "question", "targets": "answers"}}, "generation",
     ),
     "a title": (
-        {"train_jsonl": [{"document": f"a {i}", "summary": f"b {i}", "title": f"a title of five words, {i}"} for i in range(4)]},
+        {"train_jsonl": [{"document": f"a{i}", "summary": f"b{i}", "title": f"t of five words {i}"} for i in range(4)]},
         "title would not be read", {"columns": {"source": "document", "targets": "summary"}}, "generation",
     ),
     "two summaries": (

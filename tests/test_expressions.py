@@ -140,7 +140,7 @@ FORMS = st.one_of(
     st.builds(deltune.LowRank, RANKS, SHARES, INITS["init"]),
     st.builds(deltune.Vector),
 )
-COMPOSITIONS = st.one_of(st.just(deltune.Add()), st.builds(deltune.Scale, NUMBERS, st.booleans()))
+COMPOSITIONS = st.one_of(st.just(deltune.Add()), st.builds(deltune.Scale, NUMBERS, learned=st.booleans()))
 MODIFICATIONS = st.one_of(
     *(
         st.builds(

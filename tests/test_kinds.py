@@ -487,8 +487,8 @@ def test_texts_without_tokens_and_their_neighbours(case: str, side: str, tmp_pat
     assert tiny.losses(tmp_path / "apart") == pytest.approx(tiny.losses(tmp_path / "run"), rel=1e-4)
     assert apart.test["loss"] == pytest.approx(test["loss"], rel=1e-4)
     run = load_run(tmp_path / "run")
-    together, alone = predict(run, texts), [predict(run, [text])[0] for text in texts]
-    for one, other in zip(together, alone, strict=True):
+    in_batch, alone = predict(run, texts), [predict(run, [text])[0] for text in texts]
+    for one, other in zip(in_batch, alone, strict=True):
         assert {name: _close(value) for name, value in one.items()} == other
 
 

@@ -76,15 +76,15 @@ def check(model: PreTrainedModel, kind: TaskKind, side: str) -> None:
     limits = TaskOptions(max_length=24, max_target_length=4, label_words=words)
     tokens, labels = tokenizer(side, framed=kind.head != "causal-lm"), ("O", "B-A") if tags else LABELS
     encoded = kind.encode(tokens, model, columns(kind), limits, False)
-    together, alone = (
+    in_batch, alone = (
         kind.predict(InferenceContext(model, tokens, labels, limits, size), encoded) for size in (len(encoded), 1)
     )
-    assert together.predictions == pytest.approx(alone.predictions, rel=1e-4) if kind.name == "language" else (
-        together.predictions == alone.predictions
+    assert in_batch.predictions == pytest.approx(alone.predictions, rel=1e-4) if kind.name == "language" else (
+        in_batch.predictions == alone.predictions
     )  # fmt: skip
-    for one, other in zip(together.scores, alone.scores, strict=True):
+    for one, other in zip(in_batch.scores, alone.scores, strict=True):
         assert one == (other if other is None or isinstance(other, str) else pytest.approx(other, rel=1e-4))
-    assert together.loss == pytest.approx(alone.loss, rel=1e-4)
+    assert in_batch.loss == pytest.approx(alone.loss, rel=1e-4)
     rows = kind.encode(tokens, model, columns(kind), limits, True)
     same_length = padding_side(model) is None
     batches = list(LengthGroupedBatches(rows.lengths, len(rows), 0, same_length=same_length))
@@ -170,7 +170,7 @@ def test_options_that_look_at_the_prompt_see_no_padding(options: dict[str, Any])
         model.lm_head.weight[2] = model.lm_head.weight[40:50].mean(0) * 3  # the end is likely
     limits = TaskOptions(max_length=24, max_target_length=6, generate_kwargs=options)
     encoded = kind.encode(tokens, model, {"source": list(TEXTS)}, limits, False)
-    together, alone = (
+    in_batch, alone = (
         kind.predict(InferenceContext(model, tokens, (), limits, n), encoded).predictions for n in (8, 1)
     )
-    assert together == alone
+    assert in_batch == alone

@@ -246,8 +246,8 @@ def test_each_text_sees_the_prompt_under_a_mask_of_blocks(method: str, kind: tor
     same = torch.tensor([0, 0, 0, 1, 1])
     blocks = (same[:, None] == same) & torch.ones(5, 5, dtype=torch.bool).tril()
     mask = blocks if kind == torch.bool else torch.zeros(5, 5).masked_fill(~blocks, torch.finfo(kind).min)
-    for given in (mask[None, None], *([None] if method != PROMPT else [])):
-        packed = model(FIVE, position_ids=RESTARTED, attention_mask=given, use_cache=False).logits
+    for attention_mask_4d in (mask[None, None], *([None] if method != PROMPT else [])):
+        packed = model(FIVE, position_ids=RESTARTED, attention_mask=attention_mask_4d, use_cache=False).logits
         for text in (slice(0, 3), slice(3, 5)):
             alone = model(FIVE[:, text], use_cache=False).logits
             torch.testing.assert_close(packed[:, text], alone, rtol=1e-3, atol=1e-4)
@@ -269,14 +269,14 @@ def test_outputs_of_an_encoder_are_passed_on() -> None:
     mask, start = torch.ones_like(FIVE), torch.tensor([[3, 4]])
     expected = model(FIVE, attention_mask=mask, decoder_input_ids=start).logits
     encoded = model.get_encoder()(FIVE, attention_mask=mask)
-    given = {"attention_mask": mask, "decoder_input_ids": start}
-    torch.testing.assert_close(model(encoder_outputs=encoded, **given).logits, expected)
+    decoder_inputs = {"attention_mask": mask, "decoder_input_ids": start}
+    torch.testing.assert_close(model(encoder_outputs=encoded, **decoder_inputs).logits, expected)
     with tuned.disable():
         of_base = model.get_encoder()(FIVE, attention_mask=mask)
         with pytest.raises(deltune.DeltuneError, match="8 states of the encoder"):
-            model(encoder_outputs=encoded, **given)
+            model(encoder_outputs=encoded, **decoder_inputs)
     with pytest.raises(deltune.DeltuneError, match="5 states of the encoder"):
-        model(encoder_outputs=of_base, **given)
+        model(encoder_outputs=of_base, **decoder_inputs)
 
 
 def test_continuous_batching_is_refused() -> None:
@@ -364,8 +364,8 @@ def test_shifted_positions_of_several_axes_by_row() -> None:
     stir(deltune.attach(model, "lora(rank=2)", name="b"))
     alone = torch.cat([tuned.use(name).model(**pictured(WITH_IMAGE)).logits for name in ("a", "b")])
     with tuned.rows(["a", "b"]):
-        together = model(**pictured(WITH_IMAGE.expand(2, -1))).logits
-    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+        in_batch = model(**pictured(WITH_IMAGE.expand(2, -1))).logits
+    torch.testing.assert_close(in_batch, alone, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [64, 6])

@@ -97,8 +97,8 @@ MUTATIONS = (
     ),
     Mutation(
         "switching: a frozen head trains",
-        "parameter.requires_grad_(self.saved_requires_grad.get(name, name not in frozen))",
-        "parameter.requires_grad_(self.saved_requires_grad.get(name, True))",
+        "return {name: saved.get(name, name not in frozen) for name in parameters}",
+        "return {name: saved.get(name, True) for name in parameters}",
         'head="freeze" says that the head is not trained.',
         ("tests/laws/test_masks.py", "tests/laws/test_random_sums.py"),
     ),

@@ -7,14 +7,18 @@ alone. A cache with rows is refused wherever it is not continued with the same p
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from ..errors import DeltuneError
 from .modules import Edit
 from .rows import DeltaRows
 
 _MARK = "deltune_prompt"
+_NAMES: WeakKeyDictionary[Edit, str] = WeakKeyDictionary()
+"""A name for every prompt that was cached, also where its cache is pickled; no part of the prompt's own state."""
 
 Identity = tuple[tuple[Any, ...], ...]
 """Which rows of a batch have which prompts; equal for prompts that a cache may be continued with."""
@@ -22,7 +26,7 @@ Identity = tuple[tuple[Any, ...], ...]
 
 def identity_of(prompts: Sequence[tuple[DeltaRows, Sequence[Edit]]]) -> Identity:
     """Return the identity of the prompts of a pass."""
-    return tuple((group.share, *(edit.unique_id for edit in edits)) for group, edits in prompts)
+    return tuple((group.share, *(_NAMES.setdefault(e, uuid.uuid4().hex) for e in edits)) for group, edits in prompts)
 
 
 class CachedPrompt:

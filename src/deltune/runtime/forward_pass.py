@@ -285,12 +285,12 @@ def _refuse_unknown_thread(owner: Scopes) -> None:
     Python hands a thread no context variables, so such a thread looks like one that has nothing to do with the scope.
     """
     if torch.compiler.is_dynamo_compiling():
-        chosen, elsewhere = _thread.chosen, owner.any_scopes
+        chosen, in_other_thread = _thread.chosen, owner.any_scopes
     else:
         here = threading.get_ident()
-        chosen, elsewhere = _CHOSEN.get(), any(scope.thread != here for scope in list(owner.scopes))
-        elsewhere = elsewhere and not _KNOWN.get() and not owner.passes_in_threads()
-    if elsewhere and not any(reference() is owner for reference in chosen):
+        chosen, in_other_thread = _CHOSEN.get(), any(scope.thread != here for scope in list(owner.scopes))
+        in_other_thread = in_other_thread and not _KNOWN.get() and not owner.passes_in_threads()
+    if in_other_thread and not any(reference() is owner for reference in chosen):
         raise DeltuneError(
             "another thread is inside rows() or disable(), which Python does not pass on to the threads and pools that "
             "it uses, so it is unclear which delta this thread should use: enter rows() or disable() in the function "

@@ -5,7 +5,6 @@ A weight may have few trainable entries (`SparseParameter`), or be shared by sev
 
 from __future__ import annotations
 
-import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -147,7 +146,6 @@ class Edit(nn.Module):
     Attributes:
         source_path: The path of the module whose input is x, where that is another one.
         factor: The number s if the composition is h + s Δh, else None.
-        unique_id: A name that only this edit and its copies have.
     """
 
     modification: Modification
@@ -161,7 +159,6 @@ class Edit(nn.Module):
     source_path: str | None
     composition_names: tuple[str, ...]
     factor: float | None
-    unique_id: str
     is_masked: bool
     is_dense: bool
     sparse: nn.ModuleDict | None
@@ -189,7 +186,6 @@ class Edit(nn.Module):
             source_path=None if source is None or reads_own_input else source.path,
             composition_names=names,
             factor=float(factor) if isinstance(factor, int | float) else None,
-            unique_id=uuid.uuid4().hex,
             is_masked=is_masked,
             is_dense=folded and not is_masked and not names,
             sparse=None,

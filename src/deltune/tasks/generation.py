@@ -397,8 +397,8 @@ def _prompts(
     Yields:
         The indices of rows, and their prompts.
     """
-    config, given = context.model.generation_config, context.options.generate_kwargs
-    options = [given.get(name, getattr(config, name, None)) for name in READ_THE_PROMPT]
+    config, overrides = context.model.generation_config, context.options.generate_kwargs
+    options = [overrides.get(name, getattr(config, name, None)) for name in READ_THE_PROMPT]
     sees_padding = any(value not in (None, 0, 1) for value in options)
     prompts = [encoded[i]["input_ids"][: encoded[i]["prompt_length"]] for i in indices]
     lengths = [len(prompt) for prompt in prompts]

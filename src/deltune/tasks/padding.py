@@ -62,19 +62,19 @@ def _leaves_answers(model: PreTrainedModel, side: Side, generated: bool = False)
     score = _generated_scores if generated else _scores
     model.eval()
     try:
-        together = score(model, rows, side)
+        in_batch = score(model, rows, side)
         alone = [score(model, [row] * len(rows), side)[0] for row in rows]
     except Exception:  # each family refuses in its own way what it cannot read, such as token ids without boxes
         return True
     finally:
         model.train(training)
     tolerance = (1e-3 if model.dtype in (torch.float32, torch.float64) else 3e-2) * max(
-        own.abs().max() for own in alone
+        single.abs().max() for single in alone
     )
-    for beside_other, own in zip(together, alone, strict=True):
-        if own.dim() > 1:  # a score for each token
-            beside_other = beside_other[-len(own) :] if side == "left" else beside_other[: len(own)]
-        if own.isfinite().all() and not (beside_other - own).abs().max() <= tolerance:
+    for beside_other, single in zip(in_batch, alone, strict=True):
+        if single.dim() > 1:  # a score for each token
+            beside_other = beside_other[-len(single) :] if side == "left" else beside_other[: len(single)]
+        if single.isfinite().all() and not (beside_other - single).abs().max() <= tolerance:
             return False
     return True
 
