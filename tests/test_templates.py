@@ -191,7 +191,7 @@ def test_the_end_is_learned_though_it_is_the_padding() -> None:
     for side in ("left", "right"):
         tokenizer.padding_side = side
         rows = CAUSAL_GENERATION.encode(tokenizer, model, columns, TaskOptions(32, 8), True).rows
-        batch = collate(tokenizer, rows)
+        batch = collate(tokenizer, model, rows)
         assert (batch["labels"] == END).sum(1).tolist() == [1, 1, 1]
         assert ((batch["labels"] == IGNORE_INDEX) | batch["attention_mask"].bool()).all()
         assert batch["attention_mask"].sum(1).tolist() == [len(row["input_ids"]) for row in rows]

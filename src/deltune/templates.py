@@ -64,14 +64,14 @@ def end_tokens(tokenizer: Any, model: Any) -> Tokens:
     Returns:
         Token ids; the first is the one that training writes.
     """
-    declared = _as_ids(getattr(getattr(model, "generation_config", None), "eos_token_id", None))
+    declared = as_ids(getattr(getattr(model, "generation_config", None), "eos_token_id", None))
     if tokenizer is None:
         return declared
     config = model.config.get_text_config()
     _, behind = surrounding_tokens(tokenizer, "text_target" if model.config.is_encoder_decoder else "text")
-    eos = _as_ids(tokenizer.eos_token_id)
+    eos = as_ids(tokenizer.eos_token_id)
     written = () if set(eos) & set(behind) else behind[:1]
-    declared += tuple(token for token in _as_ids(config.eos_token_id) if token not in declared)
+    declared += tuple(token for token in as_ids(config.eos_token_id) if token not in declared)
     default = getattr(type(config), "eos_token_id", None)
     known = [token for token in declared if token != default or not _is_ordinary(tokenizer, token)]
     candidates = dict.fromkeys([*written, *eos, *known, *_answer_end(tokenizer)])
@@ -118,7 +118,7 @@ def _answer_end(tokenizer: Any) -> Iterator[int]:
     yield from [token for token in tokenizer(rest, add_special_tokens=False)["input_ids"] if token in special][:1]
 
 
-def _as_ids(value: int | Sequence[int] | None) -> Tokens:
+def as_ids(value: int | Sequence[int] | None) -> Tokens:
     """Return the tokens of an `eos_token_id`."""
     if value is None:
         return ()

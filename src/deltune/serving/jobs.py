@@ -187,7 +187,9 @@ class RequestEncoder:
         if request.task == "tag" and not words:
             raise InvalidRequest("there is no word to tag")
         if not inputs["input_ids"]:  # it is read as in training
-            if (begin := begin_token(self.tokenizer)) is None:
+            begin = begin_token(self.tokenizer)
+            begin = 0 if begin is None and words else begin
+            if begin is None:
                 raise InvalidRequest("the text is empty, and the tokenizer has no token for the beginning of a text")
             inputs = {name: [begin if name == "input_ids" else 0] for name in inputs}
             word_ids = [None] if words else []

@@ -74,13 +74,16 @@ class EncodedRows(Dataset[Row]):
         return sizes
 
 
-def tokenize(tokenizer: Any, *texts: Sequence[Any], names: Sequence[str], **options: Any) -> Any:
+def tokenize(
+    tokenizer: Any, *texts: Sequence[Any], names: Sequence[str], stand_in: int | None = None, **options: Any
+) -> Any:
     """Tokenize texts, with a mask; a text without tokens becomes the token that begins a text.
 
     Args:
         tokenizer: The tokenizer.
         texts: The texts, and the second texts of pairs.
         names: The name of the row of every text, for messages.
+        stand_in: The token of a text without tokens where the tokenizer has none that begins a text.
         options: Options of the tokenizer.
 
     Raises:
@@ -88,7 +91,7 @@ def tokenize(tokenizer: Any, *texts: Sequence[Any], names: Sequence[str], **opti
     """
     tokenized = tokenizer(*texts, return_attention_mask=True, **options)
     empty = [i for i, ids in enumerate(tokenized["input_ids"]) if not ids]
-    begin = begin_token(tokenizer)
+    begin = stand_in if begin_token(tokenizer) is None else begin_token(tokenizer)
     if empty and begin is None:
         raise no_tokens([names[i] for i in empty])
     for i in empty:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from ..templates import as_ids
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -83,9 +85,9 @@ def _rows(model: PreTrainedModel) -> list[list[int]]:
     """Return two rows of ordinary tokens; of an encoder-decoder with the end, which BART's classifiers look for."""
     config = model.config.get_text_config()
     names = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id", "decoder_start_token_id")
-    special = {getattr(config, name, None) for name in names}
+    special = {token for name in names for token in as_ids(getattr(config, name, None))}
     ordinary = cycle([i for i in range(getattr(config, "vocab_size", 128)) if i not in special][: sum(LENGTHS)])
-    end = [config.eos_token_id] if model.config.is_encoder_decoder and config.eos_token_id is not None else []
+    end = as_ids(getattr(config, "eos_token_id", None))[:1] if model.config.is_encoder_decoder else ()
     return [[*islice(ordinary, length), *end] for length in LENGTHS]
 
 

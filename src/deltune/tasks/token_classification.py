@@ -96,7 +96,8 @@ def tag_all_words(tagged: Mapping[int, str], count: int, labels: Sequence[str]) 
 
 def _tokenize(tokenizer: Any, texts: list[list[str]], names: Sequence[str], max_length: int) -> Any:
     try:
-        return tokenize(tokenizer, texts, names=names, is_split_into_words=True, truncation=True, max_length=max_length)
+        options = {"is_split_into_words": True, "truncation": True, "max_length": max_length}
+        return tokenize(tokenizer, texts, names=names, stand_in=0, **options)  # its words get no answer of the model
     except AssertionError as error:  # tokenizers of RoBERTa and GPT-2 must know that a token begins with a blank
         raise DeltuneError(f"{error}; give a tokenizer made with add_prefix_space=True") from error
 
