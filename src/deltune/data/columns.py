@@ -17,7 +17,9 @@ logger = logging.getLogger("deltune")
 
 LABEL_COLUMN_NAMES = ("label", "labels", "intent", "class", "category", "target", "sentiment", "topic")
 ID_COLUMN_NAMES = ("id", "idx", "uid", "guid", "index")
-SENTENCE_COLUMN_NAMES = ("sentence_id", "sent_id", "sentence_idx", "sentence #", "sentence", "doc_id", "document_id")
+SENTENCE_COLUMN_NAMES = (
+    "sentence_id", "sent_id", "sentence_idx", "sentence #", "sentence", "sent", "doc_id", "document_id",
+)  # fmt: skip
 """Names of columns that say which words make a sentence, where every row is a word."""
 WORD_COLUMN_NAMES = ("token", "tokens", "word", "words", "form")
 OTHER_INPUT_NAMES = (
@@ -230,8 +232,14 @@ def _format_of_lines(text: str) -> str:
     """Return what the lines of a text are, with what to do, where they look like rows; else an empty string."""
     lines = [line for line in text.splitlines()[:SAMPLED_ROWS] if line.strip()]
     last_words = [line.split()[-1] for line in lines if len(line.split()) > 1]
-    if len(last_words) == len(lines) and _are_tags(last_words):
+    are_classes = all(len(line.split()) == 2 for line in lines) and all(word.isupper() for word in last_words)
+    if lines and len(last_words) == len(lines) and (_are_tags(last_words) or are_classes):
         return "tokens and their tags: rename it to .conll"
+    if lines and all(line.startswith("{") and line.rstrip().endswith("}") for line in lines):
+        return "rows of JSON: rename it to .jsonl"
+    usual_names = {name for columns in TASK_COLUMNS.values() for column in columns for name in column.usual_names}
+    if len(lines) > 1 and len(names := lines[0].lower().split(",")) > 1 and usual_names.issuperset(names):
+        return "a table: rename it to .csv"
     if len(lines) > 1 and len({line.count("\t") for line in lines}) == 1 and "\t" in lines[0]:
         return "a table: rename it to .tsv, with the names of the columns in its first line"
     if lines and all(line.startswith("__label__") for line in lines):

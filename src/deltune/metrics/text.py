@@ -28,6 +28,7 @@ from .words import (
     is_ascii_worded,
     is_latin,
     missing_mecab,
+    refuse_downloads,
     refuse_rows,
     sacrebleu_tokenizer,
     separate_characters,
@@ -347,7 +348,9 @@ def _sacrebleu_metric(make_metric: Callable[[Options], Any]) -> Callable[..., Co
     def measure(predictions: Texts, references: References, options: Options) -> CorpusStatistics:
         from ..compat import sacrebleu_score, sacrebleu_statistics
 
-        metric, separated = make_metric(options), {}
+        separated: dict[str, str] = {}
+        with refuse_downloads(options.get("tokenize")):
+            metric = make_metric(options)
         refuse_rows(references, str.strip)
         if options.get("tokenize", "auto") == "auto" and not isinstance(options.get("char_order"), int):
             separated = unspaced_signature(_all_texts(predictions, references))

@@ -7,7 +7,8 @@ sacreBLEU's tokenizer zh; nothing else about a text changes, so English scores s
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import regex
@@ -79,8 +80,20 @@ def sacrebleu_tokenizer(name: str) -> Callable[[str], str]:
 
     if name not in BLEU.TOKENIZERS:
         raise DeltuneError(unknown_name("tokenizer", name, ["auto", *BLEU.TOKENIZERS]))
-    tokenizer: Callable[[str], str] = BLEU(tokenize=name).tokenizer
+    with refuse_downloads(name):
+        tokenizer: Callable[[str], str] = BLEU(tokenize=name).tokenizer
     return tokenizer
+
+
+@contextmanager
+def refuse_downloads(name: Any) -> Iterator[None]:
+    """Say of a tokenizer of sacreBLEU which downloads its vocabulary that this has failed."""
+    try:
+        yield
+    except OSError as error:
+        raise DeltuneError(
+            f"tokenizer {name} downloads its vocabulary, which failed ({error}): choose another, such as 13a or intl"
+        ) from error
 
 
 def missing_mecab(name: str) -> str | None:
