@@ -481,7 +481,7 @@ def test_a_column_without_text_is_no_input(tmp_path: Path, more: dict[str, Any])
 
 def test_whole_numbers_with_a_point_are_classes(tmp_path: Path) -> None:
     (tmp_path / "train.csv").write_text("text,label\nfine,1.0\nbad,0.0\ngood,1.0\n")
-    assert loading.load_data(str(tmp_path)).labels == ("0.0", "1.0")
+    assert loading.load_data(str(tmp_path)).labels == ("0", "1")
 
 
 def test_small_letters_are_no_classes(tmp_path: Path) -> None:

@@ -11,7 +11,10 @@ from typing import Any
 
 import lazy_loader
 
+from ._context import descends_from_import as _descends_from_import
 from ._version import __version__ as __version__
+
+_descends_from_import.set(True)
 
 _public_name, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 

@@ -20,7 +20,7 @@ from mutation.mutations import MUTATIONS
 SOURCE = Path(__file__).parents[2] / "src" / "deltune"
 
 PACKAGES = (
-    "_version", "errors", "compat", "notebook", "pages", "filesystem", "processor", "tensor_files", "timing", "anatomy",
+    "_version", "_context", "errors", "compat", "notebook", "pages", "filesystem", "processor", "tensor_files", "timing", "anatomy",
     "models", "templates", "methods", "interop", "runtime", "data", "metrics", "tasks", "training", "studies.engine",
     "studies.claims", "studies.report", "studies", "serving", "cli", "__main__",
 )  # fmt: skip

@@ -472,9 +472,7 @@ def encode_labels(
         del values[split]
     train = {label for _, label in _label_occurrences(values.get("train", []))} | {*others}
     numeric = all(map(_is_integer, train))
-    names = tuple(
-        known or sorted(train, key=lambda label: (int(label.partition(".")[0]) if numeric else 0, label != "O", label))
-    )
+    names = tuple(known or sorted(train, key=lambda label: (int(label) if numeric else 0, label != "O", label)))
     if len(set(map(str, names))) < len(names) or not all(isinstance(name, str) for name in names):
         problems.append(f"label names must be different strings, not {excerpt(list(names))}")
         return (), {}
@@ -523,7 +521,7 @@ def _row_labels(file: DataFile, column: str, problems: list[str]) -> list[tuple[
     labels = []
     for number, row in file.rows:
         value = row.get(column)
-        values = value if isinstance(value, list) else [value]
+        values = [_whole(v) for v in (value if isinstance(value, list) else [value])]
         if all(isinstance(v, str | int) and v != "" for v in values):
             labels.append((number, [str(v) for v in values]))
         elif column in row:
@@ -531,12 +529,17 @@ def _row_labels(file: DataFile, column: str, problems: list[str]) -> list[tuple[
     return labels
 
 
+def _whole(label: Any) -> Any:
+    """Return a whole number without a point: pandas writes 1.0 for 1 where a label is missing."""
+    return str(label)[:-2] if re.fullmatch(r"-?\d{1,18}\.0", str(label)) else label
+
+
 def _label_occurrences(rows: Sequence[tuple[int, list[str]]]) -> list[tuple[int, str]]:
     return [(number, label) for number, labels in rows for label in labels]
 
 
 def _is_integer(label: str) -> bool:
-    return re.fullmatch(r"-?\d{1,18}(\.0+)?", label) is not None  # pandas writes whole numbers as 1.0
+    return re.fullmatch(r"-?\d{1,18}", label) is not None
 
 
 def _is_number(label: str) -> bool:

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
+from .._context import descends_from_import
 from ..anatomy.tracing import tensors_in
 from ..compat import backward_id
 from ..errors import DeltuneError
@@ -74,10 +75,6 @@ class ForwardPass:
 _CURRENT: ContextVar[weakref.ReferenceType[ForwardPass] | None] = ContextVar("deltune_pass", default=None)
 _SCOPES: ContextVar[Entered] = ContextVar("deltune_scopes", default=())
 _CHOSEN: ContextVar[Owners] = ContextVar("deltune_chosen", default=())
-_KNOWN: ContextVar[bool] = ContextVar("deltune_known", default=False)
-"""True in contexts that descend from the one that imported this module, such as tasks' and `asyncio.to_thread`'s, which
-have the scopes that they belong to. A thread of its own begins with an empty context."""
-_KNOWN.set(True)
 
 
 class _Thread(threading.local):
@@ -289,13 +286,13 @@ def _refuse_unknown_thread(owner: Scopes) -> None:
     else:
         here = threading.get_ident()
         chosen, in_other_thread = _CHOSEN.get(), any(scope.thread != here for scope in list(owner.scopes))
-        in_other_thread = in_other_thread and not _KNOWN.get() and not owner.passes_in_threads()
+        in_other_thread = in_other_thread and not descends_from_import.get() and not owner.passes_in_threads()
     if in_other_thread and not any(reference() is owner for reference in chosen):
         raise DeltuneError(
             "another thread is inside rows() or disable(), which Python does not pass on to the threads and pools that "
             "it uses, so it is unclear which delta this thread should use: enter rows() or disable() in the function "
-            "that runs here, run it by contextvars.copy_context().run, or, if this thread has nothing to do with that "
-            "block, call use() in it before"
+            "that runs here, or run it by contextvars.copy_context().run, which hands on the block. A thread that has "
+            "nothing to do with the block can also call use() before"
         )
 
 
@@ -405,7 +402,8 @@ class PassLock:
     @property
     def runs_in_threads(self) -> bool:
         """Whether a pass runs that runs its own passes in other threads."""
-        return any(running.in_threads for running in list(self._running))
+        with self.mutex:  # passes that begin meanwhile would change the set while it is read
+            return any(running.in_threads for running in list(self._running))
 
     @property
     def held_by_change(self) -> bool:

@@ -11,7 +11,7 @@ import torch
 
 from ..runtime.attaching import tuned
 from .encoding import EncodedRows, collate, longest_first
-from .padding import padding_side
+from .padding import eval_mode, padding_side
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -85,9 +85,7 @@ class InferenceContext:
         device = next(model.parameters()).device
         batches = longest_first(encoded.lengths, self.batch_size, same_length=padding_side(model) is None)
         cast = autocast(device, self.precision)
-        was_training = model.training
-        model.eval()
-        try:
+        with eval_mode(model):
             for indices in batches:
                 batch = collate(self.tokenizer, model, encoded.__getitems__(indices))
                 batch = {name: tensor.to(device) for name, tensor in batch.items()}
@@ -96,8 +94,6 @@ class InferenceContext:
                     process(indices, batch)
                 if self.on_progress is not None:
                     self.on_progress(len(indices))
-        finally:
-            model.train(was_training)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ..anatomy.inspection import inspect
 from ..errors import DeltuneError
 from ..runtime.attaching import find_tuned
 from ..templates import begin_token
-from .padding import Side, padding_side
+from .padding import Side, eval_mode, padding_side
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -366,9 +366,8 @@ def check_causal(model: PreTrainedModel) -> None:
     """
     last = model.config.get_text_config().vocab_size - 1
     ids = torch.tensor([[last, last], [last, last - 1]], device=next(model.parameters()).device)
-    training = model.training
-    first = model.eval()(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, 0].float()
-    model.train(training)
+    with eval_mode(model):
+        first = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, 0].float()
     if not torch.allclose(first[0], first[1], rtol=1e-3, atol=1e-4):
         raise DeltuneError(
             f"{type(model).__name__} is an encoder: its tokens attend to those after them, so it cannot generate text. "

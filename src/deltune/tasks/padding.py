@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 from inspect import signature
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from ..errors import DeltuneError
+from ..runtime.attaching import find_tuned
 from ..templates import as_ids
 
 if TYPE_CHECKING:
@@ -57,19 +61,31 @@ def pads_prompts(model: PreTrainedModel) -> bool:
     return _PADS_PROMPTS[model]
 
 
-@torch.no_grad()
-def _leaves_answers(model: PreTrainedModel, side: Side, generated: bool = False) -> bool:
-    """Try whether two rows of different lengths have the same scores in one batch as each beside its equal."""
-    rows, training = _rows(model), model.training
-    score = _generated_scores if generated else _scores
+@contextlib.contextmanager
+def eval_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Put a model into eval mode, and each of its modules back into the mode that it had."""
+    training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        in_batch = score(model, rows, side)
-        alone = [score(model, [row] * len(rows), side)[0] for row in rows]
-    except Exception:  # each family refuses in its own way what it cannot read, such as token ids without boxes
-        return True
+        yield
     finally:
-        model.train(training)
+        for module in training:
+            module.training = True
+
+
+@torch.no_grad()
+def _leaves_answers(model: PreTrainedModel, side: Side, generated: bool = False) -> bool:
+    """Try the base model on two rows of different lengths, in one batch and each in a batch of its own."""
+    rows, handle = _rows(model), find_tuned(model)
+    score = _generated_scores if generated else _scores
+    with eval_mode(model), contextlib.nullcontext() if handle is None else handle.disable():
+        try:
+            in_batch = score(model, rows, side)
+            alone = [score(model, [row] * len(rows), side)[0] for row in rows]
+        except (DeltuneError, torch.OutOfMemoryError):
+            raise
+        except Exception:  # each family refuses in its own way what it cannot read, such as token ids without boxes
+            return True
     tolerance = (1e-3 if model.dtype in (torch.float32, torch.float64) else 3e-2) * max(
         single.abs().max() for single in alone
     )
