@@ -21,8 +21,8 @@ SOURCE = Path(__file__).parents[2] / "src" / "deltune"
 
 PACKAGES = (
     "_version", "_context", "errors", "compat", "notebook", "pages", "filesystem", "processor", "tensor_files",
-    "timing", "anatomy", "models", "templates", "methods", "interop", "runtime", "data", "metrics", "tasks", "training", "studies.engine",
-    "studies.claims", "studies.report", "studies", "serving", "cli", "__main__",
+    "timing", "anatomy", "models", "templates", "methods", "interop", "runtime", "data", "metrics", "tasks",
+    "training", "studies.engine", "studies.claims", "studies.report", "studies", "serving", "cli", "__main__",
 )  # fmt: skip
 """From the bottom up; a package imports only from those before it. CONTRIBUTING.md has the same table."""
 
