@@ -210,7 +210,8 @@ def error_from_problems(title: str, problems: list[str], in_python: str = "", fa
     problems = list(dict.fromkeys(problems))
     if len(problems) == 1:
         return DeltuneError(f"{title}: {problems[0]}", in_python, fault)
-    shown = _fitting(problems[:MAX_LISTED_PROBLEMS], MAX_MESSAGE_LENGTH - 100, most_of_one=100)
+    room = MAX_MESSAGE_LENGTH - min(len(title), MAX_MESSAGE_LENGTH // 2) - 60
+    shown = _fitting(problems[:MAX_LISTED_PROBLEMS], room, most_of_one=100)
     lines = [f"  - {problem}" for problem in shown]
     if len(problems) > len(shown):
         lines.append(f"  … and {len(problems) - len(shown):,} more")

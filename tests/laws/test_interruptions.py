@@ -271,10 +271,14 @@ def test_interrupted_at_the_end_of_attaching(what: str, first: bool, tmp_path: P
 
     with Interrupting(0, inside=inside) as whole:
         work(model())
-    for at in range(whole.lines - 24, whole.lines + 1, 6):
+    interrupted = 0
+    for at in range(whole.lines - 42, whole.lines + 1, 6):  # later times take fewer lines
         one = model()
-        with pytest.raises(KeyboardInterrupt), Interrupting(at, inside=inside):
-            work(one)
+        try:
+            with Interrupting(at, inside=inside):
+                work(one)
+        except KeyboardInterrupt:
+            interrupted += 1
         if "deltune" not in dict(one.named_children()):
             assert first
             stage.check_bare(one)
@@ -287,3 +291,4 @@ def test_interrupted_at_the_end_of_attaching(what: str, first: bool, tmp_path: P
         else:
             assert ("c" in tuned.names) == (tuned.active == "c")
             stage.check(tuned, set(tuned.names), {"a", "c"})
+    assert interrupted > 2

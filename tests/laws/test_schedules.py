@@ -6,6 +6,7 @@ The laws of `test_threads` let threads run as they like; here each moment that o
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import copy
 import os
 import signal
@@ -146,7 +147,7 @@ def test_a_nested_pass_with_other_tensors(
     expected = answers(tuned, inputs)
     here, order, outputs = threading.get_ident(), [], {}
     arrived = threading.Event()
-    wait = PassLock._wait
+    wait, context = PassLock._wait, contextvars.copy_context()
 
     def waiting(lock: PassLock, *args: Any) -> None:
         arrived.set()
@@ -165,7 +166,7 @@ def test_a_nested_pass_with_other_tensors(
             with pytest.raises(KeyboardInterrupt) if interrupted else nullcontext(), WAYS[nested](tuned):
                 outputs["nested"] = run(model, inputs)
         elif order == ["the outer runs"]:
-            outputs["other"] = start(of_other)
+            outputs["other"] = start(lambda: context.run(of_other))
             come(arrived)
             order.append("the nested goes on")
             if interrupted:
