@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+MISSING = f"no Chromium: none of {', '.join(NAMES)} is on the PATH"
+"""Why a test is skipped; .ci/run has it fail."""
 PATIENCE = 60.0  # seconds for any answer; a machine under load starts slowly
 
 FIT = """

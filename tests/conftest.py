@@ -8,7 +8,7 @@ import re
 import shutil
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,10 @@ from filelock import FileLock
 from hypothesis import settings
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
+REQUIRED = "DELTUNE_REQUIRED"
+"""The variable that names, with commas, what this machine must have; a test that is skipped for want of it fails."""
+WANT = re.compile(r"Skipped: (?:no ([^:;]+)|could not import '([\w.]+)')")
+"""The reason of a test that is skipped for want of something begins with "no" and what there is not."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -37,6 +41,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         assert marker is not None
         for item in spread_out(cases)[marker.args[0] :]:
             item.add_marker(pytest.mark.slow)
+
+
+def missing_part(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """Return what a test was skipped for want of; "" for one that was skipped for another reason, or that ran."""
+    match = WANT.match(report.longrepr[2]) if report.skipped and isinstance(report.longrepr, tuple) else None
+    return (match[1] or match[2]) if match else ""
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Let tests fail that are skipped for want of what `DELTUNE_REQUIRED` names."""
+    report = yield
+    if (want := missing_part(report)) and want in os.environ.get(REQUIRED, "").split(","):
+        report.outcome, report.longrepr = "failed", f"there is no {want} here, and {REQUIRED} names it"
+    return report
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None]:
+    """Say at the end, above pytest's last line, what tests were skipped for want of."""
+    yield
+    counts = Counter(filter(None, map(missing_part, terminalreporter.getreports("skipped"))))
+    if counts:
+        wants = ", ".join(f"{want} ({number})" for want, number in sorted(counts.items()))
+        terminalreporter.write_line(f"skipped for want of: {wants}")
 
 
 def spread_out(cases: Sequence[pytest.Item]) -> list[pytest.Item]:

@@ -173,12 +173,12 @@ def test_as_little_as_is_read_is_kept(
     mapped = Path("/proc/self/maps")
     assert not mapped.exists() or file.name in mapped.read_text()
     rows = cached.__getitems__([5, 2])
-    batch = collate(use.tokenizer, rows)
+    batch = collate(use.tokenizer, use.model, rows)
     assert batch["input_ids"].shape[1] == (1 if reads != "all" else max(encoded.lengths[5], encoded.lengths[2]))
     use.model.eval()
     with torch.no_grad():
         short = use.model(**batch).logits
-        whole = use.model(**collate(use.tokenizer, encoded.__getitems__([5, 2]))).logits
+        whole = use.model(**collate(use.tokenizer, use.model, encoded.__getitems__([5, 2]))).logits
     torch.testing.assert_close(short, whole, rtol=1e-4, atol=1e-5)
     frozen_layers.remove()
 

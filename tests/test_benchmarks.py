@@ -194,7 +194,7 @@ print(next(line.split()[1] for line in Path("/proc/self/status").read_text().spl
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to keep what is freed")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="no glibc, which alone can be told to keep what is freed")
 def test_freed_memory_is_kept() -> None:
     """256 MiB are freed; what is resident afterwards, in MiB."""
 

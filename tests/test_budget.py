@@ -8,6 +8,7 @@ from transformers import BertConfig, PreTrainedModel
 import deltune
 from deltune.anatomy.tracing import meta_model
 from deltune.methods.budget import solve
+from deltune.training.config import RunConfig
 from laws.methods import crossed
 
 CONFIG = BertConfig()
@@ -66,7 +67,32 @@ def test_a_mask_is_never_asked_for_more_than_there_is(model: PreTrainedModel) ->
 def test_aligned_to_another_method(model: PreTrainedModel) -> None:
     """UV table 2: on a base model MAM 16 + 16 counts as LoRA of rank 16."""
     result = solve(model, "mam(length=?, rank=?)", deltune.parse("lora(rank=16)"))
-    assert (repr(result.method), result.left) == ("mam", 0)
+    assert (repr(result.method), result.left) == ("mam(length=16, rank=16)", 0)
+
+
+@pytest.mark.parametrize(
+    ("method", "sizes", "printed"),
+    [
+        ("lora(rank=?)", (8,), "lora(rank=8)"),
+        ("lora(?, at='query')", (8,), "lora(8, at='query')"),
+        ("prefix(length=?) + lora(rank=?)", (16, 8), "prefix(length=16) + lora(rank=8)"),
+        ("prefix(length=?) + lora(rank=?)", (16, 9), "prefix(length=16) + lora(rank=9)"),
+        ("lora( rank = ? )", (9,), "lora(rank=9)"),
+        ("mam(length=?)", (30,), "mam(length=30)"),
+    ],
+)
+def test_a_solved_size_is_printed_also_where_it_is_the_default(method: str, sizes: tuple, printed: str) -> None:
+    """In Python, in sums, and on the command line; the method is the same one."""
+    parts = method.split("?")
+    spelled = deltune.parse("".join(f"{part}{size}" for part, size in zip(parts, [*sizes, ""], strict=True)))
+    weights = [deltune.count(CONFIG, part).method for part in spelled.terms] if len(sizes) > 1 else None
+    solved = deltune.fit(CONFIG, method, deltune.count(CONFIG, spelled).method, weights=weights)
+    assert (str(solved), repr(solved)) == (printed, printed)
+    assert solved == spelled and hash(solved) == hash(spelled) and deltune.parse(printed) == solved
+    assert str(solved + deltune.parse("layernorm")) == f"{printed} + layernorm"
+    assert RunConfig.from_flat(model="m", data="d", method=solved) == RunConfig.from_flat(
+        model="m", data="d", method=repr(spelled)
+    )
 
 
 @pytest.mark.parametrize(

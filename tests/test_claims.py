@@ -541,7 +541,8 @@ def test_runs_at_chance_are_counted_beside_the_claim_that_they_are_compared_for(
     ]  # fmt: skip
     findings = decide_claims([Claim("", "", Beats(A, B)), Claim("", "", Beats(A, C))], outcomes, "accuracy")
     assert [(one.at_chance, one.n_runs) for one in findings] == [(2, 4), (3, 4)]
-    caveats = [row.caveat for row in claim_rows(findings, [PrintedFinding(one.claim, None) for one in findings], True)]
+    printed = [PrintedFinding(one.claim, None) for one in findings]
+    caveats = [row.caveat for row in claim_rows(findings, printed, small=True)]
     assert caveats == ["2 of 4 runs at chance", "3 of 4 runs at chance"]
     tagger = Outcome({"task": "x"}, scores={"entity_f1": 0.0})
     assert is_at_chance(tagger) and not is_at_chance(replace(tagger, scores={"entity_f1": 0.01}))

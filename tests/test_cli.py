@@ -655,7 +655,7 @@ def test_a_full_disk(size: str, root: Path) -> None:
     """A real one: a file system of that size."""
     prefix = full_disk(size)
     if prefix is None:
-        pytest.skip("no mount of one's own here")
+        pytest.skip("no right to mount")
     train = [sys.executable, "-m", "deltune", "train", *map(str, options(root, method="full", output="/mnt/run"))]
     shell = ["sh", "-c", '"$@"; code=$?; ls -A /mnt /mnt/run; exit $code', "sh"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -218,7 +218,9 @@ def test_conll(tmp_path: Path, text: str) -> None:
         (1, {"tokens": ["#", "tag", "#"], "tags": ["O", "O", "B-X"]})
     ]
     rows = [readers.read_rows(tmp_path / name).rows for name in ("wide.bio", "tokens.conll")]
-    assert rows == [[(1, {"tokens": ["Ada", "lives"], "tags": ["B-PER", "O"]})], [(1, {"tokens": ["Ada", "lives"]})]]
+    between = {"column 2": ["NNP", "VBZ"], "column 3": ["x", "y"]}
+    both = {"tokens": ["Ada", "lives"], **between, "tags": ["B-PER", "O"]}
+    assert rows == [[(1, both)], [(1, {"tokens": ["Ada", "lives"]})]]
 
 
 @pytest.mark.parametrize(
@@ -297,6 +299,195 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {split: d["label"][:] for split, d in got.splits.items()} == {"train": [1, 0], "validation": [1, 0]}
 
 
+# --- what could be taken for something else ---------------------------------------------------------------------------
+
+ALPACA = [{"instruction": f"Translate {i}", "input": f"red {i}", "output": f"rot {i}"} for i in range(12)]
+FLAT = "sentence_id,token,label\n" + "1,Ada,B-PER\n1,lives,O\n2,Rome,B-LOC\n" * 4
+QUESTIONS = [{"question": f"q {i}", "options": ["a", "b"], "label": "AB"[i % 2]} for i in range(6)]
+TOPICS = [{"text": f"t {i}", "sentiment": "ab"[i % 2], "topic": "cd"[i % 2]} for i in range(6)]
+COMMAS = "text,labels\n" + "Ada in Rome,B-PER O B-LOC\nhi,O\n" * 4
+LISTS = "text,labels\n" + "Ada in Rome,\"['B-PER', 'O', 'B-LOC']\"\nhi,['O']\n" * 4
+DOUBTS: dict[str, tuple[dict[str, Any], str, dict[str, Any], str]] = {
+    "instructions": ({"train_jsonl": ALPACA}, "instruction would not be read", {"columns": ["input", "output"]}, ""),
+    "one instruction": (
+        {"train_jsonl": [{**row, "instruction": "translate"} for row in 4 * ALPACA]},
+        "source=input,targets=output, and instruction would not be read",
+        {"columns": {"source": "input", "targets": "output"}}, "generation",
+    ),
+    "no input": (
+        {"train_jsonl": [{"instruction": r["instruction"], "output": r["output"]} for r in ALPACA]},
+        "--task generation --columns source=…,targets=…",
+        {"columns": {"source": "instruction", "targets": "output"}}, "generation",
+    ),
+    "chats": ({"train_jsonl": [{"messages": [{"role": "user", "content": "x"}]}] * 4}, "put all of its input", {}, ""),
+    "preferences": (
+        {"train_jsonl": [{"prompt": "p", "chosen": "a", "rejected": "b"}] * 4},
+        "chosen, rejected by", {}, "",
+    ),
+    "a context": (
+        {"train_jsonl": [{"context": "a b", "question": f"q {i}", "answers": ["x"]} for i in range(4)]},
+        "context would not be read", {"columns": {"source": "question", "targets": "answers"}}, "generation",
+    ),
+    "a title": (
+        {"train_jsonl": [{"document": f"a {i}", "summary": f"b {i}", "title": f"t {i}"} for i in range(4)]},
+        "title would not be read", {"columns": {"source": "document", "targets": "summary"}}, "generation",
+    ),
+    "two summaries": (
+        {"train_jsonl": [{"document": f"a {i}", "summary": f"b{i}", "highlights": f"t{i}"} for i in range(4)]},
+        "highlights would not be read", {"columns": {"source": "document", "targets": "summary"}}, "generation",
+    ),
+    "options": (
+        {"train_jsonl": QUESTIONS},
+        "options would not be read", {"columns": ["question", "label"]}, "classification",
+    ),
+    "a letter for an index": (
+        {"train_jsonl": [{"question": "q", "choices": ["a", "b"], "answer": "B"}] * 2},
+        "'answer' is not the index of a choice but 'B'", {}, "",
+    ),
+    "two labels": (
+        {"train_jsonl": TOPICS},
+        "topic would not be read", {"columns": ["text", "topic"]}, "classification",
+    ),
+    "a word a row": (
+        {"train_csv": FLAT},
+        "such as 'O', 'B-LOC', 'B-PER'. A row of a", {"kind": "classification"}, "classification",
+    ),
+    "a word a row, in order": (
+        {"train_csv": FLAT},
+        "A row of a tagging is a sentence", {"columns": {"text": "token", "label": "label"}}, "classification",
+    ),
+    "a part of speech a row": (
+        {"train_csv": FLAT.replace("B-PER", "NOUN").replace("B-LOC", "NOUN").replace(",O", ",VERB")},
+        "tags of words in its column 'label', such as 'NOUN'", {"kind": "classification"}, "classification",
+    ),
+    "tags in a text": (
+        {"train_csv": COMMAS},
+        "tags of words in its column 'labels'", {"kind": "classification"}, "classification",
+    ),
+    "tags as Python writes lists": ({"train_csv": LISTS}, "tags of words in its column 'labels'", {}, ""),
+    "tokens in a text": (
+        {"train_csv": "tokens,tags\nAda left,B-PER O\n"},
+        "'tokens' is not a list of texts but 'Ada left'", {}, "",
+    ),
+    "a tag too few": (
+        {"train_jsonl": [{"tokens": ["a", "b"], "tags": ["O"]}]}, "2 tokens and 1 tags; give one tag for each", {}, "",
+    ),
+    "answers as labels": (
+        {"train_jsonl": [{"text": f"q {i}", "target": f"an answer {i}"} for i in range(12)]},
+        "--task generation --columns source=text,targets=target",
+        {"kind": "generation", "columns": {"source": "text", "targets": "target"}}, "generation",
+    ),
+    "CoNLL as text": (
+        {"train_txt": "-DOCSTART- -X- O\n\nAda NNP B-PER\nlives VB O\n"},
+        "rename it to .conll", {"kind": "language"}, "language",
+    ),
+    "a table as text": ({"train_txt": "good\tpos\nbad\tneg\n"}, "rename it to .tsv", {"kind": "language"}, "language"),
+    "fastText": ({"train_txt": "__label__a b\n__label__b c\n"}, "fastText", {"kind": "language"}, "language"),
+    "CoNLL-U": ({"train_conll": "1\tAda\tNOUN\n2\tgoes\tVERB\n"}, "the first column counts the tokens", {}, ""),
+    "tags first": ({"train_conll": "B-PER Ada\nO lives\n"}, "the tags stand before the tokens", {}, ""),
+    "semicolons": ({"train_csv": "text;label\na b;x\n"}, "separated by ';', 'text;label'; save it with commas", {}, ""),
+    "tabs": ({"train_csv": "text\tlabel\na b\tx\n"}, "save it as .tsv", {}, ""),
+    "quotes in .tsv": ({"train_tsv": 'text\tlabel\n"he ""x"""\ta\n'}, "line 2: '\"he \"\"x\"\"\"' is quoted", {}, ""),
+    "numbers": (
+        {"train_csv": "a,b,label\nx y,z,3.80\nx,y z,5\n"},
+        "a label must be text or a whole number, not '3.80'", {}, "",
+    ),
+}  # fmt: skip
+"""Files, what is said of them, and what is given to read them nevertheless with the kind of task that they then are."""
+
+
+@pytest.mark.parametrize("case", DOUBTS)
+def test_what_may_be_something_else_is_asked(tmp_path: Path, case: str) -> None:
+    files, expected, options, kind = DOUBTS[case]
+    source = write(tmp_path, **files)
+    text = message(source)
+    assert expected in text and len(text) < 1200
+    if kind:
+        assert loading.load_data(source, **options).kind == kind
+
+
+def test_columns_that_are_not_read_are_known(tmp_path: Path) -> None:
+    rows = [{"text": f"t {i}", "label": "ab"[i % 2], "topic": "c", "id": i, "score": 0.5} for i in range(4)]
+    source = write(tmp_path, train_jsonl=rows)
+    assert loading.load_data(source).unread == ("topic", "score")
+    assert loading.load_data(source, ["text", "label"]).unread == ()
+    write(tmp_path, meta_json='{"fields": ["text", "label"]}')
+    assert loading.load_data(source).unread == ()
+    (tmp_path / "wide").mkdir()
+    wide = loading.load_data(write(tmp_path / "wide", train_conll="Ada NNP B-PER\nlives VBZ O\n"))
+    assert (wide.kind, wide.unread) == ("tagging", ("column 2",))
+    parts = loading.load_data(wide.source, {"tokens": "tokens", "tags": "column 2"})
+    assert parts.labels == ("NNP", "VBZ") and parts.tag_scheme == "plain"
+
+
+def test_tabs(tmp_path: Path) -> None:
+    """Every line is a row, and quotes are characters as any other."""
+    got = loading.load_data(write(tmp_path, train_tsv='text\tlabel\nhe said "x", to\ta\n"foo" bar\tb\n"foo"\tb\n'))
+    assert got.splits["train"]["text"][:] == ['he said "x", to', '"foo" bar', '"foo"'] and got.labels == ("a", "b")
+    assert "train.tsv line 2: 3 fields, the header has 2" in message(
+        write(tmp_path, train_tsv="text\tlabel\na\tb\tc\n")
+    )
+
+
+# --- tag schemes ------------------------------------------------------------------------------------------------------
+
+
+def tagged(*rows: str) -> list[dict[str, list[str]]]:
+    return [{"tokens": [f"w{i}" for i in range(len(row.split()))], "tags": row.split()} for row in rows]
+
+
+TAGS = {
+    "IOB1": (("I-A I-A O I-B", "O I-A B-A"), "O B-A I-A I-B"),
+    "IOB2": (("B-A I-A O B-B", "O O"), "O B-A B-B I-A"),
+    "BIOES": (("B-A I-A E-A O", "S-B O"), "O B-A E-A I-A S-B"),
+    "BILOU": (("B-A L-A O", "U-B O"), "O B-A L-A U-B"),
+    "plain": (("NOUN VERB", "DET NOUN"), "DET NOUN VERB"),
+}
+
+
+@pytest.mark.parametrize("scheme", TAGS)
+def test_tags_have_a_scheme(tmp_path: Path, scheme: str) -> None:
+    rows, labels = TAGS[scheme]
+    source = write(tmp_path, train_jsonl=tagged(*rows), test_jsonl=tagged("O O") if scheme != "plain" else [])
+    (tmp_path / "test.jsonl").unlink() if scheme == "plain" else None
+    got = loading.load_data(source)
+    assert (got.tag_scheme, got.labels, got.summary["tag_scheme"]) == (scheme, tuple(labels.split()), scheme)
+    assert loading.load_data(source, tag_scheme="plain").tag_scheme == "plain"
+    if scheme == "plain":
+        assert "cannot be converted" in message(source, tag_scheme="iob2")
+        return
+    converted = loading.load_data(source, tag_scheme="iob2")
+    assert converted.tag_scheme == "IOB2" and converted.labels == ("O", "B-A", "B-B", "I-A", "I-B")
+    (tmp_path / "train.jsonl").unlink()
+    alone = loading.load_data(source, tag_scheme="iob2", iob2_labels=converted.labels, training=False)
+    assert alone.labels == converted.labels and alone.tag_scheme is None
+
+
+def test_numbers_are_converted_by_their_names(tmp_path: Path) -> None:
+    rows = [{"tokens": ["a", "b"], "tags": [1, 0]}, {"tokens": ["a"], "tags": [1]}]
+    got = loading.load_data(write(tmp_path, train_jsonl=rows), labels=["O", "I-X"], tag_scheme="iob2")
+    assert got.labels == ("O", "B-X", "I-X") and got.splits["train"]["tags"][:] == [[1, 0], [1]]
+
+
+MIXED = {
+    "two files": ({"train_jsonl": tagged("B-A I-A", "B-A O"), "test_jsonl": tagged("I-A O")}, "test.jsonl line 1 (I-A"),
+    "a row": ({"train_jsonl": tagged("B-A O", "B-A I-A", "O I-A")}, "train.jsonl line 3 (I-A after O, as in IOB1)"),
+    "two endings": ({"train_jsonl": tagged("B-A E-A", "S-A E-A")}, "train.jsonl line 2 (E-A after S-A)"),
+    "a class": ({"train_jsonl": tagged("B-A O", "NOUN O")}, "'NOUN' in train.jsonl line 2 is not"),
+    "IOE": ({"train_conll": "a I-A\nb E-A\n\nc O\n"}, "IOE, where E ends an entity"),
+}
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_tags_of_no_single_scheme_are_named(tmp_path: Path, case: str) -> None:
+    files, expected = MIXED[case]
+    source = write(tmp_path, **files)
+    assert expected in message(source)
+    option: Any = "plain" if case == "a class" else "iob2"
+    assert f"--tag-scheme {option}" in message(source)
+    assert loading.load_data(source, tag_scheme=option).tag_scheme == {"plain": "plain", "iob2": "IOB2"}[option]
+
+
 # --- what can be wrong ------------------------------------------------------------------------------------------------
 
 
@@ -304,7 +495,7 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
     ("texts", "expected"),
     [
         ({}, ["no train file (train.jsonl, train.json, train.csv, ", "the folder holds: nothing"]),
-        ({"test_jsonl": ROWS, "train_tsv": "a\tb\n"}, ["no train file", "the folder holds: test.jsonl, train.tsv"]),
+        ({"test_jsonl": ROWS, "train_xlsx": "a"}, ["no train file", "the folder holds: test.jsonl, train.xlsx"]),
         ({"train_jsonl": ROWS, "train_csv": "text,label\n"}, ["more than one file for train: train.csv, train.jsonl"]),
         ({"train_jsonl": ROWS, "dev_jsonl": ROWS, "valid_jsonl": ROWS}, ["for validation: dev.jsonl, valid.jsonl"]),
         ({"train_jsonl": ""}, ["train.jsonl is empty"]),
@@ -477,7 +668,7 @@ def test_hub_id_that_cannot_be_had() -> None:
 def test_read_one_file(tmp_path: Path) -> None:
     write(tmp_path, more_jsonl=ROWS)
     assert readers.read_rows(tmp_path / "more.jsonl").rows[1] == (2, ROWS[1])
-    for name, expected in (("more.tsv", "unknown file format '.tsv'"), ("none.csv", "cannot be read")):
+    for name, expected in (("more.xlsx", "unknown file format '.xlsx'"), ("none.csv", "cannot be read")):
         with pytest.raises(DeltuneError, match=expected):
             readers.read_rows(tmp_path / name)
 

@@ -36,7 +36,7 @@ def test_precision_follows_what_the_device_supports() -> None:
         task_setup.resolve_precision("bf16", torch.device("meta"))
 
 
-@pytest.mark.skipif(not ACCELERATED, reason="needs an accelerator")
+@pytest.mark.skipif(not ACCELERATED, reason="no accelerator")
 @pytest.mark.parametrize("devices", ["auto", "cpu", "cuda", "cuda:0"])
 def test_a_run_on_an_accelerator_writes_device_and_precision(devices: str, tmp_path: Path) -> None:
     train(tiny.spec(tmp_path, epochs=1, precision="auto"), tmp_path / "run", devices=devices)

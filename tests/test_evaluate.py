@@ -13,6 +13,7 @@ import torch
 import tiny
 from deltune.errors import DeltuneError
 from deltune.training import prediction_inputs
+from deltune.training.config import RunConfig
 from deltune.training.inference import evaluate, load_run, merge_run, predict, rescore
 from deltune.training.run_dir import RunDir
 from deltune.training.train import train
@@ -186,3 +187,18 @@ def test_an_unfinished_run_says_so(tmp_path: Path, run: RunDir) -> None:
         load_run(tmp_path / "run")
     with pytest.raises(DeltuneError, match="not finished"):
         rescore(tmp_path / "run")
+
+
+def test_the_folder_of_known_tasks_may_move(tmp_path: Path) -> None:
+    tiny.data(tmp_path / "old" / "rotten_tomatoes")
+    tiny.model(tmp_path / "model")
+    spec = RunConfig.from_flat(
+        model=str(tmp_path / "model"), task="rotten_tomatoes", data_root=str(tmp_path / "old"), method="layernorm",
+        epochs=1, batch_size=8, max_length=16,
+    )  # fmt: skip
+    scores = train(spec, tmp_path / "run", progress=False).scores
+    (tmp_path / "old").rename(tmp_path / "new")
+    with pytest.raises(DeltuneError, match="there is no folder"):
+        evaluate(tmp_path / "run")
+    moved = evaluate(tmp_path / "run", data_root=str(tmp_path / "new"))
+    assert moved["test"]["accuracy"] == scores["test"]["accuracy"]

@@ -109,7 +109,7 @@ def test_private_names_are_found(source: str) -> None:
 @each
 def test_it_runs(path: Path) -> None:
     """From top to bottom in an empty folder, its assertions included; outputs are not compared."""
-    pytest.importorskip("ipykernel", reason="the extra dev has it")
+    pytest.importorskip("ipykernel", reason="no ipykernel: the extra dev has it")
     spec = importlib.util.spec_from_file_location("docs_hooks_notebooks", ROOT / "docs" / "hooks" / "notebooks.py")
     assert spec and spec.loader
     notebooks = importlib.util.module_from_spec(spec)

@@ -86,7 +86,7 @@ def test_a_server_computes_what_the_delta_does(family: str, method: str, server:
 @pytest.mark.peers
 @pytest.mark.parametrize("server", ["vllm", "llama.cpp"])
 def test_peft_computes_it_too(server: str, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft", reason="PEFT is not installed: pip install -e '.[peers]' -c constraints.txt")
+    peft = pytest.importorskip("peft", reason="no PEFT: pip install -e '.[peers]' -c constraints.txt")
     model = build(FAMILIES["llama"], "causal")
     stir(deltune.attach(model, MIXED))
     outputs = run(model, batch(model))["logits"]
@@ -138,7 +138,7 @@ def test_what_a_server_cannot_serve(
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.skipif("LLAMA_CPP" not in os.environ, reason="LLAMA_CPP is not set to a checkout of llama.cpp")
+@pytest.mark.skipif("LLAMA_CPP" not in os.environ, reason="no LLAMA_CPP: set it to a checkout of llama.cpp")
 def test_the_script_of_llama_cpp_converts_the_folder(tmp_path: Path) -> None:
     """What convert_lora_to_gguf.py writes changes each weight as the folder does, by llama.cpp's own formula."""
     gguf = pytest.importorskip("gguf")

@@ -233,7 +233,7 @@ def test_committed_results_can_be_repeated() -> None:
     setup = StudySetup("small", str(SHARED / "data"))
     rows = {row.name: row for row in read_results(RESULTS)}
     if rows and not (SHARED / "data").is_dir():
-        pytest.skip(f"the small models and data are not at hand: no folder {SHARED / 'data'}")
+        pytest.skip(f"no small models and data: there is no folder {SHARED / 'data'}")
     jobs = sample_jobs((job for name in exported_studies(RESULTS) for job in STUDIES[name](setup).jobs(rows)), rows, 10)
     with tempfile.TemporaryDirectory() as folder, ResultStore(Path(folder) / "r.sqlite") as stored:
         scheduler = Scheduler(lambda _: jobs, stored, LocalPool(1, stored.runs))

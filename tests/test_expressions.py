@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import deltune
 from deltune.methods.forms import ACTIVATIONS
 from deltune.methods.registry import REGISTRY
-from deltune.methods.spec import ATTENTIONS, LAYERS, STACKS, TOWERS, Method, explicit_expression
+from deltune.methods.spec import ATTENTIONS, LAYERS, STACKS, TOWERS, Method, explicit_expression, expressions_apart
 
 RANKS = st.integers(1, 4096)
 LENGTHS = st.integers(2, 4096)  # one ungated prefix vector is refused
@@ -232,7 +232,7 @@ MISTAKES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("lora(8, 16)", ("16",), ("lora takes 1 argument without a name", "scale=1")),  # PEFT's second number is alpha
     ("lora(8, rank=9)", ("rank",), ("'rank' is given twice",)),
     ("lora(rank=2, rank=3)", ("rank=3",), ("lora: 'rank' is given twice",)),
-    ("lora(rank=2, at=quey, rank=3, rank=4)", ("quey", "rank=3", "rank=4"), ("3 problems", "'quey'")),
+    ("lora(rank=2, at=quey, rank=3, rank=4)", ("quey", "rank=3", "rank=4"), ("2 problems", "'quey'")),
     ("layernorm(terms='gains')", ("terms",), ("terms='gains' is not one of 'both', 'gain', 'bias'",)),
     ("layernorm(layers='middle')", ("layernorm",), ("unknown layers 'middle'", "lower half")),
     ("adapter(layers=[])", ("adapter",), ("layers=()",)),
@@ -408,3 +408,32 @@ def test_signatures_have_no_catch_alls() -> None:
     for entry in REGISTRY.values():
         kinds = {p.kind for p in signature(entry.make).parameters.values()}
         assert not kinds & {Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL}
+
+
+@pytest.mark.parametrize(
+    ("expression", "scale", "printed"),
+    [
+        ("lora(alpha=16)", 2.0, "lora(alpha=16)"),
+        ("lora(rank=4, alpha=2)", 0.5, "lora(rank=4, alpha=2)"),
+        ("lora(alpha=8)", 1.0, "lora(alpha=8)"),
+        ("lora(alpha=16, scale=2)", 2.0, "lora(alpha=16)"),
+        ("lora(scale=2)", 2, "lora(scale=2)"),
+    ],
+)
+def test_the_scale_that_is_written_is_the_one_that_acts(expression: str, scale: float, printed: str) -> None:
+    """delta.json has every argument, also the scale that follows from alpha; what it says can be read again."""
+    method = deltune.parse(expression)
+    explicit = explicit_expression(method)
+    assert f"scale={scale}," in explicit and repr(method) == printed
+    again = deltune.parse(explicit)
+    assert again == method and again.parts == method.parts and repr(again) == printed
+    assert explicit_expression(again) == explicit
+
+
+def test_methods_side_by_side_show_what_they_differ_in() -> None:
+    methods = [deltune.parse(text) for text in ("lora", "lora(rank=4) + layernorm", "lora(alpha=16)", "bitfit")]
+    assert expressions_apart(methods) == [
+        "lora(rank=8, alpha=None)", "lora(rank=4, alpha=None) + layernorm", "lora(rank=8, alpha=16)", "bitfit",
+    ]  # fmt: skip
+    assert expressions_apart(methods[:2]) == ["lora(rank=8)", "lora(rank=4) + layernorm"]
+    assert expressions_apart(methods[:1]) == ["lora"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from collections.abc import Callable
@@ -11,7 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LNTuningConfig, LoraConfig, PrefixTuningConfig, PromptTuningConfig
+from peft import (
+    AdaLoraConfig,
+    IA3Config,
+    LNTuningConfig,
+    LoHaConfig,
+    LoraConfig,
+    PeftType,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+)
+from safetensors.torch import save_file
 
 import deltune
 from deltune.data.columns import guess_task_kind
@@ -72,7 +83,67 @@ def test_a_configuration_of_peft_is_answered_with_its_expression(expression: str
     deltune.parse(expression)
     with pytest.raises(deltune.DeltuneError) as caught:
         deltune.parse(CONFIGS[expression])
-    assert f'what it configures is written "{expression}"' in str(caught.value)
+    assert f'What it configures is written "{expression}".' in str(caught.value)
+
+
+OTHER_CONFIGS: dict[str, Any] = {
+    "DoRA": LoraConfig(use_dora=True),
+    "ranks of modules": LoraConfig(rank_pattern={"q_proj": 4}),
+    "modules of no site": LoraConfig(target_modules=["q_proj", "shiny"]),
+    "AdaLoRA": AdaLoraConfig(total_step=10),
+    "LoHa": LoHaConfig(),
+}
+
+
+@pytest.mark.parametrize("config", OTHER_CONFIGS)
+def test_a_configuration_that_no_expression_has_gets_none(config: str) -> None:
+    with pytest.raises(deltune.DeltuneError, match="method is an expression") as caught:
+        deltune.parse(OTHER_CONFIGS[config])
+    assert "lora(" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", PeftType)
+def test_a_type_of_peft_is_ours_or_no_method_and_never_a_similar_name(kind: PeftType) -> None:
+    try:
+        deltune.parse(f"{kind.value}(r=8)")
+    except deltune.DeltuneError as error:
+        assert "Did you mean" not in str(error)
+        assert "Here it is called" in str(error) or "deltune has no such method" in str(error)
+
+
+@pytest.mark.parametrize("kind", ["ADALORA", "LOHA", "P_TUNING", "TRAINABLE_TOKENS"])
+def test_a_folder_of_peft_without_translation_says_what_to_do(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": kind}))
+    save_file({"base_model.model.x": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(deltune.DeltuneError, match=rf"'{kind}'\. It has no translation: .*merge_and_unload") as caught:
+        deltune.load(build(FAMILIES["bert"], "base"), tmp_path)
+    assert "Did you mean" not in str(caught.value)
+
+
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+    "parallel": torch.nn.DataParallel,
+    "both": lambda model: torch.compile(torch.nn.DataParallel(model), backend="eager"),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_model_inside_of_another_module_is_named(wrapper: str, tmp_path: Path) -> None:
+    model = build(FAMILIES["bert"], "base")
+    wrapped = WRAPPERS[wrapper](model)
+    for call in (
+        lambda: deltune.attach(wrapped, "lora"),
+        lambda: deltune.load(wrapped, tmp_path),
+        lambda: deltune.count(wrapped, "lora"),
+        lambda: deltune.inspect(wrapped),
+        lambda: deltune.fit(wrapped, "lora(rank=?)", "1%"),
+    ):
+        with pytest.raises(deltune.DeltuneError, match=r"it wraps a BertModel: give that model"):
+            call()
+    with pytest.raises(deltune.DeltuneError, match="nothing is attached"):
+        deltune.tuned(wrapped)
+    handle = deltune.attach(model, "layernorm")
+    assert deltune.tuned(wrapped) is handle
 
 
 def test_an_attribute_of_others_is_answered_with_our_word() -> None:
@@ -207,6 +278,27 @@ def test_an_argument_of_others_is_answered_with_ours(case: str) -> None:
         call(tuned, {case.split()[1]: "x"})
     with pytest.raises(TypeError, match="attach"):  # any other wrong call is what it is in every function
         deltune.attach()  # type: ignore[call-arg]
+
+
+MERGES: tuple[tuple[tuple[Any, ...], dict[str, Any], str], ...] = (
+    (("a", "b"), {}, "merging several deltas at once is not supported yet. Merge one, save the model"),
+    (("a", "b", "a"), {}, "was called with 3"),
+    (("a", True), {}, "merge takes one name"),
+    (("a",), {"dequantize": "b"}, "dequantize='b' is not True or False"),
+    ((["a", "b"],), {}, "unknown delta ['a', 'b']"),
+)
+
+
+@pytest.mark.parametrize(("names", "options", "message"), MERGES, ids=[m[2][:40] for m in MERGES])
+def test_merging_several_at_once_is_refused_and_changes_nothing(
+    names: tuple[Any, ...], options: dict[str, Any], message: str
+) -> None:
+    model = build(FAMILIES["bert"], "base")
+    for name in ("a", "b"):
+        tuned = deltune.attach(model, "lora(rank=2)", name=name)
+    with pytest.raises(deltune.DeltuneError, match=re.escape(message)):
+        tuned.merge(*names, **options)
+    assert tuned.names == ("a", "b") and tuned.active == "b"
 
 
 def test_the_handle_stands_for_the_whole_model() -> None:

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 import tiny
+from deltune.cli.formatting import run_table
 from deltune.errors import DeltuneError
 from deltune.tasks.base import InferenceContext, TaskOptions
 from deltune.tasks.classification import CHOICE
 from deltune.tasks.encoding import IGNORE_INDEX, collate
 from deltune.tasks.generation import CAUSAL_GENERATION, LANGUAGE_MODELING, SEQ2SEQ_GENERATION, fill_template
 from deltune.tasks.registry import TASKS, find_task
-from deltune.tasks.token_classification import TAGGING
+from deltune.tasks.token_classification import TAGGING, tag_all_words
 from deltune.training import checkpoints
-from deltune.training.inference import evaluate, predict_rows, rescore
+from deltune.training.advice import advice, read_finished
+from deltune.training.config import RunConfig
+from deltune.training.error_analysis import analyse
+from deltune.training.inference import evaluate, generate, load_run, predict, predict_rows, rescore
 from deltune.training.prediction_inputs import inputs_from_file
 from deltune.training.run_dir import RunDir
+from deltune.training.search import verdict
 from deltune.training.train import train
 
 KINDS = ("classification", "tagging", "choice", "generation", "language")
@@ -206,6 +215,154 @@ def test_tags_stand_at_first_sub_words(places: Path) -> None:
     assert [len(p) for p in answers.predictions] == [4, 1] and answers.predictions[0][-1] == "O"
 
 
+INVISIBLE = ("", " ", "\t", "\u200b", "\ufe0f", "\u00ad", "\x01", "\u0301", "\u200b\ufe0f")
+TAGGED_LABELS = ("O", "B-X", "I-X")
+
+
+def _word_tokenizers(shared: Path) -> dict[str, Any]:
+    """WordPiece, byte-level BPE, Unigram with what T5 normalises, and one that adds no token of its own."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    from deltune.models import load_tokenizer
+
+    texts = ["Ada left Paris", "Bob saw Rome too"] * 9
+    unigram = Tokenizer(models.Unigram())
+    unigram.normalizer = normalizers.Sequence([normalizers.Nmt(), normalizers.NFKC()])
+    unigram.pre_tokenizer, unigram.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    made = trainers.UnigramTrainer(vocab_size=80, special_tokens=["<pad>", "<unk>"], unk_token="<unk>")
+    unigram.train_from_iterator(texts, made)
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=300, special_tokens=["<end>"]))
+    return {
+        "WordPiece": load_tokenizer("minilm"),
+        "Unigram": PreTrainedTokenizerFast(tokenizer_object=unigram, unk_token="<unk>", pad_token="<pad>"),
+        "byte-level BPE": PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<end>", pad_token="<end>"),
+        "BART": load_tokenizer(str(shared / "models" / "g2p-en-us-bart")),
+        "Llama": load_tokenizer(str(shared / "models" / "stories260k-llama")),
+    }
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_every_word_has_its_own_tag(shared: Path, side: str) -> None:
+    """Whatever a tokenizer drops or cuts: each word has the likeliest tag at its own first token, and one that has none
+    is O, or inside the entity around it."""
+    from transformers import AutoModelForTokenClassification
+
+    texts = [["Ada", word, "left", "Paris", word] for word in INVISIBLE]
+    texts += [[*INVISIBLE, "Ada"], ["", ""], ["\u200b"], ["Bob"], ["Ada", "left"] * 12]
+    for name, tokenizer in _word_tokenizers(shared).items():
+        tokenizer.truncation_side = side
+        sizes = {**tiny.FAMILIES["bert"], "vocab_size": len(tokenizer), "num_labels": len(TAGGED_LABELS)}
+        torch.manual_seed(0)
+        model = AutoModelForTokenClassification.from_config(AutoConfig.for_model("bert", **sizes)).eval()
+        model.classifier.weight.data.mul_(20)
+        columns = {"tokens": texts, "tags": [[i % 3 for i in range(len(text))] for text in texts]}
+        encoded = TAGGING.encode(tokenizer, model, columns, TaskOptions(max_length=12), True)
+        context = InferenceContext(model, tokenizer, TAGGED_LABELS, TaskOptions(max_length=12), 3)
+        answers, seen = TAGGING.predict(context, encoded), 0
+        for text, row, tags, scores in zip(texts, encoded.rows, answers.predictions, answers.scores, strict=True):
+            tokens = tokenizer(text, is_split_into_words=True, truncation=True, max_length=12)
+            first = {word: i for i, word in reversed(list(enumerate(tokens.word_ids()))) if word is not None}
+            assert len(tags) == len(scores) == len(text)
+            assert [row["labels"][first[word]] for word in first] == [word % 3 for word in first], name
+            if first:
+                with torch.no_grad():
+                    best = model(input_ids=torch.tensor([tokens["input_ids"]])).logits[0].softmax(-1).max(-1)
+            for word in range(len(text)):
+                if word in first:
+                    assert tags[word] == TAGGED_LABELS[best.indices[first[word]]], (name, text, tags)
+                    assert scores[word] == pytest.approx(best.values[first[word]].item(), abs=1e-5)
+                    seen += 1
+                else:
+                    assert scores[word] is None and tags[word] in ("O", "I-X")
+        assert seen > 20 and encoded.truncated >= 1
+
+
+UNSEEN = {
+    "outside": ("B-X ? B-X", "B-X O B-X"),
+    "within": ("B-X ? ? I-X", "B-X I-X I-X I-X"),
+    "at the ends": ("? I-X ? O ?", "O I-X O O O"),
+    "of another type": ("B-X ? I-Y", "B-X O I-Y"),
+    "nothing seen": ("? ?", "O O"),
+    "plain": ("? NOUN ? VERB ?", "NOUN NOUN NOUN VERB VERB"),
+    "nothing seen of plain tags": ("? ?", "DET DET"),
+}
+
+
+@pytest.mark.parametrize("case", UNSEEN)
+def test_a_word_that_the_model_does_not_see_has_a_tag(case: str) -> None:
+    seen, expected = (text.split() for text in UNSEEN[case])
+    labels = ("DET", "NOUN", "VERB") if "plain" in case else ("O", "B-X", "I-X", "I-Y")
+    assert tag_all_words({i: tag for i, tag in enumerate(seen) if tag != "?"}, len(seen), labels) == expected
+
+
+def test_words_without_a_token_change_no_score(places: Path, tmp_path: Path) -> None:
+    """The same run with and without them, from the training labels to the scores of the test split."""
+    results = []
+    for name, extra in (("plain", []), ("before", [""]), ("behind", ["", ""])):
+        for seed, split in enumerate(("train", "validation", "test")):
+            tagged = rows("tagging", 48, seed)
+            for row in tagged:
+                at = 0 if name == "before" else 2
+                row["tokens"][at:at], row["tags"][at:at] = extra, ["O"] * len(extra)
+            tiny.lines(tmp_path / name / f"{split}.jsonl", tagged)
+        spec = tiny.spec(places, model=str(places / "bert"), data=str(tmp_path / name), method="full", epochs=6)
+        results.append(train(spec.replace(lr=1e-2, max_length=32), tmp_path / f"run {name}", progress=False).test)
+        lines = tiny.objects(RunDir(tmp_path / f"run {name}").predictions / "test.jsonl")
+        assert all(len(line["input"]) == len(line["prediction"]) == len(line["scores"]) for line in lines)
+        words = [{"id": "1", "input": ["", "fig", ""]}]
+        assert len(predict_rows(tmp_path / f"run {name}", words)[0]["prediction"]) == 3
+    assert results[0]["entity_f1"] > 0.5
+    assert results[1] == pytest.approx(results[0]) and results[2] == pytest.approx(results[0])
+
+
+SCHEME_RUNS = {
+    "IOB1": ("IOB1", None, ("entity_f1",)),
+    "BIOES": ("BIOES", None, ("entity_f1",)),
+    "converted": ("IOB2", "iob2", ("entity_f1",)),
+    "plain": ("plain", None, ("accuracy", "f1_macro")),
+}
+
+
+@pytest.mark.parametrize("name", SCHEME_RUNS)
+def test_a_run_keeps_the_scheme_of_its_tags(
+    name: str, places: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Recognised once, said in the first lines, and used wherever the run is scored again."""
+    scheme, option, metrics = SCHEME_RUNS[name]
+    prefix = {"BIOES": "S-", "plain": "", "IOB2": "S-"}.get(scheme, "I-")
+    for seed, split in enumerate(("train", "validation", "test")):
+        tagged = rows("tagging", 48, seed)
+        for row in tagged:
+            row["tags"] = [tag.replace("B-", prefix) for tag in row["tags"]]
+        tiny.lines(tmp_path / "data" / f"{split}.jsonl", tagged)
+    with caplog.at_level("INFO", logger="deltune"):
+        spec = tiny.spec(
+            places, model=str(places / "bert"), data=str(tmp_path / "data"), method="full", epochs=6, lr=1e-2,
+            max_length=32, tag_scheme=option,
+        )  # fmt: skip
+        result = train(spec, tmp_path / "run", progress=False)
+    assert f"tags: {scheme}" in caplog.text and ("--tag-scheme" in caplog.text or scheme == "plain")
+    run = RunDir(tmp_path / "run")
+    assert run.data.tag_scheme == scheme and set(result.test) == {"loss", *metrics}
+    assert all(value > 0.5 for metric, value in result.test.items() if metric != "loss")
+    assert all(f"scheme:{scheme}" in result.signatures[metric] for metric in metrics if metric == "entity_f1")
+    for scores in (evaluate(run.folder)["test"], rescore(run.folder)["test"]):
+        assert {metric: scores[metric] for metric in metrics} == {metric: result.test[metric] for metric in metrics}
+    lines = [{**line, "prediction": line["reference"]} for line in tiny.objects(run.predictions / "test.jsonl")]
+    tiny.lines(run.predictions / "test.jsonl", lines)
+    assert set(rescore(run.folder)["test"].values()) == {1.0}
+    assert analyse("tagging", lines, run.data.labels, scheme).wrong == ()
+    if scheme == "plain":
+        with pytest.raises(DeltuneError, match="and the tags are plain: O, beast, fruit, tool"):
+            train(spec.replace(metrics=("entity_f1",)), tmp_path / "other", progress=False)
+    elif option is None:
+        with pytest.raises(DeltuneError, match=rf"and the tags are {scheme}; give --tag-scheme iob2"):
+            train(spec.replace(model=str(places / "t5"), answer="words"), tmp_path / "other", progress=False)
+
+
 def test_a_target_ends(shared: Path) -> None:
     """Once, whether the tokenizer sees to it or leaves it to the caller."""
     for name in ("aren-translit-blenderbot", "g2p-en-us-bart"):
@@ -231,7 +388,7 @@ def test_the_loss_is_on_the_target_alone(places: Path) -> None:
             and row["labels"][: row["prompt_length"]] == [IGNORE_INDEX] * row["prompt_length"]
         )
     assert len(CAUSAL_GENERATION.encode(tokenizer, model, columns, LIMITS, False)) == 2, "one row for each source"
-    batch = collate(tokenizer, training.rows)
+    batch = collate(tokenizer, model, training.rows)
     loss = model(**batch).loss
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1].log_softmax(-1)
     shown = batch["labels"][:, 1:] != IGNORE_INDEX
@@ -266,7 +423,7 @@ def test_choices_stand_side_by_side(places: Path) -> None:
     columns_of_rows = rows("choice", 3, 1)
     columns = {name: [row[name] for row in columns_of_rows] for name in ("question", "choices", "answer")}
     encoded = CHOICE.encode(tokenizer, model, columns, LIMITS, True)
-    batch = collate(tokenizer, encoded.rows)
+    batch = collate(tokenizer, model, encoded.rows)
     assert batch["input_ids"].shape[:2] == (3, 3) and batch["labels"].tolist() == columns["answer"]
     batched = CHOICE.predict(InferenceContext(model, tokenizer, (), LIMITS, 3), encoded)
     alone = CHOICE.predict(InferenceContext(model, tokenizer, (), LIMITS, 1), encoded)
@@ -274,6 +431,86 @@ def test_choices_stand_side_by_side(places: Path) -> None:
     columns["choices"][1] = ["one", "two"]
     with pytest.raises(DeltuneError, match="2 or 3 choices"):
         CHOICE.encode(tokenizer, model, columns, LIMITS, True)
+
+
+def bytes_model(folder: Path, side: str = "right", **special: str) -> Path:
+    """GPT-2 whose tokenizer writes nothing around a text, a token a byte; `special` are its special tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({"<|end|>": 0} | {letter: i + 1 for i, letter in enumerate(letters)}, []))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
+    made.add_special_tokens(["<|end|>"])
+    PreTrainedTokenizerFast(tokenizer_object=made, padding_side=side, **special).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("gpt2", **tiny.FAMILIES["gpt2"], vocab_size=257)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+EMPTY: dict[str, tuple[list[dict[str, Any]], list[Any], dict[str, Any]]] = {
+    "classification": ([{"text": "good", "label": "a"}, {"text": "", "label": "b"}], ["", " ", "bad"], {}),
+    "in words": (
+        [{"text": "good", "label": "a"}, {"text": "", "label": "b"}], ["", " ", "bad"],
+        {"answer": "words", "head": "freeze", "words": "a=yes,b=no"},
+    ),
+    "pairs": (
+        [{"a": "", "b": "", "label": "x"}, {"a": "one", "b": "", "label": "y"}, {"a": "", "b": "two", "label": "y"}],
+        [["", ""], ["one", ""], ["", "a longer one"]], {"columns": ("a", "b", "label")},
+    ),
+    "choice": (
+        [{"question": "", "choices": ["x", "yy"], "answer": 0}, {"question": "q", "choices": ["x", "y"], "answer": 1}],
+        [{"question": "", "choices": ["x", "y"]}, {"question": " ", "choices": ["x", "y"]}],
+        {"answer": "words", "head": "freeze"},
+    ),
+    "generation": (
+        [{"source": "", "targets": "x"}, {"source": "a", "targets": ""}, {"source": "b", "targets": "y"}],
+        ["", " ", "abc"], {"target_length": 3},
+    ),
+    "language": ([{"text": ""}, {"text": "one and two"}, {"text": "x"}], ["", "x", "abc"], {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", EMPTY)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_texts_without_tokens_and_their_neighbours(case: str, side: str, tmp_path: Path) -> None:
+    """They begin with the token that begins a text, in training, in scoring and in predictions, alone or in company."""
+    rows, texts, more = EMPTY[case]
+    model = tiny.still(bytes_model(tmp_path / "model", side, eos_token="<|end|>"))
+    for split in ("train", "test"):
+        tiny.lines(tmp_path / "data" / f"{split}.jsonl", rows * 3)
+    kind = {"pairs": "classification", "in words": "classification"}.get(case, case)
+    spec = {"model": str(model), "data": str(tmp_path / "data"), "method": "lora", "task": kind, "epochs": 1, **more}
+    test = train(RunConfig.from_flat(**spec, batch_size=4), tmp_path / "run", progress=False).test
+    apart = train(RunConfig.from_flat(**spec, batch_size=4, device_batch_size=1), tmp_path / "apart", progress=False)
+    assert tiny.losses(tmp_path / "apart") == pytest.approx(tiny.losses(tmp_path / "run"), rel=1e-4)
+    assert apart.test["loss"] == pytest.approx(test["loss"], rel=1e-4)
+    run = load_run(tmp_path / "run")
+    together, alone = predict(run, texts), [predict(run, [text])[0] for text in texts]
+    for one, other in zip(together, alone, strict=True):
+        assert {name: _close(value) for name, value in one.items()} == other
+
+
+def test_a_text_without_tokens_needs_a_token_that_begins_a_text(tmp_path: Path) -> None:
+    model = bytes_model(tmp_path / "model", pad_token="<|end|>")
+    tiny.lines(tmp_path / "data" / "train.jsonl", [{"text": "a", "label": "x"}, {"text": "", "label": "y"}])
+    spec = RunConfig.from_flat(model=str(model), data=str(tmp_path / "data"), method="lora", epochs=1)
+    with pytest.raises(DeltuneError, match=r"row train-2: the text has no tokens.*set bos_token"):
+        train(spec, tmp_path / "run", progress=False)
+    with pytest.raises(DeltuneError, match="the text has no tokens"):
+        generate(model, [""])
+    with pytest.raises(DeltuneError, match="no prompts"):
+        generate(model, [])
+    tiny.lines(tmp_path / "lines" / "train.jsonl", [{"source": "a", "targets": "x"}, {"source": "b", "targets": ""}])
+    spec = spec.replace(data=str(tmp_path / "lines"), task="generation")
+    with pytest.raises(DeltuneError, match=r"row train-2: the target has no tokens.*set eos_token"):
+        train(spec, tmp_path / "run", progress=False)
+    bytes_model(tmp_path / "model", eos_token="<|end|>")
+    assert len(generate(model, ["", "\n"], max_new_tokens=2)) == 2
+    tiny.lines(tmp_path / "short" / "train.jsonl", [{"text": ""}, {"text": "x"}])
+    with pytest.raises(DeltuneError, match="no text of train has two tokens"):
+        train(spec.replace(data=str(tmp_path / "short"), task="language"), tmp_path / "run", progress=False)
 
 
 def test_no_token_of_running_text_is_lost(places: Path) -> None:
@@ -331,3 +568,58 @@ def test_a_metric_with_a_model(places: Path, tmp_path: Path) -> None:
         train(unused, tmp_path / "unused")
     with pytest.raises(DeltuneError, match="unknown option"):
         tiny.spec(places, model=str(places / "t5"), metric_options={"bertscore": {"modell": "x"}}, **values)
+
+
+def short_answers(places: Path, folder: Path, **values: Any) -> RunConfig:
+    """A config of a model that answers in a word; it learns too little to answer anything right."""
+    options = {"model": str(places / "gpt2"), "data": str(places / "generation"), "task": "generation"}
+    return tiny.spec(folder, **{**options, "max_length": 16, "target_length": 4, "epochs": 2, "lr": 1e-6, **values})
+
+
+def test_a_metric_that_cannot_be_computed_chooses_nothing(
+    places: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """BLEU of answers of a word: the next metric chooses the epoch, and where all are equal the loss, openly."""
+    config = short_answers(places, tmp_path)
+    with caplog.at_level(logging.INFO, "deltune"):
+        metrics = train(config, tmp_path / "run")
+    assert "bleu not computed: " in caplog.text and "the best epoch is chosen by rougeL (--metric)" in caplog.text
+    assert metrics.best.metric == "rougeL" and "no reference has 4 words" in metrics.omitted["bleu"]
+    losses = [line["eval_loss"] for line in tiny.objects(tmp_path / "run" / "log.jsonl") if "eval_loss" in line]
+    assert metrics.best.epoch == 1 + losses.index(min(losses))
+    assert [line for line in caplog.messages if " best" in line][-1].count(" best") == 1
+    (note,) = (text for text in advice(read_finished(RunDir(tmp_path / "run"))) if "at every validation" in text)
+    assert re.match(r"rougeL was \d\.\d{4} at every validation, so the epoch with the lowest validation loss", note)
+    with pytest.raises(DeltuneError, match="--metric bleu cannot choose the best epoch: it counts runs of up to 4"):
+        train(config.replace(metric="bleu"), tmp_path / "asked")
+
+
+def test_a_search_says_by_what_it_chose(places: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The method it chose is the one that is named, and a method beside it is said not to be tried."""
+    search = {"method": ["lora(rank=2)", "lora(rank=8)"], "lr": [1e-6]}
+    with caplog.at_level(logging.INFO, "deltune"):
+        metrics = train(short_answers(places, tmp_path, epochs=1, method="lora(rank=4)", search=search), tmp_path / "a")
+    assert "method lora(rank=4) was given and is not tried" in caplog.text
+    assert "up to 2 values tried under seed 0" in caplog.text
+    tied = verdict(metrics.runs)
+    assert tied in caplog.text
+    assert re.fullmatch(
+        r"the lowest validation loss of 2 tried; rougeL is \d\.\d{4} in all of them, so it decides nothing", tied
+    )
+    shown = {"lora(rank=2)": "lora(rank=2)", "lora": "lora(rank=8)"}  # the size is what they differ in
+    assert "seed0-try2: seed 0, method lora(rank=8), lr 1e-06" in caplog.text
+    by_loss = min(metrics.runs, key=lambda run: run.validation["loss"])
+    finished = read_finished(RunDir(tmp_path / "a"))
+    table = io.StringIO()
+    Console(file=table, width=300).print(run_table(finished, "a"))
+    assert by_loss.chosen and table.getvalue().startswith(f"{shown[by_loss.tried['method']]} at 1e-06: ")
+    caplog.clear()
+    folder = shutil.copytree(places / "generation", tmp_path / "generation")
+    (folder / "validation.jsonl").unlink()
+    config = short_answers(places, tmp_path, data=str(folder), epochs=1, search={"method": ["lora(rank=2)", "lora"]})
+    config = RunConfig.from_flat(**{name: value for name, value in config.flat().items() if name != "method"})
+    assert config.method.expression == "lora(rank=2)", "of several methods the first is the run's"
+    with caplog.at_level(logging.INFO, "deltune"):
+        metrics = train(config, tmp_path / "b")
+    assert "was given" not in caplog.text
+    assert verdict(metrics.runs) == "the first of 2 tried, without a validation split nothing decides"

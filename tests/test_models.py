@@ -279,3 +279,25 @@ def test_module_is_light() -> None:
 
     code = "import sys, deltune.models; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+NAMES = (
+    "import deltune; deltune.parse('lora + prefix'), deltune.methods()",
+    "from deltune import attach, count, export, fit, inspect, load, tuned",
+    "import deltune; [getattr(deltune, name) for name in deltune.__all__]",
+)
+
+
+@pytest.mark.parametrize("code", NAMES)
+def test_importing_public_names_prints_nothing(code: str) -> None:
+    """Nor does it import an optional library itself; transformers does, and what that says is not for our users."""
+    import os
+    import subprocess
+
+    finds = (
+        "import sys; assert 'parse' not in sys.argv[1] or not {'torchao', 'peft', 'bitsandbytes'} & sys.modules.keys()"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", f"{code}; {finds}", code]
+    quiet = {name: value for name, value in os.environ.items() if name != "TRANSFORMERS_VERBOSITY"}
+    ran = subprocess.run(command, env=quiet, capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "")

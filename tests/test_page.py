@@ -437,7 +437,7 @@ def test_small_curves() -> None:
 @pytest.fixture(scope="module")
 def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Browser]:
     if browser.executable() is None:
-        pytest.skip(f"no browser: none of {', '.join(browser.NAMES)} is on the PATH")
+        pytest.skip(browser.MISSING)
     with browser.Browser(tmp_path_factory.mktemp("chromium")) as opened:
         yield opened
 

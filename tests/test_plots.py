@@ -374,7 +374,9 @@ def test_ticks_in_short(value: float, text: str) -> None:
 
 def test_a_notebook_shows_a_figure_as_a_picture() -> None:
     """By IPython's own formatter, without pyplot; sharp, with two pixels for one."""
-    display = pytest.importorskip("IPython.core.formatters", reason="the extra dev has it").DisplayFormatter()
+    display = pytest.importorskip(
+        "IPython.core.formatters", reason="no IPython: the extra dev has it"
+    ).DisplayFormatter()
     view, outcomes = FIGURES[0].values
     assert isinstance(view, FigureSpec)
     picture = draw(view, outcomes)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from deltune.studies.engine.store import ResultStore
 from deltune.training.progress import ProgressDisplay
 from test_engine import Here, drive, scores, study
 
-ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
+ray = pytest.importorskip("ray", reason="no ray: the extra ray has it")
 
 
 @pytest.mark.slow  # a cluster starts a dozen processes

@@ -192,6 +192,35 @@ def test_a_form_is_merged_only_where_affine_is_what_it_computes(form: Linear, sa
     assert all(torch.equal(t, weights[name]) for name, t in model.state_dict().items())
 
 
+@dataclass(frozen=True, repr=False)
+class Silent(Linear):
+    """Linear in its input, without an `affine` that says so."""
+
+    affine = deltune.Form.affine
+
+
+@dataclass(frozen=True, repr=False)
+class Half(deltune.Composition):
+    """h + Δh / 2, without a `factor` that says so."""
+
+    def __call__(self, h, delta, tensors, x):  # type: ignore[no-untyped-def]
+        return h + delta / 2
+
+
+@pytest.mark.parametrize(
+    ("part", "says"),
+    [
+        (deltune.Modification("query", Silent()), r"Silent has no affine, the A and b of Δh = A u \+ b"),
+        (deltune.Modification("query", deltune.Bottleneck(2, "identity")), "Bottleneck has no affine"),
+        (deltune.Modification("query", deltune.LowRank(2), compose=Half()), r"Half has no factor, the one s of h \+ s"),
+    ],
+)
+def test_what_is_not_defined_is_not_said_to_be_untrue(part: deltune.Modification, says: str) -> None:
+    tuned = deltune.attach(build(FAMILIES["bert"], "base"), part)
+    with pytest.raises(deltune.DeltuneError, match=says):
+        tuned.merge()
+
+
 def _form(**functions: Any) -> deltune.Form:
     """Make a form of Linear whose methods are other functions."""
     return dataclass(frozen=True, repr=False)(type("Odd", (Linear,), functions))()  # type: ignore[no-any-return]

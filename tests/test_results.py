@@ -194,7 +194,7 @@ def test_an_older_schema_is_read_as_it_is(tmp_path: Path, monkeypatch: pytest.Mo
         for name, (error, kind) in OLD_ERRORS.items()
     ]
     for read_only, schema in ((True, 1), (False, len(MIGRATIONS))):
-        with ResultStore(tmp_path / "r.sqlite", read_only) as results:
+        with ResultStore(tmp_path / "r.sqlite", read_only=read_only) as results:
             assert results.records() == records
             assert results._db.execute("PRAGMA user_version").fetchone() == (schema,)
 
@@ -250,7 +250,7 @@ def test_a_read_only_place(kind: str, file: Path, tmp_path: Path) -> None:
     try:
         subprocess.run([*around, sys.executable, "-c", ""], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"not permitted here: {error}")
+        pytest.skip(f"no right to run as another user: {error}")
     code = (
         "import sys; from deltune.studies.engine.store import ResultStore; from deltune.errors import DeltuneError\n"
         "with ResultStore(sys.argv[1], read_only=True) as results: print(len(results.records()))\n"
@@ -316,7 +316,7 @@ def test_a_file_that_is_none_of_ours(name: str, read_only: bool, file: Path) -> 
     damage(file)
     before = content(file.parent)
     with pytest.raises(DeltuneError, match=message):
-        ResultStore(file, read_only)
+        ResultStore(file, read_only=read_only)
     assert content(file.parent) == before, "it stays as it was"
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import html
 import io
 import itertools
 import json
 import logging
 import math
 import re
+import shlex
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,20 +20,25 @@ import numpy as np
 import pytest
 from rich.console import Console
 from scipy.stats import binomtest
+from transformers import BertConfig, BertModel
 
+import deltune
 import tiny
 from deltune.cli.formatting import comparison_table
+from deltune.cli.output import log_to_stderr
 from deltune.cli.threads import free_threads
 from deltune.errors import DeltuneError
 from deltune.metrics.intervals import difference_interval, interval, standard_error
 from deltune.metrics.registry import compute_scores
 from deltune.models import packaged_minilm, portable_name
 from deltune.pages.charts import Line, line_chart
+from deltune.runtime.model_card import write_card
+from deltune.runtime.serialization import delta_metadata
 from deltune.training import advice as advising
 from deltune.training.error_analysis import MAX_MATRIX, Analysis, analyse
 from deltune.training.progress import ProgressDisplay, format_duration
 from deltune.training.report import build_report, compare, read_all, render_report, run_facts, write_report
-from deltune.training.run_dir import RunDir
+from deltune.training.run_dir import RunDir, command_line
 from deltune.training.train import train
 from test_page import EVIL, Reader
 
@@ -164,6 +172,17 @@ def test_runs_side_by_side(whole: RunDir, copy: Callable[..., RunDir]) -> None:
     assert "differ" in other.notes[0] and not any(run.difference.text for run in other.runs)
 
 
+def test_a_metric_without_differences_decides_nothing(whole: RunDir, copy: Callable[..., RunDir]) -> None:
+    """Runs of the same accuracy are compared by what differs, and where nothing does none is called the best."""
+    other = copy("other", lambda values: values["test"].update(f1_macro=0.0, loss=9.0))
+    comparison = compare(read_all([whole, other]))
+    assert comparison.main == "f1_macro" and comparison.runs[0].difference.text == "best"
+    expected = "accuracy is the same for every run and decides nothing, so they are compared by f1_macro."
+    assert comparison.notes == (expected,)
+    same = compare(read_all([whole, copy("same")]))
+    assert [run.difference.text for run in same.runs] == ["equal", "equal"]
+
+
 LONG_METHOD = "prefix(length=4) + layernorm + scaled_parallel_adapter(rank=8, scale=2, layers='first 1')"
 
 
@@ -257,6 +276,57 @@ def test_what_is_counted() -> None:
     assert analysis.confusion is None and analysis.tables[0].title == "Most frequent confusions"
 
 
+def text_lines(*answers: tuple[str, str]) -> list[dict[str, Any]]:
+    return [{"id": str(i), "input": "p", "prediction": p, "reference": [r]} for i, (p, r) in enumerate(answers)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "lines"),
+    [
+        ("language", [{"id": "1", "input": "p", "prediction": -20.0, "reference": 10}]),
+        ("language", [{"id": str(i), "input": "p", "prediction": -20.0 - i, "reference": 10} for i in range(4)]),
+        ("language", [{"id": str(i), "input": "p", "prediction": -20.0 - i, "reference": 10} for i in range(9)]),
+        ("generation", text_lines(("a b", "c d"))),
+        ("generation", text_lines(*[("the cat sat", f"the dog {i} sat") for i in range(8)])),
+        ("generation", text_lines(("x", "x"), ("y", "z"))),
+    ],
+)
+def test_no_row_is_among_the_best_and_the_worst(kind: str, lines: list[dict[str, Any]]) -> None:
+    analysis = analyse(kind, lines)
+    wrong, right = ({one.id for one in rows} for rows in (analysis.wrong, analysis.right))
+    assert wrong and not wrong & right
+    assert analysis.right_title != "Right" or all(one.prediction == one.reference for one in analysis.right)
+    assert analysis.wrong_title != "Worst" or right
+    assert "1 texts" not in analysis.summary
+
+
+# -- commands and model cards
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["deltune", "train", "--method", "lora(rank=8)"], 'deltune train --method "lora(rank=8)"'),
+        (["--method", "lora(at='query')"], """--method "lora(at='query')\""""),
+        (["--template", 'say "{text}"'], """--template 'say "{text}"'"""),
+        (["--template", "costs $5 it's"], """--template 'costs $5 it'"'"'s'"""),
+        (["runs/a b", ""], '"runs/a b" ""'),
+    ],
+)
+def test_a_command_is_quoted_for_the_reader(words: list[str], shown: str) -> None:
+    line = command_line(words)
+    assert shlex.split(line) == words and line == shown
+
+
+def test_a_model_card_escapes_once() -> None:
+    method = "lora(rank=2, at='query') + layernorm(terms='gain')"
+    tuned = deltune.attach(BertModel(BertConfig(**tiny.SIZES, vocab_size=9)), method)
+    metadata = delta_metadata(tuned.delta(), tuned._metadata_of_base(tuned.delta()))
+    card = write_card('It\'s <b> & "so" | #1', metadata, tuned.count(), "it's")
+    assert html.unescape(card).count(method) == 1 and "#x27" not in card
+    assert '# It\'s &lt;b&gt; &amp; "so" &#124; &#35;1' in card
+
+
 # -- advice
 
 
@@ -280,6 +350,9 @@ ADVICE: dict[str, tuple[dict[str, Any], str]] = {
                    "answer": lambda row: row["reference"],
                    "metrics": lambda values: values["best"].update(step=18, value=0.5)},
                   r"still improving.*0\.4000 → 0\.5000.*--epochs 6"),
+    "undecided": ({"log": [*FALLING, *validations((1.0, 0.0), (0.9, 0.0), (1.1, 0.0))],
+                   "answer": lambda row: row["reference"]},
+                  r"accuracy was 0\.0000 at every validation, so the epoch with the lowest validation loss.*--metric"),
     "settled": ({"log": [*FALLING, *validations((1.0, 0.3), (0.9, 0.5), (0.899, 0.5))],
                  "answer": lambda row: row["reference"]}, r"^$"),
 }  # fmt: skip
@@ -467,6 +540,19 @@ def test_nothing_is_shown_that_is_not_wanted(caplog: pytest.LogCaptureFixture) -
         display.keep({"step": "6/12"})
         assert display.seconds_left == pytest.approx(100)
     assert not caplog.records and not written.getvalue()
+
+
+def test_a_line_is_printed_once_though_a_library_listens_to_all(capsys: pytest.CaptureFixture[str]) -> None:
+    """absl, which rouge-score imports, gives the root logger a handler."""
+    handler = logging.StreamHandler(sys.stderr)
+    logging.getLogger().addHandler(handler)
+    try:
+        with log_to_stderr(quiet=False):
+            logging.getLogger("deltune").info("step 1/2")
+    finally:
+        logging.getLogger().removeHandler(handler)
+    assert capsys.readouterr().err == "step 1/2\n"
+    assert logging.getLogger("deltune").propagate
 
 
 def test_a_step_is_shown_once(caplog: pytest.LogCaptureFixture) -> None:

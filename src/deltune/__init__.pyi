@@ -1,5 +1,7 @@
 """The public names of deltune. `__init__.py` reads this list, and type checkers read it in place of that file."""
 
+import contextlib
+
 from .anatomy.inspection import inspect as inspect
 from .errors import DeltuneError as DeltuneError
 from .methods.attention_forms import MultiHead as MultiHead
@@ -131,3 +133,5 @@ from .runtime.trainer_callback import SaveDeltaCallback as SaveDeltaCallback
 from .serving.engine import Server as Server
 
 __version__: str
+
+def quiet_imports() -> contextlib.AbstractContextManager[None]: ...

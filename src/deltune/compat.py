@@ -8,7 +8,7 @@ import functools
 import logging
 import math
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -146,6 +146,11 @@ def backward_id() -> int | None:
     """
     number = torch._C._current_graph_task_id()
     return None if number == -1 else number
+
+
+def when_backward_ends(check: Callable[[], None]) -> None:
+    """Call a function at the end of the backward pass that this thread works on; what it raises, backward raises."""
+    torch.autograd.Variable._execution_engine.queue_callback(check)
 
 
 def transforms_active() -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import math
 import os
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, ParamSpec, TypeVar
 
 from packaging.requirements import Requirement
 
@@ -17,10 +19,12 @@ if TYPE_CHECKING:
 
 MAX_NAME_LENGTH = 400
 """Longest name, in characters, that a message shows in full and that is compared with other names."""
-MAX_LISTED_NAMES = 200
-"""How many existing names a message lists."""
+MAX_COMPARED_NAMES = 200
+"""With how many existing names an unknown one is compared."""
 MAX_LISTED_PROBLEMS = 20
-"""How many problems a message lists; of the others it gives the number."""
+"""How many problems a message lists at most; of the others it gives the number."""
+MAX_MESSAGE_LENGTH = 1000
+"""About how many characters a message has at most; of what is left out it gives the number."""
 
 
 Fault = Literal["", "files", "model", "tokens", "folder", "part"]
@@ -33,13 +37,38 @@ def with_advice(message: str, advice: str) -> str:
     return f"{message}{between}{advice}" if advice else message
 
 
+def bounded(text: str, length: int = MAX_MESSAGE_LENGTH) -> str:
+    """Return a text of about so many characters at most: the longest lines lose their middle, many lines theirs.
+
+    What was asked stands at the beginning of a message and what to do at its end, so both are kept.
+    """
+    if len(text) <= length:
+        return text
+    lines, most = text.split("\n"), max(2, length // 40)
+    if len(lines) > most:
+        half = most // 2
+        lines = [*lines[:half], f"… {counted(len(lines) - 2 * half, 'line')} left out …", *lines[-half:]]
+    width = length
+    while width > 30 and sum(min(len(line), width) for line in lines) > length:
+        width -= 1 + width // 20
+    return "\n".join(_without_middle(line, width) for line in lines)
+
+
+def _without_middle(line: str, width: int) -> str:
+    if len(line) <= width:
+        return line
+    end = width // 3
+    start = max(0, width - end - 30)
+    return f"{line[:start]} … {counted(len(line) - start - end, 'character')} left out … {line[len(line) - end :]}"
+
+
 class DeltuneError(Exception):
     """A mistake of the user, or something that is not available here.
 
     The message says what was asked, what exists and what to do. The command line prints it and exits with code 2.
 
     Args:
-        message: The message.
+        message: The message. Of one with more than `MAX_MESSAGE_LENGTH` characters the middle is left out.
         in_python: What a caller of Python can do about it: whole sentences, which the message ends with. A server
             leaves them out of its answers, since its clients call nothing.
         fault: Where the fault lies, if a server's operator can mend it: "files" that are damaged or do not fit, another
@@ -53,8 +82,9 @@ class DeltuneError(Exception):
     """
 
     def __init__(self, message: object = "", in_python: str = "", fault: Fault = "") -> None:
-        self.args = (with_advice(str(message), in_python),)  # torch.compile traces this, and no `super().__init__`
-        self.without_python, self.in_python, self.fault = str(message), in_python, fault
+        text = bounded(str(message))
+        self.args = (with_advice(text, in_python),)  # torch.compile traces this, and no `super().__init__`
+        self.without_python, self.in_python, self.fault = text, in_python, fault
 
 
 class BusyError(DeltuneError):
@@ -133,7 +163,7 @@ def closest_match(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that is closest to `name`, or None if none is close."""
     if len(str(name)) > MAX_NAME_LENGTH:
         return None
-    candidates = [str(other) for other in known][:MAX_LISTED_NAMES]
+    candidates = [str(other) for other in known][:MAX_COMPARED_NAMES]
     return next(iter(difflib.get_close_matches(str(name), candidates, n=1, cutoff=0.5)), None)
 
 
@@ -148,13 +178,24 @@ def unknown_name(kind: str, name: object, known: Iterable[str], where: str = "",
         hint: What the name stands for, a sentence in place of the closest name. Default: the closest name.
     """
     names = sorted(str(other) for other in known)
-    shown = [other if len(other) <= MAX_NAME_LENGTH else excerpt(other) for other in names[:MAX_LISTED_NAMES]]
+    shown = _fitting((other if len(other) <= MAX_NAME_LENGTH else excerpt(other) for other in names), 500)
     listed = ", ".join(shown) or "nothing"
-    more = f", and {len(names) - MAX_LISTED_NAMES} more" if len(names) > MAX_LISTED_NAMES else ""
+    more = f", and {len(names) - len(shown):,} more" if len(names) > len(shown) else ""
     guess = closest_match(name, names) if isinstance(name, str) and not hint else None
     hint = hint or (f"Did you mean {guess!r}?" if guess else "")
     place = f" in {where}" if where else ""
     return f"unknown {kind} {excerpt(name, MAX_NAME_LENGTH)}{place}.{hint and ' '}{hint} Known: {listed}{more}."
+
+
+def _fitting(texts: Iterable[str], room: int, most_of_one: int = MAX_NAME_LENGTH) -> list[str]:
+    """The first of some texts that fit into so many characters, of which each takes at most `most_of_one`."""
+    shown: list[str] = []
+    for text in texts:
+        room -= min(len(text), most_of_one) + 2
+        if shown and room < 0:
+            break
+        shown.append(text)
+    return shown
 
 
 def error_from_problems(title: str, problems: list[str], in_python: str = "", fault: Fault = "") -> DeltuneError:
@@ -162,16 +203,52 @@ def error_from_problems(title: str, problems: list[str], in_python: str = "", fa
 
     Args:
         title: What has the problems; the message begins with it.
-        problems: At least one; of many, the first `MAX_LISTED_PROBLEMS` are listed.
+        problems: At least one. One that stands there several times is listed once, and of many the first.
         in_python: As for `DeltuneError`.
         fault: As for `DeltuneError`.
     """
+    problems = list(dict.fromkeys(problems))
     if len(problems) == 1:
         return DeltuneError(f"{title}: {problems[0]}", in_python, fault)
-    lines = [f"  - {problem}" for problem in problems[:MAX_LISTED_PROBLEMS]]
-    if len(problems) > MAX_LISTED_PROBLEMS:
-        lines.append(f"  … and {len(problems) - MAX_LISTED_PROBLEMS:,} more")
+    shown = _fitting(problems[:MAX_LISTED_PROBLEMS], MAX_MESSAGE_LENGTH - 100, most_of_one=100)
+    lines = [f"  - {problem}" for problem in shown]
+    if len(problems) > len(shown):
+        lines.append(f"  … and {len(problems) - len(shown):,} more")
     return DeltuneError("\n".join([f"{title}: {len(problems)} problems", *lines]), in_python, fault)
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def check_booleans(function: Callable[P, T]) -> Callable[P, T]:
+    """Make a function refuse values other than True and False for its keyword-only arguments of type bool."""
+    booleans = boolean_arguments(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        refuse_others(function.__name__, booleans, kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def boolean_arguments(function: Callable[..., object]) -> dict[str, tuple[object, ...]]:
+    """Return the values that the arguments of type bool can have, None where their type says so."""
+    annotations = {name: str(p.annotation) for name, p in inspect.signature(function).parameters.items()}
+    values = {"bool": (True, False), "bool | None": (True, False, None)}
+    return {name: values[annotation] for name, annotation in annotations.items() if annotation in values}
+
+
+def refuse_others(name: str, booleans: Mapping[str, tuple[object, ...]], arguments: Mapping[str, object]) -> None:
+    """Raise a DeltuneError for arguments of a function that should be booleans; 1 and 0 are none."""
+    problems = [
+        f"{key}={excerpt(arguments[key])} is not {' or '.join(map(str, values))}"
+        for key, values in booleans.items()
+        if key in arguments and not any(arguments[key] is value for value in values)
+    ]
+    if problems:
+        raise error_from_problems(name, problems)
 
 
 def validation_problems(error: ValidationError, most: int = 10, show_values: bool = False) -> list[str]:

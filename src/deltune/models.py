@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from .errors import DeltuneError, check_extra, error_summary, missing_extra, unknown_name
+from .errors import DeltuneError, check_booleans, check_extra, error_summary, missing_extra, unknown_name
 from .filesystem import read_json, user_path
 
 if TYPE_CHECKING:
@@ -187,7 +187,8 @@ def locate_model(name: str) -> ModelSource:
         raise DeltuneError(f"{problem} There is no such file or folder here, and {reason}. {todo}.") from error
 
 
-def load_config(name: str, trust_remote_code: bool = False) -> PreTrainedConfig:
+@check_booleans
+def load_config(name: str, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """Load the configuration of a model.
 
     Args:
@@ -201,7 +202,8 @@ def load_config(name: str, trust_remote_code: bool = False) -> PreTrainedConfig:
     return _read_config(locate_model(name), trust_remote_code)
 
 
-def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+@check_booleans
+def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model.
 
     Args:
@@ -227,12 +229,14 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
     return tokenizer
 
 
+@check_booleans
 def load_model(
     name: str,
     head: str,
     labels: Sequence[str] | None = None,
     dtype: torch.dtype | str | None = None,
     seed: int = 0,
+    *,
     trust_remote_code: bool = False,
     cache: WeightsCache | None = None,
     quantize: str | None = None,
@@ -542,4 +546,4 @@ def _check_loaded(model: PreTrainedModel, info: dict[str, Any], name: str, head:
         raise DeltuneError(f"{name!r} cannot generate text: {problem}. Give a checkpoint with its language-model head.")
     if other_missing:
         problem = f"not in the weights of {name!r}, so freshly initialised"
-        warnings.warn(f"{problem}: {', '.join(other_missing)}", stacklevel=3)
+        warnings.warn(f"{problem}: {', '.join(other_missing)}", stacklevel=4)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deltune.errors import DeltuneError
+from deltune.errors import MAX_MESSAGE_LENGTH, DeltuneError
 
 FRAGMENTS = (
     b"", b"\0", b"\xef\xbb\xbf", b"\xff\xfe", b"\xe9", b"\r", b"\n", b"\r\n\r\n", "\u2028".encode(), "\x85".encode(),
@@ -115,7 +115,7 @@ def outcome(call: Callable[[], Any], folder: Path | None = None) -> str:
     try:
         call()
     except DeltuneError as error:
-        assert 0 < len(str(error)) < 20_000, "a message that nobody can read"
+        assert 0 < len(str(error)) < MAX_MESSAGE_LENGTH + 300, "a message that nobody can read"
         assert folder is None or contents(folder) == before, f"refused, and changed all the same: {error}"
         return "refused"
     return "fine"

@@ -17,7 +17,7 @@ OURS = json.loads((HERE / "outputs.json").read_text())
 OFFICIAL = json.loads((HERE / "official.json").read_text())
 LOWER = {"bleu": {"lowercase": True}}  # e2e-metrics counts without case
 
-needs_java = pytest.mark.skipif(shutil.which("java") is None, reason="no java")
+needs_java = pytest.mark.skipif(shutil.which("java") is None, reason="no Java")
 
 ALL = [(row["prediction"], row["references"]) for row in OURS["texts"]]
 TWO = [(p, accepted[:2]) for p, accepted in ALL if len(accepted) > 1]

@@ -22,7 +22,7 @@ from processes import Started
 PAGE = 4  # kilobytes
 ENOUGH = 4096
 
-needs_mount = pytest.mark.skipif(not permitted(), reason="no process may mount anything here")
+needs_mount = pytest.mark.skipif(not permitted(), reason="no right to mount")
 
 
 @pytest.fixture(scope="module")

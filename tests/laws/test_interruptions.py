@@ -253,3 +253,37 @@ def test_interrupted_while_a_pass_ends(kind: str, tmp_path: Path, points: int) -
         assert lock.idle and not lock._nested_pass_runs(), "a pass that has ended is waited for"
         stage.check(tuned, {"a", "b"}, {"a", "b"})
     assert kept
+
+
+@pytest.mark.parametrize("what", ["attach", "load"])
+@pytest.mark.parametrize("first", [False, True])
+def test_interrupted_at_the_end_of_attaching(what: str, first: bool, tmp_path: Path) -> None:
+    """Also in the exit of a context manager: the delta is attached in full, or there is no trace of it."""
+    stage = Stage(TEXTS["selected"], tmp_path)
+    work: Callable[[PreTrainedModel], Any] = {
+        "attach": lambda model: deltune.attach(model, "layernorm + lora(rank=2)", name="c"),
+        "load": lambda model: deltune.load(model, stage.folder / "saved", name="c"),
+    }[what]
+    inside = deltune.Tuned._add_delta
+
+    def model() -> PreTrainedModel:
+        return copy.deepcopy(stage.bare if first else stage.model)
+
+    with Interrupting(0, inside=inside) as whole:
+        work(model())
+    for at in range(whole.lines - 24, whole.lines + 1, 6):
+        one = model()
+        with pytest.raises(KeyboardInterrupt), Interrupting(at, inside=inside):
+            work(one)
+        if "deltune" not in dict(one.named_children()):
+            assert first
+            stage.check_bare(one)
+            continue
+        tuned = deltune.tuned(one)
+        if first:
+            assert (tuned.names, tuned.active) == (("c",), "c")
+            assert any(True for _ in tuned.trainable_parameters())
+            stage.check_bare(tuned.detach())
+        else:
+            assert ("c" in tuned.names) == (tuned.active == "c")
+            stage.check(tuned, set(tuned.names), {"a", "c"})

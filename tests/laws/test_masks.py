@@ -179,7 +179,7 @@ def test_a_huge_rank_costs_what_is_kept(rank: int, pattern: str, along: str) -> 
 
 SMOOTH = (
     "Modification('ffn', Bottleneck(4, activation='gelu', bias=True), compose=SigmoidGate('g'))",
-    "Modification('ffn', Bottleneck(4, activation='tanh'), compose=Scale(2, True)) + layernorm",
+    "Modification('ffn', Bottleneck(4, activation='tanh'), compose=Scale(2, learned=True)) + layernorm",
     "Modification('heads', Prefix(3), compose=SigmoidGate('p')) + Modification('query', LowRank(2))",
     "prefix(length=3) + prefix(length=2, gate=False) + lora(rank=2)",
 )

@@ -35,7 +35,9 @@ NF4, INT8 = FORMS["bitsandbytes nf4"], FORMS["torchao int8"]
 MISSING = [name for name in ("bitsandbytes", "torchao", "optimum", "hqq") if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.skipif(bool(MISSING), reason="libraries are missing: pip install -e '.[quant]' hqq -c constraints.txt"),
+    pytest.mark.skipif(
+        bool(MISSING), reason=f"no {', '.join(MISSING)}: pip install -e '.[quant]' hqq -c constraints.txt"
+    ),
 ]
 
 

@@ -151,6 +151,13 @@ def test_tags_survive_their_words(marks: list[tuple[str, str]]) -> None:
     assert parse_entities(text.replace(" ", ""), tokens, {k: w.replace(" ", "") for k, w in TYPES.items()}) == strict
 
 
+def test_words_that_a_tokenizer_drops_are_within_a_mention() -> None:
+    tokens = ["\u200b", "New", "", "\u00ad", "York", "\ufe0f", "x"]
+    tags = ["O", "B-LOC", "I-LOC", "I-LOC", "I-LOC", "O", "O"]
+    for text in ("New York: LOC", format_entities(tokens, tags, {"LOC": "LOC"})):
+        assert parse_entities(text, tokens, {"LOC": "LOC"}) == tags
+
+
 @pytest.mark.parametrize(
     ("text", "tags"),
     [
@@ -162,6 +169,7 @@ def test_tags_survive_their_words(marks: list[tuple[str, str]]) -> None:
         ("Bob: PER; Bob: PER", "O O B-PER O O"),
         ("Bob: THING; meets Bob: PER", "O B-PER I-PER O O"),
         ("Paris : LOC ;Bob : PER ; gibberish", "B-LOC O B-PER O O"),
+        ("Par\u200bis: LOC; \uff22ob\ufe0f: PER", "B-LOC O B-PER O O"),
     ],
 )
 def test_reading_a_list(text: str, tags: str) -> None:

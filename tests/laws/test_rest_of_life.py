@@ -713,8 +713,8 @@ class Logits(nn.Module):
 @pytest.mark.slow
 def test_exported_to_onnx(name: str, what: str) -> None:
     """What torch.onnx writes gives the same logits by ONNX's own evaluator."""
-    pytest.importorskip("onnxscript", reason="torch.onnx needs onnxscript (in the extra dev)")
-    reference = pytest.importorskip("onnx.reference", reason="onnx evaluates the file (in the extra dev)")
+    pytest.importorskip("onnxscript", reason="no onnxscript: the extra dev has it")
+    reference = pytest.importorskip("onnx.reference", reason="no onnx: the extra dev has it")
     with exported_as(name, what) as (model, inputs, outputs):
         if name == "bert":
             inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])

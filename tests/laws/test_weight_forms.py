@@ -1,6 +1,7 @@
 """Forms of the user's own that read the frozen weight, share buffers or change the input of a projection.
 
-Each is a few lines; detaching, files, merging, mixed rows, sums, fused projections and counting follow from its tensors.
+Each is a few lines. Detaching, files, merging, mixed rows, sums, fused projections and counting follow from its
+tensors.
 """
 
 from __future__ import annotations

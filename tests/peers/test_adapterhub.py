@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 import deltune
@@ -171,6 +171,51 @@ def test_what_does_not_translate(
     model = base(family)
     with pytest.raises(deltune.DeltuneError, match=message):
         deltune.load(model, changed(tmp_path, name, change, family))
+    assert "deltune" not in model._modules
+
+
+DROPPED: tuple[tuple[str, str, str, dict[str, Any], str], ...] = (
+    ("bert", "seq_bn", "layer.1.", {}, r"missing tensor bert.encoder.layer.1.output.adapters"),
+    ("bert", "seq_bn", "0.output.adapters.seq_bn.adapter_up.bias", {}, r"missing tensor .*layer.0.*adapter_up.bias"),
+    ("bart", "double_seq_bn", "decoder.layers.0.attention_adapters", {}, r"missing tensor model.decoder.layers.0"),
+    ("bert", "lora", "layer.0.", {}, r"missing tensor bert.encoder.layer.0.attention.self.query.loras.lora.lora_A"),
+    ("bert", "lora", "lora_B", {}, r"missing tensor .*query.loras.lora.lora_B"),
+    (
+        "bert",
+        "lora",
+        "1.output.dense.loras.lora.lora_B",
+        {},
+        r"missing tensor bert.encoder.layer.1.output.dense.*lora_B",
+    ),
+    ("bert", "lora", "value", {}, r"missing tensor bert.encoder.layer.0.attention.self.value"),
+    ("bart", "lora", "encoder_attn", {}, r"missing tensor model.decoder.layers.0.encoder_attn.q_proj"),
+    ("gpt2", "lora", "h.1.attn", {}, r"missing tensor transformer.h.1.attn.c_attn.loras.lora.lora_A"),
+    ("bert", "lora", "nothing", {"attn_matrices": ["q"]}, r"extra tensor .*attention.self.value"),
+    ("bert", "lora", "nothing", {"output_lora": False}, r"extra tensor bert.encoder.layer.0.output.dense"),
+    ("bert", "lora", "nothing", {"leave_out": [1]}, r"extra tensor bert.encoder.layer.1"),
+    ("bert", "lora", "nothing", {"attn_matrices": ["q", "k", "v"]}, r"missing tensor .*attention.self.key"),
+    ("bert", "prefix_mlp", "control_trans.0.bias", {}, r"missing tensor control_trans.0.bias of self_prefix"),
+    ("bert", "prefix_mlp", "nothing", {"flat": True}, r"missing tensor control_trans of self_prefix"),
+    ("bart", "prefix_flat", "cross_prefix", {}, r"missing tensor control_trans of cross_prefix"),
+)
+"""What a folder lacks, or has and does not name: family, name, what the names of dropped tensors contain, options."""
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "dropped", "options", "message"), DROPPED, ids=[f"{d[1:4]}" for d in DROPPED]
+)
+def test_a_folder_that_is_not_what_its_options_say(
+    family: str, name: str, dropped: str, options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder, model = changed(tmp_path, name, _set(**options), family), base(family)
+    path = next(path for path in folder.iterdir() if path.name in ("adapter.safetensors", "pytorch_adapter.bin"))
+    tensors = load_file(path) if path.suffix == ".safetensors" else torch.load(path)
+    kept = {n: t for n, t in tensors.items() if dropped not in n}
+    assert (len(kept) == len(tensors)) == (dropped == "nothing")
+    path.unlink()
+    save_file({n: t.clone() for n, t in kept.items()}, folder / "adapter.safetensors")
+    with pytest.raises(deltune.DeltuneError, match=message):
+        deltune.load(model, folder)
     assert "deltune" not in model._modules
 
 

@@ -23,7 +23,7 @@ import deltune
 from laws.families import FAMILIES, Family
 from laws.specimens import batch, build, differences, facts, main_role, stir
 
-peft = pytest.importorskip("peft", reason="PEFT is not installed: pip install -e '.[peers]' -c constraints.txt")
+peft = pytest.importorskip("peft", reason="no PEFT: pip install -e '.[peers]' -c constraints.txt")
 
 pytestmark = pytest.mark.peers
 
@@ -288,6 +288,76 @@ def test_a_mask_is_written_dense(tmp_path: Path) -> None:
     assert torch.allclose(logits(theirs, batch(model)), expected, atol=1e-11)
 
 
+EMBEDDING, OUTPUT = (
+    "Selection(roles=('embedding',), areas=('embedding',))",
+    "roles=('linear.weight',), areas=('vocabulary',)",
+)
+WHOLE_MODULES = (
+    ("llama", "causal", {"modules_to_save": ["embed_tokens"]}, EMBEDDING),
+    ("llama", "causal", {"modules_to_save": ["embed_tokens", "lm_head"]}, f"{EMBEDDING} + Selection({OUTPUT})"),
+    ("llama", "causal", {"modules_to_save": ["lm_head"]}, f"Selection({OUTPUT})"),
+    ("llama", "causal", {"modules_to_save": ["layers.0.mlp"]},
+     "Selection(roles=('linear.weight',), of='ffn', layers=(0,))"),
+    ("bert", "sequence", {"modules_to_save": ["pooler", "classifier"]},
+     "Selection(roles=('linear.bias',), areas=('pooler',)) + Selection(roles=('linear.weight',), areas=('pooler',))"),
+)  # fmt: skip
+
+
+def with_whole_modules(family: str, role: str, options: dict[str, Any], folder: Path, **config: Any) -> Any:
+    """PEFT's LoRA with trained copies of whole modules, saved."""
+    task = {"causal": "CAUSAL_LM", "sequence": "SEQ_CLS"}[role]
+    model = peft.get_peft_model(build(FAMILIES[family], role, **config), lora(task, r=2, lora_alpha=2, **options)())
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype), alpha=0.1)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+@pytest.mark.parametrize(("family", "role", "options", "method"), WHOLE_MODULES)
+def test_modules_that_were_trained_as_a_whole(
+    family: str, role: str, options: dict[str, Any], method: str, tmp_path: Path
+) -> None:
+    theirs = with_whole_modules(family, role, options, tmp_path)
+    model = build(FAMILIES[family], role)
+    assert repr(deltune.load(model, tmp_path).method) == f"lora(rank=2) + {method}"
+    assert torch.allclose(logits(model, batch(model)), logits(theirs, batch(model)), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("modules", "says"),
+    [
+        (
+            ["embed_tokens"],
+            r"embed_tokens.weight and lm_head.weight are one .*the file has model.embed_tokens.weight alone",
+        ),
+        (["embed_tokens", "lm_head"], "are one tensor of this model, and the file has values of their own"),
+    ],
+)
+def test_whole_modules_that_are_tied_here(modules: list[str], says: str, tmp_path: Path) -> None:
+    """PEFT trains a copy of its own for each name of a tied tensor."""
+    theirs = with_whole_modules("llama", "causal", {"modules_to_save": modules}, tmp_path, tie_word_embeddings=True)
+    model = build(FAMILIES["llama"], "causal", tie_word_embeddings=True)
+    with pytest.raises(deltune.DeltuneError, match=says) as caught:
+        deltune.load(model, tmp_path)
+    assert "no head" not in str(caught.value)
+    output = model.get_output_embeddings()  # as the message says
+    output.weight = torch.nn.Parameter(output.weight.detach().clone())
+    deltune.load(model, tmp_path)
+    assert torch.allclose(logits(model, batch(model)), logits(theirs, batch(model)), rtol=1e-11, atol=1e-11)
+
+
+def test_a_part_of_what_one_selection_trains(tmp_path: Path) -> None:
+    with_whole_modules("bert", "sequence", {"modules_to_save": ["word_embeddings"]}, tmp_path)
+    with pytest.raises(
+        deltune.DeltuneError, match=r"no selection .* trains bert.embeddings.word_embeddings.weight and no others"
+    ) as caught:
+        deltune.load(build(FAMILIES["bert"], "sequence"), tmp_path)
+    assert "no head" not in str(caught.value)
+
+
 def saved(tmp_path: Path, row: Row = ROWS[0], **options: Any) -> Path:
     """A folder of PEFT, with options changed afterwards."""
     trained(row).save_pretrained(tmp_path / "peft")
@@ -339,7 +409,7 @@ def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
         deltune.load(model, folder)
     with_tensors(folder, lambda t: t.update({f"{stem}.lora_B.weight": torch.zeros(32, 2)}))
     with_tensors(folder, lambda t: t.pop("base_model.model.classifier.bias"))
-    with pytest.raises(deltune.DeltuneError, match=r"part of a head; missing: classifier.bias"):
+    with pytest.raises(deltune.DeltuneError, match=r"missing tensors classifier.bias, whose modules"):
         deltune.load(model, folder)
     data = (folder / "adapter_model.safetensors").read_bytes()
     (folder / "adapter_model.safetensors").write_bytes(data[:-40])
@@ -352,6 +422,130 @@ def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(deltune.DeltuneError, match=r"is damaged, or is not JSON.* at line 1, column 2"):
         deltune.load(model, folder)
     assert "deltune" not in model._modules
+
+
+def without(*parts: str) -> Callable[[dict[str, torch.Tensor]], Any]:
+    """Drop the tensors whose names contain one of these parts."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if any(part in name for part in parts)]:
+            del tensors[name]
+
+    return change
+
+
+def shaped(part: str, *shape: int) -> Callable[[dict[str, torch.Tensor]], Any]:
+    """Give the tensors whose names contain a part another shape."""
+    return lambda tensors: tensors.update({name: torch.ones(shape) for name in tensors if part in name})
+
+
+def twice(tensors: dict[str, torch.Tensor]) -> None:
+    """Add the tensors of a third layer."""
+    tensors.update({n.replace("layers.1.", "layers.2."): t.clone() for n, t in tensors.items() if "layers.1." in n})
+
+
+LLAMA = Row("llama", "causal", lora("CAUSAL_LM", r=2), "")
+ALL_LINEAR = Row("llama", "causal", lora("CAUSAL_LM", r=2, target_modules="all-linear"), "")
+ONE_LAYER = Row("llama", "causal", lora("CAUSAL_LM", r=2, layers_to_transform=[1], layers_pattern="layers"), "")
+T5_V = Row("t5", "seq2seq", lora("SEQ_2_SEQ_LM", r=2, target_modules=["v"]), "")
+GPT2_NORMS = Row("gpt2", "causal", lambda: peft.LNTuningConfig(task_type="CAUSAL_LM"), "")
+LLAMA_IA3 = Row("llama", "causal", lambda: peft.IA3Config(task_type="CAUSAL_LM"), "")
+GPT2_PREFIX = next(row for row in ROWS if "prefix" in row.method and row.family == "gpt2")
+TIED = Row("llama", "causal", lora("CAUSAL_LM", r=2, target_modules=["embed_tokens", "lm_head", "q_proj"]), "")
+FULL_PATHS = {"target_modules": ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"]}
+
+INCOMPLETE: dict[str, tuple[Row, dict[str, Any], Callable[[dict[str, torch.Tensor]], Any], str]] = {
+    "a layer": (LLAMA, {}, without("layers.1."),
+        r"missing tensors of model.layers.1.self_attn.q_proj and model.layers.1.self_attn.v_proj, which its options"),
+    "the first layer": (LLAMA, {}, without("layers.0."), r"layers.0.self_attn.q_proj"),
+    "a module of a layer": (
+        LLAMA, {}, without("layers.1.self_attn.v_proj"), r"missing tensors of model.layers.1.self_"),
+    "a module of every layer": (LLAMA, {}, without("v_proj"), r"layers.0.self_attn.v_proj and model.layers.1"),
+    "A of a module": (LLAMA, {}, without("0.self_attn.v_proj.lora_A"), r"missing tensor .*v_proj.lora_A"),
+    "B of all modules": (LLAMA, {}, without("lora_B"), r"missing tensor .*q_proj.lora_B"),
+    "everything": (LLAMA, {}, without("lora"), r"missing tensors of .* and model.layers.1.self_attn.v_proj"),
+    "a layer of all-linear": (
+        ALL_LINEAR, {}, without("layers.0.mlp"), r"layers.0.mlp.gate_proj, .*and model.layers.0.m"),
+    "all-linear by name": (
+        ALL_LINEAR, {"target_modules": "all-linear"}, without("1.mlp.up"), r"layers.1.mlp.up_proj, w"),
+    "by a pattern": (
+        LLAMA, {"target_modules": r".*\.(q|v)_proj"}, without("0.self_attn.v"), r"layers.0.self_attn.v_proj"),
+    "by full paths": (
+        LLAMA, FULL_PATHS, without("v_proj", "layers.1"), r"missing tensors of model.layers.1.self_attn.q"),
+    "a layer of those that are named": (
+        LLAMA, {"layers_to_transform": [0, 1]}, without("layers.0."), r"layers.0.self_"),
+    "the only layer": (ONE_LAYER, {}, without("layers.1."), r"missing tensors of model.layers.1"),
+    "cross-attention": (
+        T5_V, {}, without("EncDecAttention"), r"missing tensors of decoder.block.0.layer.1.EncDecAttention"),
+    "a tied module": (TIED, {}, without("lm_head.lora"), r"missing tensors of lm_head"),
+    "the embeddings": (TIED, {}, without("embed_tokens.lora"), r"missing tensors of model.embed_tokens"),
+    "a vector": (LLAMA_IA3, {}, without("layers.0.mlp"), r"missing tensors of model.layers.0.mlp.down_proj"),
+    "a norm": (GPT2_NORMS, {}, without("h.1.ln_2"), r"missing tensors of transformer.h.1.ln_2"),
+    "a layer's norms": (
+        GPT2_NORMS, {}, without("h.1."), r"missing tensors of transformer.h.1.ln_1 and transformer.h.1.ln_2"),
+    "a norm's bias": (
+        GPT2_NORMS, {}, without("h.0.ln_1.ln_tuning_layers.bias"), r"missing tensor transformer.h.0.ln_1.bias"),
+    "all biases of norms": (
+        GPT2_NORMS, {}, without("ln_tuning_layers.bias"), r"missing tensor transformer.h.0.ln_1.bias"),
+    "the head": (
+        ROWS[0], {}, without("classifier"), r"missing tensors classifier.weight and classifier.bias, whose mod"),
+    "rows of a prompt": (next(r for r in ROWS if "prompt" in r.method), {}, shaped("prompt", 2, 32), r"2 rows.* is 3"),
+    "rows of a prefix": (GPT2_PREFIX, {}, shaped("prompt", 2, 128), r"2 rows.* is 3"),
+    "a layer of a prefix": (GPT2_PREFIX, {}, shaped("prompt", 3, 64), r"rows of 64; the 2 layers"),
+    "a rank": (LLAMA, {}, shaped("1.self_attn.q_proj.lora_A", 1, 32), r"by the options its rank is 2"),
+    "another rank throughout": (LLAMA, {"r": 4}, without("nothing"), r"by the options its rank is 4"),
+    "a rank of a pattern": (LLAMA, {"rank_pattern": {"v_proj": 3}}, without("nothing"), r"v_proj .* its rank is 3"),
+    "a side of a vector": (LLAMA_IA3, {"feedforward_modules": []}, without("nothing"), r"feedforward_modules"),
+    "what is said to be there": (LLAMA, {"target_modules": None}, without("nothing"), r"target_modules is missing"),
+    "a module too many": (
+        LLAMA, {"target_modules": ["q_proj"]}, without("nothing"), r"extra tensors of .*v_proj, which"),
+    "a layer too many": (
+        LLAMA, {"layers_to_transform": 0}, without("nothing"), r"extra tensors of model.layers.1.self_a"),
+    "an excluded module": (
+        LLAMA, {"exclude_modules": ["1.self_attn.v_proj"]}, without("nothing"), r"extra tensors of model"),
+    "a layer that the model has not": (LLAMA, {}, twice, r"extra tensor base_model.model.model.layers.2"),
+}  # fmt: skip
+"""What a folder lacks or has too much of: who wrote it, other options, other tensors, and the message."""
+
+
+@pytest.mark.parametrize("what", INCOMPLETE)
+def test_a_folder_that_is_not_what_its_options_say(what: str, tmp_path: Path) -> None:
+    row, options, change, message = INCOMPLETE[what]
+    model = build(FAMILIES[row.family], row.role)
+    with pytest.raises(deltune.DeltuneError, match=message) as error:
+        deltune.load(model, with_tensors(saved(tmp_path, row, **options), change))
+    assert len(str(error.value)) < 1200 and "deltune" not in model._modules
+
+
+COMPLETE: dict[str, tuple[Row, dict[str, Any], str]] = {
+    "one layer by its number": (ONE_LAYER, {}, ""),
+    "one layer by a number alone": (ONE_LAYER, {"layers_to_transform": 1, "layers_pattern": None}, ""),
+    "all-linear": (ALL_LINEAR, {}, ""),
+    "all-linear, not written out": (ALL_LINEAR, {"target_modules": "All-Linear"}, ""),
+    "a pattern": (LLAMA, {"target_modules": r"model\.layers\.\d+\.self_attn\.[qv]_proj"}, ""),
+    "a pattern and what it excludes": (
+        LLAMA, {"target_modules": r".*_proj", "exclude_modules": r".*(mlp|[ko]_proj).*"}, ""),
+    "names that the model lacks": (LLAMA, {"target_modules": ["q_proj", "v_proj", "c_attn"]}, ""),
+    "modules that are saved whole": (ROWS[0], {"target_modules": ["query", "value", "classifier"]}, ""),
+    "a sequence classifier's head": (
+        Row("bert", "sequence", lora("SEQ_CLS", r=2, target_modules="all-linear", exclude_modules=["pooler.dense"]),
+            ""), {}, ""),
+    "a model of one stack more": (
+        Row("bert", "base", lora("FEATURE_EXTRACTION", r=2, layers_to_transform=[1]), ""), {}, "sequence"),
+    "a model without the head": (Row("bert", "sequence", lora(None, r=2), ""), {}, "base"),
+}  # fmt: skip
+"""Folders that are whole: who wrote them, other options that mean the same, and another class of model to load on."""
+
+
+@pytest.mark.parametrize("what", COMPLETE)
+def test_a_folder_that_is_whole_loads(what: str, tmp_path: Path) -> None:
+    row, options, role = COMPLETE[what]
+    folder = saved(tmp_path, row, **options)
+    tuned = deltune.load(build(FAMILIES[row.family], role or row.role), folder)
+    names = {n.rpartition(".lora")[0] for n in load_file(folder / "adapter_model.safetensors") if ".lora" in n}
+    edited = {edit.place.target.path for edit in tuned.delta().all_edits()}
+    assert len(names) == len(edited) and all(any(n.endswith(path) or path.endswith(
+        n.removeprefix("base_model.model.")) for n in names) for path in edited)  # fmt: skip
 
 
 class Harm:

@@ -10,6 +10,7 @@ import torch
 import deltune
 from deltune.serving.requests import Request, Sampling
 from laws.methods import METHODS
+from tests.identity import specimens as identity
 
 from .specimens import Deltas, ask, check, deltas
 
@@ -159,3 +160,22 @@ def test_the_model_is_given_back() -> None:
     assert [parameter.requires_grad for parameter in model.parameters()] == flags
     after = model.state_dict()
     assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("task", ["classify", "embed"])
+@pytest.mark.parametrize(
+    "family", ["GPT2", "XLNet", "FNet", "ConvBert"], ids=["right", "left", "no mask", "neither side"]
+)
+def test_padding_is_where_the_family_has_it(family: str, task: str) -> None:
+    """Texts beside longer ones: on the side where the family is exact, or in a pass with texts of the same length."""
+    entry = next(e for e in identity.entries() if e.class_name == f"{family}ForSequenceClassification")
+    model = identity.build(entry)
+    generator = random.Random(0)
+    texts = [tuple(generator.choices(range(5, 90), k=n)) for n in (2, 30, 9, 9, 17, 5, 2, 40)]
+    requests = [Request(task, tokens=tokens) for tokens in texts]  # type: ignore[arg-type]
+    with deltune.Server(model, max_wait=0.2) as server:
+        alone = [server.submit(request).result(60) for request in requests]
+        together = [future.result(60) for future in [server.submit(request) for request in requests]]
+    for one, other in zip(together, alone, strict=True):
+        assert one.scores == (other.scores and pytest.approx(other.scores, abs=1e-5))
+        assert one.embedding == (other.embedding and pytest.approx(other.embedding, abs=1e-4))

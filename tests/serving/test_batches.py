@@ -141,7 +141,7 @@ def workers_made() -> int:
     return threads_of_this_process() - before
 
 
-@pytest.mark.skipif(not _openmp_libraries(), reason="torch does not compute with GNU's OpenMP here")
+@pytest.mark.skipif(not _openmp_libraries(), reason="no OpenMP of GNU in this build of torch")
 def test_a_thread_that_waits_keeps_no_workers() -> None:
     before = torch.get_num_threads()
     release_worker_threads()

@@ -24,7 +24,7 @@ from .served import Served, served
 BODY = {"model": "mood", "prompt": "the old", "max_tokens": 4}
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl on the path")
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
 def test_https(decoder: tuple[Path, Path], tmp_path: Path) -> None:
     certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
     subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]

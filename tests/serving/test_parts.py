@@ -139,7 +139,7 @@ def test_a_beginning_that_goes_leaves_what_others_share() -> None:
 
 @pytest.mark.parametrize(
     "wrong", [{"stop": "xyz"}, {"stop": ("",)}, {"stop": (1,)}, {"seed": "x"}, {"logprobs": 1.5}, {"logprobs": "3"},
-              {"max_tokens": True}, {"top_k": 2.0}, {"temperature": "0"}],
+              {"max_tokens": True}, {"top_k": 2.0}, {"temperature": "0"}, {"shorten": "no"}, {"shorten": 1}],
 )  # fmt: skip
 def test_sampling_of_a_wrong_type(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match=next(iter(wrong))):
@@ -148,7 +148,7 @@ def test_sampling_of_a_wrong_type(wrong: dict[str, Any]) -> None:
 
 def chosen(seed: int, **values: Any) -> list[int]:
     logits = torch.randn(50, generator=torch.Generator().manual_seed(3)) * 2
-    chooser = TokenChooser(Sampling(seed=seed, **values), LogitsProcessorList(), lambda token, _: str(token))
+    chooser = TokenChooser(Sampling(seed=seed, **values), LogitsProcessorList(), lambda token, _: (str(token), None))
     return [chooser.choose(logits, [1]).token for _ in range(400)]
 
 
@@ -167,11 +167,11 @@ def test_draws_have_the_right_probabilities() -> None:
 def test_log_probabilities() -> None:
     logits = torch.randn(50, generator=torch.Generator().manual_seed(3))
     choice = TokenChooser(
-        Sampling(temperature=0.0, logprobs=4), LogitsProcessorList(), lambda token, _: str(token)
+        Sampling(temperature=0.0, logprobs=4), LogitsProcessorList(), lambda token, _: (str(token), None)
     ).choose(logits, [1])
     expected = logits.log_softmax(-1).topk(4)
-    assert choice.logprob == pytest.approx(float(expected.values[0]))
-    assert [text for text, _ in choice.top_logprobs] == [str(i) for i in expected.indices.tolist()]
+    assert choice.chosen is not None and choice.chosen.logprob == pytest.approx(float(expected.values[0]))
+    assert [(one.token, one.text) for one in choice.top_logprobs] == [(i, str(i)) for i in expected.indices.tolist()]
 
 
 SETTINGS: tuple[dict[str, Any], ...] = (
@@ -202,7 +202,7 @@ def test_what_the_generation_config_says_holds(family: str) -> None:
                 assert got == expected, settings
             for name, value in before.items():
                 setattr(model.generation_config, name, value)
-    assert config_processors(model, 1, 5) == []
+    assert config_processors(model, 1, 5, [2]) == []
 
 
 # -- texts
@@ -245,6 +245,32 @@ def test_a_text_that_ends_within_a_character_is_given_as_it_is() -> None:
     assert builder.take() == "a"
     builder.end()
     assert builder.take(final=True) == "\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("stops", "expected"),
+    [
+        (("<E>",), "ab"), (("b<E>",), "a"), (("<E>c",), "ab"), (("b<E>c",), "a"), (("c<F>",), "ab"),
+        (("<F>",), "abc"), (("<E><F>",), "abc"), (("x", "bc"), "a"), (("<E>", "ab"), ""), (("E",), "abc"),
+        (("<",), "abc"), (("<F>d",), "abc"), ((), "abc"),
+    ],
+)  # fmt: skip
+def test_stops_may_contain_special_tokens(stops: tuple[str, ...], expected: str) -> None:
+    """Of the tokens ab<E>c<F>, where <F> ends the answer. Special tokens are matched as a whole, and never shown."""
+    special = {1: "<E>", 2: "<F>"}
+
+    def decode(tokens: list[int]) -> str:
+        return bytes(token for token in tokens if token not in special).decode(errors="replace")
+
+    builder, pieces = TextBuilder(decode, stops, special=special), []
+    for token in (*b"ab", 1, *b"c"):
+        builder.add(token)
+        pieces.append(builder.take())
+        if builder.stopped:
+            break
+    builder.end(2)
+    assert "".join([*pieces, builder.take(final=True)]) == builder.text == expected
+    assert builder.stopped == (expected != "abc" or stops == ("<F>",))
 
 
 class Words:

@@ -322,7 +322,7 @@ def test_mistakes_end_before_anything_is_loaded(decoder: tuple[Path, Path], tmp_
             run(model, *arguments, "--port", 0)
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl on the path")
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
 def test_wrong_files_end_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of keys, a certificate or its key that is missing, damaged or another's: no model is read."""
     monkeypatch.setattr("deltune.serving.process.build_engine", lambda config: pytest.fail("the model was loaded"))

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from browser import Browser, executable
+from browser import MISSING, Browser, executable
 from deltune.serving.api.auth import add_key
 
 from .served import METHODS, Served, served
 
 WIDTHS = (320, 768, 1400)
 OVERFLOWS = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
-needs_browser = pytest.mark.skipif(executable() is None, reason="no Chromium on the path")
+needs_browser = pytest.mark.skipif(executable() is None, reason=MISSING)
 
 
 @pytest.fixture(scope="module")

@@ -87,6 +87,24 @@ def test_words_are_tagged_as_they_are(encoder: tuple[Served, Path, Path]) -> Non
         assert server.post("/tag", {"model": "tagger", "input": wrong}).status_code == 400, wrong
 
 
+def test_every_word_has_a_tag(encoder: tuple[Served, Path, Path]) -> None:
+    """Those without a token and those that were cut off too, each in its place."""
+    server, _, _ = encoder
+    words = TEXTS[2].split()
+    plain, among, alone, cut = (
+        server.post("/tag", {"model": "tagger", "input": [sentence], **more}).json()["data"][0]["words"]
+        for sentence, more in (
+            (words, {}),
+            (["", *words[:3], "", *words[3:], ""], {}),
+            (["", ""], {}),
+            (words, {"truncate_prompt_tokens": 4}),
+        )
+    )
+    assert [pair for pair in among if pair["word"]] == plain and [pair["word"] for pair in among].count("") == 3
+    assert alone == [{"word": "", "label": "O"}] * 2
+    assert [pair["word"] for pair in cut] == words and all(pair["label"] == "O" for pair in cut[2:])
+
+
 def test_no_text_is_cut_unless_a_request_asks_for_it(encoder: tuple[Served, Path, Path]) -> None:
     """What is beyond the positions of the model is refused, for every task that reads a whole text."""
     server, source, _ = encoder

@@ -21,7 +21,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "deltune"
 
 PACKAGES = (
     "_version", "errors", "compat", "notebook", "pages", "filesystem", "processor", "tensor_files", "timing", "anatomy",
-    "models", "methods", "interop", "runtime", "data", "metrics", "tasks", "training", "studies.engine",
+    "models", "templates", "methods", "interop", "runtime", "data", "metrics", "tasks", "training", "studies.engine",
     "studies.claims", "studies.report", "studies", "serving", "cli", "__main__",
 )  # fmt: skip
 """From the bottom up; a package imports only from those before it. CONTRIBUTING.md has the same table."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from datasets import Dataset
 from transformers import (
     AutoModelForSeq2SeqLM,
@@ -25,6 +28,8 @@ from transformers import (
 import deltune
 from deltune import models
 from deltune.data import loading
+from tests.laws.families import FAMILIES
+from tests.laws.specimens import batch, build
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +88,49 @@ def test_trainer_and_pipeline(method: str, alone: bool, tickets: loading.TaskDat
         torch.testing.assert_close(again.model.eval()(**tokenizer(rows["text"][0], return_tensors="pt")).logits, logits)
     deltune.load(again.model, tmp_path / "checkpoint-2", name="earlier", use=False)
     assert again.active == "default" and again.names == ("default", "earlier")
+
+
+@pytest.mark.parametrize("method", ["lora(rank=2)", "layernorm"])
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize(("family", "role"), [("bert", "sequence"), ("gpt2", "causal"), ("t5", "seq2seq")])
+@pytest.mark.sample(5)
+def test_checkpoints_are_loaded_without_a_warning(
+    family: str, role: str, alone: bool, method: str, tmp_path: Path, capture_warnings: list[str]
+) -> None:
+    """A checkpoint of deltas lacks the base on purpose, and one name of a tied tensor stands for all of them."""
+    model = build(FAMILIES[family], role)
+    deltune.attach(model, method)
+    inputs = batch(model, rows=4)
+    words = inputs.get("decoder_input_ids", inputs["input_ids"])
+    inputs["labels"] = torch.tensor([0, 1, 0, 1]) if role == "sequence" else words
+    rows = [{name: value[i] for name, value in inputs.items()} for i in range(4)]
+    arguments = TrainingArguments(
+        str(tmp_path), num_train_epochs=3, per_device_train_batch_size=4, eval_strategy="epoch", save_strategy="epoch",
+        load_best_model_at_end=True, learning_rate=2.0, report_to=[], disable_tqdm=True, use_cpu=True,
+    )  # fmt: skip
+    for checkpoint in (None, str(tmp_path / "checkpoint-2")):
+        callbacks: list[TrainerCallback] = [deltune.SaveDeltaCallback()] if alone else []
+        trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows, callbacks=callbacks)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, rel=1e-5)
+    assert [text for text in capture_warnings if "keys" in text] == []
+
+
+@pytest.fixture
+def capture_warnings() -> Iterator[list[str]]:
+    """What transformers logs as a warning in a test."""
+    texts: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            texts.append(record.getMessage())
+
+    handler, level = Kept(), transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_warning()
+    transformers.logging.add_handler(handler)
+    yield texts
+    transformers.logging.remove_handler(handler)
+    transformers.logging.set_verbosity(level)
 
 
 def test_a_training_that_fails_leaves_save_pretrained_as_it_was(tickets: loading.TaskData, tmp_path: Path) -> None:

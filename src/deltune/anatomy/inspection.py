@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
@@ -135,6 +136,18 @@ def inspect(model: PreTrainedModel | PreTrainedConfig) -> Anatomy:
     return anatomy
 
 
+def wrapped_model(model: object) -> PreTrainedModel | None:
+    """Return the model of transformers that another module wraps, as torch.compile and DataParallel do, or None."""
+    inner = extract_model_from_parallel(model, keep_torch_compile=False) if isinstance(model, nn.Module) else None
+    return inner if isinstance(inner, PreTrainedModel) else None
+
+
+def describe_wrapped(model: object) -> str:
+    """Return what to do with a module that wraps a model of transformers, for a message; "" for anything else."""
+    inner = wrapped_model(model)
+    return f"it wraps a {type(inner).__name__}: give that model, and compile or wrap it afterwards" if inner else ""
+
+
 def check_model_or_config(model: object, function: str) -> None:
     """Raise unless a value is a model of transformers or its configuration.
 
@@ -147,7 +160,7 @@ def check_model_or_config(model: object, function: str) -> None:
     """
     if isinstance(model, PreTrainedModel | PreTrainedConfig):
         return
-    advice = ""
+    advice = f"; {wrapped}" if (wrapped := describe_wrapped(model)) else ""
     if isinstance(model, str | Path):
         advice = f"; load_config({excerpt(str(model))}) of deltune.models is the configuration of that model"
     raise DeltuneError(

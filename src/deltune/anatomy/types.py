@@ -390,6 +390,10 @@ class Anatomy:
         """Return itself: it is a value, which copies of a tuned model share."""
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is looked up once and kept, so that equal values give equal pickles."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
     @cached_property
     def _tensors_by_name(self) -> dict[str, Tensor]:
         return {tensor.name: tensor for tensor in self.tensors}

@@ -9,11 +9,12 @@ from typing import Annotated
 
 import typer
 
+from .. import quiet_imports
 from .._version import __version__
 from ..errors import DeltuneError
 from ..methods.other_names import unknown_term
 from .imports import Imports
-from .output import Json, ModelArgument, Quiet, RunArgument, console, fast_imports, log_to_stderr, quiet_kernel_warnings
+from .output import Json, ModelArgument, Quiet, RunArgument, console, fast_imports, log_to_stderr
 from .serve import bench_serve, serve, serve_key
 from .study import app as study
 from .train import PASS_EVERYTHING_ON, exit_with_launcher, is_main_process, train
@@ -164,7 +165,12 @@ def evaluate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run; or a model as it is, beside --data.")],
     data: Annotated[str | None, typer.Option(help="Other data with the same labels [the run's own].")] = None,
     columns: Annotated[str | None, typer.Option(help="Columns of --data: text=a,label=b [as the run's].")] = None,
-    task: Annotated[str | None, typer.Option(help="Of a model: the kind of task [as the columns show].")] = None,
+    task: Annotated[
+        str | None, typer.Option(help="Of a model: the kind of task [as the columns show], or a known task.")
+    ] = None,
+    data_root: Annotated[
+        str | None, typer.Option(help="Folder that holds the folders of known tasks [as the run's].")
+    ] = None,
     answer: Annotated[str, typer.Option(help="Of a model: head or words.")] = "head",
     max_length: Annotated[int | None, typer.Option(min=1, help="Of a model: tokens of a text [128].")] = None,
     split: Annotated[list[str] | None, typer.Option(help="Repeatable [validation and test].")] = None,
@@ -178,8 +184,10 @@ def evaluate(
     """Score a run on its own or other data. Or score its prediction files again, or a model that was never tuned."""
     from . import formatting
 
-    if rescore and (data or split or output or columns):
+    if rescore and (data or data_root or split or output or columns):
         raise DeltuneError("--rescore reads the run's own prediction files: no --data, --split or --output with it")
+    if data and data_root:
+        raise DeltuneError("--data-root is for known tasks, which have their own data: give it without --data")
     if columns and not data:
         raise DeltuneError("--columns are those of other data: give --data")
     if metrics and not rescore:
@@ -190,13 +198,26 @@ def evaluate(
 
         if rescore:
             scores = inference.rescore(run, [name.strip() for name in (metrics or "").split(",") if name.strip()])
-        elif data is None or inference.is_run(run):
+        elif inference.is_run(run) or (data is None and task is None):
             if max_length is not None:
                 raise DeltuneError(f"--max-length is of a model as it is; {run} is a run, whose texts have a length")
-            scores = inference.evaluate(run, data, split, output, not quiet, columns=columns)
+            if task is not None or answer != "head":
+                raise DeltuneError(f"--task and --answer are of a model as it is; {run} is a run, which has its own")
+            scores = inference.evaluate(
+                run, data, split, output, progress=not quiet, columns=columns, data_root=data_root
+            )
         else:
             scores = inference.evaluate_model(
-                str(run), data, task, columns, answer, split, output, not quiet, max_length
+                str(run),
+                data,
+                task,
+                columns,
+                answer,
+                split,
+                output,
+                progress=not quiet,
+                max_length=max_length,
+                data_root=data_root,
             )
     console.print_json(data=scores) if as_json else console.print(formatting.score_table(scores))
 
@@ -307,7 +328,7 @@ def merge(
     with log_to_stderr(quiet):
         from ..training import inference
 
-        target = inference.merge_run(run, to, dequantize)
+        target = inference.merge_run(run, to, dequantize=dequantize)
     console.print_json(data={"to": str(target)}) if as_json else console.print(f"merged into {target}")
 
 
@@ -408,9 +429,9 @@ def main() -> None:
     The exit code is 2, with a message on standard error, for a mistake of the user, and 130 after Ctrl-C.
     """
     exit_with_launcher()
-    quiet_kernel_warnings()
     try:
-        app(prog_name="deltune")
+        with quiet_imports():
+            app(prog_name="deltune")
     except DeltuneError as error:
         if is_main_process():
             print(f"deltune: {error}", file=sys.stderr)

@@ -17,9 +17,8 @@ from ..methods.registry import LONG_STEPS, REGISTRY, SHORT_STEPS, VOCABULARY
 from ..methods.spec import AREAS, ROLES, SITES
 
 if TYPE_CHECKING:
-    from ..training.config import RunConfig
+    from ..training.advice import FinishedRun
     from ..training.report import Comparison
-    from ..training.run_dir import RunMetrics
 
 LETTERS = "d width, m inner width of the FFN, r rank, l length, b bottleneck, L layers, N_h heads"
 
@@ -164,19 +163,23 @@ def score_table(
     return table
 
 
-def run_table(config: RunConfig, metrics: RunMetrics, folder: str) -> RenderableType:
+def run_table(finished: FinishedRun, folder: str) -> RenderableType:
     """Return the outcome of a run: what was trained, which epoch is kept, and the scores."""
+    from ..training.search import value_text, verdict
+
+    config, kept, metrics = finished.config, finished.best_config, finished.metrics
     count, best, search = metrics.count, metrics.best, config.runtime.search
     trained = f"{count['trained']:,} trained scalars ({count['method']:,} of the method, {count['percent']:.4f} %)"
     steps, epochs = config.optim.steps, config.optim.epochs
     outcome = f"epoch {best.epoch} of {epochs} kept" if steps is None else f"step {best.step} kept"
     if config.is_series:
         chosen = sum(run.chosen for run in metrics.runs)
-        values = "".join(f", {field} {best.as_json()[field]}" for field in search)
+        values = "".join(f", {field} {value_text(config, field, best.as_json()[field])}" for field in search)
         outcome = f"{metrics.aggregate} of {chosen} seeds" if metrics.aggregate else "one seed"
-        outcome += f"{values}: the best of {len(metrics.runs) - chosen + 1} tried" if search else ""
-    rate = "" if "lr" in search or not isinstance(config.optim.lr, float) else f" at {config.optim.lr:g}"
-    lines = f"{config.method.expression}{rate}: {trained}, {metrics.seconds:.0f} s, {outcome}\nin {folder}"
+        outcome += f"{values}: {verdict(metrics.runs)}" if search else ""
+    rate = f" at {kept.optim.lr:g}" if isinstance(kept.optim.lr, float) else ""
+    method = value_text(config, "method", kept.method.expression) if "method" in search else kept.method.expression
+    lines = f"{method}{rate}: {trained}, {metrics.seconds:.0f} s, {outcome}\nin {folder}"
     return Group(lines, score_table(metrics.scores, metrics.std)) if metrics.scores else lines
 
 

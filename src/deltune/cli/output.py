@@ -45,22 +45,17 @@ class StderrHandler(logging.Handler):
         print(self.format(record), file=sys.stderr)
 
 
-def quiet_kernel_warnings() -> None:
-    """Silence what torchao and bitsandbytes warn of when transformers imports them: kernels that a machine lacks."""
-    for name in ("torchao", "bitsandbytes", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
 @contextlib.contextmanager
 def log_to_stderr(quiet: bool) -> Iterator[None]:
     """Print deltune's notes and warnings on standard error, one line each, and silence those of other libraries."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logger = logging.getLogger("deltune")
-    handler, level = StderrHandler(), logger.level
+    handler, level, propagates = StderrHandler(), logger.level, logger.propagate
     handler.setFormatter(logging.Formatter("%(message)s"))
     logger.addHandler(handler)
     logger.setLevel(logging.WARNING if quiet else logging.INFO)
+    logger.propagate = False  # absl, which rouge-score imports, prints what reaches the root logger a second time
 
     def show(
         message: Warning | str,
@@ -81,3 +76,4 @@ def log_to_stderr(quiet: bool) -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+        logger.propagate = propagates

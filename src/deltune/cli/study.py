@@ -558,7 +558,7 @@ def report(
     requested.sort(key=lambda study: order.index(study.name) if study.name in order else len(order))
     rows = _rows(store)
     parts = [
-        sections.build_section(study, rows, paper_statements(study.name), paper, scale == "small")
+        sections.build_section(study, rows, paper_statements(study.name), paper=paper, small=scale == "small")
         for study in requested
     ]
     if html is not None:

@@ -288,7 +288,7 @@ def run(
     if as_json:
         console.print_json(data=metrics.as_json())
     else:
-        console.print(formatting.run_table(finished.config, metrics, str(folder)))
+        console.print(formatting.run_table(finished, str(folder)))
     for text in advice(finished):
         print(f"note: {text}", file=sys.stderr if as_json else sys.stdout)
 

@@ -11,11 +11,20 @@ from typing import Any, Literal
 
 from ..errors import excerpt, unknown_name
 from .readers import DataFile, has_lone_surrogate, short_repr
+from .tag_schemes import OUTSIDE, is_entity_tag
 
 logger = logging.getLogger("deltune")
 
 LABEL_COLUMN_NAMES = ("label", "labels", "intent", "class", "category", "target", "sentiment", "topic")
 ID_COLUMN_NAMES = ("id", "idx", "uid", "guid", "index")
+SENTENCE_COLUMN_NAMES = ("sentence_id", "sent_id", "sentence_idx", "sentence #", "sentence", "doc_id", "document_id")
+"""Names of columns that say which words make a sentence, where every row is a word."""
+WORD_COLUMN_NAMES = ("token", "tokens", "word", "words", "form")
+OTHER_INPUT_NAMES = (
+    "instruction", "instructions", "system", "system_prompt", "history", "messages", "conversation", "conversations",
+    "chosen", "rejected",
+)  # fmt: skip
+"""Columns of other libraries' formats that belong to the input, or are all of it."""
 SAMPLED_ROWS = 200
 """Rows of the first file that decide which columns are text."""
 
@@ -105,23 +114,134 @@ def guess_task_kind(first: DataFile, names: ColumnNames | None, requested: Colum
     available = [c for c in names or first.columns if c in first.columns] or first.columns
     if ".txt" in Path(first.name).suffixes:
         return "language"
+    required = {kind: {c.role for c in TASK_COLUMNS[kind] if not c.optional} for kind in KINDS_GUESSED_BY_NAME}
+    if requested:
+        roles = set(requested) if isinstance(requested, Mapping) else set()
+        return next((kind for kind in required if required[kind] <= roles), "classification")
+    named = []
     for kind in KINDS_GUESSED_BY_NAME:
-        required = {column.role for column in TASK_COLUMNS[kind] if not column.optional}
-        if requested:
-            if isinstance(requested, Mapping) and required <= set(requested):
-                return kind
-            continue
         columns = _columns_by_usual_name(kind, available)
-        if kind == "generation" and _is_classification(first, columns, available):
-            if required <= set(columns):
-                logger.info(
-                    "%s is taken for a classification; with task=generation a model answers %s by %s", first.name,
-                    columns["source"], columns["targets"],
-                )  # fmt: skip
+        if not required[kind] <= set(columns):
             continue
-        if required <= set(columns) and first.rows and not row_problems(first.rows[0][1], columns, kind):
+        if kind == "generation" and _is_classification(first, columns, available):
+            logger.warning(
+                "%s is taken for a classification; with --task generation a model answers %s by %s", first.name,
+                columns["source"], columns["targets"],
+            )  # fmt: skip
+        elif kind == "tagging" or (first.rows and not row_problems(first.rows[0][1], columns, kind)):
             return kind
-    return "classification"
+        else:
+            named.append(kind)
+    has_label = any(c.lower() in LABEL_COLUMN_NAMES for c in available)
+    return named[0] if named and not has_label else "classification"
+
+
+def unread_columns(first: DataFile, names: ColumnNames | None, chosen: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the columns that a guess of the columns leaves out, but for keys and numbers of rows.
+
+    Args:
+        first: A file with the data's columns.
+        names: The columns that meta.json lists, if it does.
+        chosen: Role -> column, as guessed.
+    """
+    ignored, columns = ("", "unnamed: 0", *ID_COLUMN_NAMES), first.columns
+    return tuple(
+        c for c in columns if c in (names or columns) and c.lower() not in ignored and c not in chosen.values()
+    )
+
+
+def doubts_of_columns(first: DataFile, kind: str, chosen: Mapping[str, str], unread: Sequence[str]) -> list[str]:
+    """Return why guessed columns may be the wrong ones: others belong to the input, or are labels as well.
+
+    Args:
+        first: A file with the data's columns.
+        kind: A key of `TASK_COLUMNS`.
+        chosen: Role -> column, as guessed.
+        unread: The columns that it leaves out.
+    """
+    inputs = {
+        name for columns in TASK_COLUMNS.values() for c in columns if c.role in INPUT_TYPES for name in c.usual_names
+    }
+    inputs = inputs - {*WORD_COLUMN_NAMES} | {*OTHER_INPUT_NAMES}
+    doubtful: list[str] = []
+    if kind == "classification":
+        others = LABEL_COLUMN_NAMES if chosen["label"].lower() not in ("label", "labels") else ()
+        doubtful = [c for c in unread if c.lower() in (*inputs, *others)]
+    elif kind == "generation" and [chosen["source"].lower(), chosen["targets"].lower().rstrip("s")] != [
+        "source",
+        "target",
+    ]:
+        targets = TASK_COLUMNS["generation"][1].usual_names
+        doubtful = [c for c in unread if c.lower() in (*inputs, *targets) or _is_prose(first, c)]
+    if not doubtful:
+        return []
+    pairs = ",".join(f"{role}={column}" for role, column in chosen.items())
+    joined = "instruction" in map(str.lower, doubtful)
+    return [
+        f"{first.name} would be read as {kind} with {pairs}, and {', '.join(doubtful)} would not be read. If that is "
+        f"meant, give --columns {pairs}; if not, name other columns or another --task"
+        + (", or join instruction and input into one column" if joined else "")
+    ]
+
+
+def doubts_of_kind(first: DataFile, kind: str, chosen: Mapping[str, str], labels: Sequence[str]) -> list[str]:
+    """Return why a guessed kind of task may be the wrong one: rows are words of sentences, or text is a table.
+
+    Args:
+        first: A file with the data's columns.
+        kind: A key of `TASK_COLUMNS`, as guessed.
+        chosen: Role -> column.
+        labels: The names of the labels.
+    """
+    rows = [row for _, row in first.rows[:SAMPLED_ROWS]]
+    if kind == "classification":
+        is_word = chosen["text"].lower() in WORD_COLUMN_NAMES
+        if _are_tags(labels) or (is_word and any(c.lower() in SENTENCE_COLUMN_NAMES for c in first.columns)):
+            return [
+                f"{first.name} holds tags of words in its column {chosen['label']!r}, such as "
+                f"{', '.join(map(excerpt, labels[:3]))}. A row of a tagging is a sentence: "
+                '{"tokens": ["in", "Rome"], "tags": ["O", "B-LOC"]}, or lines "Rome B-LOC" of a .conll file with a '
+                "blank line between sentences. If each row is to be classified by itself, give --task classification"
+            ]
+        several = len(labels) >= MANY_LABELS and 2 * len(labels) > len(first.rows)
+        if several and all(" " in label for label in labels):
+            pairs = f"source={chosen['text']},targets={chosen['label']}"
+            return [
+                f"{first.name} has {len(labels)} different texts in its column {chosen['label']!r}. If a model is to "
+                f"write them, give --task generation --columns {pairs}; if they are labels, --task classification"
+            ]
+    if kind == "language" and rows and (format := _format_of_lines(rows[0]["text"])):
+        return [f"{first.name} is not running text but {format}; if it is to be read as it is, give --task language"]
+    return []
+
+
+MANY_LABELS = 10
+"""From so many labels on it is asked whether texts are labels."""
+
+
+def _are_tags(labels: Sequence[str]) -> bool:
+    """Whether labels are tags of entities, or lists of them in one text."""
+    parts = {part for label in labels for part in re.split(r"[\s,;\[\]'\"]+", label) if part}
+    return any(map(is_entity_tag, parts)) and all(part == OUTSIDE or is_entity_tag(part) for part in parts)
+
+
+def _format_of_lines(text: str) -> str:
+    """Return what the lines of a text are, with what to do, where they look like rows; else an empty string."""
+    lines = [line for line in text.splitlines()[:SAMPLED_ROWS] if line.strip()]
+    last_words = [line.split()[-1] for line in lines if len(line.split()) > 1]
+    if len(last_words) == len(lines) and _are_tags(last_words):
+        return "tokens and their tags: rename it to .conll"
+    if len(lines) > 1 and len({line.count("\t") for line in lines}) == 1 and "\t" in lines[0]:
+        return "a table: rename it to .tsv, with the names of the columns in its first line"
+    if lines and all(line.startswith("__label__") for line in lines):
+        return "labelled texts of fastText: write a .csv with the columns text and label"
+    return ""
+
+
+def _is_prose(file: DataFile, column: str) -> bool:
+    """Whether a column holds texts of several words."""
+    values = [row.get(column) for _, row in file.rows[:SAMPLED_ROWS]]
+    return _is_text(file, column) and any(isinstance(value, str) and " " in value.strip() for value in values)
 
 
 def _is_classification(first: DataFile, columns: Mapping[str, str], available: Sequence[str]) -> bool:
@@ -229,6 +349,13 @@ def _classification_columns(first: DataFile, available: Sequence[str], problems:
             f"{first.name} has no column named {' or '.join(LABEL_COLUMN_NAMES)}. Its columns: {listed}. "
             f"{running}{todo}"
         )
+        if others := [c for c in available if c.lower() in OTHER_INPUT_NAMES]:
+            problems[-1] = (
+                f"{first.name} has the columns {listed}, and no kind of task reads {', '.join(others)} by itself. For "
+                "a model that answers a text, put all of its input into one column and its answer into another: --task "
+                "generation --columns source=…,targets=…"
+            )
+            return {}
     if len(texts) not in (1, 2):
         which = f"{len(texts)} columns of text ({', '.join(texts)})" if texts else "no column of text"
         problems.append(f"{first.name} has {which} and needs one or two. Its columns: {listed}. {todo}")

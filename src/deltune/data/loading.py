@@ -12,16 +12,29 @@ import random
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from ..errors import DeltuneError, closest_match, error_summary, excerpt, unknown_name
+from ..errors import DeltuneError, check_booleans, closest_match, error_summary, excerpt, unknown_name
 from ..filesystem import explain_write_errors, parse_json, user_path
 from ..models import why_not_on_hub
-from .columns import TASK_COLUMNS, Column, ColumnNames, check_columns, choose_columns, guess_task_kind
+from .columns import (
+    TASK_COLUMNS,
+    Column,
+    ColumnNames,
+    check_columns,
+    choose_columns,
+    doubts_of_columns,
+    doubts_of_kind,
+    guess_task_kind,
+    how_to_name_columns,
+    row_problems,
+    unread_columns,
+)
 from .readers import READERS, DataFile, Row, data_suffix, file_error, has_lone_surrogate, read_rows, short_repr
+from .tag_schemes import PLAIN, check_entity_tags, recognise_scheme, to_iob2
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -185,6 +198,8 @@ class TaskData:
         fingerprint: Hash of the labels and of every split's contents, the same for the same content in any format.
         kind: The kind of task.
         digests: Split -> hash of its contents alone.
+        tag_scheme: The scheme of tags, a key of `tag_schemes.SCHEMES` or "plain"; None if they show none.
+        unread: Columns that were neither chosen nor named by anyone, and are not read.
     """
 
     splits: dict[str, Dataset]
@@ -194,13 +209,16 @@ class TaskData:
     fingerprint: str
     kind: str = "classification"
     digests: Mapping[str, str] = field(default_factory=dict)
+    tag_scheme: str | None = None
+    unread: tuple[str, ...] = ()
 
     @property
     def summary(self) -> dict[str, Any]:
         """What a run records about its data, as JSON values."""
         fields = ("source", "fingerprint", "kind", "columns", "digests")
         rows = {split: len(dataset) for split, dataset in self.splits.items()}
-        return {**{name: getattr(self, name) for name in fields}, "labels": list(self.labels), "rows": rows}
+        scheme = {} if self.tag_scheme is None else {"tag_scheme": self.tag_scheme}
+        return {**{name: getattr(self, name) for name in fields}, "labels": list(self.labels), "rows": rows, **scheme}
 
 
 @dataclass
@@ -220,15 +238,19 @@ class _RawData:
     hidden: frozenset[str] = frozenset()
 
 
+@check_booleans
 def load_data(
     source: str,
     columns: ColumnNames | None = None,
     labels: Sequence[str] | None = None,
     max_rows: Mapping[str, int] | None = None,
     seed: int = 0,
+    *,
     training: bool = True,
     kind: str | None = None,
     layout: HubLayout | None = None,
+    tag_scheme: Literal["iob2", "plain"] | None = None,
+    iob2_labels: Sequence[str] | None = None,
 ) -> TaskData:
     """Load the data of a task and check every row of it.
 
@@ -245,6 +267,9 @@ def load_data(
         training: Whether there must be a train split. If not, which needs `labels`, any split is enough.
         kind: A key of `TASK_COLUMNS`. Default: what the columns' names tell, else classification.
         layout: How a hub id is laid out, where `columns` and `labels` do not say otherwise.
+        tag_scheme: "iob2" converts tags of entities to IOB2, whose labels are then sorted; "plain" takes tags for
+            classes of words. Default: the tags are as they are, and their scheme is recognised.
+        iob2_labels: Names of the labels after that conversion, in the order of their ids.
 
     Raises:
         DeltuneError: Something is wrong with the source or its rows; one error lists all, with file and line.
@@ -276,11 +301,17 @@ def load_data(
         apply_layout(files, layout, problems)
         columns, labels = columns or layout.column_names, labels or layout.labels
     first = next((files[split] for split in needed if split in files), None)
+    is_guess, guesses_columns = kind is None, columns is None and not isinstance(raw.column_names, Mapping)
     kind = kind or (guess_task_kind(first, raw.column_names, columns) if first else "classification")
     chosen = choose_columns(kind, first, columns, raw.column_names, problems) if first else {}
     if not chosen or not first or not first.rows:
         raise file_error(f"data {source}", problems)
+    unread = unread_columns(first, raw.column_names, chosen) if guesses_columns else ()
+    if doubts := doubts_of_columns(first, kind, chosen, unread):
+        raise file_error(f"data {source}", [*problems, *doubts])
     check_columns(files, kind, chosen, problems)
+    if is_guess and problems and row_problems(first.rows[0][1], chosen, kind):
+        problems.append(how_to_name_columns(kind))
     label_role = next((c.role for c in TASK_COLUMNS[kind] if c.type in ("label", "labels")), None)
     label_names: tuple[str, ...] = ()
     label_ids: LabelIds = {split: [] for split in files}
@@ -289,7 +320,18 @@ def load_data(
         if label_column in raw.hidden:
             files = {split: drop_unlabelled_rows(file, label_column) for split, file in files.items()}
         known = labels or raw.label_names.get(label_column) or raw.label_names.get("")
-        label_names, label_ids = encode_labels(files, label_column, known, problems)
+        inner: set[str] = set()
+        if kind == "tagging" and tag_scheme == "iob2" and not problems:
+            files, known = _with_iob2_tags(files, label_column, known, problems), iob2_labels
+            train = files["train"].rows if "train" in files else []
+            inner = {f"I{tag[1:]}" for _, row in train for tag in row[label_column] if tag[0] == "B"}
+        label_names, label_ids = encode_labels(files, label_column, known, problems, inner)
+    is_guess &= not isinstance(columns or raw.column_names, Mapping)
+    if is_guess and (doubts := doubts_of_kind(first, kind, chosen, label_names)):
+        raise file_error(f"data {source}", doubts)
+    scheme = None
+    if kind == "tagging" and not problems:
+        scheme = PLAIN if tag_scheme == "plain" else _recognise_scheme(files, label_names, label_ids, problems)
     if problems:
         raise file_error(f"data {source}", problems)
 
@@ -325,7 +367,50 @@ def load_data(
         fingerprint=_digest([label_names, content]),
         kind=kind,
         digests=digests,
+        tag_scheme=scheme,
+        unread=unread,
     )
+
+
+def _with_iob2_tags(
+    files: Mapping[str, DataFile], column: str, known: Sequence[str] | None, problems: list[str]
+) -> dict[str, DataFile]:
+    """Return files whose tags of entities are in IOB2; a number is an index into the known names."""
+    names = dict(enumerate(known or ())) | {str(i): name for i, name in enumerate(known or ())}
+    tags = {
+        split: [[str(names.get(tag, tag)) for tag in row[column]] for _, row in f.rows] for split, f in files.items()
+    }
+    places = [file.location(number) for file in files.values() for number, _ in file.rows]
+    try:
+        if check_entity_tags([row for rows in tags.values() for row in rows], places.__getitem__) == set():
+            problems.append("plain tags, which are not of entities, cannot be converted by --tag-scheme iob2")
+    except DeltuneError as error:
+        problems.append(str(error))
+    if problems:
+        return dict(files)
+    return {
+        split: replace(
+            file,
+            rows=[
+                (number, {**row, column: to_iob2(converted)})
+                for (number, row), converted in zip(file.rows, tags[split], strict=True)
+            ],
+        )
+        for split, file in files.items()
+    }
+
+
+def _recognise_scheme(
+    files: Mapping[str, DataFile], names: Sequence[str], ids: LabelIds, problems: list[str]
+) -> str | None:
+    """Return the scheme of the tags of all splits; what is wrong with them is appended to the problems."""
+    rows = [[names[i] for i in row] for split in ids for row in ids[split]]
+    places = [files[split].location(number) for split in ids for number, _ in files[split].rows]
+    try:
+        return recognise_scheme(rows, places.__getitem__)
+    except DeltuneError as error:
+        problems.append(str(error))
+        return None
 
 
 def rename_labels(data: TaskData, names: Mapping[str, str]) -> TaskData:
@@ -358,7 +443,11 @@ def rename_labels(data: TaskData, names: Mapping[str, str]) -> TaskData:
 
 
 def encode_labels(
-    files: Mapping[str, DataFile], column: str, known: Sequence[str] | None, problems: list[str]
+    files: Mapping[str, DataFile],
+    column: str,
+    known: Sequence[str] | None,
+    problems: list[str],
+    others: Collection[str] = (),
 ) -> tuple[tuple[str, ...], LabelIds]:
     """Turn labels into ids, and check that train has every label.
 
@@ -367,6 +456,7 @@ def encode_labels(
         column: The column of labels.
         known: Names of the labels in the order of their ids. Default: the labels of train, sorted.
         problems: What goes wrong is appended to it.
+        others: Labels that count as labels of train, whether they occur there or not.
 
     Returns:
         The names of the labels, and split -> the ids of every row. A split whose labels are all -1, and so hidden as
@@ -378,7 +468,7 @@ def encode_labels(
     ]:
         warnings.warn(f"every label in {files[split].name} is -1, so hidden; the split is left out", stacklevel=3)
         del values[split]
-    train = {label for _, label in _label_occurrences(values.get("train", []))}
+    train = {label for _, label in _label_occurrences(values.get("train", []))} | {*others}
     numeric = all(map(_is_integer, train))
     names = tuple(known or sorted(train, key=lambda label: (int(label) if numeric else 0, label != "O", label)))
     if len(set(map(str, names))) < len(names) or not all(isinstance(name, str) for name in names):
@@ -386,6 +476,10 @@ def encode_labels(
         return (), {}
     if "train" not in values and not known:
         problems.append("there is no train file, from which the labels are known: name them in the order of their ids")
+        return (), {}
+    if not known and "train" in values and all(map(_is_number, train)) and not all(map(_is_integer, train)):
+        fraction = next(label for label in sorted(train) if not _is_integer(label))
+        problems.append(f"{files['train'].name}: a label must be text or a whole number, not {excerpt(fraction)}")
         return (), {}
     if len(train) == 1:
         problems.append(
@@ -439,6 +533,10 @@ def _label_occurrences(rows: Sequence[tuple[int, list[str]]]) -> list[tuple[int,
 
 def _is_integer(label: str) -> bool:
     return re.fullmatch(r"-?\d{1,18}", label) is not None
+
+
+def _is_number(label: str) -> bool:
+    return re.fullmatch(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*", label) is not None
 
 
 def _digest(values: Any) -> str:

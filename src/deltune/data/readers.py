@@ -1,4 +1,4 @@
-"""Reading one data file (JSON lines, CSV, Parquet, CoNLL or text): its rows, each with its line number."""
+"""Reading one data file (JSON lines, CSV, TSV, Parquet, CoNLL or text): its rows, each with its line number."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, TextIO
 
 from ..errors import DeltuneError, error_from_problems, error_summary, excerpt, unknown_name
 from ..filesystem import parse_json
+from .tag_schemes import OUTSIDE, is_entity_tag
 
 MAX_LISTED_PROBLEMS = 10
 """How many problems of a data set an error lists."""
@@ -34,6 +35,8 @@ STDIN = Path("-")
 Row = dict[str, Any]
 NumberedRows = Iterator[tuple[int, Row]]
 """Rows with their line numbers, in Parquet with their row numbers, from 1."""
+NumberedCells = Iterator[tuple[int, list[str]]]
+"""The cells of the rows of a table with their line numbers; none of a blank line."""
 
 
 @dataclass
@@ -195,24 +198,57 @@ def _read_json_lines(path: Path, problems: list[str]) -> NumberedRows:
 
 
 def _read_csv(path: Path, problems: list[str]) -> NumberedRows:
+    """Read a table with commas; a field in quotes may hold commas and line ends."""
     csv.field_size_limit(MAX_LINE_LENGTH)  # the default of 128 KiB is less than a long document
     reader = csv.reader((line for _, line in text_lines(path)), strict=True)
-    line = 1
-    try:
-        header = next(reader, [])
-        if problem := _column_name_problem(header):
-            problems.append(f"{path.name} line 1: {problem}: {excerpt(header)}")
-            return
-        line = reader.line_num + 1
-        for cells in reader:
-            if cells and len(cells) != len(header):
-                sizes = f"{len(cells)} fields, the header has {len(header)}"
-                problems.append(f"{path.name} line {reader.line_num}: {sizes}")
-            elif cells:
-                yield reader.line_num, dict(zip(header, cells, strict=True))
-            line = reader.line_num + 1
-    except csv.Error as error:
-        raise UnreadableFileError(f"{path.name} line {line}: cannot be read from here to its end ({error})") from error
+
+    def numbered_cells() -> NumberedCells:
+        line = 1
+        try:
+            for cells in reader:
+                yield reader.line_num, cells
+                line = reader.line_num + 1
+        except csv.Error as error:
+            raise UnreadableFileError(
+                f"{path.name} line {line}: cannot be read from here to its end ({error})"
+            ) from error
+
+    return _read_table(path, problems, numbered_cells())
+
+
+def _read_tsv(path: Path, problems: list[str]) -> NumberedRows:
+    """Read a table with tabs, where every line is a row and quotes are characters as any other."""
+
+    def numbered_cells() -> NumberedCells:
+        for number, line in text_lines(path):
+            cells = line.rstrip("\r\n").split("\t") if line.strip() else []
+            if quoted := [
+                cell for cell in cells if re.fullmatch('"([^"]|"")*"', cell) and (number == 1 or '""' in cell)
+            ]:
+                raise UnreadableFileError(
+                    f"{path.name} line {number}: {excerpt(quoted[0])} is quoted as in .csv, and .tsv is read without "
+                    "quoting; save the table with commas, as .csv"
+                )
+            yield number, cells
+
+    return _read_table(path, problems, numbered_cells())
+
+
+def _read_table(path: Path, problems: list[str], numbered_cells: NumberedCells) -> NumberedRows:
+    """Read the rows of a table from its cells; the first row has the names of the columns."""
+    _, header = next(numbered_cells, (1, []))
+    if problem := _column_name_problem(header):
+        problems.append(f"{path.name} line 1: {problem}: {excerpt(header)}")
+        return
+    if len(header) == 1 and (mark := next((mark for mark in ";\t|" if mark in header[0]), "")):
+        todo = "save it as .tsv" if mark == "\t" else "save it with commas"
+        problems.append(f"{path.name} line 1: its columns are separated by {mark!r}, {excerpt(header[0])}; {todo}")
+        return
+    for number, cells in numbered_cells:
+        if cells and len(cells) != len(header):
+            problems.append(f"{path.name} line {number}: {len(cells)} fields, the header has {len(header)}")
+        elif cells:
+            yield number, dict(zip(header, cells, strict=True))
 
 
 def _read_parquet(path: Path, problems: list[str]) -> NumberedRows:
@@ -255,13 +291,14 @@ def _read_text(path: Path, problems: list[str]) -> NumberedRows:
 
 def _is_tag(text: str) -> bool:
     """Whether a text looks like a tag of an entity, so that a line that begins with # is a token and no comment."""
-    return re.fullmatch(r"O|[BIOESLU]-.+", text) is not None
+    return text == OUTSIDE or is_entity_tag(text)
 
 
 def _read_conll(path: Path, problems: list[str]) -> NumberedRows:
     """Read sentences with a blank line between them, each a line for a token: the token first, its tag last.
 
-    Lines -DOCSTART- and comments (# and a blank) are left out. Of tokens alone there are no tags.
+    Columns between them are "column 2" and so on. Lines -DOCSTART- and comments (# and a blank) are left out. Of tokens
+    alone there are no tags.
     """
     width = first = 0
     sentence: list[list[str]] = []
@@ -269,8 +306,10 @@ def _read_conll(path: Path, problems: list[str]) -> NumberedRows:
         cells = line.rstrip("\r\n").split("\t") if "\t" in line else line.split()
         if not any(cells) or cells[0] == "-DOCSTART-":
             if sentence:
-                tags = {"tags": [row[-1] for row in sentence]} if width > 1 else {}
-                yield first, {"tokens": [row[0] for row in sentence], **tags}
+                if problem := _wrong_order(sentence):
+                    raise UnreadableFileError(f"{path.name} line {first}: {problem}")
+                names = ["tokens", *(f"column {i}" for i in range(2, width)), *(["tags"] if width > 1 else [])]
+                yield first, dict(zip(names, map(list, zip(*sentence, strict=True)), strict=True))
             sentence = []
         elif line.startswith("# ") and "\t" not in line and len(cells) != (width or (2 if _is_tag(cells[-1]) else 0)):
             continue
@@ -282,8 +321,24 @@ def _read_conll(path: Path, problems: list[str]) -> NumberedRows:
             sentence.append(cells)
 
 
+def _wrong_order(sentence: list[list[str]]) -> str:
+    """Return what is wrong with the columns of a sentence, or an empty string."""
+    firsts, lasts = [row[0] for row in sentence], [row[-1] for row in sentence]
+    if len(sentence[0]) > 2 and len(sentence) > 1 and firsts == [str(i) for i in range(1, len(firsts) + 1)]:
+        return "the first column counts the tokens, as in CoNLL-U; write the token first and its tag last in each line"
+    if (
+        len(sentence[0]) > 1
+        and all(map(_is_tag, firsts))
+        and any(map(is_entity_tag, firsts))
+        and not any(map(_is_tag, lasts))
+    ):
+        return "the tags stand before the tokens; write the token first and its tag last in each line"
+    return ""
+
+
 READERS = {
-    ".jsonl": _read_json_lines, ".json": _read_json_lines, ".csv": _read_csv, ".parquet": _read_parquet,
+    ".jsonl": _read_json_lines, ".json": _read_json_lines, ".csv": _read_csv, ".tsv": _read_tsv,
+    ".parquet": _read_parquet,
     ".conll": _read_conll, ".bio": _read_conll, ".txt": _read_text,
 }  # fmt: skip
 READERS |= {f"{suffix}.gz": READERS[suffix] for suffix in READERS if suffix != ".parquet"}

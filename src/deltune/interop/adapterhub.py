@@ -110,8 +110,8 @@ def _read_bottleneck(anatomy: Anatomy, config: Mapping[str, Any], name: str, unu
         form = Bottleneck(
             tensors["down"].shape[0],
             ACTIVATION_NAMES[str(config["non_linearity"]).lower()],
-            True,
-            bool(config.get("ln_before")),
+            bias=True,
+            layer_norm=bool(config.get("ln_before")),
         )
         if config.get("init_weights") == "mam_adapter":
             form = replace(form, init="lora")
@@ -287,7 +287,7 @@ def read_adapterhub(anatomy: Anatomy, folder: ForeignFolder, relative: bool = Fa
         parts = [_READERS[_architecture(config)](anatomy, config, name, unused) for config in configs]
         method = _union(anatomy, parts)
     except DeltuneError as error:
-        unused.check(folder.where, error)
+        unused.check(folder.where, [str(error)])
         raise
     unused.check(folder.where)
     tensors = tensors_by_file_name(anatomy, method, [piece for part in parts for piece in part.pieces])
@@ -340,9 +340,7 @@ def _read_prefix(anatomy: Anatomy, config: Mapping[str, Any], name: str, unused:
                 locations.setdefault(pool, []).append(by_name[f"{layer.stack}.{layer.index}.{attention.kind}.heads"])
     pieces = []
     for pool, pool_locations in locations.items():
-        tensor = _take_prefix(unused, name, pool)
-        if tensor is None:
-            raise DeltuneError(f"missing tensors of {pool}_prefix")
+        tensor = _take_prefix(unused, name, pool, flat=bool(config.get("flat")))
         widths, length = pool_locations[0].widths, modification.form.length  # type: ignore[attr-defined]
         sizes = (length, 2 * len(pool_locations), widths.kv_heads, widths.head_width)
         if tensor.numel() != torch.Size(sizes).numel():
@@ -358,31 +356,29 @@ def _read_prefix(anatomy: Anatomy, config: Mapping[str, Any], name: str, unused:
     return ReadConfig(pieces, [lambda: prefix(int(config["prefix_length"]))])
 
 
-def _take_prefix(unused: UnusedTensors, name: str, pool: str) -> torch.Tensor | None:
+def _take_prefix(unused: UnusedTensors, name: str, pool: str, *, flat: bool) -> torch.Tensor:
     """Return all keys and values of one kind of attention: as they are, or computed by the MLP that makes them."""
     stem = re.compile(rf"(?:.*\.)?prefix_tuning\.prefix_tunings\.{re.escape(name)}\.(?:\w*_)?{pool}(?:_prefix)?\.(.*)")
     names = {match[1]: n for n in list(unused.tensors) if (match := stem.fullmatch(n))}
-    tensors = {leaf: unused.take(n) for leaf, n in names.items()}
-    if "control_trans" in tensors:
-        return tensors["control_trans"]
-    leaves = ("wte.weight", "control_trans.0.weight", "control_trans.0.bias", "control_trans.2.weight",
-              "control_trans.2.bias")  # fmt: skip
-    rows, down, down_bias, up, up_bias = (tensors.get(leaf) for leaf in leaves)
-    if rows is None or down is None or up is None:
-        return None
-    shapes = [None if tensor is None else tuple(tensor.shape) for tensor in (rows, down, down_bias, up, up_bias)]
+    mlp = ("wte.weight", "control_trans.0.weight", "control_trans.0.bias", "control_trans.2.weight",
+           "control_trans.2.bias")  # fmt: skip
+    leaves = ("control_trans",) if flat else mlp
+    if missing := [leaf for leaf in leaves if leaf not in names]:
+        raise error_from_problems("prefix", [f"missing tensor {leaf} of {pool}_prefix" for leaf in missing])
+    tensors = unused.take_all(names[leaf] for leaf in leaves)
+    if flat:
+        return tensors[names["control_trans"]]
+    rows, down, down_bias, up, up_bias = (tensors[names[leaf]].double() for leaf in leaves)
+    shapes = [tuple(tensor.shape) for tensor in (rows, down, down_bias, up, up_bias)]
     if not (rows.dim() == down.dim() == up.dim() == 2) or shapes != [
-        (len(rows), down.shape[1]), (len(down), rows.shape[1]), down_bias if down_bias is None else (len(down),),
-        (len(up), len(down)), up_bias if up_bias is None else (len(up),),
+        (len(rows), down.shape[1]), (len(down), rows.shape[1]), (len(down),), (len(up), len(down)), (len(up),),
     ]:  # fmt: skip
         raise DeltuneError(f"the MLP of {pool}_prefix has tensors that do not fit each other: {shapes}")
     if len(rows) * len(up) > MAX_EXPANSION * sum(tensor.numel() for tensor in (rows, down, up)):
         raise DeltuneError(
             f"the MLP of {pool}_prefix would make {len(rows):,} × {len(up):,} numbers, far more than it has"
         )
-    double = {leaf: tensor.double() for leaf, tensor in tensors.items() if tensor is not None}
-    inner = torch.tanh(F.linear(double[leaves[0]], double[leaves[1]], double.get(leaves[2])))
-    return F.linear(inner, double[leaves[3]], double.get(leaves[4]))
+    return F.linear(torch.tanh(F.linear(rows, down, down_bias)), up, up_bias)
 
 
 # -- low rank ---------------------------------------------------------------------------------------------------------
@@ -397,16 +393,21 @@ def _read_lora(anatomy: Anatomy, config: Mapping[str, Any], name: str, unused: U
         modification = Modification(site, LowRank(rank, dropout), compose=compose)
         for location in locations_or_none(anatomy, modification):
             by_path.setdefault(location.target.path, []).append(PlacedTensors(modification, location, {}))
-    fused_parts = config.get("attn_matrices") or ()
-    fused_sites = {site for site in ("query", "key", "value", "output") if site[0] in fused_parts}
+    left_out = set(config.get("leave_out") or ())
+    skipped = tuple(f"{layer.stack}.{layer.index}." for n, layer in enumerate(anatomy.layers) if n in left_out)
+    sites = _lora_sites(config)
     pieces: list[PlacedTensors] = []
-    for path, parts in by_path.items():
-        down, up = (unused.take(f"{path}.loras.{name}.lora_{leaf}", axes=2) for leaf in ("A", "B"))
-        if down is None or up is None:
+    missing: list[str] = []
+    for path, all_parts in by_path.items():
+        parts = [p for p in all_parts if p.modification.site in sites and not p.place.name.startswith(skipped)]
+        if not parts:
             continue
-        if parts[0].place.target.columns is not None:  # the factors of the chosen parts, joined
-            parts = [piece for piece in parts if piece.modification.site in fused_sites]
-        if not parts or len(down) != rank * len(parts) or len(up) % len(parts):
+        names = [f"{path}.loras.{name}.lora_{leaf}" for leaf in ("A", "B")]
+        down, up = (unused.take(tensor, axes=2) for tensor in names)
+        if down is None or up is None:
+            missing += [f"missing tensor {n}" for n, tensor in zip(names, (down, up), strict=True) if tensor is None]
+            continue
+        if len(down) != rank * len(parts) or len(up) % len(parts):  # of a fused module the factors are joined
             shapes = f"{tuple(down.shape)} and {tuple(up.shape)}"
             raise DeltuneError(f"LoRA at {path} has factors of shapes {shapes} for {len(parts)} parts of rank {rank}")
         downs, ups = down.chunk(len(parts)), up.chunk(len(parts))
@@ -414,25 +415,21 @@ def _read_lora(anatomy: Anatomy, config: Mapping[str, Any], name: str, unused: U
             PlacedTensors(piece.modification, piece.place, {"down": d.contiguous(), "up": u.contiguous()})
             for piece, d, u in zip(parts, downs, ups, strict=True)
         ]
-    _check_every_layer(anatomy, config, pieces)
-    sites = tuple(dict.fromkeys(piece.modification.site for piece in pieces))
-    at = ("query", "value") if set(sites) == {"query", "value"} else sites
+    if missing or not pieces:
+        raise error_from_problems("LoRA", missing or ["its options leave every module of this model without LoRA"])
+    used = tuple(dict.fromkeys(piece.modification.site for piece in pieces))
+    at = ("query", "value") if set(used) == {"query", "value"} else used
     return ReadConfig(pieces, [lambda: lora(rank, scale=scale, at=at, dropout=dropout)])
 
 
-def _check_every_layer(anatomy: Anatomy, config: Mapping[str, Any], pieces: list[PlacedTensors]) -> None:
-    """Check that every layer that is not left out has what the others of its stack have."""
-    left_out = set(config.get("leave_out") or ())
-    layers = [layer for number, layer in enumerate(anatomy.layers) if number not in left_out]
-    present = {piece.place.name for piece in pieces}
-    endings = {(name.split(".")[0], name.split(".", 2)[2]) for name in present}
-    expected = {
-        f"{layer.stack}.{layer.index}.{tail}" for layer in layers for stack, tail in endings if stack == layer.stack
-    }
-    if not pieces or expected - present:
-        raise error_from_problems(
-            "LoRA", [f"missing tensors at {missing}" for missing in sorted(expected - present)] or ["no tensors"]
-        )
+def _lora_sites(config: Mapping[str, Any]) -> set[str]:
+    """Return the sites of LoRA, which AdapterHub's options name by kinds of modules and by letters."""
+    letters = config.get("attn_matrices", ("q", "v")) or ()
+    sites = {site for site in ("query", "key", "value", "output") if site[0] in letters}
+    if not config.get("selfattn_lora", True):
+        sites.clear()
+    others = {"ffn_up": "intermediate_lora", "ffn_down": "output_lora"}
+    return sites | {site for site, option in others.items() if config.get(option)}
 
 
 _READERS: Mapping[str, Callable[[Anatomy, Mapping[str, Any], str, UnusedTensors], ReadConfig]] = {

@@ -33,7 +33,7 @@ ShortText = Annotated[str, Field(strict=True, max_length=4096)]
 PatternText = Annotated[str, Field(strict=True, max_length=1000)]
 
 PATTERN_SECONDS = 0.5
-"""Seconds that all patterns of a folder may take in all; those of a real file take milliseconds."""
+"""Seconds that the patterns of an option may take in all; those of a real file take milliseconds."""
 
 
 class _Options(BaseModel):
@@ -47,10 +47,19 @@ class PeftOptions(_Options):
 
     peft_type: ShortText
     task_type: ShortText | None = None
+    target_modules: PatternText | list[ShortText] | None = None
+    exclude_modules: PatternText | list[ShortText] | None = None
+    layers_to_transform: StrictInt | list[StrictInt] | None = None
+    layers_pattern: PatternText | list[PatternText] | None = None
+    feedforward_modules: PatternText | list[ShortText] | None = None
+    modules_to_save: list[ShortText] | None = None
+    r: PositiveInt = 8
     lora_alpha: FiniteNumber = 8
     lora_dropout: Probability | None = None
     use_rslora: OptionalBool = None
+    rank_pattern: dict[PatternText, PositiveInt] | None = None
     alpha_pattern: dict[PatternText, FiniteNumber] | None = None
+    num_virtual_tokens: PositiveInt | None = None
 
 
 class _AdapterHubConfig(_Options):
@@ -159,27 +168,33 @@ def _problems(schema: type[_Options], options: Mapping[str, Any]) -> list[str]:
 
 
 class Patterns:
-    """Finds the value for a module by PEFT's rule: that of the first pattern that matches the end of the module's path.
+    """Finds the first of an option's patterns that matches the path of a module.
 
     The patterns come from a stranger, and a regular expression can take arbitrarily long. So matching stops after
     `PATTERN_SECONDS` in all. Patterns without repetitions and groups take no time, and do not count.
     """
 
-    def __init__(self, patterns: Mapping[str, Any] | None) -> None:
-        self.left = PATTERN_SECONDS
-        self.values = list((patterns or {}).values())
+    def __init__(self, option: str, patterns: Iterable[str], form: str = r"(?:.*\.)?(?:{})$") -> None:
+        """Compile the patterns of an option.
+
+        Args:
+            option: The option's name, for messages.
+            patterns: The patterns.
+            form: The regular expression that PEFT makes of each, with {} in its place.
+        """
+        self.option, self.left = option, PATTERN_SECONDS
         try:
-            self.matchers = [self._matcher(key) for key in patterns or {}]
+            self.matchers = [self._matcher(pattern, form) for pattern in patterns]
         except (regex.error, RecursionError, OverflowError, MemoryError) as error:
             raise DeltuneError(
-                f"option alpha_pattern has a pattern that is no regular expression: {str(error)[:200]}"
+                f"option {option} has a pattern that is no regular expression: {str(error)[:200]}"
             ) from error
 
-    def _matcher(self, key: str) -> Callable[[str], object]:
-        pattern = regex.compile(rf"(?:.*\.)?(?:{key})$")
-        return pattern.match if regex.fullmatch(r"(?:[\w.-]|\\.)*", key) else lambda path: self._timed(pattern, path)
+    def _matcher(self, text: str, form: str) -> Callable[[str], Any]:
+        pattern = regex.compile(form.replace("{}", text))
+        return pattern.match if regex.fullmatch(r"(?:[\w.-]|\\.)*", text) else lambda path: self._timed(pattern, path)
 
-    def _timed(self, pattern: Any, path: str) -> object:
+    def _timed(self, pattern: Any, path: str) -> Any:
         start = time.monotonic()
         try:
             return pattern.match(path, timeout=max(self.left, 0.001))
@@ -189,17 +204,17 @@ class Patterns:
             self.left -= time.monotonic() - start
         return None
 
-    def value(self, path: str, default: Any) -> Any:
-        """Return the value for a module.
+    def first(self, path: str) -> tuple[int, Any] | None:
+        """Return the number of the first pattern that matches, and its match.
 
         Raises:
             DeltuneError: The patterns take too long.
         """
-        pairs = zip(self.matchers, self.values, strict=True)
-        value = next((value for matches, value in pairs if matches(path)), default)
+        matches = ((number, matcher(path)) for number, matcher in enumerate(self.matchers))
+        first = next((pair for pair in matches if pair[1]), None)
         if self.left <= 0:
-            raise DeltuneError(f"option alpha_pattern has patterns that take longer than {PATTERN_SECONDS:g} s")
-        return value
+            raise DeltuneError(f"option {self.option} has patterns that take longer than {PATTERN_SECONDS:g} s")
+        return first
 
 
 CONFIG_FILE = "adapter_config.json"
@@ -293,22 +308,31 @@ class UnusedTensors:
             tensors: The tensors by their names in the file.
             stem: What every name in the file begins with, before the model's own name.
         """
-        self.anatomy = anatomy
-        translate = _name_translator(anatomy, [name.removeprefix(stem) for name in tensors])
+        self.anatomy, self.base = anatomy, f"{anatomy.base}." if anatomy.base else ""
+        self.base_in_file = _base_in_file(anatomy, self.base, [name.removeprefix(stem) for name in tensors])
         self.stem, self.names, self.tensors = stem, dict[str, str](), dict[str, torch.Tensor]()
         self.doubles: list[str] = []
         for file_name, tensor in tensors.items():
-            name = translate(file_name.removeprefix(stem))
+            name = self._translate(file_name.removeprefix(stem))
             if name in self.names:
                 self.doubles.append(f"tensors {self.names[name]} and {file_name} are both {name} of this model")
             self.names[name], self.tensors[name] = file_name, tensor
 
-    def name_in_file(self, name: str) -> str:
-        """Return what the file calls a tensor, without the stem; where it has no such tensor, the name in this model.
+    def _translate(self, name: str) -> str:
+        """Return the name in this model of a tensor that the file calls `name`."""
+        inside = name.startswith(self.base_in_file)
+        if not self.base_in_file and self.base:
+            inside = not name.startswith(tuple(f"{path}." for path in self.anatomy.head))
+        return self.base + name.removeprefix(self.base_in_file) if inside else name
 
-        Options such as PEFT's `alpha_pattern` refer to these names.
+    def name_in_file(self, name: str) -> str | None:
+        """Return what the model of the file calls a module or tensor of this model, to which PEFT's options refer.
+
+        Where the two are of different classes they have the base model in common, and the result is None outside it.
         """
-        return self.names.get(name, name).removeprefix(self.stem)
+        if self.base_in_file == self.base:
+            return name
+        return self.base_in_file + name.removeprefix(self.base) if name.startswith(self.base) else None
 
     def take(self, name: str, axes: int | None = None) -> torch.Tensor | None:
         """Remove and return the tensor of a name, or return None where there is none.
@@ -326,42 +350,33 @@ class UnusedTensors:
         """Remove and return the tensors of those names that exist."""
         return {name: tensor for name in names if (tensor := self.take(name)) is not None}
 
-    def check(self, folder: Path, cause: DeltuneError | None = None) -> None:
+    def check(self, folder: Path, problems: Sequence[str] = ()) -> None:
         """Check that every tensor was used, and that no two of them are one tensor of this model.
 
         Args:
             folder: The folder, for the message.
-            cause: An error that happened before, which the message then begins with.
+            problems: What else is wrong with the folder, which the message then begins with.
 
         Raises:
-            DeltuneError: Tensors are left or have the same name in this model, or `cause` is given.
+            DeltuneError: Tensors are left or have the same name in this model, or there are problems.
         """
         shown = sorted(self.names.values())
-        problems = ([] if cause is None else [str(cause)]) + self.doubles
+        problems = [*problems, *self.doubles]
         problems += [f"extra tensor {name}" for name in shown[:10]]
         problems += [f"and {len(shown) - 10} more"] if len(shown) > 10 else []
         if shown and self.anatomy.unobserved:
             problems.append(f"not visible in this model: {'; '.join(self.anatomy.unobserved[:3])}")
-        if shown and not self.anatomy.head:
+        own_modules = {tensor.name.partition(".")[0] for tensor in self.anatomy.tensors}
+        if not self.anatomy.head and any(name.partition(".")[0] not in own_modules for name in self.names):
             problems.append("this model has no head; load it with the head that the file was trained with")
         if problems:
             raise error_from_problems(f"{folder} does not fit this model", problems, fault="model")
 
 
-def _name_translator(anatomy: Anatomy, names: Iterable[str]) -> Callable[[str], str]:
-    """Return a function from names in a file to names in this model.
-
-    The base model may have another name in the model that the file was trained with, or none.
-    """
-    base = f"{anatomy.base}." if anatomy.base else ""
-    inner = f"{anatomy.layers[0].path.removeprefix(base)}."
-    prefix = next((n.partition(inner)[0] for n in names if inner in f".{n}"), base)
-    head_prefixes = tuple(f"{path}." for path in anatomy.head)
-    if prefix == base:
-        return lambda name: name
-    if prefix:
-        return lambda name: base + name.removeprefix(prefix) if name.startswith(prefix) else name
-    return lambda name: name if name.startswith(head_prefixes) else base + name
+def _base_in_file(anatomy: Anatomy, base: str, names: Sequence[str]) -> str:
+    """Return what names inside the base model begin with in a file, whose model may be of another class."""
+    inside = [f"{layer.path.removeprefix(base)}." for layer in anatomy.layers]
+    return next((n.partition(layer)[0] for layer in inside for n in names if layer in f".{n}"), base)
 
 
 # -- folders ----------------------------------------------------------------------------------------------------------
@@ -510,7 +525,10 @@ def method_selecting(anatomy: Anatomy, names: set[str], candidates: Iterable[Cal
             continue
         if chosen == names:
             return method
-    raise DeltuneError(f"no selection of norms has exactly {', '.join(sorted(names)[:4])} (of {len(names)})")
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    raise DeltuneError(
+        f"no selection by role, area and layers trains {', '.join(sorted(names)[:4])}{more} and no others"
+    )
 
 
 def rows_of_columns(tensor: torch.Tensor, columns: Columns | None) -> torch.Tensor:

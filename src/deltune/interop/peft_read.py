@@ -8,19 +8,20 @@ vectors before the embeddings; and a prefix as the content of the cache, so that
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
 
 from ..anatomy.types import Anatomy
-from ..errors import DeltuneError, error_from_problems, unknown_name
+from ..errors import DeltuneError, error_from_problems, unknown_name, word_list
 from ..methods.compositions import Add, Scale
 from ..methods.forms import LowRank, Rescale
 from ..methods.library import ia3, layernorm, lora, prefix, prompt
 from ..methods.resolve import resolve
-from ..methods.spec import OTHER_PROJECTIONS, PROJECTIONS, Method, Modification
+from ..methods.spec import OTHER_PROJECTIONS, PROJECTIONS, Method, Modification, Selection
 from .base import (
     ForeignFolder,
     Patterns,
@@ -53,6 +54,8 @@ READ_OPTIONS: dict[str, set[str]] = {
 }  # fmt: skip
 """The types of adapters that have a translation, each with the options that are read or have no effect once trained."""
 
+_OTHER_TYPES = "It has no translation: where PEFT can merge it (merge_and_unload), save the merged model and tune that."
+
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others change the base's weights
@@ -64,7 +67,11 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 
 
 def read_peft(
-    anatomy: Anatomy, folder: ForeignFolder, base_value: Callable[[str], torch.Tensor], windowed: bool = False
+    anatomy: Anatomy,
+    folder: ForeignFolder,
+    base_value: Callable[[str], torch.Tensor],
+    modules: Iterable[str],
+    windowed: bool = False,
 ) -> Translation:
     """Translate a PEFT folder for a model.
 
@@ -73,18 +80,19 @@ def read_peft(
         folder: The folder's options and tensors.
         base_value: Returns the weight of the model that has this name. PEFT saves the base's own embeddings where they
             are adapted; they are no part of the adapter, and have to be this model's.
+        modules: The paths of the model's modules, once each, as PEFT looks for those that the options target.
         windowed: Whether some attention of the model has a sliding window.
 
     Returns:
         The method with its tensors and the head.
 
     Raises:
-        DeltuneError: The type of adapter or its options have no translation (all of them are listed), or tensors are
-            missing or are not used.
+        DeltuneError: The type of adapter or its options have no translation (all of them are listed), or the tensors
+            are not those of exactly the modules that the options name.
     """
     options, kind = folder.options, str(folder.options.get("peft_type"))
     if kind not in READ_OPTIONS:
-        raise DeltuneError(f"{folder.where}: {unknown_name('peft_type', kind, READ_OPTIONS)}")
+        raise DeltuneError(f"{folder.where}: {unknown_name('peft_type', kind, READ_OPTIONS, hint=_OTHER_TYPES)}")
     problems = [
         f"option {name}={value!r} has no translation"
         for name, value in options.items()
@@ -95,26 +103,119 @@ def read_peft(
     if problems:
         raise error_from_problems(str(folder.where), problems)
     unused = UnusedTensors(anatomy, folder.tensors, NAME_PREFIX)
+    incomplete = _head_problems(anatomy, options, unused)
+    if kind in _LEAVES:
+        incomplete += _target_problems(anatomy, kind, options, unused, modules)
     head = unused.take_all([t.name for t in anatomy.tensors if t.area == "head"])
     problems = _other_embeddings(anatomy, unused, base_value)
     if problems:
         raise error_from_problems(str(folder.where), problems, fault="model")
     try:
         method, tensors = _READERS[kind](anatomy, options, unused)
+        saved, values = _read_saved_modules(anatomy, unused, bool(options.get("ensure_weight_tying")))
     except DeltuneError as error:
-        unused.check(folder.where, error)
+        unused.check(folder.where, [*incomplete, str(error)])
         raise
-    unused.check(folder.where)
-    return Translation(method, tensors, head)
+    unused.check(folder.where, incomplete)
+    return Translation(sum(saved, method), tensors | values, head)
 
 
 _LORA_OF_LINEAR = ("lora_A.weight", "lora_B.weight")
 _LORA_OF_EMBEDDING = ("lora_embedding_A", "lora_embedding_B")
 _IA3_LEAF = "ia3_l"
+_LEAVES: dict[str, tuple[str, ...]] = {
+    "LORA": (*_LORA_OF_LINEAR, *_LORA_OF_EMBEDDING), "IA3": (_IA3_LEAF,),
+    "LN_TUNING": ("ln_tuning_layers.weight", "ln_tuning_layers.bias"),
+}  # fmt: skip
+"""What the names of an adapter's tensors in the modules that it changes end with."""
+
 _GATED = ("gate_proj", "up_proj")
 _OUTSIDE_FFN = tuple(site for site in OTHER_PROJECTIONS if site not in _GATED)
 
 MethodAndTensors = tuple[Method, dict[str, torch.Tensor]]
+
+
+def _target_problems(
+    anatomy: Anatomy, kind: str, options: Mapping[str, Any], unused: UnusedTensors, modules: Iterable[str]
+) -> list[str]:
+    """Compare the modules that the options target with those that the file has tensors of."""
+    if options.get("target_modules") is None:
+        return ["option target_modules is missing, so nothing says which modules the folder should have tensors of"]
+    owners = {name.rpartition(".")[0] for t in anatomy.tensors for name in (t.name, *t.aliases)}
+    paths = [path for path in modules if path in owners and unused.name_in_file(path) is not None]
+    targeted = _targets(anatomy, options, unused, paths)
+    present = {path for path in paths if any(f"{path}.{leaf}" in unused.tensors for leaf in _LEAVES[kind])}
+    missing = [path for path in paths if path in targeted - present]
+    others = [path for path in paths if path in present - targeted]
+    problems = [f"missing tensors of {_listed(missing)}, which its options target"] if missing else []
+    if others:
+        problems.append(f"extra tensors of {_listed(others)}, which its options do not target")
+    return problems
+
+
+def _targets(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensors, paths: list[str]) -> set[str]:
+    """Return which of the modules the options target, by PEFT's rules and the names in the model of the file."""
+    target, layers = options["target_modules"], options.get("layers_to_transform")
+    excluded, saved = _named(options, "exclude_modules"), options.get("modules_to_save") or ()
+    saved_whole = Patterns("modules_to_save", saved, r"(?:^|.*\.){}(?:$|\..*)")
+    of_layers = options.get("layers_pattern") or r"[^.]*"
+    stems = [of_layers] if isinstance(of_layers, str) else of_layers
+    layer_of = Patterns("layers_pattern", stems, r"(?:^|.*?\.){}\.(\d+)\.")
+    if all_linear := isinstance(target, str) and target.lower() == "all-linear":
+        head = "" if options.get("task_type") != "SEQ_CLS" else next(iter(anatomy.head), "")
+        left = {head, anatomy.vocabulary.path if anatomy.vocabulary else ""}
+        named: Callable[[str], bool] = {
+            linear.path for linear in anatomy.linears if linear.path not in left
+        }.__contains__
+    else:
+        named = _named(options, "target_modules")
+    chosen = set()
+    for path in paths:
+        name = unused.name_in_file(path) or path
+        if not named(path if all_linear else name) or excluded(name) or saved_whole.first(name):
+            continue
+        if isinstance(target, list) and name not in target and layers not in (None, []):
+            layer = layer_of.first(name)
+            if layer is None or int(layer[1][1]) not in (layers if isinstance(layers, list) else [layers]):
+                continue
+        chosen.add(path)
+    return chosen
+
+
+def _listed(names: list[str]) -> str:
+    """Return names for a message, from the sixth on their number."""
+    return word_list(names[:5] + ([f"{len(names) - 5} more"] if len(names) > 5 else []))
+
+
+def _named(options: Mapping[str, Any], option: str) -> Callable[[str], bool]:
+    """Return whether an option names a module: by a pattern of its path, or in a list by the end of its path."""
+    value = options.get(option) or []
+    if isinstance(value, str):
+        pattern = Patterns(option, [value], r"(?:{})\Z")
+        return lambda name: pattern.first(name) is not None
+    endings = set(value)
+    return lambda name: any(ending in endings for ending in _endings(name))
+
+
+def _endings(name: str) -> Iterator[str]:
+    """Yield a path, and what remains of it after each dot."""
+    while name:
+        yield name
+        name = name.partition(".")[2]
+
+
+def _head_problems(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensors) -> list[str]:
+    """Return which tensors are missing of the modules that were saved as a whole."""
+    ends = tuple(options.get("modules_to_save") or ())
+    names = {name: unused.name_in_file(name) for t in anatomy.tensors for name in (t.name, *t.aliases)}
+    missing = [
+        name
+        for name, in_file in names.items()
+        if in_file is not None
+        and any(in_file[:end].endswith(ends) for end, letter in enumerate(in_file) if letter == ".")
+        and name not in unused.tensors
+    ]
+    return [f"missing tensors {_listed(missing)}, whose modules modules_to_save names"] if missing else []
 
 
 def _other_embeddings(anatomy: Anatomy, unused: UnusedTensors, base_value: Callable[[str], torch.Tensor]) -> list[str]:
@@ -145,18 +246,23 @@ def _decoder_problems(anatomy: Anatomy, kind: str, windowed: bool) -> list[str]:
 def _read_lora(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensors) -> MethodAndTensors:
     pieces: list[PlacedTensors] = []
     problems: list[str] = []
-    patterns = Patterns(options.get("alpha_pattern"))
+    alpha_of, rank_of = (
+        _by_pattern(options, *names) for names in (("lora_alpha", "alpha_pattern"), ("r", "rank_pattern"))
+    )
     for path, linears in _projections_by_path(anatomy, "parallel", LowRank(1), unused):
         leaves = _LORA_OF_EMBEDDING if linears[0][1].widths.lookup else _LORA_OF_LINEAR
-        path_in_file = unused.name_in_file(f"{path}.{leaves[0]}").removesuffix(f".{leaves[0]}")
+        path_in_file = unused.name_in_file(path) or path
         down, up = (unused.take(f"{path}.{leaf}", axes=2) for leaf in leaves)
         if down is None and up is None:
             continue
         if down is None or up is None:
             problems.append(f"missing tensor {path}.{leaves[0 if down is None else 1]}")
             continue
-        rank = down.shape[0]
-        alpha = patterns.value(path_in_file, options.get("lora_alpha", 8))
+        rank, alpha = rank_of(path_in_file), alpha_of(path_in_file)
+        if down.shape[0] != rank or up.shape[1] != rank:
+            shapes = f"{tuple(down.shape)} and {tuple(up.shape)}"
+            problems.append(f"{path} has matrices of shapes {shapes}, and by the options its rank is {rank}")
+            continue
         scale = alpha / (math.sqrt(rank) if options.get("use_rslora") else rank)
         dropout = 0.0 if leaves is _LORA_OF_EMBEDDING else float(options.get("lora_dropout") or 0)  # PEFT's has none
         form = LowRank(rank, dropout)
@@ -178,6 +284,18 @@ def _read_lora(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTenso
         anatomy, pieces, [lambda: lora(first_form.rank, scale=factor, at=at, dropout=first_form.dropout)]
     )
     return method, tensors_by_file_name(anatomy, method, pieces)
+
+
+def _by_pattern(options: Mapping[str, Any], option: str, of_modules: str) -> Callable[[str], Any]:
+    """Return a function from a module's path to its value: its pattern's in `of_modules`, or else `option`."""
+    values = options.get(of_modules) or {}
+    patterns, others = Patterns(of_modules, values), options.get(option, 8)
+
+    def value(path: str) -> Any:
+        first = patterns.first(path)
+        return others if first is None else list(values.values())[first[0]]
+
+    return value
 
 
 def _projections_by_path(
@@ -220,9 +338,17 @@ def _read_ia3(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensor
         for site in ("heads", "ffn_inner")
         for place in locations_or_none(anatomy, Modification(site, Rescale(), "sequential"))
     }
+    feedforward = options.get("feedforward_modules")
+    of_input = _named(options, "feedforward_modules")
     input_gains: dict[str, torch.Tensor] = {}
     for path, linears in _projections_by_path(anatomy, "sequential", Rescale(), unused):
         gain = unused.take(f"{path}.{_IA3_LEAF}", axes=2)
+        by_input = of_input(unused.name_in_file(path) or path)
+        if gain is not None and feedforward is not None and by_input != (len(gain) == 1):
+            raise DeltuneError(
+                f"{path}.{_IA3_LEAF} has shape {tuple(gain.shape)}, which does not fit option feedforward_modules: "
+                "vectors of these modules have one row, others one column"
+            )
         if gain is not None and gain.shape[0] != 1:
             if tuple(gain.shape) != (sum(place.widths.out_width for _, place in linears), 1):
                 raise DeltuneError(f"{path}.ia3_l has shape {tuple(gain.shape)}, which does not fit {path}")
@@ -253,33 +379,70 @@ def _read_norms(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTens
         value = unused.take(f"{owner}.ln_tuning_layers.{leaf}") if tensor.role.startswith("norm.") else None
         if value is not None:
             values[tensor.name] = value
+    owners = {name.rpartition(".")[0] for name in values}
+    norms = [t.name for t in anatomy.tensors if t.role.startswith("norm.") and t.name.rpartition(".")[0] in owners]
+    if missing := [f"missing tensor {name}" for name in norms if name not in values]:
+        raise error_from_problems("norms", missing)
     norm_layers = [anatomy.layers[t.layer] for t in anatomy.tensors if t.name in values and t.layer is not None]
     layers = tuple(sorted({layer.index for layer in norm_layers}))
     choices = product(("both", "attention", "ffn"), ("all", layers), (None, False, True), (None, False, True))
 
     def candidate(of: Any, layer_choice: Any, embedding: bool | None, final: bool | None) -> Callable[[], Method]:
-        return lambda: layernorm("both", of, layer_choice, embedding, final)
+        return lambda: layernorm("both", of, layer_choice, embedding=embedding, final=final)
 
     method = method_selecting(anatomy, set(values), [candidate(*choice) for choice in choices])
     return method, {f"base.{name}": value for name, value in values.items()}
 
 
 def _read_prompt(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensors) -> MethodAndTensors:
-    rows = _take_prompt_tensor(unused)
+    rows = _take_prompt_tensor(options, unused)
     method = prompt(rows.shape[0])
     (edit,) = resolve(anatomy, method, lambda: 0).edits
     return method, {f"edit.{edit.key}.rows": rows}
 
 
-def _take_prompt_tensor(unused: UnusedTensors) -> torch.Tensor:
+def _read_saved_modules(
+    anatomy: Anatomy, unused: UnusedTensors, tied: bool
+) -> tuple[list[Method], dict[str, torch.Tensor]]:
+    """Read the modules that were trained as a whole (`modules_to_save`), which PEFT copies one by one, tied or not."""
+    values: dict[str, torch.Tensor] = {}
+    problems = []
+    for tensor in anatomy.tensors:
+        names = (tensor.name, *tensor.aliases)
+        if saved := unused.take_all(names):
+            values[tensor.name], *others = saved.values()
+            if not tied and (len(saved) < len(names) or not all(torch.equal(values[tensor.name], o) for o in others)):
+                content = "values of their own" if others else f"{next(iter(saved))} alone"
+                problems.append(
+                    f"{word_list(names)} are one tensor of this model, and the file has {content}: give each its own "
+                    "first, for example by: output = model.get_output_embeddings(); output.weight = "
+                    "torch.nn.Parameter(output.weight.detach().clone())"
+                )
+    if problems:
+        raise error_from_problems("modules_to_save", problems)
+    scopes = {(t.role, t.area, t.layer) for t in anatomy.tensors if t.name in values}
+    selections: list[Method] = []
+    for role, area in sorted({(role, area) for role, area, _ in scopes}):
+        layers = tuple(sorted(layer for r, a, layer in scopes if (r, a) == (role, area) and layer is not None))
+        names_there = {t.name for t in anatomy.tensors if (t.role, t.area) == (role, area)} & values.keys()
+        scoped = [partial(Selection, (role,), (area,), of=of) for of in ("both", "attention", "ffn")]
+        choices = [*scoped, *(partial(make, layers=layers) for make in scoped)]
+        selections.append(method_selecting(anatomy, names_there, choices))
+    return selections, {f"base.{name}": value for name, value in values.items()}
+
+
+def _take_prompt_tensor(options: Mapping[str, Any], unused: UnusedTensors) -> torch.Tensor:
     rows = unused.take(next((n for n in unused.tensors if n.endswith(PROMPT_TENSOR)), PROMPT_TENSOR))
     if rows is None or rows.dim() != 2:
         raise DeltuneError(f"missing tensor {PROMPT_TENSOR}, a matrix with a row for each virtual token")
+    tokens = options.get("num_virtual_tokens")
+    if tokens not in (None, len(rows)):
+        raise DeltuneError(f"{PROMPT_TENSOR} has {len(rows)} rows, and option num_virtual_tokens is {tokens}")
     return rows
 
 
 def _read_prefix(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensors) -> MethodAndTensors:
-    rows = _take_prompt_tensor(unused)
+    rows = _take_prompt_tensor(options, unused)
     method = prefix(rows.shape[0], shift_positions=True)
     edits = resolve(anatomy, method, lambda: 0).edits
     widths = edits[0].place.widths

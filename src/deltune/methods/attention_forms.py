@@ -6,7 +6,7 @@ Shapes: q (B, N_h, n, d_h) is the model's own query, scaled as the model scales 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from ..errors import DeltuneError
@@ -39,7 +39,7 @@ class Prefix(Form):
     needs: ClassVar[str] = "attention"
     length: int
     reparameterise: int | None = None
-    shift_positions: bool = False
+    shift_positions: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -129,7 +129,7 @@ class MultiHead(Form):
 
     needs: ClassVar[str] = "attention"
     length: int
-    zero_up: bool = True
+    zero_up: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -168,7 +168,7 @@ class OwnMultiHead(Form):
     """
 
     length: int
-    zero_up: bool = True
+    zero_up: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from .counting import acts_at_vocabulary, base_size, count_resolved, counted_ana
 from .parser import MAX_INTEGER, explain_arguments, fits_type, parse_percentage
 from .registry import parse
 from .resolve import resolve
-from .spec import Method
+from .spec import Method, printed_as
 
 MAX_STEPS = 1_000
 """Steps in which sizes are lowered to a budget; where the count grows evenly with the sizes, a few are enough."""
@@ -64,7 +65,7 @@ def fit(
         weights: A positive number for each ?, by which the budget is shared.
 
     Returns:
-        The method with every ? solved.
+        The method with every ? solved. It prints with these sizes, also where they are the defaults.
 
     Raises:
         DeltuneError: There is no ?, the budget is too small for sizes of 1, or an argument cannot be read.
@@ -107,9 +108,19 @@ def solve(
     if weights is not None and not _weights_are_valid(weights, slots):
         raise DeltuneError(f"weights={excerpt(weights)}: give {slots} positive numbers, one for each ?")
 
+    def text_with(sizes: Sequence[int]) -> str:
+        return "".join(piece + str(size) for piece, size in zip(pieces, [*sizes, ""], strict=True))
+
     def method_with(sizes: Sequence[int]) -> Method:
-        text = "".join(piece + str(size) for piece, size in zip(pieces, [*sizes, ""], strict=True))
-        return parse(text)
+        return parse(text_with(sizes))
+
+    def is_shown(slot: int) -> bool:
+        """Whether the shortest expression has the size, which it has not where that is the default."""
+        try:
+            other = method_with([size + (i == slot) for i, size in enumerate(sizes)])
+        except DeltuneError:
+            return False
+        return repr(other).count("=") == repr(solved).count("=")
 
     def cost_at(*sizes: int) -> int:
         return cost(method_with(sizes))
@@ -156,7 +167,16 @@ def solve(
     solved = method_with(sizes)
     if (count := cost(solved)) > budget_count:
         raise DeltuneError(f"the count of {method} does not grow evenly with its ?: give a value instead of the ?")
+    if not all(is_shown(slot) for slot in range(slots)):
+        nodes = _summands(ast.parse(" ".join(text_with(sizes).split()), mode="eval").body)
+        terms = [printed_as(term, ast.unparse(node)) for term, node in zip(solved.terms, nodes, strict=True)]
+        solved = sum(terms[1:], terms[0])
     return FitResult(solved, count, budget_count)
+
+
+def _summands(node: ast.expr) -> list[ast.expr]:
+    """Return the terms of a sum, in order; an expression that is no sum is one."""
+    return [*_summands(node.left), *_summands(node.right)] if isinstance(node, ast.BinOp) else [node]
 
 
 def _smallest_sizes(cost_at: Callable[..., int], slots: int) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from ..errors import DeltuneError, excerpt
@@ -99,7 +99,7 @@ class Scale(Composition):
     """
 
     value: float = 1.0
-    learned: bool = False
+    learned: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, NoReturn, Protocol, TypeAlias
 
 from ..errors import DeltuneError, excerpt, unknown_name
@@ -52,7 +52,7 @@ class Widths:
     value_width: int = 0
     states: int = 0
     experts: int = 0
-    lookup: bool = False
+    lookup: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,7 @@ class TensorSpec:
     """
 
     shape: tuple[int, ...]
+    _: KW_ONLY
     trained: bool = True
     saved: bool = True
     shared: Literal["sublayer", "group", "term"] | None = None
@@ -126,7 +127,7 @@ class WeightPlace:
     weight: torch.Tensor
     bias: torch.Tensor | None = None
     output: torch.Tensor | None = None
-    training: bool = False
+    training: bool = field(default=False, kw_only=True)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         from torch.nn import functional as F
@@ -664,11 +665,11 @@ class Bottleneck(Form):
 
     rank: int
     activation: str = "relu"
-    bias: bool = False
-    layer_norm: bool = False
+    bias: bool = field(default=False, kw_only=True)
+    layer_norm: bool = field(default=False, kw_only=True)
     dropout: float = 0.0
     init: Init = "bert"
-    zero_up: bool = True
+    zero_up: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from ..errors import DeltuneError, excerpt, unknown_name
 from . import spec
@@ -51,6 +51,7 @@ def layernorm(
     terms: Literal["both", "gain", "bias"] = "both",
     of: Literal["both", "attention", "ffn"] = "both",
     layers: LayersArg = "all",
+    *,
     embedding: bool | None = None,
     final: bool | None = None,
     stack: Literal["all", "encoder", "decoder"] = "all",
@@ -82,6 +83,7 @@ def layernorm(
 @named_method
 def bitfit(
     which: Literal["all", "layers", "linear", "attention", "ffn", "query+ffn_up", "norm"] = "all",
+    *,
     add_missing: bool = False,
     layers: LayersArg = "all",
     tower: Tower = "main",
@@ -196,6 +198,7 @@ def _compose(scale: Learned) -> Composition:
 def adapter(
     style: Literal["houlsby", "pfeiffer"] = "houlsby",
     rank: int = 16,
+    *,
     bias: bool = False,
     activation: str = "relu",
     layer_norm: bool = False,
@@ -229,7 +232,7 @@ def adapter(
     Returns:
         The method, to attach, count or add to others.
     """
-    form = Bottleneck(rank, activation, bias, layer_norm, dropout, init, zero_up)
+    form = Bottleneck(rank, activation, bias=bias, layer_norm=layer_norm, dropout=dropout, init=init, zero_up=zero_up)
     if style == "pfeiffer":
         return (Modification("ffn", form, "sequential", ADD, layers, stack, attention, x="normed", tower=tower),)
     return tuple(
@@ -252,6 +255,7 @@ def parallel_adapter(
     at: Site = "ffn",
     rank: int = 16,
     scale: Learned = 1,
+    *,
     bias: bool = False,
     activation: str = "relu",
     layer_norm: bool = False,
@@ -286,7 +290,7 @@ def parallel_adapter(
     Returns:
         The method, to attach, count or add to others.
     """
-    form = Bottleneck(rank, activation, bias, layer_norm, dropout, init, zero_up)
+    form = Bottleneck(rank, activation, bias=bias, layer_norm=layer_norm, dropout=dropout, init=init, zero_up=zero_up)
     sites = _checked_sites(at, ("ffn", "attention", "heads"))
     return tuple(
         Modification(
@@ -309,6 +313,7 @@ def scaled_parallel_adapter(
     at: Site = "ffn",
     rank: int = 16,
     scale: Learned = 4,
+    *,
     bias: bool = False,
     activation: str = "relu",
     layer_norm: bool = False,
@@ -344,8 +349,9 @@ def scaled_parallel_adapter(
         The method, to attach, count or add to others.
     """
     return parallel_adapter(
-        at, rank, scale, bias, activation, layer_norm, dropout, init, zero_up, x, layers, stack, attention, tower
-    ).parts
+        at, rank, scale, bias=bias, activation=activation, layer_norm=layer_norm, dropout=dropout, init=init,
+        zero_up=zero_up, x=x, layers=layers, stack=stack, attention=attention, tower=tower,
+    ).parts  # fmt: skip
 
 
 # -- prefixes and prompts ---------------------------------------------------------------------------------------------
@@ -355,6 +361,7 @@ def scaled_parallel_adapter(
 def prefix(
     length: int = 16,
     reparameterise: int | None = None,
+    *,
     gate: bool = True,
     shift_positions: bool = False,
     layers: LayersArg = "all",
@@ -381,7 +388,7 @@ def prefix(
     Returns:
         The method, to attach, count or add to others.
     """
-    form = Prefix(length, reparameterise, shift_positions)
+    form = Prefix(length, reparameterise, shift_positions=shift_positions)
     return (Modification("heads", form, "parallel", Gate() if gate else Add(), layers, stack, attention, tower=tower),)
 
 
@@ -429,6 +436,7 @@ def p_tuning_v2(
 @named_method
 def multi_head_parallel_adapter(
     length: int = 16,
+    *,
     own_down: bool = False,
     zero_up: bool = True,
     layers: LayersArg = "all",
@@ -448,14 +456,20 @@ def multi_head_parallel_adapter(
     Returns:
         The method, to attach, count or add to others.
     """
-    form: Form = OwnMultiHead(length, zero_up) if own_down else MultiHead(length, zero_up)
+    form: Form = (OwnMultiHead if own_down else MultiHead)(length, zero_up=zero_up)
     return (Modification("heads", form, "parallel", Add(), layers, stack, attention),)
 
 
 # -- low rank ---------------------------------------------------------------------------------------------------------
 
 
+def _scale_of_alpha(arguments: dict[str, Any]) -> dict[str, Any]:
+    alpha = arguments["alpha"]
+    return arguments if alpha is None else {**arguments, "scale": alpha / arguments["rank"]}
+
+
 @named_method
+@spec.derives(_scale_of_alpha)
 def lora(
     rank: int = 8,
     *,  # PEFT's second number is alpha
@@ -499,7 +513,7 @@ def lora(
             raise DeltuneError(f"rank={rank}: must be a whole number of at least 1")
         if alpha <= 0:
             raise DeltuneError(f"alpha={alpha:g}: give a number above 0; the scale is alpha / rank")
-        if scale != 1:
+        if scale not in (1, alpha / rank):
             raise DeltuneError("give scale or alpha, not both (scale = alpha / rank)")
         scale = alpha / rank
     sites: list[str] = []

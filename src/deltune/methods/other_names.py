@@ -22,6 +22,7 @@ METHOD_NAMES: Mapping[str, str] = {
     "bn": "adapter", "bottleneckadapter": "adapter", "adapters": "adapter", "seriesadapter": "adapter",
     "parbn": "parallel_adapter", "parallel": "parallel_adapter", "scaledparallel": "scaled_parallel_adapter",
     "mamadapter": "mam", "mixandmatch": "mam", "diffprune": "diff_pruning",
+    "qlora": "lora(…), on a model that is loaded quantised",
     "rslora": "lora(scale=…), with alpha / √rank for the scale", "ptuningv2": "p_tuning_v2",
     "fulltuning": "full", "fullfinetuning": "full", "finetuning": "full", "finetune": "full", "fft": "full",
     "linearprobe": "head", "linearprobing": "head", "headonly": "head", "classifieronly": "head", "none": "head",
@@ -33,7 +34,8 @@ ABSENT_METHODS = frozenset(
         "adalora", "dora", "vera", "loha", "lokr", "oft", "boft", "fourierft", "hra", "bone", "miss", "vblora", "xlora",
         "poly", "randlora", "shira", "c3a", "waveft", "road", "delora", "lorafa", "pissa", "loftq",
         "compacter", "compacterplusplus", "multitaskprompttuning", "cpt", "adaptionprompt", "seqbninv", "reft",
-        "loreft", "noreft", "direft", "ptuning",
+        "loreft", "noreft", "direft", "ptuning", "olora", "gralora", "adamss", "beft", "lily", "frod", "pvera", "glora",
+        "unilora", "hira", "osf", "cartridge", "tinylora", "psoft", "peanut", "shadow", "supertuning", "deft",
     )
 )  # fmt: skip
 """Methods of other libraries that have no translation, so that no similar name is suggested in their place."""
@@ -330,6 +332,9 @@ def expression_of(config: Any) -> str | None:
     name = METHOD_NAMES.get(key, key)
     values: dict[str, Any] = {}
     if name == "lora":
+        of_others = any(getattr(config, option, None) for option in _OTHER_THAN_LORA)
+        if of_others or (_value(config, "target_modules", "attn_matrices") and _sites(config) is None):
+            return None
         values = {"rank": _value(config, "r"), "alpha": _value(config, "lora_alpha", "alpha")}
         values |= {"dropout": _value(config, "lora_dropout", "dropout") or None, "at": _sites(config)}
     elif name in ("prompt", "prefix"):
@@ -342,6 +347,10 @@ def expression_of(config: Any) -> str | None:
     values["layers"] = tuple(layers) if isinstance(layers, list) else (layers,) if isinstance(layers, int) else None
     arguments = ", ".join(f"{key}={value!r}" for key, value in values.items() if value is not None)
     return f"{name}({arguments})" if arguments else name
+
+
+_OTHER_THAN_LORA = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "exclude_modules", "target_parameters")
+"""Options of PEFT's LoRA by which it is another method, or another one for each module."""
 
 
 def _value(config: Any, *names: str) -> Any:

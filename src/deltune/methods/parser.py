@@ -27,8 +27,24 @@ from typing import Any, ParamSpec, TypeVar
 
 from pydantic import ConfigDict, InstanceOf, TypeAdapter, ValidationError
 
-from ..errors import DeltuneError, closest_match, counted, error_from_problems, excerpt
-from .other_names import argument_of_methods, expression_of, hint_for_argument, hint_for_site, unknown_term
+from ..errors import (
+    DeltuneError,
+    boolean_arguments,
+    closest_match,
+    counted,
+    error_from_problems,
+    excerpt,
+    refuse_others,
+    with_advice,
+)
+from .other_names import (
+    argument_of_methods,
+    expression_of,
+    hint_for_argument,
+    hint_for_name,
+    hint_for_site,
+    unknown_term,
+)
 
 MAX_INTEGER = 2**63 - 1
 """The largest whole number, which is the largest size that torch can give a tensor."""
@@ -163,15 +179,17 @@ T = TypeVar("T")
 def explain_arguments(function: Callable[P, T]) -> Callable[P, T]:
     """Make a function answer an argument that it does not have with its name here, or with the nearest one.
 
-    The error is a DeltuneError, as in expressions; every other wrong call is a TypeError, as in any function.
+    Arguments of type bool must be True or False. The error is a DeltuneError, as in expressions; every other wrong call
+    is a TypeError, as in any function.
     """
-    known = frozenset(signature(function).parameters)
+    known, booleans = frozenset(signature(function).parameters), boolean_arguments(function)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if not kwargs.keys() <= known:
             unknown = [unknown_argument(function.__name__, key, function) for key in kwargs if key not in known]
             raise error_from_problems(f"{function.__name__} was called with arguments that it does not have", unknown)
+        refuse_others(function.__name__, booleans, kwargs)
         return function(*args, **kwargs)
 
     return call
@@ -221,8 +239,9 @@ def parse_expression(text: object, vocabulary: Vocabulary, words: typing.Collect
     """
     if not isinstance(text, str):
         translation = expression_of(text)
-        same = f'; what it configures is written "{translation}"' if translation else ""
-        raise DeltuneError(f"a method is an expression (text) or a method object, not a {type(text).__name__}{same}")
+        kind = type(text).__name__
+        hint = f'What it configures is written "{translation}".' if translation else hint_for_name(kind) or ""
+        raise DeltuneError(with_advice(f"a method is an expression (text) or a method object, not a {kind}", hint))
     source = " ".join(text.split())
     if not source:
         raise DeltuneError("the method expression is empty; for example: prefix(length=16) + layernorm")
@@ -245,9 +264,15 @@ def parse_expression(text: object, vocabulary: Vocabulary, words: typing.Collect
     except RecursionError:
         raise DeltuneError("the method expression is nested too deeply") from None
     if reader.problems:
-        placed = sorted(((_column(source, p.node), p.message) for p in reader.problems), key=lambda pair: pair[0])
+        columns: dict[str, list[int]] = {}
+        for problem in sorted(reader.problems, key=lambda problem: _column(source, problem.node)):
+            columns.setdefault(problem.message, []).append(_column(source, problem.node))
         raise error_from_problems(
-            "the method expression is wrong", [f"{message}\n{_caret(source, column)}" for column, message in placed]
+            "the method expression is wrong",
+            [
+                "\n".join([message, *(_caret(source, column) for column in places[:3])])
+                for message, places in columns.items()
+            ],
         )
     return value
 
@@ -278,8 +303,8 @@ def _column(source: str, node: ast.AST) -> int:
 
 
 def _caret(source: str, column: int) -> str:
-    start = max(0, column - 60)
-    return f"    {source[start : start + 100]}\n    {' ' * (column - start)}^"
+    start = max(0, column - 40)
+    return f"    {source[start : start + 80]}\n    {' ' * (column - start)}^"
 
 
 class _ExpressionReader:
@@ -401,7 +426,7 @@ def signature_text(make: Callable[..., Any]) -> str:
     parameters = [
         p.replace(annotation=Parameter.empty, kind=Parameter.POSITIONAL_OR_KEYWORD)  # without the star between them
         for p in typed.parameters.values()
-        if p.name != "self"
+        if p.name != "self" and p.kind is not Parameter.VAR_POSITIONAL
     ]
     return str(typed.replace(parameters=parameters, return_annotation=Signature.empty))
 

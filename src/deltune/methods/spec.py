@@ -7,13 +7,14 @@ is the expression that makes them.
 
 from __future__ import annotations
 
+import copy
 import re
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cache, wraps
 from inspect import signature
-from typing import Annotated, Any, Literal, NoReturn, ParamSpec, cast
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, ParamSpec, TypeVar, cast
 
 from ..errors import DeltuneError, error_from_problems, unknown_name
 from ..notebook import html_table
@@ -84,7 +85,19 @@ P = ParamSpec("P")
 
 
 class Method:
-    """Anything that can be attached to a model. `a + b` is the sum of two methods."""
+    """Anything that can be attached to a model. `a + b` is the sum of two methods.
+
+    It prints as its shortest expression, without arguments at their defaults, unless `printed_as` gave it another one.
+    """
+
+    _text: ClassVar[str | None] = None
+
+    def __repr__(self) -> str:
+        return self._text or self._expression()
+
+    def _expression(self) -> str:
+        """Return the shortest expression of the method."""
+        return to_expression(self)
 
     def __add__(self, other: Method) -> Method:
         if not isinstance(other, Method):
@@ -160,7 +173,7 @@ class Modification(Method):
     stack: str = "all"
     attention: str = "all"
     x: str = "input"
-    optional: bool = False
+    optional: bool = field(default=False, kw_only=True)
     tower: str = "main"
     experts: ExpertsArg = "all"
 
@@ -236,9 +249,6 @@ class Modification(Method):
         where += "" if self.experts == "all" else f" of experts {self.experts}"
         return repr(self.form), where, _scope_text(self.layers, self.stack), f"{self.insertion}, {self.compose!r}"
 
-    def __repr__(self) -> str:
-        return to_expression(self)
-
 
 @dataclass(frozen=True, repr=False)
 class Selection(Method):
@@ -269,7 +279,7 @@ class Selection(Method):
     layers: LayersArg = "all"
     stack: str = "all"
     sparsity: float | None = None
-    optional: bool = False
+    optional: bool = field(default=False, kw_only=True)
     tower: str = "main"
     tokens: tuple[int, ...] | None = None
 
@@ -304,9 +314,6 @@ class Selection(Method):
         how = how if self.tokens is None else f"the rows of {len(self.tokens)} tokens in place"
         return ", ".join(self.roles), where, _scope_text(self.layers, self.stack), how
 
-    def __repr__(self) -> str:
-        return to_expression(self)
-
 
 def _scope_text(layers: LayersArg, stack: str) -> str:
     text = layers if isinstance(layers, str) else ", ".join(map(str, layers))
@@ -317,14 +324,14 @@ ROLES = ("norm.gain", "norm.bias", "linear.weight", "linear.bias", "bias", "embe
 AREAS = ("layers", "embedding", "final", "pooler", "vocabulary", "other")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class NamedMethod(Method):
     """A method of the registry, such as `lora(rank=8)`.
 
     Attributes:
         name: Its name.
         non_defaults: The arguments that differ from their defaults.
-        arguments: All arguments.
+        arguments: All arguments as they act, those that follow from others included.
         built_parts: The modifications and selections that it consists of.
     """
 
@@ -343,8 +350,25 @@ class NamedMethod(Method):
     def __hash__(self) -> int:
         return hash((self.name, self.non_defaults))
 
-    def __repr__(self) -> str:
+    def _expression(self) -> str:
         return _call_text(self.name, self.non_defaults)
+
+
+Maker = TypeVar("Maker", bound=Callable[..., Any])
+
+
+def derives(derive: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[Maker], Maker]:
+    """Tell `named_method` how some arguments of a method follow from others.
+
+    Args:
+        derive: Returns all arguments as they act, from those that were given.
+    """
+
+    def mark(make: Maker) -> Maker:
+        make.derive = derive  # type: ignore[attr-defined]
+        return make
+
+    return mark
 
 
 def named_method(make: Callable[P, tuple[Modification | Selection, ...]]) -> Callable[P, NamedMethod]:
@@ -375,8 +399,14 @@ def named_method(make: Callable[P, tuple[Modification | Selection, ...]]) -> Cal
         if problems:
             raise error_from_problems(make.__name__, problems)
         parts = cast(Callable[..., tuple[Modification | Selection, ...]], make)(**arguments)
-        non_defaults = tuple((key, v) for key, v in arguments.items() if v != accepted.parameters[key].default)
-        return NamedMethod(make.__name__, non_defaults, tuple(arguments.items()), parts)
+        derive: Callable[[dict[str, Any]], dict[str, Any]] = getattr(make, "derive", dict)
+
+        def is_given(key: str, value: Any) -> bool:
+            default = accepted.parameters[key].default
+            return bool(value != default and derive({**arguments, key: default})[key] != value)
+
+        non_defaults = tuple((key, value) for key, value in arguments.items() if is_given(key, value))
+        return NamedMethod(make.__name__, non_defaults, tuple(derive(arguments).items()), parts)
 
     method.__signature__ = accepted.replace(return_annotation="NamedMethod")  # type: ignore[attr-defined]
     _NAMED.add(method)
@@ -447,7 +477,7 @@ class MaskedMethod(Method):
         arguments = [("parameters", self.parameters), ("pattern", self.pattern), ("along", self.along)]
         return f"apet({method}, {', '.join(f'{k}={v!r}' for k, v in [*arguments, ('seed', self.seed)])})"
 
-    def __repr__(self) -> str:
+    def _expression(self) -> str:
         return self.expression_around(repr(self.method))
 
 
@@ -465,13 +495,33 @@ class MethodSum(Method):
     def parts(self) -> tuple[Modification | Selection, ...]:
         return tuple(part for member in self.members for part in member.parts)
 
-    def __repr__(self) -> str:
+    def _expression(self) -> str:
         return " + ".join(repr(member) for member in self.members)
 
 
 def _call_text(name: str, arguments: tuple[tuple[str, Any], ...]) -> str:
     text = ", ".join(f"{key}={value!r}" for key, value in arguments)
     return f"{name}({text})" if text else name
+
+
+def printed_as(method: Method, text: str) -> Method:
+    """Return the same method, equal to this one, which prints as another expression of it."""
+    same = copy.copy(method)
+    object.__setattr__(same, "_text", text)
+    return same
+
+
+def expressions_apart(methods: Sequence[Method]) -> list[str]:
+    """Return expressions that tell methods apart: what one of them gives an argument stands in all, as lora(rank=8)."""
+    terms = [term for method in methods for term in method.terms if isinstance(term, NamedMethod)]
+    arguments = {(term.name, key) for term in terms for key, _ in term.non_defaults}
+
+    def text(term: Method) -> str:
+        if not isinstance(term, NamedMethod):
+            return repr(term)
+        return _call_text(term.name, tuple(pair for pair in term.arguments if (term.name, pair[0]) in arguments))
+
+    return [" + ".join(map(text, method.terms)) for method in methods]
 
 
 def explicit_expression(method: Method) -> str:

@@ -14,8 +14,9 @@ from ..errors import DeltuneError, is_installed, missing_extra
 InputType = Literal["classes", "numbers", "tags", "texts", "answers", "log-likelihoods"]
 """What a metric compares.
 
-classes: ids or names. numbers: real numbers. tags: lists of BIO tags. texts and answers: a string against one string or
-several. log-likelihoods: the sum over an example's tokens, in nats, against the number of its tokens.
+classes: ids or names, or lists of them. numbers: real numbers. tags: lists of tags of entities. texts and answers: a
+string against one string or several. log-likelihoods: the sum over an example's tokens, in nats, against the number of
+its tokens.
 """
 Options = Mapping[str, Any]
 ComputeScore = Callable[[np.ndarray], float]
@@ -84,6 +85,9 @@ class Scores(dict[str, Score]):
         super().__init__(scores)
         self.omitted = dict(omitted)
 
+    def __missing__(self, name: str) -> Score:
+        raise DeltuneError(f"{name} was not computed: {self.omitted.get(name, 'it was not requested')}")
+
 
 @dataclass(frozen=True)
 class Metric:
@@ -135,6 +139,21 @@ def ratio_statistics(rows: Sequence[tuple[float, float]], signature: Options) ->
         return float(numerator / denominator)
 
     return CorpusStatistics(np.array(rows, dtype=float), compute_score, signature)
+
+
+def group_statistics(statistics: CorpusStatistics, sizes: Sequence[int]) -> CorpusStatistics:
+    """Return statistics whose rows are groups of rows, such as the words of a text, so that these are drawn together.
+
+    Args:
+        statistics: The statistics of all rows, group by group.
+        sizes: The number of rows of each group.
+    """
+    groups = np.split(statistics.rows, np.cumsum(sizes)[:-1])
+
+    def compute_score(chosen: np.ndarray) -> float:
+        return statistics.compute_score(np.concatenate([groups[int(i)] for i in chosen[:, 0]]))
+
+    return CorpusStatistics(np.arange(len(sizes)).reshape(-1, 1), compute_score, statistics.signature)
 
 
 def reduce_references(

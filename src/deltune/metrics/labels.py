@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DeltuneError
+from ..data.tag_schemes import OUTSIDE, PLAIN, SCHEMES, recognise_scheme
+from ..errors import DeltuneError, excerpt, unknown_name
 from .base import NON_NEGATIVE, CorpusStatistics, Metric, Options, mean_statistics, ratio_statistics
+from .words import CannotScoreError, separate_characters, unspaced_signature, without_punctuation_of_other_scripts
 
 # classes: integers; those from options["labels"] on occur, but are not labels ---------------------------------------
 
@@ -83,22 +85,52 @@ def _correlation(name: str) -> Callable[..., CorpusStatistics]:
 # tags --------------------------------------------------------------------------------------------------------------
 
 
+def entities(tags: Sequence[str], scheme: str) -> set[tuple[str, int, int]]:
+    """Return the entities of a row as seqeval has them in its strict mode: type, first word, and the word behind it.
+
+    Args:
+        tags: The tags of the row's words.
+        scheme: A key of `data.tag_schemes.SCHEMES`.
+
+    Raises:
+        DeltuneError: A tag is not of the scheme.
+    """
+    from seqeval import scheme as schemes
+
+    if foreign := {tag for tag in tags if tag != OUTSIDE and tag[:1] not in SCHEMES[scheme]}:
+        raise DeltuneError(
+            f"{excerpt(min(foreign))} is no tag of {scheme}, which has {', '.join(SCHEMES[scheme])} and O"
+        )
+    extracted = schemes.Entities([list(tags)], getattr(schemes, {"BIOES": "IOBES"}.get(scheme, scheme))).entities[0]
+    return {(entity.tag, entity.start, entity.end) for entity in extracted}
+
+
 def _compute_entity_f1(predictions: Sequence[Any], references: Sequence[Any], options: Options) -> CorpusStatistics:
     """F1 = 2 · correct / (predicted + true), over the entities of all examples; 0 where there are none at all.
 
-    An entity is correct if its type and both ends are. In strict BIO, I- without a B- of its type before it does not
-    begin an entity (in conlleval it does). Statistics of an example: correct, predicted and true entities.
+    An entity is correct if its type and both ends are. What is no whole entity of the scheme is none: in strict IOB2,
+    I- without a B- of its type before it does not begin one (in conlleval it does). Statistics of an example: correct,
+    predicted and true entities.
     """
-    from seqeval.scheme import IOB2, Entities
-
-    entities = (Entities(list(tags), IOB2).entities for tags in (predictions, references))
-    rows = [(len(set(p) & set(r)), len(p), len(r)) for p, r in zip(*entities, strict=True)]
+    scheme = options["scheme"]
+    if scheme == "auto":
+        scheme = recognise_scheme(references, "example {}".format) or "IOB2"
+    if scheme == PLAIN:
+        tag = next(tag for row in references for tag in row if tag != OUTSIDE)
+        raise DeltuneError(
+            f"entity_f1 is for tags of entities, such as B-PER, and these are plain, such as {excerpt(tag)}: use "
+            "accuracy and f1_macro"
+        )
+    if scheme not in SCHEMES:
+        raise DeltuneError(unknown_name("scheme", scheme, ["auto", *SCHEMES], "entity_f1"))
+    pairs = [(entities(p, scheme), entities(r, scheme)) for p, r in zip(predictions, references, strict=True)]
+    rows = [(len(p & r), len(p), len(r)) for p, r in pairs]
 
     def compute_score(rows: np.ndarray) -> float:
         correct, predicted, true = rows.sum(axis=0)
         return float(2 * correct / (predicted + true)) if predicted + true else 0.0
 
-    return CorpusStatistics(np.array(rows, dtype=float), compute_score, options)
+    return CorpusStatistics(np.array(rows, dtype=float), compute_score, {**options, "scheme": scheme})
 
 
 # answers -----------------------------------------------------------------------------------------------------------
@@ -109,21 +141,27 @@ def normalize_answer(answer: str, rules: str) -> str:
 
     Args:
         answer: The answer.
-        rules: "squad", as SQuAD's evaluation script 1.1: lower case, without ASCII punctuation, articles and repeated
-            blanks. "nq_open": as language/orqa/utils/eval_utils.py, which first converts to Unicode's NFD. "none":
-            only blanks at the ends are removed.
+        rules: "squad", as SQuAD's evaluation script 1.1: lower case, without ASCII punctuation, English articles and
+            repeated blanks; without the punctuation of other scripts too, as in the script of MLQA. "nq_open": as
+            language/orqa/utils/eval_utils.py, which first converts to Unicode's NFD. "none": only blanks at the ends
+            are removed.
     """
     if rules == "none":
         return answer.strip()
     if rules == "nq_open":
         answer = unicodedata.normalize("NFD", answer)
-    text = "".join(c for c in answer.lower() if c not in string.punctuation)
+    text = "".join(c for c in without_punctuation_of_other_scripts(answer.lower()) if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
 def _answer_f1(prediction: str, reference: str) -> float:
-    """F1 of the shared words, as multisets; 0 if none is shared, also for two empty answers, as in SQuAD 1.1."""
-    predicted_words, true_words = Counter(prediction.split()), Counter(reference.split())
+    """F1 of the shared words, as multisets; 1 if neither answer has a word, as in SQuAD 2.0.
+
+    Characters of scripts without blanks are words, as in the script of MLQA.
+    """
+    predicted_words, true_words = (Counter(separate_characters(text).split()) for text in (prediction, reference))
+    if not predicted_words and not true_words:
+        return 1.0
     shared = (predicted_words & true_words).total()
     return 2 * shared / (predicted_words.total() + true_words.total()) if shared else 0.0
 
@@ -132,7 +170,7 @@ def _exact_match(prediction: str, reference: str) -> float:
     return float(prediction == reference)
 
 
-def _answer_metric(similarity: Callable[[str, str], float]) -> Callable[..., CorpusStatistics]:
+def _answer_metric(similarity: Callable[[str, str], float], by_words: bool = False) -> Callable[..., CorpusStatistics]:
     """A metric that is the mean over examples of the largest similarity to an accepted answer."""
 
     def measure(predictions: Sequence[str], references: Sequence[Sequence[str]], options: Options) -> CorpusStatistics:
@@ -145,7 +183,8 @@ def _answer_metric(similarity: Callable[[str, str], float]) -> Callable[..., Cor
             return max(similarity(normalized, normalize_answer(reference, rules)) for reference in accepted)
 
         values = [best(prediction, accepted) for prediction, accepted in zip(predictions, references, strict=True)]
-        return mean_statistics(values, {**options, "references": "max"})
+        texts = [*predictions, *(reference for accepted in references for reference in accepted)] if by_words else []
+        return mean_statistics(values, {**options, **unspaced_signature(texts), "references": "max"})
 
     return measure
 
@@ -175,7 +214,7 @@ def _compute_error_rate(
         candidates = [(Levenshtein.distance(predicted, symbols(r)), len(symbols(r))) for r in accepted]
         rows.append(min(candidates, key=lambda row: (row[0] / max(row[1], 1), row[0])))
     if not sum(length for _, length in rows):
-        raise DeltuneError("an error rate needs a reference that is not empty.")
+        raise CannotScoreError("an error rate needs a reference that is not empty.")
     return ratio_statistics(rows, {**options, "references": "closest"})
 
 
@@ -219,12 +258,12 @@ LABEL_METRICS: dict[str, Metric] = {
     "entity_f1": Metric(
         "tags",
         _compute_entity_f1,
-        {"average": "micro", "mode": "strict", "scheme": "IOB2", "zero_division": 0},
+        {"average": "micro", "mode": "strict", "scheme": "auto", "zero_division": 0},
         packages=("seqeval",),
     ),
     "exact_match": Metric(compute=_answer_metric(_exact_match), **_ANSWER_METRIC),
     "exact": Metric("answers", _answer_metric(_exact_match), {"normalisation": "none"}),
-    "answer_f1": Metric(compute=_answer_metric(_answer_f1), **_ANSWER_METRIC),
+    "answer_f1": Metric(compute=_answer_metric(_answer_f1, by_words=True), **_ANSWER_METRIC),
     "cer": Metric("texts", _compute_error_rate, {"separator": ""}, **_ERROR_RATE_METRIC),
     "per": Metric("texts", _compute_error_rate, {"separator": ""}, **_ERROR_RATE_METRIC),
     "perplexity": Metric("log-likelihoods", _compute_perplexity, better="lower", range=(1.0, float("inf"))),

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..errors import DeltuneError
 from .base import CorpusStatistics, Metric, Options, mean_statistics, reduce_references
+from .words import CannotScoreError, refuse_rows
 
 Texts = Sequence[str]
 References = Sequence[Sequence[str]]
@@ -36,6 +37,20 @@ def _repeat_predictions(predictions: Texts, references: References) -> list[str]
     return [prediction for prediction, accepted in zip(predictions, references, strict=True) for _ in accepted]
 
 
+WEIGHTLESS = "no word has a weight, since every reference has it: give the option"
+
+
+def _refuse_unreadable(tokenizer: Any, references: References, model: str) -> None:
+    """Refuse references of which a model's vocabulary knows no token: all such texts look alike to the model."""
+
+    def is_read(text: str) -> bool:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return any(token != tokenizer.unk_token_id for token in ids)
+
+    problem = f"have a reference without a token that {model} knows, so that any answers would look alike"
+    refuse_rows(references, is_read, f"{problem} (give a model of their language)")
+
+
 # BERTScore ---------------------------------------------------------------------------------------------------------
 
 
@@ -48,11 +63,15 @@ def _compute_bertscore(predictions: Texts, references: References, options: Opti
     """
     from bert_score import BERTScorer
     from bert_score.utils import model2layers
+    from transformers import AutoTokenizer
 
     model, layers = options["model"], options["layers"]
     if layers is None and model not in model2layers:
         raise DeltuneError(f"bert-score knows no best layer of {model}: give the option layers, counted from 1.")
+    _refuse_unreadable(AutoTokenizer.from_pretrained(model), references, model)
     flat_references = _flatten(references)
+    if options["idf"] and len(set(flat_references)) == 1:
+        raise CannotScoreError(f"{WEIGHTLESS} idf=False")
     sentences = flat_references if options["idf"] else None
     scorer = BERTScorer(model_type=model, num_layers=layers, idf=options["idf"], idf_sents=sentences, device=_device())
     pairs = list(zip(_repeat_predictions(predictions, references), flat_references, strict=True))
@@ -91,9 +110,12 @@ def _compute_moverscore(predictions: Texts, references: References, options: Opt
         raise DeltuneError(
             f"moverscore recognises words by ## (WordPiece), which the tokenizer of {options['model']} lacks."
         )
+    _refuse_unreadable(tokenizer, references, options["model"])
     model = AutoModel.from_pretrained(options["model"]).float().to(_device()).eval()
     embedded_predictions = list(_embed_words(list(predictions), model, tokenizer, options["idf"]))
-    embedded_references = _embed_words(_flatten(references), model, tokenizer, options["idf"])
+    embedded_references = list(_embed_words(_flatten(references), model, tokenizer, options["idf"]))
+    if not any(weights.any() for _, weights in embedded_references):
+        raise CannotScoreError(f"{WEIGHTLESS} idf='none'")
     examples = (i for i, accepted in enumerate(references) for _ in accepted)
     distances = [
         _earth_movers_distance(embedded_predictions[i], reference)
@@ -113,7 +135,7 @@ def _embed_words(texts: list[str], model: Any, tokenizer: Any, idf: str) -> Iter
     frequencies = Counter(token for ids in encoded for token in set(ids))
     for start in range(0, len(texts), BATCH_SIZE):
         batch_ids = encoded[start : start + BATCH_SIZE]
-        batch = tokenizer.pad({"input_ids": batch_ids}, return_tensors="pt").to(model.device)
+        batch = tokenizer.pad({"input_ids": batch_ids}, padding_side="right", return_tensors="pt").to(model.device)
         with torch.no_grad():
             hidden = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).last_hidden_state
         for ids, states in zip(batch_ids, hidden.double().cpu().numpy(), strict=True):
@@ -154,12 +176,15 @@ def _compute_bleurt(predictions: Texts, references: References, options: Options
     model = AutoModelForSequenceClassification.from_pretrained(options["model"]).float().to(_device()).eval()
     if model.config.num_labels != 1:
         raise DeltuneError(f"{options['model']} has {model.config.num_labels} labels: a BLEURT checkpoint has one.")
+    _refuse_unreadable(tokenizer, references, options["model"])
     repeated, flat_references = _repeat_predictions(predictions, references), _flatten(references)
     limit = min(tokenizer.model_max_length, model.config.max_position_embeddings)
     values: list[float] = []
     for start in range(0, len(flat_references), BATCH_SIZE):
         pair = (flat_references[start : start + BATCH_SIZE], repeated[start : start + BATCH_SIZE])
-        batch = tokenizer(*pair, padding=True, truncation="longest_first", max_length=limit, return_tensors="pt")
+        batch = tokenizer(
+            *pair, padding=True, padding_side="right", truncation=True, max_length=limit, return_tensors="pt"
+        )
         with torch.no_grad():
             values += model(**batch.to(model.device)).logits[:, 0].tolist()
     return mean_statistics(reduce_references(values, references, "max"), {**options, "references": "max"})

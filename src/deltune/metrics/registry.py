@@ -7,10 +7,11 @@ from numbers import Real
 from typing import Any
 
 from ..errors import DeltuneError, error_from_problems, unknown_name
-from .base import InputType, Metric, Options, Score, Scores
+from .base import InputType, Metric, Options, Score, Scores, group_statistics
 from .labels import LABEL_METRICS
 from .model_based import MODEL_METRICS
 from .text import CAPTION_METRICS, TEXT_METRICS
+from .words import CannotScoreError
 
 METRICS: dict[str, Metric] = {**LABEL_METRICS, **TEXT_METRICS, **CAPTION_METRICS, **MODEL_METRICS}
 
@@ -26,15 +27,16 @@ def compute_scores(
 
     Args:
         names: Metrics of `METRICS`. None means accuracy.
-        predictions: One for each example, of the metrics' `input_type`.
+        predictions: One for each example, of the metrics' `input_type`. Metrics of classes also take tags: a list of
+            classes for each example, all of which count alike.
         references: One for each example, likewise.
         labels: For classes: all of them, in order, the positive one second; f1_macro averages over all of them.
             Default: those that occur, sorted.
         options: Metric -> values for its options. Default: the metric's own.
 
     Returns:
-        The scores. A metric that is unavailable here (its package, Java or a model is missing) is left out, and
-        `omitted` says why.
+        The scores. A metric that is unavailable here (its package, Java or a model is missing), or that has no meaning
+        for these texts, is left out, and `omitted` says why.
 
     Raises:
         DeltuneError: A metric or an option is unknown, there are no examples, the lists are of unequal length, or an
@@ -64,7 +66,13 @@ def compute_scores(
         if metric.input_type not in prepared:
             prepared[metric.input_type] = _prepare(metric.input_type, predictions, references, labels)
         metric_predictions, metric_references, derived = prepared[metric.input_type]
-        statistics = metric.compute(metric_predictions, metric_references, {**settings, **derived})
+        try:
+            statistics = metric.compute(metric_predictions, metric_references, {**settings, **derived})
+        except CannotScoreError as error:
+            omitted[name] = str(error)
+            continue
+        if metric.input_type == "classes" and _have_several(references):
+            statistics = group_statistics(statistics, [len(tags) for tags in references])
         signature = {**statistics.signature, "n": len(references), **metric.package_versions()}
         scores[name] = Score(
             value=statistics.compute_score(statistics.rows),
@@ -80,11 +88,20 @@ def _prepare(
     input_type: InputType, predictions: Sequence[Any], references: Sequence[Any], labels: Sequence[Any] | None
 ) -> tuple[list[Any], list[Any], Options]:
     """Check both sides and convert them for the metrics of an input type, with options derived from the data."""
+    pairs = list(enumerate(zip(predictions, references, strict=True)))
+    if input_type == "tags" or (input_type == "classes" and _have_several(references)):
+        _raise_if_any(
+            "tags are lists of equal length",
+            [f"example {i}: {p!r} against {r!r}" for i, (p, r) in pairs if not _are_lists(p, r) or len(p) != len(r)],
+        )
     if input_type == "classes":
+        counted = {}
+        if _have_several(references):
+            predictions, references = ([tag for tags in side for tag in tags] for side in (predictions, references))
+            counted = {"tags": len(references)}
         classes = sorted({*predictions, *references}) if labels is None else list(labels)
         index = {value: i for i, value in enumerate(dict.fromkeys([*classes, *predictions, *references]))}
-        return [index[p] for p in predictions], [index[r] for r in references], {"labels": len(classes)}
-    pairs = list(enumerate(zip(predictions, references, strict=True)))
+        return [index[p] for p in predictions], [index[r] for r in references], {"labels": len(classes), **counted}
     if input_type in ("numbers", "log-likelihoods"):
         _raise_if_any(
             f"{input_type} are numbers on both sides",
@@ -92,10 +109,6 @@ def _prepare(
         )
         return list(predictions), list(references), {}
     if input_type == "tags":
-        _raise_if_any(
-            "tags are lists of equal length",
-            [f"example {i}: {p!r} against {r!r}" for i, (p, r) in pairs if isinstance(p, str) or len(p) != len(r)],
-        )
         return [list(p) for p in predictions], [list(r) for r in references], {}
     accepted = [[reference] if isinstance(reference, str) else list(reference) for reference in references]
     _raise_if_any(
@@ -107,6 +120,15 @@ def _prepare(
         ],
     )
     return list(predictions), accepted, {}
+
+
+def _are_lists(*values: Any) -> bool:
+    return all(isinstance(value, list | tuple) for value in values)
+
+
+def _have_several(references: Sequence[Any]) -> bool:
+    """Whether an example has a class for each of its words, as tags are."""
+    return _are_lists(references[0])
 
 
 def _raise_if_any(title: str, problems: list[str]) -> None:

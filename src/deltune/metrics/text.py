@@ -23,6 +23,17 @@ import numpy as np
 
 from ..errors import DeltuneError
 from .base import NON_NEGATIVE, CorpusStatistics, Metric, Options, mean_statistics
+from .words import (
+    CannotScoreError,
+    is_ascii_worded,
+    is_latin,
+    missing_mecab,
+    refuse_rows,
+    sacrebleu_tokenizer,
+    separate_characters,
+    unspaced_signature,
+    words,
+)
 
 Texts = Sequence[str]
 References = Sequence[Sequence[str]]
@@ -35,6 +46,10 @@ TOKENIZERS = {
     "none": "the text as it is, with single blanks",
 }
 TOKENIZER_OPTION: Mapping[str, Any] = {"tokenizer": "ptb"}
+
+
+def _all_texts(predictions: Texts, references: References) -> list[str]:
+    return [*predictions, *(reference for accepted in references for reference in accepted)]
 
 
 def _missing_java() -> str | None:
@@ -71,11 +86,11 @@ def _ptb_tokenize(texts: tuple[str, ...]) -> list[str]:
 
 
 def tokenize_13a(text: str) -> list[str]:
-    """Return the words of a text by mteval-v13a's tokenizer, in lower case."""
+    """Return the words of a text by mteval-v13a's tokenizer, in lower case; characters of unspaced scripts are some."""
     from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
 
-    words: list[str] = Tokenizer13a()(text.lower()).split()
-    return words
+    tokens: list[str] = Tokenizer13a()(separate_characters(text.lower())).split()
+    return tokens
 
 
 def tokenize_pairs(predictions: Texts, references: References, options: Options) -> tuple[list[str], list[list[str]]]:
@@ -91,17 +106,25 @@ def tokenize_pairs(predictions: Texts, references: References, options: Options)
 
     Raises:
         DeltuneError: The tokenizer is unknown, or Stanford's fails.
+        CannotScoreError: An example has no reference with a word.
     """
     name = options["tokenizer"]
     if name not in TOKENIZERS:
         raise DeltuneError(f"tokenizer must be one of {', '.join(TOKENIZERS)}, not {name!r}.")
-    flat = [" ".join(text.split()) for text in (*predictions, *(r for accepted in references for r in accepted))]
+    flat = [" ".join(text.split()) for text in _all_texts(predictions, references)]
     if name == "ptb":
-        flat = _ptb_tokenize(tuple(flat))
+        flat = _ptb_tokenize(tuple(" ".join(separate_characters(text).split()) for text in flat))
     elif name == "13a":
         flat = [" ".join(tokenize_13a(text)) for text in flat]
-    rest = iter(flat[len(predictions) :])
-    return flat[: len(predictions)], [[next(rest) for _ in accepted] for accepted in references]
+    tokens_of = dict(zip(_all_texts(predictions, references), flat, strict=True))
+    refuse_rows(references, tokens_of.get)
+    return flat[: len(predictions)], [[tokens_of[text] for text in accepted] for accepted in references]
+
+
+def _tokenizer_signature(predictions: Texts, references: References, options: Options) -> dict[str, Any]:
+    """Return what a signature says of `tokenize_pairs`."""
+    separated = options["tokenizer"] != "none"
+    return {**options, **(unspaced_signature(_all_texts(predictions, references)) if separated else {})}
 
 
 # NIST --------------------------------------------------------------------------------------------------------------
@@ -123,24 +146,25 @@ def _compute_nist(predictions: Texts, references: References, options: Options) 
 
     Statistics of an example: information and n-grams for each n, words of its references, their number.
     """
+    refuse_rows(references, str.strip, needs_all=False)
     references_words = [
         [tokenize_13a(reference) for reference in accepted if reference.strip()] for accepted in references
     ]
     counts: Counter[tuple[str, ...]] = Counter()
     for accepted in references_words:
-        for words in accepted:
-            counts.update(_ngrams(words))
-            counts[()] += len(words)
+        for reference in accepted:
+            counts.update(_ngrams(reference))
+            counts[()] += len(reference)
     rows = []
     for prediction, accepted in zip(predictions, references_words, strict=True):
-        words = tokenize_13a(prediction)
+        predicted = tokenize_13a(prediction)
         reference_ngrams: Counter[tuple[str, ...]] = Counter()
         for reference in accepted:
             reference_ngrams |= _ngrams(reference)
         info = [0.0] * NIST_ORDER
-        for gram, shared in (_ngrams(words) & reference_ngrams).items():
+        for gram, shared in (_ngrams(predicted) & reference_ngrams).items():
             info[len(gram) - 1] += shared * math.log2(counts[gram[:-1]] / counts[gram])
-        sizes = [max(len(words) - n, 0) for n in range(NIST_ORDER)]
+        sizes = [max(len(predicted) - n, 0) for n in range(NIST_ORDER)]
         rows.append((*info, *sizes, sum(map(len, accepted)), len(accepted)))
 
     def compute_score(rows: np.ndarray) -> float:
@@ -150,6 +174,7 @@ def _compute_nist(predictions: Texts, references: References, options: Options) 
         return float(gain * math.exp(-NIST_BETA * math.log(ratio) ** 2)) if ratio > 0 else 0.0
 
     signature = {"algorithm": "mteval-v13a of e2e-metrics", "order": NIST_ORDER, "case": "lower", "tokenizer": "13a"}
+    signature |= unspaced_signature(_all_texts(predictions, references))
     return CorpusStatistics(np.array(rows), compute_score, {**signature, "info": "all references"})
 
 
@@ -180,9 +205,14 @@ def _meteor_score(rows: np.ndarray) -> float:
 
 
 def _compute_meteor(predictions: Texts, references: References, options: Options) -> CorpusStatistics:
-    """METEOR 1.5 for English by its authors' jar (-l en -norm), which pycocoevalcap contains; see `_meteor_score`."""
+    """METEOR 1.5 for English by its authors' jar (-l en -norm), which pycocoevalcap contains; see `_meteor_score`.
+
+    References without a letter of the Latin alphabet are refused: stems, synonyms, function words and weights are those
+    of English.
+    """
     from pycocoevalcap.meteor.meteor import METEOR_JAR
 
+    refuse_rows(references, is_latin, "are not in Latin letters, and METEOR is English here (chrf reads every script)")
     pairs = zip(*tokenize_pairs(predictions, references, options), strict=True)
     jar = _meteor_jar()
     try:
@@ -191,7 +221,8 @@ def _compute_meteor(predictions: Texts, references: References, options: Options
         _stop_jar(jar)
         _meteor_jar.cache_clear()  # so that the next scoring starts a new process
         raise
-    signature = {**options, "jar": METEOR_JAR, "language": "en", "norm": True}
+    signature = _tokenizer_signature(predictions, references, options)
+    signature |= {"jar": METEOR_JAR, "language": "en", "norm": True}
     return CorpusStatistics(np.array(rows), _meteor_score, signature)
 
 
@@ -237,9 +268,12 @@ def _compute_cider(predictions: Texts, references: References, options: Options)
     from pycocoevalcap.cider.cider import Cider
 
     tokenized, tokenized_references = tokenize_pairs(predictions, references, options)
+    if len(references) < 2:
+        raise CannotScoreError("it needs at least two examples: words that all examples have weigh nothing")
     scorer = Cider()
     _, values = scorer.compute_score(dict(enumerate(tokenized_references)), {i: [p] for i, p in enumerate(tokenized)})
-    return mean_statistics(list(values), {**options, "order": 4, "sigma": 6.0, "frequencies": "all references"})
+    signature = _tokenizer_signature(predictions, references, options)
+    return mean_statistics(list(values), {**signature, "order": 4, "sigma": 6.0, "frequencies": "all references"})
 
 
 _COCO_METRIC: dict[str, Any] = {"input_type": "texts", "packages": ("pycocoevalcap", "sacrebleu"), "extra": "metrics"}
@@ -265,7 +299,19 @@ CAPTION_METRICS: dict[str, Metric] = {
 def _bleu(options: Options) -> Any:
     from sacrebleu.metrics.bleu import BLEU
 
-    return BLEU(lowercase=options["lowercase"], tokenize=options["tokenize"], smooth_method=options["smooth"])
+    name = "13a" if options["tokenize"] == "auto" else options["tokenize"]
+    sacrebleu_tokenizer(name)
+    return BLEU(lowercase=options["lowercase"], tokenize=name, smooth_method=options["smooth"])
+
+
+def _refuse_short_references(metric: Any, references: References) -> None:
+    """Refuse BLEU where no reference has as many words as its longest n-grams: identical texts would score 0."""
+    order = metric.max_ngram_order
+    if not any(len(metric.tokenizer(text).split()) >= order for accepted in references for text in accepted):
+        raise CannotScoreError(
+            f"it counts runs of up to {order} words, and no reference has {order} words; chrf, exact and rougeL "
+            "measure short texts"
+        )
 
 
 def _ter(options: Options) -> Any:
@@ -292,15 +338,25 @@ def _chrf(options: Options) -> Any:
 
 
 def _sacrebleu_metric(make_metric: Callable[[Options], Any]) -> Callable[..., CorpusStatistics]:
-    """A corpus score of sacreBLEU, from its own statistics of each example and with its own signature."""
+    """A corpus score of sacreBLEU, from its own statistics of each example and with its own signature.
+
+    Word by word, characters of scripts without blanks are words: in TER, and in BLEU unless a tokenizer is given.
+    """
 
     def measure(predictions: Texts, references: References, options: Options) -> CorpusStatistics:
         from ..compat import sacrebleu_score, sacrebleu_statistics
 
-        metric = make_metric(options)
+        metric, separated = make_metric(options), {}
+        refuse_rows(references, str.strip, needs_all=False)
+        if options.get("tokenize", "auto") == "auto" and not isinstance(options.get("char_order"), int):
+            separated = unspaced_signature(_all_texts(predictions, references))
+            predictions = [separate_characters(text) for text in predictions]
+            references = [[separate_characters(text) for text in accepted] for accepted in references]
+        if "tokenize" in options:
+            _refuse_short_references(metric, references)
         streams = list(zip_longest(*references))  # None where an example has fewer references than another
         rows = np.array(sacrebleu_statistics(metric, list(predictions), streams), dtype=float)
-        signature = dict(part.split(":", 1) for part in str(metric.get_signature()).split("|"))
+        signature = dict(part.split(":", 1) for part in str(metric.get_signature()).split("|")) | separated
 
         def compute_score(rows: np.ndarray) -> float:
             return sacrebleu_score(metric, rows.sum(axis=0))
@@ -313,19 +369,65 @@ def _sacrebleu_metric(make_metric: Callable[[Options], Any]) -> Callable[..., Co
 def _rouge_score_metric(name: str) -> Callable[..., CorpusStatistics]:
     """100 · mean over examples of the largest F1 over the references, by rouge-score (ROUGE-1.5.5 in Python).
 
-    rougeL takes the whole text as one sentence; rougeLsum takes each line as a sentence.
+    rougeL takes the whole text as one sentence; rougeLsum takes each line as a sentence. Words are those of
+    `words.words`, which are rouge-score's own in ASCII text. The option tokenizer names another: "rouge-score", which
+    reads [a-z0-9] alone, or one of sacreBLEU's, in lower case and without stems.
     """
 
     def measure(predictions: Texts, references: References, options: Options) -> CorpusStatistics:
         from rouge_score.rouge_scorer import RougeScorer
 
-        scorer = RougeScorer([name], use_stemmer=options["stemmer"])
+        tokenizer = _RougeTokenizer(options["tokenizer"], options["stemmer"])
+        refuse_rows(references, tokenizer.tokenize)
+        if name == "rouge2":
+            _refuse_single_words(references, tokenizer.tokenize)
+        scorer = RougeScorer([name], tokenizer=tokenizer)
         pairs = zip(predictions, references, strict=True)
         values = [100 * scorer.score_multi(accepted, prediction)[name].fmeasure for prediction, accepted in pairs]
-        signature = {**options, "references": "max", "aggregate": "mean"}
+        signature = {**options, **tokenizer.signature(_all_texts(predictions, references))}
+        signature |= {"references": "max", "aggregate": "mean"}
         return mean_statistics(values, signature | ({"sentences": "lines"} if name == "rougeLsum" else {}))
 
     return measure
+
+
+def _refuse_single_words(references: References, tokenize: Callable[[str], list[str]]) -> None:
+    """Refuse ROUGE-2 where no reference has two words."""
+    refuse_rows(
+        references,
+        lambda text: len(tokenize(text)) > 1,
+        "have a single word as reference, and ROUGE-2 counts pairs (rouge1 counts words)",
+        needs_all=False,
+    )
+
+
+class _RougeTokenizer:
+    """Tokenizes for rouge-score: its own words, those of `words.words`, or those of a tokenizer of sacreBLEU."""
+
+    def __init__(self, name: str, stemmer: bool) -> None:
+        from rouge_score.tokenizers import DefaultTokenizer
+
+        self.name, self.own = name, DefaultTokenizer(stemmer)
+        self.split = None if name in ("auto", "rouge-score") else sacrebleu_tokenizer(name)
+        self.stemmer = stemmer and self.split is None
+
+    def tokenize(self, text: str) -> list[str]:
+        if self.split is not None:
+            return self.split(text.lower()).split()
+        if self.name == "rouge-score" or text.isascii():
+            return list(self.own.tokenize(text))
+        return [part for word in words(text) for part in (self.own.tokenize(word) if word.isascii() else [word])]
+
+    def signature(self, texts: Texts) -> dict[str, Any]:
+        """Return what the signature says of these texts: which words were read, and whether they were stemmed."""
+        if self.name != "auto":
+            return {"tokenizer": self.name, "stemmer": self.stemmer}
+        read = "rouge-score" if all(map(is_ascii_worded, texts)) else "words"
+        return {"tokenizer": read, **unspaced_signature(texts)}
+
+
+def _missing_rouge_tokenizer(options: Options) -> str | None:
+    return None if options["tokenizer"] in ("auto", "rouge-score") else missing_mecab(options["tokenizer"])
 
 
 def _rouge_package_metric(name: str) -> Callable[..., CorpusStatistics]:
@@ -339,15 +441,20 @@ def _rouge_package_metric(name: str) -> Callable[..., CorpusStatistics]:
         from rouge import Rouge
 
         scorer = Rouge([name], exclusive=options["exclusive"])
+        refuse_rows(references, words)
+        if name == "rouge-2":
+            _refuse_single_words(references, lambda text: separate_characters(text).split())
 
         def f1(prediction: str, reference: str) -> float:
             if not (prediction.replace(".", "") and reference.replace(".", "")):
                 return 0.0
-            return 100 * float(scorer.get_scores(prediction, reference)[0][name]["f"])
+            pair = separate_characters(prediction), separate_characters(reference)
+            return 100 * float(scorer.get_scores(*pair)[0][name]["f"])
 
         pairs = zip(predictions, references, strict=True)
         values = [max(f1(prediction, reference) for reference in accepted) for prediction, accepted in pairs]
-        return mean_statistics(values, {**options, "references": "max", "empty": 0})
+        signature = {**options, **unspaced_signature(_all_texts(predictions, references))}
+        return mean_statistics(values, {**signature, "references": "max", "empty": 0})
 
     return measure
 
@@ -359,20 +466,26 @@ def _compute_rouge_coco(predictions: Texts, references: References, options: Opt
     pairs = zip(*tokenize_pairs(predictions, references, options), strict=True)
     scorer = Rouge()
     values = [100 * float(scorer.calc_score([prediction], accepted)) for prediction, accepted in pairs]
-    return mean_statistics(values, {**options, "beta": scorer.beta})
+    return mean_statistics(values, {**_tokenizer_signature(predictions, references, options), "beta": scorer.beta})
 
 
 PERCENT = (0.0, 100.0)
 _SACREBLEU_METRIC: dict[str, Any] = {"input_type": "texts", "packages": ("sacrebleu",), "extra": "metrics"}
 _ROUGE_METRIC: dict[str, Any] = {"input_type": "texts", "range": PERCENT, "extra": "metrics"}
-_ROUGE_SCORE_METRIC: dict[str, Any] = {**_ROUGE_METRIC, "options": {"stemmer": True}, "packages": ("rouge-score",)}
+_ROUGE_SCORE_METRIC: dict[str, Any] = {
+    **_ROUGE_METRIC,
+    "options": {"stemmer": True, "tokenizer": "auto"},
+    "packages": ("rouge-score",),
+    "unmet_requirement": _missing_rouge_tokenizer,
+}
 _ROUGE_PACKAGE_METRIC: dict[str, Any] = {**_ROUGE_METRIC, "options": {"exclusive": True}, "packages": ("rouge",)}
 
 TEXT_METRICS: dict[str, Metric] = {
     "bleu": Metric(
         compute=_sacrebleu_metric(_bleu),
-        options={"lowercase": False, "tokenize": "13a", "smooth": "exp"},
+        options={"lowercase": False, "tokenize": "auto", "smooth": "exp"},
         range=PERCENT,
+        unmet_requirement=lambda options: missing_mecab(options["tokenize"]),
         **_SACREBLEU_METRIC,
     ),
     "ter": Metric(

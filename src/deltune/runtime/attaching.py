@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..anatomy.inspection import inspect
+from ..anatomy.inspection import describe_wrapped, inspect, wrapped_model
 from ..anatomy.offloading import loaded_devices
 from ..anatomy.quantization import check_gradients_pass, check_quantization
 from ..anatomy.skeleton import HANDLE_NAME
@@ -121,7 +121,9 @@ def read_foreign(handle: Tuned, folder: str | Path) -> Translation:
     """
     contents = open_folder(folder)
     if "peft_type" in contents.options:
-        return peft_read.read_peft(handle.anatomy, contents, handle._base_value, has_sliding_window(handle.model))
+        modules = [path for path, _ in handle.model.named_modules()]
+        windowed = has_sliding_window(handle.model)
+        return peft_read.read_peft(handle.anatomy, contents, handle._base_value, modules, windowed)
     relative = hasattr(handle.model.config, "relative_attention_num_buckets")
     return adapterhub.read_adapterhub(handle.anatomy, contents, relative)
 
@@ -347,6 +349,7 @@ def load(
     model: PreTrainedModel | str | Path,
     folder: str | Path | None = None,
     name: str = "default",
+    *,
     allow_nonfinite: bool = False,
     use: bool = True,
     base: Literal["same", "any"] = "same",
@@ -425,7 +428,7 @@ def _without_gradients(handle: Tuned, name: str) -> Tuned:
     return handle
 
 
-def read_delta(handle: Tuned, folder: Path, allow_nonfinite: bool = False) -> tuple[Delta, HeadLabels]:
+def read_delta(handle: Tuned, folder: Path, *, allow_nonfinite: bool = False) -> tuple[Delta, HeadLabels]:
     """Read a saved delta for a model without attaching it; other threads may use the model meanwhile.
 
     Args:
@@ -689,6 +692,12 @@ def export(model: PreTrainedModel, folder: str | Path, format: str = "peft", nam
         DeltuneError: The folder is not empty, the format is unknown, nothing is attached under this name, or the
             format cannot express a part of the method; the message lists all such parts with the reasons.
     """
+    if not isinstance(model, nn.Module):
+        raise DeltuneError(
+            f"export takes a model with a delta attached, and then the new folder; its first argument is "
+            f"{describe_value(model)}. Load the model and the delta first, as in export(model, 'DIR'), or export the "
+            "folder of a run on the command line: deltune export RUN --to DIR"
+        )
     return export_delta(tuned(model), folder, format, name)
 
 
@@ -743,9 +752,11 @@ def _check_model(model: object) -> Snapshot | None:
                 follow_offloading(handle._state)
         refuse_shared_modules(model)
         return snapshot
-    advice = ", as in attach(model, method)"
+    advice = f"; {wrapped}" if (wrapped := describe_wrapped(model)) else ", as in attach(model, method)"
     if hasattr(model, "peft_config"):
         advice = ": take PEFT's layers off first (its unload()), or save it and deltune.load its folder"
+    elif isinstance(model, Tuned):
+        advice = ": give its model, as in attach(tuned.model, method)"
     elif isinstance(model, str | Path | PreTrainedConfig):
         advice = ": load the model first, with transformers' Auto class for its task or deltune.models.load_model"
     raise DeltuneError(f"a method is attached to a model of transformers, not to {describe_value(model)}{advice}")
@@ -772,7 +783,8 @@ def tuned(model: nn.Module) -> Tuned:
     """Return the handle of a model with attached deltas.
 
     Args:
-        model: The model.
+        model: The model, the handle itself, or a module that wraps the model, as torch.compile and
+            DistributedDataParallel do.
 
     Returns:
         The handle, the same object that `attach` or `load` returned.
@@ -780,9 +792,11 @@ def tuned(model: nn.Module) -> Tuned:
     Raises:
         DeltuneError: Nothing is attached to the model.
     """
+    if isinstance(model, Tuned):
+        return model
     if not isinstance(model, nn.Module):
-        raise DeltuneError(f"deltune.tuned takes a model that deltas are attached to, not {excerpt(model)}")
-    handle = find_tuned(model)
+        raise DeltuneError(f"deltune.tuned takes a model that deltas are attached to, not {describe_value(model)}")
+    handle = find_tuned(wrapped_model(model) or model)
     if handle is None:
         raise DeltuneError(
             f"nothing is attached to this {type(model).__name__}; call deltune.attach(model, method) first"

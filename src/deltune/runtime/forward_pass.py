@@ -48,6 +48,7 @@ class ForwardPass:
         report: How each attention computed its prefix, by path.
         called_vocabulary: Whether the projection to the vocabulary was called, where some delta acts at it.
         number: Its turn at the lock; those who came before have lower numbers.
+        in_threads: Whether it runs its passes in other threads and waits for them.
     """
 
     def __init__(
@@ -67,15 +68,19 @@ class ForwardPass:
         self.report: dict[str, str] = {} if outer is None else outer.report
         self.restore: Any = None  # the tensors and labels to put back, if a nested pass replaced them
         self.number = 0
+        self.in_threads = False
 
 
 _CURRENT: ContextVar[weakref.ReferenceType[ForwardPass] | None] = ContextVar("deltune_pass", default=None)
 _SCOPES: ContextVar[Entered] = ContextVar("deltune_scopes", default=())
+_CHOSEN: ContextVar[Owners] = ContextVar("deltune_chosen", default=())
 
 
 class _Thread(threading.local):
+    """For torch.compile, what the context variables hold of this thread."""
+
     scopes: Entered = ()
-    """The scopes entered in this thread, for torch.compile."""
+    chosen: Owners = ()
 
 
 _thread = _Thread()
@@ -108,10 +113,16 @@ class Scopes(Protocol):
     """The part of `PassManager` that scopes use.
 
     Attributes:
-        scopes_in_event_loops: How many scopes of the model were entered in an event loop.
+        scopes: The open scopes of the model, of all threads and tasks.
+        scopes_in_event_loops: How many of them were entered in an event loop.
+        any_scopes: Whether there are any, for torch.compile, which cannot read `scopes`.
     """
 
+    scopes: weakref.WeakSet[Scope]
     scopes_in_event_loops: int
+    any_scopes: bool
+
+    def passes_in_threads(self) -> bool: ...
 
     def enter_scope(self, scope: Scope, make_assignment: Callable[[], RowAssignment]) -> None: ...
 
@@ -138,6 +149,7 @@ class Scope:
         self.assignment: RowAssignment | None = None
         self.carried: CarriedScope | None = None
         self.in_event_loop = False
+        self.thread = 0  # that entered it
         self.entered = False
 
     def __del__(self) -> None:
@@ -163,6 +175,7 @@ class Scope:
 
     def open(self, assignment: RowAssignment) -> None:
         """Begin to hold."""
+        self.thread = threading.get_ident()
         self.carried = CarriedScope(self)
         _SCOPES.set((*self._others(_SCOPES.get()), self.carried))
         _thread.scopes = (*self._others(_thread.scopes), self.carried)
@@ -219,6 +232,9 @@ class CarriedScope:
 Entered = tuple[CarriedScope, ...]
 """Scopes, the innermost last."""
 
+Owners = tuple[weakref.ref[Scopes], ...]
+"""Models for which a context chose what is in use."""
+
 
 def carried_scope(owner: Scopes) -> CarriedScope | None:
     """Return the innermost scope of a model that this context refers to, open or left elsewhere.
@@ -247,9 +263,11 @@ def current_scope(owner: Scopes) -> Scope | None:
     return None
 
 
-def refuse_closed(carried: CarriedScope | None) -> None:
-    """Raise an error if the scope in which a pass would begin was left elsewhere."""
-    if carried is not None and carried.closed:
+def refuse_unclear(owner: Scopes, carried: CarriedScope | None) -> None:
+    """Raise an error where it is unclear which delta a pass that begins here, in a scope or in none, should use."""
+    if carried is None:
+        _refuse_unknown_thread(owner)
+    elif carried.closed:
         raise DeltuneError(
             "this thread or task was started inside a rows() or disable() block that has been left in the meantime, so "
             "it is unclear which delta it should use: enter rows() or disable() around the pass itself, stay in the "
@@ -257,10 +275,33 @@ def refuse_closed(carried: CarriedScope | None) -> None:
         )
 
 
-def forget_closed(owner: Scopes) -> None:
-    """Forget scopes that were left elsewhere, so that passes in this context use what is in use instead of failing."""
+def _refuse_unknown_thread(owner: Scopes) -> None:
+    """Raise an error in a thread that may have been given its work inside a scope of another thread.
+
+    Python hands a thread no context variables, so such a thread looks like one that has nothing to do with the scope.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        chosen, elsewhere = _thread.chosen, owner.any_scopes
+    else:
+        here = threading.get_ident()
+        chosen, elsewhere = _CHOSEN.get(), any(scope.thread != here for scope in list(owner.scopes))
+        elsewhere = elsewhere and not owner.passes_in_threads()
+    if elsewhere and not any(reference() is owner for reference in chosen):
+        raise DeltuneError(
+            "another thread is inside rows() or disable(), which Python does not pass on to the threads and pools that "
+            "it uses, so it is unclear which delta this thread should use: enter rows() or disable() in the function "
+            "that runs here, run it by contextvars.copy_context().run, or, if this thread has nothing to do with that "
+            "block, call use() in it before"
+        )
+
+
+def choose_here(owner: Scopes) -> None:
+    """Let passes in this context that are in no scope use what is in use, whatever scopes others are in or left."""
     _SCOPES.set(tuple(carried for carried in _SCOPES.get() if not (carried.closed and carried.owner() is owner)))
     _thread.scopes = tuple(carried for carried in _thread.scopes if not (carried.closed and carried.owner() is owner))
+    others = tuple(reference for reference in _CHOSEN.get() if reference() not in (None, owner))
+    _CHOSEN.set((*others, weakref.ref(owner)))
+    _thread.chosen = _CHOSEN.get()
 
 
 def open_scopes_here() -> set[Scope]:
@@ -358,20 +399,22 @@ class PassLock:
         return len(self._running) == 0
 
     @property
+    def runs_in_threads(self) -> bool:
+        """Whether a pass runs that runs its own passes in other threads."""
+        return any(running.in_threads for running in list(self._running))
+
+    @property
     def held_by_change(self) -> bool:
         """Whether the thread that holds the mutex is inside `alone()`."""
         return self._block is not None and self._block() is not None
 
-    def admit(
-        self, forward_pass: ForwardPass, fits: Callable[[], bool], prepare: Callable[[], None], joins: bool = True
-    ) -> None:
+    def admit(self, forward_pass: ForwardPass, fits: Callable[[], bool], prepare: Callable[[], None]) -> None:
         """Wait until the model holds the tensors that a pass needs, or until they can be put there.
 
         Args:
             forward_pass: The pass.
             fits: Whether the model holds the tensors.
             prepare: Puts them there.
-            joins: Whether the pass may join running passes before its turn.
         """
         with self.mutex:
             forward_pass.number = next(self._numbers)
@@ -380,7 +423,8 @@ class PassLock:
                 def ready(first: bool) -> bool:
                     if self._nested_pass_runs():
                         return False
-                    return (first and self.idle) or ((first or (joins and self._may_be_waited_for())) and fits())
+                    joins = not forward_pass.in_threads and self._may_be_waited_for()
+                    return (first and self.idle) or ((first or joins) and fits())
 
                 self._wait(forward_pass.number, ready)
                 if not fits():

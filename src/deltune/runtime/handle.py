@@ -27,7 +27,7 @@ from ..anatomy.inspection import inspect
 from ..anatomy.offloading import loaded_devices
 from ..anatomy.quantization import is_unquantized, quantization_of, quantized_modules
 from ..anatomy.quantizers import bias_of, dequantized_weight, plain_linear, set_weight_from
-from ..anatomy.skeleton import HANDLE_NAME, base_modules, base_parameters, base_tensors
+from ..anatomy.skeleton import HANDLE_NAME, base_modules, base_parameters, base_tensors, modules_without_paths
 from ..anatomy.snapshot import Snapshot
 from ..anatomy.tracing import CallOrder, all_configs, base_model, call_order, check_takes_embeddings
 from ..anatomy.types import Anatomy, is_inside
@@ -41,15 +41,15 @@ from ..methods.resolve import ResolvedMethod, resolve
 from ..methods.spec import MaskedMethod, Method
 from ..notebook import html_table
 from . import hub, merging, serialization
-from .forward_pass import PassLock, Scope, current_scope, forget_closed
+from .forward_pass import PassLock, Scope, choose_here, current_scope
 from .hooks import ATTRIBUTE, Hook, Hooks, hooks_of_delta, hooks_of_model, install_rank, unreached_edits
 from .model_card import write_card
 from .model_methods import METHODS, WHOLE_MODEL_METHODS, plain_copy
 from .model_state import ModelState
 from .modules import BasePlace, Delta, Edit, HeadLabels, up_projections
 from .offloading import follow_offloading, leave_offloading, refuse_offloaded
-from .pass_manager import PassManager, refuse_shared_modules, reset_after_fork
-from .prompts import check_decoder_mask
+from .pass_manager import PassManager, claim_modules, refuse_shared_modules, reset_after_fork
+from .prompts import check_takes_prompts
 from .row_assignment import RowAssignment, owning_modules
 from .rows import ForwardOverride
 
@@ -99,6 +99,40 @@ class Placement:
     devices: tuple[tuple[str, torch.device], ...] = ()
 
 
+@dataclass(frozen=True)
+class Attached:
+    """What a pickle of a model with deltas holds beside the base model.
+
+    Attributes:
+        anatomy: The model's anatomy.
+        deltas: The deltas by name, none of them in the model.
+        requires_grad: Which of the base's parameters were trainable before the first delta was attached, by name.
+        in_use: The name of the delta in use, or None, or inside `rows()` that of each row.
+    """
+
+    anatomy: Anatomy
+    deltas: dict[str, Delta]
+    requires_grad: dict[str, bool]
+    in_use: str | tuple[str | None, ...] | None
+
+    def attach_to(self, model: PreTrainedModel) -> None:
+        """Attach the deltas to the model of the pickle.
+
+        No parameter is changed, which copy.copy shares with the model that it copies.
+        """
+        handle = Tuned(model, self.anatomy)
+        handle._initial_requires_grad = self.requires_grad
+        handle._add_to_model()
+        used = self.in_use if isinstance(self.in_use, tuple) else (self.in_use,)
+        for name, delta in self.deltas.items():
+            handle.deltas[name] = delta
+            handle._update_hooks(name)
+            if name in used or any(p.requires_grad for p in handle._state.parameters_of(delta)):
+                handle._state.remember_trainable(delta)
+        handle._choose(self.in_use)
+        handle._passes.update_model(handle._passes.default_assignment, set_requires_grad=False)
+
+
 class Tuned(nn.Module):
     """The handle of a model with attached deltas.
 
@@ -111,10 +145,10 @@ class Tuned(nn.Module):
         base: The model's own tensors that the delta in use replaces at the moment.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, anatomy: Anatomy | None = None) -> None:
         super().__init__()
         self.__dict__["_model"] = model  # as an attribute it would be a sub-module
-        self.anatomy: Anatomy = inspect(model)
+        self.anatomy: Anatomy = anatomy or inspect(model)
         self.deltas = nn.ModuleDict()
         self.base = nn.ParameterDict()
         self._base_labels = HeadLabels.from_config(model.config)
@@ -148,7 +182,7 @@ class Tuned(nn.Module):
         )
 
     def _add_to_model(self) -> None:
-        self.model.requires_grad_(False)
+        claim_modules(modules_without_paths(self.model), self._passes)
         self.model.add_module(HANDLE_NAME, self)
 
     def __repr__(self) -> str:
@@ -170,9 +204,9 @@ class Tuned(nn.Module):
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the handle as a reference to its model, of which a consistent copy is pickled."""
+        """Pickle the handle as a reference to its model."""
         model = self.__dict__["_model"]
-        if model is None or self._passes.is_pickled:
+        if model is None:
             return super().__reduce_ex__(protocol)
         return _handle_of, (model,)
 
@@ -427,9 +461,14 @@ class Tuned(nn.Module):
         return self
 
     def _use(self, name: str | None) -> None:
-        self._passes.default_assignment = self._assign_all_rows(name)
-        forget_closed(self._passes)
+        self._choose(name)
         self._passes.update_model(self._passes.assignment_of_new_pass())
+
+    def _choose(self, in_use: str | tuple[str | None, ...] | None) -> None:
+        """Let passes outside of `rows()` and `disable()` use a delta, none, or that of each row."""
+        assign = self._assign_each_row(in_use) if isinstance(in_use, tuple) else self._assign_all_rows(in_use)
+        self._passes.default_assignment = assign
+        choose_here(self._passes)
 
     def _assign_all_rows(self, name: str | None, left_out: Collection[Edit] | None = None) -> RowAssignment:
         if name is None:
@@ -506,9 +545,10 @@ class Tuned(nn.Module):
     def rows(self, names: Sequence[str | None]) -> Scope:
         """Give each row of a batch its own delta inside a `with` block, in training and in generation.
 
-        It holds for the thread or asyncio task that enters the block; a thread that is started inside it begins with
-        the delta in use. Logits are as wide as the widest head, with -inf where a row's own head has no label; the loss
-        of class labels is each row's own. In `generate` the prompts are the rows, and the beams of a prompt follow it.
+        It holds for the thread or asyncio task that enters the block; a pass in a thread that is in no block is an
+        error meanwhile, unless that thread has called `use()`. Logits are as wide as the widest head, with -inf where a
+        row's own head has no label; the loss of class labels is each row's own. In `generate` the prompts are the rows,
+        and the beams of a prompt follow it.
         Inside, `trainable_parameters()` are those of all deltas that are named; run the backward pass there too.
 
         Args:
@@ -555,7 +595,8 @@ class Tuned(nn.Module):
         model: Any = self.__dict__["_model"]
         if model is None:
             return model  # a first attempt was interrupted after its last step
-        if self._passes.default_assignment.placed_delta in names:
+        in_use = self._passes.default_assignment
+        if in_use.placed_delta in names or any(name in names for name in in_use.rows if name is not None):
             self._passes.default_assignment = self._assign_all_rows(None)
         self._passes.update_model(self._passes.default_assignment)
         for name in names:
@@ -568,25 +609,42 @@ class Tuned(nn.Module):
         if len(self.deltas) or self._state.base_is_fixed:
             self._update_hooks()
             return model
-        for hook in self._installed_hooks.values():
-            hook.remove()
-        self._installed_hooks.clear()
-        self._passes.set_prefix_attention(False)
         leave_offloading(self._state)
-        submodules_of(model).pop(HANDLE_NAME, None)
+        self._leave_model(model)
         for parameter_name, parameter in base_parameters(model):
             parameter.requires_grad_(self._initial_requires_grad.get(parameter_name, True))
         self.__dict__["_model"] = None
         return model
 
+    def _leave_model(self, model: PreTrainedModel) -> None:
+        """Remove all hooks, and the handle from its model."""
+        for hook in self._installed_hooks.values():
+            hook.remove()
+        self._installed_hooks.clear()
+        self._passes.set_prefix_attention(False)
+        submodules_of(model).pop(HANDLE_NAME, None)
+
+    def _take_apart(self) -> Attached:
+        """Make the model a bare one, and return what was attached; the handle is that of a copy and ends with it."""
+        in_use = self._passes.default_assignment
+        self._state.place_tensors(None)
+        self._state.set_labels(self._base_labels)
+        self._leave_model(self.model)
+        deltas = {name: self.delta(name) for name in self.names}
+        for delta in deltas.values():
+            delta.saved_requires_grad = delta.trainable_when_used(self._state.parameters_by_name(delta))
+            delta.freezes = 0
+        return Attached(self.anatomy, deltas, self._initial_requires_grad, in_use.rows or in_use.placed_delta)
+
     @explain_arguments
-    def merge(self, name: str | None = None, dequantize: bool = False) -> PreTrainedModel:
+    def merge(self, name: str | None = None, *others: str, dequantize: bool = False) -> PreTrainedModel:
         """Fold a delta into the weights and detach everything, all other deltas included.
 
         The merged weight of a quantised linear is quantised again, which rounds it; a warning has the error.
 
         Args:
             name: The delta's name. Default: the delta in use.
+            others: Refused: one delta is merged at a time.
             dequantize: Put plain linears in floating point in place of all quantised ones, so that nothing is rounded.
 
         Returns:
@@ -594,9 +652,16 @@ class Tuned(nn.Module):
 
         Raises:
             DeltuneError: A term of the method cannot be expressed as weights (a prefix, an adapter, a prompt); the
-                message names it. Or no delta has this name or none is in use, a weight cannot be quantised again,
-                weights are offloaded, or another thread or task is inside `rows()` or `disable()`. Nothing is changed.
+                message names it. Or several names are given, no delta has this name or none is in use, a weight cannot
+                be quantised again, weights are offloaded, or another thread or task is inside `rows()` or `disable()`.
+                Nothing is changed.
         """
+        if others:
+            raise DeltuneError(
+                f"merge takes one name and was called with {len(others) + 1}; merging several deltas at once is not "
+                "supported yet. Merge one, save the model with save_pretrained, and load each of the others on the "
+                'saved model: load(model, folder, base="any")'
+            )
         with self._exclusive("merge"):
             self._passes.refuse_in_scopes("merge", self.names)
             self._passes.refuse_other_scopes("merge")
@@ -658,7 +723,7 @@ class Tuned(nn.Module):
             _replace_modules(model, linears)
 
     @explain_arguments
-    def save(self, folder: str | Path, name: str | None = None, model_card: bool = False) -> Path:
+    def save(self, folder: str | Path, name: str | None = None, *, model_card: bool = False) -> Path:
         """Write a delta to a folder, as `delta.json` and `delta.safetensors`, completely or not at all.
 
         Args:
@@ -849,6 +914,7 @@ class Tuned(nn.Module):
                     has_other_handle = submodules_of(self.model).get(HANDLE_NAME) not in (None, self)
                     if HANDLE_NAME not in submodules_of(self.model):
                         refuse_shared_modules(self.model)  # again, as another thread may have attached to one of them
+                        self.model.requires_grad_(False)
                         self._add_to_model()
                 if has_other_handle:
                     raise DeltuneError("another thread has attached to this model in the meantime; call attach again")
@@ -955,7 +1021,7 @@ class Tuned(nn.Module):
         for edit in delta.all_edits():
             if edit.place.target.side == "tokens":
                 check_takes_embeddings(self.model, edit.place.widths.out_width)
-                check_decoder_mask(self.model, self.anatomy)
+                check_takes_prompts(self.model, self.anatomy)
         order = self._call_order(snapshot) if len(delta.edits) else None
         for part in self.anatomy.other_towers if order else ():
             if any(edit.place.target.path.startswith(f"{part.tower_path}.") for edit in delta.all_edits()):

@@ -33,7 +33,7 @@ from ..compat import (
     runs_unobserved,
     tensor_version,
 )
-from ..errors import DeltuneError, unknown_name
+from ..errors import DeltuneError, check_booleans, unknown_name
 from ..filesystem import cache_folder, read_json_object, write_json
 from ..processor import processor_facts
 
@@ -62,7 +62,8 @@ VERSION = 1
 """Raised when the remembered choices mean something else."""
 
 
-def optimize_linear(model: nn.Module, backend: LinearBackend = "auto", keep_casts: bool = False) -> OptimizedLinear:
+@check_booleans
+def optimize_linear(model: nn.Module, backend: LinearBackend = "auto", *, keep_casts: bool = False) -> OptimizedLinear:
     """Compute the linear layers of a model with the fastest float32 product of this machine, until `undo()`.
 
     This concerns the forward pass and the gradients of `torch.nn.Linear` and of transformers' `Conv1D`, on a CPU and in

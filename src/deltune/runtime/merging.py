@@ -156,9 +156,11 @@ def _affine_change(edit: Edit, at: Place | None) -> Affine | str:
     tensors = edit.full_tensors()
     change, factor = edit.form.affine(tensors, at), edit.modification.compose.factor(tensors)
     if factor is None:
-        return "its gate depends on the input"
+        kind = type(edit.modification.compose).__name__
+        return f"{kind} has no factor, the one s of h + s Δh; a gate that depends on the input has none"
     if change is None:
-        return f"a {type(edit.modification.form).__name__} is not linear in its input"
+        kind = type(edit.modification.form).__name__
+        return f"{kind} has no affine, the A and b of Δh = A u + b; a form that is not linear in its input has none"
     gain, shift = change
     return (None if gain is None else gain * factor, None if shift is None else shift * factor)
 

@@ -178,7 +178,7 @@ def update_card(old: str | None, new: str, where: str) -> str:
 
 def _cell(text: str) -> str:
     """Text as it stands in a cell of a table in Markdown, whatever is in it."""
-    escaped = html.escape(" ".join(str(text).split()))
+    escaped = html.escape(" ".join(str(text).split()), quote=False)  # a quote is &#x27;, whose # is escaped below
     return re.sub(r"[|`\\*_\[\]#~]", lambda match: f"&#{ord(match[0])};", escaped)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,13 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from ..anatomy.skeleton import HANDLE_NAME, base_modules
+from ..anatomy.skeleton import HANDLE_NAME, base_modules, modules_without_paths
 from ..compat import buffers_of, parameters_of, submodules_of
 from ..errors import DeltuneError, error_from_problems
 from ..filesystem import explain_write_errors
+from .forward_pass import choose_here
 from .offloading import refuse_offloaded
-from .pass_manager import PassManager
+from .pass_manager import PassManager, claim_modules
 
 CHECKPOINT_PREFIX = "checkpoint-"
 """The names of a Trainer's checkpoints begin with it (`transformers.trainer_utils.PREFIX_CHECKPOINT_DIR`)."""
@@ -73,6 +74,12 @@ class ModelMethod:
                 del attributes[self.method]
             else:
                 attributes[self.method] = self.before
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return plain_copy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return getattr, (self.model, self.method)
 
     @contextmanager
     def _tensors_placed(self, name: str | None) -> Iterator[Any]:
@@ -164,7 +171,9 @@ class LoadStateDict(ModelMethod):
         refuse_offloaded(self.passes.model, "load_state_dict")
         with self._tensors_placed(self.passes.state.placed_delta_in(state_dict)):
             self._check(state_dict, strict)
-            return self.original(state_dict, strict=strict, assign=assign)
+            result = self.original(state_dict, strict=strict, assign=assign)
+            result.missing_keys[:] = self._without_a_value(result.missing_keys, state_dict)
+            return result
 
     def _refuse_ambiguous(self) -> None:
         """Raise an error if deltas have their own values for tensors of this part of the model."""
@@ -176,6 +185,14 @@ class LoadStateDict(ModelMethod):
                 "the state dict of a part of the model does not say whether it holds those or the base's: call "
                 "load_state_dict of the whole model, or detach() first"
             )
+
+    def _without_a_value(self, missing: Iterable[str], state_dict: Mapping[str, Any]) -> list[str]:
+        """The missing names, but for the base's if the file has deltas alone, and other names of tensors there."""
+        if state_dict and all(name.startswith(f"{HANDLE_NAME}.") for name in state_dict):
+            return [name for name in missing if name.startswith(f"{HANDLE_NAME}.")]
+        tensors = {name: id(tensor) for name, tensor in self.model.named_parameters(remove_duplicate=False)}
+        loaded = {tensors[name] for name in tensors.keys() & state_dict.keys()}
+        return [name for name in missing if tensors.get(name) not in loaded]
 
     def _check(self, state_dict: Mapping[str, Any], strict: bool) -> None:
         """Check names and shapes before anything is loaded; torch does so afterwards."""
@@ -200,10 +217,16 @@ class Generate(ModelMethod):
     """`generate`: runs as one long pass, whose rows are the prompts."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.method != "generate" and self.passes.assignment() is not self.passes.default_assignment:
+        in_use = self.passes.assignment()
+        if self.method != "generate" and (in_use.rows or in_use is not self.passes.default_assignment):
             raise DeltuneError(
                 f"{self.method} runs in a thread of its own, where rows() and disable() do not hold: call generate, or "
                 "use() one delta for the whole model"
+            )
+        if self.method != "generate" and self.passes.assignment().prompts:
+            raise DeltuneError(
+                f"{self.method} packs several texts into a row, and a prompt stands before the first alone: call "
+                "generate, or serve the delta with deltune serve"
             )
         return self.passes.generate(self.original, args, kwargs, in_threads=self.method != "generate")
 
@@ -216,22 +239,27 @@ class StateDict(ModelMethod):
 
 
 class DeepCopy(ModelMethod):
-    """`copy.deepcopy`: copies the model while no other thread moves its tensors."""
+    """`copy.deepcopy`: copies the model while no other thread moves its tensors. What is in use here is in the copy."""
 
     def __call__(self, memo: dict[int, Any]) -> Any:
-        return self.passes.run_reader(lambda: _copied(self.passes.model, memo), to_copy=True)
+        model = self.passes.model
+        copied = self.passes.run_reader(lambda: _copied(model, memo))
+        passes = memo[id(self.passes)]
+        claim_modules((memo[id(module)] for module in modules_without_paths(model) if id(module) in memo), passes)
+        choose_here(passes)
+        return copied
 
 
 class Reduce(ModelMethod):
-    """Pickling: pickles a copy of the model with the same tensors, since pickling itself cannot hold a lock."""
+    """Pickling: pickles the base model, and beside it the deltas and which are in use here.
+
+    Both are taken from a copy of the model with the same tensors, since pickling itself cannot hold a lock.
+    """
 
     def __call__(self, protocol: Any) -> Any:
-        if self.passes.is_pickled:
-            return self.original(protocol)
-        copied_module = self.passes.run_reader(self._with_the_same_tensors, to_copy=True)
-        copied_handle: Any = submodules_of(copied_module)[HANDLE_NAME]
-        copied_handle._passes.is_pickled = True
-        return _itself, (copied_module,)
+        copied: Any = self.passes.run_reader(self._with_the_same_tensors)
+        handle: Any = submodules_of(copied)[HANDLE_NAME]
+        return put_together, (copied, handle._take_apart())
 
     def _with_the_same_tensors(self) -> Any:
         model = self.passes.model
@@ -239,8 +267,9 @@ class Reduce(ModelMethod):
         return _copied(model, {id(tensor): tensor for tensor in tensors})
 
 
-def _itself(model: Any) -> Any:
-    """Return the model; a pickle calls this with the copy of the model that it contains."""
+def put_together(model: Any, attached: Any) -> Any:
+    """Return the model of a pickle, with what was attached to it."""
+    attached.attach_to(model)
     return model
 
 
@@ -250,13 +279,17 @@ def _copied(model: Any, memo: dict[int, Any]) -> Any:
     return plain_copy(model, memo) if copier is None else copier(model, memo)
 
 
-def plain_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
-    """Copy a module as copy.deepcopy does for classes without `__deepcopy__`."""
-    reduced: Any = object.__reduce_ex__(module, 4)
+def plain_copy(original: Any, memo: dict[int, Any]) -> Any:
+    """Copy an object as copy.deepcopy does for classes without `__deepcopy__`."""
+    reduced: Any = object.__reduce_ex__(original, 4)
     make, args, state, *_ = reduced
-    copied_module = memo[id(module)] = make(*args)
-    copied_module.__setstate__(copy.deepcopy(state, memo))
-    return copied_module
+    copied = memo[id(original)] = make(*args)
+    state = copy.deepcopy(state, memo)
+    if isinstance(original, nn.Module):
+        copied.__setstate__(state)
+    else:
+        copied.__dict__.update(state)
+    return copied
 
 
 METHODS: dict[str, type[ModelMethod]] = {

@@ -248,6 +248,11 @@ class ModelState:
             self._trainable.add(delta)
             delta.unfreeze(self.parameters_by_name(delta))
 
+    def remember_trainable(self, delta: Delta) -> None:
+        """Leave the parameters of a delta that was loaded with a model as they are, until it is not in use."""
+        self._trainable.add(delta)
+        delta.saved_requires_grad = None
+
     def forget(self, delta: Delta) -> None:
         """Leave a delta that is detached as it is from now on.
 

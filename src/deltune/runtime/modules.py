@@ -5,6 +5,7 @@ A tensor may have few trainable entries (`SparseParameter`), or be shared by sev
 
 from __future__ import annotations
 
+import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -278,6 +279,7 @@ class Edit(TensorTable):
     Attributes:
         source_path: The path of the module whose input is x, where that is another one.
         factor: The number s if the composition is h + s Δh, else None.
+        unique_id: A name that only this edit and its copies have.
     """
 
     modification: Modification
@@ -292,6 +294,7 @@ class Edit(TensorTable):
     source_path: str | None
     composition_names: tuple[str, ...]
     factor: float | None
+    unique_id: str
     is_masked: bool
     is_dense: bool
 
@@ -318,6 +321,7 @@ class Edit(TensorTable):
             source_path=None if source is None or reads_own_input else source.path,
             composition_names=names,
             factor=float(factor) if isinstance(factor, int | float) else None,
+            unique_id=uuid.uuid4().hex,
             is_masked=is_masked,
             is_dense=folded and not (is_masked or names or shared) and all(s.trained for s in own.values()),
         )
@@ -489,6 +493,7 @@ class Delta(nn.Module):
         self.head, self.head_mode, self.folded = head, head_mode, folded
         self.labels: HeadLabels | None = None
         self.saved_requires_grad: dict[str, bool] | None = {}  # of a delta that is not in use; None while it is
+        self.freezes = 0  # how often it was frozen
         self.attached_parameters: dict[str, nn.Parameter] = {}  # by name, as they were when it was attached
         self.edits = edits = nn.ModuleDict()
         self.common = nn.ModuleDict()  # tensors that several edits share, by owner
@@ -603,7 +608,8 @@ class Delta(nn.Module):
             parameters: Its parameters by name, wherever they are.
         """
         if self.saved_requires_grad is None:
-            self.saved_requires_grad = {name: parameter.requires_grad for name, parameter in parameters.items()}
+            self.saved_requires_grad = self.trainable_when_used(parameters)
+        self.freezes += 1
         for parameter in parameters.values():
             parameter.requires_grad_(False)
 
@@ -615,12 +621,23 @@ class Delta(nn.Module):
         """
         if self.saved_requires_grad is None:
             return
+        for name, trainable in self.trainable_when_used(parameters).items():
+            parameters[name].requires_grad_(trainable)
+        self.saved_requires_grad = None
+
+    def trainable_when_used(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, bool]:
+        """Return by name which of its parameters train while it is in use.
+
+        Args:
+            parameters: Its parameters by name, wherever they are.
+        """
+        saved = self.saved_requires_grad
+        if saved is None:
+            return {name: parameter.requires_grad for name, parameter in parameters.items()}
         frozen = {
             f"held.{parameter_key(n)}" for n in self.head if self.head_mode == "freeze" and n not in self.selected
         }
-        for name, parameter in parameters.items():
-            parameter.requires_grad_(self.saved_requires_grad.get(name, name not in frozen))
-        self.saved_requires_grad = None
+        return {name: saved.get(name, name not in frozen) for name in parameters}
 
     @property
     def owned_tensors(self) -> tuple[str, ...]:

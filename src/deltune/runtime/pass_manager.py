@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ..anatomy.quantization import is_unquantized
 from ..anatomy.quantizers import find_quantizer
-from ..anatomy.skeleton import HANDLE_NAME, base_modules, base_tensors, modules_without_paths
+from ..anatomy.skeleton import HANDLE_NAME, base_modules, base_tensors
 from ..compat import (
     attention_implementation,
     backward_id,
@@ -35,7 +36,7 @@ from .forward_pass import (
     innermost_pass,
     open_scopes_here,
     recomputation,
-    refuse_closed,
+    refuse_unclear,
     remember_for_backward,
     run_in_pass,
 )
@@ -102,6 +103,12 @@ class AttachedModules:
                 )
 
 
+def claim_modules(modules: Iterable[nn.Module], passes: PassManager) -> None:
+    """Remember to whose model modules belong, for `refuse_shared_modules`."""
+    owner = weakref.ref(passes)
+    _OWNERS.update((module, owner) for module in modules)
+
+
 def refuse_shared_modules(model: nn.Module) -> None:
     """Check that no module with tensors of the model belongs to another model that has deltas.
 
@@ -110,13 +117,13 @@ def refuse_shared_modules(model: nn.Module) -> None:
     Raises:
         DeltuneError: One does. Each model would take the other's tensors for the base's, and keep them.
     """
-    others = [passes.model for reference in _PASS_MANAGERS.valuerefs() if (passes := reference()) is not None]
-    others = [other for other in others if other is not model and HANDLE_NAME in submodules_of(other)]
-    inside = set(modules_without_paths(model)) if others else set()
-    for other in others:
-        shared = [module for module in modules_without_paths(other) if module in inside and _has_tensors(module)]
-        if shared:
-            path = next(path for path, module in base_modules(model) if module in shared)
+    if len(_PASS_MANAGERS) == (HANDLE_NAME in submodules_of(model)):
+        return  # there is no other model
+    for path, module in base_modules(model):
+        reference = _OWNERS.get(module)
+        owner = None if reference is None else reference()
+        other = None if owner is None else owner.model
+        if other not in (None, model) and HANDLE_NAME in submodules_of(other) and _has_tensors(module):
             where = f"{path!r} of this {type(model).__name__}" if path else f"this {type(model).__name__}"
             raise DeltuneError(
                 f"{where} also belongs to a {type(other).__name__} that has deltas, and the two would overwrite each "
@@ -164,7 +171,6 @@ class PassManager:
 
     Attributes:
         default_assignment: What passes outside `rows()` and `disable()` use.
-        is_pickled: Whether the model is a copy that was made to be pickled, and is pickled as it is.
         kept_assignments: Assignments of passes without gradients, by the delta of each row, by whether the delta of all
             rows is placed in the model, and by the edits that are left out.
         delta_cache: Facts about deltas that every assignment of rows needs.
@@ -182,6 +188,7 @@ class PassManager:
         self.has_prefixes = False
         self.vocabulary: str | None = None
         self.scopes_in_event_loops = 0
+        self.any_scopes = False
         self.saves_deltas_alone_below: Path | None = None
         self.modules = AttachedModules(model)
         self.report: dict[str, str] = {}
@@ -193,8 +200,11 @@ class PassManager:
         self.scopes: weakref.WeakSet[Scope] = weakref.WeakSet()
         self.kept_assignments: dict[tuple[tuple[str | None, ...], bool, frozenset[Edit] | None], RowAssignment] = {}
         self.delta_cache = DeltaCache()
-        self.is_pickled = False
         _PASS_MANAGERS[id(self)] = self
+
+    def passes_in_threads(self) -> bool:
+        """Whether passes of threads that entered no scope belong to one that runs its passes in threads of its own."""
+        return self.lock.runs_in_threads
 
     def reset_after_fork(self) -> None:
         """Forget the passes, locks and scopes of other threads, which do not exist in the new process."""
@@ -203,15 +213,27 @@ class PassManager:
         self.scopes_in_event_loops = sum(scope.in_event_loop for scope in self.scopes)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to running passes and scopes, which a copy or pickle does not have."""
-        excluded = ("lock", "compiled_pass", "scopes", "kept_assignments", "delta_cache", "is_pickled")
-        return {name: value for name, value in self.__dict__.items() if name not in excluded}
+        """Leave out running passes and scopes; what is in use here is in use in a copy."""
+        excluded = ("lock", "compiled_pass", "scopes", "kept_assignments", "delta_cache")
+        state = {name: value for name, value in self.__dict__.items() if name not in excluded}
+        return state | {"default_assignment": self.assignment()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.scopes_in_event_loops = 0
+        self.scopes_in_event_loops, self.any_scopes = 0, False
         self._reset(PassLock())
         self.state.lock = self.lock
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PassManager:
+        copied = memo[id(self)] = object.__new__(PassManager)
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise DeltuneError(
+            f"this is a part of a {type(self.model).__name__} with deltas, which cannot be pickled alone: pickle the "
+            "whole model and take the part from it after loading, or detach() first"
+        )
 
     # -- what hooks look up
 
@@ -258,7 +280,7 @@ class PassManager:
         if torch.compiler.is_dynamo_compiling():
             if entry.always_begins:
                 assignment = self.assignment_of_new_pass()
-                refuse_closed(carried_scope(self))
+                refuse_unclear(self, carried_scope(self))
                 assignment.check_batch(entry.named_arguments(args, kwargs))
                 if self.state.placed_delta != assignment.placed_delta:
                     raise DeltuneError(
@@ -319,17 +341,12 @@ class PassManager:
             in_threads: Whether it runs its passes in other threads and waits for them.
         """
         self.assignment_of_new_pass().check_prompts(args, kwargs)
-        return self._run_in(self._begin({}, joins=not in_threads), generate, args, kwargs)
+        return self._run_in(self._begin({}, in_threads=in_threads), generate, args, kwargs)
 
-    def run_reader(self, reader: Callable[[], T], to_copy: bool = False) -> T:
-        """Call `reader` with the tensors of the delta in use here in the model; no thread can move them meanwhile.
+    def run_reader(self, reader: Callable[[], T]) -> T:
+        """Call `reader` with the tensors and labels of what is in use here in the model; no thread can move them.
 
-        Inside a pass or a change of the model the tensors are read as they are.
-
-        Args:
-            reader: The function.
-            to_copy: Whether it makes a copy, which is not inside `rows()` or `disable()`. It then sees the delta in
-                use outside of them, and that delta's labels.
+        Inside a pass or a change of the model they are read as they are.
         """
         if torch.compiler.is_dynamo_compiling():
             return reader()
@@ -341,17 +358,19 @@ class PassManager:
         with self.lock.mutex:
             if self.lock.held_by_change or current_pass(self) is not None:
                 return reader()
-        forward_pass = ForwardPass(self, self.default_assignment, carried_scope(self), innermost_pass())
-        self._admit(
-            forward_pass,
-            (lambda: self.default_assignment) if to_copy else self.assignment_of_new_pass,
-            with_labels=to_copy,
-        )
+        carried = carried_scope(self)
+        forward_pass = ForwardPass(self, self.default_assignment, carried, innermost_pass())
+
+        def choose() -> RowAssignment:
+            refuse_unclear(self, carried)
+            return self.assignment_of_new_pass()
+
+        self._admit(forward_pass, choose)
         result: T = self._run_in(forward_pass, read_locked, (), {})
         return result
 
     def _begin(
-        self, arguments: dict[str, Any], assignment: RowAssignment | None = None, joins: bool = True
+        self, arguments: dict[str, Any], assignment: RowAssignment | None = None, in_threads: bool = False
     ) -> ForwardPass:
         """Begin a pass as soon as the model holds the tensors that it needs.
 
@@ -359,7 +378,7 @@ class PassManager:
             arguments: The arguments of the model's call, by name.
             assignment: What the pass uses. Default: the assignment of the pass around it, or of the forward pass whose
                 backward pass is running, or what is in use here.
-            joins: Whether it may start before passes that wait longer.
+            in_threads: Whether it runs its passes in other threads and waits for them.
         """
         carried, outer, enclosing = carried_scope(self), current_pass(self), innermost_pass()
         if assignment is None and outer is not None and outer.scope is carried:
@@ -375,20 +394,21 @@ class PassManager:
                 "function that returns the model's own output, and use_reentrant=False"
             )
         forward_pass = ForwardPass(self, fixed or self.default_assignment, carried, enclosing)
+        forward_pass.in_threads = in_threads
 
         def choose() -> RowAssignment:
             if fixed is not None:
                 return fixed
             chosen = self.assignment_of_new_pass()
-            refuse_closed(carried)  # checked last, since the scope may be left at any moment
-            if chosen is not forward_pass.assignment:
+            refuse_unclear(self, carried)  # checked last, since the scope may be left at any moment
+            if chosen is not forward_pass.assignment or chosen is self.default_assignment:
                 chosen.check_batch(arguments)
             return chosen
 
         forward_pass.assignment = choose()
         self.check_model()
         self.update_prefix_attention()
-        self._admit(forward_pass, choose, outer, with_labels=arguments.get("labels") is not None, joins=joins)
+        self._admit(forward_pass, choose, outer, with_labels=arguments.get("labels") is not None)
         return forward_pass
 
     def _admit(
@@ -397,7 +417,6 @@ class PassManager:
         choose: Callable[[], RowAssignment],
         outer: ForwardPass | None = None,
         with_labels: bool = True,
-        joins: bool = True,
     ) -> None:
         """Wait until a pass may run, and put the tensors that it needs into the model.
 
@@ -406,7 +425,6 @@ class PassManager:
             choose: Returns what the pass uses, which may change while it waits.
             outer: The pass of the same model that it is a part of.
             with_labels: Whether it also needs its labels in the model's configuration.
-            joins: Whether it may start before passes that wait longer.
         """
         state = self.state
 
@@ -421,7 +439,7 @@ class PassManager:
             state.set_labels(forward_pass.assignment.labels)
 
         if outer is None:
-            self.lock.admit(forward_pass, fits, prepare, joins)
+            self.lock.admit(forward_pass, fits, prepare)
         elif not fits():
             with self.lock.mutex:
                 self.lock.refuse_others(outer)
@@ -513,8 +531,8 @@ class PassManager:
             self.update_model(self.assignment_of_new_pass(), scope.set_requires_grad)
 
     def overridden_modules(self) -> set[str]:
-        """The paths of the modules that run with tensors of deltas in some scope."""
-        assignments = [scope.assignment for scope in list(self.scopes)]
+        """The paths of the modules that run with tensors of deltas, in some scope or outside of all."""
+        assignments = [self.default_assignment, *(scope.assignment for scope in list(self.scopes))]
         return {path for assignment in assignments if assignment is not None for path in assignment.tensors}
 
     def update_model(self, assignment: RowAssignment, set_requires_grad: bool = True) -> None:
@@ -526,6 +544,7 @@ class PassManager:
         """
         scopes = [scope.assignment for scope in list(self.scopes) if scope.set_requires_grad]
         self.scopes_in_event_loops = sum(scope.in_event_loop for scope in list(self.scopes))
+        self.any_scopes = len(self.scopes) > 0
         if self.lock.idle:
             self.state.place_tensors(assignment.placed_delta)
             self.state.set_labels(assignment.labels)
@@ -576,6 +595,9 @@ class PassManager:
 
 _PASS_MANAGERS: weakref.WeakValueDictionary[int, PassManager] = weakref.WeakValueDictionary()
 """By id, since the list of the values' references is made in one step, beside threads that attach."""
+
+_OWNERS: weakref.WeakKeyDictionary[nn.Module, weakref.ReferenceType[PassManager]] = weakref.WeakKeyDictionary()
+"""For the modules of models that deltas were attached to, the pass manager of the last such model."""
 
 
 def reset_after_fork() -> None:

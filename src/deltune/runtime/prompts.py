@@ -2,14 +2,16 @@
 
 Encoder or decoder alone: the rows' outputs are removed before pooler, head and loss. Encoder of an encoder-decoder: the
 decoder attends to the rows' outputs (Lester et al. 2021), so they stay and its mask grows. With a cache the rows enter
-once, with the first tokens; later steps only see longer masks and positions. Prefixes that take up positions, as in
-PEFT, shift the positions of tokens in the same way.
+once, with the first tokens; later steps only see longer masks and positions. Rows of the batch that hold several texts
+are refused, since the rows stand before the first alone. Prefixes that take up positions, as in PEFT, shift the
+positions of tokens in the same way.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -19,6 +21,7 @@ from transformers import PreTrainedModel
 from ..anatomy.types import Anatomy
 from ..compat import parameters_of, remove_hooks
 from ..errors import DeltuneError
+from .cached_prompts import counted_columns, enter_stack, identity_of, leave_stack, self_attention_cache
 from .modules import Edit
 from .pass_manager import PassManager
 from .row_assignment import name_arguments, parameter_names, prompt_form
@@ -36,14 +39,16 @@ class PromptPass:
         prompts: The prompts of each group.
         added: The number of rows before the tokens: the length of the longest prompt, or 0 after the first step.
         total: The number of rows and tokens.
-        order: For each position what it holds, where rows and tokens were reordered.
         shifts: Whether the rows take up positions, so that those of the text are shifted.
+        cache: The cache that the caller gave, or None.
+        order: For each position what it holds, where rows and tokens were reordered.
     """
 
     prompts: list[tuple[DeltaRows, list[Edit]]]
     added: int
     total: int
     shifts: bool
+    cache: Any = None
     order: torch.Tensor | None = None
 
 
@@ -100,48 +105,115 @@ class PromptHook:
         if embeds is None:
             embeds = self.words(arguments["input_ids"])
         batch, tokens = embeds.shape[:2]
-        is_present, length = _presence(prompts, batch, embeds.device), _longest(prompts)
-        cache = arguments.get("past_key_values")
-        cached_tokens = int(cache.get_seq_length()) if cache is not None else 0
-        added = length if cached_tokens == 0 else 0
-        prompt_pass = PromptPass(prompts, added, added + tokens, _shifts_positions(prompts))
+        if state := next((name for name in STATES if arguments.get(name) is not None), None):
+            raise DeltuneError(
+                f"a prompt cannot be continued with {state}, which does not say how many tokens it has read: generate "
+                "with use_cache=False, which reads the whole text in each step, or choose another method"
+            )
+        length, identity = _longest(prompts), identity_of(prompts)
+        cache = self_attention_cache(arguments.get("past_key_values"))
+        columns = counted_columns(cache, identity, length)
+        is_present = _presence(prompts, batch, embeds.device)
+        added, before = (0, columns - length) if columns else (length, 0)
+        mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
+        by_token = [name for name, value in arguments.items() if added and _is_by_token(name, value, (batch, tokens))]
+        prompt_pass = PromptPass(prompts, added, added + tokens, _shifts_positions(prompts), cache)
         if added:
             rows = [(group, torch.cat([edit.tensors()["rows"] for edit in edits])) for group, edits in prompts]
             embeds = torch.cat([stack_by_row(rows, batch, at_end=True)[0].to(embeds.dtype), embeds], dim=1)
-            _lengthen_cache(cache, added)
+            arguments |= {name: F.pad(arguments[name], (added, 0)) for name in by_token}
         arguments |= {"input_ids": None, "inputs_embeds": embeds}
-        mask = arguments.get("attention_mask")
         repeats = added and not prompt_pass.shifts  # without a mask, repeated positions are taken for packed sequences
         if mask is None and (is_present is not None or repeats):
-            mask_length = tokens if cached_tokens == 0 else cached_tokens - length + tokens
-            mask = torch.ones(batch, mask_length, dtype=torch.long, device=embeds.device)
-        mask = _extended_mask(mask, cache, cached_tokens, is_present, length, added)
-        arguments["attention_mask"], order = self.arrange(mask, is_present, length)
-        if arguments.get("token_type_ids") is not None and added:
-            arguments["token_type_ids"] = F.pad(arguments["token_type_ids"], (added, 0))
+            mask = torch.ones(batch, before + tokens, dtype=torch.long, device=embeds.device)
+        longer = self.lengthened(mask, cache, is_present, length, added, before + tokens)
+        _refuse_packed(arguments, mask, before, tokens)
+        arguments["attention_mask"], order = self.arrange(longer, is_present, length)
         if self.numbered:
-            position_ids = self.position_ids(
-                arguments.get("position_ids"), cached_tokens, tokens, is_present, embeds, prompt_pass, mask
+            positions = arguments["position_ids"] = self.position_ids(
+                positions, before, tokens, is_present, embeds, prompt_pass, longer
             )
-            arguments["position_ids"] = position_ids
         elif is_present is not None and self.causal and self.positions is not None:
             raise DeltuneError("prompts of different lengths in one batch need position_ids, which this model lacks")
         prompt_pass.order = order if added else None
         if prompt_pass.order is not None:
             arguments["inputs_embeds"] = _reordered(embeds, prompt_pass.order)
-            for name in ("position_ids", "token_type_ids"):
-                if arguments.get(name) is not None:
-                    arguments[name] = _reordered(arguments[name].expand(batch, -1), prompt_pass.order)
-        self.check_length(cached_tokens, prompt_pass)
+            for name in (*by_token, *(["position_ids"] if positions is not None else [])):
+                lead = arguments[name].shape[:-2]
+                values = arguments[name].expand(*lead, batch, -1)
+                arguments[name] = values.gather(-1, prompt_pass.order.expand(*lead, batch, -1))
+        self.check_length(columns, prompt_pass)
+        if added:
+            _lengthen_cache(cache, added)
+        enter_stack(cache, identity, length, columns)
         self.passes.current_pass().prompt = prompt_pass
         kept = {"input_ids", *kwargs} & {*self.arguments, *kwargs}  # some families have no default for the token ids
         return (), {name: value for name, value in arguments.items() if name in kept or value is not None}
+
+    def lengthened(
+        self,
+        mask: Any,
+        cache: Any,
+        is_present: torch.Tensor | None,
+        length: int,
+        added: int,
+        text: int,
+        slides: bool = False,
+    ) -> Any:
+        """A mask with columns for the rows, and, where it has one for each query, with queries for those added.
+
+        Raises:
+            DeltuneError: The mask is not one of the text, or says nothing of what the rows see.
+        """
+        if mask is None:
+            return None
+        if isinstance(mask, dict):  # prepared for each type of layer by `generate`, or by a model around the stack
+            return {
+                name: self.lengthened(value, cache, is_present, length, added, text, name != "full_attention")
+                for name, value in mask.items()
+            }
+        layers = getattr(cache, "layers", ())
+        sizes = [getattr(layer, "max_cache_len", 0) for layer in layers]
+        fixed = max(sizes, default=0)  # of a cache that has room for so many tokens from the beginning
+        if not isinstance(mask, torch.Tensor):
+            _refuse_mask(f"an attention mask of the type {type(mask).__name__} cannot be lengthened by its rows")
+        if mask.dim() == 2:
+            if mask.shape[1] != text and not text < mask.shape[1] <= fixed:
+                _refuse_mask(
+                    f"the attention mask has {mask.shape[1]} columns for {text} tokens of text (one for each token in "
+                    "the cache and each new one; the rows of the prompt have none)"
+                )
+            return _with_rows(mask, is_present, length)
+        if is_present is not None:
+            _refuse_mask("where rows have different prompts it needs a mask (B, n), not one prepared for each query")
+        if slides or any(getattr(layer, "is_sliding", False) for layer in layers):
+            window = _window(self.entry)
+            if fixed or length + text > window:
+                _refuse_mask(
+                    "a mask that was prepared for sliding windows does not know its rows"
+                    + ("" if fixed else f" ({length} rows and {text} tokens are more than a window of {window})")
+                )
+        if not self.causal and mask.shape[-2] > 1:
+            _refuse_mask(
+                "a mask for each query of a stack that is not causal does not say what its rows see; pass a mask (B, n)"
+            )
+        keys = fixed + added if fixed else length + text
+        if mask.shape[-1] not in (keys, keys - length):
+            _refuse_mask(f"the attention mask has {mask.shape[-1]} columns for {text} tokens of text")
+        shown, hidden = (True, False) if mask.dtype == torch.bool else (0.0, torch.finfo(mask.dtype).min)
+        longer = F.pad(mask, (length, 0), value=shown)[..., :keys]
+        if not added or mask.shape[-2] == 1 != text:
+            return longer
+        top = torch.full_like(longer[..., :1, :], hidden).expand(*longer.shape[:-2], added, -1).clone()
+        among = torch.ones(added, added, dtype=torch.bool, device=mask.device).tril()
+        top[..., :added] = top[..., :added].masked_fill(among, shown)
+        return torch.cat([top, longer], dim=-2)
 
     def arrange(self, mask: Any, is_present: torch.Tensor | None, length: int) -> tuple[Any, torch.Tensor | None]:
         """A mask of rows and text in the order of the pass, and where each of its positions reads (B, l + n); None
         where they stand as they are. In a causal stack rows then stand between left padding and text, and a sliding
         window reaches them as it would without padding."""
-        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+        if not _is_padding(mask):
             return mask, None
         if is_present is None and not self.causal:
             return mask, None
@@ -158,7 +230,7 @@ class PromptHook:
     def position_ids(
         self,
         position_ids: torch.Tensor | None,
-        cached_tokens: int,
+        before: int,
         tokens: int,
         is_present: torch.Tensor | None,
         embeds: torch.Tensor,
@@ -166,26 +238,28 @@ class PromptHook:
         mask: Any,
     ) -> Any:
         """Positions of rows and text; None where the family's own counting already gives them."""
-        if position_ids is None and prompt_pass.shifts and is_present is None:
+        if position_ids is None and prompt_pass.shifts and prompt_pass.added and is_present is None:
             return None
         length, device, first = _longest(prompt_pass.prompts), embeds.device, first_position(self.positions)
-        padding: torch.Tensor | int = 0
         if position_ids is None:  # as the family counts a row alone
-            if self.counts_shown and prompt_pass.shifts:
+            if self.counts_shown and prompt_pass.shifts and mask is not None:
                 return (mask.cumsum(1) * mask - 1)[:, -prompt_pass.total :]
-            if self.causal and isinstance(mask, torch.Tensor) and mask.dim() == 2:
-                padding = (mask[:, length:].cumsum(1) == 0).sum(1, keepdim=True)
-            start = first + cached_tokens - (length if cached_tokens else 0)
+            start = first + before
             position_ids = torch.arange(start, start + tokens, device=device)[None]
         if not prompt_pass.shifts:
             rows = torch.full((position_ids.shape[0], length), first, device=device)
             return torch.cat([rows, position_ids], dim=1) if prompt_pass.added else position_ids
         own_length = length if is_present is None else is_present.sum(1, keepdim=True)
-        shifted = position_ids + own_length
         if not prompt_pass.added:
-            return shifted
-        rows = (torch.arange(length, device=device) - (length - own_length)).clamp(min=0) + first + padding
-        return torch.cat([rows.expand(shifted.shape[0], -1), shifted], dim=1)
+            return position_ids + own_length
+        start_of_text = position_ids[..., :1]
+        if self.causal and _is_padding(mask):  # after the padding at the left
+            shown = mask[:, length:].argmax(1, keepdim=True)
+            lead = position_ids.shape[:-2]
+            start_of_text = position_ids.expand(*lead, len(shown), -1).gather(-1, shown.expand(*lead, -1, -1))
+        rows = start_of_text + (torch.arange(length, device=device) - (length - own_length)).clamp(min=0)
+        shifted = (position_ids + own_length).expand(*rows.shape[:-1], -1)
+        return torch.cat([rows.expand(*shifted.shape[:-1], -1), shifted], dim=-1)
 
     def current_prompt(self) -> PromptPass | None:
         """The running pass, if it has rows before its tokens."""
@@ -227,24 +301,35 @@ class PromptHook:
     def before_decoder(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Lengthen the mask through which the decoder attends to the encoder by the rows."""
         prompts = self.passes.assignment().prompts
-        if not prompts:
-            return None
         arguments = name_arguments(self.decoder_arguments, args, kwargs)
         mask, states = arguments.get("encoder_attention_mask"), arguments.get("encoder_hidden_states")
         length = _longest(prompts)
-        is_present = None if states is None else _presence(prompts, states.shape[0], states.device)
+        is_present = None if states is None or not prompts else _presence(prompts, states.shape[0], states.device)
         if mask is None and is_present is not None:
             assert states is not None
             mask = torch.ones(states.shape[0], states.shape[1] - length, dtype=torch.long, device=states.device)
         if mask is None:
             return None
-        longer = _extended_mask(mask, None, 0, is_present, length, length)
+        if (prompts and mask.dim() != 2) or (states is not None and states.shape[1] != length + mask.shape[-1]):
+            have = "no states" if states is None else f"{states.shape[1]} states"
+            raise DeltuneError(
+                f"the decoder is given {have} of the encoder and a mask of the shape {tuple(mask.shape)} for them: "
+                f"pass encoder_outputs that were computed with the delta in use, whose prompt has {length} rows, and a "
+                "mask (B, n) of the text alone"
+            )
+        if not prompts:
+            return None
+        longer = _with_rows(mask, is_present, length)
         return (), {**arguments, "encoder_attention_mask": self.arrange(longer, is_present, length)[0]}
 
     def after_stack(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Remove the rows from the outputs."""
-        prompt_pass = self.current_prompt()
-        if prompt_pass is None:
+        prompt_pass = self.passes.current_pass().prompt
+        if prompt_pass is not None and module is self.entry:
+            caches = [prompt_pass.cache, *(output if isinstance(output, tuple) else output.values())]
+            cache = next((self_attention_cache(one) for one in caches if hasattr(one, "get_seq_length")), None)
+            leave_stack(cache, identity_of(prompt_pass.prompts), _longest(prompt_pass.prompts))
+        if prompt_pass is None or not prompt_pass.added:
             return None
         if isinstance(output, tuple):
             values = [_without_prompt(value, prompt_pass) for value in output]
@@ -269,12 +354,18 @@ class PromptHook:
             )
 
 
-def check_decoder_mask(model: PreTrainedModel, anatomy: Anatomy) -> None:
-    """Check that the decoder of an encoder-decoder can be shown a prompt before the encoder's tokens.
+def check_takes_prompts(model: PreTrainedModel, anatomy: Anatomy) -> None:
+    """Check that vectors can stand before the tokens, and that the decoder of an encoder-decoder can be shown them.
 
     Raises:
-        DeltuneError: The decoder takes no mask of the encoder's tokens that could be lengthened by the prompt.
+        DeltuneError: The layers read token ids, or the decoder takes no mask of the encoder's tokens that could be
+            lengthened by the prompt.
     """
+    if "per_layer_inputs" in parameter_names(model.get_submodule(anatomy.stacks[0].entry)):
+        raise DeltuneError(
+            f"a prompt cannot be attached to {type(model).__name__}: each of its layers reads the token ids again, and "
+            "the rows of a prompt have none. Choose a method that adds no tokens, such as a prefix, lora or layernorm"
+        )
     if len(anatomy.stacks) < 2:
         return
     decoder = model.get_submodule(anatomy.stacks[1].entry)
@@ -288,7 +379,7 @@ def check_decoder_mask(model: PreTrainedModel, anatomy: Anatomy) -> None:
 
 def _longest(prompts: Prompts) -> int:
     """The length of the longest prompt."""
-    return max(sum(prompt_form(edit).length for edit in edits) for _, edits in prompts)
+    return max((sum(prompt_form(edit).length for edit in edits) for _, edits in prompts), default=0)
 
 
 def _shifts_positions(prompts: Prompts) -> bool:
@@ -315,37 +406,77 @@ def _without_prompt(value: Any, prompt_pass: PromptPass) -> Any:
     return value[..., prompt_pass.added :, prompt_pass.added :] if value.dim() == 4 else value[:, prompt_pass.added :]
 
 
-def _extended_mask(
-    mask: Any, cache: Any, cached_tokens: int, is_present: torch.Tensor | None, length: int, added: int
-) -> Any:
-    """A padding mask (B, n), or prepared masks (B, 1, q, k) alone or by layer type, with the rows visible."""
-    if isinstance(mask, dict):
-        return {
-            name: _extended_mask(value, cache, cached_tokens, is_present, length, added) for name, value in mask.items()
-        }
-    if mask is None:
-        return None
-    shown = True if mask.dtype == torch.bool else 1 if mask.dim() == 2 else 0.0
-    longer = F.pad(mask, (length, 0), value=shown)
-    if mask.dim() == 2:
-        return longer if is_present is None else torch.cat([is_present.to(mask.dtype), mask], dim=1)
-    if is_present is not None:
+def _window(stack: nn.Module) -> int:
+    """The number of tokens that the layers with a sliding window of a stack see, or with one of chunks; 0: unknown."""
+    config = getattr(stack, "config", None)
+    window: int = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None) or 0
+    return window
+
+
+def _with_rows(mask: torch.Tensor, is_present: torch.Tensor | None, length: int) -> torch.Tensor:
+    """A mask (B, n) with a column for each of the rows before it."""
+    if is_present is None:
+        return F.pad(mask, (length, 0), value=1)
+    return torch.cat([is_present.to(mask.dtype), mask], dim=1)
+
+
+def _refuse_mask(why: str) -> NoReturn:
+    raise DeltuneError(
+        f"a prompt cannot be put before this text: {why}. In training, leave the mask to the tokenizer; in generation, "
+        "leave out cache_implementation='static' or choose a method that adds no tokens, such as a prefix or lora"
+    )
+
+
+def _is_padding(mask: Any) -> bool:
+    """Whether a mask is one of padding, (B, n)."""
+    return isinstance(mask, torch.Tensor) and mask.dim() == 2
+
+
+def _is_by_token(name: str, value: Any, shape: tuple[int, int]) -> bool:
+    """Whether an argument has a number for each token, such as its type; the rows get 0."""
+    is_other = name not in ("input_ids", "attention_mask", "position_ids")
+    return is_other and isinstance(value, torch.Tensor) and value.shape == shape and not value.is_floating_point()
+
+
+def _refuse_packed(arguments: Mapping[str, Any], mask: Any, begin: int, tokens: int) -> None:
+    """Raise an error if a row holds several texts: the prompt would stand before the first of them only.
+
+    A mask for each query says itself what each text sees, and the rows are seen by all of them.
+    """
+    positions = arguments.get("position_ids")
+    how = next((name for name in PACKED if arguments.get(name) is not None), None)
+    if how is None and positions is not None and tokens > 1:
+        if torch.compiler.is_compiling():  # which cannot branch on what positions hold
+            how = "position_ids without an attention_mask, in a compiled pass" if mask is None else None
+        elif mask is None or _is_padding(mask):
+            shown = None if mask is None else mask[:, begin : begin + tokens].bool()
+            how = "position_ids that begin again" if _begin_again(positions, shown) else None
+    if how is not None:
         raise DeltuneError(
-            "prompts of different lengths in one batch need a mask (B, n), not one prepared for each query; "
-            "generate without cache_implementation='static'"
+            f"a row of this batch holds several texts ({how}), as packing and padding-free collators make them, and a "
+            "prompt stands before the first alone: train with one text in a row (packing=False, padding_free=False, a "
+            "collator that pads), or choose a prefix, which every text of a row sees"
         )
-    hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
-    if any(getattr(layer, "is_sliding", False) for layer in getattr(cache, "layers", ())):
-        raise DeltuneError(
-            "a prompt and a cache of fixed size do not go together in a model with sliding windows: the masks that "
-            "generate prepares do not know the prompt's rows; generate without cache_implementation='static'"
-        )
-    if not added:
-        return _for_fixed_cache(mask, longer, hidden, cache, cached_tokens)
-    top = torch.full_like(longer[..., :1, :], hidden).expand(*longer.shape[:-2], added, -1).clone()
-    among = torch.ones(added, added, dtype=torch.bool, device=mask.device).tril()
-    top[..., :added] = top[..., :added].masked_fill(among, shown)
-    return torch.cat([top, longer], dim=-2)
+
+
+STATES = ("cache_params", "mems", "state", "past_buckets_states")
+"""Arguments for what earlier passes have read, beside a cache of keys and values."""
+
+PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
+"""Arguments that say where the texts of a row begin."""
+
+
+def _begin_again(positions: torch.Tensor, shown: torch.Tensor | None) -> bool:
+    """Whether positions, (B, n) or (axes, B, n), are those of several texts, as transformers sees them."""
+    is_spatial = positions.dim() == 3 and positions.shape[0] != 4  # of 4 axes, the first numbers the tokens
+    if positions.dim() == 3:
+        positions = positions.amax(0) if is_spatial else positions[0]
+    if shown is None and not is_spatial:
+        return bool((positions.diff(dim=1) != 1).any())
+    shown = torch.ones_like(positions, dtype=torch.bool) if shown is None else shown
+    positions = positions.expand(shown.shape)
+    first = positions.gather(1, shown.to(torch.uint8).argmax(1, keepdim=True))
+    return bool((((positions <= first) & shown).sum(1) > 1).any())
 
 
 def _reordered(values: torch.Tensor, order: torch.Tensor, along: int = 1) -> torch.Tensor:
@@ -353,23 +484,6 @@ def _reordered(values: torch.Tensor, order: torch.Tensor, along: int = 1) -> tor
     shape = [1] * values.dim()
     shape[0], shape[along] = order.shape
     return values.gather(along, order.reshape(shape).expand([*values.shape[:along], -1, *values.shape[along + 1 :]]))
-
-
-def _for_fixed_cache(
-    mask: torch.Tensor, longer: torch.Tensor, hidden: Any, cache: Any, cached_tokens: int
-) -> torch.Tensor:
-    """A mask prepared for a cache of fixed size (q, k) has the rows' columns already, but its padding stands where the
-    text would be without them: it moves to the right, and what is not written yet stays hidden. The mask of a sliding
-    window counts backwards from the last token and stays."""
-    layers = getattr(cache, "layers", ())
-    if mask.shape[-1] not in {layer.max_cache_len for layer in layers if not getattr(layer, "is_sliding", False)}:
-        return mask
-    queries, keys = mask.shape[-2:]
-    unwritten = (
-        torch.arange(keys, device=mask.device)
-        > torch.arange(cached_tokens, cached_tokens + queries, device=mask.device)[:, None]
-    )
-    return longer[..., :keys].masked_fill(unwritten, hidden)
 
 
 def _lengthen_cache(cache: Any, length: int) -> None:
@@ -420,8 +534,9 @@ class PositionHook:
             positions = torch.arange(cached_tokens, cached_tokens + tokens.shape[1], device=tokens.device)[None]
         for group, shift in shifts:
             if group.rows is not None:
-                positions = positions.expand(tokens.shape[0], -1)
-            positions = group.replace(positions, group.select(positions) + shift)
+                positions = positions.expand(*positions.shape[:-2], tokens.shape[0], -1)
+            by_row = positions.movedim(-2, 0)  # beside the rows there may be several axes of positions
+            positions = group.replace(by_row, group.select(by_row) + shift).movedim(0, -2)
         return (), {**arguments, "position_ids": positions}
 
     def looked_up(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> Any:

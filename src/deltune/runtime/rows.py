@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ..compat import (
+    backward_id,
     hooks_of_tensor,
     instance_forward,
     is_plain_inference,
@@ -24,6 +25,7 @@ from ..compat import (
     remove_hooks,
     replace_parameters,
     set_instance_forward,
+    when_backward_ends,
 )
 from ..errors import DeltuneError
 from .hard_concrete import GatedDifference
@@ -87,6 +89,11 @@ class DeltaRows:
                 return index
             self._indices[size, device] = index
         return self._indices[size, device]
+
+    @property
+    def share(self) -> tuple[int, ...] | None:
+        """The number of rows of the batch and those that use the delta, or None where all do."""
+        return None if self.rows is None or len(self.rows) == self.batch_size else (self.batch_size, *self.rows)
 
     @property
     def selects_view(self) -> bool:
@@ -185,26 +192,40 @@ def refuse_frozen(groups: Iterable[DeltaRows]) -> None:
 
 def refuse_late_gradients(delta: Delta) -> None:
     """Make it an error when a gradient arrives after a delta was frozen, since it would be lost silently."""
+    check = _LateGradientCheck(delta)
     for parameter in delta.parameters():
         hooks = hooks_of_tensor(parameter)
         if parameter.requires_grad and not any(type(hook) is _LateGradientCheck for hook in hooks):
-            parameter.register_hook(_LateGradientCheck(parameter))
+            parameter.register_hook(check)
 
 
 class _LateGradientCheck:
-    """The hook that `refuse_late_gradients` registers on a parameter."""
+    """The hook that `refuse_late_gradients` registers on the parameters of a delta.
+
+    Torch drops the gradient of a parameter that another thread freezes between this hook and the sum in `.grad`, so the
+    check is repeated when the backward pass ends.
+    """
 
     __torch_unserializable__ = True  # a copy registers its own when it needs one
 
-    def __init__(self, parameter: nn.Parameter) -> None:
-        self.parameter = weakref.ref(
-            parameter
-        )  # the parameter refers to this hook, so a strong reference would be a cycle
+    def __init__(self, delta: Delta) -> None:
+        self.delta = weakref.ref(delta)  # its parameters refer to this hook
+        self.checked: int | None = None  # the backward pass that repeats the check
 
     def __call__(self, gradient: torch.Tensor) -> None:
-        parameter = self.parameter()
-        if parameter is not None and not parameter.requires_grad:
-            raise DeltuneError(_LATE_GRADIENT)
+        delta = self.delta()
+        if delta is None:
+            return
+        freezes = delta.freezes
+        refuse_frozen([DeltaRows(delta)])
+        if self.checked != backward_id():
+            self.checked = backward_id()
+            when_backward_ends(lambda: _refuse_if_frozen_since(delta, freezes))
+
+
+def _refuse_if_frozen_since(delta: Delta, freezes: int) -> None:
+    if delta.freezes != freezes:
+        raise DeltuneError(_LATE_GRADIENT)
 
 
 class TensorOverride(Protocol):

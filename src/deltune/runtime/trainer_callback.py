@@ -14,8 +14,9 @@ class SaveDeltaCallback(TrainerCallback):
     """Make the checkpoints of a Trainer hold the deltas alone, without the frozen model.
 
     `deltune.load(model, "checkpoint-18")` loads the delta that was in use. `model.safetensors` beside it has the
-    tensors of all attached deltas and nothing else, so that the Trainer resumes from the checkpoint; `from_pretrained`
-    refuses the folder. Into any other folder, and after training, `save_pretrained` writes what it always writes.
+    tensors of all attached deltas and nothing else, so that the Trainer resumes from the checkpoint and loads the best
+    one; transformers' Auto classes refuse the folder, which has no configuration. Into any other folder, and after
+    training, `save_pretrained` writes what it always writes.
 
         Trainer(model=model, …, callbacks=[deltune.SaveDeltaCallback()])
     """

@@ -77,9 +77,15 @@ States = list[tuple[torch.Tensor, torch.Tensor] | None]
 that keeps none of its own."""
 
 
+class RowsCache(Cache):
+    """A cache whose columns count the rows of prompts, too."""
+
+    counts_prompts = True
+
+
 def new_cache() -> Cache:
     """Return an empty cache."""
-    return Cache(layer_class_to_replicate=RowsLayer)
+    return RowsCache(layer_class_to_replicate=RowsLayer)
 
 
 def columns(cache: Cache) -> int:

@@ -88,7 +88,8 @@ class Entry:
         if current is not None:
             return DeltaInfo(
                 self.name, folder, current.method, current.parameters, current.tasks, current.labels, current.version,
-                True, current.bytes, current.loaded_at, self.error, current.max_length, self.requested,
+                current.bytes, current.loaded_at, self.error, current.max_length, loaded=True,
+                requested=self.requested,
             )  # fmt: skip
         if facts is None:
             return DeltaInfo(self.name, folder, "", 0, (), error=self.error, requested=self.requested)

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import DeltuneError
+from ..tasks.padding import Side
+from ..tasks.token_classification import first_sub_words, tag_all_words
 from .backbone import Backbone, LoadedDelta
 from .concurrency import ConcurrentPasses, SafeWidths
 from .fairness import FairQueue, FairShare
@@ -75,12 +77,15 @@ class EncodingLane:
     Args:
         backbone: The model.
         task: "labels" for classify and tag, "embed" for embeddings.
+        side: The side on which rows are padded; None where only rows of the same length may share a pass.
         limits: How large batches are.
         context: What all lanes of the engine have.
     """
 
-    def __init__(self, backbone: Backbone, task: str, limits: BatchLimits, context: LaneContext) -> None:
-        self.backbone, self.task, self.limits, self.context = backbone, task, limits, context
+    def __init__(
+        self, backbone: Backbone, task: str, side: Side | None, limits: BatchLimits, context: LaneContext
+    ) -> None:
+        self.backbone, self.task, self.side, self.limits, self.context = backbone, task, side, limits, context
         self.queue: FairQueue[Job] = FairQueue(context.share)
         tokenizer_pad = getattr(backbone.model.config.get_text_config(), "pad_token_id", None)
         self.overhead = pass_overhead(backbone.device)
@@ -121,6 +126,8 @@ class EncodingLane:
         """
         passes = self.context.passes
         waiting = self.queue.next_jobs(self.limits.rows, lambda job: len(job.tokens))
+        if self.side is None:
+            waiting = [job for job in waiting if _lengths(job) == _lengths(waiting[0])]
         room = min(self.limits.tokens, self.speed * self.limits.pass_seconds - self.overhead)
         split = split_by_length(waiting, _lengths, self.overhead, room)
         (similar,) = (part for part in split if waiting[0] in part)
@@ -216,7 +223,9 @@ class EncodingLane:
         call = partial(self._states if self.task == "embed" else self._logits, inputs)
         outputs = self.backbone.run(rows, partial(self.safe_widths.observe, _width(jobs), call), place)
         answer = self._embedding if self.task == "embed" else self._labels
-        return [answer(job, outputs[row]) for row, job in enumerate(jobs)]
+        by_token = outputs.dim() > 2
+        begins = [outputs.shape[1] - len(job.tokens) if by_token and self.side == "left" else 0 for job in jobs]
+        return [answer(job, outputs[row][begins[row] :]) for row, job in enumerate(jobs)]
 
     def _logits(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         options = {"use_cache": False} if "use_cache" in self.backbone.arguments else {}
@@ -224,16 +233,23 @@ class EncodingLane:
         return logits.float().cpu()
 
     def _batch(self, jobs: Sequence[Job]) -> dict[str, torch.Tensor]:
-        """The arguments of the model, padded on the right to the longest row."""
+        """The arguments of the model, padded to the longest row."""
         width = max(len(job.tokens) for job in jobs)
         names = dict.fromkeys(name for job in jobs for name in job.inputs)
-        padding = {"input_ids": self.pad}
-        batch = {
-            name: [_padded(job.inputs.get(name), len(job.tokens), width, padding.get(name, 0)) for job in jobs]
-            for name in names
+        batch = {name: [job.inputs.get(name, [0] * len(job.tokens)) for job in jobs] for name in names}
+        if "attention_mask" in self.backbone.arguments:
+            batch["attention_mask"] = [[1] * len(job.tokens) for job in jobs]
+        return {
+            name: torch.tensor(
+                [self._padded(row, width, self.pad if name == "input_ids" else 0) for row in rows],
+                device=self.backbone.device,
+            )
+            for name, rows in batch.items()
         }
-        batch["attention_mask"] = [[1] * len(job.tokens) + [0] * (width - len(job.tokens)) for job in jobs]
-        return {name: torch.tensor(values, device=self.backbone.device) for name, values in batch.items()}
+
+    def _padded(self, values: list[int], width: int, fill: int) -> list[int]:
+        padding = [fill] * (width - len(values))
+        return padding + values if self.side == "left" else values + padding
 
     def _states(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         model: Any = self.backbone.model
@@ -260,7 +276,7 @@ class EncodingLane:
             return _not_finite(job)
         if job.request.task == "tag":
             best = logits[: len(job.tokens), : len(names)].argmax(-1).tolist()
-            return answer_of(job, tags=tuple(_tags(job, [names[i] for i in best])))
+            return answer_of(job, tags=tuple(_tags(job, [names[i] for i in best], names)))
         values = logits[: len(names)]
         if job.version.problem_type == "regression" or len(names) == 1:
             return answer_of(job, scores=dict(zip(names, values.tolist(), strict=True)))
@@ -375,20 +391,12 @@ def split_evenly(requests: Sequence[T], lengths: Callable[[T], tuple[int, int]],
     return parts_of(sizes[bisect_left(sizes, True, key=lambda size: len(parts_of(size)) <= most)])
 
 
-def _padded(values: list[int] | None, length: int, width: int, fill: int) -> list[int]:
-    values = [fill] * length if values is None else values
-    return values + [fill] * (width - length)
-
-
-def _tags(job: Job, tags: list[str]) -> list[tuple[str, str]]:
-    """The tag of each word is that of its first token; words that were cut off have none."""
+def _tags(job: Job, tags: list[str], labels: Sequence[str]) -> list[tuple[str, str]]:
+    """The tag of each word is that of its first token; `tag_all_words` says which one a word without a token has."""
     if not job.words:
         return [(str(token), tag) for token, tag in zip(job.tokens, tags, strict=True)]
-    first: dict[int, str] = {}
-    for word, tag in zip(job.word_ids, tags, strict=False):
-        if word is not None:
-            first.setdefault(word, tag)
-    return [(word, first[i]) for i, word in enumerate(job.words) if i in first]
+    tagged = {word: tags[place] for word, place in first_sub_words(job.word_ids).items()}
+    return list(zip(job.words, tag_all_words(tagged, len(job.words), labels), strict=True))
 
 
 def _not_finite(job: Job) -> DeltuneError:

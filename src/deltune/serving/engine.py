@@ -26,9 +26,18 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..errors import DeltuneError, describe_value, error_from_problems, error_summary, excerpt, unknown_name
+from ..errors import (
+    DeltuneError,
+    check_booleans,
+    describe_value,
+    error_from_problems,
+    error_summary,
+    excerpt,
+    unknown_name,
+)
 from ..filesystem import user_path
 from ..models import load_with_tokenizer
+from ..tasks.padding import padding_side
 from .admission import Admission, check_length, cut_length, readable_length
 from .backbone import Backbones, LoadedDelta
 from .catalog import Catalog, Entry
@@ -383,8 +392,9 @@ class Server:
 
     # -- deltas
 
+    @check_booleans
     def load(
-        self, name: str, folder: str | Path | None = None, timeout: float | None = None, replace: bool = True
+        self, name: str, folder: str | Path | None = None, timeout: float | None = None, *, replace: bool = True
     ) -> DeltaInfo:
         """Load a delta, or the newest version of one. It is checked before it takes traffic.
 
@@ -410,7 +420,7 @@ class Server:
             EngineClosed: The server is closing.
         """
         self._refuse_own_thread("load")
-        return self._lifecycle.load(name, folder, timeout, replace)
+        return self._lifecycle.load(name, folder, timeout, replace=replace)
 
     def unload(self, name: str) -> None:
         """Take a delta out of the server. Requests that run are answered; those that wait for it fail.
@@ -724,11 +734,12 @@ class Server:
         task = {"generate": "generate", "embed": "embed"}.get(job.request.task, "labels")
         key = (loaded.backbone.head, task, loaded.group)
         if key not in self._lanes:
+            self._wait_for_passes()  # what the model does with padding is measured in passes of this thread
             if task == "generate":
-                self._wait_for_passes()  # what the model does with padding is measured in passes of this thread
                 self._lanes[key] = GenerationLane(loaded.backbone, self._options, self._lane_context)
-            else:
-                self._lanes[key] = EncodingLane(loaded.backbone, task, self.limits, self._lane_context)
+            else:  # the base model of another head than the server's has none, by which answers could be compared
+                side = loaded.backbone.run([loaded] * 2, lambda: padding_side(loaded.backbone.model))
+                self._lanes[key] = EncodingLane(loaded.backbone, task, side, self.limits, self._lane_context)
         return self._lanes[key]
 
     def _start(self, job: Job) -> None:

@@ -25,7 +25,7 @@ from .padded_decoder import make_decoder_runner
 from .prompt_cache import PromptCache
 from .requests import FinishReason, Sampling, TokenChoice
 from .runners import DecoderRunner, EncoderDecoderRunner, Row, RunningBatch
-from .sampling import TextBuilder, TokenChooser, check_sampling, config_processors, end_tokens
+from .sampling import TextBuilder, TokenChooser, check_sampling, config_processors
 
 QUANTUM = 32
 """By how many tokens a tenant must have been served more than a waiting one before a row of it is put aside."""
@@ -92,7 +92,7 @@ class GenerationLane:
         self.reading: list[RunningBatch] = []  # a row each, whose long prompt is read in parts
         self.paused: dict[Job, RunningBatch] = {}
         self.runner = options.runner(backbone)
-        self.ends = end_tokens(backbone.model)
+        self.ends = options.encoder.end_tokens(backbone.model)
 
     # -- what the engine asks
 
@@ -203,14 +203,14 @@ class GenerationLane:
     def _row(self, job: Job) -> Row:
         before = self.runner.start_tokens(job)
         sampling = job.request.sampling
-        processors = config_processors(self.backbone.model, len(before), sampling.max_tokens, self.runner.forced)
-        row = Row(
-            job,
-            TokenChooser(sampling, processors, self.options.encoder.token_text),
-            TextBuilder(self.options.encoder.decode, sampling.stop, () if self.backbone.is_encoder_decoder else before),
-            before,
+        processors = config_processors(
+            self.backbone.model, len(before), sampling.max_tokens, self.ends, self.runner.forced
         )
-        if not self.backbone.is_encoder_decoder:
+        encoder, is_decoder = self.options.encoder, not self.backbone.is_encoder_decoder
+        chooser = TokenChooser(sampling, processors, encoder.token_text)
+        builder = TextBuilder(encoder.decode, sampling.stop, before if is_decoder else (), encoder.special_tokens)
+        row = Row(job, chooser, builder, before)
+        if is_decoder:
             row.beginning, row.cached = self.options.prompt_cache.find(job.tenant, job.version, before)
         return row
 
@@ -365,7 +365,7 @@ class GenerationLane:
         self.share.charge(row.job.tenant, 1)
         last = len(row.generated) + 1 >= row.job.request.sampling.max_tokens
         if choice.token in self.ends:
-            row.builder.end()
+            row.builder.end(choice.token)
             if rest := row.builder.take(final=True):
                 self._tell(row, TokenChoice(choice.token, rest), rest=True)
             self._end(row, "length" if last and row.chooser.forces_end and not ends_anyway else "stop")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +12,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 from ..errors import describe_value, excerpt, unknown_name
+from ..templates import Tokens, begin_token, end_tokens, special_tokens, tokenize_prompts
 from .backbone import LoadedDelta
 from .errors import InvalidRequest
 from .requests import Answer, Request, TokenChoice
@@ -24,6 +28,9 @@ MOST_CHARACTERS = 64
 
 PER_MESSAGE = 16
 """Characters that a chat template writes for a message besides its contents, about."""
+
+BYTES = {chr(byte): byte for byte in range(256)} | {letter: byte for byte, letter in bytes_to_unicode().items()}
+"""The letters that spell bytes in names of tokens: a byte's own, as in ByT5, or the printable one of byte-level BPE."""
 
 Listener = Callable[[TokenChoice], None]
 """Is called with every token of a stream, in the engine's thread."""
@@ -114,6 +121,7 @@ class RequestEncoder:
     def __init__(self, tokenizer: Any, arguments: frozenset[str], is_encoder_decoder: bool, vocabulary: int) -> None:
         self.tokenizer, self.arguments, self.is_encoder_decoder = tokenizer, arguments, is_encoder_decoder
         self.vocabulary = vocabulary
+        self.special_tokens = {} if tokenizer is None else special_tokens(tokenizer)
         self._lock = threading.Lock()  # a fast tokenizer has state that two calls must not change at once
         self._long_lock = threading.Lock()
         self._long_tokenizer: Any = None
@@ -176,10 +184,13 @@ class RequestEncoder:
             for name, values in encoded.items()
             if name in self.arguments and name != "attention_mask"
         }
-        if not inputs.get("input_ids"):
-            raise InvalidRequest("the text is empty")
         if request.task == "tag" and not words:
             raise InvalidRequest("there is no word to tag")
+        if not inputs["input_ids"]:  # it is read as in training
+            if (begin := begin_token(self.tokenizer)) is None:
+                raise InvalidRequest("the text is empty, and the tokenizer has no token for the beginning of a text")
+            inputs = {name: [begin if name == "input_ids" else 0] for name in inputs}
+            word_ids = [None] if words else []
         return Job(request, inputs, word_ids, words, listener)
 
     @contextmanager
@@ -196,7 +207,7 @@ class RequestEncoder:
             yield self._long_tokenizer
 
     def _prompt(self, request: Request) -> list[int]:
-        """Token ids of a prompt; a decoder is to go on with it, so an end that the tokenizer writes is taken off."""
+        """Token ids of a prompt."""
         text, is_long = request.text or "", input_size(request) > LONG_TEXT
         source = text if request.messages is None else request.messages
         with self._tokenizer_for(request) as tokenizer:
@@ -207,17 +218,14 @@ class RequestEncoder:
                 self._last_prompt = (source, ids) if is_long else self._last_prompt
                 return ids
             try:
-                ids = [int(i) for i in tokenizer(text, verbose=False)["input_ids"]]
+                if self.is_encoder_decoder:
+                    ids = [int(i) for i in tokenizer(text, verbose=False)["input_ids"]]
+                else:
+                    ids = list(tokenize_prompts(tokenizer, [text])[0])
             except Exception as error:
                 raise InvalidRequest(f"the tokenizer cannot read the text {excerpt(text)}: {error}") from error
-            if not self.is_encoder_decoder:
-                ends = {tokenizer.eos_token_id, tokenizer.sep_token_id} - {None}
-                if len(ids) > 1 and ids[-1] in ends:
-                    ids = ids[:-1]
-            if not ids:
-                start = tokenizer.bos_token_id
-                start = tokenizer.eos_token_id if start is None else start
-                ids = [] if start is None else [int(start)]
+            if not ids and (begin := begin_token(tokenizer)) is not None:
+                ids = [begin]
             if is_long:
                 self._last_prompt = (source, ids)
         if not ids:
@@ -242,21 +250,35 @@ class RequestEncoder:
         with self._lock:
             return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
-    def token_text(self, token: int, before: int | None = None) -> str:
-        """Return the text of one token, special ones included; its number without a tokenizer.
+    def end_tokens(self, model: Any) -> Tokens:
+        """Return the tokens that end an answer of a model."""
+        with self._lock:
+            return end_tokens(self.tokenizer, model)
+
+    def token_text(self, token: int, before: int | None = None) -> tuple[str, bytes | None]:
+        """Return the text of one token, special ones included, and its bytes; its number without a tokenizer.
 
         Args:
             token: The token.
             before: The token before it, behind which many tokenizers write the blank that a word begins with.
         """
         if self.tokenizer is None:
-            return str(token)
+            return str(token), None
         with self._lock:
-            alone = str(self.tokenizer.decode([token]))
-            if before is None:
-                return alone
-            first, both = (str(self.tokenizer.decode(ids)) for ids in ([before], [before, token]))
-        return both[len(first) :] if both.startswith(first) and len(both) > len(first) else alone
+            text = alone = str(self.tokenizer.decode([token]))
+            name = self.tokenizer.convert_ids_to_tokens(token) or ""
+            if before is not None:
+                first, both = (str(self.tokenizer.decode(ids)) for ids in ([before], [before, token]))
+                text = both[len(first) :] if both.startswith(first) and len(both) > len(first) else alone
+        is_text = alone != "" and "\ufffd" not in alone
+        return text, text.encode("utf-8", "replace") if is_text else _spelled_bytes(name, text)
+
+
+def _spelled_bytes(name: str, text: str) -> bytes:
+    """Return the bytes that the name of a token spells, as <0xE2> or with a letter for each; else those of a text."""
+    if byte := re.fullmatch("<0x([0-9A-F]{2})>", name):
+        return bytes.fromhex(byte[1])
+    return bytes(BYTES[letter] for letter in name) if BYTES.keys() >= set(name) else text.encode()
 
 
 def _chat_tokens(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:

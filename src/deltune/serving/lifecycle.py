@@ -135,7 +135,7 @@ class Lifecycle:
     # -- from any thread
 
     def load(
-        self, name: str, folder: str | Path | None = None, timeout: float | None = None, replace: bool = True
+        self, name: str, folder: str | Path | None = None, timeout: float | None = None, *, replace: bool = True
     ) -> DeltaInfo:
         """Load a delta, or the newest version of one; as `Server.load`.
 

@@ -65,6 +65,8 @@ def serve(config: ServeConfig, quiet: bool = False) -> None:
             raise
         greeting = "" if quiet else _greeting(config, engine.deltas(), listener)
         server = DrainingServer(app.state.service, uvicorn_config(app, config), greeting)
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it
+            signal.signal(signal.SIGHUP, server.handle_exit)
         try:
             server.run(sockets=[listener])
         finally:

@@ -6,6 +6,7 @@ import hashlib
 import math
 import os
 import re
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,7 +152,14 @@ def _facts_of_run(folder: Path) -> tuple[int | None, bool | None]:
     return run.config.data.max_length, "pair" in run.data.columns if run.data.kind == "classification" else None
 
 
+SETTLING = 0.5
+"""Seconds since the last change of an adapter's files after which they are taken to be whole."""
+
+
 def _foreign_facts(folder: Path) -> FolderFacts:
+    """Read an adapter of another library. It has no checksum that tells its files from others, so they must rest."""
+    since = time.time() - max(file.stat().st_ctime for file in _files(folder))
+    time.sleep(min(max(SETTLING - since, 0.0), SETTLING))
     options = read_options(folder)
     head, labels = foreign_model_kind(folder)
     name = str(options.get("peft_type") or "AdapterHub")

@@ -147,7 +147,7 @@ def replica_class(max_loaded: int) -> type[Any]:
             """Load or replace a delta."""
             where = None if folder is None else Path(folder)
             try:
-                info = await asyncio.to_thread(self.server.load, name, where, timeout, replace)
+                info = await asyncio.to_thread(self.server.load, name, where, timeout, replace=replace)
             except DeltuneError as error:
                 return Failure.of(error)
             if folder is not None:
@@ -338,7 +338,7 @@ class Replicas:
                 response.cancel()
 
     def load(
-        self, name: str, folder: Path | None = None, timeout: float | None = None, replace: bool = True
+        self, name: str, folder: Path | None = None, timeout: float | None = None, *, replace: bool = True
     ) -> DeltaInfo:
         """Load or replace a delta on every replica, and on those that start later.
 

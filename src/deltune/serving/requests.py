@@ -37,7 +37,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     seed: int | None = None
     logprobs: int | None = None
-    shorten: bool = False
+    shorten: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -75,23 +75,37 @@ class Request:
 
 
 @dataclass(frozen=True)
+class TokenLogprob:
+    """A token that could come next. Two tokens may have the same text, but not the same id.
+
+    Attributes:
+        token: Its id.
+        logprob: The logarithm of its probability.
+        text: Its text behind the token before it, with U+FFFD for characters that are not whole.
+        raw: The bytes that it stands for; None without a tokenizer.
+    """
+
+    token: int
+    logprob: float
+    text: str
+    raw: bytes | None = None
+
+
+@dataclass(frozen=True)
 class TokenChoice:
     """A generated token.
 
     Attributes:
         token: Its id.
         text: The text that it adds to the answer; "" while a character is not whole.
-        logprob: The logarithm of its probability, if asked for.
-        top_logprobs: The most likely tokens (their texts) with theirs, if asked for.
-        own_text: The text of this token behind the one before it, as in `top_logprobs`, if probabilities were asked
-            for. It may differ from `text`, which waits for whole characters.
+        chosen: The token with its probability, and the text that it has by itself, if probabilities were asked for.
+        top_logprobs: The most likely tokens, if asked for.
     """
 
     token: int
     text: str
-    logprob: float | None = None
-    top_logprobs: tuple[tuple[str, float], ...] = ()
-    own_text: str = ""
+    chosen: TokenLogprob | None = None
+    top_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -156,12 +170,12 @@ class DeltaInfo:
     tasks: tuple[Task, ...]
     labels: tuple[str, ...] = ()
     version: str = ""
-    loaded: bool = False
+    loaded: bool = field(default=False, kw_only=True)
     bytes: int = 0
     loaded_at: float | None = None
     error: str = ""
     max_length: int | None = None
-    requested: bool = False
+    requested: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)

@@ -516,7 +516,7 @@ def probe_row(tokens: list[int], base: LoadedDelta) -> Row:
     builder = TextBuilder(lambda _: "", ())
     return Row(
         job,
-        TokenChooser(Sampling(temperature=0.0), LogitsProcessorList(), lambda token, _: str(token)),
+        TokenChooser(Sampling(temperature=0.0), LogitsProcessorList(), lambda token, _: (str(token), None)),
         builder,
         tokens,
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from transformers.generation import logits_process
 
 from ..errors import DeltuneError
 from .errors import InvalidRequest
-from .requests import Sampling, TokenChoice
+from .requests import Sampling, TokenChoice, TokenLogprob
 
+TokenText = Callable[[int, int | None], tuple[str, bytes | None]]
+"""Returns the text and the bytes of a token, given the token before it."""
 MAX_LOGPROBS = 100
 GREEDY_BELOW = 1e-5
 """Temperatures below this take the most likely token: scores divided by them would not be finite."""
@@ -42,6 +45,8 @@ def check_sampling(sampling: Sampling, has_tokenizer: bool) -> None:
         problems.append(f"top_k={sampling.top_k} is not a whole number from 0")
     if sampling.logprobs is not None and not (_is_whole(sampling.logprobs) and 0 <= sampling.logprobs <= MAX_LOGPROBS):
         problems.append(f"logprobs={sampling.logprobs!r} is not a whole number from 0 to {MAX_LOGPROBS}")
+    if not _is_boolean(sampling.shorten):
+        problems.append(f"shorten={sampling.shorten!r} is not True or False")
     if sampling.seed is not None and not _is_whole(sampling.seed):
         problems.append(f"seed={sampling.seed!r} is not a whole number")
     if not isinstance(sampling.stop, tuple | list) or not all(isinstance(s, str) and s for s in sampling.stop):
@@ -56,6 +61,10 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _is_boolean(value: object) -> bool:
+    return isinstance(value, bool)
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
@@ -66,12 +75,10 @@ class TokenChooser:
     Args:
         sampling: The settings.
         processors: What the model's own generation config does to the scores.
-        token_text: Returns the text of a token behind another one, for `logprobs`.
+        token_text: Returns the text and the bytes of a token behind another one, for `logprobs`.
     """
 
-    def __init__(
-        self, sampling: Sampling, processors: LogitsProcessorList, token_text: Callable[[int, int | None], str]
-    ) -> None:
+    def __init__(self, sampling: Sampling, processors: LogitsProcessorList, token_text: TokenText) -> None:
         self.sampling, self.processors, self.token_text = sampling, processors, token_text
         self.generator: torch.Generator | None = None
         if sampling.temperature:
@@ -106,11 +113,10 @@ class TokenChooser:
         if self.sampling.logprobs is None:
             return TokenChoice(token, "")
         logprobs = logits.log_softmax(-1)
-        best = logprobs.topk(min(self.sampling.logprobs, len(logprobs)))
-        top = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        likeliest = logprobs.topk(min(self.sampling.logprobs, len(logprobs))).indices.tolist()
         before = tokens[-1] if tokens else None
-        likeliest = tuple((self.token_text(i, before), value) for i, value in top)
-        return TokenChoice(token, "", float(logprobs[token]), likeliest, self.token_text(token, before))
+        chosen, *top = (TokenLogprob(i, float(logprobs[i]), *self.token_text(i, before)) for i in (token, *likeliest))
+        return TokenChoice(token, "", chosen, tuple(top))
 
     def _draw(self, scores: torch.Tensor) -> int:
         sampling = self.sampling
@@ -129,7 +135,7 @@ class TokenChooser:
 
 
 def config_processors(
-    model: Any, prompt_length: int, max_tokens: int, forced: Mapping[str, Any] | None = None
+    model: Any, prompt_length: int, max_tokens: int, ends: Sequence[int], forced: Mapping[str, Any] | None = None
 ) -> LogitsProcessorList:
     """Return what a model's generation config does to the scores of greedy decoding and sampling.
 
@@ -137,6 +143,7 @@ def config_processors(
         model: The model.
         prompt_length: How many tokens stand before the first that is generated.
         max_tokens: The most tokens to generate.
+        ends: The tokens that end an answer.
         forced: Settings in place of the config's.
 
     Raises:
@@ -144,7 +151,7 @@ def config_processors(
     """
     config = model.generation_config
     made: list[Any] = []
-    eos = config.eos_token_id
+    eos = list(ends)
 
     def value(name: str, neutral: Any = None) -> Any:
         matches = (forced or {}).get(name, getattr(config, name, None))
@@ -155,10 +162,10 @@ def config_processors(
     if ngram := value("no_repeat_ngram_size", 0):
         made.append(logits_process.NoRepeatNGramLogitsProcessor(ngram))
     if bad := value("bad_words_ids"):
-        made.append(logits_process.NoBadWordsLogitsProcessor(bad, eos))
-    if (shortest := value("min_length", 0)) and eos is not None:
+        made.append(logits_process.NoBadWordsLogitsProcessor(bad, eos or None))
+    if (shortest := value("min_length", 0)) and eos:
         made.append(logits_process.MinLengthLogitsProcessor(shortest, eos))
-    if (shortest := value("min_new_tokens", 0)) and eos is not None:
+    if (shortest := value("min_new_tokens", 0)) and eos:
         made.append(logits_process.MinNewTokensLengthLogitsProcessor(prompt_length, shortest, eos))
     if (first := value("forced_bos_token_id")) is not None:
         made.append(logits_process.ForcedBOSTokenLogitsProcessor(first))
@@ -177,13 +184,6 @@ def config_processors(
     return LogitsProcessorList(made)
 
 
-def end_tokens(model: Any) -> frozenset[int]:
-    """Return the tokens that end an answer, by a model's generation config."""
-    end = model.generation_config.eos_token_id
-    values: Iterable[Any] = () if end is None else end if isinstance(end, list | tuple) else (end,)
-    return frozenset(int(token) for token in values)
-
-
 DECODED_BEFORE = 8
 """Tokens of a prompt that are decoded together with the first token of its continuation."""
 
@@ -191,44 +191,79 @@ DECODED_BEFORE = 8
 class TextBuilder:
     """Makes the text of tokens that come one by one, and finds where it is to stop.
 
+    A special token is no part of the text, but a stop may contain its name.
+
     Args:
-        decode: Returns the text of tokens.
+        decode: Returns the text of tokens, without special ones.
         stop: Texts at which it ends.
         prompt: The tokens that it goes on from. A tokenizer may drop a blank before the first token that it is given,
             so the first one is decoded behind the last ones of the prompt.
+        special: The names of the special tokens.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str], prompt: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        stop: Sequence[str],
+        prompt: Sequence[int] = (),
+        special: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
         self.decode, self.stop = decode, tuple(stop)
         self.text = ""
         self.stopped = False
         self._ids = list(prompt[-DECODED_BEFORE:])
         self._begin, self._read, self._given = 0, len(self._ids), 0
         self._read_text = decode(self._ids) if self._ids else ""
+        self._marks: dict[int, str] = {}
+        self._marked = ""  # the text with a mark for each special token that a stop contains: half a surrogate pair
+        marked = self.stop
+        for token, name in sorted(special.items(), key=lambda item: -len(item[1])):
+            if any(name in one for one in marked):
+                mark = self._marks[token] = chr(0xD800 + len(self._marks))
+                marked = tuple(one.replace(name, mark) for one in marked)
+        self._marked_stop = tuple(one for one in marked if one not in self.stop)
 
     def add(self, token: int) -> None:
         """Add a token. A character that is not whole, such as a part of an emoji, waits for the next one."""
+        if token in self._marks:
+            self._extend("", self._marks[token])
+            return
         self._ids.append(token)
         new = self.decode(self._ids[self._begin :])
         if len(new) > len(self._read_text) and not new.endswith("\ufffd"):
             self._accept(new)
 
     def _accept(self, new: str) -> None:
-        before = len(self.text)
-        self.text += new[len(self._read_text) :]
+        piece = new[len(self._read_text) :]
         self._begin, self._read = self._read, len(self._ids)
         self._read_text = self.decode(self._ids[self._begin :]) if self._begin < self._read else ""
-        longest = max((len(stop) for stop in self.stop), default=0)
-        if self.stop:
-            start = max(0, before - longest + 1)
-            matches = [at for stop in self.stop if (at := self.text.find(stop, start)) >= 0]
-            if matches:
-                self.text, self.stopped = self.text[: min(matches)], True
+        self._extend(piece, piece)
 
-    def end(self) -> None:
-        """Take what waits for further tokens as it is."""
+    def _extend(self, piece: str, marked: str) -> None:
+        """Add a piece, without and with the marks of special tokens, and end the text at the first stop."""
+        before, before_marked = len(self.text), len(self._marked)
+        self.text += piece
+        self._marked += marked
+        ends = [at for stop in self.stop if (at := self.text.find(stop, max(0, before - len(stop) + 1))) >= 0]
+        for stop in self._marked_stop:
+            if (at := self._marked.find(stop, max(0, before_marked - len(stop) + 1))) >= 0:
+                ends.append(len(self._unmarked(self._marked[:at])))
+        if ends:
+            self.text, self.stopped = self.text[: min(ends)], True
+
+    def _unmarked(self, text: str) -> str:
+        return text.translate({ord(mark): None for mark in self._marks.values()})
+
+    def end(self, token: int | None = None) -> None:
+        """Take what waits for further tokens as it is.
+
+        Args:
+            token: The token that ends the answer. It is no part of the text, but may be of a stop.
+        """
         if not self.stopped and self._read < len(self._ids):
             self._accept(self.decode(self._ids[self._begin :]))
+        if not self.stopped and token in self._marks:
+            self._extend("", self._marks[token])
 
     def take(self, final: bool = False) -> str:
         """Return the text since the last call, without an end that may be the beginning of a stop.
@@ -242,9 +277,13 @@ class TextBuilder:
         return new
 
     def _held(self) -> int:
-        longest = min(max((len(stop) for stop in self.stop), default=1) - 1, len(self.text))
-        for length in range(longest, 0, -1):
-            tail = self.text[len(self.text) - length :]
-            if any(stop.startswith(tail) for stop in self.stop):
-                return length
-        return 0
+        """The number of characters at the end that may be the beginning of a stop."""
+        marked = _beginning_of(self._marked_stop, self._marked)
+        return max(len(_beginning_of(self.stop, self.text)), len(self._unmarked(marked)))
+
+
+def _beginning_of(stops: Sequence[str], text: str) -> str:
+    """Return the longest end of a text that is the beginning of a stop, and not all of it."""
+    longest = min(max(map(len, stops), default=1) - 1, len(text))
+    tails = (text[len(text) - length :] for length in range(longest, 0, -1))
+    return next((tail for tail in tails if any(stop.startswith(tail) for stop in stops)), "")

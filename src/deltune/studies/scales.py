@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import DeltuneError, error_from_problems, unknown_name
+from ..errors import DeltuneError, check_booleans, error_from_problems, unknown_name
 from ..methods.registry import parse
 from ..methods.spec import MaskedMethod, Method, NamedMethod
 from ..tasks.registry import TASKS
@@ -187,6 +187,7 @@ def method_variants(methods: Mapping[str, str], axis: str = "method", **labels: 
     return [Variant({axis: label, **labels}, {"method": method}) for label, method in methods.items()]
 
 
+@check_booleans
 def cross_product(
     setup: StudySetup,
     name: str,
@@ -198,6 +199,7 @@ def cross_product(
     exclude: Callable[[Cell], bool] = lambda cell: False,
     labels: Cell | None = None,
     by_task: Mapping[str, Values] | None = None,
+    *,
     search_rates: bool = True,
 ) -> CellPlan:
     """Return the cells of models × tasks × variants × seeds.

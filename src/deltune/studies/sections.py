@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..errors import error_summary
+from ..errors import check_booleans, error_summary
 from ..filesystem import explain_write_errors, write_text
 from .claims.claims import Claim
 from .claims.comparisons import MetricChoice, can_be_at_chance, is_at_chance
@@ -25,10 +25,12 @@ from .scales import SMALL_TRAIN_ROWS
 from .study import Records, Study
 
 
+@check_booleans
 def build_section(
     study: Study,
     records: Records,
     statements: PaperStatements | None = None,
+    *,
     paper: bool = False,
     small: bool = False,
 ) -> Section:
@@ -56,7 +58,7 @@ def build_section(
         statements.claims,
         outcomes,
         metric,
-        study.lower,
+        lower=study.lower,
         names=names,
         printed=printed,
         small=small,
@@ -118,7 +120,7 @@ def power_lines(study: Study, records: Records, claims: Sequence[Claim]) -> list
             * (len(settings) > 1)
         ]
     done = [outcome for outcome in outcomes if outcome.cell.get(SEED) in complete]
-    effects = decidable_effects(claims, done, _metric(study, done), len(seeds), study.lower)
+    effects = decidable_effects(claims, done, _metric(study, done), len(seeds), lower=study.lower)
     lines = [f"{head} {len(seeds)} seeds, with the spread of {len(complete)} that were run"]
     for claim, effect in zip(claims, effects, strict=True):
         size = "not known" if effect is None else f"{effect[0]:.2g} {effect[1]}"

@@ -304,7 +304,7 @@ class Study:
     metric: Numbers = "accuracy"
     notes: str = ""
     read_outcomes: OutcomeReader = job_outcomes
-    lower: bool = False
+    lower: bool = field(default=False, kw_only=True)
     repetition: str = "seed"
 
     def axes(self) -> dict[str, list[str]]:

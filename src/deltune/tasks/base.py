@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..runtime.attaching import tuned
-from .encoding import EncodedRows, collate
+from .encoding import EncodedRows, collate, longest_first
+from .padding import padding_side
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -76,19 +77,19 @@ class InferenceContext:
         """Call `process(indices, batch)` for every batch of a split, with the model in eval mode.
 
         Args:
-            encoded: The rows. Batches have rows of similar length, the longest rows first.
+            encoded: The rows. Batches have rows of similar length, the longest rows first, or of the same length where
+                padding would change the answers.
             process: Called with the indices of a batch's rows and with its tensors on the model's device.
         """
         model = self.model
         device = next(model.parameters()).device
-        longest_first = sorted(range(len(encoded)), key=lambda i: -encoded.lengths[i])
+        batches = longest_first(encoded.lengths, self.batch_size, same_length=padding_side(model) is None)
         cast = autocast(device, self.precision)
         was_training = model.training
         model.eval()
         try:
-            for start in range(0, len(longest_first), self.batch_size):
-                indices = longest_first[start : start + self.batch_size]
-                batch = collate(self.tokenizer, encoded.__getitems__(indices))
+            for indices in batches:
+                batch = collate(self.tokenizer, model, encoded.__getitems__(indices))
                 batch = {name: tensor.to(device) for name, tensor in batch.items()}
                 deltas = [self.deltas[i] for i in indices] if self.deltas else None
                 with cast, tuned(model).rows(deltas) if deltas else contextlib.nullcontext():

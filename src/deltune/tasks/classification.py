@@ -24,10 +24,10 @@ from torch.nn import functional
 from transformers.modeling_outputs import BaseModelOutput
 
 from ..errors import DeltuneError, error_from_problems
+from ..templates import Tokens, target_end
 from .base import Columns, InferenceContext, Predictions, TaskKind, TaskOptions
-from .encoding import IGNORE_INDEX, TOKENIZER_BATCH, EncodedRows, Row, encode_texts
+from .encoding import IGNORE_INDEX, TOKENIZER_BATCH, EncodedRows, Row, encode_texts, row_names, tokenize
 from .generation import (
-    Tokens,
     common_prefix_length,
     encode_sources,
     fill_template,
@@ -108,13 +108,16 @@ def encode_questions(tokenizer: Any, model: Any, columns: Columns, options: Task
     counts = sorted({len(choices) for choices in columns["choices"]})
     if len(counts) > 1:
         raise DeltuneError(f"the rows have {' or '.join(map(str, counts))} choices; a batch needs as many in every row")
-    model_inputs = signature(model.forward).parameters
+    model_inputs, names = signature(model.forward).parameters, row_names(columns)
     rows, truncated = [], 0
     for start in range(0, len(columns["question"]), TOKENIZER_BATCH):
         stop = min(start + TOKENIZER_BATCH, len(columns["question"]))
         questions = [question_text(columns, i) for i in range(start, stop) for _ in range(counts[0])]
         choices = [choice for i in range(start, stop) for choice in columns["choices"][i]]
-        tokenized = tokenizer(questions, choices, truncation=True, max_length=options.max_length)
+        names_of_choices = [names[i] for i in range(start, stop) for _ in range(counts[0])]
+        tokenized = tokenize(
+            tokenizer, questions, choices, names=names_of_choices, truncation=True, max_length=options.max_length
+        )
         is_full = [len(ids) >= options.max_length for ids in tokenized["input_ids"]]
         for i in range(stop - start):
             row_slice = slice(i * counts[0], (i + 1) * counts[0])
@@ -247,10 +250,10 @@ def encode_candidates(
     Raises:
         DeltuneError: A candidate has no tokens.
     """
-    is_encoder_decoder = bool(model.config.is_encoder_decoder)
+    is_encoder_decoder, names = bool(model.config.is_encoder_decoder), row_names(columns)
     prompts = fill_template(columns, options.template)
     if is_encoder_decoder:
-        sources = encode_sources(tokenizer, model, prompts, options.max_length)
+        sources = encode_sources(tokenizer, model, prompts, names, options.max_length)
     else:
         sources = EncodedRows([], 0)
     if training:
@@ -263,13 +266,15 @@ def encode_candidates(
         if is_encoder_decoder
         else join_prompt_and_target(tokenizer, prompts, candidates)
     )
-    for i, (prompt, joined, end) in enumerate(tokenized):
+    end = target_end(tokenizer, model, "text_target" if is_encoder_decoder else "text")
+    for i, (prompt, joined) in enumerate(tokenized):
         start, tokens = split_candidates(prompt, joined)
         if not all(tokens):
-            raise DeltuneError(f"{candidates[i][tokens.index(())]!r} has no tokens, so it cannot be an answer")
+            empty = candidates[i][tokens.index(())]
+            raise DeltuneError(f"row {names[i]}: {empty!r} has no tokens, so it cannot be an answer")
         if not is_encoder_decoder:
             truncated += len(start) > options.max_length
-            start = truncate_prompt(tokenizer, start, options.max_length)
+            start = truncate_prompt(tokenizer, start, options.max_length, names[i])
         cut = [ids[: max(1, options.max_target_length - len(end))] for ids in tokens]
         truncated_targets += cut != tokens
         facts = {"text_index": i, "prompt_length": len(start)} | ({} if correct is None else {"correct": correct[i]})
@@ -360,8 +365,9 @@ def _encode_classes(tokenizer: Any, model: Any, columns: Columns, options: TaskO
     words = list(options.label_words.values())
     is_encoder_decoder = model.config.is_encoder_decoder
     prompt, side = ("", "text_target") if is_encoder_decoder else (fill_template(columns, options.template)[0], "text")
-    prompt_tokens, joined, end = next(join_prompt_and_target(tokenizer, [prompt], [words], side))
-    tokens = append_end_to_prefixes(split_candidates(prompt_tokens, joined)[1], end)
+    prompt_tokens, joined = next(join_prompt_and_target(tokenizer, [prompt], [words], side))
+    candidates = split_candidates(prompt_tokens, joined)[1]
+    tokens = append_end_to_prefixes(candidates, target_end(tokenizer, model, side))
     same = [
         f"{word!r} and {other_word!r}"
         for (word, ids), (other_word, other_ids) in combinations(zip(words, tokens, strict=True), 2)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,8 @@ from torch.utils.data import Dataset, Sampler
 from ..anatomy.inspection import inspect
 from ..errors import DeltuneError
 from ..runtime.attaching import find_tuned
+from ..templates import begin_token
+from .padding import Side, padding_side
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -71,6 +74,44 @@ class EncodedRows(Dataset[Row]):
         return sizes
 
 
+def tokenize(tokenizer: Any, *texts: Sequence[Any], names: Sequence[str], **options: Any) -> Any:
+    """Tokenize texts, with a mask; a text without tokens becomes the token that begins a text.
+
+    Args:
+        tokenizer: The tokenizer.
+        texts: The texts, and the second texts of pairs.
+        names: The name of the row of every text, for messages.
+        options: Options of the tokenizer.
+
+    Raises:
+        DeltuneError: A text has no tokens, and the tokenizer has no token that begins a text.
+    """
+    tokenized = tokenizer(*texts, return_attention_mask=True, **options)
+    empty = [i for i, ids in enumerate(tokenized["input_ids"]) if not ids]
+    begin = begin_token(tokenizer)
+    if empty and begin is None:
+        raise no_tokens([names[i] for i in empty])
+    for i in empty:
+        for name, values in tokenized.items():
+            values[i] = [{"input_ids": begin, "attention_mask": 1}.get(name, 0)]
+    return tokenized
+
+
+def row_names(columns: Mapping[str, Sequence[Any]]) -> Sequence[str]:
+    """Return the ids of rows, or else their numbers, for messages."""
+    return columns.get("id") or [str(i + 1) for i in range(len(next(iter(columns.values()))))]
+
+
+def no_tokens(names: Sequence[str], target: bool = False) -> DeltuneError:
+    """Return the error for rows whose text, or target, has no tokens where the tokenizer has none to put there."""
+    listed, rest = ", ".join(names[:10]), f" and {len(names) - 10} more" if len(names) > 10 else ""
+    what, end, token = ("target", "end", "eos_token") if target else ("text", "beginning", "bos_token")
+    return DeltuneError(
+        f"row {listed}{rest}: the {what} has no tokens, and the tokenizer has no token for the {end} of a text. Leave "
+        f"these rows out, or set {token} in tokenizer_config.json"
+    )
+
+
 def encode_texts(
     tokenizer: PreTrainedTokenizerBase,
     model: PreTrainedModel,
@@ -85,15 +126,16 @@ def encode_texts(
         columns: The columns "text", "pair" (optional) and "label" (optional).
         max_length: Longest row, in tokens; longer ones are cut.
     """
-    model_inputs = signature(model.forward).parameters
+    model_inputs, names = signature(model.forward).parameters, row_names(columns)
     rows: list[Row] = []
     truncated = 0
     for start in range(0, len(columns["text"]), TOKENIZER_BATCH):
-        texts = [list(columns[c][start : start + TOKENIZER_BATCH]) for c in ("text", "pair") if c in columns]
-        tokenized = tokenizer(*texts, truncation=True, max_length=max_length)
+        chunk = slice(start, start + TOKENIZER_BATCH)
+        texts = [list(columns[c][chunk]) for c in ("text", "pair") if c in columns]
+        tokenized = tokenize(tokenizer, *texts, names=names[chunk], truncation=True, max_length=max_length)
         fields = {name: values for name, values in tokenized.items() if name in model_inputs}
         if "label" in columns:
-            fields["labels"] = columns["label"][start : start + TOKENIZER_BATCH]
+            fields["labels"] = columns["label"][chunk]
         rows += [dict(zip(fields, values, strict=True)) for values in zip(*fields.values(), strict=True)]
         full = [i for i, ids in enumerate(tokenized["input_ids"]) if len(ids) >= max_length]
         if full:  # only these can have been longer
@@ -103,38 +145,54 @@ def encode_texts(
 
 
 NOT_MODEL_INPUTS = (
-    "prompt_length", "text_index", "tokens", "num_tokens", "candidates", "candidate_indices", "correct", "states",
+    "prompt_length", "text_index", "tokens", "words", "num_words", "candidates", "candidate_indices", "correct",
+    "states",
 )  # fmt: skip
 """Keys of rows that are not padded and given to the model like token ids.
 
-prompt_length: tokens before the target. text_index: the text that the row belongs to. tokens, num_tokens: the tokens of
-a text to be tagged, and how many. candidates, candidate_indices: the tokens and the indices of the answers that the row
-scores. correct: the index of the correct answer. states: argument -> cached activations.
+prompt_length: tokens before the target. text_index: the text that the row belongs to. tokens: the words of a text whose
+entities are written. words, num_words: which words of a text have a token, and how many words it has. candidates,
+candidate_indices: the tokens and the indices of the answers that the row scores. correct: the index of the correct
+answer. states: argument -> cached activations.
 """
 IGNORE_INDEX = -100
 """The label of tokens that the loss ignores."""
 
 
-def collate(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-    """Make a batch of rows, padded to the longest.
+def collate(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    """Make a batch of rows, padded to the longest on the side that leaves the model's answers as they are.
 
     Args:
         tokenizer: The tokenizer, which pads.
+        model: The model.
         rows: Encoded rows.
 
     Returns:
         Tensors of shape (rows, tokens), or (rows, choices, tokens) where rows have choices, and `labels`.
+
+    Raises:
+        DeltuneError: Padding on either side would change the answers.
     """
     inputs = [{name: value for name, value in row.items() if name not in ("labels", *NOT_MODEL_INPUTS)} for row in rows]
     choices = 0 if isinstance(inputs[0]["input_ids"][0], int) else len(inputs[0]["input_ids"])
     if choices:
         inputs = [{name: values[i] for name, values in row.items()} for row in inputs for i in range(choices)]
-    width = max(len(row["input_ids"]) for row in inputs)
-    batch = dict(tokenizer.pad(inputs, padding="max_length", max_length=width, return_tensors="pt", verbose=False))
+    lengths, side = {len(row["input_ids"]) for row in inputs}, padding_side(model)
+    width = max(lengths)
+    if side is None and len(lengths) > 1:
+        raise DeltuneError(
+            f"{type(model).__name__} answers otherwise beside padding, and texts of different lengths in one row, such "
+            "as choices, need padding. Choose a model of another family"
+        )
+    padded = tokenizer.pad(
+        inputs, padding="max_length", max_length=width, padding_side=side or "right", return_tensors="pt",
+        return_attention_mask="attention_mask" in inputs[0], verbose=False,
+    )  # fmt: skip
+    batch = dict(padded)
     if choices:
         batch = {name: tensor.unflatten(0, (-1, choices)) for name, tensor in batch.items()}
     if "labels" in rows[0]:
-        batch["labels"] = _labels(rows, width, tokenizer.padding_side)
+        batch["labels"] = _labels(rows, width, side)
     for name in rows[0].get("states", ()):
         batch[name] = _states(rows, batch, name)
     return batch
@@ -168,7 +226,7 @@ def _states(rows: Sequence[Row], batch: Mapping[str, torch.Tensor], name: str) -
     return states
 
 
-def _labels(rows: Sequence[Row], width: int, side: str) -> torch.Tensor:
+def _labels(rows: Sequence[Row], width: int, side: Side | None) -> torch.Tensor:
     """Return labels as (B,), or as (B, n) padded with IGNORE_INDEX: like the input ids if they label these tokens."""
     labels = [row["labels"] for row in rows]
     if isinstance(labels[0], int):
@@ -178,6 +236,20 @@ def _labels(rows: Sequence[Row], width: int, side: str) -> torch.Tensor:
     padding = [[IGNORE_INDEX] * (width - len(row)) for row in labels]
     pairs = zip(labels, padding, strict=True)
     return torch.tensor([[*pad, *row] if side == "left" else [*row, *pad] for row, pad in pairs])
+
+
+def longest_first(lengths: Sequence[int], size: int, same_length: bool) -> Iterator[list[int]]:
+    """Yield the indices of rows in batches, the longest rows first.
+
+    Args:
+        lengths: The number of tokens of every row.
+        size: The most rows of a batch.
+        same_length: Whether all rows of a batch must have the same length.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    groups = [list(group) for _, group in groupby(order, lengths.__getitem__)] if same_length else [order]
+    for group in groups:
+        yield from (group[start : start + size] for start in range(0, len(group), size))
 
 
 class LengthGroupedBatches(Sampler[list[int]]):
@@ -190,6 +262,8 @@ class LengthGroupedBatches(Sampler[list[int]]):
     many rows as fit, padding included, or of one row that is larger; the steps are shuffled. Since only lengths decide
     the cuts, every epoch has the same number of steps.
 
+    Where all rows of a step must have the same length, steps by number of rows are cut in this way too.
+
     Seed and epoch decide the rows of a step, and `num_chunks` does not: process p of N takes the batches p, p + N, … A
     step with fewer rows than chunks has empty batches.
 
@@ -200,13 +274,20 @@ class LengthGroupedBatches(Sampler[list[int]]):
         seed: Seed of the order.
         num_chunks: Batches in a step.
         max_tokens: The most tokens in a step, padding included. Default: no such limit.
+        same_length: Whether all rows of a step must have the same length.
     """
 
     def __init__(
-        self, lengths: Sequence[int], rows_per_step: int, seed: int, num_chunks: int = 1, max_tokens: int | None = None
+        self,
+        lengths: Sequence[int],
+        rows_per_step: int,
+        seed: int,
+        num_chunks: int = 1,
+        max_tokens: int | None = None,
+        same_length: bool = False,
     ) -> None:
         self.lengths, self.rows_per_step, self.seed = lengths, rows_per_step, seed
-        self.num_chunks, self.max_tokens = num_chunks, max_tokens
+        self.num_chunks, self.max_tokens, self.same_length = num_chunks, max_tokens, same_length
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -216,9 +297,13 @@ class LengthGroupedBatches(Sampler[list[int]]):
     @property
     def steps_per_epoch(self) -> int:
         """The number of steps in an epoch."""
-        if self.max_tokens is None:
-            return -(-len(self.lengths) // self.rows_per_step)
-        return len(self._pack(sorted(range(len(self.lengths)), key=self.lengths.__getitem__), self.max_tokens))
+        if self._cut_by_length:
+            return len(self._pack(sorted(range(len(self.lengths)), key=self.lengths.__getitem__)))
+        return -(-len(self.lengths) // self.rows_per_step)
+
+    @property
+    def _cut_by_length(self) -> bool:
+        return self.same_length or self.max_tokens is not None
 
     def __len__(self) -> int:
         return self.steps_per_epoch * self.num_chunks
@@ -237,8 +322,8 @@ class LengthGroupedBatches(Sampler[list[int]]):
         rng = random.Random(f"{self.seed} {self.epoch}")
         order = list(range(len(self.lengths)))
         rng.shuffle(order)
-        if self.max_tokens is not None:
-            steps = self._pack(sorted(order, key=self.lengths.__getitem__), self.max_tokens)
+        if self._cut_by_length:
+            steps = self._pack(sorted(order, key=self.lengths.__getitem__))
             rng.shuffle(steps)
             return steps
         in_full_steps = len(order) - len(order) % self.rows_per_step
@@ -252,14 +337,21 @@ class LengthGroupedBatches(Sampler[list[int]]):
         remaining = order[in_full_steps:]
         return [*steps, remaining] if remaining else steps
 
-    def _pack(self, order: Sequence[int], max_tokens: int) -> list[list[int]]:
+    def _pack(self, order: Sequence[int]) -> list[list[int]]:
         """Cut rows, given with the shortest first, into groups as large as fit."""
         steps: list[list[int]] = []
         for row in order:
-            if not steps or (len(steps[-1]) + 1) * self.lengths[row] > max_tokens:
+            if not steps or not self._fits(steps[-1], row):
                 steps.append([])
             steps[-1].append(row)
         return steps
+
+    def _fits(self, step: Sequence[int], row: int) -> bool:
+        if self.same_length and self.lengths[step[0]] != self.lengths[row]:
+            return False
+        if self.max_tokens is None:
+            return len(step) < self.rows_per_step
+        return (len(step) + 1) * self.lengths[row] <= self.max_tokens
 
 
 @torch.no_grad()

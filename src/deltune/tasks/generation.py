@@ -21,8 +21,27 @@ from torch.nn import functional
 from ..data.columns import INPUT_TYPES
 from ..errors import DeltuneError, unknown_name
 from ..runtime.frozen_layers import PREFIX
+from ..templates import (
+    Tokens,
+    begin_token,
+    cut_at_end,
+    end_tokens,
+    surrounding_tokens,
+    target_end,
+    tokenize_prompts,
+)
 from .base import Columns, InferenceContext, Predictions, TaskKind, TaskOptions
-from .encoding import IGNORE_INDEX, TOKENIZER_BATCH, EncodedRows, Row
+from .encoding import (
+    IGNORE_INDEX,
+    TOKENIZER_BATCH,
+    EncodedRows,
+    Row,
+    longest_first,
+    no_tokens,
+    row_names,
+    tokenize,
+)
+from .padding import pads_prompts
 
 _CODE_PAIRS = """
     af=afr ar=arb az=azj bn=ben bg=bul ca=cat cs=ces da=dan de=deu el=ell en=eng es=spa et=est fa=pes fi=fin
@@ -119,17 +138,15 @@ def forced_bos_options(tokenizer: Any, model: Any) -> dict[str, int | None]:
     return {"forced_bos_token_id": forced, "decoder_start_token_id": start}
 
 
-Tokens = tuple[int, ...]
-
-
 def join_prompt_and_target(
     tokenizer: Any, prompts: Sequence[str], targets: Sequence[Sequence[str]], side: str = "text"
-) -> Iterator[tuple[Tokens, list[Tokens], Tokens]]:
+) -> Iterator[tuple[Tokens, list[Tokens]]]:
     """Tokenize each prompt alone and together with each of its targets.
 
-    A blank stands between prompt and target, unless the prompt is empty or ends with white space. The joined text is
-    tokenized as a whole: a tokenizer may attach the blank to the next word, or join the last letters of the prompt and
-    the first of the target to one token, so that the tokens of the joined text need not begin with the prompt's.
+    A blank stands between prompt and target, unless one of them is empty or the prompt ends with white space. The
+    joined text is tokenized as a whole: a tokenizer may attach the blank to the next word, or join the last letters of
+    the prompt and the first of the target to one token, so that the tokens of the joined text need not begin with the
+    prompt's.
 
     Args:
         tokenizer: The tokenizer.
@@ -138,29 +155,18 @@ def join_prompt_and_target(
         side: "text", or "text_target" to tokenize as the tokenizer does for a decoder.
 
     Yields:
-        For each row the tokens of its prompt, those of the prompt with each target, all without the end, and the
-        end: the special tokens that the tokenizer writes at the end of a text, else its end-of-text token.
+        For each row the tokens of its prompt, and of the prompt with each target, without an end.
     """
-    special = set(tokenizer.all_special_ids)
-    empty = tokenizer(**{side: ""})["input_ids"]
-    start = common_prefix_length([empty, tokenizer(**{side: "a"})["input_ids"]])
-    eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-    written_end = tuple(empty[start:]) if special.issuperset(empty[start:]) else ()
     for first in range(0, len(prompts), TOKENIZER_BATCH):
         chunk = slice(first, first + TOKENIZER_BATCH)
         texts = [
-            [prompt, *(prompt + (" " if prompt and not prompt[-1].isspace() else "") + t for t in row_targets)]
+            [prompt, *(prompt + (" " if t and prompt and not prompt[-1].isspace() else "") + t for t in row_targets)]
             for prompt, row_targets in zip(prompts[chunk], targets[chunk], strict=True)
         ]
-        flat = [text for row in texts for text in row]
-        tokenized = iter(tokenizer(**{side: flat}, verbose=False)["input_ids"])
+        tokenized = iter(tokenize_prompts(tokenizer, [text for row in texts for text in row], side))
         for row in texts:
-            prompt_tokens, *joined = [_strip_end(tuple(next(tokenized)), written_end) for _ in row]
-            yield prompt_tokens, joined, written_end or eos
-
-
-def _strip_end(tokens: Tokens, end: Tokens) -> Tokens:
-    return tokens[: len(tokens) - len(end)] if end and tokens[-len(end) :] == end else tokens
+            prompt_tokens, *joined = [next(tokenized) for _ in row]
+            yield prompt_tokens, joined
 
 
 def common_prefix_length(sequences: Sequence[Sequence[int]]) -> int:
@@ -169,23 +175,24 @@ def common_prefix_length(sequences: Sequence[Sequence[int]]) -> int:
     return [*is_same, False].index(False)
 
 
-def truncate_prompt(tokenizer: Any, prompt: Tokens, max_length: int) -> Tokens:
+def truncate_prompt(tokenizer: Any, prompt: Tokens, max_length: int, name: str) -> Tokens:
     """Return the last `max_length` tokens of a prompt; for an empty prompt the token that begins a text.
 
     Args:
         tokenizer: The tokenizer, for an empty prompt.
         prompt: The tokens of the prompt.
         max_length: The most tokens to keep.
+        name: The name of its row, for messages.
 
     Raises:
-        DeltuneError: The prompt is empty and the tokenizer has neither a beginning- nor an end-of-text token.
+        DeltuneError: The prompt is empty and the tokenizer has no token that begins a text.
     """
     if prompt:
         return prompt[-max_length:]
-    bos = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    if bos is None:
-        raise DeltuneError("a prompt is empty, and the tokenizer has no token for the beginning of a text")
-    return (bos,)
+    begin = begin_token(tokenizer)
+    if begin is None:
+        raise no_tokens([name])
+    return (begin,)
 
 
 def fill_template(columns: Columns, template: str) -> list[str]:
@@ -216,27 +223,30 @@ def fill_template(columns: Columns, template: str) -> list[str]:
     return [template.format(**{role: texts[i] for role, texts in values.items()}) for i in range(num_rows)]
 
 
-def encode_sources(tokenizer: Any, model: Any, texts: Sequence[str], max_length: int) -> EncodedRows:
+def encode_sources(
+    tokenizer: Any, model: Any, texts: Sequence[str], names: Sequence[str], max_length: int
+) -> EncodedRows:
     """Encode texts as inputs of an encoder, without labels.
 
     Args:
         tokenizer: The tokenizer.
         model: The model, whose `forward` tells which of the tokenizer's outputs it takes.
         texts: One for each row.
+        names: The names of the rows, for messages.
         max_length: Longest row, in tokens; longer ones lose their end.
     """
     model_inputs = signature(model.forward).parameters
-    tokenized, truncated = _tokenize_truncated(tokenizer, texts, max_length, "text")
+    tokenized = tokenize(tokenizer, list(texts), names=names, truncation=True, max_length=max_length)
+    truncated = _count_longer(tokenizer, texts, tokenized["input_ids"], max_length, "text")
     rows = [{name: values[i] for name, values in tokenized.items() if name in model_inputs} for i in range(len(texts))]
     return EncodedRows(rows, truncated)
 
 
-def _tokenize_truncated(tokenizer: Any, texts: Sequence[str], max_length: int, side: str) -> tuple[Any, int]:
-    """Tokenize texts, cut to `max_length` tokens, and count those that were cut."""
-    tokenized = tokenizer(**{side: list(texts)}, truncation=True, max_length=max_length)
-    full = [text for text, ids in zip(texts, tokenized["input_ids"], strict=True) if len(ids) >= max_length]
+def _count_longer(tokenizer: Any, texts: Sequence[str], tokens: Sequence[list[int]], max_length: int, side: str) -> int:
+    """Count the texts that have more than `max_length` tokens, to which they were cut."""
+    full = [text for text, ids in zip(texts, tokens, strict=True) if len(ids) >= max_length]  # only these can have
     whole = tokenizer(**{side: full}, truncation=False, verbose=False)["input_ids"] if full else []
-    return tokenized, sum(len(ids) > max_length for ids in whole)  # only these can be longer
+    return sum(len(ids) > max_length for ids in whole)
 
 
 def encode_seq2seq(tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool) -> EncodedRows:
@@ -245,16 +255,20 @@ def encode_seq2seq(tokenizer: Any, model: Any, columns: Columns, options: TaskOp
     In training there is a row for every reference, otherwise one for each source, with its first reference.
     """
     prompts = fill_template(columns, options.template)
-    encoded_sources = encode_sources(tokenizer, model, prompts, options.max_length)
+    names = row_names(columns)
+    encoded_sources = encode_sources(tokenizer, model, prompts, names, options.max_length)
     if "targets" not in columns:
         return encoded_sources
-    pairs = [(row, t) for i, row in enumerate(encoded_sources.rows) for t in _row_targets(columns, i, training)]
-    eos = tokenizer.eos_token_id
-    end = [] if eos is None or eos in tokenizer(text_target="")["input_ids"] else [eos]  # else the tokenizer adds it
+    pairs = [(i, target) for i in range(len(prompts)) for target in _row_targets(columns, i, training)]
+    written = surrounding_tokens(tokenizer, "text_target")[1]
+    end = () if written else target_end(tokenizer, model, "text_target")
     room = options.max_target_length - len(end)
-    tokenized, truncated = _tokenize_truncated(tokenizer, [t for _, t in pairs], max(1, room), "text_target")
-    labels = tokenized["input_ids"]
-    rows = [{**row, "labels": [*ids[:room], *end]} for (row, _), ids in zip(pairs, labels, strict=True)]
+    targets, longest = [target for _, target in pairs], max(1, room)
+    labels = tokenizer(text_target=targets, truncation=True, max_length=longest)["input_ids"]
+    truncated = _count_longer(tokenizer, targets, labels, longest, "text_target")
+    rows = [{**encoded_sources[i], "labels": [*ids[:room], *end]} for (i, _), ids in zip(pairs, labels, strict=True)]
+    if empty := [names[i] for (i, _), row in zip(pairs, rows, strict=True) if not row["labels"]]:
+        raise no_tokens(empty, target=True)
     return replace(encoded_sources, rows=rows, truncated_targets=truncated)
 
 
@@ -266,13 +280,15 @@ def encode_causal(tokenizer: Any, model: Any, columns: Columns, options: TaskOpt
     row's `prompt_length` is the number of tokens before its target.
     """
     prompts = fill_template(columns, options.template)
-    has_targets = "targets" in columns
+    has_targets, names = "targets" in columns, row_names(columns)
     targets = [_row_targets(columns, i, training) if has_targets else [] for i in range(len(prompts))]
     rows: list[Row] = []
+    empty_targets: list[str] = []
     truncated = truncated_targets = 0
-    for i, (prompt, joined, end) in enumerate(join_prompt_and_target(tokenizer, prompts, targets)):
+    end = target_end(tokenizer, model)
+    for i, (prompt, joined) in enumerate(join_prompt_and_target(tokenizer, prompts, targets)):
         truncated += len(prompt) > options.max_length
-        ids = list(truncate_prompt(tokenizer, prompt, options.max_length))
+        ids = list(truncate_prompt(tokenizer, prompt, options.max_length, names[i]))
         if not has_targets:
             rows.append({"input_ids": ids, "attention_mask": [1] * len(ids), "prompt_length": len(ids)})
         for target, tokens in zip(targets[i], joined, strict=True):
@@ -282,6 +298,7 @@ def encode_causal(tokenizer: Any, model: Any, columns: Columns, options: TaskOpt
             room = max(0, options.max_target_length - len(end))
             truncated_targets += len(target_ids) > room
             answer = [*target_ids[:room], *end]
+            empty_targets += [] if answer else [names[i]]
             rows.append(
                 {
                     "input_ids": [*ids, *answer],
@@ -290,6 +307,8 @@ def encode_causal(tokenizer: Any, model: Any, columns: Columns, options: TaskOpt
                     "prompt_length": len(ids),
                 }
             )
+    if empty_targets:
+        raise no_tokens(empty_targets, target=True)
     return EncodedRows(rows, truncated, truncated_targets=truncated_targets)
 
 
@@ -320,6 +339,13 @@ def predict(context: InferenceContext, encoded: EncodedRows) -> Predictions:
     total_loss, count = 0.0, 0
     is_encoder_decoder = context.model.config.is_encoder_decoder
     has_labels = "labels" in encoded.rows[0]
+    ends = end_tokens(context.tokenizer, context.model)
+    if not ends:
+        warnings.warn(
+            "neither the tokenizer nor the model has a token that ends a text, so every answer has its longest length. "
+            "Set eos_token of the tokenizer",
+            stacklevel=2,
+        )
 
     def process(indices: list[int], batch: dict[str, torch.Tensor]) -> None:
         nonlocal total_loss, count
@@ -330,9 +356,9 @@ def predict(context: InferenceContext, encoded: EncodedRows) -> Predictions:
         if context.loss_only:
             return
         inputs: dict[str, Any] = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        groups = [(indices, inputs)]
         if not is_encoder_decoder:
-            prompts = [encoded[i]["input_ids"][: encoded[i]["prompt_length"]] for i in indices]
-            inputs = _left_padded(prompts, context, batch["input_ids"].device)
+            groups = list(_prompts(context, encoded, indices))
         elif states := {name: tensor for name, tensor in batch.items() if name.startswith(PREFIX)}:
             inputs["encoder_outputs"] = context.model.get_encoder()(**inputs, **states)
         generate_kwargs = {
@@ -340,29 +366,49 @@ def predict(context: InferenceContext, encoded: EncodedRows) -> Predictions:
             "max_new_tokens": context.options.max_target_length,
             "do_sample": False,
             "num_beams": 1,
+            "eos_token_id": list(ends) or None,
             **(forced_bos_options(context.tokenizer, context.model) if is_encoder_decoder else {}),
             **context.options.generate_kwargs,
         }
-        generated = context.model.generate(**inputs, **generate_kwargs)  # type: ignore[operator]
-        answers = generated if is_encoder_decoder else generated[:, inputs["input_ids"].shape[1] :]
-        texts = context.tokenizer.batch_decode(answers, skip_special_tokens=True)
-        for i, text in zip(indices, texts, strict=True):
-            predictions[i] = text.strip()
+        for chosen, inputs in groups:
+            generated = context.model.generate(**inputs, **generate_kwargs)  # type: ignore[operator]
+            start = 1 if is_encoder_decoder else inputs["input_ids"].shape[1]
+            answers = [cut_at_end(tokens, ends) for tokens in generated[:, start:].tolist()]
+            texts = context.tokenizer.batch_decode(answers, skip_special_tokens=True)
+            for i, text in zip(chosen, texts, strict=True):
+                predictions[i] = text.strip()
 
     context.for_each_batch(encoded, process)
     return Predictions(predictions, [None] * len(encoded), total_loss / max(count, 1) if has_labels else None)
 
 
-def _left_padded(
-    prompts: Sequence[list[int]], context: InferenceContext, device: torch.device
-) -> dict[str, torch.Tensor]:
-    """Pad prompts on the left, as `generate` needs them."""
-    padding_side, context.tokenizer.padding_side = context.tokenizer.padding_side, "left"
-    try:
-        padded = context.tokenizer.pad({"input_ids": list(prompts)}, return_tensors="pt", verbose=False)
-    finally:
-        context.tokenizer.padding_side = padding_side
-    return {name: padded[name].to(device) for name in ("input_ids", "attention_mask")}
+READ_THE_PROMPT = (
+    "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
+    "min_length",
+)  # fmt: skip
+"""Options of `generate` that look at the tokens of the prompt or count them, padding included."""
+
+
+def _prompts(
+    context: InferenceContext, encoded: EncodedRows, indices: Sequence[int]
+) -> Iterator[tuple[list[int], dict[str, torch.Tensor]]]:
+    """Yield prompts as `generate` needs them, padded on the left, or those of each length where it would see padding.
+
+    Yields:
+        The indices of rows, and their prompts.
+    """
+    config, given = context.model.generation_config, context.options.generate_kwargs
+    options = [given.get(name, getattr(config, name, None)) for name in READ_THE_PROMPT]
+    sees_padding = any(value not in (None, 0, 1) for value in options)
+    prompts = [encoded[i]["input_ids"][: encoded[i]["prompt_length"]] for i in indices]
+    lengths = [len(prompt) for prompt in prompts]
+    same_length = len(set(lengths)) > 1 and (sees_padding or not pads_prompts(context.model))
+    for group in longest_first(lengths, len(lengths), same_length):
+        padded = context.tokenizer.pad(
+            {"input_ids": [prompts[j] for j in group]}, padding_side="left", return_tensors="pt",
+            return_attention_mask=True, verbose=False,
+        )  # fmt: skip
+        yield [indices[j] for j in group], dict(padded.to(context.model.device))
 
 
 def _row_losses(
@@ -386,7 +432,7 @@ def _row_losses(
 def predict_log_likelihoods(context: InferenceContext, encoded: EncodedRows) -> Predictions:
     """Predict the log-likelihood of every text, in nats; references are the numbers of its predicted tokens.
 
-    The score of a text is its perplexity.
+    The score of a text is its perplexity; None where nothing is predicted, as in a text of one token.
     """
     log_likelihoods, num_tokens = [0.0] * encoded.num_texts, [0] * encoded.num_texts
 
@@ -398,7 +444,7 @@ def predict_log_likelihoods(context: InferenceContext, encoded: EncodedRows) -> 
 
     context.for_each_batch(encoded, process)
     pairs = zip(log_likelihoods, num_tokens, strict=True)
-    perplexities = [math.exp(-value / max(count, 1)) for value, count in pairs]
+    perplexities = [math.exp(-value / count) if count else None for value, count in pairs]
     return Predictions(log_likelihoods, perplexities, -sum(log_likelihoods) / max(sum(num_tokens), 1), num_tokens)
 
 

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import pyarrow
 
 from ..filesystem import CACHE_VARIABLE, atomic_open, cache_folder, file_lock
+from ..templates import end_tokens
 from .base import Columns, TaskKind, TaskOptions
 from .encoding import EncodedRows, Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-VERSION = 5
+VERSION = 6
 """Raised when an encoder returns other rows for the same input."""
 NAME_LENGTH = 32
 """Hexadecimal digits of the name of a cached file."""
@@ -132,7 +133,8 @@ def encode_cached(
     folder = cache_folder()
     if folder is None:
         return kind.encode(tokenizer, model, columns, options, training)
-    key = _cache_key(kind, tokenizer_hash or _hash(tokenizer), model, options, training, content)
+    ends = end_tokens(tokenizer, model)
+    key = _cache_key(kind, tokenizer_hash or _hash(tokenizer), ends, model, options, training, content)
     path = folder / f"{key}.arrow"
     if (cached := _read_rows(path)) is not None:
         return cached
@@ -161,6 +163,7 @@ def _hash(tokenizer: PreTrainedTokenizerBase) -> str:
 def _cache_key(
     kind: TaskKind,
     tokenizer_hash: str,
+    ends: Sequence[int],
     model: PreTrainedModel,
     options: TaskOptions,
     training: bool,
@@ -171,6 +174,7 @@ def _cache_key(
         "version": VERSION, "kind": [kind.name, kind.head], "content": content, "training": training,
         "options": {name: value for name, value in asdict(options).items() if name != "generate_kwargs"},
         "model_inputs": sorted(signature(model.forward).parameters), "tokenizer": tokenizer_hash,
+        "ends": list(ends),
     }  # fmt: skip
     return hashlib.sha256(json.dumps(dependencies, sort_keys=True, default=str).encode()).hexdigest()[:NAME_LENGTH]
 

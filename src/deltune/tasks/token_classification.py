@@ -1,12 +1,14 @@
 """Tagging, by a head or by a language model that writes the entities of a text.
 
-By a head: one label for each token of a text that is already split; its first sub-word carries the label. A language
-model writes the entities, as "John Smith: PER; Paris: LOC", for us to parse.
+By a head: one label for each word of a text that is already split; its first sub-word carries the label. Tokenizers
+leave some words out (a zero-width space, a soft hyphen), so a label is placed by the word's number, never by counting.
+A language model writes the entities, as "John Smith: PER; Paris: LOC", for us to parse.
 """
 
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
@@ -15,19 +17,17 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from ..data.tag_schemes import OUTSIDE
 from ..errors import DeltuneError
 from . import generation
 from .base import Columns, InferenceContext, Predictions, TaskKind, TaskOptions
-from .encoding import IGNORE_INDEX, TOKENIZER_BATCH, EncodedRows
-
-OUTSIDE_TAG = "O"
-"""The tag of a token that is not part of an entity."""
+from .encoding import IGNORE_INDEX, TOKENIZER_BATCH, EncodedRows, row_names, tokenize
 
 
 def encode_tags(tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool) -> EncodedRows:
-    """Encode each text with `labels` at the first sub-word of every token and IGNORE_INDEX elsewhere.
+    """Encode each text with `labels` at the first sub-word of every word and IGNORE_INDEX elsewhere.
 
-    Tokens beyond max_length are cut off.
+    `words` has the numbers of the words with a sub-word. Words beyond max_length are cut off.
 
     Raises:
         DeltuneError: The tokenizer does not map sub-words to tokens, or wants another setting for split texts.
@@ -36,39 +36,79 @@ def encode_tags(tokenizer: Any, model: Any, columns: Columns, options: TaskOptio
         raise DeltuneError(
             f"{type(tokenizer).__name__} does not tell which sub-words a token became; tagging needs that"
         )
-    model_inputs = signature(model.forward).parameters
+    model_inputs, names = signature(model.forward).parameters, row_names(columns)
     rows, truncated = [], 0
     for start in range(0, len(columns["tokens"]), TOKENIZER_BATCH):
-        texts = [list(tokens) for tokens in columns["tokens"][start : start + TOKENIZER_BATCH]]
-        tokenized = _tokenize(tokenizer, texts, options.max_length)
+        chunk = slice(start, start + TOKENIZER_BATCH)
+        texts = [list(tokens) for tokens in columns["tokens"][chunk]]
+        tokenized = _tokenize(tokenizer, texts, names[chunk], options.max_length)
         for i, tokens in enumerate(texts):
             row = {name: values[i] for name, values in tokenized.items() if name in model_inputs}
-            labels, last_word = [], None
+            places = first_sub_words(tokenized.word_ids(i))
             tags = columns["tags"][start + i] if "tags" in columns else [0] * len(tokens)
-            for word in tokenized.word_ids(i):
-                labels.append(IGNORE_INDEX if word is None or word == last_word else tags[word])
-                last_word = word if word is not None else last_word
-            truncated += last_word is not None and last_word < len(tokens) - 1
-            rows.append({**row, "labels": labels, "num_tokens": len(tokens)})
+            labels = [IGNORE_INDEX] * len(row["input_ids"])
+            for word, place in places.items():
+                labels[place] = tags[word]
+            truncated += bool(tokenized.encodings[i].overflowing)
+            rows.append({**row, "labels": labels, "words": list(places), "num_words": len(tokens)})
     return EncodedRows(rows, truncated)
 
 
-def _tokenize(tokenizer: Any, texts: list[list[str]], max_length: int) -> Any:
+def first_sub_words(word_ids: Sequence[int | None]) -> dict[int, int]:
+    """Return the number of each word that has a sub-word, in order, and the place of its first one.
+
+    Args:
+        word_ids: The number of the word of every token; None for special tokens.
+    """
+    places: dict[int, int] = {}
+    for place, word in enumerate(word_ids):
+        if word is not None:
+            places.setdefault(word, place)
+    return places
+
+
+def tag_all_words(tagged: Mapping[int, str], count: int, labels: Sequence[str]) -> list[str]:
+    """Return a tag for every word of a text, also for those that the model has not seen.
+
+    Such a word has no sub-word or was cut off. It is inside an entity that goes on behind it, and else O. Of tags
+    without an O it has the tag of the word before it, or else of the next one.
+
+    Args:
+        tagged: The tags of the words that the model has seen, by number.
+        count: The number of words.
+        labels: All tags that there are.
+    """
+    next_tags = [""] * (count + 1)
+    for word in reversed(range(count)):
+        next_tags[word] = tagged.get(word, next_tags[word + 1])
+    tags: list[str] = []
+    for word in range(count):
+        before, after = tags[-1] if tags else "", next_tags[word]
+        inside = f"I{after[1:]}"
+        if word in tagged:
+            tags.append(after)
+        elif before[:1] in ("B", "I") and after[:1] in ("I", "E", "L") and before[1:] == after[1:] and inside in labels:
+            tags.append(inside)
+        else:
+            tags.append(OUTSIDE if OUTSIDE in labels else before or after or labels[0])
+    return tags
+
+
+def _tokenize(tokenizer: Any, texts: list[list[str]], names: Sequence[str], max_length: int) -> Any:
     try:
-        return tokenizer(texts, is_split_into_words=True, truncation=True, max_length=max_length)
+        return tokenize(tokenizer, texts, names=names, is_split_into_words=True, truncation=True, max_length=max_length)
     except AssertionError as error:  # tokenizers of RoBERTa and GPT-2 must know that a token begins with a blank
         raise DeltuneError(f"{error}; give a tokenizer made with add_prefix_space=True") from error
 
 
 def predict_tags(context: InferenceContext, encoded: EncodedRows) -> Predictions:
-    """Predict the most probable tag of every token, and no entity for tokens that were cut off.
+    """Predict the most probable tag of every word; for words that the model does not see, see `tag_all_words`.
 
-    The scores are the probabilities of the predicted tags.
+    The scores are the probabilities of the predicted tags, and None for the words that the model does not see.
     """
     predictions: list[Any] = [None] * len(encoded)
     scores: list[Any] = [None] * len(encoded)
     total_loss, count = 0.0, 0
-    cut_off_tag = OUTSIDE_TAG if OUTSIDE_TAG in context.labels else context.labels[0]
 
     def process(indices: list[int], batch: dict[str, torch.Tensor]) -> None:
         nonlocal total_loss, count
@@ -78,10 +118,12 @@ def predict_tags(context: InferenceContext, encoded: EncodedRows) -> Predictions
         count += int((labels != IGNORE_INDEX).sum())
         best = logits.softmax(-1).max(-1)
         for row, i in enumerate(indices):
-            mask = labels[row] != IGNORE_INDEX
+            mask, words = labels[row] != IGNORE_INDEX, encoded[i]["words"]
             tags = [context.labels[label] for label in best.indices[row][mask].tolist()]
-            predictions[i] = tags + [cut_off_tag] * (encoded[i]["num_tokens"] - len(tags))
-            scores[i] = best.values[row][mask].tolist()
+            probabilities = dict(zip(words, best.values[row][mask].tolist(), strict=True))
+            num_words = encoded[i]["num_words"]
+            predictions[i] = tag_all_words(dict(zip(words, tags, strict=True)), num_words, context.labels)
+            scores[i] = [probabilities.get(word) for word in range(num_words)]
 
     context.for_each_batch(encoded, process)
     return Predictions(predictions, scores, total_loss / max(count, 1))
@@ -101,7 +143,7 @@ TAGGING = TaskKind(
     name="tagging",
     head="tagging",
     default_metrics=("entity_f1",),
-    metric_inputs=("tags",),
+    metric_inputs=("tags", "classes"),
     encode=encode_tags,
     predict=predict_tags,
     references=references,
@@ -148,8 +190,9 @@ def parse_entities(text: str, tokens: Sequence[str], type_words: Mapping[str, st
     """Return the BIO tags that a list of entities, as a model wrote it, gives to the tokens.
 
     Each mention is looked up in order: its first untagged occurrence after the previous mention, else its first
-    untagged occurrence. Blanks do not count, since a tokenizer may not preserve them. Entries that do not occur or have
-    an unknown type are skipped; a mention then begins after the semicolon of such an entry.
+    untagged occurrence. Blanks and characters that cannot be seen do not count, since a tokenizer may not preserve
+    them. Entries that do not occur or have an unknown type are skipped; a mention then begins after the semicolon of
+    such an entry.
 
     Args:
         text: What the model wrote.
@@ -158,9 +201,9 @@ def parse_entities(text: str, tokens: Sequence[str], type_words: Mapping[str, st
     """
     types = {word: name for name, word in type_words.items()}
     words = "|".join(re.escape(word) for word in sorted(types, key=len, reverse=True))
-    tags, cursor = [OUTSIDE_TAG] * len(tokens), 0
+    tags, cursor = [OUTSIDE] * len(tokens), 0
     for mention, word in re.findall(rf"(.+?)\s*:\s*({words})\s*(?:;|$)", text, re.DOTALL):
-        parts = "".join(mention.split()).split(";")
+        parts = _spelling(mention).split(";")
         spans = (_find_mention(tokens, tags, cursor, ";".join(parts[i:])) for i in range(len(parts)))
         start, cursor = next((span for span in spans if span), (cursor, cursor))
         tags[start:cursor] = [f"{'I' if i else 'B'}-{types[word]}" for i in range(cursor - start)]
@@ -171,7 +214,7 @@ def _find_mention(tokens: Sequence[str], tags: Sequence[str], cursor: int, menti
     """Return the first untagged span of tokens that spells a mention, from the cursor on or else before it."""
     for start in [*range(cursor, len(tokens)), *range(cursor)]:
         stop = _match_end(tokens, start, mention)
-        if stop and set(tags[start:stop]) == {OUTSIDE_TAG}:
+        if stop and set(tags[start:stop]) == {OUTSIDE}:
             return start, stop
     return None
 
@@ -179,13 +222,22 @@ def _find_mention(tokens: Sequence[str], tags: Sequence[str], cursor: int, menti
 def _match_end(tokens: Sequence[str], start: int, mention: str) -> int:
     """Return where the tokens from `start` on that spell a mention end; 0 if they do not spell it."""
     for stop in range(start, len(tokens)):
-        token = "".join(tokens[stop].split())
-        if not mention.startswith(token) or not token:
+        token = _spelling(tokens[stop])
+        if not mention.startswith(token) or (not token and stop == start):
             return 0
         mention = mention[len(token) :]
         if not mention:
             return stop + 1
     return 0
+
+
+def _spelling(text: str) -> str:
+    """Return the characters of a text by which a mention is looked up: without blanks and what cannot be seen."""
+    return "".join(
+        c
+        for c in unicodedata.normalize("NFKC", text)
+        if not c.isspace() and unicodedata.category(c) not in ("Cc", "Cf") and not "\ufe00" <= c <= "\ufe0f"
+    )
 
 
 def encode_entities(tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool) -> EncodedRows:
@@ -195,7 +247,7 @@ def encode_entities(tokenizer: Any, model: Any, columns: Columns, options: TaskO
         DeltuneError: The labels are not BIO tags.
     """
     labels = list(options.label_words)
-    if foreign := [label for label in labels if label != OUTSIDE_TAG and not entity_type(label)]:
+    if foreign := [label for label in labels if label != OUTSIDE and not entity_type(label)]:
         raise DeltuneError(
             f"tagging by a language model needs the tags O, B-… and I-…, but the labels are {', '.join(foreign[:5])}. "
             "Use answer=head"

@@ -35,6 +35,7 @@ from ..runtime.handle import base_value
 from ..tasks import token_cache
 from ..tasks.base import InferenceContext, autocast
 from ..tasks.encoding import EncodedRows, Row, collate, count_tokens, non_padding_mask
+from ..tasks.padding import padding_side
 from . import distributed
 
 VERSION = 1
@@ -248,13 +249,15 @@ def _probe(
 
     In training mode, with the same draws of dropout, logits from activations must be those of a whole pass.
     """
+    if padding_side(context.model) is None:
+        return "padding changes the answers of this model"
     order = sorted(range(len(encoded)), key=encoded.lengths.__getitem__)
     rows = [encoded.rows[i] for i in {order[int(at)] for at in np.linspace(0, len(order) - 1, PROBE_ROWS)}]
     model, device = context.model, next(context.model.parameters()).device
     training = model.training
 
     def make_batch(some_rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-        return {name: tensor.to(device) for name, tensor in collate(context.tokenizer, some_rows).items()}
+        return {name: tensor.to(device) for name, tensor in collate(context.tokenizer, model, some_rows).items()}
 
     def logits_of(forward: Callable[[], Any]) -> torch.Tensor:
         model.train()

@@ -85,7 +85,7 @@ def read_finished(run: RunDir, metrics: RunMetrics | None = None) -> FinishedRun
     split = next((s for s in reversed(SPLITS) if (best.predictions / f"{s}.jsonl").is_file()), "")
     lines = [line for _, line in best.read_predictions(split)] if split else []
     log = best.read_log() if best.log_file.is_file() else []
-    analysis = analyse(data.kind, lines, data.labels)
+    analysis = analyse(data.kind, lines, data.labels, data.tag_scheme)
     return FinishedRun(run, config, metrics, best, best_config, best_metrics, data, log, split, analysis)
 
 
@@ -102,6 +102,11 @@ def advice(finished: FinishedRun) -> list[str]:
         *(nothing or ([] if has_learned else loss_stayed(finished.best_config, finished.log))),
         *loss_rose(finished.best_config, finished.log),
         *still_improving(finished.best_config, finished.best_metrics, finished.log),
+        *(
+            [f"{undecided}, so the epoch with the lowest validation loss is kept. Choose by another metric (--metric)"]
+            if (undecided := metric_without_say(finished.best_metrics, finished.log))
+            else []
+        ),
     ]
     which = f"seed {finished.best_config.runtime.seed}: " if finished.config.is_series else ""
     return [
@@ -207,9 +212,20 @@ def still_improving(config: RunConfig, metrics: RunMetrics, log: Sequence[Mappin
     return [f"validation was still improving at the end ({text}). Train longer: {_longer(config)}"]
 
 
+def metric_without_say(metrics: RunMetrics, log: Sequence[Mapping[str, Any]]) -> str:
+    """Say if the metric that chooses the epoch was the same at every validation; "" if it was not."""
+    name = metrics.best.metric
+    values = [float(line[f"eval_{name}"]) for line in log if f"eval_{name}" in line]
+    if name in (None, "loss") or len(values) < 2 or len(set(values)) > 1:
+        return ""
+    return f"{name} was {values[0]:.4f} at every validation"
+
+
 def edge_of_search(config: RunConfig, metrics: RunMetrics) -> list[str]:
     """Say if a number that a search chose is the largest or the smallest of those tried."""
-    notes = []
+    notes: list[str] = []
+    if not metrics.best.metric:
+        return notes
     for field, tried in config.runtime.search.items():
         numbers = sorted({float(v) for v in tried if isinstance(v, int | float) and not isinstance(v, bool)})
         chosen = metrics.best.as_json().get(field)

@@ -147,6 +147,9 @@ class DataSection(Section):
     relabel: Annotated[dict[str, str] | None, CommaSeparated] = _option(
         None, "new names of labels: a=x,b=x,c=y; several may become one"
     )
+    tag_scheme: Literal["iob2", "plain"] | None = _option(
+        None, "of tagging: iob2 converts tags of entities to IOB2; plain: tags are classes of words [as recognised]"
+    )
     max_train_rows: Size | None = _option(None, "train on a sample of that many rows", common=True)
     validation_rows: Size | None = _option(None, "validate on a sample of that many rows")
     test_rows: Size | None = _option(None, "score on a sample of that many test rows")
@@ -175,7 +178,7 @@ class MethodSection(Section):
     @classmethod
     def _shorten_expression(cls, value: Any) -> str:
         try:
-            return repr(parse(value))
+            return repr(parse(repr(parse(value))))  # the result of `fit` prints its sizes, also where they are defaults
         except DeltuneError as error:
             raise ValueError(str(error)) from error
 
@@ -399,6 +402,9 @@ class RunConfig(BaseModel):
         if problems := _plain_value_problems(flat):
             raise error_from_problems("the config of the run is wrong", problems)
         problems = [*_name_problems(flat), *_source_problems(flat), *_batch_size_problems(flat)]
+        methods = search.get("method") if isinstance(search := flat.get("search"), Mapping) else None
+        if "method" not in flat and isinstance(methods, list | tuple) and methods:
+            flat["method"] = methods[0]
         if all(isinstance(flat.get(name), str | None) for name in ("task", "protocol")):
             try:
                 flat = apply_preset(flat)

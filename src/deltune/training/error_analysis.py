@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from math import exp
 from typing import Any
 
-from ..errors import DeltuneError, error_summary
+from ..data.tag_schemes import PLAIN
+from ..errors import DeltuneError, counted, error_summary
+from ..metrics.labels import entities
 
 MAX_WRONG, MAX_RIGHT = 6, 6
 """How many examples are shown."""
@@ -70,8 +72,10 @@ class Analysis:
         confusion: The confusion matrix, of tasks with few labels.
         tables: Errors by type.
         wrong: The worst errors, the worst first.
+        wrong_title: What they are.
         wrong_order: By what they are ordered.
-        right: Rows that are answered well.
+        right: Rows that are answered well, none of which is among the errors.
+        right_title: What they are.
         right_order: By what they are ordered.
     """
 
@@ -85,18 +89,21 @@ class Analysis:
     confusion: Confusion | None = None
     tables: tuple[ErrorTable, ...] = ()
     wrong: tuple[Example, ...] = ()
+    wrong_title: str = "Wrong"
     wrong_order: str = ""
     right: tuple[Example, ...] = ()
+    right_title: str = "Right"
     right_order: str = ""
 
 
-def analyse(kind: str, lines: Sequence[Line], labels: Sequence[str] = ()) -> Analysis:
+def analyse(kind: str, lines: Sequence[Line], labels: Sequence[str] = (), tag_scheme: str | None = None) -> Analysis:
     """Analyse the predictions of a split.
 
     Args:
         kind: The kind of task, a key of `data.columns.TASK_COLUMNS`.
         lines: The lines of the prediction file.
         labels: The names of the labels in the order of their ids, where there are some.
+        tag_scheme: The scheme of tags, as `TaskData.tag_scheme`. Default: IOB2.
 
     Raises:
         DeltuneError: A line does not hold what this kind of task predicts.
@@ -104,6 +111,8 @@ def analyse(kind: str, lines: Sequence[Line], labels: Sequence[str] = ()) -> Ana
     if not lines:
         return Analysis(0, "There are no predictions.")
     try:
+        if kind == "tagging":
+            return _analyse_words(lines, labels) if tag_scheme == PLAIN else _analyse_tags(lines, tag_scheme or "IOB2")
         return ANALYSES[kind](lines, labels)
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         raise DeltuneError(f"the predictions are not those of {kind} ({error_summary(error)})") from error
@@ -148,14 +157,27 @@ def _analyse_labels(lines: Sequence[Line], labels: Sequence[str]) -> Analysis:
     )
 
 
-def _analyse_tags(lines: Sequence[Line], labels: Sequence[str]) -> Analysis:
+def _analyse_words(lines: Sequence[Line], labels: Sequence[str]) -> Analysis:
+    """Analyse plain tags as the classes of words."""
+    words = []
+    for line in lines:
+        scores = line["scores"] if isinstance(line.get("scores"), list) else [None] * len(line["reference"])
+        for i, (answer, right, score) in enumerate(zip(line["prediction"], line["reference"], scores, strict=True)):
+            shown = {"word": line["input"][i], "text": line["input"]}
+            scores_of = {} if score is None else {answer: score}
+            words.append({**line, "input": shown, "prediction": answer, "reference": right, "scores": scores_of})
+    analysis = _analyse_labels(words, labels)
+    return replace(analysis, summary=analysis.summary.replace("rows", "words"))
+
+
+def _analyse_tags(lines: Sequence[Line], scheme: str) -> Analysis:
     """Analyse tagged tokens by their entities: what is missed, what is none, and what has the wrong type or ends."""
-    pairs = [(_entities(line["reference"]), _entities(line["prediction"])) for line in lines]
+    pairs = [(entities(line["reference"], scheme), entities(line["prediction"], scheme)) for line in lines]
     true, predicted, correct, errors = (Counter[str]() for _ in range(4))
     wrong: list[tuple[int, int, str]] = []
     for i, (references, predictions) in enumerate(pairs):
-        for counter, entities in ((true, references), (predicted, predictions), (correct, references & predictions)):
-            counter.update(kind for kind, _, _ in entities)
+        for counter, one_side in ((true, references), (predicted, predictions), (correct, references & predictions)):
+            counter.update(kind for kind, _, _ in one_side)
         remarks = Counter(_entity_error(entity, references, predictions) for entity in references ^ predictions)
         remarks.pop("", None)
         errors.update(remarks)
@@ -221,7 +243,7 @@ def _analyse_texts(lines: Sequence[Line], labels: Sequence[str]) -> Analysis:
         )
 
     wrong = [i for i in order if i not in set(exact)]
-    best = exact or order[::-1]
+    best = exact or [i for i in reversed(order[MAX_WRONG:]) if nearest[i][0] > 0]
     return Analysis(
         rows=len(lines),
         summary=_share_right(len(exact), len(lines)).replace("right", "exactly right"),
@@ -230,6 +252,7 @@ def _analyse_texts(lines: Sequence[Line], labels: Sequence[str]) -> Analysis:
         wrong=tuple(map(example, wrong[:MAX_WRONG])),
         wrong_order="the least alike first",
         right=tuple(map(example, best[:MAX_RIGHT])),
+        right_title="Right" if exact else "Nearest to right",
         right_order="" if exact else "the most alike first",
     )
 
@@ -244,12 +267,15 @@ def _analyse_running_text(lines: Sequence[Line], labels: Sequence[str]) -> Analy
         return Example(str(lines[i].get("id", i)), _input(lines[i]), "", "", remark)
 
     tokens = sum(count for _, count, _ in sized)
+    others = losses[MAX_WRONG:]
     return Analysis(
         rows=len(lines),
-        summary=f"{len(lines):,} texts of {tokens:,} predicted tokens.",
+        summary=f"{counted(len(lines), 'text')} of {counted(tokens, 'predicted token')}.",
         wrong=tuple(example(*one) for one in losses[:MAX_WRONG]),
-        wrong_order="the highest perplexity first",
-        right=tuple(example(*one) for one in losses[::-1][:MAX_RIGHT]),
+        wrong_title="Worst" if others else "Texts",
+        wrong_order="the highest perplexity first" if len(losses) > 1 else "",
+        right=tuple(example(*one) for one in others[::-1][:MAX_RIGHT]),
+        right_title="Best",
         right_order="the lowest perplexity first",
     )
 
@@ -257,7 +283,6 @@ def _analyse_running_text(lines: Sequence[Line], labels: Sequence[str]) -> Analy
 ANALYSES: Mapping[str, Callable[[Sequence[Line], Sequence[str]], Analysis]] = {
     "classification": _analyse_labels,
     "choice": _analyse_labels,
-    "tagging": _analyse_tags,
     "generation": _analyse_texts,
     "language": _analyse_running_text,
 }
@@ -265,13 +290,6 @@ ANALYSES: Mapping[str, Callable[[Sequence[Line], Sequence[str]], Analysis]] = {
 
 Entity = tuple[str, int, int]
 """Type, first token, and the token after the last one."""
-
-
-def _entities(tags: Sequence[str]) -> set[Entity]:
-    """Return the entities of strict BIO tags, as seqeval's IOB2 has them."""
-    from seqeval.scheme import IOB2, Entities
-
-    return {(entity.tag, entity.start, entity.end) for entity in Entities([list(tags)], IOB2).entities[0]}
 
 
 def _entity_error(entity: Entity, references: set[Entity], predictions: set[Entity]) -> str:
@@ -297,8 +315,8 @@ def _precision_recall(correct: int, predicted: int, true: int) -> tuple[str, str
 def _tag_example(line: Line, references: set[Entity], predictions: set[Entity], remark: str) -> Example:
     tokens = [str(token) for token in line["input"]]
 
-    def names(entities: set[Entity]) -> str:
-        ordered = sorted(entities, key=lambda entity: entity[1:])
+    def names(one_side: set[Entity]) -> str:
+        ordered = sorted(one_side, key=lambda entity: entity[1:])
         return "; ".join(f"{' '.join(tokens[start:end])} ({kind})" for kind, start, end in ordered) or "no entity"
 
     return Example(str(line.get("id", "")), _input(line), _cut(names(predictions)), _cut(names(references)), remark)

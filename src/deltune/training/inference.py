@@ -5,6 +5,7 @@ A run is written as a plain checkpoint or for another library, and other librari
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,8 @@ from transformers import TextStreamer
 
 from ..compat import silent_loading
 from ..data import loading
-from ..errors import DeltuneError, error_from_problems, error_summary, excerpt, unknown_name
+from ..data.tag_schemes import PLAIN
+from ..errors import DeltuneError, check_booleans, error_from_problems, error_summary, excerpt, unknown_name
 from ..filesystem import explain_write_errors, user_path, write_jsonl
 from ..interop.base import is_foreign
 from ..metrics.base import Score, Scores
@@ -40,8 +42,9 @@ from ..runtime.serialization import read_metadata
 from ..tasks import token_cache
 from ..tasks.base import Columns, InferenceContext, TaskKind, TaskOptions
 from ..tasks.classification import CLASSIFICATION, predict_logits
-from ..tasks.encoding import EncodedRows, check_causal, longest_length
-from ..tasks.generation import forced_bos_options, language_codes, tokenizer_languages
+from ..tasks.encoding import EncodedRows, check_causal, longest_length, tokenize
+from ..tasks.generation import forced_bos_options, language_codes, tokenizer_languages, truncate_prompt
+from ..templates import cut_at_end, end_tokens, tokenize_prompts
 from . import task_setup
 from .config import RunConfig
 from .prediction_inputs import Input, columns_from_inputs
@@ -62,6 +65,8 @@ from .task_setup import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+
+logger = logging.getLogger("deltune")
 
 SPLITS = ("validation", "test")
 
@@ -124,6 +129,13 @@ def score_split(
     return EvalResult(values, signatures, scores.omitted, answers.predictions, references, answers.scores, scores)
 
 
+def log_omitted(omitted: Mapping[str, str]) -> None:
+    """Warn of the metrics that were not computed, those of one reason together."""
+    for reason in dict.fromkeys(omitted.values()):
+        names = ", ".join(name for name in omitted if omitted[name] == reason)
+        logger.warning("%s not computed: %s", names, reason)
+
+
 def measure(
     kind: TaskKind,
     metrics: Sequence[str],
@@ -152,6 +164,18 @@ def measure(
         scores.update(some)
         scores.omitted |= some.omitted
     return scores
+
+
+def with_tag_scheme(options: MetricOptions, scheme: str | None) -> MetricOptions:
+    """Return options of metrics with the scheme of a run's tags, by which entities are read.
+
+    Args:
+        options: Options of metrics; a scheme in them stays.
+        scheme: The scheme, as `TaskData.tag_scheme`.
+    """
+    if scheme in (None, PLAIN):
+        return options
+    return {**options, "entity_f1": {"scheme": scheme, **options.get("entity_f1", {})}}
 
 
 def prediction_lines(
@@ -281,14 +305,17 @@ def is_run(folder: str | Path) -> bool:
     return RunDir(folder).exists or (not (Path(folder) / "config.json").is_file() and Path(folder).is_dir())
 
 
+@check_booleans
 def evaluate(
     run: str | Path,
     data: str | None = None,
     splits: Sequence[str] | None = None,
     output: str | Path | None = None,
+    *,
     progress: bool = False,
     other: Mapping[str, Any] | None = None,
     columns: str | None = None,
+    data_root: str | None = None,
 ) -> dict[str, dict[str, float]]:
     """Score the delta of a run on its own data, or on other data with the same labels.
 
@@ -301,6 +328,7 @@ def evaluate(
         other: A known task in place of the run's, as flat values of a config: {"task": …, "data_root": …,
             "relabel": …}; as many of its rows are scored as of the run's own.
         columns: The columns of the other data, such as "text=a,label=b"; by default those of the run.
+        data_root: The folder that now holds the folder of the run's known task.
 
     Returns:
         The metrics of every split.
@@ -310,6 +338,10 @@ def evaluate(
     """
     folder = RunDir(run).best_run
     config = folder.config
+    if data_root is not None:
+        if config.data.source is not None:
+            raise DeltuneError(f"{run} was trained on {config.data.source}, which is no known task; give --data")
+        config = config.replace(data_root=data_root)
     loaded = load_run(run)
     if data is not None:  # it is laid out as the run's own, unless it says otherwise
         chosen = columns or config.data.columns or folder.data.columns or None
@@ -330,33 +362,43 @@ def evaluate(
         loaded.model, loaded.tokenizer, rows.labels, fit_lengths(loaded.model, loaded.kind, limits),
         config.optim.rows_per_device(), loaded.precision,
     )  # fmt: skip
-    setup = replace(setup, kind=loaded.kind)
+    trained_scheme = folder.data.tag_scheme
+    if None not in (rows.tag_scheme, trained_scheme) and rows.tag_scheme != trained_scheme:
+        raise DeltuneError(
+            f"the run's tags are {trained_scheme}, those of {rows.source} are {rows.tag_scheme}; a run whose tags were "
+            "converted (--tag-scheme iob2) reads all schemes"
+        )
+    setup = replace(setup, kind=loaded.kind, data=replace(rows, tag_scheme=trained_scheme or rows.tag_scheme))
     return _score_splits(context, setup, config.evaluation.metric_options, splits, output, progress)
 
 
+@check_booleans
 def evaluate_model(
     model: str,
-    data: str,
+    data: str | None = None,
     task: str | None = None,
     columns: str | None = None,
     answer: str = "head",
     splits: Sequence[str] | None = None,
     output: str | Path | None = None,
+    *,
     progress: bool = False,
     max_length: int | None = None,
+    data_root: str | None = None,
 ) -> dict[str, dict[str, float]]:
     """Score a model as it is, before any tuning.
 
     Args:
         model: A hub id, a folder, or `minilm`.
-        data: A folder or hub id.
-        task: The kind of task; by default what the columns show.
+        data: A folder or hub id; by default that of the known task.
+        task: The kind of task, or a known task; by default what the columns show.
         columns: The columns, such as "text=a,label=b"; by default those with usual names.
         answer: "head" or "words".
         splits: The splits to score; by default validation and test, as far as they exist.
         output: A folder for the predictions, SPLIT.jsonl each.
         progress: Show a progress bar on a terminal.
         max_length: To how many tokens texts are cut, and running text into pieces. Default: as when training.
+        data_root: The folder that holds the folder of the known task. Default: the hub.
 
     Returns:
         The metrics of every split.
@@ -366,7 +408,7 @@ def evaluate_model(
     """
     lengths = {} if max_length is None else {"max_length": max_length}
     config = RunConfig.from_flat(
-        model=model, data=data, task=task, columns=columns, answer=answer, method="head", **lengths
+        model=model, data=data, task=task, columns=columns, answer=answer, method="head", data_root=data_root, **lengths
     )
     name, configuration = config.model.name, load_config(config.model.name)
     arguments = (name, config.data, answer, config.evaluation, 0, False)
@@ -406,6 +448,7 @@ def _score_splits(
 ) -> dict[str, dict[str, float]]:
     """Score splits of a task, and write the predictions where a folder is given."""
     rows, kind, results = setup.data, setup.kind, {}
+    options = with_tag_scheme(options, rows.tag_scheme)
     requested = _requested_splits(rows, splits)
     target = None if output is None else user_path(output, "output")
     columns_of = {s: {name: list(rows.splits[s][name]) for name in rows.splits[s].column_names} for s in requested}
@@ -420,12 +463,15 @@ def _score_splits(
                 kind, replace(context, on_progress=bar.advance), encoded, columns, setup.metrics, options
             )
             results[split] = result.metrics
+            if not results.keys() - {split}:
+                log_omitted(result.omitted)
             if target is not None:
                 target.mkdir(parents=True, exist_ok=True)
                 write_jsonl(target / f"{split}.jsonl", prediction_lines(kind, columns, result, rows.labels))
     return results
 
 
+@check_booleans
 def generate(
     source: str | Path,
     prompts: Sequence[str],
@@ -433,6 +479,7 @@ def generate(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
+    *,
     stream: bool = False,
 ) -> list[str]:
     """Generate a text for each prompt.
@@ -453,11 +500,11 @@ def generate(
         The texts, without their prompts.
 
     Raises:
-        DeltuneError: The source is no language model, a prompt is empty, or the model has too few positions for a
+        DeltuneError: There are no prompts, the source is no language model, or the model has too few positions for a
             prompt and its text.
     """
-    if not all(prompt.strip() for prompt in prompts):
-        raise DeltuneError("a prompt is empty")
+    if not prompts:
+        raise DeltuneError("no prompts are given")
     loaded = load_run(source) if is_run(source) else None
     if loaded is not None and loaded.kind.head not in LANGUAGE_MODEL_HEADS:
         raise DeltuneError(f"{source} answers {loaded.kind.name} by a head and generates no text: deltune predict")
@@ -470,6 +517,8 @@ def generate(
     options: dict[str, Any] = {"max_length": None, "max_new_tokens": max_new_tokens, "num_beams": 1}
     options |= {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
     options |= forced_bos_options(tokenizer, model) if is_encoder_decoder else {}
+    ends = end_tokens(tokenizer, model)
+    options["eos_token_id"] = list(ends) or None
     model.eval()
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -481,17 +530,18 @@ def generate(
             generated = model.generate(  # type: ignore[operator]
                 input_ids=inputs, attention_mask=torch.ones_like(inputs), streamer=streamer, **options
             )[0]
-            texts.append(_continuation(tokenizer, [] if is_encoder_decoder else ids, generated.tolist()))
+            before = [] if is_encoder_decoder else ids
+            answer = cut_at_end(generated[1 if is_encoder_decoder else len(ids) :].tolist(), ends)
+            texts.append(_continuation(tokenizer, before, answer))
     return texts
 
 
-def _continuation(tokenizer: Any, prompt: list[int], tokens: list[int]) -> str:
-    """Return the text of tokens behind those of a prompt, with the blank that some tokenizers drop at the beginning."""
-    before = str(tokenizer.decode(prompt, skip_special_tokens=True))
-    text = str(tokenizer.decode(tokens, skip_special_tokens=True))
-    if text.startswith(before):
-        return text[len(before) :]
-    return str(tokenizer.decode(tokens[len(prompt) :], skip_special_tokens=True))
+def _continuation(tokenizer: Any, prompt: list[int], answer: list[int]) -> str:
+    """Return the text of an answer behind its prompt, with the blank that some tokenizers drop at the beginning."""
+    before, text, alone = (
+        str(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in (prompt, prompt + answer, answer)
+    )
+    return text[len(before) :] if text.startswith(before) else alone
 
 
 def _check_room(model: PreTrainedModel, prompt_tokens: Sequence[int], max_new_tokens: int) -> None:
@@ -537,9 +587,10 @@ def _prompt_ids(loaded: LoadedRun | None, tokenizer: Any, prompt: str, is_encode
     if loaded is not None and loaded.kind.name == "generation":
         row = _encode(loaded, next(iter(loaded.runs)), {0: prompt})[0].rows[0]
         return list(row["input_ids"])
-    ids = list(tokenizer(prompt)["input_ids"])
-    ends = {tokenizer.eos_token_id, tokenizer.sep_token_id}
-    return ids[:-1] if not is_encoder_decoder and len(ids) > 1 and ids[-1] in ends else ids
+    if is_encoder_decoder:
+        return list(tokenize(tokenizer, [prompt], names=[repr(prompt)])["input_ids"][0])
+    ids = tokenize_prompts(tokenizer, [prompt])[0]
+    return list(truncate_prompt(tokenizer, ids, len(ids), repr(prompt)))
 
 
 def _requested_splits(data: loading.TaskData, splits: Sequence[str] | None) -> list[str]:
@@ -566,6 +617,7 @@ def rescore(run: str | Path, metrics: Sequence[str] = ()) -> dict[str, dict[str,
         DeltuneError: The folder is no run, is not finished, has no predictions, or a metric does not fit its task.
     """
     results = rescore_with_statistics(run, metrics)
+    log_omitted({name: reason for scores in results.values() for name, reason in scores.omitted.items()})
     return {split: {name: one.value for name, one in scores.items()} for split, scores in results.items()}
 
 
@@ -588,7 +640,7 @@ def rescore_with_statistics(run: str | Path, metrics: Sequence[str] = ()) -> dic
             )
             names = tuple(metrics) or tuple(name for name in stored.get(split, {}) if name != "loss")
             check_fits(kind, names)
-            options = folder.config.evaluation.metric_options
+            options = with_tag_scheme(folder.config.evaluation.metric_options, folder.data.tag_scheme)
             try:
                 results[split] = measure(kind, names, predictions, references, len(labels), options)
             except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
@@ -641,6 +693,10 @@ def predict(
             f"several runs are given ({', '.join(loaded.runs)}): say with rows=[…] which of them answers each text"
         )
     encoded, limits = _encode(loaded, next(iter(loaded.runs)), dict(enumerate(texts)))
+    if encoded.truncated:
+        unseen = "; no entity is found beyond them" if loaded.kind.name == "tagging" else ""
+        cut = f"{encoded.truncated} of {len(texts)} inputs are cut to the {limits.max_length} tokens of the run{unseen}"
+        warnings.warn(cut, stacklevel=2)
     answers = loaded.kind.predict(_inference_context(loaded, limits), encoded)
     labelled = loaded.kind.predicts_label_ids
     predictions = [loaded.labels[p] for p in answers.predictions] if labelled else answers.predictions
@@ -722,7 +778,8 @@ def _encode(loaded: LoadedRun, name: str, texts: Mapping[int, Input]) -> tuple[E
     return loaded.kind.encode(loaded.tokenizer, loaded.model, columns, limits, False), limits
 
 
-def merge_run(run: str | Path, to: str | Path, dequantize: bool = False) -> Path:
+@check_booleans
+def merge_run(run: str | Path, to: str | Path, *, dequantize: bool = False) -> Path:
     """Write the model with the run's delta merged into its weights, and its tokenizer; all or nothing.
 
     Args:
@@ -739,7 +796,10 @@ def merge_run(run: str | Path, to: str | Path, dequantize: bool = False) -> Path
     to = user_path(to, "to")
     with atomic_new_folder(to) as fresh, silent_loading():
         loaded = load_run(run)
-        tuned(loaded.model).merge(dequantize=dequantize).save_pretrained(fresh)
+        merged = tuned(loaded.model).merge(dequantize=dequantize)
+        if loaded.kind.head in LANGUAGE_MODEL_HEADS:  # whoever loads it is to stop where training has written an end
+            merged.generation_config.eos_token_id = list(end_tokens(loaded.tokenizer, merged)) or None
+        merged.save_pretrained(fresh)
         loaded.tokenizer.save_pretrained(fresh)
     return to
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from ..errors import DeltuneError, counted, error_from_problems
 from ..filesystem import explain_write_errors, write_text
 from ..methods.forms import Form
 from ..methods.registry import parse
-from ..methods.spec import Modification
+from ..methods.spec import Modification, expressions_apart
 from ..metrics.base import Score
 from ..metrics.intervals import difference_interval
 from ..metrics.registry import METRICS
@@ -25,11 +24,13 @@ from ..models import portable_name
 from ..pages.charts import Line, line_chart
 from ..pages.rendering import render
 from ..runtime.serialization import read_metadata
-from .advice import FinishedRun, advice, read_finished
+from .advice import FinishedRun, advice, metric_without_say, read_finished
+from .config import RunConfig
 from .error_analysis import Analysis
 from .inference import rescore_with_statistics
 from .presets import DEFAULT
-from .run_dir import DataFacts, RunDir, RunMetrics, SeriesRun
+from .run_dir import DataFacts, RunDir, RunMetrics, SeriesRun, command_line, signed_score
+from .search import value_text, verdict
 
 MAX_CURVES = 6
 """Of how many runs the curves are drawn."""
@@ -172,7 +173,7 @@ def build_report(finished: FinishedRun, key: str = "r0") -> RunReport:
         scores=tuple(_score_rows(metrics, names, finished.data)),
         has_intervals=any(metrics.intervals.values()),
         charts=tuple(_series_charts(finished) if config.is_series else _charts(finished)),
-        series=tuple(_series_row(one, names, tuple(config.runtime.search)) for one in metrics.runs),
+        series=tuple(_series_row(one, names, config) for one in metrics.runs),
         analysis=finished.analysis,
         split=finished.split,
         loading=_loading(finished),
@@ -211,11 +212,14 @@ def _facts(finished: FinishedRun) -> list[tuple[str, str]]:
     length = counted(optim.epochs, "epoch") if optim.steps is None else counted(optim.steps, "step")
     kept = f"epoch {best.epoch}" if optim.steps is None else f"step {best.step}"
     why = f" (best validation {best.metric})" if best.metric else " (the last)"
+    if undecided := metric_without_say(finished.best_metrics, finished.log):
+        why = f" (lowest validation loss; {undecided})"
     batch = f"{optim.batch_tokens} tokens" if optim.batch_tokens else f"{optim.batch_size} rows"
     facts = [
         ("trained", f"{count['trained']:,} scalars: {count['method']:,} of the method, {count['head']:,} of the head"),
         ("share", f"{percent_text(count['percent'])} of {count['denominator_size']:,}"),
         ("kept", f"{kept} of {length}{why}"),
+        *([("search", verdict(metrics.runs))] if finished.config.runtime.search else []),
         ("learning rate", f"{optim.rate:g}{_rate_source(finished)}, {optim.schedule}, steps of {batch}"),
         ("time", f"{metrics.seconds:,.0f} s"),
     ]
@@ -277,8 +281,9 @@ def short_number(value: float) -> str:
     return f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}"
 
 
-def _series_row(run: SeriesRun, names: Sequence[str], tried: Sequence[str]) -> SeriesRow:
-    values = ", ".join(f"{name} {run.tried[name]}" for name in tried if name in run.tried)
+def _series_row(run: SeriesRun, names: Sequence[str], config: RunConfig) -> SeriesRow:
+    tried = [name for name in config.runtime.search if name in run.tried]
+    values = ", ".join(f"{name} {value_text(config, name, run.tried[name])}" for name in tried)
     scores = run.test or run.validation
     outcome = f"diverged: {run.error}" if run.error else "chosen" if run.chosen else ""
     return SeriesRow(run.run, values, tuple(score_cell(scores.get(name)) for name in names), outcome)
@@ -364,7 +369,7 @@ def _shown_path(folder: Path) -> str:
 
 def _commands(finished: FinishedRun) -> tuple[str, ...]:
     """Return what may be done next on the command line."""
-    folder = shlex.quote(str(finished.run.folder))
+    folder = command_line([str(finished.run.folder)])
     text = [f'deltune predict {folder} --text "…"'] if finished.data.kind in TEXT_KINDS else []
     parts = parse(finished.best_config.method.expression).parts
     forms = [part.form for part in parts if isinstance(part, Modification)]
@@ -433,13 +438,16 @@ class Comparison:
 def compare(runs: Sequence[FinishedRun]) -> Comparison:
     """Compare finished runs by the scores of the test split, or of validation where one has no test split."""
     metrics = [one.metrics for one in runs]
-    methods = [one.best_config.method.expression for one in runs]
+    methods = expressions_apart([parse(one.best_config.method.expression) for one in runs])
     models = [_about(one) for one in runs]
     folders = _short_names([one.run for one in runs])
     split = "test" if all(one.test for one in metrics) else "validation"
     scores = [one.scores.get(split, {}) for one in metrics]
     shared = [name for name in scores[0] if all(name in one for one in scores)]
-    main = next((m for one in metrics if (m := main_metric(one)) in shared), shared[0] if shared else None)
+    preferred = [m for one in metrics if (m := main_metric(one)) in shared]
+    ordered = [*dict.fromkeys([*preferred, *(name for name in shared if name != "loss"), *shared])]
+    deciding = [name for name in ordered if len({one[name] for one in scores}) > 1]
+    main = next(iter(deciding or ordered), None)
     same_data = len({one.data.digests.get(split) for one in runs}) == 1
     best, differences = None, [ScoreCell("")] * len(runs)
     if main is not None:
@@ -463,6 +471,8 @@ def compare(runs: Sequence[FinishedRun]) -> Comparison:
     notes = (
         [] if same_data else [f"The {split} rows differ between the runs, so their scores are not of the same data."]
     )
+    if len(runs) > 1 and ordered and ordered[0] != main:
+        notes.append(f"{ordered[0]} is the same for every run and decides nothing, so they are compared by {main}.")
     logs = {f"{folders[i]}: {methods[i]}": one.log for i, one in enumerate(runs[:MAX_CURVES])}
     charts = comparison_charts(logs, next((m for one in runs if (m := one.best_metrics.best.metric)), None))
     return Comparison(
@@ -495,8 +505,7 @@ def run_facts(finished: FinishedRun) -> dict[str, Any]:
 
 def best_index(values: Sequence[float], metric: str) -> int:
     """Return the place of the best value of a metric, the first of equal ones."""
-    lower = metric == "loss" or METRICS[metric].better == "lower"
-    return min(range(len(values)), key=lambda i: values[i] if lower else -values[i])
+    return max(range(len(values)), key=lambda i: signed_score(metric, values[i]))
 
 
 def _differences(
@@ -513,7 +522,10 @@ def _differences(
         if i != best and mine is not None and other is not None:
             ends = difference_interval(mine, other)
         spread = "" if ends is None else f"{ends[0]:+.4f}{TO}{ends[1]:+.4f}"
-        cells.append(ScoreCell("best" if i == best else f"{value - values[best]:+.4f}", spread, repr(value)))
+        text = f"{value - values[best]:+.4f}"
+        if value == values[best]:
+            text = "best" if len(set(values)) > 1 or len(values) == 1 else "equal"
+        cells.append(ScoreCell(text, spread, repr(value)))
     return cells
 
 

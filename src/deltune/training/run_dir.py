@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -24,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .._version import __version__
 from ..data.columns import TASK_COLUMNS
-from ..errors import BusyError, DeltuneError, error_from_problems, excerpt
+from ..errors import BusyError, DeltuneError, check_booleans, error_from_problems, excerpt
 from ..filesystem import (
     atomic_folder,
     explain_write_errors,
@@ -64,6 +65,7 @@ class DataFacts(Record):
         digests: A digest of the rows of every split.
         rows: The number of rows of every split.
         labels: The names of the labels; empty where there are none.
+        tag_scheme: The scheme of tags, as `TaskData.tag_scheme`.
     """
 
     fingerprint: str | None = None
@@ -73,6 +75,7 @@ class DataFacts(Record):
     digests: dict[str, str] = {}
     rows: dict[str, int] = {}
     labels: list[str] = []
+    tag_scheme: str | None = None
 
 
 class Environment(Record):
@@ -83,6 +86,11 @@ class Environment(Record):
     """
 
     data: DataFacts = DataFacts()
+
+
+def signed_score(metric: str, value: float) -> float:
+    """Return the value of a metric or of the loss, negated if lower is better."""
+    return -value if metric == "loss" or METRICS[metric].better == "lower" else value
 
 
 Number = int | float
@@ -104,10 +112,7 @@ class Best(Record):
     @property
     def quality(self) -> float:
         """The value, negated if lower is better; 0 without a validation split."""
-        if self.metric is None or self.value is None:
-            return 0.0
-        lower = self.metric == "loss" or METRICS[self.metric].better == "lower"
-        return -self.value if lower else self.value
+        return 0.0 if self.metric is None or self.value is None else signed_score(self.metric, self.value)
 
     def as_json(self) -> dict[str, Any]:
         """Return the values as metrics.json has them, those that were tried behind the run."""
@@ -412,7 +417,8 @@ class RunDir:
         rates_file: What `lr: auto` tried.
     """
 
-    def __init__(self, folder: str | Path, writer: bool = True) -> None:
+    @check_booleans
+    def __init__(self, folder: str | Path, *, writer: bool = True) -> None:
         """Name the files of a run; nothing is read or written.
 
         Args:
@@ -776,6 +782,22 @@ class RunDir:
         _remove(self.checkpoint)
 
 
+def command_line(words: Iterable[str]) -> str:
+    """Return words as they are typed into a shell, in double quotes where they need some and that is enough."""
+
+    def quoted(word: str) -> str:
+        single = shlex.quote(word)
+        return single if single == word or re.search(r'["$`\\!]', word) else f'"{word}"'
+
+    return " ".join(map(quoted, words))
+
+
+def is_deltune(program: str) -> bool:
+    """Whether a path is of deltune's own command, also as it is run by python -m."""
+    path = Path(program)
+    return path.name == "deltune" or (path.name == "__main__.py" and path.parent.name == "deltune")
+
+
 @functools.cache
 def git_commit(folder: Path, tracked: str = ".") -> str | None:
     """Return the commit of the git repository that a folder is part of, "-dirty" behind it if the folder was changed.
@@ -814,7 +836,7 @@ def collect_environment(facts: dict[str, Any]) -> dict[str, Any]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     return {
-        "command": shlex.join(sys.argv),
+        "command": command_line(["deltune" if is_deltune(sys.argv[0]) else sys.argv[0], *sys.argv[1:]]),
         "deltune": __version__,
         "commit": git_commit(Path(__file__).parents[1], "training/run_dir.py"),
         "project_commit": git_commit(Path.cwd()),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import DivergedError
+from ..errors import DivergedError, counted
+from ..methods.registry import parse
+from ..methods.spec import expressions_apart
 from .config import RunConfig
 from .run_dir import Best, RunDir, RunMetrics, SeriesRun
 
@@ -31,13 +34,15 @@ class Trial:
     chosen: bool = False
 
     @property
-    def quality(self) -> float:
-        """How well the run validated (`Best.quality`); -inf if it diverged."""
-        return -float("inf") if self.metrics is None else self.metrics.best.quality
+    def rank(self) -> tuple[float, float]:
+        """How well the run validated, by the metric and then by the loss; -inf if it diverged."""
+        if self.metrics is None:
+            return -math.inf, -math.inf
+        return self.metrics.best.quality, -self.metrics.validation.get("loss", 0.0)
 
     @property
     def outcome(self) -> str:
-        """What the run reached on validation, by which it is compared with the others, in words."""
+        """What the run reached on validation, in words."""
         best = None if self.metrics is None else self.metrics.best
         if best is None or best.metric is None or best.value is None:
             return "finished; there is no validation split to compare by"
@@ -55,12 +60,50 @@ class Trial:
         return SeriesRun(**values)
 
 
+def verdict(runs: Sequence[SeriesRun]) -> str:
+    """Return by what a search chose its values: the metric, the loss where all are equal in it, or nothing at all."""
+    seed = runs[0].seed
+    tried = [run for run in runs if run.seed == seed]
+    measured = [run.best for run in tried if run.best is not None and run.best.metric is not None]
+    if len(measured) < 2:
+        finished = sum(run.best is not None for run in tried)
+        reason = "without a validation split nothing decides" if finished > 1 else "no other run finished"
+        return f"{'the first' if finished > 1 else 'the only one'} of {len(tried)} tried, {reason}"
+    metric, values = measured[0].metric, {best.value for best in measured}
+    if len(values) > 1 or metric == "loss":
+        return f"the best of {len(tried)} tried by validation {metric}"
+    return (
+        f"the lowest validation loss of {len(tried)} tried; {metric} is {next(iter(values)):.4f} in all of them, so it "
+        "decides nothing"
+    )
+
+
+def value_text(config: RunConfig, field: str, value: Any) -> str:
+    """Return a value of a search as it is shown: methods with the arguments in which they differ."""
+    if field != "method":
+        return str(value)
+    shown = (*config.runtime.search["method"], config.method.expression, value)
+    return expressions_apart([parse(expression) for expression in shown])[-1]
+
+
+def untried_values(config: RunConfig) -> list[str]:
+    """Describe the values that were given for a field and that its search does not try."""
+    values = config.flat(exclude_defaults=True)
+    return [
+        f"{field} {value_text(config, field, values[field])} was given and is not tried, only the values of the search "
+        f"are: {', '.join(value_text(config, field, value) for value in tried)}"
+        for field, tried in config.runtime.search.items()
+        if field in values and values[field] not in tried
+    ]
+
+
 def run_series(config: RunConfig, run: RunDir, train_one: TrainOne) -> RunMetrics:
     """Train the runs of a config below run.folder/runs, and write their aggregate as its metrics.
 
     Values are tried under the first seed. The first values stay unless the next do better on validation, and so on
-    until the next do not; a run that diverges is worse than any other. The other seeds run with the values that were
-    chosen. The delta and the predictions of the folder are those of the run that does best on validation.
+    until the next do not; of equal scores the lower loss is better, and a run that diverges is the worst. The other
+    seeds run with the values that were chosen. The delta and the predictions of the folder are those of the run that
+    does best on validation.
 
     Args:
         config: A config of several runs.
@@ -72,13 +115,12 @@ def run_series(config: RunConfig, run: RunDir, train_one: TrainOne) -> RunMetric
     """
     run.remove_leftovers()
     run.begin_series(config)
-    combinations, seeds = len(config.search_configs()), config.runtime.seeds
-    logger.info(
-        "%s%d seed%s",
-        f"up to {combinations} values tried under the first of " if combinations > 1 else "",
-        len(seeds),
-        "s"[: len(seeds) > 1],
-    )
+    combinations, seeds = len(config.search_configs()), config.runtime.seeds or (config.runtime.seed,)
+    of_seeds = counted(len(seeds), "seed") if len(seeds) > 1 else f"seed {seeds[0]}"
+    under = f"{'the first of ' if len(seeds) > 1 else ''}{of_seeds}"
+    logger.info("%s", f"up to {combinations} values tried under {under}" if combinations > 1 else of_seeds)
+    for text in untried_values(config):
+        logger.warning("%s", text)
     chosen, trials = _search(config, run, train_one)
     for seed in seeds[1:]:
         trial = _run_trial(run, train_one, chosen.replace(seed=seed), f"seed{seed}", config)
@@ -87,7 +129,7 @@ def run_series(config: RunConfig, run: RunDir, train_one: TrainOne) -> RunMetric
         trial.chosen = True
         trials.append(trial)
     finished = {trial.run: trial.metrics for trial in trials if trial.metrics is not None}
-    best = max((trial for trial in trials if trial.chosen), key=lambda trial: trial.quality)  # the first of equal ones
+    best = max((trial for trial in trials if trial.chosen), key=lambda trial: trial.rank)  # the first of equal ones
     for name in ("delta", "predictions", "environment.json"):
         run.link(name, Path("runs") / best.run / name)
     kept = finished[best.run]
@@ -115,15 +157,15 @@ def _search(config: RunConfig, run: RunDir, train_one: TrainOne) -> tuple[RunCon
     for i, single in enumerate(configs):
         name = f"seed{single.runtime.seed}" + (f"-try{i + 1}" if len(configs) > 1 else "")
         trials.append(_run_trial(run, train_one, single, name, config))
-        if trials[chosen].metrics and i and trials[i].quality <= trials[chosen].quality:
+        if trials[chosen].metrics and i and trials[i].rank <= trials[chosen].rank:
             break
         chosen = i
     if trials[chosen].metrics is None:
         raise DivergedError(trials[chosen].error)
     trials[chosen].chosen = True
     if len(trials) > 1:
-        values = ", ".join(f"{field} {value}" for field, value in trials[chosen].tried.items())
-        logger.info("%s did best: %s", values, trials[chosen].outcome)
+        values = ", ".join(f"{name} {value_text(config, name, one)}" for name, one in trials[chosen].tried.items())
+        logger.info("%s is kept, %s", values, verdict([trial.line() for trial in trials]))
     return configs[chosen].with_rate_of(RunDir(run.runs / trials[chosen].run).config), trials
 
 
@@ -131,7 +173,7 @@ def _run_trial(run: RunDir, train_one: TrainOne, single: RunConfig, name: str, c
     """Train one run, or read its metrics where it is finished; a run that diverges has an error instead."""
     values = single.flat()
     trial = Trial(name, single, {field: values[field] for field in config.runtime.search})
-    described = "".join(f", {field} {value}" for field, value in trial.tried.items())
+    described = "".join(f", {field} {value_text(config, field, value)}" for field, value in trial.tried.items())
     logger.info("%s: seed %d%s", name, single.runtime.seed, described)
     try:
         trial.metrics = train_one(single, run.runs / name)

@@ -15,6 +15,7 @@ import torch
 
 from ..data import loading
 from ..data.loading import HubLayout, TaskData
+from ..data.tag_schemes import PLAIN
 from ..errors import DeltuneError, error_from_problems, unknown_name
 from ..metrics.registry import METRICS
 from ..models import HEADS_WITH_LABELS, LANGUAGE_MODEL_HEADS, WeightsCache, load_config, load_model, load_tokenizer
@@ -106,6 +107,8 @@ def set_up_task(
     task, rows = load_task_data(data, seed, training, labels, read)
     kind = task_kind_for(rows.kind, config, answer)
     metrics = evaluation.metrics or (task.metrics if task else kind.default_metrics)
+    if rows.kind == "tagging":
+        metrics = _tagging_metrics(rows, kind, evaluation, metrics)
     if len(rows.labels) != 2 and METRICS["f1"].input_type in kind.metric_inputs:
         if "f1" in (*evaluation.metrics, evaluation.metric):
             raise DeltuneError(f"metric f1 is for two labels, and the data has {len(rows.labels)}; use f1_macro")
@@ -117,6 +120,26 @@ def set_up_task(
         names = {"task": data.task, "data": data.source}
         check_options_are_used(without_official_options(evaluation.metric_options, names), metrics)
     return TaskSetup(rows, kind, metrics)
+
+
+def _tagging_metrics(
+    rows: TaskData, kind: TaskKind, evaluation: EvaluationSection, metrics: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Return the metrics of tags: of plain ones the accuracy and the macro F1, where none are named.
+
+    Raises:
+        DeltuneError: Entities are to be measured and there are none, or to be written and are not in IOB2.
+    """
+    if kind is SEQ2SEQ_TAGGING and rows.tag_scheme not in (None, "IOB2"):
+        raise DeltuneError(
+            f"a language model writes entities of the scheme IOB2, and the tags are {rows.tag_scheme}; give "
+            + ("answer=head" if rows.tag_scheme == PLAIN else "--tag-scheme iob2, or answer=head")
+        )
+    if rows.tag_scheme != PLAIN:
+        return metrics
+    if "entity_f1" in (*evaluation.metrics, evaluation.metric):
+        raise DeltuneError(f"entity_f1 is for tags of entities, and the tags are plain: {', '.join(rows.labels[:8])}")
+    return evaluation.metrics or ("accuracy", "f1_macro")
 
 
 def load_task_data(
@@ -138,9 +161,10 @@ def load_task_data(
             source, columns = place, data.columns or dict(task.columns)
     sizes = {"train": data.max_train_rows, "validation": data.validation_rows, "test": data.test_rows}
     samples = {split: n for split, n in sizes.items() if n is not None and (training or split != "train")}
-    names = data.labels if data.relabel else labels or data.labels
+    changed = data.relabel or data.tag_scheme == "iob2"  # then the data's own names are others than the run's
+    names = data.labels if changed else labels or data.labels
     try:
-        rows = read(source, columns, names, samples, seed, training, kind, layout)
+        rows = read(source, columns, names, samples, seed, training, kind, layout, data.tag_scheme, labels)
     except DeltuneError as error:
         if layout is None or task is None:
             raise

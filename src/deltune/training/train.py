@@ -15,7 +15,8 @@ from transformers.trainer_callback import PrinterCallback
 
 from ..compat import set_training_device, use_one_gpu
 from ..data.columns import INPUT_TYPES, TASK_COLUMNS
-from ..errors import DeltuneError, counted, unknown_name
+from ..data.tag_schemes import PLAIN
+from ..errors import DeltuneError, check_booleans, counted, unknown_name
 from ..filesystem import explain_write_errors
 from ..models import align_padding_token
 from ..runtime.attaching import attach, load
@@ -24,6 +25,7 @@ from ..runtime.linear_backend import OptimizedLinear, optimize_linear
 from ..runtime.serialization import open_delta
 from ..tasks import token_cache
 from ..tasks.encoding import EncodedRows, LengthGroupedBatches, check_causal
+from ..tasks.padding import padding_side
 from . import activation_cache, checkpoints, distributed, task_setup
 from .config import ModelSection, OptimSection, RunConfig
 from .inference import SPLITS
@@ -47,9 +49,11 @@ LOG_LINES_PER_EPOCH = 20
 logger = logging.getLogger("deltune")
 
 
+@check_booleans
 def train(
     config: RunConfig,
     output: str | Path,
+    *,
     resume: bool = True,
     progress: bool = True,
     devices: str = "auto",
@@ -102,7 +106,11 @@ def train(
             if not resume:
                 run.clear()
             metrics = run_series(
-                config, run, lambda one, folder: train(one, folder, True, progress, devices, sharded, shared, report)
+                config,
+                run,
+                lambda one, folder: train(
+                    one, folder, progress=progress, devices=devices, sharded=sharded, cache=shared, report=report
+                ),
             )
         else:
             try:
@@ -248,6 +256,7 @@ def _prepare(
     model = _base_model(config.model, setup, tokenizer, seed, cache)
     if kind.head == "causal-lm":
         check_causal(model)
+    same_length = padding_side(model) is None
     set_seed(seed)
     tuned = attach(model, config.method.expression, head=config.method.head)
     if not any(True for _ in tuned.named_trainable_parameters()):
@@ -256,10 +265,12 @@ def _prepare(
     limits = fit_lengths(model, kind, limits)
     columns = {s: {name: list(rows[name]) for name in rows.column_names} for s, rows in data.splits.items()}
     encoded = token_cache.encode_splits(kind, tokenizer, model, columns, limits, ("train",), data.fingerprint)
+    if not len(encoded["train"]):
+        raise DeltuneError(f"data {data.source}: no text of train has two tokens, so there is none to predict")
     if sharded == "fsdp":
         distributed.shard_model(tuned, device)
         cache.drop()  # its weights are sharded now
-    batches = _batches(config.optim, encoded["train"], rows, seed)
+    batches = _batches(config.optim, encoded["train"], rows, seed, same_length)
     config = with_default_rate(config, total_steps(config.optim, batches))
     return RunState(
         config, run, tuned, tokenizer, data, kind, setup.metrics, limits, columns, encoded, batches, precision,
@@ -276,11 +287,11 @@ def _base_model(
     return model
 
 
-def _batches(optim: OptimSection, train: EncodedRows, rows: int, seed: int) -> LengthGroupedBatches:
+def _batches(optim: OptimSection, train: EncodedRows, rows: int, seed: int, same_length: bool) -> LengthGroupedBatches:
     """Deal the training rows out to steps, each cut for the devices into batches of so many rows."""
     if optim.batch_tokens is not None:
-        return LengthGroupedBatches(train.sizes, 0, seed, distributed.world_size(), optim.batch_tokens)
-    return LengthGroupedBatches(train.lengths, optim.batch_size, seed, optim.batch_size // rows)
+        return LengthGroupedBatches(train.sizes, 0, seed, distributed.world_size(), optim.batch_tokens, same_length)
+    return LengthGroupedBatches(train.lengths, optim.batch_size, seed, optim.batch_size // rows, None, same_length)
 
 
 def _training_arguments(state: RunState, device: torch.device, validates: bool = True) -> TrainingArguments:
@@ -397,6 +408,10 @@ def _log_start(state: RunState) -> None:
     if data.columns is None and data.source is not None:
         pairs = ",".join(f"{role}={name}" for role, name in state.data.columns.items())
         logger.info("columns: %s; --columns names others", pairs)
+    if state.data.unread:
+        logger.warning("not read: %s; --columns says which columns are", _listed(state.data.unread))
+    if state.data.tag_scheme is not None:
+        logger.info("tags: %s", _tags_line(state))
     sources = {DEFAULT: f", the default of the method for {state.total_steps:,} steps", AUTO: ", found by lr auto"}
     steps = state.batches.steps_per_epoch
     length = f"{counted(optim.epochs, 'epoch')} of {counted(steps, 'step')}"
@@ -413,6 +428,21 @@ def _log_start(state: RunState) -> None:
             if cut:
                 logger.info("%d of %d %s %s are cut to %d tokens (%s)", cut, len(rows), split, texts, tokens, option)
     state.run.log({"step": 0, "event": "start", **state.truncated})
+
+
+def _tags_line(state: RunState) -> str:
+    """Say which scheme the tags are of, how they are scored, and which option says otherwise."""
+    scheme, chosen = state.data.tag_scheme, state.config.data.tag_scheme
+    if scheme != PLAIN:
+        todo = (
+            ", converted (--tag-scheme)"
+            if chosen
+            else "; --tag-scheme iob2 converts others, plain takes all for classes"
+        )
+        return f"{scheme}, entities are right if type and both ends are{todo}"
+    if all(label.isdecimal() for label in state.data.labels):
+        return "numbers, each a class; --labels O,B-PER,… names them in the order of their numbers"
+    return "plain, each a class (--tag-scheme)" if chosen else "plain, each a class, as none looks like B-PER"
 
 
 def _listed(names: Sequence[str], most: int = 8) -> str:

@@ -7,11 +7,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -22,10 +23,9 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from ..data.loading import TaskData
-from ..errors import DIVERGED, DivergedError
+from ..errors import DIVERGED, DeltuneError, DivergedError
 from ..filesystem import file_sha256
 from ..methods.registry import default_learning_rate
-from ..metrics.registry import METRICS
 from ..runtime.frozen_layers import FrozenLayers
 from ..runtime.handle import Tuned
 from ..runtime.serialization import read_metadata
@@ -33,14 +33,16 @@ from ..tasks.base import Columns, InferenceContext, TaskKind, TaskOptions
 from ..tasks.encoding import IGNORE_INDEX, EncodedRows, LengthGroupedBatches, Row, collate
 from . import checkpoints, distributed
 from .config import OptimSection, RunConfig
-from .inference import EvalResult, prediction_lines, score_split
+from .inference import EvalResult, log_omitted, prediction_lines, score_split, with_tag_scheme
 from .progress import ProgressDisplay, format_duration
 from .rates import PASSES_OF_A_STEP
-from .run_dir import RunDir
+from .run_dir import RunDir, signed_score
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+
+logger = logging.getLogger("deltune")
 
 _interrupted = threading.Event()
 
@@ -149,10 +151,21 @@ class RunState:
         names = ("truncated", "truncated_targets")
         return {name: {split: getattr(rows, name) for split, rows in self.encoded.items()} for name in names}
 
-    @property
-    def metric(self) -> str:
-        """The metric that chooses the best epoch."""
-        return self.config.evaluation.metric or self.metrics[0]
+    def deciding_metric(self, measured: Container[str], omitted: Mapping[str, str] | None = None) -> str:
+        """Return the metric that chooses the best epoch: the one that was asked for, else the first that was measured.
+
+        Args:
+            measured: The metrics that were computed; the loss decides where there is none of them.
+            omitted: Why others were not.
+
+        Raises:
+            DeltuneError: The metric that was asked for was not computed.
+        """
+        chosen = self.config.evaluation.metric
+        if chosen is not None and chosen not in measured:
+            reason = (omitted or {}).get(chosen, "it was not computed")
+            raise DeltuneError(f"--metric {chosen} cannot choose the best epoch: {reason}")
+        return chosen or next((name for name in self.metrics if name in measured), "loss")
 
     def progress(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of this state."""
@@ -168,7 +181,7 @@ class RunState:
             DivergedError: The loss is not finite.
         """
         context = self.inference_context(bar, loss_only)
-        options = self.config.evaluation.metric_options
+        options = with_tag_scheme(self.config.evaluation.metric_options, self.data.tag_scheme)
         result = score_split(self.kind, context, self.encoded[split], self.columns[split], self.metrics, options)
         metrics = distributed.broadcast_from_main(lambda: result.metrics)  # rounding must not split the processes
         result = replace(result, metrics=metrics)
@@ -222,14 +235,14 @@ class RunState:
     def save_if_best(self, result: EvalResult, epoch: float, step: int) -> bool:
         """Save the delta and its predictions if this validation is the best so far; return whether it is."""
         metrics = result.metrics
-        value = metrics[self.metric]
-        lower = self.metric == "loss" or METRICS[self.metric].better == "lower"
-        rank = [-value if lower else value, -metrics["loss"]]
+        name = self.deciding_metric(metrics, result.omitted)
+        value = metrics[name]
+        rank = [signed_score(name, value), -metrics["loss"]]
         if self.best and rank <= self.best["rank"]:
             self.stale += 1
             return False
         digest = self.save_delta()
-        self.best = {"epoch": epochs_done(epoch), "step": step, "metric": self.metric, "value": value, "rank": rank}
+        self.best = {"epoch": epochs_done(epoch), "step": step, "metric": name, "value": value, "rank": rank}
         # a reparameterisation is folded in bf16 here and in fp32 when the file is loaded, so answers may differ
         folded = self.precision != "fp32" and any(edit.is_reparameterised for edit in self.tuned.delta().planned.edits)
         if result.predictions and not folded:
@@ -303,10 +316,10 @@ class DeltaTrainer(Trainer):
     def _batch(self, rows: list[Row]) -> dict[str, torch.Tensor]:
         """Collate rows; a device without rows in this step gets one whose labels are ignored."""
         if rows:
-            batch = collate(self.run_state.tokenizer, rows)
+            batch = collate(self.run_state.tokenizer, self.run_state.model, rows)
             self.run_state.tokens += int(batch["attention_mask"].sum()) if "attention_mask" in batch else 0
             return batch
-        batch = collate(self.run_state.tokenizer, [self.run_state.encoded["train"][0]])
+        batch = collate(self.run_state.tokenizer, self.run_state.model, [self.run_state.encoded["train"][0]])
         return {**batch, "labels": torch.full_like(batch["labels"], IGNORE_INDEX)}
 
     def get_train_dataloader(self) -> DataLoader[Row]:
@@ -361,8 +374,12 @@ class DeltaTrainer(Trainer):
         """Score the validation split, and keep the delta if it is the best so far."""
         run = self.run_state
         self.bar.show({"validation": "running"})
-        result = run.score("validation", self.bar, loss_only=run.metric == "loss")
+        result = run.score("validation", self.bar, loss_only=run.config.evaluation.metric == "loss")
         self.bar.show({"validation": ""})
+        if not run.best and result.omitted:
+            log_omitted(result.omitted)
+            if run.config.evaluation.metric is None:
+                logger.info("the best epoch is chosen by %s (--metric)", run.deciding_metric(result.metrics))
         better = run.save_if_best(result, self.state.epoch or 0, self.state.global_step)
         metrics = {f"eval_{name}": value for name, value in result.metrics.items()}
         self.log(metrics | {"eval_best": better})
@@ -429,6 +446,7 @@ class ReportCallback(TrainerCallback):
         self.run_state, self.bar = state, bar
         self.step_start = self.step_seconds = 0.0
         self.tokens_before = 0
+        self.best_value: float | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run = self.run_state
@@ -488,11 +506,12 @@ class ReportCallback(TrainerCallback):
             facts = {"loss": f"{line['loss']:.4f}", "rate": f"{line.get('learning_rate', 0):.1e}"}
             self.bar.show({"step": f"{line['step']}/{steps}", **facts, **rate})
         if "eval_loss" in line:
-            name, best = self.run_state.metric, " best" if line.get("eval_best") else ""
-            loss = f"{line['eval_loss']:.4f}"
-            if name == "loss":
-                facts = {"validation loss": f"{loss}{best}"}
-            else:
-                facts = {"validation": f"{name} {line[f'eval_{name}']:.4f}{best}", "validation loss": loss}
+            measured = {key.removeprefix("eval_"): value for key, value in line.items() if key.startswith("eval_")}
+            name, best = self.run_state.deciding_metric(measured), " best" if line.get("eval_best") else ""
+            tied, self.best_value = self.best_value == measured[name], measured[name] if best else self.best_value
+            by_loss = best if name == "loss" or tied else ""
+            facts = {"validation loss": f"{measured['loss']:.4f}{by_loss}"}
+            if name != "loss":
+                facts = {"validation": f"{name} {measured[name]:.4f}{'' if by_loss else best}", **facts}
             where = {"step": f"{line['step']}/{steps}", "epoch": f"{epochs_done(line.get('epoch', 0)):g}"}
             self.bar.keep({**where, **facts, "time": format_duration(line.get("seconds"))}, logged)

@@ -14,7 +14,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from ..requests import Answer, Request, Task, TokenChoice
+from ..requests import Answer, Request, Task, TokenChoice, TokenLogprob
 from .auth import Tenant
 from .errors import ApiError, api_error, error_body
 from .schemas import EmbeddingBody, EncodingBody, RequestBody, StreamBody, TagBody
@@ -258,14 +258,15 @@ class Pieces:
     Args:
         model: What the request says in `model`.
         logprobs: Whether probabilities are reported.
+        tokens_as_ids: Whether their tokens are written as token_id:17 in place of their texts.
     """
 
     kind = "cmpl"
     name = "text_completion"
     chunk_name = "text_completion"
 
-    def __init__(self, model: str, logprobs: bool = False) -> None:
-        self.model, self.logprobs = model, logprobs
+    def __init__(self, model: str, logprobs: bool = False, tokens_as_ids: bool = False) -> None:
+        self.model, self.logprobs, self.tokens_as_ids = model, logprobs, tokens_as_ids
         self.head = {"id": new_id(self.kind), "created": int(time.time()), "model": model}
         self.offsets: dict[int, int] = {}
 
@@ -289,19 +290,34 @@ class Pieces:
             return None
         offsets, at = [], self.offsets.get(index, 0)
         for token in tokens:
-            offsets.append(at)
+            if token.chosen is not None:  # else it only has the rest of the text
+                offsets.append(at)
             at += len(token.text)
         self.offsets[index] = at
+        chosen = [(token.chosen, token.top_logprobs) for token in tokens if token.chosen is not None]
         return {
-            "tokens": [token.own_text for token in tokens],
-            "token_logprobs": [_finite(token.logprob) for token in tokens],
-            # the token that was drawn is among them, likely or not
-            "top_logprobs": [
-                {text: _finite(value) for text, value in ((token.own_text, token.logprob), *token.top_logprobs)}
-                for token in tokens
-            ],
+            "tokens": [self._name(one) for one, _ in chosen],
+            "token_logprobs": [_finite(one.logprob) for one, _ in chosen],
+            "top_logprobs": [self._by_name([one, *likeliest]) for one, likeliest in chosen],
             "text_offset": offsets,
         }
+
+    def _by_name(self, likeliest: Sequence[TokenLogprob]) -> dict[str, float]:
+        """Return the probabilities of tokens by name; where a name is taken, another token has its id instead."""
+        names: dict[str, float] = {}
+        for one in {one.token: one for one in likeliest}.values():
+            name = self._name(one)
+            names[_token_id(one) if name in names else name] = _finite(one.logprob)
+        return names
+
+    def _name(self, one: TokenLogprob) -> str:
+        """Return what stands for a token: its text, with bytes such as \\xe2 where its characters are not whole."""
+        if self.tokens_as_ids:
+            return _token_id(one)
+        try:
+            return one.text if one.raw is None else one.raw.decode()
+        except UnicodeDecodeError:
+            return repr(one.raw)[2:-1]
 
 
 class ChatPieces(Pieces):
@@ -332,21 +348,28 @@ class ChatPieces(Pieces):
         if not self.logprobs or not tokens:
             return None
 
-        def entry(text: str, value: float | None) -> dict[str, Any]:
-            return {"token": text, "logprob": _finite(value), "bytes": list(text.encode("utf-8", "replace"))}
+        def entry(one: TokenLogprob) -> dict[str, Any]:
+            raw = None if one.raw is None else list(one.raw)
+            return {"token": self._name(one), "logprob": _finite(one.logprob), "bytes": raw}
 
         return {
             "content": [
-                {**entry(t.own_text, t.logprob), "top_logprobs": [entry(*one) for one in t.top_logprobs]}
-                for t in tokens
+                {**entry(token.chosen), "top_logprobs": [entry(one) for one in token.top_logprobs]}
+                for token in tokens
+                if token.chosen is not None
             ],
             "refusal": None,
         }
 
 
-def _finite(value: float | None) -> float | None:
+def _token_id(one: TokenLogprob) -> str:
+    """Return how vLLM writes a token by its id."""
+    return f"token_id:{one.token}"
+
+
+def _finite(value: float) -> float:
     """Return a logarithm as JSON can hold it: OpenAI's clients read -9999 as minus infinity."""
-    return None if value is None else max(value, -9999.0)
+    return max(value, -9999.0)
 
 
 async def respond(

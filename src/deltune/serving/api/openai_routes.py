@@ -71,7 +71,7 @@ async def completions(http: Request) -> Response:
     inputs = as_inputs(body.prompt, "prompt", service.max_inputs)
     most = default_max_tokens(service, DEFAULT_COMPLETION)
     requests = generation_requests(service, body, tenant, delta, inputs, most, body.logprobs)
-    pieces = Pieces(body.model, body.logprobs is not None)
+    pieces = Pieces(body.model, body.logprobs is not None, bool(body.return_tokens_as_token_ids))
     return await respond(http, service, facts, body, requests, pieces)
 
 
@@ -91,7 +91,8 @@ async def chat(http: Request) -> Response:
     messages = tuple(message.plain() for message in body.messages)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     requests = generation_requests(service, body, tenant, delta, [messages], default_max_tokens(service), logprobs)
-    return await respond(http, service, facts, body, requests, ChatPieces(body.model, bool(body.logprobs)))
+    pieces = ChatPieces(body.model, bool(body.logprobs), bool(body.return_tokens_as_token_ids))
+    return await respond(http, service, facts, body, requests, pieces)
 
 
 @router.post("/v1/embeddings")

@@ -141,7 +141,15 @@ class StreamBody(SamplingBody):
     )
 
 
-class CompletionBody(StreamBody):
+class LogprobsBody(StreamBody):
+    """Requests whose answers may come with the probabilities of their tokens."""
+
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="true: logprobs name tokens by id, as token_id:17, since two may have one text [false]"
+    )
+
+
+class CompletionBody(LogprobsBody):
     """Continue texts."""
 
     prompt: Inputs = Field(description="a text, a list of texts, a list of token ids, or a list of such lists")
@@ -200,7 +208,7 @@ class ResponseFormat(BaseModel):
     type: Literal["text"] = Field(description='only "text" is supported')
 
 
-class ChatBody(StreamBody):
+class ChatBody(LogprobsBody):
     """Answer a chat."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] = Field(

@@ -69,7 +69,7 @@ class Engine(Protocol):
         ...
 
     def load(
-        self, name: str, folder: Path | None = None, timeout: float | None = None, replace: bool = True
+        self, name: str, folder: Path | None = None, timeout: float | None = None, *, replace: bool = True
     ) -> DeltaInfo:
         """Load a delta, or replace one where it may."""
         ...

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import DeltuneError
+from ...errors import DeltuneError, check_booleans
 from ...metrics.registry import METRICS
 from ..engine.jobs import Cell, Outcome
 from .selectors import (
@@ -184,7 +184,8 @@ SCORE = Measurement(_each(_score), "points")
 """The study's metric in points, turned so that higher is better."""
 
 
-def score(name: str, unit: str = "points", lower: bool = False, title: str = "") -> Measurement:
+@check_booleans
+def score(name: str, unit: str = "points", *, lower: bool = False, title: str = "") -> Measurement:
     """Return the measurement of a score by its name, without any scaling.
 
     Args:
@@ -744,7 +745,8 @@ def weighted_sum(cells: Cells, terms: Sequence[Term], measurement: Measurement, 
     return combine_numbers(numbers, aligned=len(apart) == 1)
 
 
-def combine_numbers(terms: Sequence[tuple[float, Number]], aligned: bool = True) -> Number:
+@check_booleans
+def combine_numbers(terms: Sequence[tuple[float, Number]], *, aligned: bool = True) -> Number:
     """Return Σ weight · number, also of their examples if all numbers have the same ones.
 
     Numbers of one task count alike in a mean over settings, and so does their sum. Where they do not, the sum is of

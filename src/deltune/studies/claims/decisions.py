@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from ...errors import number_range
+from ...errors import check_booleans, number_range
 from ..engine.jobs import Outcome
 from .claims import Claim
 from .comparisons import (
@@ -380,10 +380,12 @@ class _Test:
     compared: tuple[Outcome, ...] = ()
 
 
+@check_booleans
 def decide_claims(
     claims: Sequence[Claim],
     outcomes: Sequence[Outcome],
     metric: str | Mapping[str, str],
+    *,
     lower: bool = False,
     alpha: float = 0.05,
     names: Names | None = None,
@@ -437,11 +439,13 @@ def decide_claims(
     ]
 
 
+@check_booleans
 def decidable_effects(
     claims: Sequence[Claim],
     outcomes: Sequence[Outcome],
     metric: str | Mapping[str, str],
     seeds: int,
+    *,
     lower: bool = False,
     alpha: float = 0.05,
 ) -> list[tuple[float, str] | None]:

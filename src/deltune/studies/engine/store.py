@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ...errors import DIVERGED, DeltuneError
+from ...errors import DIVERGED, DeltuneError, check_booleans
 from ...filesystem import parse_json_object, write_error
 
 TABLE_COLUMNS = {
@@ -128,7 +128,8 @@ class ResultStore:
             cannot be read, or not written; no space is left.
     """
 
-    def __init__(self, path: str | Path, read_only: bool = False) -> None:
+    @check_booleans
+    def __init__(self, path: str | Path, *, read_only: bool = False) -> None:
         self.path = Path(path).expanduser().absolute()
         self.runs = folder_of_runs(self.path)
         self.owner = f"{_host_id()} {os.getpid()} {uuid.uuid4().hex}"
@@ -201,7 +202,8 @@ class ResultStore:
                 )
             self._db.execute("DELETE FROM claims WHERE name = ? AND owner = ?", (record.name, self.owner))
 
-    def claim(self, name: str, again: bool = False) -> bool:
+    @check_booleans
+    def claim(self, name: str, *, again: bool = False) -> bool:
         """Claim a job.
 
         Args:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ...errors import check_booleans
 from ..claims.comparisons import NOT_RUN
 from ..claims.decisions import ComparisonResult, Finding, PrintedFinding, Verdict
 from .tables import csv_cell, csv_number
@@ -95,7 +96,8 @@ class ClaimRow:
         return (*cells, " ".join(self.notes))
 
 
-def claim_rows(findings: Sequence[Finding], printed: Sequence[PrintedFinding], small: bool) -> list[ClaimRow]:
+@check_booleans
+def claim_rows(findings: Sequence[Finding], printed: Sequence[PrintedFinding], *, small: bool) -> list[ClaimRow]:
     """Return the rows of a study's claims.
 
     Args:
@@ -250,7 +252,8 @@ def _effect_cells(effect: float, interval: tuple[float, float] | None, scope: st
     return {"effect": csv_number(effect), "low": low, "high": high, "interval": f"95 % for {scope}"}
 
 
-def number_text(value: float, result: ComparisonResult, unit: bool = True) -> str:
+@check_booleans
+def number_text(value: float, result: ComparisonResult, *, unit: bool = True) -> str:
     """Return a number of a comparison with its unit: "+1.25 points", "0.46 times as many".
 
     Args:

@@ -236,7 +236,7 @@ class Section:
     @property
     def claim_rows(self) -> list[ClaimRow]:
         """The claims in words, each with the paper's number and ours."""
-        return claim_rows(self.findings, self.printed, self.small)
+        return claim_rows(self.findings, self.printed, small=self.small)
 
 
 def render_page(sections: Sequence[Section], title: str = "") -> str:

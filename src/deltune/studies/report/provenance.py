@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..._version import __version__
-from ...errors import counted, number_range
+from ...errors import check_booleans, counted, number_range
 from ..engine.jobs import Outcome
 from ..engine.store import JobRecord
 from .aggregate import SEED
@@ -44,7 +44,8 @@ class StudyRuns:
     repetition: str = "seed"
 
 
-def setup(studies: Iterable[StudyRuns], rows_too: bool = True) -> str:
+@check_booleans
+def setup(studies: Iterable[StudyRuns], *, rows_too: bool = True) -> str:
     """Return a sentence about the models, the data and the seeds of runs that are done; empty if there are none.
 
     Args:
