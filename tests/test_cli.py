@@ -127,7 +127,11 @@ def test_terms_of_the_algebra_have_pages(deltune: Command, term: str) -> None:
     assert json.loads(deltune("methods", term, "--json").out)["name"] == term
 
 
-BASES = {"Form": "def initialize(self, tensors)", "Composition": "How Δh joins h", "Widths": "in_width: The width of u"}
+BASES = {
+    "Form": "def initialize(self, tensors, at)",
+    "Composition": "How Δh joins h",
+    "Widths": "in_width: The width of u",
+}
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -148,13 +152,13 @@ import deltune, torch
 class Wave(deltune.Form):
     size: float = 1.0
 
-    def shapes(self, widths):
-        return {"w": (widths.in_width,)}
+    def tensors(self, widths):
+        return {"w": deltune.TensorSpec((widths.in_width,))}
 
-    def initialize(self, tensors):
+    def initialize(self, tensors, at):
         tensors["w"].zero_()
 
-    def __call__(self, tensors, u, training):
+    def __call__(self, tensors, u, at):
         return self.size * torch.sin(tensors["w"] * u)
 """
 WAVES = "Modification(ffn, Wave(2), 'sequential')"
@@ -214,7 +218,7 @@ IMPORTS = {
     "an error": ("import deltune\n1 / 0", "wave.py", r"ZeroDivisionError: division by zero \(.*wave.py, line 2\)"),
     "a syntax error": ("def", "wave.py", "SyntaxError"),
     "another module is missing": ("import no_such", "wave.py", "ModuleNotFoundError: No module named 'no_such'"),
-    "a form without methods": (WAVE.partition("    def shapes")[0], "wave.py", "the form Wave has no shapes"),
+    "a form without methods": (WAVE.partition("    def tensors")[0], "wave.py", "the form Wave has no tensors"),
 }
 
 

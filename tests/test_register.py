@@ -23,13 +23,13 @@ class Shift(deltune.Form):
 
     size: float = 1.0
 
-    def shapes(self, widths):  # type: ignore[no-untyped-def]
-        return {"w": (widths.in_width,)}
+    def tensors(self, widths):  # type: ignore[no-untyped-def]
+        return {"w": deltune.TensorSpec((widths.in_width,))}
 
-    def initialize(self, tensors):  # type: ignore[no-untyped-def]
+    def initialize(self, tensors, at):  # type: ignore[no-untyped-def]
         tensors["w"].zero_()
 
-    def __call__(self, tensors, u, training):  # type: ignore[no-untyped-def]
+    def __call__(self, tensors, u, at):  # type: ignore[no-untyped-def]
         return self.size * torch.tanh(tensors["w"] * u)
 
 
@@ -125,7 +125,7 @@ def test_what_cannot_be_registered() -> None:
         (LowRank, "the name 'LowRank' is taken by deltune.methods.forms.LowRank"),
         (Loose, "frozen=True"),
         (Thawed, "frozen=True"),
-        (Empty, r"(?s)no shapes and no initialize and no __call__; .*def shapes.*def initialize.*def __call__"),
+        (Empty, r"(?s)no tensors and no initialize and no __call__; .*def tensors.*def initialize.*def __call__"),
         (Inside, "def per_head"),
         (plain, "@deltune.named_method above"),
         (deltune.lora(), "register takes a Form, a Composition or a named method"),
@@ -147,16 +147,19 @@ class Linear(deltune.Form):
     shift: float = 0.0
     curve: float = 0.0
 
-    def shapes(self, widths):  # type: ignore[no-untyped-def]
-        return {"w": (widths.out_width, widths.in_width), "b": (widths.out_width,)}
+    def tensors(self, widths):  # type: ignore[no-untyped-def]
+        return {
+            "w": deltune.TensorSpec((widths.out_width, widths.in_width)),
+            "b": deltune.TensorSpec((widths.out_width,)),
+        }
 
-    def initialize(self, tensors):  # type: ignore[no-untyped-def]
+    def initialize(self, tensors, at):  # type: ignore[no-untyped-def]
         tensors["w"].zero_(), tensors["b"].zero_()
 
-    def affine(self, tensors):  # type: ignore[no-untyped-def]
+    def affine(self, tensors, at):  # type: ignore[no-untyped-def]
         return tensors["w"] * self.factor, tensors["b"] + self.shift
 
-    def __call__(self, tensors, u, training):  # type: ignore[no-untyped-def]
+    def __call__(self, tensors, u, at):  # type: ignore[no-untyped-def]
         delta = u @ tensors["w"].to(u.dtype).T
         return delta + self.curve * delta**3 + tensors["b"].to(u.dtype)
 

@@ -20,13 +20,22 @@ from .methods.forms import (
     Bottleneck as Bottleneck,
 )
 from .methods.forms import (
+    FactorForm as FactorForm,
+)
+from .methods.forms import (
     Form as Form,
 )
 from .methods.forms import (
     LowRank as LowRank,
 )
 from .methods.forms import (
+    MatrixForm as MatrixForm,
+)
+from .methods.forms import (
     Mixture as Mixture,
+)
+from .methods.forms import (
+    Place as Place,
 )
 from .methods.forms import (
     Prompt as Prompt,
@@ -35,7 +44,13 @@ from .methods.forms import (
     Rescale as Rescale,
 )
 from .methods.forms import (
+    TensorSpec as TensorSpec,
+)
+from .methods.forms import (
     Vector as Vector,
+)
+from .methods.forms import (
+    WeightForm as WeightForm,
 )
 from .methods.forms import (
     Widths as Widths,

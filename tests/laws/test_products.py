@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 import deltune
 from deltune.methods.compositions import Composition
-from deltune.methods.forms import Form, LowRank, Rescale
+from deltune.methods.forms import Form, LowRank, Place, Rescale, TensorSpec
 from deltune.methods.spec import Modification
 from deltune.runtime.modules import Edit
 
@@ -287,19 +287,24 @@ def test_an_ensemble_of_deltas_is_mapped() -> None:
 class Tanh(LowRank):
     """With something of its own between its two products."""
 
-    def inner(self, tensors: Any, u: torch.Tensor, training: bool) -> torch.Tensor:
-        return torch.tanh(super().inner(tensors, u, training))
+    def before_up(self, tensors: Any, u: torch.Tensor, at: Place) -> Any:
+        v, up, bias = super().before_up(tensors, u, at)
+        return torch.tanh(v), up, bias
 
 
 class Biased(LowRank):
     """With a bias above, which no product adds."""
 
-    def shapes(self, widths: Any) -> Any:
-        return super().shapes(widths) | {"up_bias": (widths.out_width,)}
+    def tensors(self, widths: Any) -> Any:
+        return super().tensors(widths) | {"up_bias": TensorSpec((widths.out_width,))}
 
-    def initialize(self, tensors: Any) -> None:
+    def initialize(self, tensors: Any, at: Place | None) -> None:
         for tensor in tensors.values():
             torch.nn.init.normal_(tensor)
+
+    def before_up(self, tensors: Any, u: torch.Tensor, at: Place) -> Any:
+        v, up, _ = super().before_up(tensors, u, at)
+        return v, up, tensors["up_bias"]
 
 
 class First(Rescale):
@@ -307,7 +312,7 @@ class First(Rescale):
 
     multiplies = None
 
-    def __call__(self, tensors: Any, u: torch.Tensor, training: bool) -> torch.Tensor:
+    def __call__(self, tensors: Any, u: torch.Tensor, at: Place) -> torch.Tensor:
         return u[:, :1].expand_as(u)
 
 
@@ -319,9 +324,7 @@ def test_forms_of_others_are_added_as_they_are(form: Form, monkeypatch: pytest.M
     output = forward(model, inputs)
     with torch.no_grad():
         overwriting = forward(model, inputs)
-    monkeypatch.setattr(
-        Form, "add_to", lambda self, h, tensors, u, training, scale, out: h + self(tensors, u, training)
-    )
+    monkeypatch.setattr(Form, "add_to", lambda self, h, tensors, u, at, scale, out: h + self(tensors, u, at))
     expected = forward(model, inputs)
     assert distance(output, expected) < 1e-12 and distance(overwriting, expected) < 1e-12
 
@@ -346,7 +349,7 @@ class Taken(Composition):
 class Same(Rescale):
     """Δh is u itself."""
 
-    def __call__(self, tensors: Any, u: torch.Tensor, training: bool) -> torch.Tensor:
+    def __call__(self, tensors: Any, u: torch.Tensor, at: Place) -> torch.Tensor:
         return u
 
 
@@ -362,8 +365,8 @@ def test_what_a_composition_returns_is_not_overwritten() -> None:
 
 def test_a_tensor_that_an_edit_has_no_place_for() -> None:
     class Named(LowRank):
-        def shapes(self, widths: Any) -> Any:
-            return super().shapes(widths) | {"factor": (1,)}
+        def tensors(self, widths: Any) -> Any:
+            return super().tensors(widths) | {"factor": TensorSpec((1,))}
 
     model = build(FAMILIES["bert"], "base")
     with pytest.raises(deltune.DeltuneError, match="a tensor cannot be called factor"):

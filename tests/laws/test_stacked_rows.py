@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import deltune
-from deltune.methods.forms import Bottleneck, LowRank, Rescale, Widths
+from deltune.methods.forms import Bottleneck, LowRank, Place, Rescale, Widths
 from deltune.methods.registry import FORMS
 from deltune.runtime import stacked_edits
 from deltune.runtime.handle import inference_rows
@@ -140,8 +140,9 @@ def test_every_form_that_has_two_layers_is_tried() -> None:
 class HalfRank(LowRank):
     """A user's form that computes something else than the one that it derives from."""
 
-    def inner(self, tensors: Any, u: torch.Tensor, training: bool) -> torch.Tensor:
-        return 0.5 * super().inner(tensors, u, training)
+    def before_up(self, tensors: Any, u: torch.Tensor, at: Place) -> Any:
+        v, up, bias = super().before_up(tensors, u, at)
+        return 0.5 * v, up, bias
 
 
 def test_a_form_that_derives_from_another_computes_its_own_change() -> None:
@@ -159,8 +160,8 @@ def test_a_form_that_derives_from_another_computes_its_own_change() -> None:
 class ClampedGain(Rescale):
     """A user's form that scales by less than the one that it derives from."""
 
-    def __call__(self, tensors: Any, u: torch.Tensor, training: bool) -> torch.Tensor:
-        return super().__call__({"gain": tensors["gain"].clamp(0.99, 1.01)}, u, training)
+    def __call__(self, tensors: Any, u: torch.Tensor, at: Place) -> torch.Tensor:
+        return super().__call__({"gain": tensors["gain"].clamp(0.99, 1.01)}, u, at)
 
 
 def normed_layer_norm() -> deltune.Modification:

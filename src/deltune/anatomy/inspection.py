@@ -219,7 +219,12 @@ class _Inspector:
         read = next(t for t in node.inputs if t.is_floating_point())
         batch_independent = node.path in self._batch_independent_calls
         tied = self._holders_of(node.module, node.path)
-        return Linear(node.path, read.shape[-1], width, bias, node.transposed, columns, tied, batch_independent)
+        quantizer = find_quantizer(module := self.model.get_submodule(node.path))
+        quantized = "" if quantizer is None or quantizer.trainable_weight else quantizer.name(module)
+        return Linear(
+            node.path, read.shape[-1], width, bias, node.transposed, columns, tied, batch_independent,
+            quantized=quantized,
+        )  # fmt: skip
 
     @cached_property
     def _batch_independent_calls(self) -> set[str]:

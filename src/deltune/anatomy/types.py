@@ -77,6 +77,7 @@ class Linear:
     shared_with: tuple[str, ...] = ()
     batch_independent: bool = False
     product_only: bool = True
+    quantized: str = ""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from ..errors import DeltuneError
-from .forms import Form, Product, Shapes, Tensors, Widths, check_positive, init_down_up
+from .forms import Form, Place, Product, Specs, Tensors, TensorSpec, Widths, check_positive, init_down_up, trained
 from .masks import Factor
 
 if TYPE_CHECKING:
@@ -55,47 +55,42 @@ class Prefix(Form):
     def shift(self) -> int:
         return self.length if self.shift_positions else 0
 
-    def shapes(self, widths: Widths) -> Shapes:
-        heads = (self.length, widths.kv_heads)
-        return {"keys": (*heads, widths.head_width), "values": (*heads, widths.value_width)}
-
-    def trained(self, widths: Widths) -> Shapes:
+    def tensors(self, widths: Widths) -> Specs:
+        keys_values = _keys_values(self.length, widths)
         if self.reparameterise is None:
-            return self.shapes(widths)
-        outputs = widths.kv_heads * (widths.head_width + widths.value_width)
-        return {"up": (outputs, self.reparameterise), "up_bias": (outputs,)}
+            return keys_values
+        inner, outputs = self.reparameterise, widths.kv_heads * (widths.head_width + widths.value_width)
+        own = {"up": (outputs, inner), "up_bias": (outputs,)}
+        shared = {"rows": (self.length, widths.in_width), "down": (inner, widths.in_width), "down_bias": (inner,)}
+        specs = {name: TensorSpec(spec.shape, trained=False) for name, spec in keys_values.items()}
+        specs |= {name: TensorSpec(shape, saved=False) for name, shape in own.items()}
+        return specs | {name: TensorSpec(shape, saved=False, shared="group") for name, shape in shared.items()}
 
-    def shared(self, widths: Widths) -> Shapes:
-        if self.reparameterise is None:
-            return {}
-        inner = self.reparameterise
-        return {"rows": (self.length, widths.in_width), "down": (inner, widths.in_width), "down_bias": (inner,)}
-
-    def initialize(self, tensors: Tensors) -> None:
+    def initialize(self, tensors: Tensors, at: Place | None) -> None:
         import torch
 
         if self.reparameterise is None:
             for tensor in tensors.values():
                 torch.nn.init.normal_(tensor, std=0.02)
             return
-        if "rows" in tensors:
-            torch.nn.init.normal_(tensors["rows"])
         for name in ("up", "down"):  # as a fresh torch.nn.Linear
+            if name == "down" and "rows" in tensors:
+                torch.nn.init.normal_(tensors["rows"])
             if name in tensors:
                 torch.nn.init.kaiming_uniform_(tensors[name], a=math.sqrt(5))
                 bound = 1 / math.sqrt(tensors[name].shape[1])
                 torch.nn.init.uniform_(tensors[f"{name}_bias"], -bound, bound)
 
-    def fold(self, trained: Tensors, shared: Tensors, widths: Widths) -> Tensors:
+    def fold(self, tensors: Tensors, widths: Widths) -> Tensors:
         from torch.nn import functional as F
 
         if self.reparameterise is None:
-            return trained
-        inner = F.linear(shared["rows"], shared["down"], shared["down_bias"]).tanh()
-        rows = F.linear(inner, trained["up"], trained["up_bias"])
+            return tensors
+        inner = F.linear(tensors["rows"], tensors["down"], tensors["down_bias"]).tanh()
+        rows = F.linear(inner, tensors["up"], tensors["up_bias"])
         keys, values = rows.split([widths.kv_heads * widths.head_width, widths.kv_heads * widths.value_width], dim=-1)
-        shapes = self.shapes(widths)
-        return {"keys": keys.reshape(shapes["keys"]), "values": values.reshape(shapes["values"])}
+        specs = _keys_values(self.length, widths)
+        return {"keys": keys.reshape(specs["keys"].shape), "values": values.reshape(specs["values"].shape)}
 
     def product(self, widths: Widths) -> Product:
         if self.reparameterise is not None:
@@ -144,11 +139,10 @@ class MultiHead(Form):
     def starts_at_zero(self) -> bool:
         return self.zero_up
 
-    def shapes(self, widths: Widths) -> Shapes:
-        heads = (self.length, widths.kv_heads)
-        return {"keys": (*heads, widths.head_width), "values": (*heads, widths.value_width)}
+    def tensors(self, widths: Widths) -> Specs:
+        return _keys_values(self.length, widths)
 
-    def initialize(self, tensors: Tensors) -> None:
+    def initialize(self, tensors: Tensors, at: Place | None) -> None:
         init_down_up(tensors["keys"], tensors["values"], "bert", self.zero_up)
 
     def product(self, widths: Widths) -> Product:
@@ -187,13 +181,11 @@ class OwnMultiHead(Form):
     def starts_at_zero(self) -> bool:
         return self.zero_up
 
-    def shapes(self, widths: Widths) -> Shapes:
-        return {
-            "down": (widths.heads * self.length, widths.in_width),
-            "values": (self.length, widths.heads, widths.value_width),
-        }
+    def tensors(self, widths: Widths) -> Specs:
+        down, values = (widths.heads * self.length, widths.in_width), (self.length, widths.heads, widths.value_width)
+        return trained({"down": down, "values": values})
 
-    def initialize(self, tensors: Tensors) -> None:
+    def initialize(self, tensors: Tensors, at: Place | None) -> None:
         init_down_up(tensors["down"], tensors["values"], "bert", self.zero_up)
 
     def product(self, widths: Widths) -> Product:
@@ -202,12 +194,18 @@ class OwnMultiHead(Form):
         values = Factor("values", width, heads * width, 1, block=length, outer=width)  # head after head, l ranks each
         return heads * length, (down,), (values,)
 
-    def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
+    def __call__(self, tensors: Tensors, u: torch.Tensor, at: Place) -> torch.Tensor:
         import torch
         from torch.nn import functional as F
 
         inner = F.linear(u, tensors["down"].to(u.dtype)).relu().unflatten(-1, (-1, self.length))
         return torch.einsum("...hl,lhd->...hd", inner, tensors["values"].to(inner.dtype)).flatten(-2)
+
+
+def _keys_values(length: int, widths: Widths) -> Specs:
+    """Return keys P_k (l, N_kv, d_h) and values P_v (l, N_kv, d_v)."""
+    heads = (length, widths.kv_heads)
+    return trained({"keys": (*heads, widths.head_width), "values": (*heads, widths.value_width)})
 
 
 def _keys_values_product(length: int, widths: Widths) -> Product:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from ..errors import DeltuneError, excerpt
-from .forms import MethodPart, Shapes, Widths
+from .forms import MethodPart, Specs, TensorSpec, Widths
 from .parser import check_fields, to_expression
 
 if TYPE_CHECKING:
@@ -35,25 +35,11 @@ class Composition(MethodPart):
         """Whether it needs x even where the form does not."""
         return False
 
-    def shapes(self, widths: Widths) -> Shapes:
-        """Return the shapes of the tensors that it trains at one place.
+    def tensors(self, widths: Widths) -> Specs:
+        """Return the tensors that it trains at one place, by name.
 
         Args:
             widths: The sizes at the place.
-
-        Returns:
-            Shapes by the names of the tensors.
-        """
-        return {}
-
-    def tied(self, widths: Widths) -> Shapes:
-        """Return the shapes of the tensors that all places of a sub-module share.
-
-        Args:
-            widths: The sizes at one of the places.
-
-        Returns:
-            Shapes by the names of the tensors.
         """
         return {}
 
@@ -61,14 +47,14 @@ class Composition(MethodPart):
         """Fill its tensors with their initial values, in place.
 
         Args:
-            tensors: Some or all of the tensors of `shapes` and `tied`, by name.
+            tensors: Some or all of its tensors by name.
         """
 
     def factor(self, tensors: Mapping[str, torch.Tensor]) -> float | torch.Tensor | None:
         """Return s where the result is h + s Δh with one s for every input, so that Δh can be merged into a weight.
 
         Args:
-            tensors: The tensors of `shapes`, by name.
+            tensors: Its tensors by name.
 
         Returns:
             s as a number or a tensor of shape (); None for other compositions.
@@ -83,7 +69,7 @@ class Composition(MethodPart):
         Args:
             h: The hidden states (B, n, ...).
             delta: Δh, of the shape of h.
-            tensors: The tensors of `shapes` and `tied`, by name.
+            tensors: Its tensors by name.
             x: What the frozen sub-module reads (B, n, d); None where `reads_x` is false.
 
         Returns:
@@ -120,8 +106,8 @@ class Scale(Composition):
         if not self.value and not self.learned:
             raise DeltuneError("scale 0 switches the term off: nothing of it would be trained; give another number")
 
-    def shapes(self, widths: Widths) -> Shapes:
-        return {"scale": ()} if self.learned else {}
+    def tensors(self, widths: Widths) -> Specs:
+        return {"scale": TensorSpec(())} if self.learned else {}
 
     def initialize(self, tensors: Mapping[str, torch.Tensor]) -> None:
         if "scale" in tensors:
@@ -179,8 +165,8 @@ class SigmoidGate(Composition):
     def reads_x(self) -> bool:
         return True
 
-    def tied(self, widths: Widths) -> Shapes:
-        return {self.tensor: (widths.x_width,)}
+    def tensors(self, widths: Widths) -> Specs:
+        return {self.tensor: TensorSpec((widths.x_width,), shared="sublayer")}
 
     def initialize(self, tensors: Mapping[str, torch.Tensor]) -> None:
         if self.tensor in tensors:
@@ -197,7 +183,7 @@ class SigmoidGate(Composition):
         """Return the gates.
 
         Args:
-            tensors: The tensors of `tied`, by name.
+            tensors: Its tensors by name.
             x: What the frozen sub-module reads (B, n, d).
 
         Returns:

@@ -5,7 +5,6 @@ By the same shapes a method whose tensors would not fit in the free memory is re
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Iterator
@@ -34,11 +33,10 @@ from ..anatomy.types import Anatomy
 from ..compat import auto_class_mapping
 from ..errors import DeltuneError, excerpt, unknown_name
 from ..notebook import html_table
-from .forms import Shapes
 from .parser import MAX_INTEGER, explain_arguments
 from .registry import parse
 from .resolve import ResolvedMethod, resolve
-from .sites import EditLocation, resolve_locations, select_layers
+from .sites import resolve_locations, select_layers
 from .spec import OUTSIDE_LAYERS, Method, Modification, is_pattern
 
 DENOMINATORS = {
@@ -142,21 +140,6 @@ class Count:
         return html_table("Trained scalars", ("of", "scalars"), rows)
 
 
-def kept_shapes(modification: Modification, place: EditLocation) -> Shapes:
-    """Return the shapes of an edit's tensors in the saved file, those of its composition included."""
-    return modification.form.shapes(place.widths) | modification.compose.shapes(place.widths)
-
-
-def trained_shapes(modification: Modification, place: EditLocation) -> Shapes:
-    """Return the shapes of an edit's own trained tensors, those of its composition included."""
-    return modification.form.trained(place.widths) | modification.compose.shapes(place.widths)
-
-
-def total_numel(shapes: Shapes) -> int:
-    """Return the number of scalars of several tensors."""
-    return sum(math.prod(shape) for shape in shapes.values())
-
-
 @explain_arguments
 def count(
     model: PreTrainedModel | PreTrainedConfig,
@@ -258,29 +241,29 @@ def count_resolved(
     Returns:
         The count.
     """
-    stored = trained = masked = 0
-    shared: dict[tuple[str, str], int] = {}
-    tied: dict[str, int] = {}
-    for edit in resolved.edits:
-        modification, widths = edit.modification, edit.place.widths
-        if edit.mask is not None:
-            masked += edit.mask.count
-            continue
-        stored += total_numel(kept_shapes(modification, edit.place))
-        trained += total_numel(trained_shapes(modification, edit.place))
-        shared[edit.term, edit.place.group] = total_numel(modification.form.shared(widths))
-        tied[edit.tied] = total_numel(modification.compose.tied(widths))
-    masked += sum(mask.count for _, mask in (*resolved.masked, *resolved.tied))
+    whole = [edit for edit in resolved.edits if edit.mask is None]
+    shared = replace(resolved, edits=tuple(whole)).shared_tensors(folded=False).values()
+    saved = [spec for edit in whole for spec in edit.own_tensors(folded=True).values() if spec.saved]
+    saved += [spec for specs in shared for spec in specs.values() if spec.saved]
+    trained = sum(spec.numel for edit in whole for spec in edit.own_tensors(folded=False).values() if spec.trained)
+    trained += sum(spec.numel for specs in shared for spec in specs.values() if spec.trained)
+    kept = sum(spec.numel for spec in saved if spec.trained)
+    masked = sum(edit.mask.count for edit in resolved.edits if edit.mask is not None)
+    masked += sum(mask.count for _, mask in (*resolved.masked, *resolved.common))
     masked += sum(gates.keep for gates in resolved.gated)
     trained += sum(2 * gates.size - gates.keep for gates in resolved.gated)  # a difference and a gate for every scalar
-    method = stored + sum(tied.values()) + sum(t.numel for t in resolved.selected) + masked
+    selected = sum(t.numel for t in resolved.selected) + masked
+    method = kept + selected
     if head_size is None:
         head_size = sum(t.numel for t in anatomy.tensors if t.area == "head")
     return Count(
         method=method,
         head=head_size if head == "train" else 0,
-        training_only=0 if folded else trained + sum(shared.values()) - stored,
-        stored=method + masked + head_size,  # a masked scalar is stored with its index
+        training_only=0 if folded else trained - kept,
+        stored=sum(spec.numel for spec in saved)
+        + selected
+        + masked
+        + head_size,  # a masked scalar is stored with its index
         denominator=denominator,
         denominator_size=size,
         scope=(
@@ -442,22 +425,20 @@ def needed_bytes(anatomy: Anatomy, resolved: ResolvedMethod, scalar_bytes: int, 
         scalar_bytes: The bytes of a trained scalar: 4, or 8 in a float64 model.
         copies: How often a scalar that the method adds counts: 1, or `TRAINING_COPIES`.
     """
-    shared: dict[tuple[str, str], int] = {}
-    tied: dict[str, int] = {}
-    added = dense = masked = 0
+    shared = resolved.shared_tensors(folded=False).values()
+    added = sum(spec.numel for specs in shared for spec in specs.values())
+    dense = masked = 0
     for edit in resolved.edits:
-        modification, place = edit.modification, edit.place
-        tied[edit.tied] = total_numel(modification.compose.tied(place.widths))
+        own = sum(spec.numel for spec in edit.own_tensors(folded=False).values())
         if edit.mask is None:
-            added += total_numel(trained_shapes(modification, place))
-            shared[edit.term, place.group] = total_numel(modification.form.shared(place.widths))
+            added += own
         else:  # a forward pass computes in dense tensors, whatever the mask keeps
-            dense += total_numel(kept_shapes(modification, place))
+            dense += own
             masked += edit.mask.count
     in_model = sum(t.numel for t in resolved.selected) + sum(2 * gates.size for gates in resolved.gated)
     in_model += sum(t.numel for t in anatomy.tensors if t.area == "head")
     masked += sum(mask.count for _, mask in resolved.masked)
-    added += masked + sum(shared.values()) + sum(tied.values())
+    added += masked
     return scalar_bytes * (copies * added + dense + in_model) + 8 * masked  # a position is an int64
 
 

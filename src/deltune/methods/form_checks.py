@@ -1,4 +1,4 @@
-"""Checks of forms of the user's own: what `shapes`, `__call__` and `affine` return, before a model is changed."""
+"""Checks of forms of the user's own: what `tensors`, `__call__` and `affine` return, before a model is changed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import DeltuneError, error_summary, excerpt
-from .forms import Form, Tensors, Widths
+from .forms import Form, Place, Tensors, TensorSpec, WeightPlace, Widths
 from .registry import FORMS
 from .sites import EditLocation
 
@@ -30,22 +30,23 @@ def check_form(form: Form, place: EditLocation) -> None:
     if type(form) in FORMS:
         return
     widths = place.widths
-    shapes = _call("shapes", form, widths, lambda: form.shapes(widths))
-    if not isinstance(shapes, dict) or not all(map(_is_shape, shapes.values())):
+    specs = _call("tensors", form, widths, lambda: form.tensors(widths))
+    if not isinstance(specs, dict) or not all(isinstance(s, TensorSpec) and _is_shape(s.shape) for s in specs.values()):
         raise DeltuneError(
-            f"{form!r}: shapes returns {excerpt(shapes)}, and not a tuple of whole numbers for each tensor's name, "
-            'such as {"w": (widths.in_width,)}'
+            f"{form!r}: tensors returns {excerpt(specs)}, and not a TensorSpec with a shape of whole numbers for each "
+            'name, such as {"w": deltune.TensorSpec((widths.in_width,))}'
         )
+    shapes = {name: spec.shape for name, spec in specs.items()}
     if form.needs != "hidden" or widths.lookup or widths.experts:
         return
-    if place.weight is not None:
-        affine = _try("affine", form, shapes, widths, lambda tensors, u: form.affine(tensors))
+    if place.weight is not None and place.linear is None:
+        affine = _try("affine", form, shapes, widths, lambda tensors, u, at: form.affine(tensors, at))
         matrix, shape = affine and affine[0], (widths.out_width, widths.in_width)
         if matrix is None or matrix.shape != shape:
             returned = "None" if matrix is None else f"a matrix of shape {tuple(matrix.shape)}"
             raise DeltuneError(f"{form!r}: affine returns {returned} for A, and at {place.name} it has shape {shape}")
         return
-    delta = _try("__call__", form, shapes, widths, lambda tensors, u: form(tensors, u, False))
+    delta = _try("__call__", form, shapes, widths, form)
     expected = (*LEADING, widths.out_width)
     if not isinstance(delta, torch.Tensor):
         raise DeltuneError(f"{form!r}: __call__ returns a {type(delta).__name__}, and not the tensor Δh")
@@ -57,7 +58,7 @@ def check_form(form: Form, place: EditLocation) -> None:
         )
 
 
-def affine_difference(form: Form, tensors: Tensors, widths: Widths) -> str | None:
+def affine_difference(form: Form, tensors: Tensors, widths: Widths, at: Place | None) -> str | None:
     """Return how A u + b of a form of the user's own differs from what `__call__` computes, on random u.
 
     Both are computed in float64 on the CPU; in float32 where the form cannot be computed in float64. Rows of u are
@@ -66,8 +67,9 @@ def affine_difference(form: Form, tensors: Tensors, widths: Widths) -> str | Non
 
     Args:
         form: The form.
-        tensors: The tensors of `shapes`, by name, with the values that are merged.
+        tensors: The saved and drawn tensors by name, with the values that are merged.
         widths: The sizes at the place.
+        at: The projection, for forms that read its weight.
 
     Returns:
         What differs and by how much; None where nothing does, and for the library's own forms.
@@ -78,8 +80,11 @@ def affine_difference(form: Form, tensors: Tensors, widths: Widths) -> str | Non
     for dtype, tolerance in TOLERANCES.items():
         wide = {name: tensor.detach().to("cpu", dtype, copy=True) for name, tensor in tensors.items()}
         try:
-            u, product, shift = _sample(form, wide, widths, dtype)
-            delta = form(wide, u, False)
+            weight, bias = (at.weight, at.bias) if at is not None and form.reads_weight else (torch.empty(0), None)
+            place = WeightPlace(weight.to("cpu", dtype), None if bias is None else bias.to("cpu", dtype))
+            u, product, shift = _sample(form, wide, widths, place)
+            output = place(u) if form.reads_weight and u.is_floating_point() else None
+            delta = form(wide, u, dataclasses.replace(place, output=output))
         except DeltuneError as error:
             return str(error)
         except Exception as error:  # whatever the user's code raises in this dtype
@@ -103,15 +108,15 @@ def affine_difference(form: Form, tensors: Tensors, widths: Widths) -> str | Non
 
 
 def _sample(
-    form: Form, tensors: Tensors, widths: Widths, dtype: torch.dtype
+    form: Form, tensors: Tensors, widths: Widths, at: WeightPlace
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return u (1, 9, d_in), A u and b; u is token ids where the place reads ids.
 
     Raises:
         DeltuneError: A or b has another shape than the place.
     """
-    generator = torch.Generator().manual_seed(0)
-    affine = form.affine(tensors)
+    generator, dtype = torch.Generator().manual_seed(0), at.weight.dtype
+    affine = form.affine(tensors, at)
     gain, shift = affine if affine is not None else (None, None)
     shapes = ((widths.out_width, widths.in_width), (widths.in_width,))
     if gain is not None and gain.shape not in shapes:
@@ -150,7 +155,9 @@ def _try(name: str, form: Form, shapes: dict[str, Any], widths: Widths, compute:
     def on(device: str) -> Any:
         with torch.device(device), torch.no_grad():
             tensors = {leaf: torch.zeros(shape) for leaf, shape in shapes.items()}
-            return compute(tensors, torch.zeros(*LEADING, widths.in_width))
+            weight = torch.zeros(widths.out_width, widths.in_width)
+            at = WeightPlace(weight, weight[:, 0], torch.zeros(*LEADING, widths.out_width))
+            return compute(tensors, torch.zeros(*LEADING, widths.in_width), at)
 
     try:
         return on("meta")

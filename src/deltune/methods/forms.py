@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, NoReturn, TypeAlias
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, NoReturn, Protocol, TypeAlias
 
 from ..errors import DeltuneError, excerpt, unknown_name
 from .masks import Factor
@@ -53,6 +53,86 @@ class Widths:
     states: int = 0
     experts: int = 0
     lookup: bool = field(default=False, kw_only=True)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a form or a composition.
+
+    Attributes:
+        shape: Its shape at one place. Of a tensor that several places share, each axis has the greatest of their sizes,
+            and each place reads the first entries.
+        trained: Whether it is a parameter; otherwise it is a buffer.
+        saved: Whether it is in the saved file. A parameter that is not saved exists only until `fold` has computed the
+            saved tensors from it; a buffer that is not saved is drawn again from `seed`.
+        shared: The places that share it: those of one "sublayer", those of one kind of attention ("group"), or all of
+            the "term"; None where each place has its own.
+        seed: The seed from which `draw` makes a buffer that is not saved, on the CPU.
+    """
+
+    shape: tuple[int, ...]
+    _: KW_ONLY
+    trained: bool = True
+    saved: bool = True
+    shared: Literal["sublayer", "group", "term"] | None = None
+    seed: int | None = None
+
+    @property
+    def numel(self) -> int:
+        """The number of its scalars."""
+        return math.prod(self.shape)
+
+
+Specs = dict[str, TensorSpec]
+
+
+def trained(shapes: Shapes) -> Specs:
+    """Return the specifications of tensors that are trained and saved, each place with its own."""
+    return {name: TensorSpec(shape) for name, shape in shapes.items()}
+
+
+class Place(Protocol):
+    """What a form may read where it acts. It is made for each call and keeps nothing.
+
+    A form that reads the weight acts at a frozen projection y = W x + c; of a fused projection it sees its own part.
+
+    Attributes:
+        training: Whether dropout acts.
+        weight: W (d_out, d_in), dequantised where it is quantised.
+        bias: c (d_out,), or None.
+        output: W x, as the projection has computed it in this pass; None outside of a pass.
+    """
+
+    @property
+    def training(self) -> bool: ...
+
+    @property
+    def weight(self) -> torch.Tensor: ...
+
+    @property
+    def bias(self) -> torch.Tensor | None: ...
+
+    @property
+    def output(self) -> torch.Tensor | None: ...
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return W x, computed by the module itself where W is quantised."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class WeightPlace:
+    """A place by its weight alone, outside of a pass; see `Place`."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    output: torch.Tensor | None = None
+    training: bool = field(default=False, kw_only=True)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        from torch.nn import functional as F
+
+        return F.linear(x, self.weight)
 
 
 def refuse_sum(one: object, two: object) -> NoReturn:
@@ -115,13 +195,13 @@ class Form(MethodPart):
         @deltune.register
         @dataclass(frozen=True, repr=False)
         class Wave(deltune.Form):
-            def shapes(self, widths):  # the tensors at one place, by name; widths is a deltune.Widths
-                return {"w": (widths.in_width,)}
+            def tensors(self, widths):  # the tensors at one place, by name; widths is a deltune.Widths
+                return {"w": deltune.TensorSpec((widths.in_width,))}
 
-            def initialize(self, tensors):  # their initial values, in place
+            def initialize(self, tensors, at):  # their initial values, in place
                 tensors["w"].zero_()
 
-            def __call__(self, tensors, u, training):  # Δh (B, n, out_width) from u (B, n, in_width)
+            def __call__(self, tensors, u, at):  # Δh (B, n, out_width) from u (B, n, in_width)
                 return torch.sin(tensors["w"] * u)
 
     These three must be written. Everything else has a default:
@@ -130,8 +210,11 @@ class Form(MethodPart):
     - `starts_at_zero` is False where Δh is not 0 at the start.
     - `affine` returns (A, b) where Δh = A u + b, so that the form can be merged into weights.
     - `incompatibility` says at which places the form cannot act, and `waste` where it trains more than it can use.
-    - `inner`, in place of `__call__`, returns v where Δh = v W_up + b_up.
-    - `product` and `fill_untrained` serve masks (`apet`), and `trained`, `shared` and `fold` a reparameterisation.
+    - `before_up`, in place of `__call__`, returns (v, U, e) where Δh = v Uᵀ + e.
+    - `product` and `fill_untrained` serve masks (`apet`), `fold` a reparameterisation, and `draw` random buffers.
+
+    A form that is a product of two matrices derives from `FactorForm`, one that is a matrix from `MatrixForm`, and one
+    that is any function of the frozen weight from `WeightForm`; each of them writes one method in place of `__call__`.
 
     Class attributes:
         needs: What a site must offer: "hidden" (hidden states at one point), "attention" (the inside of an attention),
@@ -141,6 +224,7 @@ class Form(MethodPart):
         acts_on_weights: Whether Δh = A u with the A of `affine`, for one matrix or a stack of them, so that the form
             can act at a weight that a module reads itself, as those of experts and routers: W + s A.
         reads_ids: Whether u may be token ids, each of which stands for a one-hot vector.
+        reads_weight: Whether it reads the frozen projection, so that it can act at projections only.
     """
 
     needs: ClassVar[str] = "hidden"
@@ -148,12 +232,40 @@ class Form(MethodPart):
     replaces: ClassVar[bool] = False
     acts_on_weights: ClassVar[bool] = False
     reads_ids: ClassVar[bool] = False
+    reads_weight: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_fields(self)
 
     def __repr__(self) -> str:
         return to_expression(self)
+
+    def tensors(self, widths: Widths) -> Specs:
+        """Return the tensors of the form at one place, by name.
+
+        Args:
+            widths: The sizes at the place.
+        """
+        raise NotImplementedError
+
+    def initialize(self, tensors: Tensors, at: Place | None) -> None:
+        """Fill tensors with their initial values, in place.
+
+        Args:
+            tensors: The tensors of one place by name. Those that several places share are among them once, at the first
+                of these places; those with a seed never are.
+            at: The projection at the place, or None where there is none.
+        """
+        raise NotImplementedError
+
+    def draw(self, shapes: Shapes, generator: torch.Generator) -> Tensors:
+        """Return the values of the buffers that have one seed (`TensorSpec.seed`), on the CPU.
+
+        Args:
+            shapes: Their shapes by name.
+            generator: A generator with that seed.
+        """
+        raise NotImplementedError
 
     def incompatibility(self, widths: Widths) -> str | None:
         """Return why the form cannot act at a place.
@@ -182,59 +294,14 @@ class Form(MethodPart):
         """Whether Δh = 0 at the start for every u."""
         return True
 
-    def shapes(self, widths: Widths) -> Shapes:
-        """Return the shapes of the tensors that are saved for one place.
+    def fold(self, tensors: Tensors, widths: Widths) -> Tensors:
+        """Compute the saved tensors of a reparameterisation.
 
         Args:
+            tensors: The trained tensors by name.
             widths: The sizes at the place.
-
-        Returns:
-            Shapes by the names of the tensors.
         """
-        raise NotImplementedError
-
-    def trained(self, widths: Widths) -> Shapes:
-        """Return the shapes of the tensors that are trained at one place.
-
-        Args:
-            widths: The sizes at the place.
-
-        Returns:
-            Shapes by the names of the tensors; those of `shapes` unless the form has a reparameterisation.
-        """
-        return self.shapes(widths)
-
-    def shared(self, widths: Widths) -> Shapes:
-        """Return the shapes of tensors that are trained once for all places of one kind of attention, and not saved.
-
-        Args:
-            widths: The sizes at one of the places.
-
-        Returns:
-            Shapes by the names of the tensors; empty unless the form has a reparameterisation.
-        """
-        return {}
-
-    def initialize(self, tensors: Tensors) -> None:
-        """Fill trained or shared tensors with their initial values, in place.
-
-        Args:
-            tensors: The tensors of `trained`, or those of `shared`, by name.
-        """
-        raise NotImplementedError
-
-    def fold(self, trained: Tensors, shared: Tensors, widths: Widths) -> Tensors:
-        """Compute the saved tensors from the trained and shared ones.
-
-        Args:
-            trained: The tensors of `trained`, by name.
-            shared: The tensors of `shared`, by name.
-            widths: The sizes at the place.
-
-        Returns:
-            The tensors of `shapes`, by name.
-        """
-        return trained
+        return tensors
 
     @property
     def shift(self) -> int:
@@ -255,20 +322,22 @@ class Form(MethodPart):
         """
         return None
 
-    def fill_untrained(self, tensors: Tensors) -> None:
-        """Fill tensors, in place, with the values of entries that a mask leaves out: those that change nothing.
+    def fill_untrained(self, tensors: Tensors, buffers: Tensors) -> None:
+        """Fill tensors, in place, with the values of entries that a mask leaves out, which change nothing.
 
         Args:
-            tensors: The tensors of `shapes`, by name.
+            tensors: The trained tensors by name.
+            buffers: The other tensors by name.
         """
         for tensor in tensors.values():
             tensor.zero_()
 
-    def affine(self, tensors: Tensors) -> Affine | None:
+    def affine(self, tensors: Tensors, at: Place | None) -> Affine | None:
         """Return (A, b) where Δh = A u + b, so that Δh can be merged into a weight.
 
         Args:
-            tensors: The tensors of `shapes`, by name.
+            tensors: The saved and drawn tensors by name.
+            at: The projection, for forms that read its weight; None for others.
 
         Returns:
             A of shape (d_out, d_in), or (d,) for a diagonal matrix, and b (d_out,); either is None for zero. None for
@@ -276,16 +345,16 @@ class Form(MethodPart):
         """
         return None
 
-    def inner(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor | None:
-        """Return v where Δh = v W_up + b_up, so that the last product can be added to h as it is computed.
+    def before_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp | None:
+        """Return (v, U, e) where Δh = v Uᵀ + e, so that the last product can be added to h as it is computed.
 
         Args:
-            tensors: The tensors of `shapes`, by name; "up" and, where there is one, "up_bias" are W_up and b_up.
+            tensors: The saved and drawn tensors by name.
             u: What the form reads (B, n, d_in).
-            training: Whether dropout acts.
+            at: The place.
 
         Returns:
-            v (B, n, r), or None for forms that do not end in such a product.
+            v (B, n, r), U (d_out, r), and e (d_out,) or None; None for forms that do not end in such a product.
         """
         return None
 
@@ -295,34 +364,34 @@ class Form(MethodPart):
         Those of several deltas are computed in two products for a whole batch. Nothing asks it of a user's own forms.
 
         Args:
-            tensors: The tensors of `shapes`, by name.
+            tensors: The saved and drawn tensors by name.
 
         Returns:
             The layers, or None for other forms.
         """
         return None
 
-    def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
+    def __call__(self, tensors: Tensors, u: torch.Tensor, at: Place) -> torch.Tensor:
         """Compute Δh.
 
         Args:
-            tensors: The tensors of `shapes`, by name.
+            tensors: The saved and drawn tensors by name.
             u: What the form reads (B, n, d_in).
-            training: Whether dropout acts.
+            at: The place.
 
         Returns:
             Δh (B, n, d_out).
         """
-        inner = self.inner(tensors, u, training)
-        assert inner is not None
-        return _up_projection(tensors, inner)
+        last = self.before_up(tensors, u, at)
+        assert last is not None
+        return _up_projection(*last)
 
     def add_to(
         self,
         h: torch.Tensor,
         tensors: Tensors,
         u: torch.Tensor,
-        training: bool,
+        at: Place,
         scale: float,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -332,9 +401,9 @@ class Form(MethodPart):
 
         Args:
             h: The hidden states (B, n, d_out).
-            tensors: The tensors of `shapes`, by name.
+            tensors: The saved and drawn tensors by name.
             u: What the form reads (B, n, d_in); it may be h itself.
-            training: Whether dropout acts.
+            at: The place.
             scale: s.
             out: h itself where it may be overwritten, else None.
 
@@ -343,13 +412,12 @@ class Form(MethodPart):
         """
         if self.multiplies is not None and u is h and scale == 1:
             return (h.mul if out is None else out.mul_)(tensors[self.multiplies].to(h.dtype))
-        inner = None if "up_bias" in tensors else self.inner(tensors, u, training)
-        if inner is None or h.dtype != inner.dtype:
-            delta = self(tensors, u, training) if inner is None else _up_projection(tensors, inner)
+        last = self.before_up(tensors, u, at)
+        if last is None or last[2] is not None or h.dtype != last[0].dtype:
+            delta = self(tensors, u, at) if last is None else _up_projection(*last)
             # Δh may be a view of u, which may be h: it is not overwritten while it is read
             return (h.add if out is None or u is h else out.add_)(delta.to(h.dtype), alpha=scale)
-        up, v = tensors["up"], inner.flatten(0, -2)
-        up = up if up.dtype == v.dtype else up.to(v.dtype)
+        v, up = last[0].flatten(0, -2), last[1].to(h.dtype)
         if out is None:
             return h.flatten(0, -2).addmm(v, up.t(), alpha=scale).view(h.shape)
         out.view(-1, out.shape[-1]).addmm_(v, up.t(), alpha=scale)  # out= must be contiguous where it is compiled
@@ -359,7 +427,7 @@ class Form(MethodPart):
         """Compute Δh inside an attention, for forms that need one.
 
         Args:
-            tensors: The tensors of `shapes`, by name.
+            tensors: The saved and drawn tensors by name.
             query: The model's own query (B, N_h, n, d_h).
             scaling: The factor by which the model scales q kᵀ.
 
@@ -370,11 +438,14 @@ class Form(MethodPart):
 
 
 REQUIRED = {
-    "shapes": 'def shapes(self, widths): return {"w": (widths.in_width,)}  # the tensors at one place, by name',
-    "initialize": 'def initialize(self, tensors): tensors["w"].zero_()  # their initial values, in place',
-    "__call__": 'def __call__(self, tensors, u, training): return tensors["w"] * u  # Δh, of width widths.out_width',
+    "tensors": 'def tensors(self, widths): return {"w": TensorSpec((widths.in_width,))}  # the tensors at one place',
+    "initialize": 'def initialize(self, tensors, at): tensors["w"].zero_()  # their initial values, in place',
+    "__call__": 'def __call__(self, tensors, u, at): return tensors["w"] * u  # Δh, of width widths.out_width',
     "per_head": "def per_head(self, tensors, query, scaling): ...  # Δh (B, n, heads, value width)",
-    "affine": "def affine(self, tensors): return A, b  # where Δh = A u + b; None for zero",
+    "affine": "def affine(self, tensors, at): return A, b  # where Δh = A u + b; None for zero",
+    "matrix": "def matrix(self, tensors): return A  # (out, in), where Δh = A u",
+    "factors": "def factors(self, tensors): return D, U  # where Δh = U D u",
+    "weight": "def weight(self, tensors, at): return at.weight + A  # W' of shape (out, in)",
 }
 """What forms write, with a line that does."""
 
@@ -399,14 +470,19 @@ def check_form_class(kind: type[Form]) -> None:
         DeltuneError: Something is missing; the message shows the lines to write.
     """
     check_frozen(kind)
-    needed = ["shapes", "initialize"]
-    needed += ["per_head"] if kind.needs == "attention" else ["__call__"] if kind.needs in ("hidden", "states") else []
-    needed += ["affine"] if kind.acts_on_weights else []
-    alternatives = {"__call__": ("__call__", "inner")}
+    if issubclass(kind, FactorForm):
+        computes = ["factors"]
+    elif issubclass(kind, WeightForm):
+        computes = ["matrix" if issubclass(kind, MatrixForm) else "weight"]
+    else:
+        computes = ["per_head"] if kind.needs == "attention" else ["__call__"] if kind.needs != "tokens" else []
+        computes += ["affine"] if kind.acts_on_weights else []
+    bases = (Form, FactorForm, WeightForm, MatrixForm)
     missing = [
         name
-        for name in needed
-        if all(getattr(kind, one) is getattr(Form, one) for one in alternatives.get(name, (name,)))
+        for name in ("tensors", "initialize", *computes)
+        if any(getattr(kind, name) is vars(base).get(name) for base in bases)
+        and not (name == "__call__" and kind.before_up is not Form.before_up)
     ]
     if missing:
         lines = "".join(f"\n    {REQUIRED[name]}" for name in missing)
@@ -414,6 +490,7 @@ def check_form_class(kind: type[Form]) -> None:
 
 
 Affine: TypeAlias = "tuple[torch.Tensor | None, torch.Tensor | None]"
+BeforeUp: TypeAlias = "tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]"
 
 Product = tuple[int, tuple[Factor, ...], tuple[Factor, ...]]
 """A shared rank, the factors below it, and the factors above it."""
@@ -425,12 +502,11 @@ def _down_up_product(rank: int, widths: Widths) -> Product:
     return rank, (down,), (up,)
 
 
-def _up_projection(tensors: Tensors, inner: torch.Tensor) -> torch.Tensor:
-    """Return v W_up + b_up."""
+def _up_projection(v: torch.Tensor, up: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return v Uᵀ + e."""
     from torch.nn import functional as F
 
-    bias = tensors["up_bias"].to(inner.dtype) if "up_bias" in tensors else None
-    return F.linear(inner, tensors["up"].to(inner.dtype), bias)
+    return F.linear(v, up.to(v.dtype), None if bias is None else bias.to(v.dtype))
 
 
 def check_positive(**sizes: int) -> None:
@@ -473,6 +549,100 @@ def init_down_up(down: torch.Tensor, up: torch.Tensor, init: Init, zero_up: bool
     torch.nn.init.zeros_(up) if zero_up else torch.nn.init.normal_(up, std=0.02)
 
 
+class FactorForm(Form):
+    """A form that is a product of two matrices, Δh = U D u with (D, U) = `factors(tensors)`.
+
+    Deltas of such forms are computed together in a mixed batch, as those of LoRA.
+    """
+
+    def factors(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return D (r, d_in) and U (d_out, r).
+
+        Args:
+            tensors: The saved and drawn tensors by name.
+        """
+        raise NotImplementedError
+
+    def two_layers(self, tensors: Tensors) -> TwoLayers | None:
+        down, up = self.factors(tensors)
+        return TwoLayers(down, None, "identity", up, None)
+
+    def affine(self, tensors: Tensors, at: Place | None) -> Affine:
+        down, up = self.factors(tensors)
+        return up @ down, None
+
+    def before_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp:
+        from torch.nn import functional as F
+
+        down, up = self.factors(tensors)
+        if not u.is_floating_point():  # token ids: a row of Dᵀ each
+            return F.embedding(u, down.t()), up, None
+        return F.linear(u, down.to(u.dtype)), up, None
+
+
+class WeightForm(Form):
+    """A form that is a function of the frozen weight: h + Δh = W' x with W' = `weight(tensors, at)`.
+
+    A subclass writes `weight`, and `__call__` where Δh can be computed faster than by a product of this size.
+    """
+
+    reads_weight: ClassVar[bool] = True
+    through_weight: ClassVar[bool] = True
+    """Whether the projection is best computed with W' in place of W; False for a form with a faster `__call__`."""
+
+    def weight(self, tensors: Tensors, at: Place) -> torch.Tensor:
+        """Return W' (d_out, d_in).
+
+        Args:
+            tensors: The saved and drawn tensors by name.
+            at: The projection.
+        """
+        raise NotImplementedError
+
+    def change_of_bias(self, tensors: Tensors, at: Place) -> torch.Tensor | None:
+        """Return what Δh has beside (W' - W) x, of shape (d_out,), or None.
+
+        Args:
+            tensors: The saved and drawn tensors by name.
+            at: The projection.
+        """
+        return None
+
+    def affine(self, tensors: Tensors, at: Place | None) -> Affine:
+        assert at is not None
+        return self.weight(tensors, at) - at.weight, self.change_of_bias(tensors, at)
+
+    def __call__(self, tensors: Tensors, u: torch.Tensor, at: Place) -> torch.Tensor:
+        from torch.nn import functional as F
+
+        change, shift = self.affine(tensors, at)
+        assert change is not None
+        if not u.is_floating_point():
+            rows = F.embedding(u, change.t())
+            return rows if shift is None else rows + shift
+        return F.linear(u.to(change.dtype), change, shift)
+
+
+class MatrixForm(WeightForm):
+    """A form that is a matrix: Δh = A u and W' = W + A with A = `matrix(tensors)`, which does not depend on W."""
+
+    acts_on_weights: ClassVar[bool] = True
+
+    def matrix(self, tensors: Tensors) -> torch.Tensor:
+        """Return A (d_out, d_in).
+
+        Args:
+            tensors: The saved and drawn tensors by name.
+        """
+        raise NotImplementedError
+
+    def weight(self, tensors: Tensors, at: Place) -> torch.Tensor:
+        return at.weight + self.matrix(tensors).to(at.weight.dtype)
+
+    def affine(self, tensors: Tensors, at: Place | None) -> Affine:
+        return self.matrix(tensors), None
+
+
 @dataclass(frozen=True, repr=False)
 class Bottleneck(Form):
     """Two projections with an activation between them, Δh = f(u W_down + b_down) W_up + b_up (UV eq. 4).
@@ -512,15 +682,15 @@ class Bottleneck(Form):
     def starts_at_zero(self) -> bool:
         return self.zero_up
 
-    def shapes(self, widths: Widths) -> Shapes:
+    def tensors(self, widths: Widths) -> Specs:
         shapes: Shapes = {"down": (self.rank, widths.in_width), "up": (widths.out_width, self.rank)}
         if self.bias:
             shapes |= {"down_bias": (self.rank,), "up_bias": (widths.out_width,)}
         if self.layer_norm:
             shapes |= {"norm_gain": (widths.in_width,), "norm_bias": (widths.in_width,)}
-        return shapes
+        return trained(shapes)
 
-    def initialize(self, tensors: Tensors) -> None:
+    def initialize(self, tensors: Tensors, at: Place | None) -> None:
         import torch
 
         init_down_up(tensors["down"], tensors["up"], self.init, self.zero_up)
@@ -541,7 +711,7 @@ class Bottleneck(Form):
         biases = tensors.get("down_bias"), tensors.get("up_bias")
         return TwoLayers(tensors["down"], biases[0], self.activation, tensors["up"], biases[1])
 
-    def inner(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
+    def before_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp:
         from torch.nn import functional as F
 
         t = {name: tensor.to(u.dtype) for name, tensor in tensors.items() if not name.startswith("up")}
@@ -549,11 +719,12 @@ class Bottleneck(Form):
             u = F.layer_norm(u, u.shape[-1:], t["norm_gain"], t["norm_bias"])
         inner = F.linear(u, t["down"], t.get("down_bias"))
         inner = inner if self.activation == "identity" else getattr(F, self.activation)(inner)
-        return F.dropout(inner, self.dropout) if self.dropout and training else inner
+        inner = F.dropout(inner, self.dropout) if self.dropout and at.training else inner
+        return inner, tensors["up"], tensors.get("up_bias")
 
 
 @dataclass(frozen=True, repr=False)
-class LowRank(Form):
+class LowRank(FactorForm):
     """Two projections without an activation, Δh = dropout(u) W_down W_up (UV eq. 6; Hu et al. 2021).
 
     Tensors: down (r, d_in) and up (d_out, r), which is 0 at the start; at the weights of E experts (E, r, d_in) and
@@ -593,11 +764,11 @@ class LowRank(Form):
             "reaches every change that this one reaches, with fewer parameters"
         )
 
-    def shapes(self, widths: Widths) -> Shapes:
+    def tensors(self, widths: Widths) -> Specs:
         experts = (widths.experts,) if widths.experts else ()
-        return {"down": (*experts, self.rank, widths.in_width), "up": (*experts, widths.out_width, self.rank)}
+        return trained({"down": (*experts, self.rank, widths.in_width), "up": (*experts, widths.out_width, self.rank)})
 
-    def initialize(self, tensors: Tensors) -> None:
+    def initialize(self, tensors: Tensors, at: Place | None) -> None:
         init_down_up(tensors["down"], tensors["up"], self.init, zero_up=True)
 
     def product(self, widths: Widths) -> Product:
@@ -605,19 +776,14 @@ class LowRank(Form):
             raise DeltuneError("a mask is drawn on one product, and experts have one each: mask other sites")
         return _down_up_product(self.rank, widths)
 
-    def affine(self, tensors: Tensors) -> Affine:
-        return tensors["up"] @ tensors["down"], None
+    def factors(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        return tensors["down"], tensors["up"]
 
-    def two_layers(self, tensors: Tensors) -> TwoLayers:
-        return TwoLayers(tensors["down"], None, "identity", tensors["up"], None)
-
-    def inner(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
+    def before_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp:
         from torch.nn import functional as F
 
-        if not u.is_floating_point():  # token ids: a row of W_down each
-            return F.embedding(u, tensors["down"].t())
-        u = F.dropout(u, self.dropout) if self.dropout and training else u
-        return F.linear(u, tensors["down"].to(u.dtype))
+        u = F.dropout(u, self.dropout) if self.dropout and at.training else u
+        return super().before_up(tensors, u, at)
 
 
 @dataclass(frozen=True, repr=False)
@@ -631,18 +797,18 @@ class Vector(Form):
     reads_ids: ClassVar[bool] = True
     where: Literal["all", "biased", "unbiased"] = "all"
 
-    def shapes(self, widths: Widths) -> Shapes:
-        return {"vector": (widths.out_width,)}
+    def tensors(self, widths: Widths) -> Specs:
+        return trained({"vector": (widths.out_width,)})
 
-    def initialize(self, tensors: Tensors) -> None:
+    def initialize(self, tensors: Tensors, at: Place | None) -> None:
         import torch
 
         torch.nn.init.zeros_(tensors["vector"])
 
-    def affine(self, tensors: Tensors) -> Affine:
+    def affine(self, tensors: Tensors, at: Place | None) -> Affine:
         return None, tensors["vector"]
 
-    def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
+    def __call__(self, tensors: Tensors, u: torch.Tensor, at: Place) -> torch.Tensor:
         return tensors["vector"].to(u.dtype) if u.is_floating_point() else tensors["vector"]
 
 
@@ -655,10 +821,10 @@ class Rescale(Form):
 
     multiplies: ClassVar[str | None] = "gain"
 
-    def shapes(self, widths: Widths) -> Shapes:
-        return {"gain": (widths.out_width,)}
+    def tensors(self, widths: Widths) -> Specs:
+        return trained({"gain": (widths.out_width,)})
 
-    def initialize(self, tensors: Tensors) -> None:
+    def initialize(self, tensors: Tensors, at: Place | None) -> None:
         import torch
 
         torch.nn.init.ones_(tensors["gain"])
@@ -668,13 +834,13 @@ class Rescale(Form):
             return None
         return f"Rescale needs u as wide as h, here they are {widths.in_width} and {widths.out_width}"
 
-    def fill_untrained(self, tensors: Tensors) -> None:
-        self.initialize(tensors)
+    def fill_untrained(self, tensors: Tensors, buffers: Tensors) -> None:
+        self.initialize(tensors, None)
 
-    def affine(self, tensors: Tensors) -> Affine:
+    def affine(self, tensors: Tensors, at: Place | None) -> Affine:
         return tensors["gain"] - 1, None
 
-    def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
+    def __call__(self, tensors: Tensors, u: torch.Tensor, at: Place) -> torch.Tensor:
         return tensors["gain"].to(u.dtype) * u - u
 
 
@@ -690,10 +856,10 @@ class Mixture(Form):
     needs: ClassVar[str] = "states"
     replaces: ClassVar[bool] = True
 
-    def shapes(self, widths: Widths) -> Shapes:
-        return {"layers": (widths.states,), "gain": (widths.out_width,), "bias": (widths.out_width,)}
+    def tensors(self, widths: Widths) -> Specs:
+        return trained({"layers": (widths.states,), "gain": (widths.out_width,), "bias": (widths.out_width,)})
 
-    def initialize(self, tensors: Tensors) -> None:
+    def initialize(self, tensors: Tensors, at: Place | None) -> None:
         import torch
 
         torch.nn.init.zeros_(tensors["layers"])
@@ -701,16 +867,16 @@ class Mixture(Form):
         torch.nn.init.ones_(tensors["gain"])
         torch.nn.init.zeros_(tensors["bias"])
 
-    def fill_untrained(self, tensors: Tensors) -> None:
-        self.initialize(tensors)
+    def fill_untrained(self, tensors: Tensors, buffers: Tensors) -> None:
+        self.initialize(tensors, None)
 
-    def __call__(self, tensors: Tensors, u: torch.Tensor, training: bool) -> torch.Tensor:
+    def __call__(self, tensors: Tensors, u: torch.Tensor, at: Place) -> torch.Tensor:
         """Compute Δh of the last hidden state.
 
         Args:
-            tensors: The tensors of `shapes`, by name.
+            tensors: The saved and drawn tensors by name.
             u: All hidden states (L + 1, B, n, d).
-            training: Not used.
+            at: Not used.
 
         Returns:
             Δh (B, n, d).
@@ -754,14 +920,15 @@ class Prompt(Form):
     def starts_at_zero(self) -> bool:
         return False
 
-    def shapes(self, widths: Widths) -> Shapes:
-        return {"rows": (self.length, widths.in_width)}
+    def tensors(self, widths: Widths) -> Specs:
+        return trained({"rows": (self.length, widths.in_width)})
 
-    def initialize(self, tensors: Tensors) -> None:
+    def initialize(self, tensors: Tensors, at: Place | None) -> None:
         """Fill `rows` with N(0, 0.02), in place; `init_from` is applied later, when the delta is attached.
 
         Args:
             tensors: The form's tensors by name.
+            at: Not used.
         """
         import torch
 

@@ -9,6 +9,7 @@ from typing import Any
 from ..anatomy.types import Anatomy, Norm, Tensor, is_inside
 from ..errors import DeltuneError, error_from_problems, excerpt
 from .form_checks import check_form
+from .forms import Specs
 from .masks import Mask, MaskUnit, RowMask, split_budget
 from .sites import EditLocation, ModuleSide, resolve_locations, select_layers
 from .spec import MaskedMethod, Method, Modification, NamedMethod, Selection
@@ -38,8 +39,37 @@ class ResolvedEdit:
         return self.key.partition("_")[0]
 
     @property
-    def tied(self) -> str:
-        """The name of the tensors that the places of its sub-module share, those of a gate."""
+    def tensors(self) -> Specs:
+        """Its tensors by name, those of its composition included."""
+        modification, widths = self.modification, self.place.widths
+        return modification.form.tensors(widths) | modification.compose.tensors(widths)
+
+    @property
+    def is_reparameterised(self) -> bool:
+        """Whether something is trained that is not saved, from which the saved tensors are computed."""
+        return any(spec.trained and not spec.saved for spec in self.tensors.values())
+
+    def own_tensors(self, folded: bool) -> Specs:
+        """Return the tensors that a delta holds for this place alone.
+
+        Args:
+            folded: Whether nothing is left to fold, as after loading.
+        """
+        own = {name: spec for name, spec in self.tensors.items() if not spec.shared}
+        if not self.is_reparameterised:
+            return own
+        return {n: replace(s, trained=True) for n, s in own.items() if (s.saved if folded else s.trained)}
+
+    def owner(self, shared: str) -> str:
+        """Return the name of the tensors that it shares with other places.
+
+        Args:
+            shared: Which places share them, as in `TensorSpec`.
+        """
+        if shared == "group":
+            return f"{self.term}_{self.place.group}"
+        if shared == "term":
+            return f"{self.origin}_{type(self.modification.form).__name__}"
         return f"{self.origin}_{getattr(self.modification.compose, 'name', '')}_{self.place.sublayer.replace('.', '_')}"
 
 
@@ -71,7 +101,7 @@ class ResolvedMethod:
         edits: The modifications, each at one place.
         selected: The parameters that are trained whole.
         masked: The parameters that are trained under a fixed mask.
-        tied: Masks on tensors that places share, by the names of `ResolvedEdit.tied`.
+        common: Masks on tensors that several places share, by owner and name.
         gated: The parameters whose mask is learned.
         unrecognized: Parameters that look like those of a selection and are not trained, since what they do is not
             observed: gains of norms over other axes, biases that are not those of a linear or a norm.
@@ -80,9 +110,24 @@ class ResolvedMethod:
     edits: tuple[ResolvedEdit, ...]
     selected: tuple[Tensor, ...]
     masked: tuple[tuple[Tensor, Mask | RowMask], ...] = ()
-    tied: tuple[tuple[str, Mask], ...] = ()
+    common: tuple[tuple[tuple[str, str], Mask], ...] = ()
     gated: tuple[ResolvedGates, ...] = ()
     unrecognized: tuple[Tensor, ...] = ()
+
+    def shared_tensors(self, folded: bool) -> dict[str, Specs]:
+        """Return the tensors that several places share, by owner and name.
+
+        Args:
+            folded: Whether nothing is left to fold, so that those of a reparameterisation are gone.
+        """
+        shared: dict[str, Specs] = {}
+        for edit in self.edits:
+            for name, spec in edit.tensors.items():
+                if spec.shared and not (folded and spec.trained and not spec.saved):
+                    of_owner = shared.setdefault(edit.owner(spec.shared), {})
+                    other = of_owner.get(name, spec)
+                    of_owner[name] = replace(spec, shape=tuple(map(max, spec.shape, other.shape)))
+        return shared
 
     @property
     def trained_in_part(self) -> list[Tensor]:
@@ -142,7 +187,7 @@ def resolve(anatomy: Anatomy, method: Method, base_size: Callable[[], int]) -> R
     masked = {t.name: (t, mask) for plan in plans for t, mask in plan.masked}
     resolved = ResolvedMethod(
         tuple(e for plan in plans for e in plan.edits), tuple(selected.values()), tuple(masked.values()),
-        tuple(t for plan in plans for t in plan.tied), tuple(g for plan in plans for g in plan.gated),
+        tuple(t for plan in plans for t in plan.common), tuple(g for plan in plans for g in plan.gated),
     )  # fmt: skip
     trained = {t.name for t in (*resolved.selected, *resolved.trained_in_part)}
     left = {t.name: t for plan in plans for t in plan.unrecognized if t.name not in trained}
@@ -275,42 +320,54 @@ def _draw_masks(unmasked: ResolvedMethod, masked: MaskedMethod, base_size: Calla
     A learned scale acts through the form of its edit, and a gate through the edits that share it: where these get no
     scalars, the scale or gate gets none either.
     """
-    owners: list[tuple[str, str, MaskUnit]] = []
+    owners: list[tuple[str, Any, MaskUnit]] = []
     depends_on: dict[int, list[int]] = {}
-    gated_units: dict[str, list[int]] = {}  # by gate, the units that it opens and closes
+    users: dict[tuple[str, str], list[int]] = {}  # of a tensor that places share, the units of those places
     for edit in unmasked.edits:
-        composing = edit.modification.compose.shapes(edit.place.widths)
-        units = _mask_units(edit)
+        units, of_compose = _mask_units(edit), edit.modification.compose.tensors(edit.place.widths)
         numbered = dict(enumerate(units, len(owners)))
-        form_units = [i for i, unit in numbered.items() if unit.leaf not in composing]
-        depends_on |= {i: form_units for i, unit in numbered.items() if unit.leaf in composing}
-        if edit.modification.compose.tied(edit.place.widths):
-            gated_units.setdefault(edit.tied, []).extend(form_units)
+        form_units = [i for i, unit in numbered.items() if unit.leaf not in of_compose]
+        depends_on |= {i: form_units for i, unit in numbered.items() if unit.leaf in of_compose}
+        for name, spec in edit.tensors.items():
+            if spec.shared and spec.trained and spec.saved:
+                of_shared = users.setdefault((edit.owner(spec.shared), name), [])
+                of_shared += form_units if name in of_compose else []
         owners += [("edit", edit.key, unit) for unit in units]
-    for key, edit in {e.tied: e for e in unmasked.edits if e.tied in gated_units}.items():
-        depends_on[len(owners)] = gated_units[key]
-        for name, shape in edit.modification.compose.tied(edit.place.widths).items():
-            owners.append(("tied", key, MaskUnit(f"tied.{key}", shape, name)))
+    shared = unmasked.shared_tensors(folded=False)
+    for (owner, name), needed in users.items():
+        if needed:  # a gate opens and closes them, and is nothing without them
+            depends_on[len(owners)] = needed
+        unit = MaskUnit(f"common.{owner}.{name}", shared[owner][name].shape, name)
+        owners.append(("common", (owner, name), unit))
     owners += [("base", t.name, MaskUnit(t.name, t.shape, t.name)) for t in unmasked.selected]
     quotas = split_budget([unit for _, _, unit in owners], masked.target_count(base_size), depends_on)
-    kept_units: dict[tuple[str, str], list[tuple[MaskUnit, int]]] = {}
-    for (kind, name, unit), count in zip(owners, quotas, strict=True):
+    kept_units: dict[tuple[str, Any], list[tuple[MaskUnit, int]]] = {}
+    for (kind, key, unit), count in zip(owners, quotas, strict=True):
         if count:
-            kept_units.setdefault((kind, name), []).append((unit, count))
-    masks = {key: Mask(tuple(q), masked.pattern, masked.along, masked.seed) for key, q in kept_units.items()}
+            kept_units.setdefault((kind, key), []).append((unit, count))
+
+    def mask(kind: str, key: Any) -> Mask:
+        return Mask(tuple(kept_units.get((kind, key), ())), masked.pattern, masked.along, masked.seed)
+
+    def acts(edit: ResolvedEdit) -> bool:
+        """The mask keeps something of the edit itself, or of what its form shares with other places."""
+        of_form = edit.modification.form.tensors(edit.place.widths).items()
+        return ("edit", edit.key) in kept_units or any(
+            spec.shared and ("common", (edit.owner(spec.shared), name)) in kept_units for name, spec in of_form
+        )
+
     return ResolvedMethod(
-        tuple(replace(e, mask=masks["edit", e.key]) for e in unmasked.edits if ("edit", e.key) in masks), (),
-        tuple((t, masks["base", t.name]) for t in unmasked.selected if ("base", t.name) in masks),
-        tuple((name, mask) for (kind, name), mask in masks.items() if kind == "tied"),
+        tuple(replace(edit, mask=mask("edit", edit.key)) for edit in unmasked.edits if acts(edit)), (),
+        tuple((t, mask("base", t.name)) for t in unmasked.selected if ("base", t.name) in kept_units),
+        tuple((key, mask("common", key)) for key in users),
         unrecognized=unmasked.unrecognized,
     )  # fmt: skip
 
 
 def _mask_units(edit: ResolvedEdit) -> list[MaskUnit]:
     """Return the units that a mask is drawn on: the product of an edit, if it has one, and every other tensor."""
-    widths, form = edit.place.widths, edit.modification.form
-    shapes = form.shapes(widths) | edit.modification.compose.shapes(widths)
-    product = form.product(widths)
+    shapes = {n: spec.shape for n, spec in edit.tensors.items() if spec.trained and spec.saved and not spec.shared}
+    product = edit.modification.form.product(edit.place.widths)
     units = []
     if product is not None:
         rank, down, up = product

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 
 from ..anatomy.types import FFN, Anatomy, Attention, Columns, Experts, ExpertWeight, Layer, Linear, is_inside
 from ..errors import DeltuneError
-from .forms import LowRank, Prompt, Vector, Widths
+from .forms import LowRank, Prompt, Vector, WeightForm, Widths
 from .spec import OUTER_LAYERS, OUTSIDE_LAYERS, PROJECTIONS, LayersArg, Modification, is_pattern
 
 
@@ -55,6 +55,7 @@ class EditLocation:
         experts: The numbers of the experts whose matrices of that weight are changed; None for all of it.
         layer: The path of the layer that it is in; "" outside of the layers.
         tower: The tower that it is in, such as "text".
+        of_input: Whether the form changes what the projection reads.
     """
 
     name: str
@@ -71,6 +72,7 @@ class EditLocation:
     experts: tuple[int, ...] | None = None
     layer: str = ""
     tower: str = ""
+    of_input: bool = False
 
     @property
     def can_differ_by_row(self) -> bool:
@@ -325,11 +327,16 @@ def _what_exists(anatomy: Anatomy) -> str:
 
 def _edit_location(site: SiteLocation, modification: Modification) -> EditLocation:
     """Return the place of an edit: the form reads x (parallel) or h (sequential), and a gate reads x in either case."""
+    form, of_input = modification.form, modification.insertion == "input"
+    if (form.reads_weight and site.linear is None and site.weight is None) or (of_input and site.linear is None):
+        raise DeltuneError(f"{form!r} acts at a projection, and {site.name} is none: take {', '.join(PROJECTIONS)}")
+    if of_input or (isinstance(form, WeightForm) and form.through_weight):
+        site = _weight_or_input(site, modification)
     parallel = modification.insertion == "parallel"
     reads_x = parallel or modification.compose.reads_x
     if reads_x and site.x is None:
         raise DeltuneError(f"{site.name} has no input of its own to read")
-    if site.weight is not None:
+    if site.weight is not None and site.linear is None:
         _check_acts_on_weight(site.weight, modification)
     attention = site.attention
     widths = Widths(
@@ -344,7 +351,29 @@ def _edit_location(site: SiteLocation, modification: Modification) -> EditLocati
     return EditLocation(
         site.name, site.target, site.x if reads_x and not inside_attention else None, widths, site.sublayer, site.group,
         site.apply_norm_first, site.linear, site.has_bias, weight=site.weight, experts=site.experts, layer=site.layer,
+        of_input=of_input,
     )  # fmt: skip
+
+
+def _weight_or_input(site: SiteLocation, modification: Modification) -> SiteLocation:
+    """Return the weight or the input of a projection as the place of a modification; the site as it is elsewhere.
+
+    A form that is best computed with W' changes the weight. One that changes the input does so there, or in the weight
+    where the other parts of a fused projection read the same input.
+    """
+    linear, compose = site.linear, modification.compose
+    if linear is None or site.lookup:
+        return site
+    of_input = modification.insertion == "input"
+    if of_input and linear.columns is None:
+        return replace(site, target=ModuleSide(linear.path, "input"), h_width=site.x_width)
+    if linear.quantized or compose.reads_x or compose.in_softmax:
+        if of_input:
+            raise DeltuneError(f"{site.name} is a part of a projection whose other parts read the same input")
+        return site
+    width = site.x_width if of_input else linear.out_width
+    weight = ExpertWeight(linear.path, "weight", 0, linear.in_width, width, linear.transposed, True)
+    return replace(site, target=replace(site.target, side="weight"), h_width=width, weight=weight)
 
 
 def _expert_count(site: SiteLocation) -> int:
@@ -362,7 +391,7 @@ def _check_acts_on_weight(weight: ExpertWeight, modification: Modification) -> N
     form, where = modification.form, f"{weight.path}.{weight.leaf} is a weight that its module reads itself"
     if not form.acts_on_weights or modification.insertion != "parallel":
         raise DeltuneError(f"{where}, so that only a form that is a change of a weight acts there, such as LowRank")
-    if modification.compose.reads_x or modification.compose.tied(Widths(1, 1, 1)):
+    if modification.compose.reads_x:
         raise DeltuneError(f"{where}, so that {modification.compose!r} has no input to read there")
     if getattr(form, "dropout", 0):
         raise DeltuneError(f"{where}, so that there is no x whose values could be dropped: give dropout=0")

@@ -167,7 +167,7 @@ class Modification(Method):
 
     site: str
     form: Form
-    insertion: Literal["parallel", "sequential"] = "parallel"
+    insertion: Literal["parallel", "sequential", "input"] = "parallel"
     compose: Composition = ADD
     layers: LayersArg = "all"
     stack: str = "all"
@@ -185,7 +185,7 @@ class Modification(Method):
         check_experts(self.experts, (self.site,))
         for name, value, allowed in (
             ("site", "ffn" if is_pattern(self.site) else self.site, SITES),
-            ("insertion", self.insertion, ("parallel", "sequential")),
+            ("insertion", self.insertion, ("parallel", "sequential", "input")),
             ("x", self.x, X_CHOICES),
         ):
             if value not in allowed:

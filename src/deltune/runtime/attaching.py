@@ -298,7 +298,7 @@ def _attach(
 ) -> None:
     heads = tuple(t.name for t in handle.anatomy.tensors if t.area == "head")
     delta = handle._move_to_model(Delta(parsed, planned, heads, head))
-    delta.initialize()
+    delta.initialize(handle._place_of)
     for name_in_model, sparse in delta.masked_tensors():
         sparse.initialize(handle._base_value(name_in_model).detach())
     _start_rows(handle, delta)
@@ -563,6 +563,7 @@ def _read_delta(
     needed = _check_file(handle, planned, head, saved.tensors, labels, where)
     check_memory(handle.model, anatomy, planned, explicit)
     delta = handle._move_to_model(Delta(method, planned, head, facts.head.mode, folded=True), snapshot)
+    delta.draw()
     _fill(handle, delta, needed, saved.numbers(), where, allow_nonfinite)
     return delta, labels
 
@@ -668,6 +669,7 @@ def _read_foreign_delta(handle: Tuned, where: Path, allow_nonfinite: bool) -> tu
     delta = handle._move_to_model(
         Delta(adapter.method, planned, head, "train" if adapter.head else "freeze", folded=True)
     )
+    delta.draw()
     _fill(handle, delta, needed, numbers, where, allow_nonfinite)
     return delta, labels
 

@@ -18,7 +18,6 @@ from ..anatomy.types import Anatomy
 from ..compat import norms_are_finite
 from ..errors import MAX_NAME_LENGTH, DeltuneError, error_from_problems, excerpt, validation_problems
 from ..filesystem import parse_json_file, read_json_bytes
-from ..methods.counting import kept_shapes
 from ..methods.other_names import registration_hint
 from ..methods.registry import parse, unregistered_names
 from ..methods.resolve import ResolvedMethod, resolve
@@ -195,20 +194,21 @@ def expected_tensors(
         head: The names of those that belong to the head, whose shapes may differ.
     """
     needed = Expected()
-    masks = dict(planned.tied)
     for edit in planned.edits:
-        saved_shapes = kept_shapes(edit.modification, edit.place)
-        if edit.mask is None:
-            needed.shapes |= {f"edit.{edit.key}.{leaf}": shape for leaf, shape in saved_shapes.items()}
-        else:
-            sizes = {leaf: math.prod(shape) for leaf, shape in saved_shapes.items()}
+        saved = {leaf: spec for leaf, spec in edit.own_tensors(folded=True).items() if spec.saved}
+        if edit.mask is not None:
+            sizes = {leaf: spec.numel for leaf, spec in saved.items() if spec.trained}
             needed.drawn.append(Drawn(f"edit.{edit.key}.", edit.mask.count, sizes))
-        for leaf, shape in edit.modification.compose.tied(edit.place.widths).items():
-            stem, mask = f"tied.{edit.tied}.", masks.get(edit.tied)
-            if edit.mask is None:
-                needed.shapes[f"{stem}{leaf}.dense"] = shape
-            elif not any(drawn.stem == stem for drawn in needed.drawn):
-                needed.drawn.append(Drawn(stem, mask.count if mask else 0, {f"{leaf}.sparse": math.prod(shape)}))
+            saved = {leaf: spec for leaf, spec in saved.items() if not spec.trained}
+        needed.shapes |= {f"edit.{edit.key}.{leaf}": spec.shape for leaf, spec in saved.items()}
+    masks = dict(planned.common)
+    for owner, specs in planned.shared_tensors(folded=True).items():
+        for leaf, spec in specs.items():
+            if (owner, leaf) in masks:
+                sizes = {leaf: spec.numel}
+                needed.drawn.append(Drawn(f"common.{owner}.", masks[owner, leaf].count, sizes))
+            elif spec.saved:
+                needed.shapes[f"common.{owner}.{leaf}"] = spec.shape
     for tensor, chosen in planned.masked:
         needed.drawn.append(Drawn("partly.", chosen.count, {tensor.name: tensor.numel}))
     for gates in planned.gated:
@@ -398,6 +398,6 @@ def _check_spans(anatomy: Anatomy, method: Method, where: Path) -> None:
     for term in method.terms:
         if isinstance(term, MaskedMethod):
             edits = resolve(anatomy, term.method, lambda: 0).edits
-            span = sum(math.prod(s) for e in edits for s in kept_shapes(e.modification, e.place).values())
+            span = sum(spec.numel for e in edits for spec in e.own_tensors(folded=True).values() if spec.saved)
             if span > limit:
                 raise DeltuneError(f"{where}: {term!r} spans {span:,} scalars; on this model at most {limit:,} do")

@@ -26,7 +26,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..anatomy.inspection import inspect
 from ..anatomy.offloading import loaded_devices
 from ..anatomy.quantization import is_unquantized, quantization_of, quantized_modules
-from ..anatomy.quantizers import dequantized_weight, plain_linear, set_weight_from
+from ..anatomy.quantizers import bias_of, dequantized_weight, plain_linear, set_weight_from
 from ..anatomy.skeleton import HANDLE_NAME, base_modules, base_parameters, base_tensors, modules_without_paths
 from ..anatomy.snapshot import Snapshot
 from ..anatomy.tracing import CallOrder, all_configs, base_model, call_order, check_takes_embeddings
@@ -46,7 +46,7 @@ from .hooks import ATTRIBUTE, Hook, Hooks, hooks_of_delta, hooks_of_model, insta
 from .model_card import write_card
 from .model_methods import METHODS, WHOLE_MODEL_METHODS, plain_copy
 from .model_state import ModelState
-from .modules import Delta, Edit, HeadLabels, up_projections
+from .modules import BasePlace, Delta, Edit, HeadLabels, up_projections
 from .offloading import follow_offloading, leave_offloading, refuse_offloaded
 from .pass_manager import PassManager, claim_modules, refuse_shared_modules, reset_after_fork
 from .prompts import check_takes_prompts
@@ -417,6 +417,19 @@ class Tuned(nn.Module):
             return self._base_value(name)
         return dequantized_weight(self.model.get_submodule(name.rpartition(".")[0])).float()
 
+    def _place_of(self, edit: Edit) -> BasePlace | None:
+        """The base model's own projection at an edit; None where there is none."""
+        linear = edit.place.linear or edit.place.weight
+        if linear is None:
+            return None
+        module = self.model.get_submodule(linear.path)
+        names = {leaf: f"{linear.path}.{leaf}" for leaf in (getattr(linear, "leaf", "weight"), "bias")}
+        known = {n: t.name for t in self.anatomy.tensors for n in (t.name, *t.aliases) if n in names.values()}
+        weight, bias = (known.get(name) for name in names.values())
+        assert weight is not None
+        read_bias = partial(bias_of, module) if bias is None else partial(self._base_value, bias)
+        return BasePlace(edit.place, partial(self._dense_value, weight), read_bias)
+
     def _delta_value(self, delta: Delta, name: str) -> nn.Parameter:
         """A delta's own value of a tensor of the model."""
         return self._state.delta_value(delta, name)
@@ -658,7 +671,7 @@ class Tuned(nn.Module):
             values: dict[str, torch.Tensor] = {name: self._delta_value(delta, name) for name in delta.owned_tensors}
             with torch.no_grad():
                 values |= {name: part.final(self._base_value(name).detach()) for name, part in delta.masked_tensors()}
-            merged = merging.merged_weights(self.anatomy, delta, self._dense_value, values)
+            merged = merging.merged_weights(self.anatomy, delta, self._dense_value, values, self._place_of)
             labels = delta.labels or self._base_labels
             linears = self._plain_linears(merged) if dequantize else {}
             quantized = merging.quantize_merged(self._quantized_linears(), merged, self._dense_value)
@@ -848,7 +861,7 @@ class Tuned(nn.Module):
         for edit in delta.all_edits():
             inside = (device for name, device in placement.devices if is_inside(name, edit.place.target.path))
             _move(edit, next(inside, default), dtype)
-        for shared in (*delta.shared.values(), *delta.tied.values(), *delta.partly.values(), *delta.gated.values()):
+        for shared in (*delta.common.values(), *delta.partly.values(), *delta.gated.values()):
             _move(shared, default, dtype)
         return delta
 
@@ -1034,7 +1047,7 @@ class Tuned(nn.Module):
 
 def _move(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Move a module, unless its parameters are all that it has, and are there."""
-    parameters = parameters_of(module).values()
+    parameters = [*parameters_of(module).values(), *module._buffers.values()]
     if submodules_of(module) or any(p is not None and (p.device != device or p.dtype != dtype) for p in parameters):
         module.to(device, dtype)
 

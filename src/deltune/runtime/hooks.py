@@ -30,7 +30,7 @@ from ..compat import (
 )
 from .attention import HOOK_ATTRIBUTE
 from .model_methods import METHODS, WHOLE_MODEL_METHODS
-from .modules import Delta, Edit
+from .modules import Delta, Edit, ModuleCall, ModulePlace
 from .pass_manager import PassManager
 from .prompts import PositionHook, PromptHook
 from .row_assignment import name_arguments, owning_modules, parameter_names
@@ -256,9 +256,8 @@ class HiddenStatesHook:
         states = [*states, last]
         for edit, group in self.passes.assignment().states[self.path]:
             whole = torch.stack([group.select(h) for h in states])
-            last = group.replace(
-                last, edit.compose(whole[-1], edit.modification.form(edit.tensors(), whole, edit.training))
-            )
+            at = ModulePlace(ModuleCall(module, module.forward, None), edit.place, edit.training)
+            last = group.replace(last, edit.compose(whole[-1], edit.form(edit.tensors(), whole, at)))
         return _with_replaced(output, before, last)
 
     def remove(self) -> None:

@@ -1,7 +1,8 @@
 """Folds a delta into the weights where that is exact: affine edits of projections, and tensors trained in place.
 
 With y = W x + c: Δh = A x + b in parallel gives W + s A and c + s b; Δh = A y + b in sequence (1 + s A) W and
-(1 + s A) c + s b; the same of the projection's input x gives W (1 + s A) and c + W s b.
+(1 + s A) c + s b; the same of the projection's input x gives W (1 + s A) and c + W s b. A function of the weight gives
+A = W' - W of the base model's W.
 """
 
 from __future__ import annotations
@@ -16,14 +17,18 @@ from ..anatomy.quantizers import dequantized_weight, find_quantizer, quantized_c
 from ..anatomy.types import Anatomy
 from ..errors import error_from_problems
 from ..methods.form_checks import affine_difference
-from ..methods.forms import Affine, Form
+from ..methods.forms import Affine, Form, Place
 from .modules import Delta, Edit
 
 Values = Callable[[str], torch.Tensor]
 
 
 def merged_weights(
-    anatomy: Anatomy, delta: Delta, base_value: Values, delta_values: Mapping[str, torch.Tensor]
+    anatomy: Anatomy,
+    delta: Delta,
+    base_value: Values,
+    delta_values: Mapping[str, torch.Tensor],
+    place_of: Callable[[Edit], Place | None],
 ) -> dict[str, torch.Tensor]:
     """Compute the weights of a merged model; sums are computed in at least float32.
 
@@ -32,6 +37,7 @@ def merged_weights(
         delta: The delta.
         base_value: Returns the base model's value of a tensor.
         delta_values: The delta's own values of tensors.
+        place_of: Returns the base model's own projection at an edit.
 
     Returns:
         The changed tensors by name.
@@ -45,17 +51,18 @@ def merged_weights(
     wrong_forms: set[Form] = set()
     with torch.no_grad():
         for name, edit in delta.weight_edits():
-            old = values.get(name, base_value(name).detach())
-            precision = torch.promote_types(old.dtype, torch.float32)
-            values[name] = edit.apply_to_parameter(old.to(precision)).to(old.dtype)
+            base = base_value(name).detach()
+            old, precision = values.get(name, base), torch.promote_types(base.dtype, torch.float32)
+            values[name] = edit.apply_to_weight(old.to(precision), base.to(precision)).to(old.dtype)
         for edit in _edits_in_order(delta):
             names = {leaf: _tensor_name(anatomy, edit, leaf) for leaf in ("weight", "bias")}
-            change = _affine_change(edit)
+            at = place_of(edit)
+            change = _affine_change(edit, at)
             if why := change if isinstance(change, str) else _reason_against(edit, change, names["bias"]):
                 reasons[f"{edit.modification!r}: {why}"] = None
             elif edit.form in wrong_forms:
                 continue
-            elif difference := affine_difference(edit.form, edit.tensors(), edit.place.widths):
+            elif difference := affine_difference(edit.form, edit.tensors(), edit.place.widths, at):
                 wrong_forms.add(edit.form)  # said once, for the first of its places
                 reasons[f"{edit.modification!r} at {edit.place.name}: {difference}"] = None
             elif not reasons and not isinstance(change, str):
@@ -138,17 +145,16 @@ def _edits_in_order(delta: Delta) -> list[Edit]:
 
 
 def _tensor_name(anatomy: Anatomy, edit: Edit, leaf: str) -> str:
-    """The model's name of a parameter of an edit's module, or "" if it has none, or a bias that cannot be changed."""
+    """Return the name of a parameter of an edit's module; "" if it has none, or a bias that cannot be changed."""
     full_name = f"{edit.place.target.path}.{leaf}"
     named = (t for t in anatomy.tensors if full_name in (t.name, *t.aliases) and (leaf == "weight" or not t.quantized))
     return next((t.name for t in named), "")
 
 
-def _affine_change(edit: Edit) -> Affine | str:
-    """(s A, s b) of an edit, or the reason why it has none."""
+def _affine_change(edit: Edit, at: Place | None) -> Affine | str:
+    """Return (s A, s b) of an edit, or the reason why it has none."""
     tensors = edit.full_tensors()
-    change = edit.modification.form.affine(tensors)
-    factor = edit.modification.compose.factor(tensors)
+    change, factor = edit.form.affine(tensors, at), edit.modification.compose.factor(tensors)
     if factor is None:
         kind = type(edit.modification.compose).__name__
         return f"{kind} has no factor, the one s of h + s Δh; a gate that depends on the input has none"

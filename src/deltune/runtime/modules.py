@@ -1,6 +1,6 @@
 """The modules that hold a delta's tensors: `Edit`, one modification at one place, and `Delta`, a whole method.
 
-A weight may have few trainable entries (`SparseParameter`), or be shared by several edits (`SharedParameter`).
+A tensor may have few trainable entries (`SparseParameter`), or be shared by several edits (a `TensorTable` of its own).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..anatomy.quantizers import bias_of, dequantized_weight
+from ..anatomy.types import Columns
 from ..compat import parameters_of
 from ..errors import DeltuneError, excerpt
-from ..methods.compositions import Composition, SigmoidGate
-from ..methods.counting import kept_shapes, trained_shapes
-from ..methods.forms import Form, LowRank, Shapes
-from ..methods.masks import Mask
+from ..methods.compositions import SigmoidGate
+from ..methods.forms import Form, LowRank, Place, Shapes, Specs, WeightPlace
 from ..methods.resolve import ResolvedEdit, ResolvedMethod
 from ..methods.sites import EditLocation
 from ..methods.spec import Method, Modification
@@ -59,29 +59,74 @@ class SparseParameter(nn.Module):
         return self.apply_to_parameter(base)
 
 
-class SharedParameter(nn.Module):
-    """A tensor that several edits share: dense, or under a mask, then 0 at all other entries."""
+class TensorTable(nn.Module):
+    """Tensors by name: parameters, buffers, or under a mask some entries of a tensor (`sparse`).
 
-    def __init__(self, shape: tuple[int, ...], mask: Mask | None, masked: bool) -> None:
+    Args:
+        specs: What the tensors are.
+        masks: The positions of the trained entries of each tensor under a mask; None without a mask.
+    """
+
+    specs: Specs
+    sparse: nn.ModuleDict | None
+
+    def __init__(self, specs: Specs, masks: Mapping[str, np.ndarray] | None = None) -> None:
         super().__init__()
-        self.sparse: SparseParameter | None = None
-        if masked:
-            index = mask.indices() if mask is not None else {}
-            self.sparse = SparseParameter(shape, next(iter(index.values()), np.zeros(0, dtype=np.int64)))
+        self._register_tensors(specs, masks)
+
+    def _register_tensors(self, specs: Specs, masks: Mapping[str, np.ndarray] | None) -> None:
+        self.__dict__["specs"] = specs
+        self.__dict__["sparse"] = None
+        if masks is not None:
+            self.sparse = nn.ModuleDict()
+        for name, spec in specs.items():
+            if self.sparse is not None and spec.trained:
+                index = (masks or {}).get(name, np.zeros(0, dtype=np.int64))
+                self.sparse[f"of_{name}"] = SparseParameter(spec.shape, index)
+            elif spec.trained:
+                self.register_parameter(name, nn.Parameter(torch.empty(spec.shape)))
+            else:
+                self.register_buffer(name, torch.empty(spec.shape), persistent=spec.saved)
+
+    def own_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that are not under a mask."""
+        return {n: t for n, t in (*parameters_of(self).items(), *self._buffers.items()) if t is not None}
+
+    def sparse_parameters(self) -> dict[str, SparseParameter]:
+        """Return the tensors under a mask."""
+        # ModuleDict has methods called keys and values
+        return {key.removeprefix("of_"): cast("SparseParameter", part) for key, part in (self.sparse or {}).items()}
+
+    def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return the first entries of a tensor in each axis; under a mask it is 0 at all other entries."""
+        sparse = self.sparse_parameters().get(name)
+        if sparse is None:
+            tensor = self.own_tensors()[name]
         else:
-            self.dense = nn.Parameter(torch.empty(shape))
+            tensor = sparse.apply_to_parameter(sparse.values.new_zeros(sparse.shape))
+        return tensor if tensor.shape == shape else tensor[tuple(map(slice, shape))]
 
-    def initialize(self, compose: Composition, name: str) -> None:
-        dense = self.dense if self.sparse is None else torch.empty(self.sparse.shape)
-        compose.initialize({name: dense})
-        if self.sparse is not None:
-            self.sparse.initialize(dense)
+    def dense_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that initial values are written to, those under a mask as new dense ones."""
+        masked = {name: torch.empty(sparse.shape) for name, sparse in self.sparse_parameters().items()}
+        return {n: t for n, t in (self.own_tensors() | masked).items() if self.specs[n].seed is None}
 
-    def value(self) -> torch.Tensor:
-        """Return the dense tensor."""
-        if self.sparse is None:
-            return self.dense
-        return self.sparse.apply_to_parameter(self.sparse.values.new_zeros(self.sparse.shape))
+    def keep_masked(self, dense: Mapping[str, torch.Tensor]) -> None:
+        """Take the trained entries of the tensors under a mask from dense ones."""
+        for name, sparse in self.sparse_parameters().items():
+            sparse.initialize(dense[name])
+
+    def draw(self, draw: Callable[[Shapes, torch.Generator], Mapping[str, torch.Tensor]]) -> None:
+        """Fill the buffers that have a seed; those of one seed are drawn together."""
+        for seed in {spec.seed for spec in self.specs.values()} - {None}:
+            shapes = {name: spec.shape for name, spec in self.specs.items() if spec.seed == seed}
+            for name, value in draw(shapes, torch.Generator().manual_seed(cast("int", seed))).items():
+                self.own_tensors()[name].copy_(value)
+
+    def tensors_to_save(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of the saved file: dense ones, or the values and positions of those under a mask."""
+        saved = {name: tensor for name, tensor in self.own_tensors().items() if self.specs[name].saved}
+        return saved | _sparse_to_save(self.sparse_parameters())
 
 
 @dataclass(frozen=True)
@@ -124,23 +169,110 @@ class HeadLabels:
             config.problem_type = self.problem_type
 
 
-RerunModule = Callable[[torch.Tensor], torch.Tensor]
-"""Calls the module of an edit once more, with the tensors that its rows use."""
-
 ReadInput = Callable[["Edit"], torch.Tensor | None]
 """Returns the x of an edit, or None where it reads none."""
 
 
-class Edit(nn.Module):
+@dataclass(frozen=True, eq=False)
+class ModuleCall:
+    """A call of the module that edits act at.
+
+    Attributes:
+        module: The module.
+        rerun: Calls it once more, with the tensors that the rows of the edits use.
+        output: What it has computed, before any edit; None where no edit reads it.
+    """
+
+    module: nn.Module
+    rerun: Callable[[torch.Tensor], torch.Tensor]
+    output: torch.Tensor | None
+
+
+def part_of(whole: torch.Tensor, columns: Columns | None, dim: int = 0) -> torch.Tensor:
+    """Return the part of a fused projection's weight, bias or output along an axis."""
+    if columns is None:
+        return whole
+    blocks = whole.unflatten(dim, (columns.groups, -1))
+    first = dim if dim >= 0 else dim - 1
+    return blocks.narrow(first + 1, columns.start, columns.stop - columns.start).flatten(first, first + 1)
+
+
+class ModulePlace:
+    """The place of an edit in a call of its module; see `Place`. W is read where a form asks for it."""
+
+    def __init__(self, call: ModuleCall, location: EditLocation, training: bool) -> None:
+        self._call, self._location, self.training = call, location, training
+
+    @property
+    def weight(self) -> torch.Tensor:
+        linear, module = self._location.linear, self._call.module
+        assert linear is not None
+        whole = dequantized_weight(module) if linear.quantized else parameters_of(module)["weight"]
+        assert whole is not None
+        return part_of(whole.detach().t() if linear.transposed else whole.detach(), self._location.target.columns)
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        bias = bias_of(self._call.module)
+        return None if bias is None else part_of(bias.detach(), self._location.target.columns)
+
+    @property
+    def output(self) -> torch.Tensor | None:
+        # Not cached: it may first be read without gradients.
+        return None if self._call.output is None else self._without_bias(self._call.output)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        linear, module = self._location.linear, self._call.module
+        if linear is None or not linear.quantized:
+            return nn.functional.linear(x, self.weight.to(x.dtype))
+        return self._without_bias(type(module).forward(module, x))
+
+    def _without_bias(self, output: torch.Tensor) -> torch.Tensor:
+        product = part_of(output, self._location.target.columns, dim=-1)
+        return product if self.bias is None else product - self.bias.to(product.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class BasePlace:
+    """The base model's own projection at an edit, outside of a pass; see `Place`. Each tensor is read when it is used.
+
+    Attributes:
+        location: Where the edit is.
+        read_weight: Returns the weight of the module in floating point.
+        read_bias: Returns its bias, or None.
+    """
+
+    location: EditLocation
+    read_weight: Callable[[], torch.Tensor]
+    read_bias: Callable[[], torch.Tensor | None]
+    training: bool = False
+    output: torch.Tensor | None = None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        linear = self.location.linear or self.location.weight
+        assert linear is not None
+        whole = self.read_weight().detach()
+        whole = whole.to(torch.promote_types(whole.dtype, torch.float32))
+        return part_of(whole.mT if linear.transposed else whole, self.location.target.columns)
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        bias = self.read_bias()
+        return None if bias is None else part_of(bias.detach(), self.location.target.columns)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight.to(x.dtype))
+
+
+class Edit(TensorTable):
     """One modification at one place: h <- compose(h, form(u)).
 
-    Its parameters are the tensors of the form and of the composition, or, under a mask, some of their entries
-    (`sparse`).
+    Its tensors are those of the form and of the composition.
 
     Args:
         planned: The modification and its place.
-        shared: The tensors of a reparameterisation that several edits share, or None.
-        tied: The tensors that several edits share otherwise, or None.
+        shared: The tensors that several edits share, by name, each with its table and its shape here.
         folded: Whether it holds the tensors of the saved file, without a reparameterisation.
 
     Attributes:
@@ -151,6 +283,7 @@ class Edit(nn.Module):
     modification: Modification
     place: EditLocation
     origin: int
+    shared: dict[str, tuple[TensorTable, tuple[int, ...]]]
     folded: bool
     in_softmax: bool
     form: Form
@@ -161,23 +294,22 @@ class Edit(nn.Module):
     factor: float | None
     is_masked: bool
     is_dense: bool
-    sparse: nn.ModuleDict | None
 
     def __init__(
-        self, planned: ResolvedEdit, shared: nn.ParameterDict | None, tied: nn.ModuleDict | None, folded: bool
+        self, planned: ResolvedEdit, shared: dict[str, tuple[TensorTable, tuple[int, ...]]], folded: bool
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         modification, source, target = planned.modification, planned.place.source, planned.place.target
         reads_own_input = source is not None and source.path == target.path and target.side == "output"
-        names = tuple(modification.compose.shapes(planned.place.widths))
+        folded, is_masked = folded or not planned.is_reparameterised, planned.mask is not None
+        own = planned.own_tensors(folded)
+        names = tuple(modification.compose.tensors(planned.place.widths))
         factor = None if names else modification.compose.factor({})
-        folded, is_masked = folded or shared is None, planned.mask is not None
         self.__dict__.update(  # at once, since nn.Module looks for a parameter and a module in everything that is set
-            shared=shared,  # these two are registered in the delta; here they are only read
-            tied=tied,
             modification=modification,
             place=planned.place,
             origin=planned.origin,
+            shared=shared,  # registered in the delta; here they are only read
             folded=folded,
             in_softmax=modification.compose.in_softmax,
             form=modification.form,
@@ -187,79 +319,69 @@ class Edit(nn.Module):
             composition_names=names,
             factor=float(factor) if isinstance(factor, int | float) else None,
             is_masked=is_masked,
-            is_dense=folded and not is_masked and not names,
-            sparse=None,
+            is_dense=folded and not (is_masked or names or shared) and all(s.trained for s in own.values()),
         )
-        shapes = (kept_shapes if folded else trained_shapes)(modification, planned.place)
-        if clashing := [name for name in shapes if hasattr(type(self), name) or name in self.__dict__]:
+        if clashing := [name for name in own if hasattr(type(self), name) or name in self.__dict__]:
             raise DeltuneError(
                 f"{self.form!r}: a tensor cannot be called {', '.join(clashing)}, which nn.Module needs; rename it"
             )
-        if planned.mask is not None:
-            indices = planned.mask.indices()
-            self.sparse = nn.ModuleDict()
-            for name, shape in shapes.items():
-                self.sparse[f"of_{name}"] = SparseParameter(shape, indices.get(name, np.zeros(0, dtype=np.int64)))
-            return
-        for name, shape in shapes.items():
-            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+        self._register_tensors(own, None if planned.mask is None else planned.mask.indices())
 
-    def initialize(self) -> None:
-        """Set the initial values of the form's and the composition's tensors."""
+    def initialize(self, at: Place | None, shared: Mapping[str, torch.Tensor]) -> None:
+        """Set the initial values of the form's and the composition's tensors.
+
+        Args:
+            at: The projection at the place, with its weight; None where there is none.
+            shared: The shared tensors of which this is the first place.
+        """
         with torch.no_grad():
-            tensors: dict[str, torch.Tensor] = {n: p for n, p in parameters_of(self).items() if p is not None}
-            tensors.update({name: torch.empty(sparse.shape) for name, sparse in self._sparse_parameters()})
-            self.modification.form.initialize({n: t for n, t in tensors.items() if n not in self.composition_names})
-            self.modification.compose.initialize({n: t for n, t in tensors.items() if n in self.composition_names})
-            for name, sparse in self._sparse_parameters():
-                sparse.initialize(tensors[name])
+            dense = {**self.dense_tensors(), **shared}
+            self.form.initialize({n: t for n, t in dense.items() if n not in self.composition_names}, at)
+            self.modification.compose.initialize({n: t for n, t in dense.items() if n in self.composition_names})
+            self.keep_masked(dense)
 
     def set_initial_value(self, name: str, value: torch.Tensor) -> None:
         """Set the initial value of one tensor."""
-        sparse = dict(self._sparse_parameters()).get(name)
+        sparse = self.sparse_parameters().get(name)
         if sparse is not None:
             sparse.initialize(value)
         else:
             with torch.no_grad():
                 self.get_parameter(name).copy_(value)
 
-    def _sparse_parameters(self) -> Iterator[tuple[str, SparseParameter]]:
-        for key, sparse in {} if self.sparse is None else self.sparse.items():
-            assert isinstance(sparse, SparseParameter)
-            yield key.removeprefix("of_"), sparse  # ModuleDict has methods called keys and values
-
     def _tensors_of(self, of_form: bool) -> dict[str, torch.Tensor]:
-        tensors: dict[str, torch.Tensor] = {n: p for n, p in parameters_of(self).items() if p is not None}
+        tensors = self.own_tensors()
         if self.is_masked:
-            like = next(s.values for _, s in self._sparse_parameters())
-            untrained = {name: like.new_empty(s.shape) for name, s in self._sparse_parameters()}
+            sparse = self.sparse_parameters()
+            untrained = {name: part.values.new_empty(part.shape) for name, part in sparse.items()}
+            names = self.composition_names
             with torch.no_grad():
-                self.modification.form.fill_untrained(
-                    {n: t for n, t in untrained.items() if n not in self.composition_names}
-                )
-                self.modification.compose.initialize(
-                    {n: t for n, t in untrained.items() if n in self.composition_names}
-                )
-            tensors |= {name: sparse.apply_to_parameter(untrained[name]) for name, sparse in self._sparse_parameters()}
+                self.form.fill_untrained({n: t for n, t in untrained.items() if n not in names}, tensors)
+                self.modification.compose.initialize({n: t for n, t in untrained.items() if n in names})
+            tensors |= {name: part.apply_to_parameter(untrained[name]) for name, part in sparse.items()}
+        tensors |= {name: table.get(name, shape) for name, (table, shape) in self.shared.items()}
         return {n: t for n, t in tensors.items() if (n not in self.composition_names) == of_form}
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Return the form's dense tensors, as in the saved file. They must not be changed in place."""
+        """Return the form's dense tensors, folded. They must not be changed in place."""
         if self.is_dense:
             return cast("dict[str, torch.Tensor]", parameters_of(self))
         tensors = self._tensors_of(of_form=True)
-        if self.folded:
-            return tensors
-        shared: Mapping[str, torch.Tensor] = self.__dict__["shared"]
-        return dict(self.modification.form.fold(tensors, shared, self.place.widths))
+        return tensors if self.folded else self.form.fold(tensors, self.place.widths)
 
     def full_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the edit's parameters by name, as full tensors: masked entries filled in, shared tensors folded in."""
+        """Return all tensors that the edit computes with: masked entries filled in, a reparameterisation folded."""
         return {**self.tensors(), **self._tensors_of(of_form=False)}
 
     def tensors_to_save(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of the saved file: dense ones, or the values and positions of masked ones."""
-        return _sparse_to_save(dict(self._sparse_parameters())) if self.is_masked else self.full_tensors()
+        if self.folded:
+            return super().tensors_to_save()
+        trained = self.own_tensors()
+        return {
+            n: t
+            for n, t in self.full_tensors().items()
+            if n not in self.shared and (n not in trained or self.specs[n].saved)
+        }
 
     def compose(self, h: torch.Tensor, delta: torch.Tensor, x: torch.Tensor | None = None) -> torch.Tensor:
         """Return compose(h, Δh) in the dtype of h."""
@@ -271,20 +393,33 @@ class Edit(nn.Module):
         return self.modification.compose.gates(self._tensors_of_composition(), x)
 
     def _tensors_of_composition(self) -> dict[str, torch.Tensor]:
-        tied = self.__dict__["tied"] or {}
-        return self._tensors_of(of_form=False) | {name: tensor.value() for name, tensor in tied.items()}
+        return self._tensors_of(of_form=False)
 
-    def apply_to_parameter(self, base: torch.Tensor) -> torch.Tensor:
-        """Return W + s A, the weight that the place is at with the change of the form, A being that of `affine`."""
-        weight = self.place.weight
+    def apply_to_weight(self, value: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+        """Return the weight that the place is at with the change of the form.
+
+        Args:
+            value: The weight, with the changes of earlier edits.
+            base: The base model's weight, which a form reads whatever the other edits are.
+        """
+        weight, columns, experts = self.place.weight, self.place.target.columns, self.place.experts
+        assert weight is not None
+        chosen = None if experts is None else torch.tensor(experts, device=base.device)
+        matrix = base.mT if weight.transposed else base
+        at = WeightPlace(part_of(matrix if chosen is None else matrix[chosen], columns))
         tensors = self.full_tensors()
-        affine, factor = self.modification.form.affine(tensors), self.modification.compose.factor(tensors)
-        assert weight is not None and affine is not None and affine[0] is not None and factor is not None
+        affine, factor = self.form.affine(tensors, at), self.modification.compose.factor(tensors)
+        assert affine is not None and affine[0] is not None and factor is not None
         change = affine[0] * factor
+        if self.place.of_input:  # W (1 + s A)
+            change = at.weight * change if change.dim() == 1 else at.weight @ change
+        if columns is not None:
+            zeros = torch.zeros_like(matrix).unflatten(0, (columns.groups, -1))
+            part = change.to(base.dtype).unflatten(0, (columns.groups, -1))
+            zeros[:, columns.start : columns.stop] = part
+            change = zeros.flatten(0, 1)
         change = (change.mT if weight.transposed else change).to(base.dtype)
-        if self.place.experts is None:
-            return base + change
-        return base.index_add(0, torch.tensor(self.place.experts, device=base.device), change)
+        return value + change if chosen is None else value.index_add(0, chosen, change)
 
     def resolve_input(self, inputs: dict[Edit, torch.Tensor], module_input: torch.Tensor | None) -> torch.Tensor | None:
         """Return its x, for all rows: its own module's input, or that of another, which is removed from `inputs`."""
@@ -299,18 +434,12 @@ class Edit(nn.Module):
             )
         return inputs.pop(self)
 
-    def apply_to(
-        self,
-        h: torch.Tensor,
-        rerun: RerunModule,
-        read: ReadInput,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return compose(h, form(u)), where u is x (parallel) or h (sequential).
+    def apply_to(self, h: torch.Tensor, call: ModuleCall, read: ReadInput, out: torch.Tensor | None) -> torch.Tensor:
+        """Return compose(h, form(u)), where u is x (parallel) or h (sequential, or the input of a projection).
 
         Args:
             h: The tensor to change.
-            rerun: Calls the module that h belongs to once more.
+            call: The call of the module that h belongs to.
             read: Returns x, with the rows of h.
             out: h itself where it may be overwritten, else None.
 
@@ -319,13 +448,14 @@ class Edit(nn.Module):
         """
         x = read(self)
         if not self.parallel:
-            u = rerun(h) if self.place.apply_norm_first else h
+            u = call.rerun(h) if self.place.apply_norm_first else h
         else:
             assert x is not None
             u = x
+        at = ModulePlace(call, self.place, self.training)
         if self.factor is None:
-            return self.compose(h, self.form(self.tensors(), u, self.training), x)
-        return self.form.add_to(h, self.tensors(), u, self.training, self.factor, out)
+            return self.compose(h, self.form(self.tensors(), u, at), x)
+        return self.form.add_to(h, self.tensors(), u, at, self.factor, out)
 
     def only_scales(self) -> bool:
         """Whether its result is (1 - s + s w) ⊙ h with a number s, so that it only scales h."""
@@ -362,48 +492,66 @@ class Delta(nn.Module):
         self.freezes = 0  # how often it was frozen
         self.attached_parameters: dict[str, nn.Parameter] = {}  # by name, as they were when it was attached
         self.edits = edits = nn.ModuleDict()
-        self.shared = nn.ModuleDict()  # reparameterisations, by term and attention kind
-        self.tied = nn.ModuleDict()  # what the places of one sub-module have in common
+        self.common = nn.ModuleDict()  # tensors that several edits share, by owner
         self.partly = nn.ModuleDict()  # masked selections, by the tensor's name
         self.gated = nn.ModuleDict()  # selections whose mask is learned, by the part's number
         self.held = nn.ParameterDict()
-        masks = dict(planned.tied)
+        for owner, specs in planned.shared_tensors(folded).items():
+            masks = {name: mask.indices() for (of, name), mask in planned.common if of == owner}
+            self.common[owner] = TensorTable(specs, {n: i[n] for n, i in masks.items() if i} if masks else None)
         for edit in planned.edits:
             if edit.key in edits:
                 raise DeltuneError(
                     f"{method!r}: two of its edits are called {edit.key!r}, the second at {edit.place.target.path!r}, "
                     "and only one of them could be kept; please report this with the configuration of the model"
                 )
-            form, compose, widths = edit.modification.form, edit.modification.compose, edit.place.widths
-            shapes = {} if folded or edit.mask else form.shared(widths)
-            shared = _shared(self.shared, f"{edit.term}_{edit.place.group}", shapes)
-            tied = _tied(self.tied, edit, compose.tied(widths), masks.get(edit.tied))
-            edits[edit.key] = Edit(edit, shared, tied, folded)
+            shared = {}
+            for name, spec in edit.tensors.items():
+                if spec.shared and (owner := edit.owner(spec.shared)) in self.common:
+                    shared[name] = cast("TensorTable", self.common[owner]), spec.shape
+            edits[edit.key] = Edit(edit, shared, folded)
         for tensor, mask in planned.masked:
             self.partly[parameter_key(tensor.name)] = SparseParameter(tensor.shape, mask.indices()[tensor.name])
         for gates in planned.gated:
             self.gated[gates.key] = HardConcreteGates(gates.tensors, gates.keep, folded)
 
-    def initialize(self) -> None:
-        """Set the initial values of all trained tensors of the edits, drawn from torch's global random generator."""
-        started: set[int] = set()
+    def draw(self) -> None:
+        """Draw the buffers that have a seed and are not saved."""
         with torch.no_grad():
-            for edit in self.all_edits():
-                edit.initialize()
-                shared, tied = edit.__dict__["shared"], edit.__dict__["tied"]
-                if shared is not None and id(shared) not in started:
-                    started.add(id(shared))
-                    edit.modification.form.initialize(shared)
-                for name, tensor in (tied or {}).items():
-                    tensor.initialize(edit.modification.compose, name)
+            for table, edit in self._tables().items():
+                table.draw(edit.form.draw)
+
+    def _tables(self) -> dict[TensorTable, Edit]:
+        """Return every table of tensors with the first edit that uses it."""
+        tables: dict[TensorTable, Edit] = {}
+        for edit in self.all_edits():
+            for table in (edit, *(table for table, _ in edit.shared.values())):
+                tables.setdefault(table, edit)
+        return tables
+
+    def initialize(self, place_of: Callable[[Edit], Place | None]) -> None:
+        """Set the initial values of all trained tensors of the edits, drawn from torch's global random generator.
+
+        Args:
+            place_of: Returns the projection that an edit acts at.
+        """
+        self.draw()
+        first = self._tables()
+        for edit in self.all_edits():
+            tables = {table for table, _ in edit.shared.values() if first[table] is edit}
+            shared = {name: t for table in tables for name, t in table.dense_tensors().items() if name in edit.shared}
+            edit.initialize(place_of(edit), shared)
+            for table in tables:
+                table.keep_masked(shared)
 
     def tensors_to_save(self) -> dict[str, torch.Tensor]:
         """Return all tensors but those of the model that it owns, by their names in the saved file."""
         result = {
             f"edit.{key}.{leaf}": t for key, edit in self.named_edits() for leaf, t in edit.tensors_to_save().items()
         }
-        for key, common in self.tied.items():
-            result |= {f"tied.{key}.{leaf}": t for leaf, t in common.state_dict(keep_vars=True).items()}
+        for key, common in self.common.items():
+            assert isinstance(common, TensorTable)
+            result |= {f"common.{key}.{leaf}": t for leaf, t in common.tensors_to_save().items()}
         partly = {parameter_name(key): sparse for key, sparse in self.partly.items()}
         result |= {f"partly.{name}": t for name, t in _sparse_to_save(partly).items()}  # type: ignore[arg-type]
         for key, gates in self.all_gates():
@@ -493,25 +641,6 @@ class Delta(nn.Module):
         return tuple(dict.fromkeys((*self.selected, *self.head)))
 
 
-def _shared(container: nn.ModuleDict, key: str, shapes: Shapes) -> nn.ParameterDict | None:
-    """Return the shared tensors under a key, which are made the first time; None where there are none."""
-    if shapes and key not in container:
-        container[key] = nn.ParameterDict({n: nn.Parameter(torch.empty(s)) for n, s in shapes.items()})
-    result = container[key] if shapes else None
-    assert result is None or isinstance(result, nn.ParameterDict)
-    return result
-
-
-def _tied(container: nn.ModuleDict, edit: ResolvedEdit, shapes: Shapes, mask: Mask | None) -> nn.ModuleDict | None:
-    """Return the tensors that the places of one sub-module share, which are made the first time; None without any."""
-    if shapes and edit.tied not in container:
-        masked = edit.mask is not None
-        container[edit.tied] = nn.ModuleDict({n: SharedParameter(s, mask, masked) for n, s in shapes.items()})
-    result = container[edit.tied] if shapes else None
-    assert result is None or isinstance(result, nn.ModuleDict)
-    return result
-
-
 def _sparse_to_save(masked: Mapping[str, SparseParameter]) -> dict[str, torch.Tensor]:
     """Return the values and positions of those masked tensors that have any."""
     result: dict[str, torch.Tensor] = {}
@@ -525,7 +654,7 @@ def up_projections(delta: Delta) -> Iterator[nn.Parameter]:
     """Iterate over the up-projections of a delta's LoRAs; of one under a mask, over its trained entries."""
     for edit in delta.all_edits():
         if isinstance(edit.modification.form, LowRank):
-            sparse = dict(edit._sparse_parameters()).get("up")
+            sparse = edit.sparse_parameters().get("up")
             up = parameters_of(edit).get("up") if sparse is None else sparse.values
             if isinstance(up, nn.Parameter):
                 yield up

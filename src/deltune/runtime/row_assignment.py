@@ -24,7 +24,7 @@ from ..errors import DeltuneError, error_from_problems, excerpt, unknown_name
 from ..methods.forms import Prompt
 from ..methods.masks import RowMask
 from .model_state import ModelState
-from .modules import Delta, Edit, HeadLabels, ReadInput, RerunModule
+from .modules import Delta, Edit, HeadLabels, ModuleCall, ReadInput
 from .rows import (
     ChangedTensors,
     DeltaRows,
@@ -72,31 +72,31 @@ class FusedEdits:
         numbered = tuple(zip([bisect(ends, part.start) for part in chosen], edits_of_parts, strict=True))
         return cls(groups, tuple(ends), numbered, all(edit.only_scales() for edit in edits))
 
-    def apply_to(self, h: torch.Tensor, rerun: RerunModule, read: ReadInput, out: torch.Tensor | None) -> torch.Tensor:
+    def apply_to(self, h: torch.Tensor, call: ModuleCall, read: ReadInput, out: torch.Tensor | None) -> torch.Tensor:
         """Return h with the edits of all parts; the arguments are those of `Edit.apply_to`."""
         if self.multiplying:
-            factors = self._apply(h.new_ones(h.shape[-1]), rerun, read)
+            factors = self._apply(h.new_ones(h.shape[-1]), call, read)
             return h * factors if out is None else out.mul_(factors)
         if out is None or self.groups > 1:
-            return self._apply(h, rerun, read)
-        return self._apply_in_place(out, rerun, read)
+            return self._apply(h, call, read)
+        return self._apply_in_place(out, call, read)
 
-    def _apply_in_place(self, h: torch.Tensor, rerun: RerunModule, read: ReadInput) -> torch.Tensor:
+    def _apply_in_place(self, h: torch.Tensor, call: ModuleCall, read: ReadInput) -> torch.Tensor:
         parts = h.split(self._widths(h), dim=-1)
         for number, edits in self.edits:
             for edit in edits:
-                changed = edit.apply_to(parts[number], rerun, read, parts[number])
+                changed = edit.apply_to(parts[number], call, read, parts[number])
                 if changed is not parts[number]:
                     parts[number].copy_(changed)
         return h
 
-    def _apply(self, h: torch.Tensor, rerun: RerunModule, read: ReadInput) -> torch.Tensor:
+    def _apply(self, h: torch.Tensor, call: ModuleCall, read: ReadInput) -> torch.Tensor:
         blocks = self._to_blocks(h)
         parts = list(blocks.split(self._widths(blocks), dim=-1))
         for number, edits in self.edits:
             part = self._from_blocks(parts[number])
             for edit in edits:
-                part = edit.apply_to(part, rerun, read, None)
+                part = edit.apply_to(part, call, read, None)
             parts[number] = self._to_blocks(part)
         return self._from_blocks(torch.cat(parts, dim=-1))
 
@@ -139,7 +139,9 @@ class EditChain:
         alike = all_rows_alike(tuple(edits_of_groups))
         self.for_all_rows = [one for some in edits_of_groups.values() for one in group_fused(some)] if alike else []
         self.by_group = [] if alike else [(group, group_fused(some)) for group, some in edits_of_groups.items()]
-        self.stacked = None if alike or cache is None else StackedEdits(place, edits_of_groups, cache)
+        self.reads_weight = any(edit.form.reads_weight for edit, _ in edits)
+        can_stack = not (alike or cache is None or self.reads_weight)
+        self.stacked = StackedEdits(place, edits_of_groups, cache) if can_stack and cache is not None else None
 
     def apply(
         self,
@@ -162,11 +164,12 @@ class EditChain:
         def read(edit: Edit) -> torch.Tensor | None:
             return edit.resolve_input(inputs, module_input)
 
+        in_place = in_place and not self.reads_weight  # what the module has computed is read by every edit
         if self.by_group:
             return self._row_by_row(h, module, read, in_place)
-        whole = h
+        whole, call = h, ModuleCall(module, module.forward, h if self.reads_weight else None)
         for one in self.for_all_rows:  # only h itself may be overwritten, not the result of an edit
-            h = one.apply_to(h, module.forward, read, h if in_place and h is whole else None)
+            h = one.apply_to(h, call, read, h if in_place and h is whole else None)
         return h
 
     def _row_by_row(self, h: torch.Tensor, module: nn.Module, read: ReadInput, in_place: bool) -> torch.Tensor:
@@ -180,9 +183,10 @@ class EditChain:
         for group, chain in chains:
             rows = part = group.select(h)
             overwritten = in_place and group.selects_view
-            read_rows, rerun = _RowReader(group, read), partial(_forward_of, group, module)
+            read_rows = _RowReader(group, read)
+            call = ModuleCall(module, partial(_forward_of, group, module), rows if self.reads_weight else None)
             for one in chain:
-                part = one.apply_to(part, rerun, read_rows, part if overwritten and part is rows else None)
+                part = one.apply_to(part, call, read_rows, part if overwritten and part is rows else None)
             if not overwritten:
                 parts[group] = part
             elif part is not rows:

@@ -317,7 +317,10 @@ def changed_tensor(base: torch.Tensor, changes: Sequence[SparseParameter | Gated
     """Return a tensor with changes applied one after another; a delta's own value of it is trained through edits."""
     value = base
     for change in changes:
-        value = change.apply_to_parameter(value if isinstance(change, Edit) else value.detach())
+        if isinstance(change, Edit):
+            value = change.apply_to_weight(value, base)
+        else:
+            value = change.apply_to_parameter(value.detach())
     return value
 
 

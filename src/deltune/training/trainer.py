@@ -243,8 +243,8 @@ class RunState:
             return False
         digest = self.save_delta()
         self.best = {"epoch": epochs_done(epoch), "step": step, "metric": name, "value": value, "rank": rank}
-        # shared modules are folded in bf16 here and in fp32 when the file is loaded, so answers may differ
-        folded = self.precision != "fp32" and len(self.tuned.delta().shared)
+        # a reparameterisation is folded in bf16 here and in fp32 when the file is loaded, so answers may differ
+        folded = self.precision != "fp32" and any(edit.is_reparameterised for edit in self.tuned.delta().planned.edits)
         if result.predictions and not folded:
             self.best["answered"] = {"delta": digest, **self.write_predictions("validation", result)}
         self.stale = 0
