@@ -139,13 +139,7 @@ def guess_task_kind(first: DataFile, names: ColumnNames | None, requested: Colum
 
 
 def unread_columns(first: DataFile, names: ColumnNames | None, chosen: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the columns that a guess of the columns leaves out, but for keys and numbers of rows.
-
-    Args:
-        first: A file with the data's columns.
-        names: The columns that meta.json lists, if it does.
-        chosen: Role -> column, as guessed.
-    """
+    """Return the columns that a guess of the columns leaves out, but for keys and numbers of rows."""
     ignored, columns = ("", "unnamed: 0", *ID_COLUMN_NAMES), first.columns
     return tuple(
         c for c in columns if c in (names or columns) and c.lower() not in ignored and c not in chosen.values()
@@ -153,14 +147,7 @@ def unread_columns(first: DataFile, names: ColumnNames | None, chosen: Mapping[s
 
 
 def doubts_of_columns(first: DataFile, kind: str, chosen: Mapping[str, str], unread: Sequence[str]) -> list[str]:
-    """Return why guessed columns may be the wrong ones: others belong to the input, or are labels as well.
-
-    Args:
-        first: A file with the data's columns.
-        kind: A key of `TASK_COLUMNS`.
-        chosen: Role -> column, as guessed.
-        unread: The columns that it leaves out.
-    """
+    """Return why guessed columns may be the wrong ones: others belong to the input, or are labels as well."""
     inputs = {
         name for columns in TASK_COLUMNS.values() for c in columns if c.role in INPUT_TYPES for name in c.usual_names
     }
@@ -188,14 +175,7 @@ def doubts_of_columns(first: DataFile, kind: str, chosen: Mapping[str, str], unr
 
 
 def doubts_of_kind(first: DataFile, kind: str, chosen: Mapping[str, str], labels: Sequence[str]) -> list[str]:
-    """Return why a guessed kind of task may be the wrong one: rows are words of sentences, or text is a table.
-
-    Args:
-        first: A file with the data's columns.
-        kind: A key of `TASK_COLUMNS`, as guessed.
-        chosen: Role -> column.
-        labels: The names of the labels.
-    """
+    """Return why a guessed kind of task may be the wrong one: rows are words of sentences, or text is a table."""
     rows = [row for _, row in first.rows[:SAMPLED_ROWS]]
     if kind == "classification":
         is_word = chosen["text"].lower() in WORD_COLUMN_NAMES
@@ -223,7 +203,7 @@ MANY_LABELS = 10
 
 
 def _are_tags(labels: Sequence[str]) -> bool:
-    """Whether labels are tags of entities, or lists of them in one text."""
+    """Return whether labels are tags of entities, or lists of them in one text."""
     parts = {part for label in labels for part in re.split(r"[\s,;\[\]'\"]+", label) if part}
     return any(map(is_entity_tag, parts)) and all(part == OUTSIDE or is_entity_tag(part) for part in parts)
 
@@ -248,20 +228,20 @@ def _format_of_lines(text: str) -> str:
 
 
 def _is_prose(file: DataFile, column: str) -> bool:
-    """Whether a column holds sentences; a name or a place has fewer words."""
+    """Return whether a column holds sentences; a name or a place has fewer words."""
     values = [row.get(column) for _, row in file.rows[:SAMPLED_ROWS]]
     return _is_text(file, column) and any(isinstance(value, str) and len(value.split()) > 4 for value in values)
 
 
 def _holds_text(file: DataFile, column: str) -> bool:
-    """Whether some value of a column is a text that is no number, or a list with texts."""
+    """Return whether some value of a column is a text that is no number, or a list with texts."""
     values = [row.get(column) for _, row in file.rows[:SAMPLED_ROWS]]
     parts = [part for value in values for part in (value if isinstance(value, list) else [value])]
     return any(isinstance(part, dict) or (isinstance(part, str) and part.strip(" -+.0123456789")) for part in parts)
 
 
 def _is_classification(first: DataFile, columns: Mapping[str, str], available: Sequence[str]) -> bool:
-    """Whether columns that could be those of a generation are two texts and a label, or a text and labels."""
+    """Return whether columns that might be a generation's are two texts and a label, or a text and labels."""
     targets = columns.get("targets", "")
     if targets.lower() in LABEL_COLUMN_NAMES and not _is_text(first, targets):
         return True
@@ -309,11 +289,7 @@ def choose_columns(
 
 
 def how_to_name_columns(kind: str) -> str:
-    """Return, as a sentence, which columns a kind of task has, how they are named, and how another kind is chosen.
-
-    Args:
-        kind: A key of `TASK_COLUMNS`.
-    """
+    """Return, as a sentence, which columns a kind of task has, how they are named, and how another kind is chosen."""
     columns = TASK_COLUMNS[kind]
     listed = " ".join(f"({c.role},)" if c.optional else f"{c.role}," for c in columns).removesuffix(",")
     example = ",".join(f"{c.role}=…" for c in columns if not c.optional)
@@ -381,27 +357,20 @@ def _classification_columns(first: DataFile, available: Sequence[str], problems:
 
 
 def _is_text(file: DataFile, column: str) -> bool:
-    """Whether a column holds strings that are not numbers, and enough different ones not to be categories."""
+    """Return whether a column holds strings that are not numbers, and enough different ones not to be categories."""
     values = [row.get(column) for _, row in file.rows[:SAMPLED_ROWS]]
     strings = [v for v in values if isinstance(v, str) and not re.fullmatch(r"\s*[-+]?[\d.]*\s*", v)]
     return bool(strings) and 20 * len(set(strings)) >= len(strings)
 
 
 def _is_key(file: DataFile, column: str) -> bool:
-    """Whether every value is a single word that contains a digit, and no two are the same."""
+    """Return whether every value is a single word that contains a digit, and no two are the same."""
     values = [str(row.get(column, "")) for _, row in file.rows[:SAMPLED_ROWS]]
     return len(set(values)) == len(values) and all(re.fullmatch(r"\S*\d\S*", value) for value in values)
 
 
 def check_columns(files: Mapping[str, DataFile], kind: str, columns: Mapping[str, str], problems: list[str]) -> None:
-    """Check that every split has the chosen columns, and that every row's values are of their types.
-
-    Args:
-        files: Split -> its file.
-        kind: A key of `TASK_COLUMNS`.
-        columns: Role -> column, as `choose_columns` returns it.
-        problems: What is wrong is appended to it, with file and line.
-    """
+    """Check that every split has the chosen columns, and that every row's values are of their types."""
     for file in files.values():
         missing = [column for column in columns.values() if file.rows and column not in file.columns]
         problems += [unknown_name("column", column, file.columns, where=file.name) for column in missing]
@@ -410,13 +379,7 @@ def check_columns(files: Mapping[str, DataFile], kind: str, columns: Mapping[str
 
 
 def row_problems(row: Mapping[str, Any], columns: Mapping[str, str], kind: str) -> list[str]:
-    """Return what is wrong with a row's values. Labels are checked with those of all rows, in `loading`.
-
-    Args:
-        row: Column -> value.
-        columns: Role -> column.
-        kind: A key of `TASK_COLUMNS`.
-    """
+    """Return what is wrong with a row's values. Labels are checked with those of all rows, in `loading`."""
     problems = []
     for column in TASK_COLUMNS[kind]:
         name = columns.get(column.role)

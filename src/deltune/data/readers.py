@@ -20,7 +20,7 @@ from ..filesystem import parse_json
 from .tag_schemes import OUTSIDE, is_entity_tag
 
 MAX_LISTED_PROBLEMS = 10
-"""How many problems of a data set an error lists."""
+"""The most problems of a data set that an error lists."""
 MAX_LINE_LENGTH = 2**24
 """Characters of the longest line, or field of CSV, that is read."""
 MAX_COMPRESSION_RATIO = 50
@@ -68,15 +68,7 @@ class UnreadableFileError(Exception):
 
 
 def read_rows(path: Path, problems: list[str] | None = None) -> DataFile:
-    """Read the rows of one file.
-
-    Args:
-        path: A file in one of the formats of `READERS`.
-        problems: What is wrong is appended to it. Default: it is raised.
-
-    Raises:
-        DeltuneError: Something is wrong, and there is no list of problems.
-    """
+    """Read the rows of one file."""
     own_problems: list[str] = []
     file = DataFile(path.name, unit="row" if path.suffix == ".parquet" else "line")
     suffix = data_suffix(path)
@@ -118,17 +110,6 @@ def text_lines(path: Path) -> Iterator[tuple[int, str]]:
 
     A line ends with a line feed, a carriage return or both, and with nothing else: texts contain U+2028, U+0085 and
     form feeds.
-
-    Args:
-        path: A plain file, a compressed one (.gz), or `STDIN`.
-
-    Yields:
-        The number of each line, from 1, and the line with its end.
-
-    Raises:
-        UnreadableFileError: A line is not UTF-8, is too long or contains a NUL, or a compressed file unpacks to far
-            more than texts ever do.
-        OSError, EOFError, zlib.error: The file cannot be read or is cut short.
     """
     if path == STDIN and not hasattr(sys.stdin, "buffer"):
         yield from _checked_lines("standard input", sys.stdin, None)
@@ -290,7 +271,7 @@ def _read_text(path: Path, problems: list[str]) -> NumberedRows:
 
 
 def _is_tag(text: str) -> bool:
-    """Whether a text looks like a tag of an entity, so that a line that begins with # is a token and no comment."""
+    """Return whether a text looks like an entity's tag, so that a line that begins with # is a token and no comment."""
     return text == OUTSIDE or is_entity_tag(text)
 
 

@@ -66,15 +66,7 @@ def recognise_scheme(rows: Sequence[Sequence[str]], where: Callable[[int], str])
 
 
 def check_entity_tags(rows: Sequence[Sequence[str]], where: Callable[[int], str]) -> set[str] | None:
-    """Return the tags of entities, none if the tags are plain, and None if there is no tag but O.
-
-    Args:
-        rows: The tags of each row.
-        where: Returns the place of a row, for messages.
-
-    Raises:
-        DeltuneError: Some tags are of entities and others are not, or the prefixes stand at the ends of the tags.
-    """
+    """Return the tags of entities, none if the tags are plain, and None if there is no tag but O."""
     tags = set().union(*rows) - {OUTSIDE}
     if not tags:
         return None
@@ -122,7 +114,7 @@ def _steps(row: Sequence[str]) -> Iterable[tuple[str, str]]:
 
 
 def _may_follow(scheme: str, before: str, tag: str) -> bool:
-    """Whether a tag may stand behind another one, O or itself of the scheme."""
+    """Return whether a tag may stand behind another one, O or itself of the scheme."""
     prefixes = SCHEMES[scheme]
     if tag[0] not in prefixes + OUTSIDE:
         return False

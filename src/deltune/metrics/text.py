@@ -95,20 +95,7 @@ def tokenize_13a(text: str) -> list[str]:
 
 
 def tokenize_pairs(predictions: Texts, references: References, options: Options) -> tuple[list[str], list[list[str]]]:
-    """Tokenize predictions and references.
-
-    Args:
-        predictions: One for each example.
-        references: One or more for each example.
-        options: The option `tokenizer` is a key of `TOKENIZERS`.
-
-    Returns:
-        Both, with a blank between tokens.
-
-    Raises:
-        DeltuneError: The tokenizer is unknown, or Stanford's fails.
-        CannotScoreError: No reference has a word.
-    """
+    """Tokenize predictions and references."""
     name = options["tokenizer"]
     if name not in TOKENIZERS:
         raise DeltuneError(f"tokenizer must be one of {', '.join(TOKENIZERS)}, not {name!r}.")
@@ -319,24 +306,13 @@ def _refuse_short_references(metric: Any, references: References) -> None:
 def _ter(options: Options) -> Any:
     from sacrebleu.metrics.ter import TER
 
-    return TER(
-        normalized=options["normalized"],
-        no_punct=options["no_punct"],
-        asian_support=options["asian_support"],
-        case_sensitive=options["case_sensitive"],
-    )
+    return TER(**options)
 
 
 def _chrf(options: Options) -> Any:
     from sacrebleu.metrics.chrf import CHRF
 
-    return CHRF(
-        char_order=options["char_order"],
-        word_order=options["word_order"],
-        beta=options["beta"],
-        lowercase=options["lowercase"],
-        whitespace=options["whitespace"],
-    )
+    return CHRF(**options)
 
 
 def _sacrebleu_metric(make_metric: Callable[[Options], Any]) -> Callable[..., CorpusStatistics]:

@@ -12,7 +12,7 @@ WIDTH, HEIGHT = 560, 250  # units of the view box; a chart is as wide as its pla
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 10, 40
 MAX_POINTS = 240
 SERIES_STYLES = 6
-"""How many series differ in colour and dash (`.c0` … `.c5` in page.css); later ones begin anew."""
+"""The number of series that differ in colour and dash (`.c0` … `.c5` in page.css); later ones begin anew."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,7 @@ class Line:
 
 
 def line_chart(title: str, lines: Sequence[Line], x_label: str) -> Markup:
-    """Draw series over a common horizontal axis.
-
-    Args:
-        title: What is drawn; part of the description for who does not see it.
-        lines: The series.
-        x_label: The name of the horizontal axis.
-
-    Returns:
-        A figure with legend and SVG; empty if no series has two points.
-    """
+    """Draw series over a common horizontal axis."""
     drawn = [
         Line(line.name, points, line.dots, line.marked)
         for line in lines

@@ -2,8 +2,8 @@
 
 By a head: one label for a text or a pair of texts, or one of several answers to a question.
 
-By a language model (rank classification): of several candidate answers, the one that it finds most likely after the
-prompt. An encoder-decoder reads the prompt and scores each candidate as its output; a decoder scores it as the
+By a language model (rank classification): the likeliest of several candidate answers after the prompt. An
+encoder-decoder reads the prompt and scores each candidate as its output; a decoder scores it as the
 continuation of the prompt. The candidates of a label are its label words, ranked by log p(c | prompt) = Σ log p(token |
 prompt, tokens before). The choices of a question differ in length, and every token lowers the sum: they are ranked by
 the mean over their tokens. Scores are the softmax over the candidates, and the loss is their cross-entropy, as with a
@@ -61,12 +61,16 @@ def predict_logits(context: InferenceContext, encoded: EncodedRows) -> torch.Ten
 
 def predict_labels(context: InferenceContext, encoded: EncodedRows) -> Predictions:
     """Predict the id of the most probable label; the scores are the probabilities of all labels."""
-    logits = predict_logits(context, encoded)
-    loss = None
+    answers = predict_choices(context, encoded)
+    return replace(answers, scores=[dict(zip(context.labels, row, strict=False)) for row in answers.scores])
+
+
+def predict_choices(context: InferenceContext, encoded: EncodedRows) -> Predictions:
+    """Predict the index of the most probable label or choice; the scores are the probabilities of all."""
+    logits, loss = predict_logits(context, encoded), None
     if "labels" in encoded.rows[0]:
         loss = functional.cross_entropy(logits, torch.tensor([int(row["labels"]) for row in encoded.rows])).item()
-    scores = [dict(zip(context.labels, row, strict=False)) for row in logits.softmax(-1).tolist()]
-    return Predictions(logits.argmax(-1).tolist(), scores, loss)
+    return Predictions(logits.argmax(-1).tolist(), logits.softmax(-1).tolist(), loss)
 
 
 def encode_labeled_text(
@@ -100,11 +104,7 @@ CLASSIFICATION = TaskKind(
 
 
 def encode_questions(tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool) -> EncodedRows:
-    """Encode each row as (choices, tokens): every choice after the question and its context.
-
-    Raises:
-        DeltuneError: Rows have different numbers of choices.
-    """
+    """Encode each row as (choices, tokens): every choice after the question and its context."""
     counts = sorted({len(choices) for choices in columns["choices"]})
     if len(counts) > 1:
         raise DeltuneError(f"the rows have {' or '.join(map(str, counts))} choices; a batch needs as many in every row")
@@ -131,26 +131,6 @@ def question_text(columns: Columns, i: int) -> str:
     """Return the question of row i, after its context if it has one."""
     context = f"{columns['context'][i]} " if "context" in columns else ""
     return f"{context}{columns['question'][i]}"
-
-
-def predict_choices(context: InferenceContext, encoded: EncodedRows) -> Predictions:
-    """Predict the index of the most probable choice; the scores are the probabilities of all choices."""
-    predictions: list[Any] = [None] * len(encoded)
-    scores: list[Any] = [None] * len(encoded)
-    total_loss = 0.0
-
-    def process(indices: list[int], batch: dict[str, torch.Tensor]) -> None:
-        nonlocal total_loss
-        labels = batch.pop("labels", None)
-        logits = context.model(**batch).logits.float()
-        if labels is not None:
-            total_loss += functional.cross_entropy(logits, labels, reduction="sum").item()
-        best, probabilities = logits.argmax(-1).tolist(), logits.softmax(-1).tolist()
-        for i, choice, row_scores in zip(indices, best, probabilities, strict=True):
-            predictions[i], scores[i] = choice, row_scores
-
-    context.for_each_batch(encoded, process)
-    return Predictions(predictions, scores, total_loss / len(encoded) if "labels" in encoded.rows[0] else None)
 
 
 def choice_references(columns: Columns, labels: Sequence[str]) -> list[int]:
@@ -291,13 +271,7 @@ def encode_candidates(
 
 
 def candidate_log_likelihoods(context: InferenceContext, encoded: EncodedRows, mean: bool) -> list[list[float]]:
-    """Return log p(candidate | prompt), in nats, of every text's candidates.
-
-    Args:
-        context: The model.
-        encoded: Rows of `encode_candidates`.
-        mean: Whether to take the mean over a candidate's tokens rather than the sum.
-    """
+    """Return log p(candidate | prompt), in nats, of every text's candidates."""
     is_encoder_decoder = bool(context.model.config.is_encoder_decoder)
     results: list[dict[int, float]] = [{} for _ in range(encoded.num_texts)]
 
@@ -310,7 +284,7 @@ def candidate_log_likelihoods(context: InferenceContext, encoded: EncodedRows, m
             padding = batch["attention_mask"].argmax(1).tolist()
         logits = context.model(**inputs).logits.float()
         log_normalizers = logits.logsumexp(-1)
-        # Logits of a decoder predict the next position, those of an encoder-decoder their own label.
+        # Logits of a decoder predict the next position, logits of an encoder-decoder their own label.
         offsets = [
             pad + row["prompt_length"] - (not is_encoder_decoder) for row, pad in zip(rows, padding, strict=True)
         ]

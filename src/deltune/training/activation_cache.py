@@ -96,15 +96,6 @@ def with_cached_activations(
     """Return the splits with the activations of the frozen layers, read from disk or computed now by one pass.
 
     If activations cannot be cached, the splits are returned as they are, and the log says why.
-
-    Args:
-        frozen_layers: The layers below everything that is trained.
-        context: The model, and how passes over a split are made.
-        encoded: The rows by split; "train" must be one of them.
-        max_gib: How many GiB the folder may hold; what was used longest ago is removed. 0 caches nothing.
-
-    Raises:
-        DeltuneError: The activations of these splits alone take more than `max_gib`.
     """
     folder = cache_folder()
     if folder is None or not max_gib:
@@ -215,7 +206,7 @@ class _CacheFile:
             return None
         counts = (encoded.truncated, encoded.num_texts, encoded.truncated_targets)
         rows = CachedRows(encoded.rows, *counts, states, self.starts, self.reads)
-        rows.__dict__["lengths"] = encoded.lengths  # those of the whole rows, by which batches are ordered
+        rows.__dict__["lengths"] = encoded.lengths  # lengths of the whole rows, by which batches are ordered
         return rows
 
     def write(self, frozen_layers: FrozenLayers, context: InferenceContext, encoded: EncodedRows) -> None:
@@ -247,7 +238,7 @@ def _probe(
 ) -> str | tuple[TokensRead, TokenShapes]:
     """Find out on a few rows which tokens are read, and the types and shapes; or return why nothing can be cached.
 
-    In training mode, with the same draws of dropout, logits from activations must be those of a whole pass.
+    In training mode, with the same draws of dropout, logits from activations must equal the logits of a whole pass.
     """
     if padding_side(context.model) is None:
         return "padding changes the answers of this model"
@@ -293,7 +284,7 @@ def _probe(
 
 
 def _close(logits: torch.Tensor, expected: torch.Tensor, mask: torch.Tensor, tolerance: float) -> bool:
-    """Whether logits agree; those that are given for every token are compared at tokens that are not padding."""
+    """Return whether logits agree; logits of every token are compared at tokens that are not padding."""
     if logits.shape != expected.shape:
         return False
     if logits.dim() == 3 and logits.shape[:2] == mask.shape:
@@ -326,7 +317,7 @@ def _kept_tokens(reads: TokensRead) -> slice:
 
 
 def _is_of_labels(frozen_layers: FrozenLayers, argument: str, row: Row) -> bool:
-    """Whether the activations of an argument are those of the labels' tokens, which a decoder reads in training."""
+    """Return whether an argument holds activations of the labels' tokens, which a decoder reads in training."""
     return frozen_layers.is_decoder_argument(argument) and isinstance(row.get("labels"), list)
 
 

@@ -1,4 +1,4 @@
-"""What a finished run shows that its user should know: nothing learned, a loss that rose, or training cut short."""
+"""Advice about a finished run: nothing learned, a loss that rose, or training cut short."""
 
 from __future__ import annotations
 
@@ -44,16 +44,9 @@ class FinishedRun:
     """The files of a finished run, each read once.
 
     Attributes:
-        run: Its folder.
-        config: Its config; of several runs that of all of them.
-        metrics: Its results.
+        config: Its config; of several runs the config of the series.
         best: The folder of the single run whose delta it has: itself, or the best of several.
-        best_config: The config of that run.
-        best_metrics: The results of that run.
-        data: The data set.
-        log: The lines of that run's log.
         split: The split that is analysed: test, or else validation; "" if the data has neither.
-        analysis: What that run's predictions of the split show.
     """
 
     run: RunDir
@@ -69,15 +62,7 @@ class FinishedRun:
 
 
 def read_finished(run: RunDir, metrics: RunMetrics | None = None) -> FinishedRun:
-    """Read a finished run.
-
-    Args:
-        run: Its folder.
-        metrics: Its results, if they have been read.
-
-    Raises:
-        DeltuneError: The run is not finished, or its files are damaged.
-    """
+    """Read a finished run."""
     config, metrics = run.config, metrics or run.metrics
     best = run.best_run if config.is_series else run
     best_config, best_metrics = (best.config, best.metrics) if config.is_series else (config, metrics)

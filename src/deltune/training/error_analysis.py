@@ -14,7 +14,7 @@ from ..errors import DeltuneError, counted, error_summary
 from ..metrics.labels import entities
 
 MAX_WRONG, MAX_RIGHT = 6, 6
-"""How many examples are shown."""
+"""The most examples that are shown."""
 MAX_MATRIX = 20
 """The most labels of a confusion matrix; of more labels only the most frequent confusions are listed."""
 MAX_CONFUSIONS = 10
@@ -59,24 +59,13 @@ class Confusion:
 
 @dataclass(frozen=True)
 class Analysis:
-    """What the predictions of a split show.
+    """Errors and successes among the predictions of a split.
 
     Attributes:
-        rows: How many rows were predicted.
-        summary: How many of them are right, in a sentence.
         constant: The answer that every row got, if all got the same one although their right answers differ.
         baseline: The accuracy of the most frequent right answer for every row, for tasks where that is a measure.
-        accuracy: The share of right answers, for the same tasks.
         majority: That most frequent right answer.
         nothing_right: Whether there are entities, and none of them was found.
-        confusion: The confusion matrix, of tasks with few labels.
-        tables: Errors by type.
-        wrong: The worst errors, the worst first.
-        wrong_title: What they are.
-        wrong_order: By what they are ordered.
-        right: Rows that are answered well, none of which is among the errors.
-        right_title: What they are.
-        right_order: By what they are ordered.
     """
 
     rows: int
@@ -97,17 +86,7 @@ class Analysis:
 
 
 def analyse(kind: str, lines: Sequence[Line], labels: Sequence[str] = (), tag_scheme: str | None = None) -> Analysis:
-    """Analyse the predictions of a split.
-
-    Args:
-        kind: The kind of task, a key of `data.columns.TASK_COLUMNS`.
-        lines: The lines of the prediction file.
-        labels: The names of the labels in the order of their ids, where there are some.
-        tag_scheme: The scheme of tags, as `TaskData.tag_scheme`. Default: IOB2.
-
-    Raises:
-        DeltuneError: A line does not hold what this kind of task predicts.
-    """
+    """Analyse the predictions of a split."""
     if not lines:
         return Analysis(0, "There are no predictions.")
     try:

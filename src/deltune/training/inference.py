@@ -25,7 +25,7 @@ from ..metrics.base import Score, Scores
 from ..metrics.intervals import score_intervals
 from ..metrics.registry import METRICS, compute_scores
 from ..models import (
-    AUTO_CLASSES,
+    HEADS,
     HEADS_WITH_LABELS,
     LANGUAGE_MODEL_HEADS,
     align_padding_token,
@@ -80,10 +80,6 @@ class EvalResult:
 
     Attributes:
         metrics: The scores by metric, the loss included.
-        signatures: How every metric was computed.
-        omitted: Why a metric could not be computed.
-        predictions: One prediction a row.
-        references: One reference a row.
         scores: What the model says of its prediction, by row: probabilities, a likelihood or nothing.
         statistics: The scores with the statistics of their examples; empty where only the loss was computed.
     """
@@ -109,16 +105,7 @@ def score_split(
     metrics: Sequence[str],
     options: MetricOptions | None = None,
 ) -> EvalResult:
-    """Answer a split and measure the answers.
-
-    Args:
-        kind: The kind of task.
-        context: The model and what a pass needs; with `loss_only` only the loss is computed.
-        encoded: The token ids of the split.
-        columns: The columns of the split, by role.
-        metrics: The names of the metrics.
-        options: Options of metrics.
-    """
+    """Answer a split and measure the answers."""
     answers = kind.predict(context, encoded)
     if context.loss_only:
         return EvalResult({} if answers.loss is None else {"loss": answers.loss}, {}, {}, [], [], [])
@@ -144,16 +131,7 @@ def measure(
     labels: int,
     options: MetricOptions | None = None,
 ) -> Scores:
-    """Measure predictions against references.
-
-    Args:
-        kind: The kind of task.
-        metrics: The names of the metrics.
-        predictions: One prediction a row.
-        references: One reference a row.
-        labels: How many labels there are.
-        options: Options of metrics.
-    """
+    """Measure predictions against references."""
     scores = Scores({}, {})
     for compared in dict.fromkeys(METRICS[name].input_type for name in metrics):
         names = [name for name in metrics if METRICS[name].input_type == compared]
@@ -167,12 +145,7 @@ def measure(
 
 
 def with_tag_scheme(options: MetricOptions, scheme: str | None) -> MetricOptions:
-    """Return options of metrics with the scheme of a run's tags, by which entities are read.
-
-    Args:
-        options: Options of metrics; a scheme in them stays.
-        scheme: The scheme, as `TaskData.tag_scheme`.
-    """
+    """Return options of metrics with the scheme of a run's tags, by which entities are read."""
     if scheme in (None, PLAIN):
         return options
     return {**options, "entity_f1": {"scheme": scheme, **options.get("entity_f1", {})}}
@@ -181,14 +154,7 @@ def with_tag_scheme(options: MetricOptions, scheme: str | None) -> MetricOptions
 def prediction_lines(
     kind: TaskKind, columns: Columns, result: EvalResult, labels: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Return the predictions of a split as lines of JSON: id, input, prediction, reference and scores.
-
-    Args:
-        kind: The kind of task.
-        columns: The columns of the split, by role.
-        result: The answers to the split.
-        labels: The label names in the order of their ids.
-    """
+    """Return the predictions of a split as lines of JSON: id, input, prediction, reference and scores."""
 
     def label_name(value: Any) -> Any:
         return labels[value] if kind.predicts_label_ids else value
@@ -289,11 +255,7 @@ def _check_same_languages(runs: Mapping[str, RunDir]) -> None:
 
 
 def _labels(run: RunDir) -> tuple[str, ...]:
-    """Return the label names of a run's head, in the order of their ids.
-
-    Raises:
-        DeltuneError: The run has no delta yet.
-    """
+    """Return the label names of a run's head, in the order of their ids."""
     if not run.delta.is_dir():
         raise DeltuneError(f"{run.folder} has no delta yet; run the same `deltune train` again, it resumes")
     labels = read_metadata(run.folder).labels
@@ -327,7 +289,7 @@ def evaluate(
         progress: Show a progress bar on a terminal.
         other: A known task in place of the run's, as flat values of a config: {"task": …, "data_root": …,
             "relabel": …}; as many of its rows are scored as of the run's own.
-        columns: The columns of the other data, such as "text=a,label=b"; by default those of the run.
+        columns: The columns of the other data, such as "text=a,label=b"; by default the run's.
         data_root: The folder that now holds the folder of the run's known task.
 
     Returns:
@@ -390,7 +352,7 @@ def evaluate_model(
 
     Args:
         model: A hub id, a folder, or `minilm`.
-        data: A folder or hub id; by default that of the known task.
+        data: A folder or hub id; by default the known task's.
         task: The kind of task, or a known task; by default what the columns show.
         columns: The columns, such as "text=a,label=b"; by default those with usual names.
         answer: "head" or "words".
@@ -545,13 +507,7 @@ def _continuation(tokenizer: Any, prompt: list[int], answer: list[int]) -> str:
 
 
 def _check_room(model: PreTrainedModel, prompt_tokens: Sequence[int], max_new_tokens: int) -> None:
-    """Check that a decoder has positions for each prompt and what it generates; the error names all that are too long.
-
-    Args:
-        model: The decoder.
-        prompt_tokens: The number of tokens of each prompt.
-        max_new_tokens: How many tokens are generated at most.
-    """
+    """Check that a decoder has positions for each prompt and what it generates; the error names all long ones."""
     longest = max(prompt_tokens, default=0)
     available = longest_length(model, longest + max_new_tokens)
     too_long = [(n, tokens) for n, tokens in enumerate(prompt_tokens, 1) if tokens + max_new_tokens > available]
@@ -608,7 +564,7 @@ def rescore(run: str | Path, metrics: Sequence[str] = ()) -> dict[str, dict[str,
 
     Args:
         run: The folder of the run.
-        metrics: The names of the metrics; by default those of the run.
+        metrics: The names of the metrics; by default the run's.
 
     Returns:
         The metrics of every split.
@@ -707,15 +663,7 @@ def predict(
 
 
 def predict_rows(run: str | Path, inputs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Answer inputs that have ids.
-
-    Args:
-        run: The folder of a run.
-        inputs: {"id", "input"} each.
-
-    Returns:
-        {"id", "input", "prediction", "scores"} each.
-    """
+    """Answer inputs that have ids."""
     loaded = load_run(run)
     texts = [row["input"] for row in inputs]
     columns = columns_from_inputs(loaded.kind.name, loaded.run, texts)
@@ -839,8 +787,8 @@ def import_adapter(folder: str | Path, model: str, to: str | Path, kind: str | N
     folder, to = user_path(folder, "folder"), user_path(to, "output")
     if not is_foreign(folder):
         raise DeltuneError(f"{str(folder)!r} holds no adapter_config.json, which PEFT and AdapterHub both write")
-    if kind is not None and kind not in AUTO_CLASSES:
-        raise DeltuneError(unknown_name("kind of model", kind, AUTO_CLASSES))
+    if kind is not None and kind not in HEADS:
+        raise DeltuneError(unknown_name("kind of model", kind, HEADS))
     default_kind, count = foreign_model_kind(folder)
     load_config(model)
     labels = [f"LABEL_{i}" for i in range(count)] if count is not None and kind in (None, default_kind) else None

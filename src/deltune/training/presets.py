@@ -42,13 +42,13 @@ class Rule:
     methods: Collection[str] = ()
 
     def applies(self, task: str | None, method: str | None) -> bool:
-        """Whether a run of this task with this named method gets the values."""
+        """Return whether a run of this task with this named method gets the values."""
         return (not self.tasks or task in self.tasks) and (not self.methods or method in self.methods)
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """What a paper says of its training.
+    """The training settings of a paper.
 
     Attributes:
         source: Where the paper says it.
@@ -222,7 +222,7 @@ def merge_values(base: Values, values: Values) -> dict[str, Any]:
     A value that is given also replaces those that exclude it (`EXCLUDES`) and the values of its field to try. A
     learning rate that a run found, or that was the default of the base's method, does not outlive a change of what it
     depends on, nor a search over that or over rates. Options of metrics are laid over each other metric by metric;
-    those of the official script of the base's task do not outlive a change of the task.
+    options of the official script of the base's task do not outlive a change of the task.
     """
     searched = _searched_fields(values)
     changed = {field for field, value in values.items() if field != "method" or value is not None} | searched
@@ -269,12 +269,7 @@ def merge_metric_options(base: Values, values: Values) -> dict[str, Any]:
 
 
 def without_official_options(options: Values, values: Values) -> dict[str, Any]:
-    """Return the options of metrics without those that the official script of a config's known task has.
-
-    Args:
-        options: Metric -> its options.
-        values: The flat values of the config, which name its task.
-    """
+    """Return the options of metrics without those that the official script of a config's known task has."""
     official, left = official_options(values), {}
     for metric, chosen in options.items():
         if metric in official and isinstance(chosen, Mapping):
@@ -297,11 +292,7 @@ def _searched_fields(values: Values) -> set[str]:
 
 
 def apply_preset(values: Values) -> dict[str, Any]:
-    """Return the flat values of a config, those that are not given from its protocol.
-
-    Raises:
-        DeltuneError: There is no such protocol.
-    """
+    """Return the flat values of a config, those that are not given from its protocol."""
     name = values.get("protocol")
     if name is None:
         return dict(values)

@@ -37,7 +37,7 @@ MAX_CURVES = 6
 TEXT_KINDS = ("classification", "generation", "language")
 """The kinds of task whose input is a text that a command line can hold."""
 TO = "\u00a0…\u00a0"
-"""What stands between the ends of an interval, which do not part at the end of a line."""
+"""Stands between the ends of an interval, which do not part at the end of a line."""
 ENVIRONMENT = (
     "command", "deltune", "commit", "project_commit", "python", "packages", "platform", "device", "precision", "cpus",
     "threads", "linear_backend", "processes",
@@ -66,27 +66,13 @@ class SeriesRow:
 
 @dataclass(frozen=True)
 class RunReport:
-    """What the page shows of one run.
+    """The part of the page about one run.
 
     Attributes:
-        key: Distinguishes the ids of its section from those of other runs.
-        title: Data, model and method.
-        subtitle: Kind of task.
-        advice: What to know of it, each with the option to change.
-        facts: Names and values: what was kept, what was trained, how long it took.
-        metrics: The columns of the scores.
-        scores: Split, its rows, and a cell for each metric.
-        has_intervals: Whether the scores have intervals.
-        charts: Its curves.
-        series: Its single runs, if it is of several.
-        analysis: What the predictions of `split` show.
+        key: Distinguishes the ids of its section from the ids of other runs.
         split: The split that is analysed.
-        loading: Python that loads the delta.
-        commands: What to do next on the command line.
         config: The values that are not at their default, as YAML.
         full_config: All values, as YAML.
-        environment: Names and values.
-        signatures: How every metric was computed.
     """
 
     key: str
@@ -110,11 +96,7 @@ class RunReport:
 
 
 def write_report(run: RunDir) -> Path:
-    """Write report.html into the folder of a finished run, and return its path.
-
-    Raises:
-        DeltuneError: The run is not finished, its files are damaged, or the page cannot be written.
-    """
+    """Write report.html into the folder of a finished run, and return its path."""
     page = render_report(read_all([run]))
     path = run.report_file
     with explain_write_errors(path):
@@ -123,11 +105,7 @@ def write_report(run: RunDir) -> Path:
 
 
 def render_report(finished: Sequence[FinishedRun]) -> str:
-    """Return the page about some finished runs; of several they are compared first.
-
-    Raises:
-        DeltuneError: The files of a run are damaged.
-    """
+    """Return the page about some finished runs; of several they are compared first."""
     reports = [build_report(one, f"r{i}") for i, one in enumerate(finished)]
     comparison = compare(finished) if len(finished) > 1 else None
     title = reports[0].title if len(finished) == 1 else f"{len(finished)} runs"
@@ -135,11 +113,7 @@ def render_report(finished: Sequence[FinishedRun]) -> str:
 
 
 def read_all(runs: Sequence[RunDir]) -> list[FinishedRun]:
-    """Read finished runs.
-
-    Raises:
-        DeltuneError: A run is not finished, or its files are damaged; the message names all such runs.
-    """
+    """Read finished runs."""
     finished, problems = [], []
     for run in runs:
         try:
@@ -152,15 +126,7 @@ def read_all(runs: Sequence[RunDir]) -> list[FinishedRun]:
 
 
 def build_report(finished: FinishedRun, key: str = "r0") -> RunReport:
-    """Return everything that the page shows of a run.
-
-    Args:
-        finished: The files of the run.
-        key: Distinguishes its ids from those of other runs on the page.
-
-    Raises:
-        DeltuneError: Its files are damaged.
-    """
+    """Return everything that the page shows of a run."""
     metrics, config = finished.metrics, finished.config
     names = tuple(dict.fromkeys(name for scores in metrics.scores.values() for name in scores))
     return RunReport(
@@ -316,12 +282,7 @@ def _series_charts(finished: FinishedRun) -> list[Markup]:
 
 
 def comparison_charts(logs: Mapping[str, Sequence[Mapping[str, Any]]], metric: str | None) -> list[Markup]:
-    """Draw the validation metric and the losses of several runs over one another.
-
-    Args:
-        logs: The lines of the log of every run, by the name in the legend.
-        metric: The metric; None draws the losses alone.
-    """
+    """Draw the validation metric and the losses of several runs over one another."""
     titles = {} if metric in (None, "loss") else {f"eval_{metric}": f"Validation {metric}"}
     titles |= {"eval_loss": "Validation loss", "loss": "Training loss"}
     charts = []
@@ -416,13 +377,8 @@ class Comparison:
 
     Attributes:
         split: The split that is compared.
-        models: Model, data and kind of task, each that occurs.
-        metrics: The columns of the scores.
         main: The metric by which the runs are set against the best one, if they share one.
-        runs: A row for each run.
         fields: The fields of the configs that differ, each with a value for every run.
-        notes: What makes the runs hard to compare.
-        charts: Their curves over one another.
     """
 
     split: str

@@ -6,7 +6,6 @@ A file is described by a pydantic model (`Record`), so that a damaged file is re
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import importlib.metadata
 import json
@@ -21,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .._version import __version__
@@ -36,6 +36,7 @@ from ..filesystem import (
     read_jsonl,
     replaced_folders,
     user_path,
+    write_error,
     write_json,
     write_jsonl,
     write_text,
@@ -45,7 +46,7 @@ from ..processor import processor_name
 from .config import RunConfig, read_config
 
 MAX_PROBLEMS = 10
-"""How many problems of one file are listed."""
+"""The most problems of one file that are listed."""
 
 
 class Record(BaseModel):
@@ -79,11 +80,7 @@ class DataFacts(Record):
 
 
 class Environment(Record):
-    """environment.json: versions, machine, device and data of a run when it was started.
-
-    Attributes:
-        data: The data set.
-    """
+    """environment.json: versions, machine, device and data of a run when it was started."""
 
     data: DataFacts = DataFacts()
 
@@ -115,10 +112,8 @@ class Best(Record):
         return 0.0 if self.metric is None or self.value is None else signed_score(self.metric, self.value)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the values as metrics.json has them, those that were tried behind the run."""
-        values = self.model_dump(exclude_unset=True)
-        tried = {name: values.pop(name) for name in self.model_extra or ()}
-        return {**{name: values.pop(name) for name in ("run",) if name in values}, **tried, **values}
+        """Return the values as metrics.json has them, and the values that were tried."""
+        return self.model_dump(exclude_unset=True)
 
 
 class SeriesRun(Record):
@@ -146,12 +141,8 @@ class RateSearch(Record):
     """rates.json: what `lr: auto` tried.
 
     Attributes:
-        config: The name of the run's config.
-        data: The fingerprint of its data.
-        steps: How many steps each rate was trained.
         rows: On how many training rows.
         held_out: How many other training rows they were compared on.
-        tries: The rates that were tried.
         lr: The one that was chosen; None as long as some are left.
     """
 
@@ -208,24 +199,17 @@ class RunMetrics(Record):
         return {s: scores for s, scores in (("validation", self.validation), ("test", self.test)) if scores}
 
     def as_json(self) -> dict[str, Any]:
-        """Return the values as metrics.json has them, in its order."""
-        values = self.model_dump(exclude_unset=True) | {"best": self.best.as_json()}
+        """Return the values as metrics.json has them."""
+        values = self.model_dump(exclude_unset=True)
         if self.rate_search is None:
             values.pop("rate_search", None)
-        if self.runs:
-            values["best"] = values.pop("best")
-            values["runs"] = [
-                values_of_run | ({"best": run.best.as_json()} if run.best is not None else {})
-                for values_of_run, run in zip(values.pop("runs"), self.runs, strict=True)
-            ]
         return values
 
 
 class OptimizerState(Record):
-    """What JSON can hold of an optimizer's state.
+    """The part of an optimizer's state that JSON can hold.
 
     Attributes:
-        groups: The parameter groups with their options.
         scalars: By the number of a parameter, the values of its state that are no tensors.
     """
 
@@ -238,11 +222,6 @@ class BestPredictions(Record):
 
     Attributes:
         delta: The digest of the delta that made them.
-        sha256: The checksum of the file.
-        metrics: Their scores by metric.
-        signatures: How every metric was computed.
-        omitted: Why a metric could not be computed.
-        intervals: The 95 % intervals of those that have one.
     """
 
     delta: str
@@ -258,7 +237,6 @@ class BestSoFar(Best):
 
     Attributes:
         rank: What a later validation is compared with, by metric and then by loss; more is better.
-        answered: Its predictions, where they were written.
     """
 
     rank: list[float] | None = None
@@ -269,13 +247,8 @@ class CheckpointProgress(Record):
     """facts.json of a checkpoint: how far training is, and the states that are no tensors.
 
     Attributes:
-        best: The best validation so far.
         stale: How many validations there were since.
-        seconds: How long training took so far.
         cpu_seconds: How many seconds of the processor it took; None where they were not counted.
-        optimizer: The optimizer's state.
-        scheduler: The learning-rate scheduler's state.
-        rng: The states of the random generators, by rank.
     """
 
     best: BestSoFar
@@ -288,18 +261,7 @@ class CheckpointProgress(Record):
 
 
 class TrainerStateFile(Record):
-    """trainer_state.json of a checkpoint: the fields of transformers' TrainerState that a resumed Trainer counts with.
-
-    Attributes:
-        epoch: How many epochs are done.
-        global_step: How many steps are done.
-        max_steps: How many steps there are.
-        num_train_epochs: How many epochs there are.
-        num_input_tokens_seen: How many tokens were counted.
-        total_flos: How many floating-point operations were counted.
-        log_history: What was logged.
-        best_metric: The best score so far.
-    """
+    """trainer_state.json of a checkpoint: the fields of TrainerState that a resumed Trainer counts with."""
 
     epoch: Number
     global_step: int = Field(ge=0)
@@ -312,38 +274,20 @@ class TrainerStateFile(Record):
 
 
 class LogLine(Record):
-    """One line of log.jsonl: what the Trainer logs (loss, learning rate, eval_*); only `step` is checked.
-
-    Attributes:
-        step: The number of steps before it.
-    """
+    """One line of log.jsonl: what the Trainer logs (loss, learning rate, eval_*); only `step` is checked."""
 
     step: int = 0
 
 
 class PredictionLine(Record):
-    """A line of predictions/SPLIT.jsonl, as far as scoring it again reads it.
-
-    Attributes:
-        prediction: What the model answered.
-        reference: The right answer.
-    """
+    """A line of predictions/SPLIT.jsonl, as far as scoring it again reads it."""
 
     prediction: Any
     reference: Any
 
 
 def check_record(kind: type[Record], values: dict[str, Any], where: str) -> dict[str, Any]:
-    """Check the values of a file and return them as they are.
-
-    Args:
-        kind: The record that the values must fit.
-        values: The values as read.
-        where: The file, or the line of it, for the message.
-
-    Raises:
-        DeltuneError: A field is missing or has a value of another kind; the message lists the fields.
-    """
+    """Check the values of a file and return them as they are."""
     try:
         kind.model_validate(values)
     except ValidationError as error:
@@ -357,21 +301,20 @@ def check_record(kind: type[Record], values: dict[str, Any], where: str) -> dict
 
 
 def read_record(kind: type[Record], path: Path) -> dict[str, Any]:
-    """Read a JSON object that a run wrote, check it, and return it as it is.
-
-    Raises:
-        DeltuneError: The file cannot be read, or is not what a run writes there.
-    """
+    """Read a JSON object that a run wrote, check it, and return it as it is."""
     return check_record(kind, read_json_object(path), str(path))
 
 
 GIT_SECONDS = 5.0
-"""How long git may take to say at which commit a folder is."""
+"""Seconds that git may take to say at which commit a folder is."""
 
 PACKAGES = ("torch", "transformers", "accelerate", "tokenizers", "datasets", "safetensors", "numpy", "scikit-learn")
 """The packages whose versions are written to environment.json."""
 
 REPORT_FILE = "report.html"
+
+LOCK_FILE = ".lock"
+"""The file that a process locks while it works on a run; only a killed process leaves it behind."""
 
 CONTENTS = (
     "spec.yaml", "delta", "metrics.json", "log.jsonl", "environment.json", "predictions", "checkpoint", "runs",
@@ -381,7 +324,7 @@ CONTENTS = (
 
 
 def _is_leftover(path: Path) -> bool:
-    """Whether an entry of a run's folder is the temporary file or folder of an interrupted write."""
+    """Return whether an entry of a run's folder is the temporary file or folder of an interrupted write."""
     return path.name.startswith(tuple(f".{name}-" for name in CONTENTS))
 
 
@@ -403,31 +346,13 @@ class RunDir:
     resumes from, beside the best delta so far and its predictions for the validation split.
 
     Attributes:
-        folder: The folder itself.
         writer: Whether this process writes; of several processes at one run only one does.
-        spec_file: The config.
-        delta: The folder of the delta.
-        metrics_file: The results.
-        log_file: Losses and scores, a line each.
-        environment_file: Versions, machine, device and data.
-        predictions: The folder of the predictions, a file for each split.
-        checkpoint: The folder of the checkpoints.
         runs: The folders of the single runs, where the config asks for several.
-        report_file: The page about the run.
-        rates_file: What `lr: auto` tried.
     """
 
     @check_booleans
     def __init__(self, folder: str | Path, *, writer: bool = True) -> None:
-        """Name the files of a run; nothing is read or written.
-
-        Args:
-            folder: The folder, which need not be there; `~` is expanded.
-            writer: False in a process that must not write.
-
-        Raises:
-            DeltuneError: The path cannot be used.
-        """
+        """Name the files of a run; nothing is read or written."""
         self.folder, self.writer = user_path(folder, "the folder of a run"), writer
         self.spec_file, self.delta, self.metrics_file, self.log_file = (self.folder / name for name in CONTENTS[:4])
         self.environment_file, self.predictions, self.checkpoint, self.runs, self.report_file, self.rates_file = (
@@ -436,21 +361,17 @@ class RunDir:
 
     @property
     def exists(self) -> bool:
-        """Whether the folder holds a run, finished or not."""
+        """True if the folder holds a run, finished or not."""
         return self.spec_file.is_file()
 
     @property
     def finished(self) -> bool:
-        """Whether the folder holds a finished run."""
+        """True if the folder holds a finished run."""
         return self.exists and self.metrics_file.is_file()
 
     @property
     def config(self) -> RunConfig:
-        """The config that the run was started with.
-
-        Raises:
-            DeltuneError: The folder does not hold a run.
-        """
+        """The config that the run was started with."""
         if not self.exists:
             if not self.folder.is_dir():
                 raise DeltuneError(f"{self.folder} is not a RUN folder: there is no such folder")
@@ -467,22 +388,14 @@ class RunDir:
 
     @property
     def metrics(self) -> RunMetrics:
-        """The results in metrics.json.
-
-        Raises:
-            DeltuneError: The run is not finished, or the file is damaged.
-        """
+        """The results in metrics.json."""
         if not self.finished:
             raise DeltuneError(f"{self.folder} is not finished; run the same `deltune train` again, it resumes")
         return RunMetrics.model_validate(read_record(RunMetrics, self.metrics_file))
 
     @property
     def best_run(self) -> RunDir:
-        """The single run whose delta this folder has: this run itself, or the best of several.
-
-        Raises:
-            DeltuneError: The folder of the best run is missing.
-        """
+        """The single run whose delta this folder has: this run itself, or the best of several."""
         if not self.config.is_series:
             return self
         name = self.metrics.best.run
@@ -495,20 +408,12 @@ class RunDir:
 
     @property
     def environment(self) -> dict[str, Any]:
-        """The values of environment.json, checked by `Environment`; empty if there is no such file.
-
-        Raises:
-            DeltuneError: The file is damaged.
-        """
+        """The values of environment.json, checked by `Environment`; empty if there is no such file."""
         return read_record(Environment, self.environment_file) if self.environment_file.is_file() else {}
 
     @property
     def rate_search(self) -> RateSearch | None:
-        """What `lr: auto` tried so far; None if there is no such file.
-
-        Raises:
-            DeltuneError: The file is damaged.
-        """
+        """The rates that `lr: auto` tried so far; None if there is no such file."""
         return RateSearch(**read_record(RateSearch, self.rates_file)) if self.rates_file.is_file() else None
 
     @property
@@ -517,15 +422,7 @@ class RunDir:
         return DataFacts(**self.environment.get("data", {}))
 
     def check_config(self, config: RunConfig) -> RunConfig | None:
-        """Check that the folder is free, or holds a run of this very config.
-
-        Returns:
-            The config of the run in the folder; None if it is free.
-
-        Raises:
-            DeltuneError: The folder holds other files, or a run of another config (the message lists the differences),
-                or has a folder in the place of a file or the other way round.
-        """
+        """Check that the folder is free, or holds a run of this very config, and return the config of that run."""
         if self.exists:
             files = [
                 self.metrics_file,
@@ -553,7 +450,7 @@ class RunDir:
             return before
         if self.folder.is_dir():
             with explain_write_errors(self.folder):
-                foreign = sorted(p.name for p in self.folder.iterdir() if not _is_leftover(p))
+                foreign = sorted(p.name for p in self.folder.iterdir() if p.name != LOCK_FILE and not _is_leftover(p))
             if foreign:
                 raise DeltuneError(
                     f"{self.folder} is not a RUN folder, but holds {', '.join(foreign[:5])}; choose another folder"
@@ -563,7 +460,7 @@ class RunDir:
         return None
 
     def _takes_seeds(self, before: RunConfig, config: RunConfig) -> bool:
-        """Whether the seeds of a config can be added to this run: it is one of several seeds, or finished."""
+        """Return whether the seeds of a config can be added to this run: it is one of several seeds, or finished."""
         if not config.adds_seeds_to(before):
             return False
         return before.is_series or self.finished or self._run_of_seed(before).finished
@@ -599,14 +496,7 @@ class RunDir:
         write_text(self.spec_file, config.yaml())
 
     def check_data(self, facts: Mapping[str, Any]) -> None:
-        """Check that the data of the run is still what it was when the run was started.
-
-        Args:
-            facts: The data now, as `TaskData.summary` describes it.
-
-        Raises:
-            DeltuneError: It changed; the message names the splits, labels and columns that did.
-        """
+        """Check that the data of the run is still what it was when the run was started."""
         before = self.environment.get("data", {}) if self.exists else {}
         if before.get("fingerprint") in (None, facts["fingerprint"]):
             return
@@ -665,12 +555,7 @@ class RunDir:
 
     @writer_only
     def link(self, name: str, target: Path) -> None:
-        """Make an entry of the folder a symbolic link, replacing what is there.
-
-        Args:
-            name: The name of the entry.
-            target: The path that it leads to, relative to the folder.
-        """
+        """Make an entry of the folder a symbolic link, replacing what is there."""
         fresh = self.folder / f".{name}-link"
         fresh.unlink(missing_ok=True)
         os.symlink(target, fresh)
@@ -679,15 +564,7 @@ class RunDir:
 
     @writer_only
     def begin(self, config: RunConfig, environment: dict[str, Any]) -> None:
-        """Write config and environment, and remove what an interrupted write left.
-
-        Args:
-            config: The config of the run.
-            environment: The values of environment.json (`collect_environment`).
-
-        Raises:
-            DeltuneError: The folder holds a run whose data has changed since.
-        """
+        """Write config and environment, and remove what an interrupted write left."""
         self.check_data(environment["data"])
         self.remove_leftovers()
         self.write_config(config)
@@ -698,25 +575,23 @@ class RunDir:
         """Create the folder and keep other processes from training in it inside the context.
 
         At the end, folders that were created are removed again if no run was started in them.
-
-        Raises:
-            BusyError: Another process trains in it.
-            DeltuneError: The folder cannot be created or opened.
         """
         created = [p for p in (self.folder, *self.folder.parents) if not p.exists()]
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            handle = os.open(self.folder, os.O_RDONLY)
-        except OSError as error:
-            raise DeltuneError(f"{self.folder} cannot be made or opened: {error}") from error
+        lock = FileLock(self.folder / LOCK_FILE, blocking=False)  # ends with the process, however it ends
         try:
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however it ends
-            except OSError as error:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                lock.acquire()
+            except Timeout as error:
                 raise BusyError(f"another process is at work on {self.folder}; wait for it or stop it") from error
+            except OSError as error:
+                raise write_error(self.folder, error) from error
             yield
         finally:
-            os.close(handle)
+            if lock.is_locked:
+                with contextlib.suppress(OSError):
+                    os.unlink(lock.lock_file)
+                lock.release()
             for path in () if self.exists else created:
                 with contextlib.suppress(OSError):
                     path.rmdir()
@@ -729,11 +604,7 @@ class RunDir:
 
     @writer_only
     def truncate_log(self, step: int) -> None:
-        """Remove the lines of later steps from log.jsonl, and lines that were not written to their end.
-
-        Args:
-            step: The last step that stays; -1 removes all.
-        """
+        """Remove lines of later steps (-1: all) and unfinished lines from log.jsonl."""
         if not self.log_file.is_file():
             return
         lines = []
@@ -751,11 +622,7 @@ class RunDir:
             fsync_file(self.log_file)
 
     def read_log(self) -> list[dict[str, Any]]:
-        """Return the lines of log.jsonl.
-
-        Raises:
-            DeltuneError: A line is damaged; the message names it.
-        """
+        """Return the lines of log.jsonl."""
         lines = read_jsonl(self.log_file)
         return [check_record(LogLine, values, f"{self.log_file} line {number}") for number, values in lines]
 
@@ -766,11 +633,7 @@ class RunDir:
         write_jsonl(self.predictions / f"{split}.jsonl", rows)
 
     def read_predictions(self, split: str) -> list[tuple[int, dict[str, Any]]]:
-        """Return the rows of predictions/SPLIT.jsonl, each with the number of its line.
-
-        Raises:
-            DeltuneError: A line is damaged; the message names it.
-        """
+        """Return the rows of predictions/SPLIT.jsonl, each with the number of its line."""
         path = self.predictions / f"{split}.jsonl"
         lines = read_jsonl(path)
         return [(number, check_record(PredictionLine, values, f"{path} line {number}")) for number, values in lines]
@@ -793,21 +656,16 @@ def command_line(words: Iterable[str]) -> str:
 
 
 def is_deltune(program: str) -> bool:
-    """Whether a path is of deltune's own command, also as it is run by python -m."""
+    """Return whether a path is of deltune's own command, also as it is run by python -m."""
     path = Path(program)
     return path.name == "deltune" or (path.name == "__main__.py" and path.parent.name == "deltune")
 
 
 @functools.cache
 def git_commit(folder: Path, tracked: str = ".") -> str | None:
-    """Return the commit of the git repository that a folder is part of, "-dirty" behind it if the folder was changed.
+    """Return the commit of the git repository that tracks a file of a folder, with "-dirty" if the folder was changed.
 
-    Args:
-        folder: The folder.
-        tracked: A file in it that must be part of the repository, and not only lie in a folder of it.
-
-    Returns:
-        None outside of a repository, and without git.
+    None outside of a repository, and without git.
     """
 
     def git(*arguments: str) -> str:
@@ -826,11 +684,7 @@ def git_commit(folder: Path, tracked: str = ".") -> str | None:
 
 
 def collect_environment(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of environment.json: versions, machine, and facts of the run itself.
-
-    Args:
-        facts: What is known of the run, such as its device, precision and data.
-    """
+    """Return the values of environment.json: versions, machine, and facts of the run itself."""
     versions = {}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

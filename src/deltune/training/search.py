@@ -14,6 +14,7 @@ from ..errors import DivergedError, counted
 from ..methods.registry import parse
 from ..methods.spec import expressions_apart
 from .config import RunConfig
+from .rates import first_peak
 from .run_dir import Best, RunDir, RunMetrics, SeriesRun
 
 TrainOne = Callable[[RunConfig, Path], RunMetrics]
@@ -35,14 +36,14 @@ class Trial:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """How well the run validated, by the metric and then by the loss; -inf if it diverged."""
+        """The quality of the run on validation, by the metric and then by the loss; -inf if it diverged."""
         if self.metrics is None:
             return -math.inf, -math.inf
         return self.metrics.best.quality, -self.metrics.validation.get("loss", 0.0)
 
     @property
     def outcome(self) -> str:
-        """What the run reached on validation, in words."""
+        """The result of the run on validation, in words."""
         best = None if self.metrics is None else self.metrics.best
         if best is None or best.metric is None or best.value is None:
             return "finished; there is no validation split to compare by"
@@ -104,14 +105,6 @@ def run_series(config: RunConfig, run: RunDir, train_one: TrainOne) -> RunMetric
     until the next do not; of equal scores the lower loss is better, and a run that diverges is the worst. The other
     seeds run with the values that were chosen. The delta and the predictions of the folder are those of the run that
     does best on validation.
-
-    Args:
-        config: A config of several runs.
-        run: The folder of the series, locked.
-        train_one: Trains each single run.
-
-    Raises:
-        DivergedError: Every run that was tried diverged, or a further seed did.
     """
     run.remove_leftovers()
     run.begin_series(config)
@@ -153,13 +146,13 @@ def _search(config: RunConfig, run: RunDir, train_one: TrainOne) -> tuple[RunCon
     """Return the single run whose values are chosen, with the rate that it found, and every trial."""
     configs = config.search_configs()
     trials: list[Trial] = []
-    chosen = 0
-    for i, single in enumerate(configs):
-        name = f"seed{single.runtime.seed}" + (f"-try{i + 1}" if len(configs) > 1 else "")
-        trials.append(_run_trial(run, train_one, single, name, config))
-        if trials[chosen].metrics and i and trials[i].rank <= trials[chosen].rank:
-            break
-        chosen = i
+
+    def rank_of(i: int) -> tuple[float, float]:
+        name = f"seed{configs[i].runtime.seed}" + (f"-try{i + 1}" if len(configs) > 1 else "")
+        trials.append(_run_trial(run, train_one, configs[i], name, config))
+        return trials[i].rank
+
+    chosen = first_peak(rank_of, len(configs))
     if trials[chosen].metrics is None:
         raise DivergedError(trials[chosen].error)
     trials[chosen].chosen = True
@@ -186,16 +179,7 @@ def _run_trial(run: RunDir, train_one: TrainOne, single: RunConfig, name: str, c
 
 
 def aggregate(runs: Sequence[RunMetrics], how: str) -> dict[str, Any]:
-    """Aggregate every metric of every split over runs.
-
-    Args:
-        runs: The metrics of the runs.
-        how: "mean" or "median".
-
-    Returns:
-        The aggregated metrics by split; of two runs or more also "aggregate" (how) and "std", the sample standard
-        deviations by split.
-    """
+    """Aggregate every metric of every split over runs; of two or more also their sample standard deviations."""
     middle = statistics.median if how == "median" else statistics.fmean
     aggregated: dict[str, Any] = {}
     deviations: dict[str, Any] = {}

@@ -75,25 +75,11 @@ class RunState:
     """Everything that one single run works with.
 
     Attributes:
-        config: The config of the run.
-        run: Its folder.
-        tuned: The handle on its model with the delta attached.
-        tokenizer: The model's tokenizer.
-        data: Its data as read.
-        kind: The kind of task.
-        metrics: The names of the metrics.
-        limits: Lengths in tokens, label words and options of generation.
-        columns: The columns of every split, by role.
-        encoded: The token ids of every split.
-        batches: The training rows, step by step.
-        precision: "fp32" or "bf16".
         frozen_layers: The layers below everything that is trained, where they run without dropout.
         best: What is known of the best validation so far; empty before the first one.
         stale: How many validations there were since the best one.
         seconds_before: Seconds that earlier processes worked on this run.
-        start: When this process began, by `time.monotonic`.
         cpu_seconds_before: Processor seconds of earlier processes; None where they did not count them.
-        cpu_start: What this process had used when it began, by `time.process_time`.
         tokens: How many tokens, padding excluded, this process made training batches of.
     """
 
@@ -125,7 +111,7 @@ class RunState:
 
     @property
     def total_steps(self) -> int:
-        """How many steps the run has in all, unless patience ends it."""
+        """The number of steps of the run, unless patience ends it."""
         return total_steps(self.config.optim, self.batches)
 
     @property
@@ -141,26 +127,18 @@ class RunState:
 
     @property
     def out_of_patience(self) -> bool:
-        """Whether training stops because validation has not improved for long enough."""
+        """True if training stops because validation has not improved for long enough."""
         patience = self.config.evaluation.patience
         return patience is not None and self.stale >= patience
 
     @property
     def truncated(self) -> dict[str, dict[str, int]]:
-        """How many inputs and how many targets of every split were cut."""
+        """The numbers of inputs and of targets that were cut, by split."""
         names = ("truncated", "truncated_targets")
         return {name: {split: getattr(rows, name) for split, rows in self.encoded.items()} for name in names}
 
     def deciding_metric(self, measured: Container[str], omitted: Mapping[str, str] | None = None) -> str:
-        """Return the metric that chooses the best epoch: the one that was asked for, else the first that was measured.
-
-        Args:
-            measured: The metrics that were computed; the loss decides where there is none of them.
-            omitted: Why others were not.
-
-        Raises:
-            DeltuneError: The metric that was asked for was not computed.
-        """
+        """Return the metric that chooses the best epoch: the requested one, else the first that was measured."""
         chosen = self.config.evaluation.metric
         if chosen is not None and chosen not in measured:
             reason = (omitted or {}).get(chosen, "it was not computed")
@@ -176,9 +154,6 @@ class RunState:
 
         Each of several processes answers every row: where a model is sharded all must run together, through as many
         passes, and the number of passes of generation is not known before. So none waits for another either.
-
-        Raises:
-            DivergedError: The loss is not finite.
         """
         context = self.inference_context(bar, loss_only)
         options = with_tag_scheme(self.config.evaluation.metric_options, self.data.tag_scheme)
@@ -279,13 +254,6 @@ class DeltaTrainer(Trainer):
     """A Trainer whose checkpoints hold the delta alone, and whose batches have rows of similar length."""
 
     def __init__(self, state: RunState, arguments: TrainingArguments, bar: ProgressDisplay) -> None:
-        """Prepare training.
-
-        Args:
-            state: What the run works with.
-            arguments: The Trainer's own options.
-            bar: Shows the progress.
-        """
         self.run_state, self.bar = state, bar
         # each token is predicted from those before it; the Trainer goes by the class's name, and misses some
         self.shifted = state.kind.head == "causal-lm"
@@ -305,7 +273,7 @@ class DeltaTrainer(Trainer):
             self.accelerator.ddp_handler.find_unused_parameters = self._some_unused()
 
     def _some_unused(self) -> bool:
-        """Whether a trained parameter has no part in the loss, which DDP would wait for; one pass shows it."""
+        """Return whether a trained parameter has no part in the loss, which DDP would wait for; one pass shows it."""
         with torch.random.fork_rng():
             model = self.run_state.model.train()
             model(**self._prepare_inputs(self._batch([self.run_state.encoded["train"][0]]))).loss.backward()
@@ -357,11 +325,6 @@ class DeltaTrainer(Trainer):
         return loss * (self.args.world_size * items / num_items_in_batch)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Do one step.
-
-        Raises:
-            DivergedError: Its loss is not finite.
-        """
         loss = super().training_step(*args, **kwargs)
         total = distributed.all_reduce_sum(loss)
         if not torch.isfinite(total):
@@ -430,19 +393,13 @@ class DeltaTrainer(Trainer):
 
 
 COLUMNS = ("step", "epoch", "loss", "validation", "validation loss", "rate", "tokens/s")
-"""What the progress of training shows, beside the time and the time left."""
+"""The columns of the progress of training, beside the time and the time left."""
 
 
 class ReportCallback(TrainerCallback):
     """Shows the progress of a run, and writes log.jsonl."""
 
     def __init__(self, state: RunState, bar: ProgressDisplay) -> None:
-        """Report on a run.
-
-        Args:
-            state: What the run works with.
-            bar: Shows the progress.
-        """
         self.run_state, self.bar = state, bar
         self.step_start = self.step_seconds = 0.0
         self.tokens_before = 0
