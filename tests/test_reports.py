@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import itertools
 import json
@@ -21,7 +22,7 @@ from conftest import MadeOnce
 from deltune.cli import app
 from deltune.errors import DeltuneError
 from deltune.studies.engine.jobs import config_of, run_folder
-from deltune.studies.engine.progress import JobProgress, job_progress, seconds_before
+from deltune.studies.engine.progress import job_progress, seconds_before
 from deltune.studies.engine.store import folder_of_runs
 from deltune.studies.papers.registry import STUDIES
 from deltune.studies.study import select_cells, study_from_file
@@ -47,6 +48,10 @@ def deltune(*words: object, code: int = 0) -> Printed:
     assert int(status or 0) == code, err.getvalue()
     assert "Traceback" not in err.getvalue()
     return Printed(out.getvalue(), err.getvalue())
+
+
+def lines_of(path: Path) -> list[bytes]:
+    return gzip.decompress(path.read_bytes()).splitlines()
 
 
 @pytest.fixture(scope="module")
@@ -112,9 +117,9 @@ def test_results_as_text_are_the_results(place: Path) -> None:
     assert "6 jobs, 6 done; 0 left" in deltune("run", mine, "--store", place / "again.sqlite", "--dry-run").stdout
     run = deltune("run", mine, "--store", place / "again.sqlite", "--results", place / "twice", code=1)
     assert "0 run, 6 were there" in run.stdout
-    for file, other in itertools.product(("tiny.jsonl", "environments.json"), ("first", "twice")):
+    for file, other in itertools.product(("tiny.jsonl.gz", "environments.json"), ("first", "twice")):
         assert (place / other / file).read_bytes() == (folder / file).read_bytes()
-    assert all(json.loads(line)["date"] for line in (folder / "tiny.jsonl").read_text().splitlines())
+    assert all(json.loads(line)["date"] for line in lines_of(folder / "tiny.jsonl.gz"))
     (environment,) = json.loads((folder / "environments.json").read_text()).values()
     assert {"commit", "packages", "processor", "python"} <= environment.keys()
     assert (environment["threads"], environment["linear_backend"]) == (1, "torch"), "whatever the machine has"
@@ -130,12 +135,13 @@ def test_results_are_verified(every: bool, place: Path) -> None:
     size = 9 if every else 1
     words = ("verify", mine, "--store", folder, "--sample", size, "--quiet")
     assert f"{min(size, 4)} of {min(size, 4)} equal" in deltune(*words).stdout
-    lines = [json.loads(line) for line in (folder / "tiny.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in lines_of(folder / "tiny.jsonl.gz")]
     (edited,) = [
         one for one in lines if "error" not in one and one["spec"]["method"] == "layernorm" and "seed" in one["spec"]
     ]
     edited["result"]["scores"]["accuracy"] += 9
-    (folder / "tiny.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "tiny.jsonl.gz").write_bytes(gzip.compress(text.encode()))
     words = ("verify", mine, "--store", folder, "--only", "method=norms", "--only", "seed=1", "--quiet")
     printed = deltune(*words, code=1).stdout
     for part in ("differs: bert · words · norms · seed 1", "accuracy: 9.", "1 of 1 differs"):
@@ -176,7 +182,7 @@ def test_what_was_not_run_yet_did_not_fail(place: Path) -> None:
 
 
 def test_what_has_begun(place: Path) -> None:
-    """A third seed, of which one run was interrupted after a checkpoint: its share and seconds are not forgotten."""
+    """A third seed, of which one run was interrupted after a checkpoint: share and seconds are not forgotten."""
     store = place / "r.sqlite"
     more = place / "begun.yaml"
     more.write_text((place / "mine.yaml").read_text().replace("name: tiny", "name: more").replace("- 1\n", "- 7\n"))
@@ -187,13 +193,13 @@ def test_what_has_begun(place: Path) -> None:
     assert job_progress(job, runs) is None and seconds_before(job, runs) == 0
     run.folder.mkdir()
     run.write_config(config_of(job))
-    assert job_progress(job, runs) == JobProgress(0.0, 0.0)
+    assert job_progress(job, runs) == 0.0
     tiny.lines(
         run.log_file, [{"step": 3, "seconds": 20, "seconds_left": 60}, {"step": 6, "seconds": 30, "seconds_left": 10}]
     )
     with open(run.log_file, "a") as file:
         file.write('{"step": 7, "sec')
-    assert job_progress(job, runs) == JobProgress(0.75, 30.0)
+    assert job_progress(job, runs) == 0.75
     states = {"optimizer": {"groups": [], "scalars": {}}, "scheduler": {}, "rng": []}
     tiny.lines(run.checkpoint / "3" / "facts.json", [{"best": {}, "stale": 0, "seconds": 20.5, **states}])
     assert seconds_before(job, runs) == 20.5

@@ -1,8 +1,7 @@
-"""The file of results: claims without clocks, reading where nothing can be written, damage of every kind."""
+"""The file of results: claims, reading where nothing can be written, damage of every kind."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 import shutil
@@ -19,7 +18,7 @@ import pytest
 
 from deltune.errors import DeltuneError
 from deltune.studies.engine import store as module
-from deltune.studies.engine.store import MIGRATIONS, JobRecord, ResultStore
+from deltune.studies.engine.store import JobRecord, ResultStore
 
 
 def row(name: str, error: str | None = None, size: int = 1) -> JobRecord:
@@ -46,102 +45,27 @@ def content(folder: Path) -> dict[str, bytes]:
 # -- claims
 
 
-class Clocks:
-    """The clocks of one machine, which only a test moves."""
-
-    def __init__(self, wall: float) -> None:
-        self.wall, self.since_start = wall, 0.0
-
-    def time(self) -> float:
-        return self.wall
-
-    def monotonic(self) -> float:
-        return self.since_start
-
-    def sleep(self, seconds: float) -> None:
-        self.wall += seconds
-        self.since_start += seconds
-
-
-class Two:
-    """Two drivers of one file on two machines, each with clocks of its own."""
-
-    def __init__(self, path: Path, patch: pytest.MonkeyPatch, ahead: float = 0.0) -> None:
-        self.patch = patch
-        self.clocks = {name: Clocks(1e9 + (ahead if name == "late" else 0.0)) for name in ("early", "late")}
-        self.drivers = {}
-        for name in self.clocks:
-            self.on(name)
-            self.drivers[name] = ResultStore(path)
-
-    def on(self, name: str) -> ResultStore | None:
-        self.patch.setattr(module, "time", self.clocks[name])
-        self.patch.setattr(module, "_host_id", lambda: name)
-        return self.drivers.get(name)
-
-    def sleep(self, seconds: float) -> None:
-        for clocks in self.clocks.values():
-            clocks.sleep(seconds)
-
-    def claim(self, name: str) -> bool:
-        driver = self.on(name)
-        assert driver is not None
-        return driver.claim("work")
-
-    def heartbeat(self, name: str) -> None:
-        driver = self.on(name)
-        assert driver is not None
-        driver.heartbeat()
-
-
-@pytest.mark.parametrize("ahead", [0.0, 61.0, 1e6, -61.0, -1e6], ids=lambda ahead: f"{ahead:+.0f}s")
-def test_a_claim_does_not_depend_on_what_the_clocks_say(
-    ahead: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A claim with a beat is never taken, one without a beat a minute after it was first looked at."""
-    two = Two(tmp_path / "r.sqlite", monkeypatch, ahead)
-    assert two.claim("early") and not two.claim("late")
-    for i in range(200):
-        two.sleep(1.0)
-        if i % 15 == 14:
-            two.heartbeat("early")
-        assert not two.claim("late"), f"its owner was at work {i} seconds later"
-    waited = 0
-    while not two.claim("late"):
-        two.sleep(1.0)
-        waited += 1
-    assert 55 <= waited <= 61 and not two.claim("early")
-
-
-@pytest.mark.parametrize("case", ["observer stopped", "claimed again", "seldom looked at"])
-def test_what_is_no_sign_of_an_owner_that_ended(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    two = Two(tmp_path / "r.sqlite", monkeypatch)
-    assert two.claim("early") and not two.claim("late")
-    if case == "claimed again":
-        two.sleep(50.0)
-        two.drivers["early"].release()
-        assert two.claim("early")
-        two.sleep(50.0)
-        assert not two.claim("late")
-        return
-    for _ in range(3):
-        two.sleep(1e5)
-        assert not two.claim("late"), "the owner was given no time to beat"
-    if case == "observer stopped":
-        two.heartbeat("early")
-        two.sleep(59.0)
-        assert not two.claim("late")
-
-
-def test_claims_of_one_machine(tmp_path: Path) -> None:
-    with ResultStore(tmp_path / "r.sqlite") as one, ResultStore(tmp_path / "r.sqlite") as two:
-        assert one.claim("a") and one.claim("a") and not two.claim("a") and two.claim("b")
-        two.release()
-        assert one.claim("b")
-        ended = one.owner.replace(f" {os.getpid()} ", " 999999999 ")
-        for owner, taken in ((ended, True), (f"other{ended}", False), ("who knows", False), ("", False)):
-            one._db.execute("UPDATE claims SET owner = ?", (owner,))
-            assert two.claim("b") == taken, f"an owner called {owner!r}"
+def test_a_claim_is_of_one_store_and_ends_with_its_process(tmp_path: Path) -> None:
+    """Killed or not; of what is not claimed no file is left."""
+    file = tmp_path / "r.sqlite"
+    code = (
+        "import sys, time; from deltune.studies.engine.store import ResultStore\n"
+        "print(ResultStore(sys.argv[1]).claim('b'), flush=True); time.sleep(600)"
+    )
+    with ResultStore(file) as one, ResultStore(file) as two:
+        assert one.claim("a") and one.claim("a") and not two.claim("a")
+        with subprocess.Popen([sys.executable, "-c", code, str(file)], stdout=subprocess.PIPE, text=True) as other:
+            assert other.stdout is not None and other.stdout.readline() == "True\n"
+            assert not two.claim("b") and two.claimed_jobs() == {"a", "b"}
+            other.kill()
+        assert two.claimed_jobs() == {"a"} and two.claim("b")
+        two.release("a")
+        assert not two.claim("a"), "a claim of another store"
+        one.release()
+        assert two.claim("a")
+        two.put(row("a"))
+        assert not one.claim("a") and one.claimed_jobs() == {"b"}
+    assert not list((tmp_path / "r.claims").iterdir())
 
 
 def test_an_error_does_not_replace_a_result(tmp_path: Path) -> None:
@@ -168,35 +92,6 @@ def test_reading_changes_nothing(file: Path) -> None:
         with pytest.raises(DeltuneError, match="cannot be written"):
             results.put(row("new"))
     assert content(file.parent) == before
-
-
-OLD_ERRORS: dict[str, tuple[str | None, module.ErrorKind | None]] = {
-    "a": (None, None),
-    "b": ("the train loss is nan: training diverged at a learning rate of 0.03; nothing is kept", "diverged"),
-    "c": ("it needs b: the train loss is nan: training diverged at a learning rate of 0.03", "requirement"),
-    "d": ("no such task", "error"),
-}
-"""Errors as they were stored without a kind, and the kind that is read from them."""
-
-
-def test_an_older_schema_is_read_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "MIGRATIONS", MIGRATIONS[:1])
-        with ResultStore(tmp_path / "r.sqlite") as results:
-            for number, (name, (error, _)) in enumerate(OLD_ERRORS.items()):
-                values = (name, "run", f'{{"a": "{name}"}}', None if error else '{"value": 1}', error)
-                total = hashlib.sha256("\0".join(value or "" for value in values).encode()).hexdigest()
-                results._db.execute(
-                    "INSERT INTO works VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (*values, 0.5, float(number), total)
-                )
-    records = [
-        JobRecord(name, "run", {"a": name}, None if error else {"value": 1}, error, 0.5, kind)
-        for name, (error, kind) in OLD_ERRORS.items()
-    ]
-    for read_only, schema in ((True, 1), (False, len(MIGRATIONS))):
-        with ResultStore(tmp_path / "r.sqlite", read_only=read_only) as results:
-            assert results.records() == records
-            assert results._db.execute("PRAGMA user_version").fetchone() == (schema,)
 
 
 @pytest.mark.parametrize("kind", get_args(module.ErrorKind))
@@ -295,14 +190,13 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "newer": (sql("PRAGMA user_version = 99"), "schema 99"),
     "negative": (sql("PRAGMA user_version = -1"), "schema -1"),
     "no works": (sql("DROP TABLE works"), "another program or damaged"),
-    "no claims": (sql("DROP TABLE claims"), "another program or damaged"),
     "a column less": (sql("ALTER TABLE works DROP COLUMN sum"), "another program or damaged"),
     "no version": (sql("PRAGMA user_version = 0"), "another program"),
     "a trigger": (
         sql("CREATE TRIGGER t AFTER INSERT ON works BEGIN DELETE FROM works; END"),
         "another program or damaged",
     ),
-    "a view": (sql("DROP TABLE claims", "CREATE VIEW claims AS SELECT 1 name, 2 owner, 3 beat"), "another program"),
+    "a view": (sql("CREATE VIEW jobs AS SELECT name FROM works"), "another program"),
     "foreign": (fresh("CREATE TABLE t (x)"), "another program"),
     "foreign, its version 1": (fresh("CREATE TABLE claims (x)", "PRAGMA user_version = 1"), "another program"),
     "foreign, its version 2": (fresh("CREATE TABLE t (x)", "PRAGMA user_version = 2"), "another program"),

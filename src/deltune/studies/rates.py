@@ -16,11 +16,7 @@ STEPS = (0, -1, -2, 1)
 
 
 def rates_to_try(usual: float) -> list[float]:
-    """Return the learning rates to try for a method, its usual one first.
-
-    Args:
-        usual: The rate that the method usually has, one of `LADDER`.
-    """
+    """Return the learning rates to try for a method, its usual one first."""
     place = LADDER.index(usual)
     return [LADDER[place + step] for step in STEPS]
 
@@ -30,10 +26,8 @@ def choose_rates(plans: Sequence[CellPlan]) -> CellPlan:
 
     Every rate is tried under the first seed, and the two that validate best under the second seed too. The cells of the
     other seeds have no job until all of these runs have ended; then they take the rate whose two runs validated best in
-    the mean. A run that diverged is worse than any other.
-
-    Args:
-        plans: One for each rate, in order of preference. Their cells are the same, in the same order.
+    the mean. A run that diverged is worse than any other. There is a plan for each rate, in order of preference; their
+    cells are the same, in the same order.
     """
     if len(plans) == 1:
         return plans[0]
@@ -57,11 +51,7 @@ Choice = tuple[PlannedCell, ...]
 class ChosenRate:
     """The rate that the cells of a method on a model and task have, as far as it is known.
 
-    Attributes:
-        tries: The cells whose jobs determine it.
-        number: Its number, or None.
-        why: Why it is not known.
-        lost: Whether it will never be.
+    `tries` are the cells whose jobs determine it; it is `lost` if it will never be known.
     """
 
     tries: Choice

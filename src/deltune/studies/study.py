@@ -128,35 +128,25 @@ class Sweep(BaseModel):
             raise error_from_problems("the study is wrong", problems)
         return sweep
 
+    def _entries(self) -> dict[str, dict[str, Values]]:
+        """Return the entries that have labels, by where they stand."""
+        named = {f"axes {axis}": labels for axis, labels in self.axes.items()}
+        return {"models": self.models, "tasks": self.tasks, "methods": self.methods, **named}
+
     def _labels(self) -> Iterator[tuple[str, str]]:
         """Yield every label, with the entry that it belongs to."""
         yield "name", self.name
         yield from (("axes", axis) for axis in self.axes)
-        for entry, labels in (
-            ("models", self.models), ("tasks", self.tasks), ("methods", self.methods),
-            *((f"axes {axis}", labels) for axis, labels in self.axes.items()),
-        ):  # fmt: skip
-            yield from ((entry, label) for label in labels)
+        yield from ((entry, label) for entry, labels in self._entries().items() for label in labels)
 
     def _fields(self) -> Iterator[tuple[str, Values]]:
         """Yield every group of fields of a run, with a description of where it is."""
         yield "every run", self.options
-        for name, axis in (
-            ("models", self.models), ("tasks", self.tasks), ("methods", self.methods), *self.axes.items(),
-        ):  # fmt: skip
-            for label, values in axis.items():
-                yield f"{name} {label}", values
+        for entry, labels in self._entries().items():
+            yield from ((f"{entry} {label}", values) for label, values in labels.items())
 
     def cells(self, data_root: str | None = None, roots: Roots = NO_ROOTS) -> list[PlannedRun]:
-        """Expand the sweep, with models outermost and seeds innermost.
-
-        Args:
-            data_root: The folder with the folders of known tasks.
-            roots: Where this machine has models and data that the sweep names without their folders.
-
-        Raises:
-            DeltuneError: Everything that is wrong with any run, at once.
-        """
+        """Expand the sweep, with models outermost and seeds innermost."""
         runs, problems = [], []
         names = list(self.axes)
         for model, task, labels, method, seed in itertools.product(
@@ -212,11 +202,7 @@ class PlannedRun:
 
 
 def read_sweep(path: str | Path) -> Sweep:
-    """Read a sweep from a YAML file.
-
-    Raises:
-        DeltuneError: There is no such file, it is not YAML, or the sweep is wrong.
-    """
+    """Read a sweep from a YAML file."""
     return Sweep(**read_values(path))
 
 
@@ -267,7 +253,7 @@ CellPlan = Callable[[Records], Sequence[PlannedCell]]
 """What is done so far -> every cell of a study."""
 
 OutcomeReader = Callable[[PlannedCell, JobRecord], list[Outcome]]
-"""What turns the record of a cell's job into outcomes."""
+"""Cell and record of its job -> outcomes."""
 
 
 def job_outcomes(planned: PlannedCell, record: JobRecord) -> list[Outcome]:
@@ -349,14 +335,6 @@ def plan_sweep(sweep: Sweep, data_root: str | None = None, roots: Roots = NO_ROO
     """Return the cells of a sweep.
 
     Where runs search hyperparameters, only the first seed searches; the other seeds use what it chose.
-
-    Args:
-        sweep: The sweep.
-        data_root: The folder with the folders of known tasks.
-        roots: Where this machine has models and data that the sweep names without their folders.
-
-    Raises:
-        DeltuneError: Everything that is wrong with any run.
     """
     runs = sweep.cells(data_root, roots)
     jobs = {id(run): run.job for run in runs}
@@ -369,7 +347,7 @@ def plan_sweep(sweep: Sweep, data_root: str | None = None, roots: Roots = NO_ROO
 
 
 def labels_without_seed(cell: Cell) -> tuple[Any, ...]:
-    """Return the labels of a cell on all axes but that of seeds: runs that are repeats of each other share them."""
+    """Return the labels of a cell on all axes but the seed's: runs that repeat each other share them."""
     return tuple(label for axis, label in cell.items() if axis != "seed")
 
 
@@ -386,15 +364,7 @@ def _plan_cell(run: PlannedRun, first_seed: PlannedRun, jobs: Mapping[int, Job],
 
 
 def study_from_file(path: str | Path, data_root: str | Path | None = None) -> Study:
-    """Read a sweep from a YAML file and make a study of it, with a table of scores and, without further axes, bars.
-
-    Args:
-        path: The file.
-        data_root: The folder with the folders of known tasks.
-
-    Raises:
-        DeltuneError: Everything that is wrong with the file or a run.
-    """
+    """Read a sweep from a YAML file and make a study of it, with a table of scores and, without further axes, bars."""
     sweep = read_sweep(path)
     axes = tuple(sweep.axes)
     metric = sweep.metric or ("accuracy", "entity_f1", "exact", "rougeL", "bleu", "perplexity")
@@ -408,12 +378,7 @@ def study_from_file(path: str | Path, data_root: str | Path | None = None) -> St
 def select_cells(study: Study, only: Sequence[str]) -> Study:
     """Restrict a study to the cells with certain labels.
 
-    Args:
-        study: The study.
-        only: Patterns AXIS=LABEL, in which * is a wild card. A cell must match one of the patterns of every axis.
-
-    Raises:
-        DeltuneError: A pattern names an axis or label that the study does not have.
+    `only` are patterns AXIS=LABEL, in which * is a wild card. A cell must match one of the patterns of every axis.
     """
     patterns = [text.partition("=") for text in only]
     wrong = [f"{''.join(parts)!r} is not AXIS=LABEL" for parts in patterns if not parts[1]]

@@ -16,7 +16,6 @@ from .comparisons import (
     COUNT,
     SCORE,
     Cells,
-    Check,
     Comparison,
     Effects,
     Exact,
@@ -39,11 +38,7 @@ from .selectors import EVERY, CellSelector, Key, describe_cell, describe_differe
 class Beats:
     """mean(better) − mean(worse) > margin, in the better direction, paired over all other axes and seeds.
 
-    Attributes:
-        better: The cells that are claimed to be better.
-        worse: The cells that they are compared with; both name the same axes.
-        margin: By how much, in units of the measurement.
-        measurement: What is compared.
+    Both sides name the same axes. The margin, as in all forms, is in units of the measurement.
     """
 
     better: CellSelector
@@ -54,22 +49,13 @@ class Beats:
     def __post_init__(self) -> None:
         _same_axes(self.better, self.worse)
 
-    def checks(self, cells: Cells) -> list[Check]:
-        """Return the comparisons to test. Raises `MissingCells` if cells are missing."""
+    def comparisons(self, cells: Cells) -> list[Comparison | Exact]:
         return [_difference(cells, self.better, self.worse, self.measurement, self.margin, math.inf)]
 
 
 @dataclass(frozen=True)
 class Within:
-    """mean(cells) − mean(reference) > −points: at most so much worse.
-
-    Attributes:
-        what: The cells.
-        reference: The cells that they are compared with; both name the same axes.
-        points: The margin, in units of the measurement.
-        both: Whether they may not be better either: |difference| < points.
-        measurement: What is compared.
-    """
+    """mean(cells) − mean(reference) > −points: at most so much worse; with `both`, |difference| < points."""
 
     what: CellSelector
     reference: CellSelector
@@ -80,30 +66,21 @@ class Within:
     def __post_init__(self) -> None:
         _same_axes(self.what, self.reference)
 
-    def checks(self, cells: Cells) -> list[Check]:
-        """Return the comparisons to test. Raises `MissingCells` if cells are missing."""
+    def comparisons(self, cells: Cells) -> list[Comparison | Exact]:
         high = self.points if self.both else math.inf
         return [_difference(cells, self.what, self.reference, self.measurement, -self.points, high)]
 
 
 @dataclass(frozen=True)
 class Between:
-    """low < mean(cells) < high, of a measurement that is a number by itself, such as a share of full tuning's time.
-
-    Attributes:
-        what: The cells.
-        measurement: What is measured.
-        low: The lower bound.
-        high: The upper bound.
-    """
+    """low < mean(cells) < high, of a measurement that is a number by itself, such as a share of full tuning's time."""
 
     what: CellSelector
     measurement: Measurement
     low: float = -math.inf
     high: float = math.inf
 
-    def checks(self, cells: Cells) -> list[Check]:
-        """Return the comparisons to test. Raises `MissingCells` if cells are missing."""
+    def comparisons(self, cells: Cells) -> list[Comparison | Exact]:
 
         def terms(setting: Key, members: Sequence[Outcome]) -> list[Term]:
             return mean_terms(cells.select(self.what, members, setting))
@@ -117,14 +94,8 @@ class Between:
 class Rises:
     """The change along an axis, from the smallest to the largest label that was run, > margin.
 
-    It is the rise of the least-squares line on the logarithm of the labels; of two labels, their difference.
-
-    Attributes:
-        axis: The axis: numbers, or models by their size.
-        of: The cells whose mean is taken at each label.
-        minus: Cells whose change is subtracted, if any.
-        margin: In units of the measurement, over the whole range.
-        measurement: What is measured.
+    It is the rise of the least-squares line on the logarithm of the labels (numbers, or models by their size); of two
+    labels, their difference. The change of the cells `minus` is subtracted.
     """
 
     axis: str
@@ -133,8 +104,7 @@ class Rises:
     margin: float = 0.0
     measurement: Measurement = SCORE
 
-    def checks(self, cells: Cells) -> list[Check]:
-        """Return the comparisons to test. Raises `MissingCells` if cells are missing."""
+    def comparisons(self, cells: Cells) -> list[Comparison | Exact]:
         return [self._comparison(cells, self.margin, math.inf)]
 
     def _comparison(self, cells: Cells, low: float, high: float) -> Comparison:
@@ -164,8 +134,7 @@ class Rises:
 class Falls(Rises):
     """The change of `Rises` < margin."""
 
-    def checks(self, cells: Cells) -> list[Check]:
-        """Return the comparisons to test. Raises `MissingCells` if cells are missing."""
+    def comparisons(self, cells: Cells) -> list[Comparison | Exact]:
         return [self._comparison(cells, -math.inf, self.margin)]
 
 
@@ -176,12 +145,6 @@ class GapShrinks:
     For each seed the other seeds decide which labels are the best and the worst, and the gap is measured on this seed.
     The largest less the smallest of noisy means would lie above the true gap, the more the noisier, and would shrink
     with the noise alone. This one lies at or below the true gap, and at 0 where there is none.
-
-    Attributes:
-        over: The axis of the gap, such as "method".
-        along: The axis along which it shrinks, such as "model".
-        of: The cells that are considered.
-        measurement: What is measured.
     """
 
     over: str
@@ -189,8 +152,7 @@ class GapShrinks:
     of: CellSelector = field(default_factory=dict)
     measurement: Measurement = SCORE
 
-    def checks(self, cells: Cells) -> list[Check]:
-        """Return the comparisons to test. Raises `MissingCells` if cells are missing."""
+    def comparisons(self, cells: Cells) -> list[Comparison | Exact]:
         selector = {**self.of, self.over: self.of.get(self.over, EVERY), self.along: EVERY}
         effects, reasons = {}, []
         for setting, members in cells.strata([selector]):
@@ -230,12 +192,7 @@ class GapShrinks:
 class FewerParameters:
     """trained(fewer) ≤ ratio · trained(more) in every setting. Counts are exact, so that one seed is enough.
 
-    Attributes:
-        fewer: The cells that are claimed to train fewer parameters.
-        more: The cells that they are compared with; both name the same axes.
-        ratio: The largest ratio.
-        depends_on_depth: Whether a model's number of layers decides whether it is true, so that a small model's
-            number is shown and decides nothing.
+    If it `depends_on_depth`, the number of layers decides it, so that a small model's number decides nothing.
     """
 
     fewer: CellSelector
@@ -246,8 +203,7 @@ class FewerParameters:
     def __post_init__(self) -> None:
         _same_axes(self.fewer, self.more)
 
-    def checks(self, cells: Cells) -> list[Check]:
-        """Return the comparisons to test. Raises `MissingCells` if cells are missing."""
+    def comparisons(self, cells: Cells) -> list[Comparison | Exact]:
         largest = 0.0
         for setting, members in cells.strata([self.fewer, self.more]):
             counts = []
@@ -261,71 +217,46 @@ class FewerParameters:
 
 @dataclass(frozen=True)
 class Best:
-    """Cells beat those with every other label of an axis.
-
-    Attributes:
-        what: The cells.
-        over: The axis.
-        exclude: Labels that they are not compared with.
-        measurement: What is compared.
-    """
+    """Cells beat the cells with every other label of an axis, the excluded ones aside."""
 
     what: CellSelector
     over: str
     exclude: tuple[Any, ...] = ()
     measurement: Measurement = SCORE
 
-    def checks(self, cells: Cells) -> list[Check]:
-        """Return the comparisons to test. Raises `MissingCells` if cells are missing."""
+    def comparisons(self, cells: Cells) -> list[Comparison | Exact]:
         rest = {axis: label for axis, label in self.what.items() if axis != self.over}
         rivals = [r for r in cells.labels(self.over, rest) if r not in (self.what[self.over], *self.exclude)]
         if not rivals:
             raise MissingCells([f"nothing to compare {cells.describe(self.what)} with"])
-        return _all_checks(
+        return _all_comparisons(
             cells, [Beats(self.what, {**self.what, self.over: rival}, measurement=self.measurement) for rival in rivals]
         )
 
 
 @dataclass(frozen=True)
 class AllWithin:
-    """Any two labels of an axis differ by less than some points.
-
-    Attributes:
-        over: The axis.
-        points: The margin, in units of the measurement.
-        of: The cells that are considered.
-        measurement: What is compared.
-    """
+    """Any two labels of an axis differ by less than some points."""
 
     over: str
     points: float
     of: CellSelector = field(default_factory=dict)
     measurement: Measurement = SCORE
 
-    def checks(self, cells: Cells) -> list[Check]:
-        """Return the comparisons to test. Raises `MissingCells` if cells are missing."""
+    def comparisons(self, cells: Cells) -> list[Comparison | Exact]:
         selector = {**self.of, self.over: self.of.get(self.over, EVERY)}
         pairs = list(itertools.combinations(cells.labels(self.over, selector), 2))
         if not pairs:
             raise MissingCells([f"no two labels of {self.over} to compare"])
         sides = [({**self.of, self.over: a}, {**self.of, self.over: b}) for a, b in pairs]
-        return _all_checks(
+        return _all_comparisons(
             cells, [Within(a, b, self.points, both=True, measurement=self.measurement) for a, b in sides]
         )
 
 
 @dataclass(frozen=True)
 class DropsLess:
-    """From one label of an axis to another some cells lose less than others do.
-
-    Attributes:
-        less: The cells that are claimed to lose less.
-        more: The cells that they are compared with.
-        axis: The axis.
-        start: The label from which the loss is counted.
-        end: The label at which it is counted.
-        measurement: What is measured; higher is better.
-    """
+    """From one label of an axis to another some cells lose less than others do, of a number of which more is better."""
 
     less: CellSelector
     more: CellSelector
@@ -334,8 +265,7 @@ class DropsLess:
     end: Any
     measurement: Measurement = SCORE
 
-    def checks(self, cells: Cells) -> list[Check]:
-        """Return the comparisons to test. Raises `MissingCells` if cells are missing."""
+    def comparisons(self, cells: Cells) -> list[Comparison | Exact]:
         weights = [
             (sign * direction, {**selector, self.axis: label})
             for sign, selector in ((1.0, self.more), (-1.0, self.less))
@@ -357,9 +287,8 @@ class AllOf:
 
     parts: tuple[Form, ...]
 
-    def checks(self, cells: Cells) -> list[Check]:
-        """Return the comparisons to test. Raises `MissingCells` if cells are missing."""
-        return _all_checks(cells, self.parts)
+    def comparisons(self, cells: Cells) -> list[Comparison | Exact]:
+        return _all_comparisons(cells, self.parts)
 
 
 @dataclass(frozen=True)
@@ -367,32 +296,29 @@ class InEach:
     """A form that must be true in each setting and not on the mean over settings: "every", "all", "in all cases".
 
     It holds if it is true in the setting where it is the least so (intersection-union, Berger 1982).
-
-    Attributes:
-        form: The form.
-        axes: The axes whose labels are told apart; the mean is taken over the others. Default: all.
+    Settings differ in the labels of `axes` (default: of all); the mean is taken over the others.
     """
 
     form: Form
     axes: tuple[str, ...] = ()
 
-    def checks(self, cells: Cells) -> list[Check]:
-        """Return the comparisons to test. Raises `MissingCells` if cells are missing."""
-        checks: list[Check] = []
-        for check in self.form.checks(cells):
-            if isinstance(check, Exact):
-                checks.append(check)
+    def comparisons(self, cells: Cells) -> list[Comparison | Exact]:
+        comparisons: list[Comparison | Exact] = []
+        for compared in self.form.comparisons(cells):
+            if isinstance(compared, Exact):
+                comparisons.append(compared)
                 continue
             groups: dict[Key, dict[Key, Mapping[Hashable, Number]]] = {}
-            for setting, seeds in check.effects.items():
+            for setting, seeds in compared.effects.items():
                 key = tuple((axis, label) for axis, label in setting if not self.axes or axis in self.axes)
                 groups.setdefault(key, {})[setting] = seeds
             for key, effects in groups.items():
                 where = f", {cells.describe_setting(key)}" if key else ""
-                checks.append(replace(check, text=check.text + where, effects=effects))
-        return checks
+                comparisons.append(replace(compared, text=compared.text + where, effects=effects))
+        return comparisons
 
 
+# `comparisons` of a form are those to test; it raises `MissingCells` if cells are missing.
 Form = Beats | Within | Between | DropsLess | Rises | GapShrinks | FewerParameters | Best | AllWithin | AllOf | InEach
 
 
@@ -407,7 +333,7 @@ class Claim:
         exclude: Axis -> labels that it is not about.
         contradiction: What else in the paper says otherwise, if anything does.
         miniature: What the runs of small scale have in place of sizes that the sentence names.
-        far_larger_models: Why the sentence is about models far larger than those of small scale, which cannot test it.
+        far_larger_models: Why the sentence is about models far larger than the small ones, which cannot test it.
         repeats: The study whose claim is of the same sentence, which this one tests on other runs.
         printed_range: What the paper prints of it, where its comparison cannot be computed from that.
         printed_in: The printed table that it is checked on. Default: the first that has all of its cells.
@@ -425,17 +351,17 @@ class Claim:
     printed_in: str = ""
 
 
-def _all_checks(cells: Cells, forms: Sequence[Form]) -> list[Check]:
-    checks: list[Check] = []
+def _all_comparisons(cells: Cells, forms: Sequence[Form]) -> list[Comparison | Exact]:
+    comparisons: list[Comparison | Exact] = []
     reasons: list[str] = []
     for form in forms:
         try:
-            checks += form.checks(cells)
+            comparisons += form.comparisons(cells)
         except MissingCells as lacking:
             reasons += lacking.reasons
     if reasons:
-        raise MissingCells(reasons, checks)
-    return checks
+        raise MissingCells(reasons, comparisons)
+    return comparisons
 
 
 def _comparison(

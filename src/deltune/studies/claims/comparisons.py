@@ -35,7 +35,7 @@ from .selectors import (
 from .statistics import average_ranks, slope_weights
 
 NOT_RUN = "not run yet"
-"""How a reason begins that a run will remove."""
+"""Beginning of a reason that a run will remove."""
 
 CONVERGED = 0.95
 """A curve has converged where it has come this share of the way to the lower of the compared curves' bests."""
@@ -49,18 +49,16 @@ TYPES = {
     "sick": "inference", "mrpc": "paraphrase", "qqp": "paraphrase", "nq_open": "questions",
     "samsum": "summaries", "multi_news": "summaries", "xsum": "summaries",
 }  # fmt: skip
-"""Task -> its type: those of AP's tasks as in its appendix A, those of others in the same words."""
+"""Task -> its type: as in AP's appendix A, and for other papers' tasks in the same words."""
 
 
 @dataclass(frozen=True)
 class Number:
     """A measured number.
 
-    Attributes:
-        value: The number.
-        examples: A number for each example of the test split, of which `value` is the mean; None if there are none.
-        slack: How far the value may be off for sure, such as half the width of a bracket.
-        weight: How much it counts in a mean over settings; 1 for all but ranks.
+    `examples` has a number for each example of the test split, of which `value` is the mean. `slack` is how far the
+    value may be off for sure, such as half the width of a bracket. `weight` is how much it counts in a mean over
+    settings; 1 for all but ranks.
     """
 
     value: float
@@ -73,15 +71,13 @@ class Number:
 class MetricChoice:
     """The score that counts.
 
-    Attributes:
-        metric: Its name, or task -> name.
-        lower: Whether lower is better, for scores of which `METRICS` does not say so.
+    It is a score's name, or task -> name; `lower` is for scores of which `METRICS` does not say so.
     """
 
     metric: str | Mapping[str, str]
     lower: bool = False
 
-    def for_outcome(self, outcome: Outcome) -> str:
+    def metric_name(self, outcome: Outcome) -> str:
         """Return the name of an outcome's score."""
         if isinstance(self.metric, str):
             return self.metric
@@ -100,10 +96,7 @@ below this in 95 % of cases."""
 def can_be_at_chance(outcome: Outcome) -> bool:
     """Return whether a run is judged by `is_at_chance`.
 
-    Runs on another task than their own are not, nor those of a search along N, which begins at chance.
-
-    Args:
-        outcome: The run's outcome.
+    Runs on another task than their own are not, nor runs of a search along N, which begins at chance.
     """
     cell = outcome.cell
     return cell.get("target", cell.get("task")) == cell.get("task") and (
@@ -115,10 +108,7 @@ def is_at_chance(outcome: Outcome) -> bool:
     """Return whether a run is no better than chance on the test split of its own task.
 
     A classifier is, if its Matthews correlation is what a guess may have. Where its rows are not stored it has to be 0,
-    that of the same answer to every row. A tagger or a writer of texts is, if it gets nothing right.
-
-    Args:
-        outcome: The run's outcome.
+    as it is for the same answer to every row. A tagger or a writer of texts is, if it gets nothing right.
     """
     scores = outcome.scores
     if not can_be_at_chance(outcome):
@@ -167,7 +157,7 @@ def points(metric: str) -> float:
 
 
 def _score(outcome: Outcome, choice: MetricChoice) -> Number | str:
-    name = choice.for_outcome(outcome)
+    name = choice.metric_name(outcome)
     if name not in outcome.scores:
         return f"no {name}"
     scale = points(name) * choice.sign(name)
@@ -186,14 +176,7 @@ SCORE = Measurement(_each(_score), "points")
 
 @check_booleans
 def score(name: str, unit: str = "points", *, lower: bool = False, title: str = "") -> Measurement:
-    """Return the measurement of a score by its name, without any scaling.
-
-    Args:
-        name: The score.
-        unit: Its unit.
-        lower: Whether lower is better.
-        title: What it is called. Default: its name.
-    """
+    """Return the measurement of a score by its name, without any scaling."""
 
     def read(outcome: Outcome, choice: MetricChoice) -> Number | str:
         return Number(float(outcome.scores[name])) if name in outcome.scores else f"no {name}"
@@ -247,7 +230,7 @@ def _steps(group: Sequence[Outcome], choice: MetricChoice) -> list[Number | str]
 
 def _curve(outcome: Outcome, choice: MetricChoice) -> list[tuple[int, float]]:
     """Return (step, value) at each validation, with higher being better; of the loss if the metric is not logged."""
-    metric = choice.for_outcome(outcome)
+    metric = choice.metric_name(outcome)
     name, sign = f"eval_{metric}", choice.sign(metric)
     if not any(name in line for line in outcome.curve):
         name, sign = "eval_loss", -1.0
@@ -281,7 +264,7 @@ def _seconds_to_converge(outcome: Outcome, choice: MetricChoice) -> float | None
 
 
 def _training_seconds(outcome: Outcome) -> float | None:
-    """How long a run trained: on a CPU the processor's seconds, since runs of a study have others beside them."""
+    """Return the seconds that a run trained: on a CPU the processor's, since other runs train beside it."""
     on_cpu = outcome.extra.get("environment", {}).get("device") == "cpu"
     return outcome.extra.get("cpu_seconds") if on_cpu else outcome.seconds
 
@@ -297,11 +280,7 @@ On a CPU it is the time of the processor, which other programs do not lengthen.
 
 
 def threshold(name: str) -> Measurement:
-    """Return the measurement of a threshold: log10 of the middle of its bracket, with half its width as slack.
-
-    Args:
-        name: The key of the bracket [N that is too few, N that is enough] in an outcome's extra: "low" or "high".
-    """
+    """Return the measurement of a threshold: log10 of the middle of its bracket, with half its width as slack."""
 
     def read(outcome: Outcome, choice: MetricChoice) -> Number | str:
         bounds = outcome.extra.get(name)
@@ -318,14 +297,14 @@ def _is_original(outcome: Outcome) -> bool:
 
 
 def _relative(group: Sequence[Outcome], choice: MetricChoice) -> list[Number | str]:
-    originals = [o for o in group if _is_original(o) and choice.for_outcome(o) in o.scores]
-    if len(originals) != 1 or originals[0].scores[choice.for_outcome(originals[0])] == 0:
+    originals = [o for o in group if _is_original(o) and choice.metric_name(o) in o.scores]
+    if len(originals) != 1 or originals[0].scores[choice.metric_name(originals[0])] == 0:
         return ["no score of a model trained on the target itself"] * len(group)
-    full = originals[0].scores[choice.for_outcome(originals[0])]
+    full = originals[0].scores[choice.metric_name(originals[0])]
     return [
-        Number(100 * o.scores[choice.for_outcome(o)] / full)
-        if choice.for_outcome(o) in o.scores
-        else f"no {choice.for_outcome(o)}"
+        Number(100 * o.scores[choice.metric_name(o)] / full)
+        if choice.metric_name(o) in o.scores
+        else f"no {choice.metric_name(o)}"
         for o in group
     ]
 
@@ -388,26 +367,17 @@ def _pair(cell: Mapping[str, Any]) -> str:
 
 
 class MissingCells(Exception):
-    """A comparison cannot be made, for these reasons; `checks` are others of the same claim that can."""
+    """A comparison cannot be made, for these reasons; `comparisons` are others of the same claim that can."""
 
-    def __init__(self, reasons: Sequence[str], checks: Sequence[Check] = ()) -> None:
-        self.checks = list(checks)
+    def __init__(self, reasons: Sequence[str], comparisons: Sequence[Comparison | Exact] = ()) -> None:
+        self.comparisons = list(comparisons)
         self.reasons = list(dict.fromkeys(reasons))
         more = len(self.reasons) - 3
         super().__init__("; ".join(self.reasons[:3]) + (f"; and {more} more" if more > 0 else ""))
 
 
 class Cells:
-    """The outcomes of a study, by cell.
-
-    Args:
-        outcomes: The outcomes.
-        metric: The score that counts.
-        names: How labels are shown.
-
-    Raises:
-        DeltuneError: Two outcomes belong to one cell.
-    """
+    """The outcomes of a study, by cell; two of one cell are a `DeltuneError`."""
 
     def __init__(self, outcomes: Sequence[Outcome], metric: MetricChoice, names: Names | None = None) -> None:
         self.outcomes, self.metric, self.names = list(outcomes), metric, names or {}
@@ -444,7 +414,7 @@ class Cells:
         return self.describe(labels)
 
     def _follows(self, axis: str, others: tuple[str, ...]) -> bool:
-        """Whether the labels on other axes leave one label on an axis."""
+        """Return whether the labels on other axes leave one label on an axis."""
         if (axis, others) not in self._following:
             seen = {(self._key(o.cell, others), o.cell[axis]) for o in self.outcomes if axis in o.cell}
             self._following[axis, others] = len({labels for labels, _ in seen}) == len(seen)
@@ -454,7 +424,7 @@ class Cells:
         """Return the scores that count in some settings, such as "entity F1 and accuracy"."""
         tasks = {dict(setting).get("target", dict(setting).get("task")) for setting in settings}
         metrics = dict.fromkeys(
-            self.metric.for_outcome(outcome)
+            self.metric.metric_name(outcome)
             for outcome in self.outcomes
             if None in tasks or outcome.cell.get("target", outcome.cell.get("task")) in tasks
         )
@@ -462,14 +432,10 @@ class Cells:
 
     def labels(self, axis: str, selector: CellSelector) -> list[Any]:
         """Return the labels of an axis among the selected cells, in order of appearance."""
-        return list(dict.fromkeys(o.cell[axis] for o in self.outcomes if axis in o.cell and _matches(o, selector)))
+        return list(dict.fromkeys(o.cell[axis] for o in self.outcomes if axis in o.cell and has_labels(o, selector)))
 
     def strata(self, selectors: Sequence[CellSelector]) -> Iterator[tuple[Key, list[Outcome]]]:
-        """Yield every setting of the axes that a comparison does not name, with its outcomes.
-
-        Raises:
-            MissingCells: There is none.
-        """
+        """Yield every setting of the axes that a comparison does not name, with its outcomes."""
         compared = {SEED}.union(*selectors)
         missing = sorted(compared - {*self.axes, SEED})
         if missing:
@@ -477,24 +443,15 @@ class Cells:
         free = [axis for axis in self.axes if axis not in compared]
         by_setting: dict[Key, list[Outcome]] = {}
         for outcome in self.outcomes:
-            if any(_matches(outcome, selector) for selector in selectors):
+            if any(has_labels(outcome, selector) for selector in selectors):
                 by_setting.setdefault(self._key(outcome.cell, free), []).append(outcome)
         if not by_setting:
             raise MissingCells([f"no result of {self.describe(selector)}" for selector in selectors])
         yield from by_setting.items()
 
     def select(self, selector: CellSelector, members: Sequence[Outcome], setting: Key) -> list[Cell]:
-        """Return the cells, without their seeds, that a selector means in one stratum.
-
-        Args:
-            selector: The selector.
-            members: The outcomes of the stratum.
-            setting: The labels that they share.
-
-        Raises:
-            MissingCells: There is no such cell.
-        """
-        matches = [o for o in members if _matches(o, selector)]
+        """Return the cells, without their seeds, that a selector means in one stratum."""
+        matches = [o for o in members if has_labels(o, selector)]
         for axis, label in selector.items():
             if isinstance(label, SymbolicLabel) and label is not EVERY and matches:
                 if self._number_of_labels(axis) < 2:
@@ -518,9 +475,6 @@ class Cells:
         """Return a label's position on its axis: the size of a model, elsewhere the label's number ("0.5%" is 0.5).
 
         That of two numbers ("2.4 to 3.6") is their geometric mean.
-
-        Raises:
-            MissingCells: The label has no position.
         """
         if axis != "model":
             number = r"([0-9.]+(?:[eE][-+]?[0-9]+)?)"
@@ -550,16 +504,7 @@ class Cells:
         return self._numbers_of_labels[axis]
 
     def measure(self, measurement: Measurement, cell: Cell, seed: Any) -> Number:
-        """Return what a measurement gives for one run: the cell (its labels, such as method and task) with one seed.
-
-        Args:
-            measurement: What is measured.
-            cell: The cell, without its seed.
-            seed: The seed.
-
-        Raises:
-            MissingCells: The run is missing, has failed or does not have the number.
-        """
+        """Return what a measurement gives for one run: the cell (its labels, such as method and task) with one seed."""
         labels = {**cell, SEED: seed}
         full = {axis: labels[axis] for axis in self.axes if labels.get(axis) is not None}
         outcome = self.cells.get(self._key(full, self.axes))
@@ -601,8 +546,8 @@ def _as_labels(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def _matches(outcome: Outcome, selector: CellSelector) -> bool:
-    """Whether an outcome has the labels of a selector; a symbolic label is any label of its axis."""
+def has_labels(outcome: Outcome, selector: CellSelector) -> bool:
+    """Return whether an outcome has the labels of a selector; a symbolic label is any label of its axis."""
     return all(
         label is EVERY
         or (axis in outcome.cell and (isinstance(label, SymbolicLabel) or outcome.cell[axis] in _as_labels(label)))
@@ -621,14 +566,7 @@ Term = tuple[float, Cell]
 class Comparison:
     """A claim that the mean effect lies between two bounds.
 
-    Attributes:
-        text: What is compared.
-        effects: The effect of each seed in each setting.
-        low: The lower bound.
-        high: The upper bound.
-        unit: The unit of the effects.
-        subject: What is measured; empty for the score that counts.
-        is_difference: Whether an effect is a difference, as opposed to a number of one side.
+    Without a subject it is about the score that counts; `is_difference` is False for numbers of one side.
     """
 
     text: str
@@ -639,18 +577,17 @@ class Comparison:
     subject: str = ""
     is_difference: bool = True
 
+    @property
+    def borders(self) -> tuple[float, ...]:
+        """The finite bounds."""
+        return tuple(border for border in (self.low, self.high) if math.isfinite(border))
+
 
 @dataclass(frozen=True)
 class Exact:
     """A claim that a number without error is at most some maximum.
 
-    Attributes:
-        text: What the number is.
-        value: The number.
-        maximum: What it may be at most.
-        unit: The unit of the number.
-        subject: What is measured.
-        depends_on_depth: Whether a model's number of layers decides whether it is true.
+    `depends_on_depth` says whether a model's number of layers decides whether it is true.
     """
 
     text: str
@@ -660,21 +597,9 @@ class Exact:
     subject: str = "trained parameters"
     depends_on_depth: bool = False
 
-    @property
-    def is_true(self) -> bool:
-        """Whether the claim is true."""
-        return self.value <= self.maximum
-
-
-Check = Comparison | Exact
-
 
 def paired_differences(cells: Cells, one: CellSelector, other: CellSelector, measurement: Measurement) -> Effects:
-    """Return mean(one) − mean(other), turned so that positive is better, for each setting and seed.
-
-    Raises:
-        MissingCells: Cells are missing, with a reason for each.
-    """
+    """Return mean(one) − mean(other), turned so that positive is better, for each setting and seed."""
     sign = -1.0 if measurement.lower else 1.0
 
     def terms(setting: Key, members: Sequence[Outcome]) -> list[Term]:
@@ -690,17 +615,7 @@ def weighted_effects(
     terms: Callable[[Key, Sequence[Outcome]], list[Term]],
     measurement: Measurement,
 ) -> Effects:
-    """Return a weighted sum of cells for each setting and seed.
-
-    Args:
-        cells: The study's cells.
-        selectors: What is compared.
-        terms: (setting, its outcomes) -> the terms of the sum.
-        measurement: What is measured.
-
-    Raises:
-        MissingCells: Cells are missing, with a reason for each.
-    """
+    """Return a weighted sum of cells for each setting and seed."""
     effects: dict[Key, dict[Hashable, Number]] = {}
     reasons: list[str] = []
     for setting, members in cells.strata(selectors):
@@ -726,11 +641,7 @@ def mean_terms(cells: Sequence[Cell], weight: float = 1.0) -> list[Term]:
 
 
 def weighted_sum(cells: Cells, terms: Sequence[Term], measurement: Measurement, seed: Hashable) -> Number:
-    """Return Σ weight · number of the terms under one seed.
-
-    Raises:
-        MissingCells: Cells are missing, with a reason for each.
-    """
+    """Return Σ weight · number of the terms under one seed."""
     numbers: list[tuple[float, Number]] = []
     reasons: list[str] = []
     for weight, cell in terms:
@@ -750,11 +661,7 @@ def combine_numbers(terms: Sequence[tuple[float, Number]], *, aligned: bool = Tr
     """Return Σ weight · number, also of their examples if all numbers have the same ones.
 
     Numbers of one task count alike in a mean over settings, and so does their sum. Where they do not, the sum is of
-    what they count for.
-
-    Args:
-        terms: Weights and numbers.
-        aligned: Whether the numbers are of one test split.
+    what they count for. Numbers are `aligned` if they are of one test split.
     """
     counted_for = {number.weight for _, number in terms}
     if len(counted_for) > 1:
@@ -773,9 +680,6 @@ def trend_weights(
     """Return the labels of an ordered axis in one stratum, each with its weight in the fitted change along the axis.
 
     That is the rise of the least-squares line, on the logarithm of the labels' positions, from the first to the last.
-
-    Raises:
-        MissingCells: The axis has fewer than two positions.
     """
     selected = cells.select({**selector, axis: EVERY}, members, setting)
     labels = list(dict.fromkeys(cell[axis] for cell in selected))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -17,7 +18,6 @@ from ..engine.jobs import Outcome
 from .claims import Claim
 from .comparisons import (
     Cells,
-    Check,
     Comparison,
     Exact,
     MetricChoice,
@@ -39,11 +39,7 @@ POWER = 0.8
 class SettingResult:
     """A comparison in one setting.
 
-    Attributes:
-        setting: The setting in words, such as "on CB".
-        effect: The mean effect there.
-        interval: Its interval of 95 %, for itself alone: it describes and decides nothing.
-        agrees: Whether the effect lies where the claim is true.
+    Its interval of 95 % is for itself alone: it describes and decides nothing.
     """
 
     setting: str
@@ -82,19 +78,14 @@ class ComparisonResult:
 
     @property
     def agrees(self) -> bool:
-        """Whether the effect lies where the claim is true; a number of parameters may lie on the border."""
+        """True if the effect lies where the claim is true; a number of parameters may lie on the border."""
         low, high = self.region
         return low < self.effect < high or (self.closed and self.effect == high)
 
 
 @dataclass(frozen=True)
 class PartVerdict:
-    """The verdict on one part of a claim that is about a score and about a number of parameters.
-
-    Attributes:
-        verdict: The verdict on this part alone.
-        result: The comparison that decides it; None if it could not be made.
-    """
+    """The verdict on one part of a claim that is about a score and about a number of parameters."""
 
     verdict: Verdict
     result: ComparisonResult | None
@@ -102,61 +93,10 @@ class PartVerdict:
 
 @dataclass(frozen=True)
 class Resolution:
-    """What a run of this size can decide, and what size would decide more.
+    """The effect that a run of this size can decide, and the size that would decide more.
 
-    Attributes:
-        smallest: The distance from the border that is decided with the chance `POWER`.
-        alpha: The level of the test.
-        target: The distance for which the size is computed.
-        target_is_printed: Whether the target is the paper's own effect, as opposed to the one that was measured.
-        seeds: How many seeds decide the target with the same chance; None if no run of up to 1,000 seeds and 1,000
-            times as many test rows does.
-        factor: How many times as many test rows these seeds need; None if rows play no part.
-        unit: The unit of the distances.
-        margin: What a distance is from: "" for zero.
-        excludes_printed: Whether the interval excludes an effect as large as the paper's.
-        sample: What was repeated: "seeds and test rows", "seeds", or the blocks of a timing.
-    """
-
-    smallest: float
-    alpha: float
-    target: float
-    target_is_printed: bool
-    seeds: int | None
-    factor: float | None
-    unit: str
-    margin: str = ""
-    excludes_printed: bool = False
-    sample: str = "seeds"
-
-    @property
-    def text(self) -> str:
-        """Both in a sentence; where the paper's effect is excluded, that it is in place of what it would take."""
-        effect = f"{self.smallest:.3g} {self.unit}".rstrip() + (f" beyond {self.margin}" if self.margin else "")
-        decided = f"With these {self.sample} an effect of {effect} is decided in {100 * POWER:.0f} % of cases"
-        if self.excludes_printed:
-            return f"{decided}. The interval excludes an effect as large as the paper's."
-        whose = "the paper's" if self.target_is_printed else "the one measured"
-        repeats = self.sample.split(" and ")[0]
-        needs = f"more than 1,000 {repeats}" if self.seeds is None else f"{self.seeds:,} {repeats}"
-        needs += f" and {self.factor:,.0f} times as many test rows" if self.factor and self.factor > 1 else ""
-        large = f"as far from {'the nearer of them' if ' or ' in self.margin else 'it'}" if self.margin else "as large"
-        return f"{decided}; one {large} as {whose} ({self.target:.2g}) takes {needs}."
-
-
-@dataclass(frozen=True)
-class UndecidedEffect:
-    """An effect that was tested and not decided.
-
-    Attributes:
-        estimate: Its estimate.
-        borders: The borders of the region in which the claim is true.
-        alpha: The level of the test.
-        seeds: How many seeds each setting has.
-        rows: Whether the test rows play a part in the interval.
-        printed: The paper's effect, if it prints one that agrees with the claim.
-        unit: The unit of the effect.
-        repetition: What the repeats are called, in the singular.
+    `borders` are the ends of the region in which the claim is true; `printed` is the paper's effect, if it prints one
+    that agrees with the claim; `rows` says whether test rows play a part in the interval.
     """
 
     estimate: Estimate
@@ -168,36 +108,50 @@ class UndecidedEffect:
     unit: str
     repetition: str = "seed"
 
-    def resolution(self) -> Resolution | None:
-        """Return what a run of this size can decide; None if nothing is known about the spread."""
-        smallest = self.estimate.smallest_decidable(self.alpha, POWER)
-        if not math.isfinite(smallest):
-            return None
+    @cached_property
+    def smallest(self) -> float:
+        """The distance from the border that is decided with the chance `POWER`."""
+        return self.estimate.smallest_decidable(self.alpha, POWER)
+
+    @property
+    def target(self) -> float:
+        """The distance of the paper's own effect, or else of the measured one."""
         effect = self.estimate.mean if self.printed is None else self.printed
-        target = min(abs(effect - border) for border in self.borders)
-        size = self.estimate.sample_size(target, self.seeds, self.alpha, POWER)
-        factor = size[1] if size and self.rows else None
-        seeds = size[0] if size else None
-        margin = (
-            "" if self.borders == (0.0,) else " or ".join(f"{border:g}".replace("-", "−") for border in self.borders)
-        )
+        return min(abs(effect - border) for border in self.borders)
+
+    @property
+    def excludes_printed(self) -> bool:
+        """True if the interval excludes an effect as large as the paper's."""
         low, high = self.estimate.interval(self.alpha)
-        excluded = self.printed is not None and not low <= self.printed <= high
-        sample = f"{self.repetition}s and test rows" if self.rows else f"{self.repetition}s"
-        return Resolution(
-            smallest, self.alpha, target, self.printed is not None, seeds, factor, self.unit, margin, excluded, sample
-        )
+        return self.printed is not None and not low <= self.printed <= high
+
+    @cached_property
+    def text(self) -> str:
+        """Both in a sentence; where the paper's effect is excluded, that it is in place of what it would take."""
+        repeats, borders = f"{self.repetition}s", [f"{border:g}".replace("-", "−") for border in self.borders]
+        margin = "" if self.borders == (0.0,) else " or ".join(borders)
+        effect = f"{self.smallest:.3g} {self.unit}".rstrip() + (f" beyond {margin}" if margin else "")
+        sample = f"{repeats} and test rows" if self.rows else repeats
+        decided = f"With these {sample} an effect of {effect} is decided in {100 * POWER:.0f} % of cases"
+        if self.excludes_printed:
+            return f"{decided}. The interval excludes an effect as large as the paper's."
+        seeds, factor = self.estimate.sample_size(self.target, self.seeds, self.alpha, POWER) or (None, 1.0)
+        needs = f"more than 1,000 {repeats}" if seeds is None else f"{seeds:,} {repeats}"
+        needs += f" and {factor:,.0f} times as many test rows" if self.rows and factor > 1 else ""
+        whose = "the one measured" if self.printed is None else "the paper's"
+        large = f"as far from {'it' if len(borders) == 1 else 'the nearer of them'}" if margin else "as large"
+        return f"{decided}; one {large} as {whose} ({self.target:.2g}) takes {needs}."
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a study says of a claim.
+    """A study's verdict on a claim, with the numbers behind it.
 
     Attributes:
         claim: The claim.
         verdict: Whether it holds, does not hold, is undecided, or cannot be tested by runs of small scale.
         effect: The effect of the comparison that decides, in a reader's direction; None if nothing could be compared.
-            Of a claim about a score and a number of parameters it is that of the score. Of several numbers that are no
+            Of a claim about a score and a number of parameters it is the score's. Of several numbers that are no
             differences, each of them where the claim is true, it is the nearest to its bound.
         interval: Its interval, of the level at which Holm's procedure tested the claim, so that it decides as
             `p_adjusted` does; None if the effect is exact.
@@ -206,13 +160,12 @@ class Finding:
             comparisons that must all be true it is the largest p; if one of them appears false, the smallest times
             their number. None if nothing was tested.
         p_adjusted: p after Holm's procedure over all claims of the study.
-        n_pairs: How many pairs of seeds were compared, over all settings.
         settings: How many settings and seeds were compared; empty if nothing was tested.
         note: Which spread the interval covers, or why nothing was decided.
         comparisons: All comparisons.
         deciding: The comparison that decides.
         parts: The verdicts on the score and on the number of parameters, if the claim is about both.
-        undecided: What is known of an effect that was tested and not decided.
+        resolution: What this run could have decided; None if the claim is decided or its spread is not known.
         at_chance: How many of the runs that were compared are no better than chance.
         n_runs: How many runs were compared for which it is known whether they are.
     """
@@ -224,31 +177,19 @@ class Finding:
     unit: str = ""
     p: float | None = None
     p_adjusted: float | None = None
-    n_pairs: int = 0
     settings: str = ""
     note: str = ""
     comparisons: tuple[ComparisonResult, ...] = ()
     deciding: ComparisonResult | None = None
     parts: tuple[PartVerdict, ...] = ()
-    undecided: UndecidedEffect | None = None
+    resolution: Resolution | None = None
     at_chance: int = 0
     n_runs: int = 0
-
-    @property
-    def resolution(self) -> Resolution | None:
-        """What this run could have decided; None if the claim is decided or nothing is known about the spread."""
-        return None if self.undecided is None else self.undecided.resolution()
 
 
 @dataclass(frozen=True)
 class PrintedTable:
-    """Numbers that a paper prints, as outcomes of a study without seeds.
-
-    Attributes:
-        name: Where they are printed.
-        outcomes: The outcomes.
-        metric: The score that counts, or task -> score.
-    """
+    """Numbers that a paper prints, as outcomes of a study without seeds."""
 
     name: str
     outcomes: tuple[Outcome, ...]
@@ -257,15 +198,11 @@ class PrintedTable:
 
 @dataclass(frozen=True)
 class PrintedFinding:
-    """What a paper's printed numbers say of one of its claims.
+    """A paper's printed numbers beside one of its claims.
 
-    Attributes:
-        claim: The claim.
-        agrees: Whether they agree with it; None if the paper prints no numbers to compare.
-        deciding: The comparison that is the nearest to being false, or the furthest from being true; where it agrees
-            it is one of scores, if there are any, as the comparison of a `Finding` is.
-        source: Where they are printed.
-        comparisons: All comparisons.
+    `agrees` is None if the paper prints no numbers to compare. The comparison that decides is the nearest to being
+    false, or the furthest from being true; where it agrees it is one of scores, if there are any, as the comparison of
+    a `Finding` is.
     """
 
     claim: Claim
@@ -277,13 +214,7 @@ class PrintedFinding:
 
 @dataclass(frozen=True)
 class Paper:
-    """A paper that is reproduced.
-
-    Attributes:
-        abbreviation: How tables and figures of it are cited, such as "UV".
-        title: Its title.
-        citation: Authors, year and where it appeared.
-    """
+    """A paper that is reproduced."""
 
     abbreviation: str
     title: str
@@ -292,14 +223,10 @@ class Paper:
 
 @dataclass(frozen=True)
 class PaperStatements:
-    """What a paper says about a study.
+    """A paper's statements about a study.
 
-    Attributes:
-        paper: The paper.
-        claims: Its claims.
-        tables: Its printed numbers.
-        choices: Where it disagrees with itself or is silent, and what was chosen.
-        rerun: Which runs of small scale were repeated after results had been seen.
+    `choices` say where it disagrees with itself or is silent, and what was chosen; `rerun` which runs of small scale
+    were repeated after results had been seen.
     """
 
     paper: Paper | None = None
@@ -312,72 +239,72 @@ class PaperStatements:
 def check_printed(claim: Claim, tables: Sequence[PrintedTable], names: Names | None = None) -> PrintedFinding:
     """Compare a claim with the numbers that its paper prints, as they are printed.
 
-    Args:
-        claim: The claim.
-        tables: The paper's tables; the first that has all cells of the claim counts.
-        names: How labels are shown.
+    The first table that has all cells of the claim counts.
     """
     for table in (one for one in tables if claim.printed_in in ("", one.name)):
         cells = Cells(with_derived_axes(table.outcomes), MetricChoice(table.metric), names)
         try:
-            checks = claim.form.checks(cells.excluding(claim.exclude))
+            comparisons = claim.form.comparisons(cells.excluding(claim.exclude))
         except MissingCells:
             continue
-        results = tuple(_printed_result(check, cells) for check in checks)
+        results = tuple(_printed_result(one, cells) for one in comparisons)
         deciding = min(results, key=lambda result: (result.agrees, result.agrees and result.closed, _room(result)))
         return PrintedFinding(claim, all(result.agrees for result in results), deciding, table.name, results)
     return PrintedFinding(claim, None)
 
 
-def _printed_result(check: Check, cells: Cells) -> ComparisonResult:
-    if isinstance(check, Exact):
-        return _exact_result(check)
-    region = (check.low, check.high)
-    by_setting = {
-        setting: float(np.mean([number.value for number in seeds.values()])) for setting, seeds in check.effects.items()
-    }
-    settings = tuple(
-        SettingResult(cells.describe_setting(setting), effect, (effect, effect), check.low < effect < check.high)
-        for setting, effect in by_setting.items()
+def _printed_result(compared: Comparison | Exact, cells: Cells) -> ComparisonResult:
+    if isinstance(compared, Exact):
+        return _exact_result(compared)
+    means = {s: float(np.mean([number.value for number in seeds.values()])) for s, seeds in compared.effects.items()}
+    by_setting = tuple(
+        SettingResult(cells.describe_setting(setting), effect, (effect, effect), compared.low < effect < compared.high)
+        for setting, effect in means.items()
     )
-    weights = _weights(check)
     # Printed decimals have no sum in binary fractions: 79.8 − 78.8 is not 1.
-    effect = round(float(np.mean([w * one for w, one in zip(weights, by_setting.values(), strict=True)])), 9)
-    several = settings if len(settings) > 1 else ()
-    subject = check.subject or cells.metrics(check.effects)
-    return ComparisonResult(check.text, effect, None, check.unit, region, subject, check.is_difference, several)
+    effect = round(float(np.mean([w * one for w, one in zip(_weights(compared), means.values(), strict=True)])), 9)
+    return ComparisonResult(
+        compared.text,
+        effect,
+        None,
+        compared.unit,
+        (compared.low, compared.high),
+        compared.subject or cells.metrics(compared.effects),
+        compared.is_difference,
+        by_setting if len(by_setting) > 1 else (),
+    )
 
 
 def _room(result: ComparisonResult) -> float:
-    """How far an effect lies inside of its region; negative outside."""
+    """Return the distance of an effect from the border of its region; negative outside."""
     low, high = result.region
     return min(result.effect - low, high - result.effect)
 
 
-def _exact_result(check: Exact) -> ComparisonResult:
-    region = (-math.inf, check.maximum)
+def _exact_result(count: Exact) -> ComparisonResult:
+    region = (-math.inf, count.maximum)
     return ComparisonResult(
-        check.text, check.value, None, check.unit, region, check.subject, is_difference=False, closed=True
+        count.text, count.value, None, count.unit, region, count.subject, is_difference=False, closed=True
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Test:
-    """A claim's comparisons of scores with their estimates, their p value, and the index of the one that decides.
+    """A claim's comparisons with their estimates, and the test of them. Without a p value nothing was tested."""
 
-    Without a p value nothing could be tested, for the reason in the note.
-    """
-
-    has_scores: bool
-
-    comparisons: tuple[Comparison, ...]
-    estimates: tuple[Estimate, ...]
-    counts: tuple[Exact, ...]
-    p: float | None
-    decides: int
-    appears_true: bool
-    note: str
+    comparisons: tuple[Comparison, ...] = ()
+    estimates: tuple[Estimate, ...] = ()
+    counts: tuple[Exact, ...] = ()
+    has_scores: bool = True
+    p: float | None = None
+    decides: int = 0
+    """The index of the comparison that decides."""
+    appears_true: bool = False
+    note: str = ""
     compared: tuple[Outcome, ...] = ()
+    p_adjusted: float | None = None
+    level: float = 0.05
+    """The level at which Holm's procedure tested the claim."""
 
 
 @check_booleans
@@ -399,43 +326,19 @@ def decide_claims(
     Shaffer 1980: only one of them is wrong, at half of a two-sided test's level). A comparison with one seed, or with a
     cell that is missing or failed, is undecided and its note says which. Numbers of parameters are exact: they refute
     a claim without a test, and its score is tested all the same. What a small run cannot test is tested as the others
-    are, so that its interval is one of theirs, and has no verdict.
-
-    Args:
-        claims: The claims.
-        outcomes: The study's outcomes.
-        metric: The score that counts, or task -> score.
-        lower: Whether lower is better, for scores of which `METRICS` does not say so.
-        alpha: The level of the study.
-        names: How labels are shown.
-        printed: What the paper's tables say of each claim; their effects are those that a larger run is to decide.
-        small: Whether the runs are of small scale, which cannot test what is said of far larger models.
-        repetition: What the labels of the axis of seeds are called, in the singular.
-
-    Returns:
-        A finding for each claim, in order.
-
-    Raises:
-        DeltuneError: Two outcomes belong to one cell.
+    are, so that its interval is one of theirs, and has no verdict. `printed` is what the paper's tables say of each
+    claim; their effects are those that a larger run is to decide.
     """
     cells = Cells(with_derived_axes(outcomes), MetricChoice(metric, lower), names)
     tests = [_test(claim, cells) for claim in claims]
-    p_values = {i: test.p for i, test in enumerate(tests) if test.p is not None}
-    adjusted = dict(zip(p_values, holm(list(p_values.values())).tolist(), strict=True))
-    levels = dict(zip(p_values, holm_levels(list(p_values.values()), alpha).tolist(), strict=True))
+    tested = [test for test in tests if test.p is not None]
+    p = [test.p for test in tested if test.p is not None]
+    for test, adjusted, level in zip(tested, holm(p).tolist(), holm_levels(p, alpha).tolist(), strict=True):
+        test.p_adjusted, test.level = adjusted, level
+    theirs = printed or [PrintedFinding(claim, None) for claim in claims]
     return [
-        _finding(
-            claim,
-            test,
-            cells,
-            adjusted.get(i),
-            levels.get(i, alpha),
-            alpha,
-            printed[i] if printed else None,
-            small,
-            repetition,
-        )
-        for i, (claim, test) in enumerate(zip(claims, tests, strict=True))
+        _finding(test, one, cells, alpha=alpha, small=small, repetition=repetition)
+        for test, one in zip(tests, theirs, strict=True)
     ]
 
 
@@ -451,18 +354,8 @@ def decidable_effects(
 ) -> list[tuple[float, str] | None]:
     """Return for each claim the smallest effect that a run of so many seeds decides with the chance `POWER`.
 
-    The spread is that of the outcomes so far. The level is the strictest of Holm's procedure, that of its first step.
-
-    Args:
-        claims: The claims.
-        outcomes: Outcomes of at least two seeds.
-        metric: The score that counts, or task -> score.
-        seeds: How many seeds the run is to have.
-        lower: Whether lower is better, for scores of which `METRICS` does not say so.
-        alpha: The level of the study.
-
-    Returns:
-        The distance from the border of the claim, and its unit; None where nothing is known of the spread.
+    The spread is taken from the outcomes so far, and the level is the strictest of Holm's procedure. An effect is the
+    distance from the border of the claim, with its unit; None where nothing is known of the spread.
     """
     cells = Cells(with_derived_axes(outcomes), MetricChoice(metric, lower))
     return [_decidable_effect(_test(claim, cells), seeds, alpha / len(claims)) for claim in claims]
@@ -471,37 +364,34 @@ def decidable_effects(
 def _decidable_effect(test: _Test, seeds: int, alpha: float) -> tuple[float, str] | None:
     if not test.estimates:
         return None
-    check, estimate = test.comparisons[test.decides], test.estimates[test.decides]
-    so_far = min(len(numbers) for numbers in check.effects.values())
+    compared, estimate = test.comparisons[test.decides], test.estimates[test.decides]
+    so_far = min(len(numbers) for numbers in compared.effects.values())
     smallest = estimate.enlarged((so_far, seeds)).smallest_decidable(alpha, POWER)
-    return (smallest, check.unit) if math.isfinite(smallest) else None
+    return (smallest, compared.unit) if math.isfinite(smallest) else None
 
 
 def _test(claim: Claim, cells: Cells) -> _Test:
-    """Make a claim's comparisons, or say why they cannot be made."""
+    """Make a claim's comparisons and test them, or say why they cannot be made."""
     reasons: list[str] = []
-    compared = cells.excluding(claim.exclude)
-    compared.used.clear()
+    remaining = cells.excluding(claim.exclude)
+    remaining.used.clear()
     try:
-        checks = claim.form.checks(compared)
+        made = claim.form.comparisons(remaining)
     except MissingCells as lacking:
-        checks, reasons = lacking.checks, lacking.reasons
-    counts = tuple(check for check in checks if isinstance(check, Exact))
-    comparisons = tuple(check for check in checks if isinstance(check, Comparison))
-    for setting in dict.fromkeys(s for check in comparisons for s, seeds in check.effects.items() if len(seeds) < 2):
+        made, reasons = lacking.comparisons, lacking.reasons
+    counts = tuple(one for one in made if isinstance(one, Exact))
+    comparisons = tuple(one for one in made if isinstance(one, Comparison))
+    for setting in dict.fromkeys(s for one in comparisons for s, seeds in one.effects.items() if len(seeds) < 2):
         where = f" {cells.describe_setting(setting)}" if setting else ""
         reasons = [*reasons, f"one seed{where}: no claim from one seed"]
     if reasons:
-        return _Test(True, (), (), counts, None, 0, False, str(MissingCells(reasons)))
+        return _Test(counts=counts, note=str(MissingCells(reasons)))
     if not comparisons:
-        return _Test(False, (), (), counts, None, 0, False, "numbers of parameters, without a test")
-    estimates = tuple(_estimate(check) for check in comparisons)
-    p = [_p_value(check, estimate) for check, estimate in zip(comparisons, estimates, strict=True)]
-    false = [
-        i
-        for i, (check, estimate) in enumerate(zip(comparisons, estimates, strict=True))
-        if not check.low < estimate.mean < check.high
-    ]
+        return _Test(counts=counts, has_scores=False, note="numbers of parameters, without a test")
+    estimates = tuple(_estimate(one) for one in comparisons)
+    pairs = list(zip(comparisons, estimates, strict=True))
+    p = [estimate.p_value(*one.borders) for one, estimate in pairs]
+    false = [i for i, (one, estimate) in enumerate(pairs) if not one.low < estimate.mean < one.high]
     if false:
         decides = min(false, key=lambda i: p[i])
         value = min(1.0, len(p) * p[decides])
@@ -511,57 +401,50 @@ def _test(claim: Claim, cells: Cells) -> _Test:
     note = _basis(comparisons)
     if value == 1.0 and (means := _means_without_spread(estimates)):
         note = f"every seed gave the same ({means}): no spread to judge by"
-    return _Test(True, comparisons, estimates, counts, value, decides, not false, note, tuple(compared.used.values()))
+    used = tuple(remaining.used.values())
+    return _Test(comparisons, estimates, counts, True, value, decides, not false, note, used)
 
 
-def _estimate(check: Comparison) -> Estimate:
+def _estimate(compared: Comparison) -> Estimate:
     strata: list[np.ndarray] = []
     tests: list[Hashable] = []
     slack = 0.0
-    for (setting, seeds), weight in zip(check.effects.items(), _weights(check), strict=True):
+    for (setting, seeds), weight in zip(compared.effects.items(), _weights(compared), strict=True):
         numbers = list(seeds.values())
         examples = [number.examples for number in numbers if number.examples is not None]
         aligned = len(examples) == len(numbers) and len({len(row) for row in examples}) == 1
         differences = np.stack(examples) if aligned else np.array([number.value for number in numbers])
         strata.append(weight * differences)
         tests.append((tuple((axis, label) for axis, label in setting if axis in DATA_AXES), strata[-1].shape[1:]))
-        slack += weight * sum(number.slack for number in numbers) / len(numbers) / len(check.effects)
+        slack += weight * sum(number.slack for number in numbers) / len(numbers) / len(compared.effects)
     return replace(paired_estimate(strata, tests), slack=slack)
 
 
-def _weights(check: Comparison) -> list[float]:
+def _weights(compared: Comparison) -> list[float]:
     """Return how much each setting counts in the mean over settings; a single one is what it is."""
-    if len(check.effects) == 1:
+    if len(compared.effects) == 1:
         return [1.0]
-    return [next(iter(seeds.values())).weight for seeds in check.effects.values()]
+    return [next(iter(seeds.values())).weight for seeds in compared.effects.values()]
 
 
-def _borders(check: Comparison) -> list[float]:
-    return [border for border in (check.low, check.high) if math.isfinite(border)]
-
-
-def _p_value(check: Comparison, estimate: Estimate) -> float:
-    return estimate.p_value(*_borders(check))
+def _by_example(*comparisons: Comparison) -> set[bool]:
+    """Return whether numbers are known for each example: of all of them, of none, or both."""
+    return {number.examples is not None for one in comparisons for s in one.effects.values() for number in s.values()}
 
 
 def _basis(comparisons: Sequence[Comparison]) -> str:
     """Say which spread an interval covers: "spread of seeds and examples"."""
-    by_example = {number.examples is not None for c in comparisons for s in c.effects.values() for number in s.values()}
+    by_example = _by_example(*comparisons)
     spread = "seeds, and examples where there are any"
     if len(by_example) == 1:
         spread = "seeds and examples" if by_example == {True} else "seeds alone"
     return f"spread of {spread}"
 
 
-def _rows_covered(check: Comparison) -> Literal["all", "some", "none"]:
-    by_example = {number.examples is not None for seeds in check.effects.values() for number in seeds.values()}
-    return "some" if len(by_example) > 1 else "all" if by_example == {True} else "none"
-
-
 def _settings(comparisons: Sequence[Comparison], repetition: str) -> str:
     """Say how much was compared: "8 settings × 3 seeds"."""
-    settings = {len(c.effects) for c in comparisons}
-    seeds = {len(s) for c in comparisons for s in c.effects.values()}
+    settings = {len(one.effects) for one in comparisons}
+    seeds = {len(s) for one in comparisons for s in one.effects.values()}
     return f"{_range(settings, 'setting')} × {_range(seeds, repetition)}" if comparisons else ""
 
 
@@ -575,86 +458,87 @@ def _means_without_spread(estimates: Sequence[Estimate]) -> str:
 
 
 def _finding(
-    claim: Claim,
-    test: _Test,
-    cells: Cells,
-    adjusted: float | None,
-    level: float,
-    alpha: float,
-    printed: PrintedFinding | None,
-    small: bool,
-    repetition: str,
+    test: _Test, printed: PrintedFinding, cells: Cells, *, alpha: float, small: bool, repetition: str
 ) -> Finding:
     """Decide at the level at which Holm tested the claim; where it appears false, each comparison has its share."""
-    share = level if test.appears_true else level / max(1, len(test.estimates))
+    claim = printed.claim
+    share = test.level if test.appears_true else test.level / max(1, len(test.estimates))
     scores = [
-        _comparison_result(check, estimate, cells, share)
-        for check, estimate in zip(test.comparisons, test.estimates, strict=True)
+        _comparison_result(one, estimate, cells, share)
+        for one, estimate in zip(test.comparisons, test.estimates, strict=True)
     ]
-    counts = [_exact_result(check) for check in test.counts]
-    score: Verdict = "undecided"
-    if adjusted is not None and adjusted <= alpha:
-        score = "holds" if test.appears_true else "does not hold"
-    decisive = [
-        result for check, result in zip(test.counts, counts, strict=True) if not (small and check.depends_on_depth)
-    ]
+    counts = [_exact_result(one) for one in test.counts]
+    score = _score_verdict(test, alpha)
+    decisive = [result for one, result in zip(test.counts, counts, strict=True) if not (small and one.depends_on_depth)]
     count: Verdict = "holds" if all(result.agrees for result in decisive) else "does not hold"
     if counts and not decisive:
         count = "not testable"
-    worst = min(counts, key=_room, default=None)
-    deciding = scores[test.decides] if scores else worst
-    if scores and score == "holds" and not any(result.is_difference for result in scores):
-        deciding = min(scores, key=_room)
     verdict = score if test.has_scores and count != "does not hold" else count
     if small and claim.far_larger_models:
         verdict = "not testable"
+    smallest_count = min(counts, key=_room, default=None)
+    of_score = scores[test.decides] if scores else None
+    deciding = of_score or smallest_count
+    if scores and score == "holds" and not any(result.is_difference for result in scores):
+        deciding = min(scores, key=_room)
+    has_parts, is_open = test.has_scores and counts, score == "undecided" and verdict != "not testable"
     return Finding(
         claim,
         verdict,
-        deciding.effect if deciding else None,
-        deciding.interval if deciding else None,
-        deciding.unit if deciding else "",
-        test.p,
-        adjusted,
-        max((sum(len(seeds) for seeds in check.effects.values()) for check in test.comparisons), default=0),
-        _settings(test.comparisons, repetition),
-        test.note,
-        (*scores, *counts),
-        deciding,
-        (PartVerdict(score, scores[test.decides] if scores else None), PartVerdict(count, worst))
-        if test.has_scores and counts
-        else (),
-        _undecided_effect(test, share, printed, repetition)
-        if scores and score == "undecided" and verdict != "not testable"
-        else None,
-        sum(map(is_at_chance, test.compared)),
-        sum(map(can_be_at_chance, test.compared)),
+        effect=deciding.effect if deciding else None,
+        interval=deciding.interval if deciding else None,
+        unit=deciding.unit if deciding else "",
+        p=test.p,
+        p_adjusted=test.p_adjusted,
+        settings=_settings(test.comparisons, repetition),
+        note=test.note,
+        comparisons=(*scores, *counts),
+        deciding=deciding,
+        parts=(PartVerdict(score, of_score), PartVerdict(count, smallest_count)) if has_parts else (),
+        resolution=_resolution(test, share, printed, repetition) if scores and is_open else None,
+        at_chance=sum(map(is_at_chance, test.compared)),
+        n_runs=sum(map(can_be_at_chance, test.compared)),
     )
 
 
-def _undecided_effect(test: _Test, alpha: float, printed: PrintedFinding | None, repetition: str) -> UndecidedEffect:
-    check, estimate = test.comparisons[test.decides], test.estimates[test.decides]
-    theirs = printed.deciding if printed is not None and printed.agrees else None
-    effect = theirs.effect if theirs is not None and theirs.unit == check.unit else None
-    seeds = min(len(numbers) for numbers in check.effects.values())
-    rows = any(number.examples is not None for numbers in check.effects.values() for number in numbers.values())
-    return UndecidedEffect(estimate, tuple(_borders(check)), alpha, seeds, rows, effect, check.unit, repetition)
+def _score_verdict(test: _Test, alpha: float) -> Verdict:
+    if test.p_adjusted is None or test.p_adjusted > alpha:
+        return "undecided"
+    return "holds" if test.appears_true else "does not hold"
 
 
-def _comparison_result(check: Comparison, estimate: Estimate, cells: Cells, alpha: float) -> ComparisonResult:
+def _resolution(test: _Test, alpha: float, printed: PrintedFinding, repetition: str) -> Resolution | None:
+    compared, estimate, theirs = test.comparisons[test.decides], test.estimates[test.decides], printed.deciding
+    if not estimate.parts:
+        return None
+    agrees = printed.agrees and theirs is not None and theirs.unit == compared.unit
+    return Resolution(
+        estimate,
+        compared.borders,
+        alpha,
+        seeds=min(len(numbers) for numbers in compared.effects.values()),
+        rows=True in _by_example(compared),
+        printed=theirs.effect if theirs is not None and agrees else None,
+        unit=compared.unit,
+        repetition=repetition,
+    )
+
+
+def _comparison_result(compared: Comparison, estimate: Estimate, cells: Cells, alpha: float) -> ComparisonResult:
     by_setting: list[SettingResult] = []
-    for setting, seeds in check.effects.items() if len(check.effects) > 1 else ():
-        one = _estimate(replace(check, effects={setting: seeds}))
-        agrees = check.low < one.mean < check.high
+    for setting, seeds in compared.effects.items() if len(compared.effects) > 1 else ():
+        one = _estimate(replace(compared, effects={setting: seeds}))
+        agrees = compared.low < one.mean < compared.high
         by_setting.append(SettingResult(cells.describe_setting(setting), one.mean, one.interval(), agrees))
+    by_example = _by_example(compared)
     return ComparisonResult(
-        check.text,
+        compared.text,
         estimate.mean,
         estimate.interval(alpha),
-        check.unit,
-        (check.low, check.high),
-        check.subject or cells.metrics(check.effects),
-        check.is_difference,
+        compared.unit,
+        (compared.low, compared.high),
+        compared.subject or cells.metrics(compared.effects),
+        compared.is_difference,
         tuple(by_setting),
-        rows_covered=_rows_covered(check),
+        rows_covered="some" if len(by_example) > 1 else "all" if by_example == {True} else "none",
     )

@@ -1,46 +1,37 @@
-"""The results of studies as files of text for a repository: STUDY.jsonl for each study, and environments.json.
+"""The results of studies as files for a repository: STUDY.jsonl.gz for each study, and environments.json.
 
-A line is a job: its name, its spec, its result and the digest of the environment in which it came about. Lines are
-sorted by what they are about and hold nothing of the machine but that digest, so that a difference between two commits
-is a difference between results. Nothing is lost: the page, the tables and the figures are made from these files as from
-a `ResultStore`.
+A line of the compressed text is a job: its name, its spec, its result and the digest of the environment in which it
+came about. Lines are sorted by what they are about and hold nothing of the machine but that digest, so that a file
+whose lines did not change is the same file. Nothing is lost: the page, the tables and the figures are made from these
+files as from a `ResultStore`.
 """
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...errors import DeltuneError
-from ...filesystem import explain_write_errors, read_json_object, read_jsonl, write_text
+from ...filesystem import atomic_open, explain_write_errors, parse_json_object, read_json_object, write_text
 from .store import JobRecord, read_error_kind
 
+SUFFIX = ".jsonl.gz"
 ENVIRONMENTS_FILE = "environments.json"
 DIGEST_DIGITS = 12
 
 
 def results_file(folder: Path, study: str) -> Path:
-    """Return the file of a study: that of ln/nlu is FOLDER/ln/nlu.jsonl."""
-    return folder / f"{study}.jsonl"
+    """Return the file of a study, such as FOLDER/ln/nlu.jsonl.gz for ln/nlu."""
+    return folder / f"{study}{SUFFIX}"
 
 
 def write_results(folder: Path, study: str, records: Iterable[JobRecord]) -> Path:
-    """Write the records of a study's jobs, and the environments of all studies in the folder.
-
-    Args:
-        folder: The folder of results; it is created if it is missing.
-        study: The study's name.
-        records: The records, in any order.
-
-    Returns:
-        The file of the study.
-
-    Raises:
-        DeltuneError: The folder cannot be written, or another study's file in it is damaged.
-    """
+    """Write the records of a study's jobs, and the environments of all studies in the folder."""
     path = results_file(folder, study)
     environments: dict[str, Any] = {}
     lines = [_to_line(record, environments) for record in records]
@@ -48,8 +39,9 @@ def write_results(folder: Path, study: str, records: Iterable[JobRecord]) -> Pat
     with explain_write_errors(folder):
         path.parent.mkdir(parents=True, exist_ok=True)
         environments |= _read_environments(folder)
-        write_text(path, "".join(_compact(line) + "\n" for line in lines))
-        used = {line.get("environment") for file in _files(folder) for _, line in read_jsonl(file)}
+        with atomic_open(path) as written:
+            written.write(gzip.compress("".join(_compact(line) + "\n" for line in lines).encode(), mtime=0))
+        used = {line.get("environment") for file in _files(folder) for _, line in _read_lines(file)}
         kept = {digest: environments[digest] for digest in sorted(environments) if digest in used}
         write_text(folder / ENVIRONMENTS_FILE, json.dumps(kept, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
     return path
@@ -58,12 +50,7 @@ def write_results(folder: Path, study: str, records: Iterable[JobRecord]) -> Pat
 def read_results(folder: Path, studies: Sequence[str] = ()) -> list[JobRecord]:
     """Return the records that are stored in a folder of results, each job once, with a result wherever one has it.
 
-    Args:
-        folder: The folder of results.
-        studies: The studies whose files are read; all files if none is named. A study without a file has no records.
-
-    Raises:
-        DeltuneError: A file cannot be read, or is not what `write_results` writes.
+    Without `studies` all files are read; a study without a file has no records.
     """
     environments = _read_environments(folder)
     files = (
@@ -71,7 +58,7 @@ def read_results(folder: Path, studies: Sequence[str] = ()) -> list[JobRecord]:
     )
     records: dict[str, JobRecord] = {}
     for file in files:
-        for number, line in read_jsonl(file):
+        for number, line in _read_lines(file):
             try:
                 record = _from_line(line, environments)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -84,22 +71,27 @@ def read_results(folder: Path, studies: Sequence[str] = ()) -> list[JobRecord]:
 
 
 def replaces(record: JobRecord, before: JobRecord | None) -> bool:
-    """Return whether a record says more than the one that is there: it is the first, or a result after an error.
-
-    Args:
-        record: The record.
-        before: What is there of the same job; None if nothing is.
-    """
+    """Return whether a record says more than what is there: it is the first, or a result after an error."""
     return before is None or (before.result is None and record.result is not None)
 
 
 def exported_studies(folder: Path) -> list[str]:
     """Return the names of the studies that have a file in a folder of results."""
-    return [file.relative_to(folder).with_suffix("").as_posix() for file in _files(folder)]
+    return [file.relative_to(folder).as_posix().removesuffix(SUFFIX) for file in _files(folder)]
 
 
 def _files(folder: Path) -> list[Path]:
-    return sorted(folder.rglob("*.jsonl"))
+    return sorted(folder.rglob(f"*{SUFFIX}"))
+
+
+def _read_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number of each line, from 1, and its object."""
+    number = 0
+    try:
+        for number, line in enumerate(gzip.decompress(file.read_bytes()).splitlines(), 1):
+            yield number, parse_json_object(line.decode())
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        raise DeltuneError(f"{file} cannot be read (line {number}): {error}") from error
 
 
 def _read_environments(folder: Path) -> dict[str, Any]:
@@ -156,7 +148,7 @@ def _from_line(line: Mapping[str, Any], environments: Mapping[str, Any]) -> JobR
     error = line.get("error")
     return JobRecord(
         line["job"], line["kind"], dict(line["spec"]), result, error, float(line["seconds"]),
-        read_error_kind(error, line.get("error_kind")), str(line.get("date", "")),
+        read_error_kind(line.get("error_kind")), str(line.get("date", "")),
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from ...errors import DiskFullError, error_summary
 from ...training.progress import ProgressDisplay
 from .jobs import Job, topological_order
 from .progress import job_progress
-from .store import HEARTBEAT_INTERVAL, REQUIREMENT_FAILED, JobRecord, ResultStore
+from .store import REQUIREMENT_FAILED, JobRecord, ResultStore
 from .workers import JobResult, WorkerPool
 
 JobPlan = Callable[[Mapping[str, JobRecord]], Sequence[Job]]
@@ -30,14 +30,7 @@ logger = logging.getLogger("deltune")
 class Scheduler:
     """One pass through all jobs of a study.
 
-    Attributes:
-        plan: The jobs to do, given what is done.
-        store: Where results are read and written.
-        pool: The workers.
-        retry: Whether jobs that failed before are done again.
-        done: How many jobs this pass did.
-        reused: How many jobs were done before, or meanwhile by another process.
-        failed: Names of the jobs that failed.
+    It counts the jobs that it did, and those that were done before or meanwhile by another process.
     """
 
     plan: JobPlan
@@ -65,15 +58,7 @@ class Scheduler:
         return self._records
 
     def run(self, bar: ProgressDisplay) -> None:
-        """Do every job that is not done yet, and close the pool.
-
-        Args:
-            bar: Shows the progress.
-
-        Raises:
-            DeltuneError: The result store cannot be written. Finished runs stay in the folder of runs.
-        """
-        last_heartbeat = time.monotonic()
+        """Do every job that is not done yet, and close the pool."""
         jobs = self._plan_jobs()
         bar.start("study", len(jobs), self.reused, unit="jobs", columns=("job", "result", "took"))
         try:
@@ -89,9 +74,6 @@ class Scheduler:
                 for worker, result in self.pool.poll(timeout=0.5 if self._running else 1.0):
                     self._handle(worker, result, bar)
                 jobs = self._plan_jobs()
-                if time.monotonic() - last_heartbeat > HEARTBEAT_INTERVAL:
-                    last_heartbeat = time.monotonic()
-                    self.store.heartbeat()
         finally:
             self.pool.close()
             self.store.release()
@@ -102,16 +84,12 @@ class Scheduler:
         now = time.monotonic()
         if now - self._last_look >= PROGRESS_INTERVAL or self._shares.keys() != self._running.keys():
             self._last_look = now
-            self._shares = {job.name: self._share_done(job) for job in running}
+            self._shares = {job.name: job_progress(job, self.store.runs) or 0.0 for job in running}
         labels = [f"{job.label} {self._shares[job.name]:.0%}" for job in running]
         labels += [f"{len(self.failed)} failed so far"] if self.failed else []
         bar.show({"job": "; ".join(labels)})
         done = sum(job.name in self._records for job in jobs) + sum(self._shares.values())
         bar.reach(done, len(jobs), self.reused + sum(self._shares_before.values()))
-
-    def _share_done(self, job: Job) -> float:
-        progress = job_progress(job, self.store.runs)
-        return 0.0 if progress is None else progress.share
 
     def _plan_jobs(self) -> list[Job]:
         """Return all jobs known so far, each after what it requires.
@@ -147,13 +125,13 @@ class Scheduler:
             for job in ready:
                 if self.store.claim(job.name, again=self.retry):
                     self._running[job.name] = worker
-                    self._shares_before.setdefault(job.name, self._share_done(job))
+                    self._shares_before.setdefault(job.name, job_progress(job, self.store.runs) or 0.0)
                     self._affinities[worker] = job.affinity
                     self.pool.submit(worker, job)
                     break
 
     def _is_ready(self, job: Job) -> bool:
-        """Whether all that the job requires is done. A job that requires a failed one is recorded as failed."""
+        """Return whether all that the job requires is done. A job that requires a failed one is recorded as failed."""
         for required in job.requires:
             record = self._records.get(required.name)
             if record is None:

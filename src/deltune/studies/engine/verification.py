@@ -1,6 +1,6 @@
-"""Whether stored results can be repeated: a sample of jobs is run again and compared.
+"""Repeating stored results: a sample of jobs is run again and compared.
 
-Where machine, versions and threads are those of the stored result, the new one must be equal to the last digit.
+Where machine, versions and threads are as they were, the new result must be equal to the last digit.
 Elsewhere sums are rounded in another order, and training amplifies that: two runs of one spec then differ like two runs
 of different seeds, at most. So the difference may be what the spread over seeds allows: with the variance s² over seeds
 of the same cells, pooled over the cells of one model and task, t · s · √2, t being Student's quantile at which all
@@ -33,11 +33,7 @@ MASK_SEED = re.compile(r"seed=\d+")
 class Comparison:
     """One score of a job, stored and now.
 
-    Attributes:
-        name: The metric.
-        stored: The stored score.
-        now: The score of the new run; None if the run failed.
-        allowed: The greatest difference that the spread over seeds allows; 0 if there is none to judge by.
+    `allowed` is the greatest difference that the spread over seeds allows; 0 if there is none to judge by.
     """
 
     name: str
@@ -47,7 +43,7 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
-        """Whether the scores differ by no more than is allowed."""
+        """True if the scores differ by no more than is allowed."""
         return self.now is not None and abs(self.now - self.stored) <= self.allowed
 
 
@@ -55,13 +51,7 @@ class Comparison:
 class Verification:
     """A job that was run again.
 
-    Attributes:
-        job: The job.
-        comparisons: Its scores, then and now.
-        equal: Whether scores and examples are equal to the last digit.
-        changes: The fields of the environment that differ, each with both values.
-        data_changed: Whether it read other rows.
-        error: Why the new run failed; None if it did not.
+    `changes` are the fields of the environment that differ, each with both values.
     """
 
     job: Job
@@ -73,7 +63,7 @@ class Verification:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the job repeats; on the same environment only equality does."""
+        """The verdict; in the same environment only an equal result repeats the job."""
         if self.equal:
             return "equal"
         if self.error is not None or self.data_changed or not self.changes:
@@ -85,12 +75,6 @@ def sample_jobs(jobs: Iterable[Job], records: Mapping[str, JobRecord], count: in
     """Return a random sample of the jobs whose stored result has scores.
 
     Timings are left out, since no clock repeats itself.
-
-    Args:
-        jobs: The jobs of some studies.
-        records: The stored records.
-        count: How many jobs; fewer if there are no more.
-        seed: Seeds the draw.
     """
     verifiable = [job for job in dict.fromkeys(jobs) if _scores(records.get(job.name))]
     verifiable.sort(key=lambda job: job.name)  # the sample does not depend on the order of studies
@@ -102,10 +86,7 @@ def compare(
 ) -> list[Verification]:
     """Compare the results of jobs that were run again with the stored ones.
 
-    Args:
-        jobs: The jobs.
-        stored: All stored records, which also say how far scores spread over seeds.
-        repeated: The new records.
+    The stored records also say how far scores spread over seeds.
     """
     comparisons = sum(len(_scores(stored[job.name])) for job in jobs)
     spreads = _Spreads(stored.values(), comparisons)
@@ -136,12 +117,7 @@ def _scores(record: JobRecord | None) -> Mapping[str, float]:
 
 
 class _Spreads:
-    """How far scores spread over seeds, pooled by model, task and metric.
-
-    Args:
-        records: The stored records.
-        comparisons: How many scores are compared.
-    """
+    """Spreads of scores over seeds, pooled by model, task and metric."""
 
     def __init__(self, records: Iterable[JobRecord], comparisons: int) -> None:
         cells: dict[tuple[str, ...], list[float]] = {}
@@ -170,7 +146,7 @@ class _Spreads:
 
     @staticmethod
     def _cell(record: JobRecord) -> str:
-        """Return what a record is about but for its seed and that of its mask."""
+        """Return what a record is about but for its seed and its mask's seed."""
         run = dict(record.spec.get("run", record.spec))
         run.pop("seed", None)
         run["method"] = MASK_SEED.sub("", str(run.get("method")))

@@ -28,7 +28,7 @@ NOT_THREE_VECTORS = {"task": ("commonsense_qa", "social_iqa")}
 """Tasks to which 3V cannot be applied (LN table 1, note)."""
 
 TEXT_SIZES = {"method": ("adapter_text", "prefix_text", "mam_text", "prefix_layernorm_text")}
-"""Methods with the sizes of the text, where a table's percentages give others; claims are about those of the tables."""
+"""Methods with the sizes of the text, where a table's percentages give others; claims are about the tables'."""
 
 CHANGE = score("change", "", title="mean absolute change")
 TRAIN = score("train", "% of full tuning's", lower=True, title="time of a training step")
@@ -201,14 +201,7 @@ NAMES = {
 
 
 def methods(adapter: int, prefix: int, lora: int, mam: tuple[int, int]) -> dict[str, str]:
-    """Return the methods of tables 1 and 2.
-
-    Args:
-        adapter: Rank of the adapter.
-        prefix: Length of the prefix.
-        lora: Rank of LoRA.
-        mam: Length of the prefix and rank of the adapter of MAM.
-    """
+    """Return the methods of tables 1 and 2."""
     length, rank = mam
     return {
         "full": "full", "adapter": f"scaled_parallel_adapter(rank={adapter}, bias=True)",
@@ -275,7 +268,7 @@ def _nlu(
 ) -> CellPlan:
     """Return the cells of methods on understanding.
 
-    At paper scale the options are those of the paper's protocol for the model's size; at small scale they are
+    At paper scale the options are from the paper's protocol for the model's size; at small scale they are
     `by_task` and `options`.
     """
 

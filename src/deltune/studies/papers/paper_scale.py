@@ -1,4 +1,4 @@
-"""What a study of the papers' scale asks for, computed before anything is loaded: steps, time, memory, disk, hub.
+"""The needs of a study of the papers' scale, computed before anything is loaded: steps, time, memory, disk, hub.
 
 The shapes of the models are written down here, so that neither the hub nor weights are needed. Every number is an upper
 bound or an assumption that is said with it; nothing of it was measured.
@@ -97,13 +97,7 @@ def parameters(hub_id: str) -> int:
 class Training:
     """One training run at the papers' scale.
 
-    Attributes:
-        model: The hub id of its model.
-        task: Its task.
-        steps: How many steps it takes at most.
-        tokens: How many tokens a batch has at most.
-        trained: How many scalars it trains.
-        times: How many such runs there are, those included that only try a value.
+    Steps, and tokens of a batch, are the most there can be. `times` counts those runs too that only try a value.
     """
 
     model: str
@@ -116,7 +110,7 @@ class Training:
     @property
     def operations(self) -> float:
         """Floating-point operations of all of these runs: 2 a token and parameter forward, as many for the gradients of
-        activations, and as many for those of each trained scalar. In an encoder with a decoder a token passes one half.
+        activations, and as many for each trained scalar's. In an encoder with a decoder a token passes one half.
         """
         config = _backbone(self.model).config
         half = 0.5 if config.is_encoder_decoder else 1.0
@@ -130,7 +124,7 @@ class Training:
 
     @property
     def memory(self) -> float:
-        """Bytes on the device for one batch at once: those of `fixed_memory`, activations, and logits over words."""
+        """Bytes on the device for one batch at once: `fixed_memory`, activations, and logits over words."""
         config = _backbone(self.model).config
         layers, width = config.num_hidden_layers, config.hidden_size
         logits = 8 * config.vocab_size if TASKS[self.task].kind == "generation" else 0
@@ -138,12 +132,7 @@ class Training:
 
 
 def training(spec: Mapping[str, Any], times: int = 1) -> Training:
-    """Return what a run's spec asks for.
-
-    Args:
-        spec: The spec, of the papers' scale.
-        times: How many runs there are of it.
-    """
+    """Return what a run's spec asks for."""
     values = RunConfig.from_canonical(spec).flat()
     model, task = str(spec["model"]), str(spec["task"])
     written = TASKS[task].kind == "generation" or values["answer"] == "words"
@@ -189,11 +178,7 @@ def _first(spec: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def describe_needs(study: Study) -> list[str]:
-    """Describe in lines what a study of the papers' scale asks for.
-
-    Args:
-        study: The study.
-    """
+    """Describe in lines what a study of the papers' scale asks for."""
     runs, unknown = trainings(study)
     timed = [job for job in study.jobs({}) if job.kind == "time"]
     models = list(dict.fromkeys([one.model for one in runs] + [str(job.spec["model"]) for job in timed]))
@@ -244,11 +229,7 @@ def _hours(hours: float) -> str:
 
 
 def paper_models(studies: Iterable[Study]) -> dict[str, set[str]]:
-    """Return every model that studies of the papers' scale name, with the methods that are trained on it.
-
-    Args:
-        studies: The studies.
-    """
+    """Return every model that studies of the papers' scale name, with the methods that are trained on it."""
     methods_on: dict[str, set[str]] = {}
     for study in studies:
         for job in topological_order(study.jobs({})):

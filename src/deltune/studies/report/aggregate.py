@@ -14,7 +14,7 @@ from typing import Any
 
 from ...errors import DeltuneError
 from ...metrics.registry import METRICS
-from ..claims.comparisons import is_at_chance
+from ..claims.comparisons import has_labels, is_at_chance
 from ..claims.selectors import describe_cell
 from ..engine.jobs import Cell, Outcome
 from .figure_spec import DISPLAY_NAMES, Label, LabelFilter, Numbers, ViewSpec, as_tuple
@@ -27,13 +27,9 @@ Labels = tuple[Label, ...]
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """How a number is shown.
+    """The form in which a number is shown.
 
-    Attributes:
-        factor: What it is multiplied by.
-        digits: Digits after the point; three significant ones if None.
-        lower: Whether lower is better.
-        name: What the number is called.
+    Without `digits` three significant ones are shown.
     """
 
     factor: float = 1.0
@@ -55,24 +51,17 @@ class NumberFormat:
 def number_format(name: str, view: ViewSpec) -> NumberFormat:
     """Return how a view shows a number.
 
-    Metrics in [0, 1] are shown times 100, those of texts with two digits and the others with one, as in the papers.
+    Metrics in [0, 1] are shown times 100, metrics of texts with two digits and others with one, as in the papers.
     """
-    digits, bare = view.digits, name.removeprefix("eval_")
-    if view.relative_to or getattr(view, "diagonal", False):
-        return NumberFormat(
-            1.0,
-            1 if digits is None else digits,
-            _lower(bare, view),
-            f"{view.display(bare).replace('_', ' ')}, relative (%)",
-        )
+    bare = name.removeprefix("eval_")
+    shown = view.display(bare).replace("_", " ")
+    if getattr(view, "diagonal", False):
+        return NumberFormat(1.0, 1, _lower(bare, view), f"{shown}, relative (%)")
     if bare not in METRICS:
-        return NumberFormat(1.0, digits, _lower(bare, view), view.display(bare).replace("_", " "))
+        return NumberFormat(1.0, None, _lower(bare, view), shown)
     metric = METRICS[bare]
-    usual = 2 if metric.input_type in ("texts", "log-likelihoods") else 1
-    factor = 100.0 if metric.range[1] == 1.0 else 1.0
-    return NumberFormat(
-        factor, usual if digits is None else digits, metric.better == "lower", view.display(bare).replace("_", " ")
-    )
+    digits = 2 if metric.input_type in ("texts", "log-likelihoods") else 1
+    return NumberFormat(100.0 if metric.range[1] == 1.0 else 1.0, digits, metric.better == "lower", shown)
 
 
 def _lower(name: str, view: ViewSpec) -> bool:
@@ -109,13 +98,7 @@ MISSING = Spread(None, absent=("not run",))
 class Observation:
     """One number of one outcome, or the reason why there is none.
 
-    Attributes:
-        cell: The outcome's cell, extended by an entry's keys, the metric and x.
-        value: The number.
-        error: The reason.
-        metric: The name of the number.
-        waiting: Whether the outcome's job has not run yet.
-        at_chance: Whether the run is no better than chance.
+    Its cell is the outcome's, extended by an entry's keys, the metric and x.
     """
 
     cell: Cell
@@ -133,11 +116,8 @@ AT_CHANCE = "no better than chance"
 class Aggregates:
     """Spreads by their labels on some axes.
 
-    Attributes:
-        axes: The axes.
-        spreads: Labels on the axes -> spread.
-        metrics: Labels on the axes -> the name of the number.
-        excluded: Outcomes that lack an axis, each with the reason.
+    `metrics` has the name of the number for the same labels; `excluded` are outcomes that lack an axis, each with the
+    reason.
     """
 
     axes: tuple[str, ...]
@@ -164,14 +144,7 @@ class Aggregates:
 
 def select_outcomes(outcomes: Iterable[Outcome], where: LabelFilter) -> list[Outcome]:
     """Return the outcomes whose cells have these labels."""
-
-    def fits(cell: Cell) -> bool:
-        return all(
-            cell.get(axis) in label if isinstance(label, (tuple, list, set)) else cell.get(axis) == label
-            for axis, label in where.items()
-        )
-
-    return [outcome for outcome in outcomes if fits(outcome.cell)]
+    return [outcome for outcome in outcomes if has_labels(outcome, where)]
 
 
 def read_number(outcome: Outcome, name: str, entry: Mapping[str, Any] | None = None) -> float | None:
@@ -187,15 +160,7 @@ def read_number(outcome: Outcome, name: str, entry: Mapping[str, Any] | None = N
 def observations(
     view: ViewSpec, outcomes: Iterable[Outcome], numbers: Numbers, axes: Sequence[str], x: str
 ) -> list[Observation]:
-    """Return an observation for each outcome, or for each of its entries and scores where the view shows those.
-
-    Args:
-        view: The view.
-        outcomes: The study's outcomes.
-        numbers: What is shown.
-        axes: The axes of the result.
-        x: A number that becomes an axis, unless the cell has it already.
-    """
+    """Return an observation for each outcome, or for each of its entries and scores where the view shows those."""
     number_names, result, selected = as_tuple(numbers), [], select_outcomes(outcomes, view.where)
     if METRIC in axes and not number_names:
         number_names = tuple(dict.fromkeys(name for outcome in selected for name in outcome.scores))
@@ -250,38 +215,21 @@ def _place_failed(observed: Sequence[Observation], x: str) -> list[Observation]:
     def labels_without_x(observation: Observation) -> tuple[tuple[str, str], ...]:
         return tuple((axis, str(label)) for axis, label in observation.cell.items() if axis not in (SEED, x))
 
-    positions = (
-        {labels_without_x(observation): observation.cell[x] for observation in observed if x in observation.cell}
-        if x
-        else {}
-    )
-    return [
-        replace(observation, cell={**observation.cell, x: positions[labels_without_x(observation)]})
-        if x and x not in observation.cell and labels_without_x(observation) in positions
-        else observation
-        for observation in observed
-    ]
+    positions = {labels_without_x(one): {x: one.cell[x]} for one in observed if x in one.cell}
+    return [replace(one, cell={**positions.get(labels_without_x(one), {}), **one.cell}) for one in observed]
 
 
 def aggregate(
     view: ViewSpec, outcomes: Iterable[Outcome], numbers: Numbers, axes: Sequence[str], x: str = ""
 ) -> Aggregates:
-    """Aggregate a number over seeds; where the view says so, relative to other labels and averaged over axes.
+    """Aggregate a number over seeds; where the view says so, averaged over axes.
 
-    Args:
-        view: The view.
-        outcomes: The study's outcomes.
-        numbers: What is aggregated: a number, or the first of several.
-        axes: The axes of the result.
-        x: A number that becomes an axis, unless the cell has it already.
-
-    Raises:
-        DeltuneError: Two outcomes of one seed have the same labels on the axes; the message names the axes in which
-            they differ, which the view forgot.
+    Several numbers mean the first that there is; `x` is a number that becomes an axis, unless the cell has it already.
+    Two outcomes of one seed with the same labels are an error, which names the axes that the view forgot.
     """
     inner = tuple(dict.fromkeys((*axes, *view.average_over)))
     collected = observations(view, outcomes, numbers, inner, x)
-    collected = _place_failed(collected, x)
+    collected = _place_failed(collected, x) if x else collected
     seeds = list(dict.fromkeys(observation.cell[SEED] for observation in collected if SEED in observation.cell))
     groups: dict[Labels, list[Observation]] = {}
     excluded: list[str] = []
@@ -295,26 +243,13 @@ def aggregate(
             groups.setdefault(tuple(observation.cell[axis] for axis in inner), []).append(observation)
     spreads = {key: _spread(group, seeds, view.median) for key, group in groups.items()}
     metrics = {key: next((f.metric for f in group if f.metric), "") for key, group in groups.items()}
-    if view.relative_to:
-        missing_axes = [axis for axis in view.relative_to if axis not in inner]
-        if missing_axes:
-            missing = ", ".join(missing_axes)
-            raise DeltuneError(f"relative to {describe_cell(view.relative_to)}: the view has no axis {missing}.")
-        spreads = relative_spreads(
-            spreads, lambda key: tuple(view.relative_to.get(a, v) for a, v in zip(inner, key, strict=True))
-        )
     if view.average_over:
         spreads, metrics = _average_over(view, inner, len(axes), spreads, metrics)
     return Aggregates(tuple(axes), spreads, metrics, tuple(dict.fromkeys(excluded)))
 
 
 def relative_spreads(spreads: Mapping[Labels, Spread], base: Callable[[Labels], Labels]) -> dict[Labels, Spread]:
-    """Return every spread in percent of the mean at other labels; missing with the reason if there is none.
-
-    Args:
-        spreads: The spreads by their labels.
-        base: Labels of a spread -> labels of what it is relative to.
-    """
+    """Return every spread in percent of the mean at other labels; missing with the reason if there is none."""
     result = {}
     for key, spread in spreads.items():
         reference = spreads.get(base(key), MISSING).mean
@@ -330,7 +265,7 @@ def relative_spreads(spreads: Mapping[Labels, Spread], base: Callable[[Labels], 
 
 
 def _spread(observed: Sequence[Observation], seeds: Sequence[Any], median: bool) -> Spread:
-    """Aggregate observations of the same labels; `seeds` are those of the whole view, so that absent ones show."""
+    """Aggregate observations of the same labels; `seeds` are all of the view, so that absent ones show."""
     present = [observation.cell.get(SEED) for observation in observed]
     if len(set(map(str, present))) < len(present):
         axes = dict.fromkeys(axis for observation in observed for axis in observation.cell)

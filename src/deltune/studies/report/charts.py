@@ -507,12 +507,8 @@ FORMATS: dict[str, dict[str, Any]] = {
 class DrawnFigure:
     """A finished figure.
 
-    Attributes:
-        title: Its title.
-        text: What it shows, in words, for those who do not see it.
-        notes: What it lacks.
-        figure: The figure itself.
-        caption: What its marks, bars and bands stand for.
+    Its text says what it shows to those who do not see it, its notes what it lacks, and its caption what marks, bars
+    and bands stand for.
     """
 
     title: str
@@ -535,15 +531,7 @@ class DrawnFigure:
 
 
 def draw(view: FigureSpec, outcomes: Iterable[Outcome]) -> DrawnFigure:
-    """Draw a figure.
-
-    Args:
-        view: What to draw.
-        outcomes: The study's outcomes.
-
-    Raises:
-        DeltuneError: See `aggregate`.
-    """
+    """Draw a figure."""
     with matplotlib.rc_context(STYLE):
         draft = DRAWING_FUNCTIONS[type(view)](view, list(outcomes))
         _finish(draft)
@@ -574,12 +562,7 @@ def _finish(draft: FigureDraft) -> None:
 
 
 def render(figure: Figure, file_format: str) -> bytes:
-    """Return a figure as the bytes of a file.
-
-    Args:
-        figure: The figure.
-        file_format: A key of `FORMATS`.
-    """
+    """Return a figure as the bytes of a file."""
     buffer = io.BytesIO()
     with matplotlib.rc_context(STYLE):
         figure.savefig(buffer, format=file_format, metadata=FORMATS[file_format])
@@ -587,15 +570,7 @@ def render(figure: Figure, file_format: str) -> bytes:
 
 
 def save(figure: Figure, stem: str | Path) -> list[Path]:
-    """Write a figure as STEM.png, STEM.svg and STEM.pdf, each of them atomically.
-
-    Args:
-        figure: The figure.
-        stem: The path without a suffix; its folder is created if it is missing.
-
-    Returns:
-        The files.
-    """
+    """Write a figure as STEM.png, STEM.svg and STEM.pdf, each of them atomically."""
     stem = Path(stem)
     stem.parent.mkdir(parents=True, exist_ok=True)
     paths = []

@@ -40,19 +40,17 @@ def as_tuple(value: str | tuple[str, ...]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class ViewSpec:
-    """What tables and figures have in common.
+    """The part of a view that tables and figures share.
 
     Attributes:
         title: The title.
         where: The outcomes to show.
         entries: A key of `extra` that holds a list of entries, each of which extends the outcome's cell ("changes"), or
             "curve".
-        relative_to: Show everything in percent of the number at these labels ({"method": "full"}).
         average_over: Axes that are averaged over, after the seeds.
         order: Axis -> its labels in order. Labels without an outcome are shown as missing.
         display_names: Label -> how it is shown.
         lower: Whether lower is better, for scores that `METRICS` does not have.
-        digits: Digits after the point; as in the papers if None.
         median: Whether the median over seeds is shown and not their mean.
         repetition: What the labels of the axis of seeds are called, in the singular.
     """
@@ -60,12 +58,10 @@ class ViewSpec:
     title: str = ""
     where: LabelFilter = field(default_factory=dict)
     entries: str = ""
-    relative_to: LabelFilter = field(default_factory=dict)
     average_over: tuple[str, ...] = ()
     order: Mapping[str, tuple[Label, ...]] = field(default_factory=dict)
     display_names: Mapping[str, str] = field(default_factory=dict)
     lower: bool = False
-    digits: int | None = None
     median: bool = False
     repetition: str = "seed"
 
@@ -77,7 +73,7 @@ class ViewSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class FigureSpec(ViewSpec):
-    """What figures have in common.
+    """The part of a view that figures share.
 
     Attributes:
         panels: An axis with a panel for each of its labels.
@@ -159,10 +155,7 @@ class Curves(FigureSpec):
 class Bars(FigureSpec):
     """A figure with a group of bars for each label of one axis and a bar in it for each label of another.
 
-    Attributes:
-        groups: The axis of the groups.
-        bars: The axis of the bars in each group.
-        y: The number that is a bar's height.
+    The axis `groups` has the groups, `bars` the bars in each; y is a bar's height.
     """
 
     groups: str = "task"
@@ -174,11 +167,7 @@ class Bars(FigureSpec):
 class HeatMap(FigureSpec):
     """A figure with a coloured cell for each row and column.
 
-    Attributes:
-        rows: The axes of the rows.
-        columns: The axes of the columns.
-        value: The number in each cell.
-        diagonal: Whether it is shown in percent of the column's cell on the diagonal (transfer).
+    With `diagonal` its number is shown in percent of the column's cell on the diagonal (transfer).
     """
 
     rows: Axes = ("module", "term")

@@ -1,6 +1,6 @@
 """Claims as rows of text: what the paper says and prints, and beside it what our runs show.
 
-At small scale the words of a verdict differ from those of a verdict about the paper, so that neither is taken for the
+At small scale the words of a verdict differ from a verdict about the paper, so that neither is taken for the
 other.
 """
 
@@ -51,22 +51,8 @@ CSV_COLUMNS = (
 class ClaimRow:
     """A claim, the paper's number and ours, as text.
 
-    Attributes:
-        claim: The sentence.
-        source: Where the paper has it.
-        printed: The number that follows from the paper's tables.
-        printed_of: What was compared there, and in which table.
-        number: Our number.
-        number_of: What was compared here.
-        interval: Its interval.
-        interval_of: Whether it leaves out the chance of test rows; "" where it covers them or there are none.
-        settings: How many settings and seeds were compared.
-        verdict: The verdict.
-        verdict_of: The verdicts on its parts, if there are several.
-        kind: The class of the verdict in the style sheet.
-        notes: What else there is to say, in sentences.
-        details: A line for each comparison and setting.
-        caveat: What weakens a verdict, in a few words; "" for nothing.
+    What a field ending in `_of` says stands below the field of that name; `kind` is the verdict's class in the style
+    sheet; `caveat` is what weakens a verdict, in a few words.
     """
 
     claim: str
@@ -98,13 +84,7 @@ class ClaimRow:
 
 @check_booleans
 def claim_rows(findings: Sequence[Finding], printed: Sequence[PrintedFinding], *, small: bool) -> list[ClaimRow]:
-    """Return the rows of a study's claims.
-
-    Args:
-        findings: What the study says of each claim.
-        printed: What the paper's printed numbers say of each; may be empty.
-        small: Whether the study is of small scale, whose findings are not about the paper.
-    """
+    """Return the rows of a study's claims."""
     printed = printed or [PrintedFinding(finding.claim, None) for finding in findings]
     return [_claim_row(*pair, small) for pair in zip(findings, printed, strict=True)]
 
@@ -171,7 +151,7 @@ def _caveat(finding: Finding) -> str:
 
 
 def _side(interval: tuple[float, float] | None, region: tuple[float, float]) -> bool | None:
-    """Whether an interval supports a claim (lies where it is true) or contradicts it; None if it does neither."""
+    """Return True if an interval lies where a claim is true, False if where it is false, None if it does neither."""
     if interval is None:
         return None
     if region[0] < interval[0] and interval[1] < region[1]:
@@ -215,9 +195,6 @@ def findings_csv(findings: Sequence[Finding]) -> str:
 
     A number is in the row's unit, and the interval says of which level it is; what is empty is not known. The claim is
     true of effects between "true above" and "true below". Only the row that decides has a verdict and p values.
-
-    Args:
-        findings: What a study says of each claim.
     """
     file = io.StringIO()
     writer = csv.DictWriter(file, CSV_COLUMNS, restval="", lineterminator="\n")
@@ -254,13 +231,7 @@ def _effect_cells(effect: float, interval: tuple[float, float] | None, scope: st
 
 @check_booleans
 def number_text(value: float, result: ComparisonResult, *, unit: bool = True) -> str:
-    """Return a number of a comparison with its unit: "+1.25 points", "0.46 times as many".
-
-    Args:
-        value: The number.
-        result: The comparison.
-        unit: Whether to say the unit.
-    """
+    """Return a number of a comparison with its unit: "+1.25 points", "0.46 times as many"."""
     size = abs(value)
     text = f"{value:.3g}" if size < 1000 else f"{value:.0f}"
     if result.is_difference and value:
@@ -276,11 +247,6 @@ def interval_text(interval: tuple[float, float] | None, result: ComparisonResult
     if not all(map(math.isfinite, interval)):
         return "unknown"
     return " … ".join(number_text(end, result, unit=False) for end in interval)
-
-
-def p_text(p: float | None) -> str:
-    """Return a p value as it is shown; a dash if there is none."""
-    return "–" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
 def _compared(result: ComparisonResult) -> str:

@@ -18,10 +18,7 @@ NOT_OF_METHODS = ("model", "task", "target", "family", "kind", "N", "try", SEED)
 class MethodLabel:
     """A label and what it is.
 
-    Attributes:
-        label: The label, or those on several axes.
-        expression: The method expression.
-        parameters: How many parameters it trains on each model, its head aside.
+    Its number of parameters, for each model, leaves the head aside.
     """
 
     label: str
@@ -33,10 +30,6 @@ def method_labels(outcomes: Sequence[Outcome], names: Mapping[str, str]) -> list
     """Return what each label of the methods of a study is, in the order of the study.
 
     A label has several entries where its expression differs, by model, by task or by what a search chose.
-
-    Args:
-        outcomes: The outcomes; runs that are not done say nothing of their method.
-        names: How labels are shown.
     """
     entries: dict[tuple[str, str], dict[str, dict[str, None]]] = {}
     for outcome in outcomes:

@@ -33,7 +33,7 @@ MIN_SHRINK = 0.75  # a figure is shrunk to no less of its own width (letters of 
 
 
 def _figure_context(figure: DrawnFigure, prefix: str) -> dict[str, Any]:
-    """Return what the template needs of a figure. `prefix` makes its ids differ from those of other figures."""
+    """Return what the template needs of a figure. `prefix` makes its ids differ from other figures'."""
     width, height = (96 * inches for inches in figure.figure.get_size_inches())
     style = f"min-width:{MIN_SHRINK * width:.0f}px;max-width:{1.25 * width:.0f}px"
     svg = _trim_svg(figure.svg(), prefix)
@@ -125,12 +125,7 @@ def _run_context(
 
 
 def sparkline(curve: Sequence[Mapping[str, Any]], name: str = "loss") -> Markup | str:
-    """Draw the curve of a number as a line without axes, with its ends in words; "–" for fewer than two points.
-
-    Args:
-        curve: Lines of a log.
-        name: The number.
-    """
+    """Draw the curve of a number as a line without axes, with its ends in words; "–" for fewer than two points."""
     points = [
         (float(line["step"]), float(line[name]))
         for line in curve
@@ -187,23 +182,8 @@ GLYPHS = {"holds": "✓", "fails": "≠", "undecided": "?", "untestable": "–"}
 class Section:
     """One study of a report.
 
-    Attributes:
-        title: The study's name.
-        text: What it asks, in paragraphs.
-        tables: Its tables.
-        figures: Its figures.
-        findings: The claims it decides.
-        outcomes: The outcomes of all its jobs.
-        missing: What was planned and has no result, in words.
-        printed: What the paper's printed numbers say of the claims.
-        choices: Where the paper disagrees with itself or is silent, and what was chosen.
-        small: Whether the study is of small scale, whose findings are not about the paper.
-        names: How labels are shown.
-        records: What was run for it.
-        paper: The paper that it is of, if any.
-        train_rows: Task -> its training rows, for tasks that have fewer than runs may read.
-        repetition: What the labels of the axis of seeds are called, in the singular.
-        rerun: Which runs were repeated after results had been seen.
+    `missing` is what was planned and has no result, in words; `rerun` says which runs were repeated after results had
+    been seen.
     """
 
     title: str
@@ -230,7 +210,7 @@ class Section:
 
     @property
     def training(self) -> str:
-        """How long its runs trained and on what, in sentences."""
+        """Training rows and steps of its runs, in sentences."""
         return training_facts(self.outcomes, self.names, self.train_rows)
 
     @property
@@ -240,15 +220,7 @@ class Section:
 
 
 def render_page(sections: Sequence[Section], title: str = "") -> str:
-    """Render the page.
-
-    Args:
-        sections: The studies; those of one paper are shown together, below its claims.
-        title: The title of the page. Default: what the studies are.
-
-    Returns:
-        HTML in which every word is escaped and nothing is loaded from elsewhere.
-    """
+    """Render the page."""
     papers: dict[Paper | None, list[dict[str, Any]]] = {}
     for i, section in enumerate(sections):
         papers.setdefault(section.paper, []).append(_study_context(section, i))
@@ -284,11 +256,7 @@ def _title(sections: Sequence[Section], papers: Sequence[Paper | None], small: b
 
 
 def findings_in_words(sections: Sequence[Section]) -> str:
-    """Return how many claims have which verdict, in sentences; empty without claims.
-
-    Args:
-        sections: The studies.
-    """
+    """Return how many claims have which verdict, in sentences; empty without claims."""
     findings = [finding for section in sections for finding in section.findings]
     if not findings:
         return ""
@@ -322,11 +290,7 @@ def _of_them(number: int, whole: int) -> str:
 
 
 def printed_in_words(sections: Sequence[Section]) -> str:
-    """Return how many claims the papers' own printed numbers agree with, in sentences; empty without such numbers.
-
-    Args:
-        sections: The studies.
-    """
+    """Return how many claims the papers' own printed numbers agree with, in sentences; empty without such numbers."""
     printed = [one for section in sections for one in section.printed]
     agree, disagree = (sum(one.agrees is verdict for one in printed) for verdict in (True, False))
     if not agree + disagree:

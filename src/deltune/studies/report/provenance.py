@@ -19,7 +19,7 @@ COMMIT_DIGITS = 7
 DIRTY = "-dirty"
 """How a commit ends in whose files something was changed."""
 MAX_COMMITS = 3
-"""Commits that a sentence names, those of the most runs first."""
+"""Commits that a sentence names."""
 CITATION = (
     "The deltune developers, deltune: parameter-efficient fine-tuning over one design space, version "
     f"{__version__}, with the commits listed above"
@@ -31,11 +31,7 @@ CITATION = (
 class StudyRuns:
     """The runs of a study, for sentences about their models, data and seeds.
 
-    Attributes:
-        outcomes: Their outcomes.
-        names: How labels are shown.
-        train_rows: Task -> its training rows, for tasks that have fewer than runs may read.
-        repetition: What the labels of the axis of seeds are called, in the singular.
+    `train_rows` has the training rows of tasks that have fewer than runs may read.
     """
 
     outcomes: Sequence[Outcome]
@@ -46,12 +42,7 @@ class StudyRuns:
 
 @check_booleans
 def setup(studies: Iterable[StudyRuns], *, rows_too: bool = True) -> str:
-    """Return a sentence about the models, the data and the seeds of runs that are done; empty if there are none.
-
-    Args:
-        studies: The studies.
-        rows_too: Whether to say how many rows runs were trained on.
-    """
+    """Return a sentence about the models, the data and the seeds of runs that are done; empty if there are none."""
     models: dict[str, int] = {}
     tasks: dict[str, None] = {}
     rows: set[int] = set()
@@ -84,11 +75,7 @@ def setup(studies: Iterable[StudyRuns], *, rows_too: bool = True) -> str:
 def provenance(records: Iterable[JobRecord]) -> str:
     """Return sentences about the runs of a study or of several.
 
-    Args:
-        records: Their records; a job that occurs twice counts once.
-
-    Returns:
-        The sentences, or an empty text if nothing was run.
+    A job that occurs twice counts once.
     """
     done = [record for record in {record.name: record for record in records}.values() if record.result is not None]
     if not done:
@@ -120,11 +107,7 @@ def _machines(environments: Sequence[Mapping[str, Any]]) -> str:
 
 
 def commits(records: Iterable[JobRecord]) -> list[str]:
-    """Return the commits of deltune that runs were made with, those of the most runs first.
-
-    Args:
-        records: The records of the runs; a job that occurs twice counts once.
-    """
+    """Return the commits of deltune that runs were made with, by their number of runs."""
     results = [record.result for record in {record.name: record for record in records}.values() if record.result]
     return list(_count_commits([result.get("environment") or {} for result in results]))
 

@@ -37,10 +37,7 @@ RANK = NumberFormat(1.0, 2, True, "average rank")
 class Column:
     """A column of a table: its headings, what its cells are, and how its numbers are shown.
 
-    Attributes:
-        labels: Its headings, from the widest to the narrowest.
-        kind: What its cells are.
-        number_format: How its numbers are shown.
+    Its labels are its headings, from the widest to the narrowest.
     """
 
     labels: tuple[str, ...]
@@ -57,17 +54,8 @@ class Column:
 class TableCell:
     """One cell of a table.
 
-    Attributes:
-        mean: Its number; None if there is none.
-        std: The standard deviation over seeds.
-        n: How many seeds it is the mean of.
-        state: "shown"; "partial", an average over fewer columns than there are; "failed"; or "missing", where nothing
-            was run.
-        best: Whether it is the best of its column and group.
-        second: Whether it is the second best.
-        notes: Indices into the table's notes.
-        published: The paper's number, in the unit shown.
-        high: The end of a range that begins with `mean`.
+    It is "partial" as an average over fewer columns than there are, and "missing" where nothing was run. Notes are
+    indices into the table's; a range ends at `high`; the paper's number is in the unit shown.
     """
 
     mean: float | None = None
@@ -94,15 +82,7 @@ class Row:
 class Table:
     """A table.
 
-    Attributes:
-        title: The title.
-        head: The heading of the rows' labels.
-        columns: The columns.
-        rows: The rows, those of a group one after the other.
-        notes: What the marks in the cells stand for.
-        excluded: Outcomes that are in no cell, each with the reason.
-        median: Whether its scores are medians over seeds and not means.
-        repetition: What the labels of the axis of seeds are called, in the singular.
+    Notes say what the marks in its cells stand for.
     """
 
     title: str
@@ -116,12 +96,12 @@ class Table:
 
     @property
     def header_levels(self) -> int:
-        """How many lines the heading has."""
+        """The number of lines of the heading."""
         return max((len(column.labels) for column in self.columns), default=1)
 
     @property
     def has_published(self) -> bool:
-        """Whether any cell has a paper's number."""
+        """True if any cell has a paper's number."""
         return any(cell.published is not None for row in self.rows for cell in row.cells)
 
     @property
@@ -157,15 +137,7 @@ class Table:
 
 
 def build_table(view: TableSpec, outcomes: Iterable[Outcome]) -> Table:
-    """Lay out the table of a view.
-
-    Args:
-        view: The view.
-        outcomes: The study's outcomes.
-
-    Raises:
-        DeltuneError: See `aggregate`.
-    """
+    """Lay out the table of a view."""
     outcomes = list(outcomes)
     outer = (view.groups,) if view.groups else ()
     axes = (*outer, view.rows, *view.columns)
@@ -592,12 +564,7 @@ def _cells_with_columns(row: Row, table: Table) -> Iterator[tuple[TableCell, Col
 
 
 def table_legend(table: Table, published_legend: str = PUBLISHED_LEGEND) -> list[str]:
-    """Return the line that explains the marks of the cells; an empty list if there are none.
-
-    Args:
-        table: The table.
-        published_legend: The sentence about the paper's numbers.
-    """
+    """Return the line that explains the marks of the cells; an empty list if there are none."""
     cells = [cell for row in table.rows for cell in row.cells]
     best = [BEST_LEGEND] if any(cell.best for cell in cells) else []
     counts = sorted({cell.n for cell in cells if cell.std is not None})

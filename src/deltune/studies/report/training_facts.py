@@ -1,4 +1,4 @@
-"""How long the runs of a study trained and on what, as far as it is known, and whether their curves had become flat."""
+"""Training rows and steps of a study's runs, as far as they are known, and curves that had not become flat."""
 
 from __future__ import annotations
 
@@ -21,13 +21,7 @@ RISING = 1.0
 
 
 def training_facts(outcomes: Iterable[Outcome], names: Mapping[str, str], train_rows: Mapping[str, int]) -> str:
-    """Return a sentence for each task: its training rows, steps and test rows; empty if no run is done.
-
-    Args:
-        outcomes: The study's outcomes.
-        names: How labels are shown.
-        train_rows: Task -> its training rows, for tasks that have fewer than runs may read.
-    """
+    """Return a sentence for each task: its training rows, steps and test rows; empty if no run is done."""
     by_task: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         if outcome.error is None and "task" in outcome.cell and outcome.spec.get("method"):
@@ -54,7 +48,7 @@ def _rows_read(spec: Mapping[str, Any], most: int | None) -> int | None:
 
 
 def _steps(outcomes: Sequence[Outcome], most: int | None) -> str:
-    """Say how many steps runs took: those of their curves, or those that follow from the rows they read."""
+    """Say how many steps runs took: by their curves, or by the rows that they read."""
     steps = {_steps_of(outcome, most) for outcome in outcomes}
     batches = {int(outcome.spec.get("batch_size", DEFAULT_BATCH)) for outcome in outcomes}
     in_tokens = any(outcome.spec.get("batch_tokens") for outcome in outcomes)
@@ -94,16 +88,10 @@ def _span(numbers: Iterable[int | None]) -> str:
 
 
 def still_rising(outcomes: Iterable[Outcome], choice: MetricChoice, names: Mapping[str, str]) -> str:
-    """Say on which tasks the mean validation score still rose when runs ended; empty if on none.
-
-    Args:
-        outcomes: The study's outcomes.
-        choice: The score that counts.
-        names: How labels are shown.
-    """
+    """Say on which tasks the mean validation score still rose when runs ended; empty if on none."""
     rises: dict[str, list[tuple[float, int]]] = {}
     for outcome in outcomes:
-        metric = choice.for_outcome(outcome)
+        metric = choice.metric_name(outcome)
         scale = points(metric) * choice.sign(metric)
         line = [(int(one["step"]), scale * one[f"eval_{metric}"]) for one in outcome.curve if f"eval_{metric}" in one]
         if len(line) > 1 and all(math.isfinite(value) for _, value in line[-2:]):
