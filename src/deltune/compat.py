@@ -185,13 +185,9 @@ def runs_plainly() -> bool:
 
     None of these sees what an operator without their support computes.
     """
-    return not torch.is_autocast_enabled("cpu") and runs_unobserved()
-
-
-def runs_unobserved() -> bool:
-    """Whether operators are only computed or cast: nothing compiles, traces, transforms or observes them."""
     return not (
-        torch.compiler.is_compiling()
+        torch.is_autocast_enabled("cpu")
+        or torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_function_stack()
         or torch._C._len_torch_dispatch_stack()
@@ -250,15 +246,6 @@ def returns_new_tensors(operation: Any) -> bool:
     return not schema.is_mutable and all(
         str(returned.type) == "Tensor" and returned.alias_info is None for returned in schema.returns
     )
-
-
-# The kernels behind scaled_dot_product_attention, which does not return the log-sum-exps that two parts are merged by.
-cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-cpu_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
-flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
-efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention
-efficient_attention_backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
 
 
 # -- transformers

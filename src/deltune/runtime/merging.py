@@ -1,7 +1,7 @@
 """Folds a delta into the weights where that is exact: affine edits of projections, and tensors trained in place.
 
 With y = W x + c: Δh = A x + b in parallel gives W + s A and c + s b; Δh = A y + b in sequence (1 + s A) W and
-(1 + s A) c + s b; the same of the projection's input x gives W (1 + s A) and c + W s b. A function of the weight gives
+(1 + s A) c + s b; a change of the projection's input x gives W (1 + s A) and c + W s b. A function of the weight gives
 A = W' - W of the base model's W.
 """
 
@@ -30,22 +30,7 @@ def merged_weights(
     delta_values: Mapping[str, torch.Tensor],
     place_of: Callable[[Edit], Place | None],
 ) -> dict[str, torch.Tensor]:
-    """Compute the weights of a merged model; sums are computed in at least float32.
-
-    Args:
-        anatomy: The model's anatomy.
-        delta: The delta.
-        base_value: Returns the base model's value of a tensor.
-        delta_values: The delta's own values of tensors.
-        place_of: Returns the base model's own projection at an edit.
-
-    Returns:
-        The changed tensors by name.
-
-    Raises:
-        DeltuneError: Some terms cannot be expressed as weights, or `affine` of a form of the user's own is not what it
-            computes; each is named with the reason.
-    """
+    """Compute the weights of a merged model; sums are computed in at least float32."""
     values = {name: tensor.detach() for name, tensor in delta_values.items()}
     reasons: dict[str, None] = {}
     wrong_forms: set[Form] = set()
@@ -107,16 +92,7 @@ class QuantizedMerge:
 def quantize_merged(
     modules: Mapping[str, Sequence[nn.Module]], merged: dict[str, torch.Tensor], base_value: Values
 ) -> QuantizedMerge:
-    """Quantise the merged weights of quantised linears, and take them out of `merged`. No module is changed.
-
-    Args:
-        modules: For each name of a quantised weight the modules that hold it.
-        merged: The merged weights by name.
-        base_value: Returns the base model's value of a tensor in floating point.
-
-    Raises:
-        DeltuneError: A weight cannot be quantised again.
-    """
+    """Quantise the merged weights of quantised linears, and take them out of `merged`. No module is changed."""
     copies: dict[nn.Module, nn.Module] = {}
     change = error = 0.0
     names: dict[str, None] = {}
@@ -136,7 +112,7 @@ def quantize_merged(
 
 
 def _edits_in_order(delta: Delta) -> list[Edit]:
-    """The edits in the order in which they are folded: those of outputs as they run, then those of inputs in reverse.
+    """Return edits in the order of folding: edits of outputs as they run, then edits of inputs in reverse.
 
     Every other edit of a projection reads the input that the edits of its input have changed.
     """
