@@ -46,7 +46,9 @@ _SHARED_ARGUMENTS = {
 
 def _library_method(make: Callable[P, tuple[Modification | Selection, ...]]) -> Callable[P, NamedMethod]:
     """Make a named method, whose docstring gets the shared arguments and the result beside what it says itself."""
-    text, _, rest = inspect.cleandoc(make.__doc__ or "").partition("\n\nArgs:\n")
+    if make.__doc__ is None:  # python -OO
+        return named_method(make)
+    text, _, rest = inspect.cleandoc(make.__doc__).partition("\n\nArgs:\n")
     arguments, raises, errors = (rest or text).partition("\n\nRaises:\n")
     own = dict(re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", arguments if rest else "", re.MULTILINE))
     described = {name: own.get(name) or _SHARED_ARGUMENTS[name] for name in inspect.signature(make).parameters}
