@@ -397,14 +397,14 @@ class _Inspector:
         )
 
     def _enters(self, path: str) -> bool:
-        """Whether a module takes what the model reads: tokens, for which it also takes vectors, images or sounds."""
+        """Return whether a module takes what the model reads: tokens, or vectors in their place, images or sounds."""
         module, arguments = self.trace.entered[path]
         if "inputs_embeds" in _argument_names(module) and arguments & {"input_ids", "inputs_embeds"}:
             return True
         return bool(arguments & set(READABLE[1:-1]))
 
     def _reads_ids(self, node: Node) -> bool:
-        """Whether an embedding's indices are the token ids, but for some that another id stands for.
+        """Return whether an embedding's indices are the token ids, but for some that another id stands for.
 
         A model of images or sounds looks up the id of padding in their places.
         """
@@ -418,7 +418,7 @@ class _Inspector:
         return False
 
     def _is_positional(self, node: Node) -> bool:
-        """Whether an embedding that does not read the token ids has positions as its rows, not token types."""
+        """Return whether an embedding that does not read the token ids has positions as its rows, not token types."""
         around = (getattr(self.model.get_submodule(path), "config", None) for path in paths_around(node.path))
         types = next((t for config in around if (t := getattr(config, "type_vocab_size", None)) is not None), None)
         types = getattr(self.model.config, "type_vocab_size", None) if types is None else types

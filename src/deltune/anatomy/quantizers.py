@@ -37,7 +37,7 @@ class Quantizer:
         library: The library that made the layer.
         matches: Whether a module is such a layer.
         kind: What the weight is stored as, such as "nf4".
-        dequantize: Returns the weight in floating point (out_features, in_features), the one that products are
+        dequantize: Returns the weight in floating point (out_features, in_features), as products are
             computed with. It changes nothing.
         quantize: Quantises a weight in floating point and sets it in a copy of the layer, which shares no dictionary
             with it.
@@ -78,11 +78,9 @@ def linear_sizes(module: Any) -> tuple[int, int]:
 
 
 def visible_parameters(module: nn.Module) -> dict[str, tuple[nn.Parameter, tuple[int, ...], str]]:
-    """Return the parameters that a module itself holds as its unquantised form has them.
+    """Return a module's own parameters by name, each with the shape of its unquantised form and its quantisation or "".
 
-    Returns:
-        For each name the parameter, the shape that the unquantised one has, and its quantisation or "". What a
-        quantised linear stores beside its weight and bias, such as scales, is left out.
+    What a quantised linear stores beside its weight and bias, such as scales, is left out.
     """
     parameters = {name: p for name, p in list(parameters_of(module).items()) if p is not None}
     quantizer = find_quantizer(module)
@@ -104,11 +102,7 @@ def bias_of(module: nn.Module) -> Any:
 
 
 def dequantized_weight(module: nn.Module) -> torch.Tensor:
-    """Return the weight of a quantised linear in floating point, without changing anything.
-
-    Raises:
-        DeltuneError: Its library cannot do it.
-    """
+    """Return the weight of a quantised linear in floating point, without changing anything."""
     quantizer = find_quantizer(module)
     assert quantizer is not None
     try:
@@ -122,11 +116,7 @@ def dequantized_weight(module: nn.Module) -> torch.Tensor:
 
 
 def quantized_copy(module: nn.Module, weight: torch.Tensor) -> nn.Module:
-    """Return a copy of a quantised linear with another weight, quantised as its own is; the module is not changed.
-
-    Raises:
-        DeltuneError: Its library cannot do it.
-    """
+    """Return a copy of a quantised linear with another weight, quantised as its own is; the module is not changed."""
     quantizer = find_quantizer(module)
     assert quantizer is not None
     twin = object.__new__(type(module))

@@ -38,7 +38,7 @@ class SubLayer:
     def __init__(self, add: Node, output: Node, attention: Node | None, inputs: list[Node]) -> None:
         self.add, self.output, self.attention, self.inputs = add, output, attention, inputs
         self.projections: dict[str, tuple[Node, Columns | None]] = {}
-        self.reused: tuple[str, ...] = ()  # what is that of an earlier attention, "key" or "value"
+        self.reused: tuple[str, ...] = ()  # "key" or "value", if an earlier attention has projected it
         self.kind: AttentionKind = "self"
         self.block = ""
 
@@ -49,12 +49,12 @@ class SubLayer:
 
     @property
     def mixes_tokens(self) -> bool:
-        """Whether tokens see each other in it."""
+        """Return whether tokens see each other in it."""
         return self.attention is not None
 
     @property
     def role(self) -> str:
-        """What its norms belong to: "attention", which any mixer of tokens counts as, or "ffn"."""
+        """The owner of its norms: "attention", which any mixer of tokens counts as, or "ffn"."""
         return "attention" if self.mixes_tokens else "ffn"
 
     @property
@@ -88,7 +88,7 @@ def find_sublayers(trace: Trace) -> list[SubLayer]:
     projected: set[Node] = set()
     for sub in sorted(sublayers.values(), key=lambda s: s.output.order):
         sub.reused = tuple(r for r in ("key", "value") if sub.projections.get(r, (None,))[0] in projected)
-        for role in sub.reused:  # those of an earlier layer once more
+        for role in sub.reused:  # an earlier layer's, read once more
             del sub.projections[role]
             sub.kind = "self"
         projected |= {node for node, _ in sub.projections.values()}
@@ -146,13 +146,13 @@ def shared_experts(nodes: list[Node]) -> list[SubLayer]:
 
 
 def _is_residual(add: Node) -> bool:
-    """Whether one operand of an addition is computed from the other."""
+    """Return whether one operand of an addition is computed from the other."""
     first, second = (node for node in add.sources if node is not None)
     return _reads_stream(first, second) or _reads_stream(second, first)
 
 
 def _reads_stream(node: Node, stream: Node) -> bool:
-    """Whether a step is computed from another, or from the streams that the other one mixes (hyper-connections)."""
+    """Return whether a step is computed from another, or from the streams that this one mixes (hyper-connections)."""
     streams = (source for source in walk([stream], _mixed) if source is stream or source.kind in ("add", "embedding"))
     return any(depends_on(node, source) for source in streams)
 
@@ -189,7 +189,7 @@ def _carried(node: Node) -> Node | None:
 
 
 def _share_one_linear(add: Node, sources: list[Node | None]) -> bool:
-    """Whether both operands come, by operations on single elements, from the same linear."""
+    """Return whether both operands come, by operations on single elements, from the same linear."""
     stops = {"linear", "add", "norm", "mix", "attention", "embedding"}
     reached = [ancestors([node] if node else [], _PASS_THROUGH | {"op"}, stops) for node in add.sources]
     return any(s in reached[1 - i] for i, s in enumerate(sources) if s is not None)
@@ -242,7 +242,7 @@ def _sub_layer(add: Node, output: Node) -> SubLayer | None:
 
 
 def _tokens(node: Node) -> int:
-    """Return of how many tokens a linear returns hidden states, those of the whole batch."""
+    """Return the number of tokens in the whole batch of which a linear returns hidden states."""
     return node.outputs[0].numel() // max(1, node.outputs[0].shape[-1])
 
 
@@ -287,7 +287,7 @@ def _sides(product: Node) -> list[tuple[torch.Tensor, Node]]:
 
 
 def _convolves(node: Node) -> bool:
-    """Whether a step is a convolution over the tokens."""
+    """Return whether a step is a convolution over the tokens."""
     if node.operation == "convolution":
         weights = node.inputs[1]
         return weights.dim() == 3 and weights.shape[-1] > 1

@@ -39,7 +39,7 @@ def modules_not_by_row(trace: Trace) -> tuple[str, ...]:
 
 
 def _sequence_first(node: Node, lengths: set[int], keys: tuple[int, ...] = ()) -> bool:
-    """Whether the first input or output of a step, or its outputs with given ids, has the shape (length, 1, …)."""
+    """Return whether a step's first input or output, or its outputs with given ids, has the shape (length, 1, …)."""
     tensors = [t for t in node.outputs if id(t) in keys] if keys else [*node.inputs[:1], *node.outputs[:1]]
     return any(
         t.dim() > 2 and t.shape[0] in lengths - {1} and t.shape[1] == 1 and t.is_floating_point() for t in tensors
@@ -52,7 +52,7 @@ def _of_selection(node: Node, selections: dict[Node, str]) -> bool:
 
 
 def _is_selection(shape: tuple[int, ...], selection: str | None) -> bool:
-    """Whether a tensor of a shape is a selection; one whose first axis is the batch again is none."""
+    """Return whether a tensor of a shape is a selection; one whose first axis is the batch again is none."""
     return selection == _TOKENS or (selection == _ROWS_OF_AXIS and not (len(shape) > 2 and shape[0] == 1))
 
 

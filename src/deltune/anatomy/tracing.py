@@ -253,7 +253,7 @@ def _run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _are_new(tensors: list[Any], inputs: Any) -> bool:
-    """Whether tensors on the meta device begin their storage, and share it with no input.
+    """Return whether tensors on the meta device begin their storage, and share it with no input.
 
     An operation such as dropout may return its input, of which its schema says nothing.
     """
@@ -458,7 +458,7 @@ def trace_forward(model: PreTrainedModel) -> Trace:
 
     A model that computes attention itself may need its own masks. It is then traced with its eager attention, which
     shows everything but the inside of the attentions. A model that decides by its numbers what to do next cannot run
-    on shapes alone, and is traced on zeros. Paths and modules of the trace are those of the live model.
+    on shapes alone, and is traced on zeros. The trace has the paths and modules of the live model.
     """
     stamp = _base_stamp(model)  # taken first: a change in another thread meanwhile makes it differ
     trace, reasons = _first_trace(model, input_candidates(base_model(model)))
@@ -543,7 +543,7 @@ _TAKES_EMBEDDINGS: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, int]] =
 
 
 def check_takes_embeddings(model: PreTrainedModel, width: int) -> None:
-    """Raise unless a model runs on vectors of a width, that of its word embeddings, in place of token ids.
+    """Raise unless a model runs on vectors as wide as its word embeddings in place of token ids.
 
     It is tried once, and again whenever the structure of the base model has changed.
     """
@@ -675,14 +675,14 @@ def _on_exit(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> No
 
 
 def _is_leaf(module: torch.nn.Module) -> bool:
-    """Whether a module is one node: it has parameters and no modules inside, or it holds experts."""
+    """Return whether a module is one node: it has parameters and no modules inside, or it holds experts."""
     if submodules_of(module):
         return _holds_experts(module)
     return any(p is not None for p in parameters_of(module).values())
 
 
 def _joins(module: torch.nn.Module, args: Any, kwargs: Any) -> bool:
-    """Whether a module reads two states of one shape, so that what it does with them is to be seen.
+    """Return whether a module reads two states of one shape, so that what it does with them is to be seen.
 
     It may be where the output of a sub-layer joins the residual stream. A norm with a gate is known by its weight.
     """
@@ -693,7 +693,7 @@ def _joins(module: torch.nn.Module, args: Any, kwargs: Any) -> bool:
 
 
 def _scales(module: torch.nn.Module, inputs: list[torch.Tensor], output: Any) -> bool:
-    """Whether a module only multiplies the features that it reads by numbers of its own."""
+    """Return whether a module only multiplies the features that it reads by numbers of its own."""
     sizes = [p.shape for p in parameters_of(module).values() if p is not None]
     return [t.shape for t in inputs] == [getattr(output, "shape", None)] and sizes == [inputs[0].shape[-1:]]
 
@@ -707,7 +707,7 @@ def _expert_shapes(module: torch.nn.Module) -> set[torch.Size]:
 
 
 def _holds_experts(module: torch.nn.Module) -> bool:
-    """Whether a module holds the weights of all experts: projections from the hidden states, and projections back.
+    """Return whether a module holds the weights of all experts: projections from the hidden states, and back.
 
     What convolves is a state-space layer, whose heads may have a matrix each, too.
     """
@@ -715,7 +715,7 @@ def _holds_experts(module: torch.nn.Module) -> bool:
 
 
 def _reads_experts(module: torch.nn.Module, inputs: list[torch.Tensor]) -> bool:
-    """Whether a module that is one node multiplies what it reads by matrices of experts."""
+    """Return whether a module that is one node multiplies what it reads by matrices of experts."""
     read = first_states(inputs)
     return read is not None and any(read.shape[-1] in shape[1:] for shape in _expert_shapes(module))
 

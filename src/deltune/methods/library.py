@@ -367,7 +367,7 @@ def p_tuning_v2(
     """Train `prefix(length)` without reparameterisation (Liu et al. 2022).
 
     Args:
-        length: The number of keys and values before those of every attention, at least 1.
+        length: The number of keys and values before an attention's own, at least 1.
     """
     return prefix(length, layers=layers, stack=stack, attention=attention).parts
 
@@ -475,7 +475,7 @@ def trainable_tokens(tokens: tuple[int, ...]) -> tuple[Modification | Selection,
     how tokens that were added to a vocabulary are saved with a delta.
 
     Args:
-        tokens: The token ids, such as those of added tokens.
+        tokens: The token ids, such as the ids of added tokens.
 
     Returns:
         The method, to attach, count or add to others.
