@@ -94,8 +94,8 @@ class PartReader:
                 placed[node.path] = self.norm(node, place, tuple(sorted({s.role for s in owners}))), owners
         attentions, ffns, experts = [], [], []
         for sub in group:
-            own = [norm for norm, owners in placed.values() if sub in owners]
-            norms: dict[str, str] = {norm.place: norm.path for norm in own if norm.place in ("pre", "post")}
+            of_sub = [norm for norm, owners in placed.values() if sub in owners]
+            norms: dict[str, str] = {norm.place: norm.path for norm in of_sub if norm.place in ("pre", "post")}
             if sub.attention is not None:
                 attentions.append(self.attention(sub, norms))
             elif sub.block:

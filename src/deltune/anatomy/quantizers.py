@@ -239,11 +239,6 @@ def _quantizes_activations(weight: Any) -> bool:
     return any(option is not None for option in options)
 
 
-def _dequantize_torchao(module: Any) -> torch.Tensor:
-    result: torch.Tensor = module.weight.dequantize()
-    return result
-
-
 def _quantize_torchao(module: Any, weight: torch.Tensor) -> None:
     old = module.weight
     weight = weight.to(device=old.device, dtype=old.dtype)
@@ -334,15 +329,6 @@ def _is_stored_hqq(module: Any) -> bool:
     return _is_of("hqq.core.quantize", "HQQLinear")(module) and module.W_q is not None and module.meta is not None
 
 
-def _kind_hqq(module: Any) -> str:
-    return f"int{module.meta['nbits']}"
-
-
-def _dequantize_hqq(module: Any) -> torch.Tensor:
-    result: torch.Tensor = module.dequantize()
-    return result
-
-
 def _quantize_hqq(module: Any, weight: torch.Tensor) -> None:
     options = {name: module.meta[name] for name in ("nbits", "group_size", "axis")}
     codes, meta = sys.modules["hqq.core.quantize"].Quantizer.quantize(
@@ -360,13 +346,17 @@ QUANTIZERS = (
     ),
     Quantizer("bitsandbytes", _is_stored_8bit, lambda module: "int8", _dequantize_8bit, _quantize_8bit, ("state",)),
     Quantizer(
-        "torchao", _is_torchao, _kind_torchao, _dequantize_torchao, _quantize_torchao, no_gradient=_no_gradient_torchao
+        "torchao", _is_torchao, _kind_torchao, lambda module: module.weight.dequantize(), _quantize_torchao,
+        no_gradient=_no_gradient_torchao,
     ),
     Quantizer(
         "torchao", _is_of("torchao.quantization.qat", "FakeQuantizedLinear"), _kind_qat, _dequantize_qat,
         _quantize_qat, trainable_weight=True,
     ),
-    Quantizer("quanto", _is_quanto, _kind_quanto, _dequantize_torchao, _quantize_quanto),
-    Quantizer("hqq", _is_stored_hqq, _kind_hqq, _dequantize_hqq, _quantize_hqq, ("meta",), weight_name="W_q"),
+    Quantizer("quanto", _is_quanto, _kind_quanto, lambda module: module.weight.dequantize(), _quantize_quanto),
+    Quantizer(
+        "hqq", _is_stored_hqq, lambda module: f"int{module.meta['nbits']}", lambda module: module.dequantize(),
+        _quantize_hqq, ("meta",), weight_name="W_q",
+    ),
 )  # fmt: skip
 """All ways of quantising that are known here."""

@@ -480,21 +480,19 @@ def trace_tower(model: PreTrainedModel, tower: str, between: Collection[str]) ->
     second pass has as many of them as there are states. If that one stops too, the first counts as far as it came if it
     has called the modules `between` the towers, and is `stopped`.
     """
-    base = base_model(model)
     try:
-        for on_zeros in (False, True):
-            for candidate in tower_candidates(base):
-                trace = _record_as_far(model, candidate, on_zeros, tower)
-                if trace is None or not trace.stopped:
-                    if trace is not None:
-                        return trace
-                    continue
-                for with_places in _with_placeholders(trace, candidate, tower):
-                    whole = _record_as_far(model, with_places, True, tower)
-                    if whole is not None and not whole.stopped:
-                        return whole
-                if trace.entered.keys() >= set(between):
-                    return trace
+        for on_zeros, candidate in product((False, True), tower_candidates(base_model(model))):
+            trace = _record_as_far(model, candidate, on_zeros, tower)
+            if trace is None:
+                continue
+            if not trace.stopped:
+                return trace
+            for with_places in _with_placeholders(trace, candidate, tower):
+                whole = _record_as_far(model, with_places, True, tower)
+                if whole is not None and not whole.stopped:
+                    return whole
+            if trace.entered.keys() >= set(between):
+                return trace
     except Exception:  # also a configuration whose sizes are not those that inputs are made from
         return None
     return None

@@ -50,8 +50,8 @@ def _library_method(make: Callable[P, tuple[Modification | Selection, ...]]) -> 
         return named_method(make)
     text, _, rest = inspect.cleandoc(make.__doc__).partition("\n\nArgs:\n")
     arguments, raises, errors = (rest or text).partition("\n\nRaises:\n")
-    own = dict(re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", arguments if rest else "", re.MULTILINE))
-    described = {name: own.get(name) or _SHARED_ARGUMENTS[name] for name in inspect.signature(make).parameters}
+    written = dict(re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", arguments if rest else "", re.MULTILINE))
+    described = {name: written.get(name) or _SHARED_ARGUMENTS[name] for name in inspect.signature(make).parameters}
     lines = [f"    {name}: {meaning}" for name, meaning in described.items()]
     sections = ["\n".join(("Args:", *lines))] if lines else []
     sections.append("Returns:\n    The method, to attach, count or add to others.")
