@@ -49,7 +49,7 @@ class Quantizer:
 
     library: str
     matches: Callable[[nn.Module], bool]
-    kind: Callable[[nn.Module], str]
+    kind: Callable[[Any], str]
     dequantize: Callable[[Any], torch.Tensor]
     quantize: Callable[[Any, torch.Tensor], None]
     state: tuple[str, ...] = ()
