@@ -1,1 +1,1 @@
-"""What a transformer is made of, observed in one traced forward pass."""
+"""The parts of a transformer, observed in one traced forward pass."""

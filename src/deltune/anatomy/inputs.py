@@ -59,14 +59,7 @@ def tower_name(model: nn.Module) -> str:
 def input_candidates(model: nn.Module) -> list[dict[str, Any]]:
     """Return the inputs that a model may take, to be tried one after another.
 
-    Args:
-        model: A base model of transformers.
-
-    Returns:
-        Dictionaries from the names of arguments to functions that make a tensor, or to values.
-
-    Raises:
-        DeltuneError: The model reads neither token ids nor images nor sounds.
+    Each is a dictionary from the names of arguments to values, or to functions that make a tensor.
     """
     accepted = inspect.signature(model.forward).parameters
     main = main_input(model)
@@ -106,14 +99,7 @@ def input_candidates(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def tower_candidates(model: nn.Module) -> list[dict[str, Any]]:
-    """Return inputs of images or sounds beside text, to be tried one after another on a model of several towers.
-
-    Args:
-        model: A base model of transformers.
-
-    Returns:
-        Dictionaries as those of `input_candidates`.
-    """
+    """Return inputs of images or sounds beside text, to be tried one after another on a model of several towers."""
     accepted, config = inspect.signature(model.forward).parameters, getattr(model, "config", None)
     candidates = [c for c in input_candidates(model) if not c.keys().isdisjoint(READABLE[1:-1])]
     images = [c for c in candidates if "pixel_values" in c]

@@ -77,12 +77,7 @@ def offloaded_tensors(model: nn.Module) -> dict[Place, OffloadedTensor]:
 def loaded_devices(
     model: nn.Module, offloaded: Mapping[Place, OffloadedTensor]
 ) -> Iterator[tuple[str, nn.Parameter, torch.device]]:
-    """Iterate over a model's own parameters by name, each with the device that it is on, or is loaded to.
-
-    Args:
-        model: The model.
-        offloaded: Its offloaded parameters, by their places.
-    """
+    """Iterate over a model's own parameters by name, each with the device that it is on, or is loaded to."""
     for path, module in base_modules(model, remove_duplicate=False):
         for leaf, parameter in list(parameters_of(module).items()):
             if parameter is not None:
@@ -111,16 +106,7 @@ def tied_identities(model: nn.Module) -> dict[int, int]:
 
 
 def call_with_weights(module: nn.Module, function: Callable[[torch.Tensor], Any], x: torch.Tensor) -> Any:
-    """Call a function that computes with the weights of a module, outside of the module's own call.
-
-    Args:
-        module: The module.
-        function: The function.
-        x: Its argument.
-
-    Returns:
-        What the function returns.
-    """
+    """Call a function that computes with the weights of a module, outside of the module's own call."""
     hook = offload_hook(module)
     if hook is None:
         return function(x)

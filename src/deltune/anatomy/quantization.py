@@ -68,11 +68,7 @@ def _add_storages(value: Any, seen: dict[int, int]) -> None:
 
 
 def check_quantization(model: nn.Module) -> None:
-    """Check by the types of its parameters that a model has plain weights, or linears of the table; nothing is called.
-
-    Raises:
-        DeltuneError: Some weights are quantised in a way that the table does not have.
-    """
+    """Check by the types of parameters that a model has plain weights, or linears of the table; nothing is called."""
     inside: set[nn.Module] = set()
     for path, module in base_modules(model):
         if module in inside:
@@ -94,7 +90,7 @@ def check_quantization(model: nn.Module) -> None:
 
 
 def has_plain_weights(module: nn.Module) -> bool:
-    """Whether a module itself holds no weights but ordinary ones, which can be trained."""
+    """Return whether a module itself holds no weights but ordinary ones, which can be trained."""
     return (
         find_quantizer(module) is None
         and not type(module).__module__.startswith(_QUANTIZED_BY_TORCH)
@@ -106,11 +102,7 @@ def has_plain_weights(module: nn.Module) -> bool:
 
 
 def check_gradients_pass(model: nn.Module) -> None:
-    """Check that gradients pass through every quantised linear, so that what is below it can be trained.
-
-    Raises:
-        DeltuneError: They do not; the message has the reason, and what to do.
-    """
+    """Check that gradients pass through every quantised linear, so that what is below it can be trained."""
     known: dict[Any, str] = {}
     if not quantization_of(model):
         return
@@ -126,7 +118,7 @@ def check_gradients_pass(model: nn.Module) -> None:
 
 
 def is_unquantized(parameter: Any) -> bool:
-    """Whether a parameter is a plain tensor, or one process's shard of one (FSDP2)."""
+    """Return whether a parameter is a plain tensor, or one process's shard of one (FSDP2)."""
     if type(parameter) in (nn.Parameter, torch.Tensor):
         return True
     tensors = sys.modules.get("torch.distributed.tensor")

@@ -1,4 +1,4 @@
-"""What a model would store if it were quantised while it is loaded, from its configuration alone.
+"""The bytes that a model would store if it were quantised while it is loaded, from its configuration alone.
 
 The quantiser itself says on a model without values which linears it takes. One linear of each size is then quantised as
 transformers does it while loading, and what that one stores holds for all of its size.
@@ -63,15 +63,7 @@ class _OneLinear(PreTrainedModel):
 
 
 def quantized_storage(config: PreTrainedConfig, quantization_config: Any) -> QuantizedStorage:
-    """Return what AutoModel of a configuration would store if it were loaded quantised; no weights are read.
-
-    Args:
-        config: The configuration of a model.
-        quantization_config: transformers' configuration of a quantiser, such as a BitsAndBytesConfig.
-
-    Raises:
-        DeltuneError: The model is stored quantised already, or the quantiser needs more than a configuration.
-    """
+    """Return what AutoModel of a configuration would store if it were loaded quantised; no weights are read."""
     name = type(quantization_config).__name__
     if getattr(config, "quantization_config", None) is not None:
         raise DeltuneError(f"this {config.model_type} is stored quantised already: leave {name} out")
@@ -107,11 +99,7 @@ def _quantized_paths(model: PreTrainedModel, quantization_config: Any) -> list[s
 
 
 def _quantized_linear(in_width: int, out_width: int, bias: bool, quantization_config: Any) -> nn.Module:
-    """Return one linear of a size, quantised as transformers does it while it loads a model.
-
-    Raises:
-        DeltuneError: It stays in floating point, or no gradient passes through it.
-    """
+    """Return one linear of a size, quantised as transformers does it while it loads a model."""
     values = {"linear.weight": torch.ones(out_width, in_width), "tokens.weight": torch.ones(1, 1)}
     values |= {"linear.bias": torch.ones(out_width)} if bias else {}
     config = _OneLinearConfig(in_width=in_width, out_width=out_width, with_bias=bias)

@@ -37,7 +37,7 @@ class Quantizer:
         library: The library that made the layer.
         matches: Whether a module is such a layer.
         kind: What the weight is stored as, such as "nf4".
-        dequantize: Returns the weight in floating point (out_features, in_features), the one that products are
+        dequantize: Returns the weight in floating point (out_features, in_features), as products are
             computed with. It changes nothing.
         quantize: Quantises a weight in floating point and sets it in a copy of the layer, which shares no dictionary
             with it.
@@ -49,7 +49,7 @@ class Quantizer:
 
     library: str
     matches: Callable[[nn.Module], bool]
-    kind: Callable[[nn.Module], str]
+    kind: Callable[[Any], str]
     dequantize: Callable[[Any], torch.Tensor]
     quantize: Callable[[Any, torch.Tensor], None]
     state: tuple[str, ...] = ()
@@ -78,11 +78,9 @@ def linear_sizes(module: Any) -> tuple[int, int]:
 
 
 def visible_parameters(module: nn.Module) -> dict[str, tuple[nn.Parameter, tuple[int, ...], str]]:
-    """Return the parameters that a module itself holds as its unquantised form has them.
+    """Return a module's own parameters by name, each with the shape of its unquantised form and its quantisation or "".
 
-    Returns:
-        For each name the parameter, the shape that the unquantised one has, and its quantisation or "". What a
-        quantised linear stores beside its weight and bias, such as scales, is left out.
+    What a quantised linear stores beside its weight and bias, such as scales, is left out.
     """
     parameters = {name: p for name, p in list(parameters_of(module).items()) if p is not None}
     quantizer = find_quantizer(module)
@@ -104,11 +102,7 @@ def bias_of(module: nn.Module) -> Any:
 
 
 def dequantized_weight(module: nn.Module) -> torch.Tensor:
-    """Return the weight of a quantised linear in floating point, without changing anything.
-
-    Raises:
-        DeltuneError: Its library cannot do it.
-    """
+    """Return the weight of a quantised linear in floating point, without changing anything."""
     quantizer = find_quantizer(module)
     assert quantizer is not None
     try:
@@ -122,11 +116,7 @@ def dequantized_weight(module: nn.Module) -> torch.Tensor:
 
 
 def quantized_copy(module: nn.Module, weight: torch.Tensor) -> nn.Module:
-    """Return a copy of a quantised linear with another weight, quantised as its own is; the module is not changed.
-
-    Raises:
-        DeltuneError: Its library cannot do it.
-    """
+    """Return a copy of a quantised linear with another weight, quantised as its own is; the module is not changed."""
     quantizer = find_quantizer(module)
     assert quantizer is not None
     twin = object.__new__(type(module))
@@ -249,11 +239,6 @@ def _quantizes_activations(weight: Any) -> bool:
     return any(option is not None for option in options)
 
 
-def _dequantize_torchao(module: Any) -> torch.Tensor:
-    result: torch.Tensor = module.weight.dequantize()
-    return result
-
-
 def _quantize_torchao(module: Any, weight: torch.Tensor) -> None:
     old = module.weight
     weight = weight.to(device=old.device, dtype=old.dtype)
@@ -344,15 +329,6 @@ def _is_stored_hqq(module: Any) -> bool:
     return _is_of("hqq.core.quantize", "HQQLinear")(module) and module.W_q is not None and module.meta is not None
 
 
-def _kind_hqq(module: Any) -> str:
-    return f"int{module.meta['nbits']}"
-
-
-def _dequantize_hqq(module: Any) -> torch.Tensor:
-    result: torch.Tensor = module.dequantize()
-    return result
-
-
 def _quantize_hqq(module: Any, weight: torch.Tensor) -> None:
     options = {name: module.meta[name] for name in ("nbits", "group_size", "axis")}
     codes, meta = sys.modules["hqq.core.quantize"].Quantizer.quantize(
@@ -370,13 +346,17 @@ QUANTIZERS = (
     ),
     Quantizer("bitsandbytes", _is_stored_8bit, lambda module: "int8", _dequantize_8bit, _quantize_8bit, ("state",)),
     Quantizer(
-        "torchao", _is_torchao, _kind_torchao, _dequantize_torchao, _quantize_torchao, no_gradient=_no_gradient_torchao
+        "torchao", _is_torchao, _kind_torchao, lambda module: module.weight.dequantize(), _quantize_torchao,
+        no_gradient=_no_gradient_torchao,
     ),
     Quantizer(
         "torchao", _is_of("torchao.quantization.qat", "FakeQuantizedLinear"), _kind_qat, _dequantize_qat,
         _quantize_qat, trainable_weight=True,
     ),
-    Quantizer("quanto", _is_quanto, _kind_quanto, _dequantize_torchao, _quantize_quanto),
-    Quantizer("hqq", _is_stored_hqq, _kind_hqq, _dequantize_hqq, _quantize_hqq, ("meta",), weight_name="W_q"),
+    Quantizer("quanto", _is_quanto, _kind_quanto, lambda module: module.weight.dequantize(), _quantize_quanto),
+    Quantizer(
+        "hqq", _is_stored_hqq, lambda module: f"int{module.meta['nbits']}", lambda module: module.dequantize(),
+        _quantize_hqq, ("meta",), weight_name="W_q",
+    ),
 )  # fmt: skip
 """All ways of quantising that are known here."""

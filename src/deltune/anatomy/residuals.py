@@ -8,10 +8,23 @@ whose input is the hidden states, the sub-layer is a mixture of experts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..compat import storage_id
-from .tracing import Node, Trace, ancestors, depends_on, descendants, nodes_above
+from .graph import (
+    Node,
+    Read,
+    Trace,
+    ancestors,
+    depends_on,
+    descendants,
+    nodes_above,
+    numeric_ancestors,
+    reads_above,
+    walk,
+)
 from .types import AttentionKind, Columns, NormPosition
 
 _PASS_THROUGH = {"view", "pass"}  # nodes that change a tensor's shape or scale only
@@ -25,7 +38,7 @@ class SubLayer:
     def __init__(self, add: Node, output: Node, attention: Node | None, inputs: list[Node]) -> None:
         self.add, self.output, self.attention, self.inputs = add, output, attention, inputs
         self.projections: dict[str, tuple[Node, Columns | None]] = {}
-        self.reused: tuple[str, ...] = ()  # what is that of an earlier attention, "key" or "value"
+        self.reused: tuple[str, ...] = ()  # "key" or "value", if an earlier attention has projected it
         self.kind: AttentionKind = "self"
         self.block = ""
 
@@ -36,12 +49,12 @@ class SubLayer:
 
     @property
     def mixes_tokens(self) -> bool:
-        """Whether tokens see each other in it."""
+        """Return whether tokens see each other in it."""
         return self.attention is not None
 
     @property
     def role(self) -> str:
-        """What its norms belong to: "attention", which any mixer of tokens counts as, or "ffn"."""
+        """The owner of its norms: "attention", which any mixer of tokens counts as, or "ffn"."""
         return "attention" if self.mixes_tokens else "ffn"
 
     @property
@@ -55,7 +68,7 @@ class SubLayer:
 
 def find_sublayers(trace: Trace) -> list[SubLayer]:
     """Return every sub-layer of a trace, in the order of execution."""
-    sublayers: dict[int, SubLayer] = {}
+    sublayers: dict[Node, SubLayer] = {}
     expert_paths = {node.path for node in trace.of_kind("experts")}
     for add in trace.of_kind("add"):
         sources = [_source_linear(node) for node in add.sources]
@@ -65,21 +78,20 @@ def find_sublayers(trace: Trace) -> list[SubLayer]:
         if any(n.kind in ("attention", "mix") for n in readers) and not _is_residual(add):
             continue  # a rotary embedding or a score
         for number, output in enumerate(sources):
-            if output is not None and id(output) in sublayers:
+            if output in sublayers:
                 continue
             sublayer = _sub_layer(add, output) if output is not None else None
             if sublayer is None and expert_paths:
                 sublayer = _experts(trace, add, number, expert_paths)
             if sublayer is not None:
-                sublayers[id(sublayer.output)] = sublayer
-    projected: set[int] = set()
+                sublayers[sublayer.output] = sublayer
+    projected: set[Node] = set()
     for sub in sorted(sublayers.values(), key=lambda s: s.output.order):
-        reused = [role for role in ("key", "value") if id(sub.projections.get(role, (None,))[0]) in projected]
-        sub.reused = tuple(reused)
-        for role in reused:  # those of an earlier layer once more
+        sub.reused = tuple(r for r in ("key", "value") if sub.projections.get(r, (None,))[0] in projected)
+        for role in sub.reused:  # an earlier layer's, read once more
             del sub.projections[role]
             sub.kind = "self"
-        projected |= {id(node) for node, _ in sub.projections.values()}
+        projected |= {node for node, _ in sub.projections.values()}
     blocks = tuple(f"{sub.block}." for sub in sublayers.values() if sub.block)
     outside = [sub for sub in sublayers.values() if sub.block or not sub.output.path.startswith(blocks)]
     return sorted(outside, key=lambda s: s.output.order)
@@ -90,19 +102,13 @@ def _experts(trace: Trace, add: Node, number: int, expert_paths: set[str]) -> Su
 
     The operand depends on the other one, the residual stream, which the outputs of earlier layers do not.
     """
-    operands = [(t, n) for t, n in zip(add.inputs, add.sources, strict=True) if n is not None]
+    operands = add.reads
     if len(operands) != 2:
         return None
     operand, (_, stream) = operands[number % 2], operands[(number + 1) % 2]
     if not _reads_stream(operand[1], stream):
         return None
-    queue: list[tuple[torch.Tensor, Node | None]] = [operand]
-    seen: set[int] = set()
-    while queue:
-        tensor, node = queue.pop()
-        if node is None or id(tensor) in seen:
-            continue
-        seen.add(id(tensor))
+    for tensor, node in walk([operand], _carried_reads):
         for path in trace.returned.get(id(tensor), ()):
             inside = [n for n in trace.nodes[trace.began[path] :] if n.path.startswith(f"{path}.")]
             if any(n.kind == "attention" for n in inside):
@@ -116,48 +122,47 @@ def _experts(trace: Trace, add: Node, number: int, expert_paths: set[str]) -> Su
             sub = SubLayer(add, node, None, [node])
             sub.block = node.path
             return sub
-        if node.kind in (*_PASS_THROUGH, "norm"):
-            queue.extend(zip(node.inputs, node.sources, strict=True))
-        else:
-            queue.extend((t, n) for t, n in zip(node.inputs, node.sources, strict=True) if n is _carried(node))
     return None
+
+
+def _carried_reads(read: Read) -> list[Read]:
+    """Return what a step reads and changes in shape or scale alone, or normalises."""
+    node = read[1]
+    if node.kind in (*_PASS_THROUGH, "norm"):
+        return node.reads
+    carried = _carried(node)
+    return [(t, n) for t, n in node.reads if n is carried]
 
 
 def shared_experts(nodes: list[Node]) -> list[SubLayer]:
     """Return the FFNs among the steps inside a mixture of experts, those that every token goes through."""
-    inside = {id(node) for node in nodes if node.kind == "linear"}
+    linears = [node for node in nodes if node.kind == "linear"]
     ffns = []
-    for output in (node for node in nodes if node.kind == "linear"):
+    for output in linears:
         sources = ancestors(output.parents, {"view", "pass", "op", "norm"}, {"linear", "mix", "attention", "add"})
-        if sources and all(id(source) in inside for source in sources):
+        if sources and set(linears).issuperset(sources):
             ffns.append(SubLayer(output, output, None, sources))
     return ffns
 
 
 def _is_residual(add: Node) -> bool:
-    """Whether one operand of an addition is computed from the other."""
+    """Return whether one operand of an addition is computed from the other."""
     first, second = (node for node in add.sources if node is not None)
     return _reads_stream(first, second) or _reads_stream(second, first)
 
 
 def _reads_stream(node: Node, stream: Node) -> bool:
-    """Whether a step is computed from another, or from the streams that the other one mixes (hyper-connections)."""
-    if depends_on(node, stream):
-        return True
-    queue, seen = [stream], set()
-    while queue:
-        source = queue.pop()
-        if id(source) in seen:
-            continue
-        seen.add(id(source))
-        if source.kind in ("add", "embedding"):
-            if depends_on(node, source):
-                return True
-        elif source.kind in (*_PASS_THROUGH, "mix"):
-            queue.extend(source.parents)
-        elif carried := _carried(source):
-            queue.append(carried)
-    return False
+    """Return whether a step is computed from another, or from the streams that this one mixes (hyper-connections)."""
+    streams = (source for source in walk([stream], _mixed) if source is stream or source.kind in ("add", "embedding"))
+    return any(depends_on(node, source) for source in streams)
+
+
+def _mixed(node: Node) -> list[Node]:
+    """Return the steps whose outputs a step that is no addition mixes, or carries on."""
+    if node.kind in (*_PASS_THROUGH, "mix"):
+        return node.parents
+    carried = None if node.kind in ("add", "embedding") else _carried(node)
+    return [] if carried is None else [carried]
 
 
 def _carried(node: Node) -> Node | None:
@@ -166,7 +171,7 @@ def _carried(node: Node) -> Node | None:
     These are a product with one number for each token, such as the weight of a stream, or with one vector for all, and
     x + f(x), where f may be a convolution.
     """
-    factors = [(t, n) for t, n in zip(node.inputs, node.sources, strict=True) if n is not None]
+    factors = node.reads
     if len(factors) != 2:
         return None
     if node.operation == "mul":
@@ -184,7 +189,7 @@ def _carried(node: Node) -> Node | None:
 
 
 def _share_one_linear(add: Node, sources: list[Node | None]) -> bool:
-    """Whether both operands come, by operations on single elements, from the same linear."""
+    """Return whether both operands come, by operations on single elements, from the same linear."""
     stops = {"linear", "add", "norm", "mix", "attention", "embedding"}
     reached = [ancestors([node] if node else [], _PASS_THROUGH | {"op"}, stops) for node in add.sources]
     return any(s in reached[1 - i] for i, s in enumerate(sources) if s is not None)
@@ -237,7 +242,7 @@ def _sub_layer(add: Node, output: Node) -> SubLayer | None:
 
 
 def _tokens(node: Node) -> int:
-    """Return of how many tokens a linear returns hidden states, those of the whole batch."""
+    """Return the number of tokens in the whole batch of which a linear returns hidden states."""
     return node.outputs[0].numel() // max(1, node.outputs[0].shape[-1])
 
 
@@ -264,7 +269,7 @@ def _projections_of_products(output: Node) -> dict[str, tuple[Node, Columns | No
             projections: dict[str, tuple[Node, Columns | None]] = {}
             if value := _projection(*sides[1 - number]):
                 projections["value"] = value
-            for scores in _read_as_numbers(softmax, {"mix", "linear", "attention"}):
+            for scores in numeric_ancestors(softmax, _WITHIN_SUBLAYER, {"mix", "linear", "attention"}):
                 from_linears = [_projection(*side) for side in _sides(scores)]
                 if len(from_linears) == 2 and all(from_linears) and from_linears[0] != from_linears[1]:
                     projections["query"], projections["key"] = from_linears  # type: ignore[assignment]
@@ -272,23 +277,6 @@ def _projections_of_products(output: Node) -> dict[str, tuple[Node, Columns | No
             _drop_unclear(projections)
             return projections
     return {}
-
-
-def _read_as_numbers(node: Node, stop: set[str]) -> list[Node]:
-    """Return the nodes of a kind in `stop` whose numbers a step is computed from; those that choose a mask are none."""
-    matches, queue, seen = [], [node], set()
-    while queue:
-        node = queue.pop()
-        chosen = {id(s) for t, s in zip(node.inputs, node.sources, strict=True) if not t.is_floating_point()}
-        for source in node.parents:
-            if id(source) in chosen or id(source) in seen:
-                continue
-            seen.add(id(source))
-            if source.kind in stop:
-                matches.append(source)
-            elif source.kind in _WITHIN_SUBLAYER:
-                queue.append(source)
-    return sorted(matches, key=lambda n: n.order)
 
 
 def _sides(product: Node) -> list[tuple[torch.Tensor, Node]]:
@@ -299,7 +287,7 @@ def _sides(product: Node) -> list[tuple[torch.Tensor, Node]]:
 
 
 def _convolves(node: Node) -> bool:
-    """Whether a step is a convolution over the tokens."""
+    """Return whether a step is a convolution over the tokens."""
     if node.operation == "convolution":
         weights = node.inputs[1]
         return weights.dim() == 3 and weights.shape[-1] > 1
@@ -318,21 +306,20 @@ def _projection(tensor: torch.Tensor, producer: Node | None) -> tuple[Node, Colu
         return None
 
 
-def _streams(node: Node | None) -> set[int]:
-    """Return the ids of the sums and embeddings that a query or key is projected from: its residual stream."""
+def _streams(node: Node | None) -> set[Node]:
+    """Return the sums and embeddings that a query or key is projected from: its residual stream."""
     first = ancestors([node] if node else [], _WITHIN_SUBLAYER, {"linear"})
     parents = [parent for linear in first for parent in linear.parents]
-    streams = ancestors(parents, {"linear", "norm", "view", "pass", "op"}, {"add", "embedding", "input", "attention"})
-    return {id(stream) for stream in streams}
+    stops = {"add", "embedding", "input", "attention"}
+    return set(ancestors(parents, {"linear", "norm", "view", "pass", "op"}, stops))
 
 
-def norm_position(node: Node, group: list[SubLayer]) -> tuple[NormPosition, list[SubLayer]]:
+def norm_position(node: Node, group: Sequence[SubLayer]) -> tuple[NormPosition, list[SubLayer]]:
     """Return where a norm stands in its layer, and the sub-layers that it belongs to."""
     stops = {"linear", "add", "op", "mix", "attention", "experts"}
     above = ancestors(node.parents, _PASS_THROUGH, stops | {"norm", "embedding"})
     below = descendants(node, _PASS_THROUGH, stops)
     readers = [s for s in group if any(n in below for n in _input_linears(s))]
-    adds = {id(s.add) for s in group}
     summed = any(n.kind == "add" for n in below)
     for sub in group:  # query and key norms stand between a projection and the attention
         sides: tuple[NormPosition, ...] = ("query", "key")
@@ -343,7 +330,7 @@ def norm_position(node: Node, group: list[SubLayer]) -> tuple[NormPosition, list
     if outputs:
         return "output", outputs
     sums = [s for s in group if s.add in above]
-    if sums and id(sums[0].add) in adds and (summed or not readers):
+    if sums and (summed or not readers):
         return "post", sums
     if readers:
         return "pre", readers
@@ -360,21 +347,15 @@ def _input_linears(sub: SubLayer) -> list[Node]:
 
 
 def features_are_last(trace: Trace, output: torch.Tensor, linear: Node) -> bool:
-    """Whether the last axis of what a layer returns has the features of its last linear, and not rows of pixels.
+    """Return whether the last axis of a layer's output has the features of its last linear, and not rows of pixels.
 
     The axis is followed back through views, by its stride, and through steps that keep the shape. Where that does not
     show, it is taken for the features.
-
-    Args:
-        trace: The trace.
-        output: What the layer returns.
-        linear: The output linear of its last sub-layer.
     """
     node = next((n for n in reversed(trace.nodes) if any(t is output for t in n.outputs)), None)
     tensor, axis = output, output.dim() - 1
     while node is not None and node is not linear:
-        reads = zip(node.inputs, node.sources, strict=True)
-        step = next(((t, source) for t, source in reads if source is not None and depends_on(source, linear)), None)
+        step = next(((t, source) for t, source in node.reads if depends_on(source, linear)), None)
         if step is None:
             return True
         below, source = step
@@ -395,7 +376,7 @@ def gate_and_up(sub: SubLayer) -> dict[str, tuple[Node, Columns | None]]:
     What the output linear reads is the product of the two. One of them comes from its linear by views alone.
     """
     for product in nodes_above(sub.output.parents, {"view", "pass", "op", "norm"})[::-1]:
-        factors = [(t, n) for t, n in zip(product.inputs, product.sources, strict=True) if n is not None]
+        factors = product.reads
         if product.operation != "mul" or len(factors) != 2:
             continue
         from_linears = [_projection(*factor) for factor in factors]
@@ -415,20 +396,9 @@ def gate_and_up(sub: SubLayer) -> dict[str, tuple[Node, Columns | None]]:
 
 def _views_of_output(tensor: torch.Tensor, source: Node | None, linear: Node) -> list[torch.Tensor]:
     """Return the views of the linear's output that `tensor` is computed from: on each way, the last in its storage."""
-    storage = storage_id(linear.outputs[0])
-    views: list[torch.Tensor] = []
-    seen: set[int] = set()
-    queue = [(tensor, source)]
-    while queue:
-        tensor, source = queue.pop()
-        if id(tensor) in seen or source is None or source.order < linear.order:
-            continue
-        seen.add(id(tensor))
-        if storage_id(tensor) == storage:
-            views.append(tensor)
-        else:
-            queue.extend(zip(source.inputs, source.sources, strict=True))
-    return views
+    storage, start = storage_id(linear.outputs[0]), [] if source is None else [(tensor, source)]
+    reads = reads_above(start, lambda t, node: node.order >= linear.order and storage_id(t) != storage)
+    return [t for t, node in reads if node.order >= linear.order and storage_id(t) == storage]
 
 
 class _IrregularColumns(Exception):

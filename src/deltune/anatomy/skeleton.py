@@ -41,8 +41,7 @@ true `of_live_model`."""
 def structural_copy(model: PreTrainedModel) -> tuple[PreTrainedModel, dict[nn.Module, nn.Module]]:
     """Copy a model's modules, with meta tensors in place of its parameters and buffers, in eval mode, without hooks.
 
-    Returns:
-        The copy, and a dictionary from each of its modules to the module of `model` that it is a copy of.
+    With the copy comes a dictionary from each of its modules to the original.
     """
     copier = _Copier()
     twin = copier.module(model)
@@ -72,14 +71,9 @@ def _zeros(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def base_modules(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
-    """Iterate over the model's own modules by path; those of deltas are left out, since threads may be attaching them.
+    """Iterate over the model's own modules by path; deltas are left out, since threads may be attaching them.
 
-    Args:
-        model: The model.
-        remove_duplicate: Whether a module with several paths comes once, under its first path.
-
-    Returns:
-        Pairs of a path and a module.
+    With `remove_duplicate`, a module with several paths comes once, under its first path.
     """
     stack, seen = [("", model)], set()
     while stack:
@@ -184,8 +178,8 @@ class _Copier:
 
 
 NOT_COPIED = frozenset((*nn.Module().__dict__, *PASS_OVERRIDES, HOOKS_INSTALLED))
-"""The attributes that torch gives every module, which a copy has of its own, `PASS_OVERRIDES`, and that of hooks, of
-which a copy has none."""
+"""The attributes that torch gives every module, which a copy has of its own, `PASS_OVERRIDES`, and the mark of
+installed hooks, of which a copy has none."""
 
 
 def _copied_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -202,7 +196,7 @@ def _copied_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class Stamp:
-    """What a copy of a live module's structure depends on. Two equal stamps were taken of the same structure.
+    """Everything that a copy of a live module's structure depends on. Equal stamps were taken of the same structure.
 
     Attributes:
         structure: The types of its modules, the names and shapes of their parameters and buffers, which of them are one

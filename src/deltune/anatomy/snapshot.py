@@ -22,7 +22,7 @@ from .skeleton import HANDLE_NAME, NOT_COPIED, OF_DELTAS, PLAIN_CLASSES, VALUES
 
 
 class Snapshot:
-    """What a live model was, so that what was found out about it holds as long as it `is_current`.
+    """The state of a live model, of which everything that was found out holds as long as it `is_current`.
 
     It becomes stale when anything changes that a stamp of the base model covers, or that is checked before a delta is
     attached, but for the values of weights. So it compares the types of all modules, their children, the names of all
@@ -53,19 +53,14 @@ class Snapshot:
 
     @classmethod
     def of(cls, model: PreTrainedModel, base: PreTrainedModel) -> Snapshot | None:
-        """Return a snapshot of a model; None where weights are quantised, offloaded or cannot be trained.
-
-        Args:
-            model: The model.
-            base: Its base model.
-        """
+        """Return a snapshot of a model; None where weights are quantised, offloaded or cannot be trained."""
         try:
             return cls(model, base)
         except _NotPlain:
             return None
 
     def is_current(self) -> bool:
-        """Whether the model still is what it was."""
+        """Return whether the model still is what it was."""
         modules = [module for reference in self._modules if (module := reference()) is not None]
         if len(modules) < len(self._modules):
             return False
@@ -185,7 +180,7 @@ def _nothing(namespace: Mapping[Any, Any]) -> tuple[Any, ...]:
 
 
 def _same(values: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether two sequences have the same objects."""
+    """Return whether two sequences have the same objects."""
     return len(values) == len(others) and all(map(is_, values, others))
 
 

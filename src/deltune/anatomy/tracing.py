@@ -11,13 +11,13 @@ memory, seen in the shape of the weight, and matrix products give zeros without 
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -37,134 +37,9 @@ from ..compat import (
     submodules_of,
 )
 from ..errors import DeltuneError, error_summary
+from .graph import Node, Trace, first_states
 from .inputs import input_candidates, main_input, tower_candidates
 from .skeleton import Stamp, base_modules, fill_with_zeros, structural_copy, structure_stamp
-
-
-@dataclass(eq=False)
-class Node:
-    """One recorded step of the forward pass: a call of a module, or an operation outside of such modules.
-
-    Attributes:
-        kind: "linear", "norm", "embedding", "attention", "experts" (weights of three dimensions, one FFN for each
-            index of the first), "add" (of two activations), "mix" (a product of two activations), "view", "pass" (a
-            change of scale, or dropout), "input", or "op" (anything else).
-        parents: The nodes whose outputs are its inputs.
-        order: Its number in the order of execution.
-        path: The path of the module that was called, "" for an operation.
-        operation: The name of the operation, such as "add"; "" for a module.
-        argument: For an "input", the name of the argument of the model's forward.
-        module: The module of the live model that was called, None for an operation.
-        inputs: Its input tensors.
-        sources: The node that returned each input, None for tensors such as parameters, which no node has returned.
-        outputs: Its output tensors.
-        transposed: Whether the weight of a "linear" has the shape (in, out).
-        children: The nodes whose inputs are its outputs.
-        steps: For a module, how many operations ran inside, without views.
-        picks: Of an operation that picks by indices or by a condition, the first axis that it picks from; else None.
-        other_reads: Of an attention, what it reads beside query, key and value, such as a bias that is added to its
-            scores: tensors, each with the node that returned it. These nodes are not among the parents.
-    """
-
-    kind: str
-    parents: list[Node]
-    order: int
-    path: str = ""
-    operation: str = ""
-    argument: str = ""
-    module: Any = None
-    inputs: list[torch.Tensor] = field(default_factory=list)
-    sources: list[Node | None] = field(
-        default_factory=list
-    )  # at this time: later writes to the same tensor do not count
-    outputs: list[torch.Tensor] = field(default_factory=list)
-    transposed: bool = False
-    children: list[Node] = field(default_factory=list)
-    steps: int = 0
-    picks: int | None = None
-    other_reads: list[tuple[torch.Tensor, Node | None]] = field(default_factory=list)
-
-    @property
-    def all_inputs(self) -> list[torch.Tensor]:
-        """All tensors that it reads, those beside query, key and value of an attention too."""
-        return [*self.inputs, *(tensor for tensor, _ in self.other_reads)]
-
-
-@dataclass
-class Trace:
-    """A recorded forward pass.
-
-    Attributes:
-        nodes: All steps, in the order of execution.
-        entered: The modules that were called, by path, each with the names of the arguments of its first call.
-        runs: The number of calls of each module, by path.
-        began: The number of nodes recorded before the first call of each module, by path.
-        ended: The number of nodes recorded up to the end of the last call of each module, by path.
-        attended: The paths of the modules that called transformers' attention interface.
-        parameters: The names of the model's parameters, by the `id` of the tensor that stands for each in this pass.
-        returned: The paths of the modules that returned a tensor, by the tensor's `id`, inner modules first. Modules
-            that are recorded as one node are left out.
-        results: The nodes that returned the outputs of the pass; of one that `trace_tower` stopped short, every node
-            after the tower.
-        on_zeros: Why the pass ran on zeros instead of the meta device; "" if it ran on the meta device.
-        stopped: Whether the pass raised an error after the tower that it was to run through.
-        compared: The numbers that the pass compared the token ids with.
-        arguments: The first tensor that each module was called with, by path.
-        outputs: The first tensor that each module has returned, by path.
-    """
-
-    nodes: list[Node]
-    entered: dict[str, tuple[torch.nn.Module, set[str]]]
-    runs: dict[str, int]
-    began: dict[str, int] = field(default_factory=dict)
-    ended: dict[str, int] = field(default_factory=dict)
-    attended: set[str] = field(default_factory=set)
-    parameters: dict[int, str] = field(default_factory=dict)
-    returned: dict[int, list[str]] = field(default_factory=dict)
-    results: list[Node] = field(default_factory=list)
-    on_zeros: str = ""
-    stopped: bool = False
-    compared: list[int] = field(default_factory=list)
-    arguments: dict[str, torch.Tensor] = field(default_factory=dict)
-    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def around(self, paths: Sequence[str], proper: bool = False) -> str:
-        """Return the path of the innermost module that was called and contains all the paths.
-
-        Args:
-            paths: Paths of modules.
-            proper: Whether it must be none of them itself, and must have been called once only.
-
-        Returns:
-            The path, "" for the whole model.
-        """
-        shared: list[str] = []
-        for names in zip(*(path.split(".") for path in paths), strict=False):
-            if len(set(names)) > 1:
-                break
-            shared.append(names[0])
-        if proper and ".".join(shared) in paths:
-            shared.pop()
-        while shared and (".".join(shared) not in self.entered or (proper and self.runs[".".join(shared)] > 1)):
-            shared.pop()
-        return ".".join(shared)
-
-    def differentiable(self) -> list[Node]:
-        """Return the nodes that the outputs depend on by floating-point numbers, so that gradients reach them."""
-        queue, seen = list(self.results), {}
-        while queue:
-            node = queue.pop()
-            if id(node) not in seen:
-                seen[id(node)] = node
-                reads = [*zip(node.inputs, node.sources, strict=True), *node.other_reads]
-                sources = {id(source) for _, source in reads}
-                queue += [source for tensor, source in reads if source is not None and tensor.is_floating_point()]
-                queue += [parent for parent in node.parents if id(parent) not in sources]
-        return list(seen.values())
-
-    def of_kind(self, kind: str) -> list[Node]:
-        """Return the nodes of a kind, in the order of execution."""
-        return [node for node in self.nodes if node.kind == kind]
 
 
 @dataclass(frozen=True)
@@ -201,61 +76,6 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from tensors_in(item)
-
-
-def ancestors(nodes: Iterable[Node], through: set[str], stop: set[str]) -> list[Node]:
-    """Return the nodes of a kind in `stop` that are reached from `nodes` (inclusive) by going up through `through`."""
-    return _search(list(nodes), through, stop, lambda node: node.parents)
-
-
-def descendants(node: Node, through: set[str], stop: set[str]) -> list[Node]:
-    """Return the nodes of a kind in `stop` that are reached from `node` (exclusive) by going down through `through`."""
-    return _search(list(node.children), through, stop, lambda child: child.children)
-
-
-def nodes_above(nodes: Iterable[Node], through: set[str]) -> list[Node]:
-    """Return all nodes that are reached from `nodes` (inclusive) by going up through nodes of the kinds `through`.
-
-    Returns:
-        The nodes, also those of other kinds at which the way ends, in the order of execution.
-    """
-    queue, seen = list(nodes), {}
-    while queue:
-        node = queue.pop()
-        if id(node) not in seen:
-            seen[id(node)] = node
-            if node.kind in through:
-                queue.extend(node.parents)
-    return sorted(seen.values(), key=lambda n: n.order)
-
-
-def depends_on(node: Node, source: Node) -> bool:
-    """Whether a node reads, directly or through others, what another node has returned."""
-    queue, seen = [node], set()
-    while queue:
-        node = queue.pop()
-        if node is source:
-            return True
-        if id(node) not in seen and node.order > source.order:
-            seen.add(id(node))
-            queue.extend(node.parents)
-    return False
-
-
-def _search(
-    queue: list[Node], through: set[str], stop: set[str], neighbours: Callable[[Node], list[Node]]
-) -> list[Node]:
-    matches, seen = [], set()
-    while queue:
-        node = queue.pop()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        if node.kind in stop:
-            matches.append(node)
-        elif node.kind in through:
-            queue.extend(neighbours(node))
-    return sorted(matches, key=lambda n: n.order)
 
 
 OBSERVING_ATTENTION = "deltune_observe"
@@ -334,7 +154,7 @@ class _Recorder(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.paths, self.originals, self.on_zeros = paths, originals, on_zeros
-        self.trace = Trace([], {}, {})
+        self.trace = Trace()
         self.producer: dict[int, Node] = {}
         self.written: dict[int, list[Node]] = {}  # by storage, the steps that wrote to a part of it in place
         self.opaque = 0
@@ -433,7 +253,7 @@ def _run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _are_new(tensors: list[Any], inputs: Any) -> bool:
-    """Whether tensors on the meta device begin their storage, and share it with no input.
+    """Return whether tensors on the meta device begin their storage, and share it with no input.
 
     An operation such as dropout may return its input, of which its schema says nothing.
     """
@@ -513,7 +333,7 @@ def _leaf_kind(module: torch.nn.Module, inputs: list[torch.Tensor], output: Any)
     weight = getattr(module, "weight", None)
     if not isinstance(weight, torch.Tensor) or not isinstance(output, torch.Tensor):
         return "pass" if _scales(module, inputs, output) else None
-    read = next((t for t in inputs if t.is_floating_point()), None)
+    read = first_states(inputs)
     if weight.dim() == 2 and (read is None or any(not t.is_floating_point() for t in inputs)):
         return "embedding"
     if read is None:
@@ -599,15 +419,7 @@ def base_model(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def meta_model(config: PreTrainedConfig, auto_class: Any = AutoModel) -> PreTrainedModel:
-    """Build AutoModel of a configuration, or another auto class, on the meta device, without values.
-
-    Args:
-        config: The configuration.
-        auto_class: The auto class of transformers.
-
-    Raises:
-        DeltuneError: The auto class cannot build a model from the configuration.
-    """
+    """Build AutoModel of a configuration, or another auto class of transformers, on the meta device, without values."""
     try:
         with torch.device("meta"):
             # the dtype is written to the configuration; without one, the configuration's becomes the process's default
@@ -627,12 +439,6 @@ def call_order(model: PreTrainedModel) -> CallOrder:
     """Return which modules the base model's forward pass calls, and in what order.
 
     It is traced once, and again whenever the structure of the base model has changed.
-
-    Args:
-        model: A live model, which is neither run nor changed.
-
-    Raises:
-        DeltuneError: As `trace_forward`.
     """
     stamp, order = _CALL_ORDERS.get(model, (None, None))
     if order is None or stamp != _base_stamp(model):
@@ -652,54 +458,41 @@ def trace_forward(model: PreTrainedModel) -> Trace:
 
     A model that computes attention itself may need its own masks. It is then traced with its eager attention, which
     shows everything but the inside of the attentions. A model that decides by its numbers what to do next cannot run
-    on shapes alone, and is traced on zeros.
-
-    Args:
-        model: A live model, which is neither run nor changed.
-
-    Returns:
-        The trace, with paths and modules of `model`.
-
-    Raises:
-        DeltuneError: The forward pass runs neither on shapes alone nor on zeros; the message quotes the model's own
-            errors.
+    on shapes alone, and is traced on zeros. The trace has the paths and modules of the live model.
     """
     stamp = _base_stamp(model)  # taken first: a change in another thread meanwhile makes it differ
-    trace = _first_trace(model)
+    trace, reasons = _first_trace(model, input_candidates(base_model(model)))
+    if trace is None:
+        last = f", nor on zeros ({reasons[-1]})" if reasons[-1] != reasons[0] else ""
+        raise DeltuneError(
+            f"{type(model).__name__} cannot be inspected: its forward pass does not run on shapes alone "
+            f"({reasons[0]}){last}"
+        )
     _CALL_ORDERS[model] = stamp, CallOrder(frozenset(trace.attended), trace.began, trace.ended)
     return trace
 
 
 def trace_tower(model: PreTrainedModel, tower: str, between: Collection[str]) -> Trace | None:
-    """Run a copy of a model's base model on text and on what another tower reads, and record the forward pass.
+    """Record the forward pass on text and on what another tower reads; None if no pass came past that tower.
 
     It shows what of the tower's hidden states the rest of the model reads. Most models stop after the tower if the text
     has no token for each part of an image. Which token that is shows in what the token ids are compared with, and a
-    second pass has as many of them as there are states. If that one stops too, the first counts as far as it came.
-
-    Args:
-        model: A live model, which is neither run nor changed.
-        tower: The path of the tower's module.
-        between: Paths of the modules between the towers. A pass that stops must have called all of them.
-
-    Returns:
-        The trace, `stopped` if it is not whole; None if no pass came that far.
+    second pass has as many of them as there are states. If that one stops too, the first counts as far as it came if it
+    has called the modules `between` the towers, and is `stopped`.
     """
-    base = base_model(model)
     try:
-        for on_zeros in (False, True):
-            for candidate in tower_candidates(base):
-                trace = _record_as_far(model, candidate, on_zeros, tower)
-                if trace is None or not trace.stopped:
-                    if trace is not None:
-                        return trace
-                    continue
-                for with_places in _with_placeholders(trace, candidate, tower):
-                    whole = _record_as_far(model, with_places, True, tower)
-                    if whole is not None and not whole.stopped:
-                        return whole
-                if trace.entered.keys() >= set(between):
-                    return trace
+        for on_zeros, candidate in product((False, True), tower_candidates(base_model(model))):
+            trace = _record_as_far(model, candidate, on_zeros, tower)
+            if trace is None:
+                continue
+            if not trace.stopped:
+                return trace
+            for with_places in _with_placeholders(trace, candidate, tower):
+                whole = _record_as_far(model, with_places, True, tower)
+                if whole is not None and not whole.stopped:
+                    return whole
+            if trace.entered.keys() >= set(between):
+                return trace
     except Exception:  # also a configuration whose sizes are not those that inputs are made from
         return None
     return None
@@ -724,27 +517,23 @@ def _with_placeholders(trace: Trace, inputs: dict[str, Any], tower: str) -> Iter
             yield {**inputs, "input_ids": ids, "attention_mask": partial(torch.ones, 1, length, dtype=torch.long)}
 
 
-def _first_trace(model: PreTrainedModel) -> Trace:
-    """Return the first trace that can be had: on shapes or on zeros, without or with the model's own attention."""
-    inputs = input_candidates(base_model(model))
+def _first_trace(model: PreTrainedModel, candidates: Sequence[dict[str, Any]]) -> tuple[Trace | None, list[str]]:
+    """Return the first trace that can be had, on shapes or on zeros, without or with the model's own attention.
+
+    With it come the errors of the passes before it.
+    """
     reasons: list[str] = []
-    for on_zeros in (False, True):
-        for attention in (OBSERVING_ATTENTION, "eager"):
-            for candidate in inputs:
-                try:
-                    trace = _record(model, attention, candidate, on_zeros)
-                except DeltuneError:
-                    raise
-                except Exception as error:
-                    reasons.append(f"{type(error).__name__}: {error_summary(error)}")
-                else:
-                    trace.on_zeros = reasons[0] if on_zeros else ""
-                    return trace
-    last = f", nor on zeros ({reasons[-1]})" if reasons[-1] != reasons[0] else ""
-    name = type(model).__name__
-    raise DeltuneError(
-        f"{name} cannot be inspected: its forward pass does not run on shapes alone ({reasons[0]}){last}"
-    )
+    for on_zeros, attention, inputs in product((False, True), (OBSERVING_ATTENTION, "eager"), candidates):
+        try:
+            trace = _record(model, attention, inputs, on_zeros)
+        except DeltuneError:
+            raise
+        except Exception as error:
+            reasons.append(f"{type(error).__name__}: {error_summary(error)}")
+        else:
+            trace.on_zeros = reasons[0] if on_zeros else ""
+            return trace, reasons
+    return None, reasons
 
 
 _TAKES_EMBEDDINGS: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, int]] = weakref.WeakKeyDictionary()
@@ -752,46 +541,34 @@ _TAKES_EMBEDDINGS: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, int]] =
 
 
 def check_takes_embeddings(model: PreTrainedModel, width: int) -> None:
-    """Check that a model runs on vectors in place of token ids.
+    """Raise unless a model runs on vectors as wide as its word embeddings in place of token ids.
 
     It is tried once, and again whenever the structure of the base model has changed.
-
-    Args:
-        model: A live model, which is neither run nor changed.
-        width: The width of the word embeddings.
-
-    Raises:
-        DeltuneError: It does not; the message quotes the model's own error.
     """
     stamp = _base_stamp(model)
     if _TAKES_EMBEDDINGS.get(model) == (stamp, width):
         return
-    reasons: list[list[str]] = []
+    reasons: list[str] = []
     candidates = [inputs for inputs in input_candidates(base_model(model)) if "input_ids" in inputs]
     for inputs in candidates:
         # two tokens more: what has a value for each token, such as its place on a page, then shows
         length = inputs["input_ids"]().shape[1] + 2
-        reasons.append([f"{name} has a value for each token" for name in _of_each_token(inputs)])
-        if reasons[-1]:
+        if by_token := _of_each_token(inputs):
+            reasons.append(f"{by_token[-1]} has a value for each token")
             continue
-        inputs |= {"input_ids": None, "inputs_embeds": functools.partial(torch.zeros, 1, length, width)}
+        inputs |= {"input_ids": None, "inputs_embeds": partial(torch.zeros, 1, length, width)}
         if "attention_mask" in inputs:
-            inputs["attention_mask"] = functools.partial(torch.ones, 1, length, dtype=torch.long)
-        for on_zeros in (False, True):
-            for attention in (OBSERVING_ATTENTION, "eager"):
-                try:
-                    trace = _record(model, attention, inputs, on_zeros)
-                    if "decoder_input_ids" not in inputs:
-                        _check_one_state_a_token(model, trace, length, width)
-                    _TAKES_EMBEDDINGS[model] = stamp, width
-                    return
-                except DeltuneError:
-                    raise
-                except Exception as error:
-                    reasons[-1].append(f"{type(error).__name__}: {error_summary(error)}")
+            inputs["attention_mask"] = partial(torch.ones, 1, length, dtype=torch.long)
+        trace, errors = _first_trace(model, [inputs])
+        if trace is not None:
+            if "decoder_input_ids" not in inputs:
+                _check_one_state_a_token(model, trace, length, width)
+            _TAKES_EMBEDDINGS[model] = stamp, width
+            return
+        reasons.append(errors[-1])
     raise DeltuneError(
         f"rows before the input embeddings need a model that runs on inputs_embeds alone, and {type(model).__name__} "
-        f"does not ({reasons[0][-1] if reasons else 'it reads no token ids'})"
+        f"does not ({reasons[0] if reasons else 'it reads no token ids'})"
     )
 
 
@@ -804,10 +581,9 @@ def _of_each_token(inputs: dict[str, Any]) -> list[str]:
 
 
 def _check_one_state_a_token(model: PreTrainedModel, trace: Trace, length: int, width: int) -> None:
-    """Check that no output has several states for each token, as that of a model which predicts n-grams has.
+    """Raise if an output has several states for each token, as a model that predicts n-grams has.
 
-    Raises:
-        DeltuneError: One does, so that it is unclear which states belong to the rows before the embeddings.
+    It is then unclear which states belong to the rows before the embeddings.
     """
     for tensor in (t for node in trace.results for t in node.outputs if t.dim() == 3 and t.is_floating_point()):
         if tensor.shape[-1] == width and tensor.shape[1] > length and not tensor.shape[1] % length:
@@ -897,14 +673,14 @@ def _on_exit(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> No
 
 
 def _is_leaf(module: torch.nn.Module) -> bool:
-    """Whether a module is one node: it has parameters and no modules inside, or it holds experts."""
+    """Return whether a module is one node: it has parameters and no modules inside, or it holds experts."""
     if submodules_of(module):
         return _holds_experts(module)
     return any(p is not None for p in parameters_of(module).values())
 
 
 def _joins(module: torch.nn.Module, args: Any, kwargs: Any) -> bool:
-    """Whether a module reads two states of one shape, so that what it does with them is to be seen.
+    """Return whether a module reads two states of one shape, so that what it does with them is to be seen.
 
     It may be where the output of a sub-layer joins the residual stream. A norm with a gate is known by its weight.
     """
@@ -915,7 +691,7 @@ def _joins(module: torch.nn.Module, args: Any, kwargs: Any) -> bool:
 
 
 def _scales(module: torch.nn.Module, inputs: list[torch.Tensor], output: Any) -> bool:
-    """Whether a module only multiplies the features that it reads by numbers of its own."""
+    """Return whether a module only multiplies the features that it reads by numbers of its own."""
     sizes = [p.shape for p in parameters_of(module).values() if p is not None]
     return [t.shape for t in inputs] == [getattr(output, "shape", None)] and sizes == [inputs[0].shape[-1:]]
 
@@ -929,7 +705,7 @@ def _expert_shapes(module: torch.nn.Module) -> set[torch.Size]:
 
 
 def _holds_experts(module: torch.nn.Module) -> bool:
-    """Whether a module holds the weights of all experts: projections from the hidden states, and projections back.
+    """Return whether a module holds the weights of all experts: projections from the hidden states, and back.
 
     What convolves is a state-space layer, whose heads may have a matrix each, too.
     """
@@ -937,8 +713,8 @@ def _holds_experts(module: torch.nn.Module) -> bool:
 
 
 def _reads_experts(module: torch.nn.Module, inputs: list[torch.Tensor]) -> bool:
-    """Whether a module that is one node multiplies what it reads by matrices of experts."""
-    read = next((t for t in inputs if t.is_floating_point()), None)
+    """Return whether a module that is one node multiplies what it reads by matrices of experts."""
+    read = first_states(inputs)
     return read is not None and any(read.shape[-1] in shape[1:] for shape in _expert_shapes(module))
 
 

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -20,15 +20,7 @@ NormPosition = Literal["pre", "post", "output", "query", "key", "inner", "embedd
 
 
 def is_inside(path: str, parent: str) -> bool:
-    """Return whether a path is that of a module or of anything inside of it.
-
-    Args:
-        path: The path of a module or a parameter.
-        parent: The path of the module, "" for the whole model.
-
-    Returns:
-        True for "layer.1" and "layer.1.output" inside of "layer.1", and False for "layer.10".
-    """
+    """Return whether a path is `parent` or inside of it, as "layer.1.output" is in "layer.1" and "layer.10" is not."""
     return not parent or path == parent or path.startswith(f"{parent}.")
 
 
@@ -37,7 +29,7 @@ class Columns:
     """The columns of a fused projection's output that belong to one part, such as the keys.
 
     The output is cut into `groups` equal blocks; the part has the columns `start` to `stop` (exclusive) of each. The
-    keys of GPT-2 are the columns d to 2d of 1 group, those of GPT-NeoX the columns d_h to 2 d_h of one group a head.
+    keys of GPT-2 are the columns d to 2d of 1 group, the keys of GPT-NeoX the columns d_h to 2 d_h of one group a head.
 
     Attributes:
         groups: The number of equal blocks.
@@ -57,9 +49,9 @@ class Linear:
     Attributes:
         path: The path of its module.
         in_width: Input features.
-        out_width: Output features; of a part of a fused projection, those of the part.
+        out_width: Output features; of a part of a fused projection, the part's alone.
         bias: Whether it has a bias.
-        transposed: Whether its weight has the shape (in, out), as that of transformers' Conv1D.
+        transposed: Whether its weight has the shape (in, out), as transformers' Conv1D has it.
         columns: The part's columns where the module is a fused projection; None where it is all of it.
         shared_with: The paths of other modules that hold the same weight, such as tied output embeddings.
         batch_independent: Whether some of its calls read nothing that depends on the batch, but a table of positions,
@@ -187,7 +179,7 @@ class Experts:
         out_width: The width of its output.
         tensors: The names of the experts' weights, each of which has one matrix for every expert.
         router: The path of the module that chooses the experts; None where it does not show.
-        linears: The linears inside that every token goes through, as those of shared experts.
+        linears: The linears inside that every token goes through, as in shared experts.
         scores: The router as a projection to a score for each expert: a linear, or the weight that its module reads.
         inputs: The weights of the experts that read x; none where they cannot be told from the outputs.
         outputs: The weights of the experts that give their outputs.
@@ -313,7 +305,7 @@ class Tensor:
             tower of one on what that tower reads. The cross-attention of a decoder without an encoder gets none, nor
             does the last layer of a tower of which the model reads the hidden states before it.
         quantized: How its numbers are quantised, such as "bitsandbytes nf4", so that nothing can train them; "" where
-            they are not. The shape is that of the weight in floating point.
+            they are not. The shape is the shape in floating point.
     """
 
     name: str
@@ -399,14 +391,7 @@ class Anatomy:
         return {tensor.name: tensor for tensor in self.tensors}
 
     def tensor(self, name: str) -> Tensor:
-        """Return a parameter of the model by its name.
-
-        Args:
-            name: Its name, the first one where it has several.
-
-        Returns:
-            The parameter.
-        """
+        """Return a parameter of the model by its name, the first one where it has several."""
         return self._tensors_by_name[name]
 
     @property
@@ -416,65 +401,35 @@ class Anatomy:
 
     @property
     def shared(self) -> bool:
-        """Whether several layers share one set of modules."""
+        """Return whether several layers share one set of modules."""
         return any(layer.passes > 1 for layer in self.layers)
 
     def stack(self, name: str) -> Stack:
-        """Return the stack of a name.
-
-        Args:
-            name: "encoder" or "decoder"; it must be one that the model has.
-
-        Returns:
-            The stack.
-        """
+        """Return a stack that the model has by its name, "encoder" or "decoder"."""
         return next(stack for stack in self.stacks if stack.name == name)
 
     def inside(self, path: str) -> Anatomy:
-        """Return the anatomy with the paths that it has where the model is a part of another one.
-
-        Args:
-            path: The path of the model in the other one.
-
-        Returns:
-            The anatomy.
-        """
+        """Return the anatomy with the paths that it has where the model is a part of another one, at `path`."""
         anatomy: Anatomy = _inside(self, path)
         return anatomy
 
     def in_tower(self, tower: str) -> list[Anatomy]:
-        """Return the anatomies that a method acts on.
+        """Return the anatomies that a method with `tower=` acts on: this one, parts of it, or both.
 
-        Args:
-            tower: "main" (the one that the main input enters), the name of a tower, or "all".
-
-        Returns:
-            This anatomy, parts of it, or both; none where the tower has no layers that could be observed.
+        There is none where the tower has no layers that could be observed.
         """
         matches = [part for part in self.other_towers if tower in ("all", part.tower)]
         return [self, *matches] if tower in ("main", "all", self.tower) else matches
 
     def is_read(self, path: str) -> bool:
-        """Return whether what is at a path reaches the output, so that a change there gets a gradient.
-
-        Args:
-            path: The path of a module.
-
-        Returns:
-            False if there are parameters at the path, and none of them gets a gradient.
-        """
+        """Return whether a module reaches the output: it has no parameters, or some of them get a gradient."""
         inside = [t for t in self.tensors if any(is_inside(name, path) for name in (t.name, *t.aliases))]
         return not inside or any(t.receives_gradient for t in inside)
 
     def unread(self, tower: str) -> str:
-        """Return what of another tower does not reach the output, in words.
+        """Return what of another tower does not reach the output, in words; "" where all of it does.
 
-        Args:
-            tower: The name of the tower.
-
-        Returns:
-            Such as "layer 1, and 2 other tensors, such as …, with 8,640 scalars, do not reach the output"; "" where all
-            of it does, and for the main tower.
+        Such as "layer 1, and 2 other tensors, such as …, with 8,640 scalars, do not reach the output".
         """
         tensors = {t.name: t for t in self.tensors if t.tower == tower != self.tower and not t.receives_gradient}
         if not tensors:
@@ -493,11 +448,7 @@ class Anatomy:
         return f"{', and '.join(parts)}, with {size:,} scalars, do not reach the output"
 
     def all_norms(self) -> Iterator[tuple[Layer | None, Norm]]:
-        """Yield every norm with its layer; first the norms outside of the layers, with None.
-
-        Returns:
-            Pairs of a layer, or None for norms outside of the layers, and a norm.
-        """
+        """Yield every norm with its layer; first the norms outside of the layers, with None."""
         for norm in self.norms:
             yield None, norm
         for layer in self.layers:
@@ -505,11 +456,7 @@ class Anatomy:
                 yield layer, norm
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as dictionaries, tuples and plain values, as `deltune inspect --json` prints it.
-
-        Returns:
-            A dictionary with a key for each attribute.
-        """
+        """Return everything as dictionaries, tuples and plain values, as `deltune inspect --json` prints it."""
         return asdict(self)
 
     def __repr__(self) -> str:
@@ -607,23 +554,21 @@ def _inside(value: Any, path: str) -> Any:
     return replace(value, **changes)
 
 
-def _runs_of_equal_layers(layers: tuple[Layer, ...]) -> list[tuple[Layer, Layer]]:
+def _runs_of_equal_layers(layers: Iterable[Layer]) -> list[tuple[Layer, Layer]]:
     """Return the first and the last of each run of layers that differ in their numbers and paths alone."""
-    runs: list[tuple[Layer, Layer]] = []
-    for layer in layers:
-        previous = runs[-1] if runs else None
-        if previous and previous[0].stack == layer.stack and _parts(previous[0]) == _parts(layer):
-            runs[-1] = (previous[0], layer)
-        else:
-            runs.append((layer, layer))
-    return runs
+    return _runs(layers, lambda first, _, layer: (first.stack, _parts(first)) == (layer.stack, _parts(layer)))
 
 
-def _consecutive(layers: Sequence[Layer]) -> list[tuple[Layer, Layer]]:
+def _consecutive(layers: Iterable[Layer]) -> list[tuple[Layer, Layer]]:
     """Return the first and the last of each run of layers that follow each other in one stack."""
+    return _runs(layers, lambda _, last, layer: (last.stack, last.index + 1) == (layer.stack, layer.index))
+
+
+def _runs(layers: Iterable[Layer], continues: Callable[[Layer, Layer, Layer], bool]) -> list[tuple[Layer, Layer]]:
+    """Return the first and the last of each run; `continues` compares these with the next layer."""
     runs: list[tuple[Layer, Layer]] = []
     for layer in layers:
-        if runs and (runs[-1][1].stack, runs[-1][1].index + 1) == (layer.stack, layer.index):
+        if runs and continues(*runs[-1], layer):
             runs[-1] = (runs[-1][0], layer)
         else:
             runs.append((layer, layer))
@@ -641,7 +586,7 @@ def _numbers(first: Layer, last: Layer) -> str:
 
 
 def _layer_lines(layer: Layer, last: Layer | None = None) -> Iterator[str]:
-    """Yield the lines of a layer, or those of a run of equal layers up to the last, with relative paths."""
+    """Yield the lines of a layer, or of a run of equal layers up to the last, with relative paths."""
     times = f" × {layer.passes} passes" if layer.passes > 1 else ""
     if last is not None and last is not layer:
         yield f"├─ layers {_numbers(layer, last)}, each{times} [{layer.path} to {last.path}]"

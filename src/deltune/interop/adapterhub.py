@@ -236,26 +236,13 @@ READ_OPTIONS = {
 """The options that are read, by architecture; others are refused unless they are unset."""
 
 MAX_EXPANSION = 16
-"""How many times larger than its MLP a prefix may be; that of a real file is smaller than its MLP."""
+"""How many times larger than its MLP a prefix may be; in a real file it is smaller."""
 
 _NEUTRAL_VALUES = {"composition_mode": ("add",)}
 
 
 def read_adapterhub(anatomy: Anatomy, folder: ForeignFolder, relative: bool = False) -> Translation:
-    """Translate an AdapterHub folder for a model.
-
-    Args:
-        anatomy: The model's anatomy.
-        folder: The folder's options and tensors.
-        relative: Whether the model adds a bias by relative position to its attention.
-
-    Returns:
-        The method with its tensors, the head and the labels.
-
-    Raises:
-        DeltuneError: The architecture or options have no translation (all of them are listed), tensors are missing or
-            are not used, or the head is a flexible head.
-    """
+    """Translate an AdapterHub folder for a model, which may add a bias by `relative` position to its attention."""
     options = folder.options
     if options.get("model_type") != anatomy.family:
         family = options.get("model_type")

@@ -33,7 +33,7 @@ ShortText = Annotated[str, Field(strict=True, max_length=4096)]
 PatternText = Annotated[str, Field(strict=True, max_length=1000)]
 
 PATTERN_SECONDS = 0.5
-"""Seconds that the patterns of an option may take in all; those of a real file take milliseconds."""
+"""Seconds that the patterns of an option may take in all; in a real file they take milliseconds."""
 
 
 class _Options(BaseModel):
@@ -134,11 +134,7 @@ ADAPTERHUB_KINDS: dict[str, type[_Options]] = {
 
 
 def check_options(schema: type[_Options], options: Mapping[str, Any], path: Path) -> None:
-    """Validate the options of a folder, and the configurations of adapters inside them.
-
-    Raises:
-        DeltuneError: Options are missing, of a wrong type, or out of range; all of them are listed.
-    """
+    """Raise if options of a folder, or configurations of adapters inside them, are not valid; list all that are not."""
     problems = _problems(schema, options)
     config = options.get("config")
     if schema is AdapterHubOptions and isinstance(config, dict) and not problems:
@@ -175,13 +171,7 @@ class Patterns:
     """
 
     def __init__(self, option: str, patterns: Iterable[str], form: str = r"(?:.*\.)?(?:{})$") -> None:
-        """Compile the patterns of an option.
-
-        Args:
-            option: The option's name, for messages.
-            patterns: The patterns.
-            form: The regular expression that PEFT makes of each, with {} in its place.
-        """
+        """Compile the patterns of an option; `form` is the expression that PEFT makes of each, with {} in its place."""
         self.option, self.left = option, PATTERN_SECONDS
         try:
             self.matchers = [self._matcher(pattern, form) for pattern in patterns]
@@ -205,11 +195,7 @@ class Patterns:
         return None
 
     def first(self, path: str) -> tuple[int, Any] | None:
-        """Return the number of the first pattern that matches, and its match.
-
-        Raises:
-            DeltuneError: The patterns take too long.
-        """
+        """Return the number of the first pattern that matches, and its match."""
         matches = ((number, matcher(path)) for number, matcher in enumerate(self.matchers))
         first = next((pair for pair in matches if pair[1]), None)
         if self.left <= 0:
@@ -225,7 +211,7 @@ NamedTensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class ForeignFolder:
-    """What a folder of another library holds.
+    """The content of a folder of another library.
 
     Attributes:
         where: The folder.
@@ -301,13 +287,7 @@ class UnusedTensors:
     """The tensors of a file that are not used yet, by their names in this model; any left at the end are an error."""
 
     def __init__(self, anatomy: Anatomy, tensors: NamedTensors, stem: str = "") -> None:
-        """Order the tensors of a file by their names in this model.
-
-        Args:
-            anatomy: The model's anatomy.
-            tensors: The tensors by their names in the file.
-            stem: What every name in the file begins with, before the model's own name.
-        """
+        """Order the tensors of a file by their names in this model; in the file, all begin with `stem`."""
         self.anatomy, self.base = anatomy, f"{anatomy.base}." if anatomy.base else ""
         self.base_in_file = _base_in_file(anatomy, self.base, [name.removeprefix(stem) for name in tensors])
         self.stem, self.names, self.tensors = stem, dict[str, str](), dict[str, torch.Tensor]()
@@ -335,11 +315,7 @@ class UnusedTensors:
         return self.base_in_file + name.removeprefix(self.base) if name.startswith(self.base) else None
 
     def take(self, name: str, axes: int | None = None) -> torch.Tensor | None:
-        """Remove and return the tensor of a name, or return None where there is none.
-
-        Raises:
-            DeltuneError: The tensor has another number of axes than `axes`.
-        """
+        """Remove and return the tensor of a name, which must have so many axes; None where there is none."""
         file_name = self.names.pop(name, name)
         tensor = self.tensors.pop(name, None)
         if tensor is not None and axes is not None and tensor.dim() != axes:
@@ -351,15 +327,7 @@ class UnusedTensors:
         return {name: tensor for name in names if (tensor := self.take(name)) is not None}
 
     def check(self, folder: Path, problems: Sequence[str] = ()) -> None:
-        """Check that every tensor was used, and that no two of them are one tensor of this model.
-
-        Args:
-            folder: The folder, for the message.
-            problems: What else is wrong with the folder, which the message then begins with.
-
-        Raises:
-            DeltuneError: Tensors are left or have the same name in this model, or there are problems.
-        """
+        """Raise if the folder has problems, tensors that were not used, or two that are one tensor of this model."""
         shown = sorted(self.names.values())
         problems = [*problems, *self.doubles]
         problems += [f"extra tensor {name}" for name in shown[:10]]
@@ -383,7 +351,7 @@ def _base_in_file(anatomy: Anatomy, base: str, names: Sequence[str]) -> str:
 
 
 def has_file(folder: str | Path, name: str) -> bool:
-    """Whether a folder holds a file of a name, or a link of that name to a file."""
+    """Return whether a folder holds a file of a name, or a link of that name to a file."""
     try:
         return (Path(folder) / name).is_file()
     except (OSError, ValueError):
@@ -391,16 +359,12 @@ def has_file(folder: str | Path, name: str) -> bool:
 
 
 def is_foreign(folder: str | Path) -> bool:
-    """Whether a folder holds the options of PEFT or AdapterHub."""
+    """Return whether a folder holds the options of PEFT or AdapterHub."""
     return has_file(folder, CONFIG_FILE)
 
 
 def read_options(folder: Path, name: str = CONFIG_FILE) -> dict[str, Any]:
-    """Read the options in a JSON file of a folder.
-
-    Raises:
-        DeltuneError: The file is missing, is no JSON object, or is a link that leads out of the folder.
-    """
+    """Read the options in a JSON file of a folder."""
     path = find_file(folder, name)
     if path is None:
         raise DeltuneError(f"{folder / name} is missing; the folder is incomplete", fault="files")
@@ -408,12 +372,7 @@ def read_options(folder: Path, name: str = CONFIG_FILE) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Read the tensors in the first of the files that exists: safetensors, or torch's format without pickled objects.
-
-    Raises:
-        DeltuneError: No file exists, or it is a link that leads out of the folder, is truncated, or holds anything but
-            floating-point tensors.
-    """
+    """Read the tensors in the first file that exists: safetensors, or torch's format without pickled objects."""
     path = next((path for name in names if (path := find_file(folder, name)) is not None), None)
     if path is None:
         raise DeltuneError(
@@ -441,16 +400,7 @@ def without_scope(modification: Modification) -> Modification:
 def method_from_pieces(
     anatomy: Anatomy, pieces: Sequence[PlacedTensors], candidates: Iterable[Callable[[], Method]] = ()
 ) -> Method:
-    """Return the shortest method with these pieces and no others.
-
-    Args:
-        anatomy: The model's anatomy.
-        pieces: The modifications with their places.
-        candidates: Functions that make named methods, which are tried first.
-
-    Raises:
-        DeltuneError: No modification acts at exactly these places, such as one of a gated FFN's two input linears.
-    """
+    """Return the shortest method with these pieces and no others; named methods, the candidates, are tried first."""
     required = {(piece.modification, piece.place.name) for piece in pieces}
     for make in candidates:
         try:
@@ -510,11 +460,7 @@ def tensors_by_file_name(anatomy: Anatomy, method: Method, pieces: Sequence[Plac
 
 
 def method_selecting(anatomy: Anatomy, names: set[str], candidates: Iterable[Callable[[], Method]]) -> Method:
-    """Return the first method that trains exactly these parameters in place.
-
-    Raises:
-        DeltuneError: No candidate does.
-    """
+    """Return the first of the candidates that trains exactly these parameters in place."""
     for make in candidates:
         try:
             method = make()

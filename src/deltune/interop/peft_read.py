@@ -75,20 +75,9 @@ def read_peft(
 ) -> Translation:
     """Translate a PEFT folder for a model.
 
-    Args:
-        anatomy: The model's anatomy.
-        folder: The folder's options and tensors.
-        base_value: Returns the weight of the model that has this name. PEFT saves the base's own embeddings where they
-            are adapted; they are no part of the adapter, and have to be this model's.
-        modules: The paths of the model's modules, once each, as PEFT looks for those that the options target.
-        windowed: Whether some attention of the model has a sliding window.
-
-    Returns:
-        The method with its tensors and the head.
-
-    Raises:
-        DeltuneError: The type of adapter or its options have no translation (all of them are listed), or the tensors
-            are not those of exactly the modules that the options name.
+    `base_value` returns a weight of the model by its name. PEFT saves the base's own embeddings where they are adapted;
+    they are no part of the adapter, and have to be this model's. `modules` are the paths of the model's modules, and
+    `windowed` says that some of its attentions have a sliding window.
     """
     options, kind = folder.options, str(folder.options.get("peft_type"))
     if kind not in READ_OPTIONS:
@@ -127,7 +116,7 @@ _LEAVES: dict[str, tuple[str, ...]] = {
     "LORA": (*_LORA_OF_LINEAR, *_LORA_OF_EMBEDDING), "IA3": (_IA3_LEAF,),
     "LN_TUNING": ("ln_tuning_layers.weight", "ln_tuning_layers.bias"),
 }  # fmt: skip
-"""What the names of an adapter's tensors in the modules that it changes end with."""
+"""Endings of the names of an adapter's tensors in the modules that it changes."""
 
 _GATED = ("gate_proj", "up_proj")
 _OUTSIDE_FFN = tuple(site for site in OTHER_PROJECTIONS if site not in _GATED)

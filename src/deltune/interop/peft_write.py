@@ -35,11 +35,7 @@ _DOWN, _UP = (".lora_A.weight", ".lora_embedding_A"), (".lora_B.weight", ".lora_
 
 
 def write_peft(content: ExportedDelta) -> OptionsAndTensors:
-    """Return the options and tensors of a PEFT folder.
-
-    Raises:
-        DeltuneError: PEFT cannot express the delta; the message lists every reason.
-    """
+    """Return the options and tensors of a PEFT folder."""
     kinds: dict[str, None] = {}
     problems: dict[str, None] = {}
     for edit in content.edits:
@@ -72,14 +68,7 @@ def write_for_server(content: ExportedDelta, server: str, task: str | None) -> O
 
     Both have one alpha for all modules. vLLM divides it by the one rank in the options, and llama.cpp by the rank of
     each tensor. So all modules get the greatest rank, by zeros, and one scale, by a factor in their up-projections.
-
-    Args:
-        content: The delta.
-        server: One of `SERVERS`.
-        task: PEFT's task type of the model's class.
-
-    Raises:
-        DeltuneError: PEFT or the server cannot express the delta; the message lists every reason.
+    `server` is one of `SERVERS`, and `task` is PEFT's task type of the model's class.
     """
     problems = [] if task == "CAUSAL_LM" else [
         f"{server} finds modules by their names in a causal language model (AutoModelForCausalLM), and this is "
@@ -273,7 +262,7 @@ def _integer_if_whole(value: float) -> float | int:
 def _join_columns(
     parts: list[torch.Tensor], columns: list[Columns | None], rows: int, fill: float = 0.0
 ) -> torch.Tensor:
-    """Return the tensor (out, …) of a fused projection from those of its parts, with `fill` elsewhere."""
+    """Return the tensor (out, …) of a fused projection from its parts' tensors, with `fill` elsewhere."""
     if columns[0] is None:
         return parts[0]
     joined = parts[0].new_full((rows, *parts[0].shape[1:]), fill)

@@ -6,9 +6,10 @@ and AP is the APET paper.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec
 
 from ..errors import DeltuneError, excerpt, unknown_name
 from . import spec
@@ -17,36 +18,60 @@ from .compositions import Add, Composition, Gate, PrefixGate, Scale, SigmoidGate
 from .forms import Bottleneck, Form, Init, LowRank, Mixture, Prompt, Rescale, Vector
 from .other_names import hint_for_site
 from .parser import NUMERAL
-from .spec import ADD, ExpertsArg, LayersArg, MaskedMethod, Method, Modification, Selection, named_method
+from .spec import ADD, ExpertsArg, LayersArg, MaskedMethod, Method, Modification, NamedMethod, Selection, named_method
 
 Tower = Literal["main", "text", "vision", "audio", "projector", "all"]
 
+P = ParamSpec("P")
 
-@named_method
+_SHARED_ARGUMENTS = {
+    "rank": "The inner width r, at least 1.",
+    "bias": "Whether both projections have biases.",
+    "activation": 'f: "relu", "gelu", "silu", "tanh", "sigmoid" or "identity".',
+    "layer_norm": "Whether a LayerNorm of its own stands before the down projection.",
+    "dropout": "The probability of dropping an inner value while training.",
+    "init": '"bert" (down N(0, 0.02)) or "lora" (down Kaiming uniform).',
+    "zero_up": "Whether W_up starts at 0, so that the model is unchanged at first; else N(0, 0.02).",
+    "layers": '"all", "lower half", "upper half", "first N", "last N", or indices within each stack (-1 is the last).',
+    "stack": '"all", "encoder" or "decoder".',
+    "attention": 'Which attentions, "all", "self" or "cross"; it restricts no FFN.',
+    "tower": (
+        'The part of a multimodal model to tune: "main" (the default, what reads the model\'s main input, which is\n'
+        '        the text in a vision-language model), "text", "vision", "audio", "projector" (between two of them) '
+        'or "all".'
+    ),
+}
+"""Descriptions of the arguments that several methods take, with one meaning."""
+
+
+def _library_method(make: Callable[P, tuple[Modification | Selection, ...]]) -> Callable[P, NamedMethod]:
+    """Make a named method, whose docstring gets the shared arguments and the result beside what it says itself."""
+    if make.__doc__ is None:  # python -OO
+        return named_method(make)
+    text, _, rest = inspect.cleandoc(make.__doc__).partition("\n\nArgs:\n")
+    arguments, raises, errors = (rest or text).partition("\n\nRaises:\n")
+    written = dict(re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", arguments if rest else "", re.MULTILINE))
+    described = {name: written.get(name) or _SHARED_ARGUMENTS[name] for name in inspect.signature(make).parameters}
+    lines = [f"    {name}: {meaning}" for name, meaning in described.items()]
+    sections = ["\n".join(("Args:", *lines))] if lines else []
+    sections.append("Returns:\n    The method, to attach, count or add to others.")
+    make.__doc__ = "\n\n".join((text, *sections)) + raises + errors
+    return named_method(make)
+
+
+@_library_method
 def full(tower: Tower = "main") -> tuple[Modification | Selection, ...]:
-    """Train W, every tensor of the model.
-
-    Args:
-        tower: The part of a multimodal model to tune: "main" (the default, what reads the model's main input, which is
-            the text in a vision-language model), "text", "vision", "audio", "projector" (between two of them) or "all".
-
-    Returns:
-        The method, to attach, count or add to others.
-    """
+    """Train W, every tensor of the model."""
     return (Selection(("all",), spec.AREAS, tower=tower),)
 
 
-@named_method
+@_library_method
 def head() -> tuple[Modification | Selection, ...]:
-    """Train nothing but the task head.
-
-    Returns:
-        The method, to attach, count or add to others.
-    """
+    """Train nothing but the task head."""
     return ()
 
 
-@named_method
+@_library_method
 def layernorm(
     terms: Literal["both", "gain", "bias"] = "both",
     of: Literal["both", "attention", "ffn"] = "both",
@@ -62,15 +87,8 @@ def layernorm(
     Args:
         terms: "both", "gain" or "bias"; "bias" is an error where no norm has one.
         of: Norms of the attentions (query, key and cross-attention norms included), of the FFNs, or "both".
-        layers: "all", "lower half", "upper half", "first N", "last N", or indices within each stack (-1 is the last).
         embedding: Whether norms after the embeddings are trained; by default where `of` and `layers` restrict nothing.
         final: Whether norms after the last layer are trained; by default as `embedding`.
-        stack: "all", "encoder" or "decoder".
-        tower: The part of a multimodal model to tune: "main" (the default, what reads the model's main input, which is
-            the text in a vision-language model), "text", "vision", "audio", "projector" (between two of them) or "all".
-
-    Returns:
-        The method, to attach, count or add to others.
     """
     every_norm = of == "both" and layers == "all"
     areas: tuple[str, ...] = ("layers",)
@@ -80,7 +98,7 @@ def layernorm(
     return (Selection(roles, areas, of, layers, stack, tower=tower),)
 
 
-@named_method
+@_library_method
 def bitfit(
     which: Literal["all", "layers", "linear", "attention", "ffn", "query+ffn_up", "norm"] = "all",
     *,
@@ -98,12 +116,6 @@ def bitfit(
             "query+ffn_up" (two in each layer) or "norm" (of norms in the layers).
         add_missing: Whether linears and norms in the layers that `which` names and that have no bias get one, 0 at the
             start.
-        layers: "all", "lower half", "upper half", "first N", "last N", or indices within each stack (-1 is the last).
-        tower: The part of a multimodal model to tune: "main" (the default, what reads the model's main input, which is
-            the text in a vision-language model), "text", "vision", "audio", "projector" (between two of them) or "all".
-
-    Returns:
-        The method, to attach, count or add to others.
 
     Raises:
         DeltuneError: `which` is "all" and `layers` restricts the layers, or an argument is of the wrong type.
@@ -132,7 +144,7 @@ def _bias_vector(
     return Modification(site, Vector(where), insertion, layers=layers, optional=optional, tower=tower)
 
 
-@named_method
+@_library_method
 def diff_pruning(
     sparsity: float = 0.005, over: Literal["linear", "all"] = "linear", layers: LayersArg = "all"
 ) -> tuple[Modification | Selection, ...]:
@@ -145,10 +157,6 @@ def diff_pruning(
     Args:
         sparsity: The share of scalars that differ from the pretrained ones in the end, between 0 and 1.
         over: "linear" (weights and biases of the linears in the layers) or "all" (every tensor of the model).
-        layers: "all", "lower half", "upper half", "first N", "last N", or indices within each stack (-1 is the last).
-
-    Returns:
-        The method, to attach, count or add to others.
 
     Raises:
         DeltuneError: `over` is "all" and `layers` restricts the layers, or an argument is of the wrong type.
@@ -182,6 +190,24 @@ def _attention_at(attention: str, site: str, sites: Sequence[str]) -> str:
     return "all" if outside_attention else attention
 
 
+def _at_each(
+    sites: tuple[str, ...],
+    form: Form,
+    insertion: Literal["parallel", "sequential"],
+    compose: Composition,
+    layers: LayersArg,
+    stack: str,
+    attention: str,
+    tower: str = "main",
+    x: str = "input",
+) -> tuple[Modification, ...]:
+    """Return a modification at each of some sites."""
+    return tuple(
+        Modification(s, form, insertion, compose, layers, stack, _attention_at(attention, s, sites), x, tower=tower)
+        for s in sites
+    )
+
+
 def _compose(scale: Learned) -> Composition:
     if isinstance(scale, str):
         match = re.fullmatch(rf"learned(?:\(({NUMERAL})\))?", scale.replace(" ", ""))
@@ -194,7 +220,7 @@ def _compose(scale: Learned) -> Composition:
 # -- bottlenecks ------------------------------------------------------------------------------------------------------
 
 
-@named_method
+@_library_method
 def adapter(
     style: Literal["houlsby", "pfeiffer"] = "houlsby",
     rank: int = 16,
@@ -216,41 +242,14 @@ def adapter(
 
     Args:
         style: "houlsby" (Houlsby et al. 2019) or "pfeiffer" (Pfeiffer et al. 2021).
-        rank: The inner width r, at least 1.
-        bias: Whether both projections have biases.
-        activation: f: "relu", "gelu", "silu", "tanh", "sigmoid" or "identity".
-        layer_norm: Whether a LayerNorm of its own stands before the down projection.
-        dropout: The probability of dropping an inner value while training.
-        init: "bert" (down N(0, 0.02)) or "lora" (down Kaiming uniform).
-        zero_up: Whether W_up starts at 0, so that the model is unchanged at first; else N(0, 0.02).
-        layers: "all", "lower half", "upper half", "first N", "last N", or indices within each stack (-1 is the last).
-        stack: "all", "encoder" or "decoder".
-        attention: Which attentions, "all", "self" or "cross"; it does not restrict the FFNs.
-        tower: The part of a multimodal model to tune: "main" (the default, what reads the model's main input, which is
-            the text in a vision-language model), "text", "vision", "audio" or "all".
-
-    Returns:
-        The method, to attach, count or add to others.
     """
     form = Bottleneck(rank, activation, bias=bias, layer_norm=layer_norm, dropout=dropout, init=init, zero_up=zero_up)
     if style == "pfeiffer":
         return (Modification("ffn", form, "sequential", ADD, layers, stack, attention, x="normed", tower=tower),)
-    return tuple(
-        Modification(
-            site,
-            form,
-            "sequential",
-            ADD,
-            layers,
-            stack,
-            _attention_at(attention, site, ("attention", "ffn")),
-            tower=tower,
-        )
-        for site in ("attention", "ffn")
-    )
+    return _at_each(("attention", "ffn"), form, "sequential", ADD, layers, stack, attention, tower)
 
 
-@named_method
+@_library_method
 def parallel_adapter(
     at: Site = "ffn",
     rank: int = 16,
@@ -272,43 +271,15 @@ def parallel_adapter(
 
     Args:
         at: One or more of "ffn", "attention" and "heads".
-        rank: The inner width r, at least 1.
         scale: s: a number, "learned" (starts at 1), or as in "learned(4)" (starts at 4).
-        bias: Whether both projections have biases.
-        activation: f: "relu", "gelu", "silu", "tanh", "sigmoid" or "identity".
-        layer_norm: Whether a LayerNorm of its own stands before the down projection.
-        dropout: The probability of dropping an inner value while training.
-        init: "bert" (down N(0, 0.02)) or "lora" (down Kaiming uniform).
-        zero_up: Whether W_up starts at 0, so that the model is unchanged at first; else N(0, 0.02).
         x: "input" (what the sub-layer reads) or "residual" (the residual stream before its norm).
-        layers: "all", "lower half", "upper half", "first N", "last N", or indices within each stack (-1 is the last).
-        stack: "all", "encoder" or "decoder".
-        attention: Which attentions, "all", "self" or "cross"; it does not restrict the FFNs.
-        tower: The part of a multimodal model to tune: "main" (the default, what reads the model's main input, which is
-            the text in a vision-language model), "text", "vision", "audio" or "all".
-
-    Returns:
-        The method, to attach, count or add to others.
     """
     form = Bottleneck(rank, activation, bias=bias, layer_norm=layer_norm, dropout=dropout, init=init, zero_up=zero_up)
     sites = _checked_sites(at, ("ffn", "attention", "heads"))
-    return tuple(
-        Modification(
-            site,
-            form,
-            "parallel",
-            _compose(scale),
-            layers,
-            stack,
-            _attention_at(attention, site, sites),
-            x,
-            tower=tower,
-        )
-        for site in sites
-    )
+    return _at_each(sites, form, "parallel", _compose(scale), layers, stack, attention, tower, x)
 
 
-@named_method
+@_library_method
 def scaled_parallel_adapter(
     at: Site = "ffn",
     rank: int = 16,
@@ -330,23 +301,8 @@ def scaled_parallel_adapter(
 
     Args:
         at: One or more of "ffn", "attention" and "heads".
-        rank: The inner width r, at least 1.
         scale: s: a number, "learned" (starts at 1), or as in "learned(4)" (starts at 4).
-        bias: Whether both projections have biases.
-        activation: f: "relu", "gelu", "silu", "tanh", "sigmoid" or "identity".
-        layer_norm: Whether a LayerNorm of its own stands before the down projection.
-        dropout: The probability of dropping an inner value while training.
-        init: "bert" (down N(0, 0.02)) or "lora" (down Kaiming uniform).
-        zero_up: Whether W_up starts at 0, so that the model is unchanged at first; else N(0, 0.02).
         x: "input" (what the sub-layer reads) or "residual" (the residual stream before its norm).
-        layers: "all", "lower half", "upper half", "first N", "last N", or indices within each stack (-1 is the last).
-        stack: "all", "encoder" or "decoder".
-        attention: Which attentions, "all", "self" or "cross"; it does not restrict the FFNs.
-        tower: The part of a multimodal model to tune: "main" (the default, what reads the model's main input, which is
-            the text in a vision-language model), "text", "vision", "audio" or "all".
-
-    Returns:
-        The method, to attach, count or add to others.
     """
     return parallel_adapter(
         at, rank, scale, bias=bias, activation=activation, layer_norm=layer_norm, dropout=dropout, init=init,
@@ -357,7 +313,7 @@ def scaled_parallel_adapter(
 # -- prefixes and prompts ---------------------------------------------------------------------------------------------
 
 
-@named_method
+@_library_method
 def prefix(
     length: int = 16,
     reparameterise: int | None = None,
@@ -379,20 +335,12 @@ def prefix(
             (UV §A.3). None: the keys and values are trained themselves.
         gate: False: h + softmax(q P_kᵀ) P_v, without the gate of UV eq. 8 (UV table 4).
         shift_positions: Whether positions start at l in a stack with a prefix in its self-attention, as PEFT has it.
-        layers: "all", "lower half", "upper half", "first N", "last N", or indices within each stack (-1 is the last).
-        stack: "all", "encoder" or "decoder".
-        attention: "all", "self" or "cross".
-        tower: The part of a multimodal model to tune: "main" (the default, what reads the model's main input, which is
-            the text in a vision-language model), "text", "vision", "audio" or "all".
-
-    Returns:
-        The method, to attach, count or add to others.
     """
     form = Prefix(length, reparameterise, shift_positions=shift_positions)
     return (Modification("heads", form, "parallel", Gate() if gate else Add(), layers, stack, attention, tower=tower),)
 
 
-@named_method
+@_library_method
 def prompt(
     length: int = 100, init_from: tuple[int, ...] | None = None, positions: Literal["shift", "none"] = "shift"
 ) -> tuple[Modification | Selection, ...]:
@@ -405,14 +353,11 @@ def prompt(
         init_from: Token ids whose embeddings the vectors start from, repeated up to l; None: N(0, 0.02).
         positions: "shift" (the vectors take positions 0 to l - 1 and the text follows) or "none" (they have no position
             and the text keeps its own; for absolute positions only).
-
-    Returns:
-        The method, to attach, count or add to others.
     """
     return (Modification("embedding", Prompt(length, init_from, positions)),)
 
 
-@named_method
+@_library_method
 def p_tuning_v2(
     length: int = 16,
     layers: LayersArg = "all",
@@ -422,18 +367,12 @@ def p_tuning_v2(
     """Train `prefix(length)` without reparameterisation (Liu et al. 2022).
 
     Args:
-        length: The number of keys and values before those of every attention, at least 1.
-        layers: "all", "lower half", "upper half", "first N", "last N", or indices within each stack (-1 is the last).
-        stack: "all", "encoder" or "decoder".
-        attention: "all", "self" or "cross".
-
-    Returns:
-        The method, to attach, count or add to others.
+        length: The number of keys and values before an attention's own, at least 1.
     """
     return prefix(length, layers=layers, stack=stack, attention=attention).parts
 
 
-@named_method
+@_library_method
 def multi_head_parallel_adapter(
     length: int = 16,
     *,
@@ -449,12 +388,6 @@ def multi_head_parallel_adapter(
         length: The rows l of P_k and P_v, at least 1.
         own_down: True: h + relu(x W_down) P_v, with a W_down of its own for each head.
         zero_up: Whether P_v starts at 0, so that the model is unchanged at first; else N(0, 0.02).
-        layers: "all", "lower half", "upper half", "first N", "last N", or indices within each stack (-1 is the last).
-        stack: "all", "encoder" or "decoder".
-        attention: "all", "self" or "cross".
-
-    Returns:
-        The method, to attach, count or add to others.
     """
     form: Form = (OwnMultiHead if own_down else MultiHead)(length, zero_up=zero_up)
     return (Modification("heads", form, "parallel", Add(), layers, stack, attention),)
@@ -468,7 +401,7 @@ def _scale_of_alpha(arguments: dict[str, Any]) -> dict[str, Any]:
     return arguments if alpha is None else {**arguments, "scale": alpha / arguments["rank"]}
 
 
-@named_method
+@_library_method
 @spec.derives(_scale_of_alpha)
 def lora(
     rank: int = 8,
@@ -493,16 +426,8 @@ def lora(
             "pooler" and "lm_head"; or paths of linears as a pattern, such as "*.mixer.in_proj".
         alpha: Another way to give s, which is then alpha / rank; above 0.
         dropout: The probability of dropping a value of x while training.
-        layers: "all", "lower half", "upper half", "first N", "last N", or indices within each stack (-1 is the last).
-        stack: "all", "encoder" or "decoder".
-        attention: Which attentions, "all", "self" or "cross"; it does not restrict the FFNs.
-        tower: The part of a multimodal model to tune: "main" (the default, what reads the model's main input, which is
-            the text in a vision-language model), "text", "vision", "audio" or "all".
         experts: Where FFNs are mixtures of experts, "all" of them, "shared" (those that every token goes through),
             "routed" (those that the router chooses from), or the numbers of some of the latter.
-
-    Returns:
-        The method, to attach, count or add to others.
 
     Raises:
         DeltuneError: Both `scale` and `alpha` are given, alpha is 0 or less, or an argument does not exist or is of the
@@ -541,7 +466,7 @@ def lora(
     return tuple(parts)
 
 
-@named_method
+@_library_method
 def trainable_tokens(tokens: tuple[int, ...]) -> tuple[Modification | Selection, ...]:
     """Train E[t] for t in `tokens`, the rows of chosen tokens in the word embeddings.
 
@@ -550,7 +475,7 @@ def trainable_tokens(tokens: tuple[int, ...]) -> tuple[Modification | Selection,
     how tokens that were added to a vocabulary are saved with a delta.
 
     Args:
-        tokens: The token ids, such as those of added tokens.
+        tokens: The token ids, such as the ids of added tokens.
 
     Returns:
         The method, to attach, count or add to others.
@@ -561,7 +486,7 @@ def trainable_tokens(tokens: tuple[int, ...]) -> tuple[Modification | Selection,
 # -- sums -------------------------------------------------------------------------------------------------------------
 
 
-@named_method
+@_library_method
 def mam(
     length: int = 16,
     rank: int = 16,
@@ -587,7 +512,7 @@ def mam(
     return (at_heads + scaled_parallel_adapter("ffn", rank, scale, layers=layers, stack=stack)).parts
 
 
-@named_method
+@_library_method
 def prefix_layernorm(
     length: int = 16, layers: LayersArg = "all", stack: Literal["all", "encoder", "decoder"] = "all"
 ) -> tuple[Modification | Selection, ...]:
@@ -604,7 +529,7 @@ def prefix_layernorm(
     return (prefix(length, layers=layers, stack=stack) + layernorm(layers=layers, stack=stack)).parts
 
 
-@named_method
+@_library_method
 def unipelt(
     length: int = 10,
     rank: int = 8,
@@ -641,7 +566,7 @@ def unipelt(
 # -- rescaling and mixing ---------------------------------------------------------------------------------------------
 
 
-@named_method
+@_library_method
 def ia3(
     layers: LayersArg = "all",
     stack: Literal["all", "encoder", "decoder"] = "all",
@@ -659,20 +584,14 @@ def ia3(
     Returns:
         The method, to attach, count or add to others.
     """
-    sites = ("key", "value", "ffn_inner")
-    return tuple(
-        Modification(s, Rescale(), "sequential", ADD, layers, stack, _attention_at(attention, s, sites)) for s in sites
-    )
+    return _at_each(("key", "value", "ffn_inner"), Rescale(), "sequential", ADD, layers, stack, attention)
 
 
-@named_method
+@_library_method
 def three_vectors() -> tuple[Modification | Selection, ...]:
     """Mix all hidden states where the head reads them, γ ⊙ Σ_l α_l h_l + β (3V; LN table 1).
 
     At first the model is unchanged. A model that generates or chooses has no head over hidden states, and is an error.
-
-    Returns:
-        The method, to attach, count or add to others.
     """
     return (Modification("hidden_states", Mixture()),)
 
