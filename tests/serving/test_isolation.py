@@ -27,12 +27,11 @@ import deltune
 from deltune.errors import DeltuneError
 from deltune.models import load_model, load_tokenizer
 from deltune.runtime.attaching import find_tuned
-from deltune.serving import jobs, padded_decoder, runners
+from deltune.serving import jobs, runners
 from deltune.serving.api.schemas import EmbeddingBody
 from deltune.serving.engine import Server
 from deltune.serving.errors import InvalidRequest, QueueFull, RequestTimeout
 from deltune.serving.jobs import LONG_TEXT, RequestEncoder
-from deltune.serving.padded_decoder import PaddedDecoderRunner
 from deltune.serving.requests import Request, Sampling
 from laws.families import FAMILIES
 from laws.specimens import build, stir
@@ -343,7 +342,7 @@ def test_a_server_that_cannot_start_leaves_the_model_alone(tmp_path: Path) -> No
 
 
 def test_a_cache_holds_what_a_delta_puts_before_every_text() -> None:
-    """It is computed once for a delta, no later pass applies its edits, and its bytes count as the delta's."""
+    """A prompt is computed once for a delta, no later pass applies its edits, and its bytes count as the delta's."""
     of = deltas("gpt2", "causal")
     whole = {"prefix(length=3)": 3, "prompt(length=3)": 3, "prompt(length=5) + prefix(length=2)": 7, "layernorm": 0,
              "prefix(length=2, shift_positions=True)": 2,
@@ -360,7 +359,7 @@ def test_a_cache_holds_what_a_delta_puts_before_every_text() -> None:
             (now,) = [one for one in server._lifecycle.in_memory() if one.name == names[text]]
             preamble = now.preamble
             assert preamble is not None and preamble.columns == held and bool(preamble.edits) == bool(held)
-            sizes = [tensor.nbytes for pair in preamble.states if pair is not None for tensor in pair]
+            sizes = [tensor.nbytes for pair in preamble.prompt if pair is not None for tensor in pair]
             assert now.bytes - before == sum(sizes)
             assert runner.preamble(now) is preamble
         server.unload(names["prefix(length=3)"])
@@ -381,7 +380,7 @@ def test_which_families_hold_prefixes_in_their_caches(family: str) -> None:
         warm(server, ask("generate", 3, 1, None))
         (lane,) = server._lanes.values()
         runner: Any = lane.runner  # type: ignore[union-attr]
-        assert isinstance(runner, PaddedDecoderRunner) == HOLDS[family]
+        assert runner.holds == HOLDS[family]
         assert not HOLDS[family] or runner.caches_prefixes
         assert not server._backbones.first.handle.names  # the trial is gone
 
@@ -473,7 +472,7 @@ def test_what_caches_hold_counts_against_the_bytes_of_deltas(tmp_path: Path) -> 
 def test_a_fault_between_two_steps_loses_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """When rows cannot be put into one batch, such as for want of memory, each of them hears of it."""
     of = deltas("gpt2", "causal")
-    join = padded_decoder.assemble
+    join = runners.assemble
     faults = iter([MemoryError("no room")])
 
     def failing(*arguments: Any, **options: Any) -> Any:
@@ -486,7 +485,7 @@ def test_a_fault_between_two_steps_loses_no_request(monkeypatch: pytest.MonkeyPa
         futures = []
         with server.stream(ask("generate", 4, 1, None, sampling=long)) as stream:
             next(stream)
-            monkeypatch.setattr(padded_decoder, "assemble", failing)
+            monkeypatch.setattr(runners, "assemble", failing)
             futures = [server.submit(ask("generate", 5, seed, None, sampling=long)) for seed in (2, 3)]
             with pytest.raises(DeltuneError, match="no room"):
                 list(stream)

@@ -78,7 +78,7 @@ class DeltasSection(Section):
 
 
 class BatchingSection(Section):
-    """How requests are put together, and how many may wait."""
+    """Sizes of batches, and numbers of requests that may wait."""
 
     max_batch_tokens: Size | None = option(None, "tokens of a batch, at most [4096]")
     max_batch_size: Size | None = option(None, "rows of a batch, at most [32]")
@@ -118,7 +118,7 @@ class HttpSection(Section):
 
 
 class LimitsSection(Section):
-    """What a request and a tenant may ask. A key's own rates are in the file of keys."""
+    """Limits of a request and of a tenant. A key's own rates are in the file of keys."""
 
     max_body: Bytes = option(4 << 20, "size of a request, such as 4MiB", common=True)
     max_inputs: Annotated[int, REFUSE_BOOL] = option(
@@ -141,7 +141,7 @@ class LimitsSection(Section):
 
 
 class LogSection(Section):
-    """What is written on standard error, a line of JSON for each request."""
+    """Lines of JSON on standard error, one for each request."""
 
     log: Literal["requests", "errors", "off"] = option("requests", "which requests have a line")
     log_contents: bool = option(False, "write inputs and answers too", common=True)
@@ -186,11 +186,7 @@ LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 class ServeConfig(BaseModel):
-    """Everything that `deltune serve` can be told.
-
-    Raises:
-        DeltuneError: Some values are wrong; the message lists every problem at once (`from_values`).
-    """
+    """Everything that `deltune serve` can be told."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -204,14 +200,7 @@ class ServeConfig(BaseModel):
 
     @classmethod
     def from_values(cls, *sources: Mapping[str, Any]) -> ServeConfig:
-        """Make a config from values by flat names, by section.field, or in sections; later sources win.
-
-        Args:
-            sources: Such as the values of a file and those of options.
-
-        Raises:
-            DeltuneError: Some values are wrong; the message lists every problem at once.
-        """
+        """Make a config from values by flat names, by section.field, or in sections; later sources win."""
         problems: list[str] = []
         merged: dict[str, Any] = {}
         for source in sources:
@@ -234,12 +223,12 @@ class ServeConfig(BaseModel):
 
     @property
     def base_name(self) -> str:
-        """What clients call the base model."""
+        """The name by which clients call the base model."""
         return self.model.served_name or Path(self.model.name).name or self.model.name
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine can reach the address."""
+        """Only this machine can reach the address."""
         return self.http.host in LOCAL_HOSTS
 
 

@@ -2,7 +2,7 @@
 
 One thread owns the model. It takes requests from the others, attaches and detaches deltas while no pass runs, and gives
 every request its answer. Passes of an encoder run in threads of their own, which it starts. Here are the ways
-in, the loop of that thread, and the end. Which requests may wait is in `admission`, which delta is meant in `catalog`,
+in, the loop of that thread, and the end. Which requests may wait is in `queue`, which delta is meant in `catalog`,
 how deltas come into memory and go in `lifecycle`, what a batch is in `encoding` and `generation`, and what makes the
 steps of the latter in `runners`.
 """
@@ -38,20 +38,18 @@ from ..errors import (
 from ..filesystem import user_path
 from ..models import load_with_tokenizer
 from ..tasks.padding import padding_side
-from .admission import Admission, check_length, cut_length, readable_length
 from .backbone import Backbones, LoadedDelta
-from .catalog import Catalog, Entry
+from .catalog import Catalog, Entry, State
 from .concurrency import ConcurrentPasses, give_way_to_other_threads, release_worker_threads
 from .encoding import BatchLimits, EncodingLane, LaneContext
 from .errors import UNANSWERED, EngineClosed, InvalidRequest, RequestTimeout, UnknownDelta
-from .fairness import FairShare, FairThread
 from .generation import GenerationLane, GenerationOptions
-from .jobs import LONG_TEXT, Job, Listener, RequestEncoder, check_pair, check_request, check_task, input_size
-from .lifecycle import Lifecycle, LifecycleContext
+from .jobs import LONG_TEXT, Job, Listener, RequestEncoder, Stream, check_pair, check_request, check_task, input_size
+from .lifecycle import Lifecycle
 from .prompt_cache import PromptCache
+from .queue import Admission, FairShare, FairThread, check_length, cut_length, readable_length
 from .registry import HEAD_TASKS, FolderFacts, scan
 from .requests import Answer, DeltaInfo, EngineStats, Request, Task, TokenChoice
-from .streams import Stream
 
 logger = logging.getLogger(__name__)
 
@@ -167,18 +165,17 @@ class Server:
         self._passes = ConcurrentPasses(max_concurrent_passes if first.device.type == "cpu" else 1, self._notify)
         self._lane_context = LaneContext(self._share, self._start, self._finish, self._passes)
         self._lanes: dict[tuple[str, str, str], Lane] = {}
-        """The one that had a turn last comes last."""
+        """Ordered by last turn."""
         self._last_lane: Lane | None = None
-        self._base = first.base(HEAD_TASKS[first.head])
+        self._base = first.base_entry(HEAD_TASKS[first.head])
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
         attached = {loaded.name: loaded for loaded in first.attached_before() if loaded.name is not None}
         self._catalog = Catalog(self.root, attached, self._backbones.check, self._lock)
-        context = LifecycleContext(
-            self._wake, self._share, self._call, self._place, self._finish, self._wait_for_passes,
-            self._on_detach, self._forget_counts,
+        self._lifecycle = Lifecycle(
+            self._catalog, self._backbones, max_loaded, max_loaded_bytes, max_names, wake=self._wake, place=self._place,
+            finish=self._finish, wait_for_passes=self._wait_for_passes, before_detach=self._before_detach,
         )  # fmt: skip
-        self._lifecycle = Lifecycle(self._catalog, self._backbones, context, max_loaded, max_loaded_bytes, max_names)
         self._admission = Admission(max_queue, max_queue_per_tenant, self._lock)
         self._inbox: deque[Job] = deque()
         self._calls: deque[Callable[[], None]] = deque()
@@ -328,12 +325,7 @@ class Server:
             encoding.result().future.cancel()
 
     def _reserve(self, tenant: str) -> None:
-        """Count a request of a tenant as one that waits.
-
-        Raises:
-            QueueFull: Too many wait.
-            EngineClosed: The server is closing.
-        """
+        """Count a request of a tenant as one that waits, unless too many wait or the server is closing."""
         with self._lock:
             if self._closing:
                 raise EngineClosed("the server is closing and takes no new requests")
@@ -431,7 +423,12 @@ class Server:
         Raises:
             UnknownDelta: There is no such delta.
         """
-        self._lifecycle.unload(name)
+        folder_stays = self._catalog.has_folder(name)  # in this thread, since the disk may be slow
+        self._call(
+            lambda: self._forget(
+                self._catalog.remove(name, folder_stays), f"delta {name!r} was unloaded before it answered"
+            )
+        )
 
     def refresh(self, timeout: float | None = None) -> list[DeltaInfo]:
         """Look at the directory of deltas again: new folders, changed ones, and those that are gone.
@@ -451,7 +448,10 @@ class Server:
         """
         self._refuse_own_thread("refresh")
         if self.root is not None:
-            self._lifecycle.refresh(timeout)
+            self._lifecycle.refresh(
+                lambda entry: self._call(lambda: self._forget(entry, f"the folder of delta {entry.name!r} is gone")),
+                timeout,
+            )
         return self.deltas()
 
     def deltas(self) -> list[DeltaInfo]:
@@ -526,7 +526,7 @@ class Server:
             )
 
     def take_usage(self) -> dict[str, int]:
-        """Return the tokens that were computed since the last call, those of requests that failed or left included.
+        """Return the tokens that were computed since the last call, for requests that failed or left too.
 
         Returns:
             Tenant -> tokens, read and generated. The first call begins to count, and returns nothing.
@@ -637,7 +637,7 @@ class Server:
             jobs, self._inbox = self._inbox, deque()
         for job in jobs:
             self._place(job)
-        self._lifecycle.begin_loads()
+        self._lifecycle.begin_loads(self._share)
         try:
             self._advance()
             self._passes.take_results()  # after the threads that they leave have the next passes
@@ -680,11 +680,11 @@ class Server:
             lane.advance()
 
     def _is_due(self, lane: Lane) -> bool:
-        """Whether a lane has something to do now."""
+        """Say that a lane has something to do now."""
         return lane.busy and lane.due(time.monotonic()) <= 0
 
     def _has_thread(self, lane: Lane) -> bool:
-        """Whether a lane may begin now: passes of an encoder need a free thread."""
+        """Say that a lane may begin now: passes of an encoder need a free thread."""
         return not isinstance(lane, EncodingLane) or self._passes.free > 0
 
     def _next_lane(self) -> tuple[str, str, str] | None:
@@ -713,7 +713,7 @@ class Server:
             self._finish(job, UnknownDelta(unknown_name("delta", job.request.delta, self._catalog.entries)))
             return
         loaded = self._base if entry is None else entry.current
-        if entry is not None and not self._lifecycle.takes_requests(entry):
+        if entry is not None and entry.state is not State.SERVING:
             self._lifecycle.wait(entry, job)
             return
         assert loaded is not None
@@ -814,7 +814,7 @@ class Server:
                 break
         self._finish(job, error)
 
-    def _on_detach(self, loaded: LoadedDelta) -> None:
+    def _before_detach(self, loaded: LoadedDelta) -> None:
         """Drop what belongs to a version that leaves the model: beginnings of prompts, and a lane of its own."""
         self._options.prompt_cache.forget(loaded)
         for key in [key for key in self._lanes if key[2] == loaded.internal]:
@@ -822,8 +822,9 @@ class Server:
                 self._last_lane = None
             del self._lanes[key]  # that of a delta which shares no batch
 
-    def _forget_counts(self) -> None:
-        """Drop the counts of deltas that are served no more, once there are many of them."""
+    def _forget(self, entry: Entry, reason: str) -> None:
+        """Drop a delta that is served no more, and its counts once there are many of them."""
+        self._lifecycle.forget(entry, UnknownDelta(reason))
         with self._lock:
             names = self._catalog.entries
             for counts in (self._finished, self._failed):

@@ -19,10 +19,9 @@ from ..errors import DeltuneError
 from .backbone import Backbone
 from .cache import columns, row_of, set_columns
 from .encoding import BatchLimits, LaneContext, answer_of
-from .fairness import FairQueue
 from .jobs import Job, RequestEncoder
-from .padded_decoder import make_decoder_runner
 from .prompt_cache import PromptCache
+from .queue import FairQueue
 from .requests import FinishReason, Sampling, TokenChoice
 from .runners import DecoderRunner, EncoderDecoderRunner, Row, RunningBatch
 from .sampling import TextBuilder, TokenChooser, check_sampling, config_processors
@@ -33,55 +32,31 @@ QUANTUM = 32
 
 @dataclass
 class GenerationOptions:
-    """What all lanes of a server share.
+    """Options and runners that all lanes of a server share."""
 
-    Attributes:
-        limits: How large batches are.
-        encoder: Turns tokens into text.
-        prompt_cache: The beginnings of prompts.
-        count: Counts generated tokens.
-        runners: What makes the steps of each model.
-    """
-
-    limits: BatchLimits
-    encoder: RequestEncoder
-    prompt_cache: PromptCache
-    count: Callable[[int], None]
+    limits: BatchLimits  # how large batches are
+    encoder: RequestEncoder  # turns tokens into text
+    prompt_cache: PromptCache  # the beginnings of prompts
+    count: Callable[[int], None]  # counts generated tokens
+    # what makes the steps of each model
     runners: dict[Backbone, DecoderRunner | EncoderDecoderRunner] = field(default_factory=dict)
 
     def runner(self, backbone: Backbone) -> DecoderRunner | EncoderDecoderRunner:
-        """Return what makes the steps of a model; all lanes of the model have the same.
-
-        Args:
-            backbone: The model.
-        """
+        """Return what makes the steps of a model; all lanes of the model have the same."""
         if backbone not in self.runners:
             if backbone.is_encoder_decoder:
                 self.runners[backbone] = EncoderDecoderRunner(backbone, self.encoder.tokenizer)
             else:
-                self.runners[backbone] = make_decoder_runner(backbone)
+                self.runners[backbone] = DecoderRunner(backbone)
         return self.runners[backbone]
 
     def check(self, sampling: Sampling) -> None:
-        """Check the settings of a request.
-
-        Args:
-            sampling: The settings.
-
-        Raises:
-            InvalidRequest: They cannot be used.
-        """
+        """Check the settings of a request."""
         check_sampling(sampling, self.encoder.tokenizer is not None)
 
 
 class GenerationLane:
-    """Requests that may share the batches of a language model.
-
-    Args:
-        backbone: The model.
-        options: What all lanes of a server share about generating.
-        context: What all lanes of the engine have.
-    """
+    """Requests that may share the batches of a language model."""
 
     def __init__(self, backbone: Backbone, options: GenerationOptions, context: LaneContext) -> None:
         self.backbone, self.options = backbone, options
@@ -98,7 +73,6 @@ class GenerationLane:
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to do."""
         return bool(self.batches) or bool(self.reading) or len(self.queue) > 0 or len(self.long) > 0
 
     def jobs(self) -> Iterator[Job]:
@@ -107,19 +81,11 @@ class GenerationLane:
         yield from (*self.queue.heads(), *self.long.heads())
 
     def due(self, now: float) -> float:
-        """Return in how many seconds a step should begin: a running batch is joined at once.
-
-        Args:
-            now: The monotonic clock.
-        """
+        """Return in how many seconds a step should begin: a running batch is joined at once."""
         return 0.0 if self.busy else self.options.limits.wait
 
     def drop(self, job: Job) -> bool:
-        """Take a request out, wherever it is; return whether it was here.
-
-        Args:
-            job: The request.
-        """
+        """Take a request out, wherever it is; return whether it was here."""
         if self.queue.remove(job) or self.long.remove(job):
             self.paused.pop(job, None)
             return True
@@ -169,7 +135,7 @@ class GenerationLane:
             self.context.start(job)
             try:
                 row = self._row(job)
-                if self._is_long(job) and len(row.before) - row.cached > limits.prefill:
+                if isinstance(self.runner, DecoderRunner) and len(row.before) - row.cached > limits.prefill:
                     self.reading.append(self.runner.opened(row))
                     continue
                 self.share.charge(job.tenant, len(job.tokens) - row.cached)
@@ -182,8 +148,8 @@ class GenerationLane:
         return arrived
 
     def _is_long(self, job: Job) -> bool:
-        """Whether the prompt of a request is read in parts."""
-        return self.runner.reads_in_parts and len(job.tokens) > self.options.limits.prefill
+        """Say that a prompt is read in parts: not by an encoder, whose tokens see the later ones."""
+        return isinstance(self.runner, DecoderRunner) and len(job.tokens) > self.options.limits.prefill
 
     def _next(self) -> Job | None:
         """The request that is to join next. A tenant has one long prompt read at a time, and its others wait apart.
@@ -211,11 +177,11 @@ class GenerationLane:
         builder = TextBuilder(encoder.decode, sampling.stop, before if is_decoder else (), encoder.special_tokens)
         row = Row(job, chooser, builder, before)
         if is_decoder:
-            row.beginning, row.cached = self.options.prompt_cache.find(job.tenant, job.version, before)
+            row.cached_prompt, row.cached = self.options.prompt_cache.find(job.tenant, job.version, before)
         return row
 
     def _read_on(self) -> list[RunningBatch]:
-        """Read the next part of one long prompt, that of the tenant who is next; return its batch if it was the last.
+        """Read a part of the long prompt of the tenant who is next; return its batch if it was the last part.
 
         A part at a time, so that the others of the batch wait for a part of the prompt and not for all of it.
         """
@@ -225,6 +191,7 @@ class GenerationLane:
         (row,) = batch.rows
         before = row.length
         try:
+            assert isinstance(self.runner, DecoderRunner)
             logits = self.runner.read_part(batch, self.options.limits.prefill)
         except Exception as error:
             self.reading.remove(batch)
@@ -356,11 +323,8 @@ class GenerationLane:
     def _take(self, row: Row, choice: TokenChoice, ends_anyway: bool) -> None:
         """Add a token to a row, tell its listener, and end the row if it was the last.
 
-        Args:
-            row: The row.
-            choice: The token.
-            ends_anyway: Whether the most likely token was one that ends the answer. BART's configs make the last token
-                of a full answer such a token, whatever the model says.
+        `ends_anyway` says that the most likely token was one that ends the answer. BART's configs make the last token
+        of a full answer such a token, whatever the model says.
         """
         self.share.charge(row.job.tenant, 1)
         last = len(row.generated) + 1 >= row.job.request.sampling.max_tokens

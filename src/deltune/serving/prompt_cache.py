@@ -11,102 +11,68 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .backbone import LoadedDelta
-from .cache import States
+from .cache import States, first_columns
 
 BLOCK = 16
 """Tokens of a block; beginnings are compared block by block."""
 
 
 @dataclass(eq=False)
-class Beginning:
-    """A prompt whose keys and values are kept.
+class CachedPrompt:
+    """A prompt whose keys and values are kept."""
 
-    Attributes:
-        loaded: The version of the delta.
-        tokens: The tokens, a multiple of a block.
-        states: Keys and values of the delta's prompt rows and of these tokens, by layer.
-        keys: Under which keys it is found.
-        bytes: Its size.
-    """
-
-    loaded: LoadedDelta
-    tokens: tuple[int, ...]
-    states: States
-    keys: list[tuple[object, ...]]
-    bytes: int
+    loaded: LoadedDelta  # the version of the delta
+    tokens: tuple[int, ...]  # the tokens, a multiple of a block
+    states: States  # keys and values of the delta's prompt rows and of these tokens, by layer
+    keys: list[tuple[object, ...]]  # under which keys it is found
+    bytes: int  # its size
 
 
 class PromptCache:
-    """Beginnings of prompts, of which those go first that were not needed for longest. The engine's thread has it.
-
-    Args:
-        limit: The most bytes; 0 keeps nothing.
-    """
+    """Cached prompts, of which those go first that were not needed for longest. The engine's thread has it."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.bytes = limit, 0
-        self._beginnings: OrderedDict[int, Beginning] = OrderedDict()
-        self._found: dict[tuple[object, ...], list[Beginning]] = {}
+        self._kept: OrderedDict[int, CachedPrompt] = OrderedDict()
+        self._found: dict[tuple[object, ...], list[CachedPrompt]] = {}
 
-    def find(self, tenant: str, loaded: LoadedDelta, tokens: Sequence[int]) -> tuple[Beginning | None, int]:
+    def find(self, tenant: str, loaded: LoadedDelta, tokens: Sequence[int]) -> tuple[CachedPrompt | None, int]:
         """Return the beginning that has the most tokens in common with a prompt, and how many it has.
 
         At least one token of the prompt is not among them, since its output is needed.
-
-        Args:
-            tenant: Whose prompt it is.
-            loaded: The version of its delta.
-            tokens: The prompt.
         """
         best, length = None, 0
-        candidates: list[tuple[Beginning, int]] = []
+        candidates: list[tuple[CachedPrompt, int]] = []
         for key, end in _keys(tenant, loaded, tokens[: len(tokens) - 1]):
             if key not in self._found:
                 break
             candidates.append((self._found[key][-1], end))
-        for beginning, end in reversed(candidates):  # the longest one is right, but for two prompts of one hash
-            if beginning.tokens[:end] == tuple(tokens[:end]):
-                best, length = beginning, end
+        for prompt, end in reversed(candidates):  # the longest one is right, but for two prompts of one hash
+            if prompt.tokens[:end] == tuple(tokens[:end]):
+                best, length = prompt, end
                 break
         if best is not None:
-            self._beginnings.move_to_end(id(best))
+            self._kept.move_to_end(id(best))
         return best, length
 
     def wants(self, tenant: str, loaded: LoadedDelta, tokens: Sequence[int]) -> bool:
-        """Return whether a prompt has a block that is not kept yet.
-
-        Args:
-            tenant: Whose prompt it is.
-            loaded: The version of its delta.
-            tokens: The prompt.
-        """
+        """Return whether a prompt has a block that is not kept yet."""
         if not self.limit or len(tokens) < BLOCK:
             return False
         *_, (key, _) = _keys(tenant, loaded, tokens)
         return key not in self._found
 
     def keep(self, tenant: str, loaded: LoadedDelta, tokens: Sequence[int], states: States) -> None:
-        """Keep the keys and values of a prompt.
-
-        Args:
-            tenant: Whose prompt it is.
-            loaded: The version of its delta.
-            tokens: The prompt.
-            states: What `row_of` returned: the delta's prompt rows and at least these tokens.
-        """
+        """Keep the keys and values of a prompt."""
         whole = len(tokens) // BLOCK * BLOCK
-        length = loaded.prompt_length + whole
-        states = [
-            None if layer is None else (layer[0][..., :length, :].clone(), layer[1][..., :length, :].clone())
-            for layer in states
-        ]
+        states = first_columns(states, loaded.prompt_length + whole)
         size = sum(t.numel() * t.element_size() for layer in states if layer is not None for t in layer)
         if size > self.limit:
             return
         keys = [key for key, _ in _keys(tenant, loaded, tokens)]
         covered = {id(other): other for key in keys for other in self._found.get(key, ())}
-        made = Beginning(loaded, tuple(tokens[:whole]), states, keys, size)
-        self._beginnings[id(made)] = made
+        made = CachedPrompt(loaded, tuple(tokens[:whole]), states, keys, size)
+        self._kept[id(made)] = made
         for key in keys:
             self._found.setdefault(key, []).append(made)
         self.bytes += size
@@ -114,22 +80,18 @@ class PromptCache:
             if set(other.keys) <= set(keys):  # this one begins with all of it
                 self._drop(other)
         while self.bytes > self.limit:
-            self._drop(next(iter(self._beginnings.values())))
+            self._drop(next(iter(self._kept.values())))
 
     def forget(self, loaded: LoadedDelta) -> None:
-        """Drop what belongs to a version that is no longer in memory.
+        """Drop what belongs to a version that is no longer in memory."""
+        for prompt in [b for b in self._kept.values() if b.loaded is loaded]:
+            self._drop(prompt)
 
-        Args:
-            loaded: The version.
-        """
-        for beginning in [b for b in self._beginnings.values() if b.loaded is loaded]:
-            self._drop(beginning)
-
-    def _drop(self, beginning: Beginning) -> None:
-        del self._beginnings[id(beginning)]
-        self.bytes -= beginning.bytes
-        for key in beginning.keys:
-            self._found[key].remove(beginning)
+    def _drop(self, prompt: CachedPrompt) -> None:
+        del self._kept[id(prompt)]
+        self.bytes -= prompt.bytes
+        for key in prompt.keys:
+            self._found[key].remove(prompt)
             if not self._found[key]:
                 del self._found[key]
 

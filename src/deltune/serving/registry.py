@@ -1,4 +1,4 @@
-"""What is known about deltas before they are in memory: the folders of a directory, and the facts in each of them."""
+"""Deltas before they are in memory: the folders of a directory, and the facts in each of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..interop import adapterhub, peft_read
 from ..interop.base import CONFIG_FILE, is_foreign, read_options
 from ..models import HEADS, head_of_class_name
 from ..runtime.attaching import foreign_model_kind
-from ..runtime.delta_schema import BaseFacts, read_metadata_file
+from ..runtime.delta_schema import BaseFacts, TrainedFacts, read_metadata_file
 from ..runtime.serialization import FACTS, NUMBERS, delta_folder
 from .errors import refusal
 from .requests import DELTA_NAME, Task
@@ -28,17 +28,7 @@ _NAME = re.compile(DELTA_NAME)
 
 
 def check_delta_name(name: object) -> str:
-    """Check that a name can be that of a delta on a server: one part of a path, and not a hidden one.
-
-    Args:
-        name: The name.
-
-    Returns:
-        The name.
-
-    Raises:
-        DeltuneError: It cannot.
-    """
+    """Check that a name can name a delta on a server: one part of a path, and not a hidden one."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise DeltuneError(
             f"{excerpt(name)} cannot name a delta: use at most 200 letters, digits and '-', '_', '.', '+', '@', and "
@@ -49,80 +39,46 @@ def check_delta_name(name: object) -> str:
 
 @dataclass(frozen=True)
 class FolderFacts:
-    """What the files of a delta say about it, without its tensors.
+    """The facts about a delta in its files, without its tensors."""
 
-    Attributes:
-        head: The head of the model that it belongs to, one of `HEAD_TASKS`.
-        method: Its expression, or what another library calls it.
-        parameters: How many numbers it has; 0 if only its tensors would say so.
-        labels: The names of its labels.
-        has_head: Whether it brings a head of its own.
-        version: A digest of its files.
-        max_length: The length in tokens to which the run that it is from cuts its texts, or None.
-        takes_pairs: Whether the run that it is from classifies pairs of texts; None where no run says so.
-        base: The base model that it was tuned on; None where its files do not tell it from others of its shape.
-    """
-
-    head: str
-    method: str
-    parameters: int
-    labels: tuple[str, ...]
-    has_head: bool
-    version: str
-    max_length: int | None = None
+    head: str  # the head of the model that it belongs to, one of `HEAD_TASKS`
+    method: str  # its expression, or what another library calls it
+    parameters: int  # how many numbers it has; 0 if only its tensors would say so
+    labels: tuple[str, ...]  # the names of its labels
+    has_head: bool  # whether it brings a head of its own
+    version: str  # a digest of its files
+    max_length: int | None = None  # the length in tokens to which the run that it is from cuts its texts, or None
+    # whether the run that it is from classifies pairs of texts; None where no run says so
     takes_pairs: bool | None = None
+    # the base model that it was tuned on; None where its files do not tell it from others of its shape
     base: BaseFacts | None = None
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """What the delta can be asked. Labels need a head that was trained, which the base model's need not be."""
+        """The tasks of the delta. Labels need a head that was trained, which the base model's need not be."""
         tasks = HEAD_TASKS[self.head]
         return tasks if self.has_head or self.head not in ("classification", "tagging") else ("embed",)
 
 
-def locate_delta(folder: Path) -> tuple[Path, Path]:
-    """Find the delta of a folder.
-
-    Args:
-        folder: A saved delta, a finished run of `deltune train`, or an adapter folder of PEFT or AdapterHub.
-
-    Returns:
-        The folder to load, and the folder of the run or else the same.
-
-    Raises:
-        DeltuneError: The folder holds none of them, or a run that is not finished.
-    """
-    if (folder / "spec.yaml").is_file():
-        from ..training.run_dir import RunDir
-
-        run = RunDir(folder, writer=False)
-        if not run.finished:
-            raise DeltuneError(f"{folder} holds a run of deltune train that is not finished; its delta may change")
-        best = run.best_run.folder
-        return delta_folder(best), best
-    if is_foreign(folder) and not (folder / FACTS).is_file():
-        return folder, folder
-    return delta_folder(folder), folder
+def locate_delta(folder: Path) -> Path:
+    """Return the folder with the files of a saved delta, of a finished run, or of an adapter of another library."""
+    if (folder / "spec.yaml").is_file() and not (folder / "metrics.json").is_file():
+        raise DeltuneError(f"{folder} holds a run of deltune train that is not finished; its delta may change")
+    return folder if is_foreign(folder) and not (folder / FACTS).is_file() else delta_folder(folder)
 
 
 def read_facts(folder: Path) -> FolderFacts:
-    """Read what the files of a delta say about it.
-
-    Args:
-        folder: As for `locate_delta`.
-
-    Raises:
-        DeltuneError: The folder holds no delta, or its files are damaged.
-    """
+    """Read what the files of a delta say about it."""
     try:
-        where, run = locate_delta(folder)
-        return _foreign_facts(where) if not (where / FACTS).is_file() else _facts(where, run)
+        where = locate_delta(folder)
+        return _foreign_facts(where) if not (where / FACTS).is_file() else _facts(where)
     except OSError as error:
         raise DeltuneError(f"{folder} cannot be read: {error_summary(error)}") from error
 
 
-def _facts(where: Path, run: Path) -> FolderFacts:
+def _facts(where: Path) -> FolderFacts:
     metadata = read_metadata_file(where / FACTS)
+    trained = metadata.trained or TrainedFacts()
     labels = tuple(name for _, name in metadata.labels.pairs) if metadata.labels else ()
     return FolderFacts(
         head_of_model_class(metadata.base.model),
@@ -131,19 +87,10 @@ def _facts(where: Path, run: Path) -> FolderFacts:
         labels if metadata.head.tensors else (),
         bool(metadata.head.tensors),
         _digest([where / FACTS], metadata.sha256),
-        *_facts_of_run(run),
+        trained.max_length,
+        trained.takes_pairs,
         metadata.base,
     )
-
-
-def _facts_of_run(folder: Path) -> tuple[int | None, bool | None]:
-    """Return to which length a run cuts its texts and whether it classifies pairs of them; None of another folder."""
-    if not (folder / "spec.yaml").is_file():
-        return None, None
-    from ..training.run_dir import RunDir
-
-    run = RunDir(folder, writer=False)
-    return run.config.data.max_length, "pair" in run.data.columns if run.data.kind == "classification" else None
 
 
 SETTLING = 0.5
@@ -162,11 +109,7 @@ def _foreign_facts(folder: Path) -> FolderFacts:
 
 
 def head_of_model_class(name: str) -> str:
-    """Return the head of a class of transformers, as `deltune.models` calls it; "base" for any other class.
-
-    Args:
-        name: The name of the class, such as "BertForSequenceClassification".
-    """
+    """Return the head of a class of transformers, as `deltune.models` calls it; "base" for any other class."""
     head = head_of_class_name(name) or "base"
     return head if head in HEAD_TASKS else "base"
 
@@ -210,26 +153,13 @@ def signature(folder: Path) -> Signature:
 
 @dataclass(frozen=True)
 class FolderScan:
-    """What a directory of deltas has. Hidden folders are left out; those of an unfinished save are hidden.
+    """The folders of a directory of deltas but for hidden ones, as an unfinished save has."""
 
-    Attributes:
-        deltas: The folders that may hold a delta, by name.
-        ignored: By name, why the other folders hold none.
-    """
-
-    deltas: dict[str, Path]
-    ignored: dict[str, str]
+    deltas: dict[str, Path]  # the folders that may hold a delta, by name
+    ignored: dict[str, str]  # by name, why the other folders hold none
 
 
 def scan(root: Path) -> FolderScan:
-    """Return the folders of a directory.
-
-    Args:
-        root: The directory.
-
-    Raises:
-        DeltuneError: It cannot be read.
-    """
     try:
         with os.scandir(root) as entries:
             names = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())

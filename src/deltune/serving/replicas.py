@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from .requests import Answer, DeltaInfo, EngineStats, Request, Task, TokenChoice
 logger = logging.getLogger("deltune.serving")
 
 BASE = "\0base"
-"""What multiplexing calls the base model, which every replica has."""
+"""Name of the base model in multiplexing; every replica has it."""
 LOOK = 1.0
 """Seconds between looks at what the replicas have."""
 CONTROL_TIMEOUT = 120.0
@@ -45,25 +45,17 @@ LOCKS = 64
 
 @dataclass(frozen=True)
 class Failure:
-    """An error of a replica, as a value: an exception with arguments of its own does not survive the way to the front.
+    """An error of a replica as a value: an exception with arguments of its own does not survive the way here."""
 
-    Attributes:
-        kind: The name of the class.
-        message: What it says.
-        retry_after: Of a `QueueFull`.
-    """
-
-    kind: str
-    message: str
-    retry_after: float = 0.0
+    kind: str  # the name of the class
+    message: str  # what it says
+    retry_after: float = 0.0  # of a `QueueFull`
 
     @classmethod
     def of(cls, error: DeltuneError) -> Failure:
-        """Return an error as a value."""
         return cls(type(error).__name__, error.without_python, getattr(error, "retry_after", 0.0))
 
     def error(self) -> DeltuneError:
-        """Return it as an error again."""
         if self.kind == "QueueFull":
             return QueueFull(self.message, self.retry_after)
         kinds = {kind.__name__: kind for kind in (UnknownDelta, InvalidRequest, RequestTimeout, EngineClosed)}
@@ -72,7 +64,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a replica has and does."""
+    """State of a replica."""
 
     deltas: list[DeltaInfo]
     stats: EngineStats
@@ -84,16 +76,9 @@ class Snapshot:
 
 
 def replica_class(max_loaded: int) -> type[Any]:
-    """Return the class of a replica.
-
-    Args:
-        max_loaded: How many deltas it keeps in memory, as Ray Serve is told.
-    """
     from ray import serve
 
     class Replica:
-        """The model and its engine in a process of the cluster."""
-
         def __init__(self, values: dict[str, Any]) -> None:
             from .loading import load_server, tune_garbage_collection
 
@@ -144,7 +129,6 @@ def replica_class(max_loaded: int) -> type[Any]:
         async def load(
             self, name: str, folder: str | None, timeout: float | None, replace: bool = True
         ) -> DeltaInfo | Failure:
-            """Load or replace a delta."""
             where = None if folder is None else Path(folder)
             try:
                 info = await asyncio.to_thread(self.server.load, name, where, timeout, replace=replace)
@@ -155,7 +139,6 @@ def replica_class(max_loaded: int) -> type[Any]:
             return info
 
         async def unload(self, name: str) -> Failure | None:
-            """Take a delta out."""
             self.folders.pop(name, None)
             try:
                 await asyncio.to_thread(self.server.unload, name)
@@ -166,12 +149,7 @@ def replica_class(max_loaded: int) -> type[Any]:
             return None
 
         async def snapshot(self, look: bool, timeout: float | None = None) -> Snapshot:
-            """Return what this replica has and does.
-
-            Args:
-                look: Look at the folder of deltas first.
-                timeout: Seconds after which the look is given up.
-            """
+            """Return what this replica has and does."""
             if look:
                 with contextlib.suppress(RequestTimeout):  # what there is by then is told
                     await asyncio.to_thread(self.server.refresh, timeout)
@@ -192,7 +170,6 @@ def replica_class(max_loaded: int) -> type[Any]:
             return dict(self.usage)
 
         def check_health(self) -> None:
-            """Tell Ray Serve that this replica works; it replaces one that raises."""
             self.server.stats()
 
         def __del__(self) -> None:
@@ -205,16 +182,7 @@ def replica_class(max_loaded: int) -> type[Any]:
 
 @contextlib.contextmanager
 def _explained(request: Request | None = None) -> Iterator[None]:
-    """Raise what goes wrong between the front and a replica as errors of a server.
-
-    Args:
-        request: The request that is answered inside; None for what the front asks itself.
-
-    Raises:
-        RequestTimeout: The time for the request is over.
-        QueueFull: Too many requests wait for a replica.
-        ReplicaLost: The replica has ended, or does not answer.
-    """
+    """Raise what goes wrong between the front and a replica as errors of a server."""
     from ray.exceptions import RayError, RayTaskError
     from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 
@@ -235,14 +203,7 @@ def _explained(request: Request | None = None) -> Iterator[None]:
 
 
 class Replicas:
-    """An engine whose work is done by replicas on a Ray cluster.
-
-    Args:
-        config: The configuration of the server.
-
-    Raises:
-        DeltuneError: Ray is missing, or the replicas do not start.
-    """
+    """An engine whose work is done by replicas on a Ray cluster."""
 
     def __init__(self, config: ServeConfig) -> None:
         check_extra("ray", "deltune serve --ray needs")
@@ -300,7 +261,6 @@ class Replicas:
         self._watcher.start()
 
     async def asubmit(self, request: Request) -> Answer:
-        """Answer a request on a replica that has its delta in memory, if there is one."""
         self._check(request)
         response = self._route(request).answer.remote(request, self._loaded.get(request.delta or ""))
         try:
@@ -366,11 +326,7 @@ class Replicas:
 
     @contextlib.contextmanager
     def _changing(self, name: str, timeout: float | None = None) -> Iterator[None]:
-        """Let nobody else load or take out a delta of this name meanwhile.
-
-        Raises:
-            RequestTimeout: Others did so for too long.
-        """
+        """Let nobody else load or take out a delta of this name meanwhile."""
         lock = self._managing[hash(name) % LOCKS]
         if not lock.acquire(timeout=-1 if timeout is None else timeout):
             raise RequestTimeout(f"delta {name!r} was not loaded within {timeout:g} seconds: others of it came first")
@@ -385,7 +341,6 @@ class Replicas:
         return self._loaded.get(name) or (folders[0] if folders else None)
 
     def unload(self, name: str) -> None:
-        """Take a delta out on every replica."""
         if name not in {delta.name for delta in self.deltas()}:
             raise UnknownDelta(f"there is no delta {name!r}")
         with self._changing(name):
@@ -397,7 +352,6 @@ class Replicas:
             self._look()
 
     def refresh(self, timeout: float | None = None) -> list[DeltaInfo]:
-        """Look at the folder of deltas on every replica."""
         self._look(refresh=True, timeout=timeout)
         return self.deltas()
 
@@ -425,23 +379,12 @@ class Replicas:
 
     def stats(self) -> EngineStats:
         """Return the numbers of all replicas, added up."""
-        every = [snapshot.stats for snapshot in self._snapshots]
-
-        def added(name: str) -> dict[str, int]:
-            return dict(sum((Counter(getattr(stats, name)) for stats in every), Counter()))
-
-        return EngineStats(
-            queued=added("queued"),
-            running=added("running"),
-            finished=added("finished"),
-            failed=added("failed"),
-            prompt_tokens=sum(stats.prompt_tokens for stats in every),
-            generated_tokens=sum(stats.generated_tokens for stats in every),
-            cached_tokens=sum(stats.cached_tokens for stats in every),
-            loads=sum(stats.loads for stats in every),
-            evictions=sum(stats.evictions for stats in every),
-            load_seconds=sum(stats.load_seconds for stats in every),
-        )
+        added: dict[str, Any] = {}
+        for field in fields(EngineStats):
+            values = [getattr(snapshot.stats, field.name) for snapshot in self._snapshots]
+            is_count = field.name in ("queued", "running", "finished", "failed")
+            added[field.name] = dict(sum(map(Counter, values), Counter())) if is_count else sum(values)
+        return EngineStats(**added)
 
     def take_usage(self) -> dict[str, int]:
         """Return the tokens that all replicas had computed for each tenant when they were last looked at."""

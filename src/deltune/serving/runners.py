@@ -20,74 +20,60 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from ..compat import parameters_of
 from ..errors import DeltuneError, error_summary
+from ..models import forced_bos_options
+from ..runtime.attention import CacheablePrefix
 from ..runtime.modules import Edit
 from ..runtime.prompts import first_position, unused_position_rows
-from ..tasks.generation import forced_bos_options
-from .backbone import Backbone, LoadedDelta, replaced_output
-from .cache import assemble, cache_of, columns, empty_columns, new_cache, set_columns
+from .backbone import Backbone, LoadedDelta, Preamble, replaced_output
+from .cache import (
+    States,
+    assemble,
+    close_gaps,
+    columns,
+    empty_columns,
+    first_columns,
+    fits,
+    new_cache,
+    row_of,
+    set_columns,
+    write_columns,
+)
 from .encoding import pass_overhead, split_by_length
 from .jobs import Job
-from .prompt_cache import Beginning
+from .prompt_cache import CachedPrompt
 from .requests import Request, Sampling, TokenChoice
 from .sampling import TextBuilder, TokenChooser
 
 
 @dataclass(eq=False)
 class Row:
-    """A request in a running batch.
-
-    Attributes:
-        job: The request.
-        chooser: Chooses its tokens.
-        builder: Makes its text.
-        before: The tokens before the first that is generated: the prompt, or what a decoder starts with.
-        length: How many of its tokens are in the decoder's cache.
-        encoded: How many tokens the encoder has read.
-        cached: How many tokens of the prompt came from the cache of prompt beginnings.
-        beginning: What was found there.
-        generated: The tokens that were generated.
-        choices: The same, with their texts.
-        done: Whether it has ended, so that it is taken out of its batch.
-    """
-
-    job: Job
-    chooser: TokenChooser
-    builder: TextBuilder
-    before: list[int]
-    length: int = 0
-    encoded: int = 0
-    cached: int = 0
-    beginning: Beginning | None = None
-    generated: list[int] = field(default_factory=list)
-    choices: list[TokenChoice] = field(default_factory=list)
-    done: bool = False
+    job: Job  # the request
+    chooser: TokenChooser  # chooses its tokens
+    builder: TextBuilder  # makes its text
+    before: list[int]  # the tokens before the first that is generated: the prompt, or what a decoder starts with
+    length: int = 0  # how many of its tokens are in the decoder's cache
+    encoded: int = 0  # how many tokens the encoder has read
+    cached: int = 0  # how many tokens of the prompt came from the cache of prompt beginnings
+    cached_prompt: CachedPrompt | None = None  # what was found there
+    generated: list[int] = field(default_factory=list)  # the tokens that were generated
+    choices: list[TokenChoice] = field(default_factory=list)  # the same, with their texts
+    done: bool = False  # whether it has ended, so that it is taken out of its batch
 
     @property
     def loaded(self) -> LoadedDelta:
-        """The version of its delta."""
         return self.job.version
 
     @property
     def last(self) -> int:
-        """Its newest token."""
         return self.generated[-1] if self.generated else self.before[-1]
 
 
 @dataclass(eq=False)
 class RunningBatch:
-    """Rows with their caches.
-
-    Attributes:
-        rows: The rows.
-        cache: The decoder's own keys and values.
-        cross: The keys and values of the encoder's outputs, of an encoder-decoder.
-        alone: Whether it is not merged with others, because a batch of its row with others has failed.
-    """
-
     rows: list[Row]
-    cache: Cache
-    cross: Cache | None = None
-    alone: bool = False
+    cache: Cache  # the decoder's own keys and values
+    cross: Cache | None = None  # the keys and values of the encoder's outputs, of an encoder-decoder
+    alone: bool = False  # whether it is not merged with others, because a batch of its row with others has failed
 
     @property
     def live(self) -> list[int]:
@@ -99,14 +85,8 @@ def same_in_a_batch(
     backbone: Backbone,
     joint_and_alone: Callable[[Sequence[list[int]], int, LoadedDelta], tuple[torch.Tensor, torch.Tensor]],
 ) -> bool:
-    """Measure whether rows of different lengths get in one batch what each gets alone; a family that fails does not.
-
-    Args:
-        backbone: The model.
-        joint_and_alone: Takes two prompts, the largest token id and the base model's entry, and returns the scores of
-            both ways.
-    """
-    model, base = backbone.model, backbone.base(())
+    """Measure whether rows of different lengths get in one batch what each gets alone; a family that fails does not."""
+    model, base = backbone.model, backbone.base_entry(())
     last = int(model.config.get_text_config().vocab_size) - 1
     try:
         joint, alone = joint_and_alone([[last % 7, last, last // 2, last // 3, last], [last, last // 5]], last, base)
@@ -120,17 +100,18 @@ def same_in_a_batch(
 class DecoderRunner:
     """Reads prompts and makes steps with a decoder.
 
+    Where it `holds`, the cache has the prefix and the prompt of each delta, so that no step computes them again. That
+    needs a decoder whose rows may be padded, which is told their positions, and which sees all columns of the cache:
+    columns then need not be those of the text alone, nor stand beside each other. Most families are such decoders.
+
     Attributes:
+        holds: Whether the cache has what deltas put before a text. It is measured.
+        caches_prefixes: Whether prefixes in the cache do what the edits do. It is measured, since some families compute
+            something of all keys or values after the cache.
         pads: Whether rows of different lengths may be in one batch, padded on the left. It is measured, since some
             families count positions by the length of the cache.
-        reads_in_parts: Whether a prompt may be read in parts.
         like: A cache of the model with one column, which says what its layers keep.
-
-    Raises:
-        DeltuneError: The family remembers more of a text than keys and values, or does not take our cache.
     """
-
-    reads_in_parts = True
 
     def __init__(self, backbone: Backbone) -> None:
         self.backbone, self.model = backbone, backbone.model
@@ -139,13 +120,40 @@ class DecoderRunner:
         self.first = first_position(backbone.model.get_submodule(table) if table else None)
         self.options = {"logits_to_keep": 1} if "logits_to_keep" in backbone.arguments else {}
         self.forced: dict[str, Any] = {}
-        self.pads = True
-        self._check_cache()
-        self.pads = same_in_a_batch(backbone, self._joint_and_alone)
+        self.pads, self.caches_prefixes = True, False
+        self.holds = self.numbered and backbone.sees_all_columns
+        self.holds = self.holds and self._may_hold()
+        if self.holds:
+            self.caches_prefixes = self._may_cache_prefixes()
+        else:
+            self.pads = True
+            self._check_cache()
+            self.pads = same_in_a_batch(backbone, self._joint_and_alone)
+
+    def _may_hold(self) -> bool:
+        """Measure whether rows may be padded, and have masked columns between their own."""
+        try:
+            self._check_cache()
+        except DeltuneError:  # the check without holding says why, if the model cannot do that either
+            return False
+        self.pads = same_in_a_batch(self.backbone, self._joint_and_alone)
+        return self.pads and same_in_a_batch(self.backbone, self._with_gaps_and_alone)
+
+    def _may_cache_prefixes(self) -> bool:
+        try:
+            trial = self.backbone.attach_trial("prefix(length=2)")
+        except DeltuneError:
+            return False  # no delta for this model has a prefix
+        try:
+            return same_in_a_batch(
+                self.backbone, lambda prompts, last, _: self._cached_and_applied(prompts[0], last, trial)
+            )
+        finally:
+            self.backbone.detach(trial)
 
     def _check_cache(self) -> None:
         """Check that our cache has all that the model remembers: a further token scores as in a pass over all."""
-        base, last = self.backbone.base(()), int(self.model.config.get_text_config().vocab_size) - 1
+        base, last = self.backbone.base_entry(()), int(self.model.config.get_text_config().vocab_size) - 1
         row, other = (
             probe_row(tokens, base) for tokens in ([last % 7, last, last // 2, last // 3, last], [last, last // 5])
         )
@@ -176,11 +184,7 @@ class DecoderRunner:
             )
 
     def start_tokens(self, job: Job) -> list[int]:
-        """Return what stands before the first token that is generated: the prompt.
-
-        Args:
-            job: The request.
-        """
+        """Return what stands before the first token that is generated: the prompt."""
         return job.tokens
 
     def _joint_and_alone(
@@ -188,6 +192,30 @@ class DecoderRunner:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scores of prompts of different lengths in one batch, padded on the left, and one by one."""
         return self._together_and_alone(lambda: [probe_row(tokens, base) for tokens in prompts], last)
+
+    def _with_gaps_and_alone(
+        self, prompts: Sequence[list[int]], last: int, base: LoadedDelta
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scores of a row whose beginning is cached beside one that reads all of its tokens, and of each."""
+        tokens, known = prompts[0], len(prompts[0]) - 1
+
+        def make_rows() -> list[Row]:
+            batch, _ = self.read([probe_row(tokens, base)])
+            row, other = probe_row(tokens, base), probe_row(tokens[::-1], base)
+            states = row_of(batch.cache, 0, known + 1)
+            row.cached_prompt, row.cached = CachedPrompt(base, tuple(tokens), states, [], 0), known
+            return [row, other]
+
+        return self._together_and_alone(make_rows, last)
+
+    def _cached_and_applied(
+        self, tokens: list[int], last: int, trial: LoadedDelta
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scores of a row whose prefix is in the cache, and of one whose prefix the edits add."""
+        self.caches_prefixes = True
+        cached = self._scores_of([probe_row(tokens, trial)], last)
+        self.caches_prefixes, trial.preamble = False, None
+        return cached, self._scores_of([probe_row(tokens, trial)], last)
 
     def _together_and_alone(self, make_rows: Callable[[], list[Row]], last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scores of two rows in one batch, and one by one."""
@@ -201,70 +229,89 @@ class DecoderRunner:
             row.generated.append(last // 4)
         return torch.cat([first, self.step(batch)])
 
-    def groups(self, rows: Sequence[Row], tokens: int) -> list[list[Row]]:
-        """Return newcomers in groups that read their prompts in one pass.
+    def preamble(self, loaded: LoadedDelta) -> Preamble:
+        """Return what a cache holds before the text of each row of a delta; it is computed when it is first needed."""
+        if loaded.preamble is None:
+            loaded.preamble = self._make_preamble(loaded) if self.holds else Preamble()
+        return loaded.preamble
 
-        Args:
-            rows: The newcomers.
-            tokens: The most tokens of a pass, padding included.
-        """
+    def _make_preamble(self, loaded: LoadedDelta) -> Preamble:
+        length = loaded.prompt_length
+        prompt: States = []
+        if length:
+            row, cache = probe_row([0], loaded), new_cache()
+            self._run([row], cache, [[0]], [[1]], [0], 1)  # with all edits; the prompt does not see the token
+            prompt = first_columns(row_of(cache, 0, length + 1), length)
+        if loaded.prefix is None or not self.caches_prefixes or not fits(self.like, _prefix_states(loaded.prefix)):
+            return Preamble(0, length, prompt, loaded.prompt_edits)
+        prefix = loaded.prefix
+        return Preamble(prefix.length, prefix.length + length, prompt, loaded.prompt_edits | prefix.edits)
+
+    def groups(self, rows: Sequence[Row], tokens: int) -> list[list[Row]]:
         by_key: dict[object, list[Row]] = {}
-        key: tuple[int, ...]
         for row in rows:
+            key: tuple[int, ...] = ()
             new = len(row.before) - row.cached
-            key = (bool(row.cached), new if row.cached or not self.pads else 0)
+            if not self.holds:
+                key = (bool(row.cached), new if row.cached or not self.pads else 0)
             if not self.pads:  # a shorter prompt of a delta would be padding too
                 key += (len(row.before), row.loaded.prompt_length)
             by_key.setdefault(key, []).append(row)
 
         def lengths(row: Row) -> tuple[int, int]:
-            return 0 if row.cached else row.loaded.prompt_length, len(row.before) - row.cached
+            return 0 if row.cached or self.holds else row.loaded.prompt_length, len(row.before) - row.cached
 
         return [group for some in by_key.values() for group in split_rows(some, lengths, self.backbone, tokens)]
 
     def read(self, rows: list[Row]) -> tuple[RunningBatch, torch.Tensor]:
         """Let rows read their prompts, and return their batch and the scores of their first tokens.
 
-        Args:
-            rows: The rows. Where beginnings of their prompts were cached, all have as many tokens left.
+        Where beginnings of their prompts were cached and it does not hold, all have as many tokens left.
         """
         new = [row.before[row.cached :] for row in rows]
-        width, longest = max(len(tokens) for tokens in new), max(row.loaded.prompt_length for row in rows)
-        cache, known = new_cache(), 0
-        if any(row.cached for row in rows):
-            known = max(row.cached for row in rows)
-            parts = []
-            for row in rows:
-                assert row.beginning is not None
-                parts.append((cache_of(row.beginning.states, row.loaded.prompt_length + row.cached), [0]))
-            cache = assemble(parts, longest + known)
+        width = max(len(tokens) for tokens in new)
+        cache = self._opened(rows)
+        before = [self._visible_columns(row, row.cached) for row in rows]
+        middle = max(before)
         ids = [[0] * (width - len(tokens)) + tokens for tokens in new]
-        mask = [[0] * (known + width - len(row.before)) + [1] * len(row.before) for row in rows]
-        starts = [len(row.before) - width for row in rows]
-        logits = self._forward(rows, cache, ids, mask, starts, width)
+        mask = [
+            [0] * (middle - size) + [1] * size + [0] * (width - len(tokens)) + [1] * len(tokens)
+            for size, tokens in zip(before, new, strict=True)
+        ]
+        logits = self._forward(rows, cache, ids, mask, [len(row.before) - width for row in rows], width)
         for row in rows:
-            row.length, row.beginning = len(row.before), None
+            row.length, row.cached_prompt = len(row.before), None
+        if any(size and len(tokens) < width for size, tokens in zip(before, new, strict=True)):
+            cache = close_gaps(cache, middle, before, [len(tokens) for tokens in new])
         return RunningBatch(rows, cache), logits
 
     def opened(self, row: Row) -> RunningBatch:
-        """Return a batch of a row whose prompt is read in parts, of which it has read what was cached.
-
-        Args:
-            row: The row.
-        """
-        cache = new_cache()
-        if row.beginning is not None:
-            cache = cache_of(row.beginning.states, row.loaded.prompt_length + row.cached)
-        row.beginning, row.length = None, row.cached
+        """Return a batch of a row whose prompt is read in parts, of which it has read what was cached."""
+        cache = self._opened([row])
+        row.length, row.cached_prompt = row.cached, None
         return RunningBatch([row], cache)
 
-    def read_part(self, batch: RunningBatch, tokens: int) -> torch.Tensor:
-        """Let a row that is alone in its batch read further tokens of its prompt, and return the scores after them.
+    def _opened(self, rows: Sequence[Row]) -> Cache:
+        """Return a cache with what stands before the tokens that rows are to read."""
+        width = max(self._visible_columns(row, row.cached) for row in rows)
+        if not width:
+            return new_cache()
+        width += self._hidden_columns(rows)
+        cache = empty_columns(self.like, len(rows), width)
+        for number, row in enumerate(rows):
+            made = self.preamble(row.loaded)
+            end, states = width, made.prompt
+            if row.cached:
+                assert row.cached_prompt is not None
+                states = row.cached_prompt.states
+            if states:
+                end = write_columns(cache, number, end, states, row.loaded.prompt_length + row.cached)
+            if made.prefix and row.loaded.prefix is not None:
+                write_columns(cache, number, end, _prefix_states(row.loaded.prefix), made.prefix)
+        return cache
 
-        Args:
-            batch: The batch.
-            tokens: How many tokens it reads at most.
-        """
+    def read_part(self, batch: RunningBatch, tokens: int) -> torch.Tensor:
+        """Let a row that is alone in its batch read further tokens of its prompt, and return the scores after them."""
         (row,) = batch.rows
         new = row.before[row.length : row.length + tokens]
         mask = [[1] * (self._visible_columns(row) + len(new))]
@@ -273,27 +320,32 @@ class DecoderRunner:
         return logits
 
     def step(self, batch: RunningBatch) -> torch.Tensor:
-        """Let every row read its newest token, and return the scores of the next ones.
-
-        Args:
-            batch: The batch.
-        """
-        rows, width = batch.rows, self._mask_width(batch)
-        mask = [[0] * (width - visible) + [1] * (visible + 1) for visible in map(self._visible_columns, rows)]
+        rows, width = batch.rows, columns(batch.cache) - self._hidden_columns(batch.rows)
+        mask = [[0] * (width - size) + [1] * (size + 1) for size in map(self._visible_columns, rows)]
         logits = self._forward(rows, batch.cache, [[row.last] for row in rows], mask, [row.length for row in rows], 1)
         for row in rows:
             row.length += 1
         return logits
 
-    def _visible_columns(self, row: Row) -> int:
-        """How many columns of the mask are a row's: its tokens, since the hook of prompts adds columns for these."""
-        return row.length
+    def _visible_columns(self, row: Row, length: int | None = None) -> int:
+        """The columns of the mask that are a row's: its preamble, and so many of its tokens."""
+        return self.preamble(row.loaded).columns + (row.length if length is None else length)
 
-    def _mask_width(self, batch: RunningBatch) -> int:
-        """How many columns a mask has before a step."""
-        return columns(batch.cache) - max(row.loaded.prompt_length for row in batch.rows)
+    def _hidden_columns(self, rows: Sequence[Row]) -> int:
+        """The columns of a cache that a mask leaves out, since the hook of prompts adds them."""
+        return 0 if self.holds else max(row.loaded.prompt_length for row in rows)
 
     def _forward(
+        self, rows: list[Row], cache: Cache, ids: list[list[int]], mask: list[list[int]], starts: list[int], width: int
+    ) -> torch.Tensor:
+        """Run the model on tokens of which each row's stand after its preamble; starts are positions without it."""
+        if not self.holds:
+            return self._run(rows, cache, ids, mask, starts, width)
+        starts = [start + row.loaded.prompt_shift for row, start in zip(rows, starts, strict=True)]
+        left_out = frozenset[Edit]().union(*(self.preamble(row.loaded).edits for row in rows))
+        return self._run(rows, cache, ids, mask, starts, width, left_out)
+
+    def _run(
         self,
         rows: list[Row],
         cache: Cache,
@@ -320,14 +372,15 @@ class DecoderRunner:
         return output.float().cpu()
 
     def selected(self, parts: Sequence[tuple[RunningBatch, Sequence[int]]]) -> RunningBatch:
-        """Return a batch of the chosen rows of some batches, as narrow as their rows allow.
-
-        Args:
-            parts: The batches, and the numbers of their rows.
-        """
         rows = [batch.rows[number] for batch, numbers in parts for number in numbers]
-        width = max(row.loaded.prompt_length for row in rows) + max(row.length for row in rows)
+        width = max(map(self._visible_columns, rows)) + self._hidden_columns(rows)
         return RunningBatch(rows, assemble([(batch.cache, numbers) for batch, numbers in parts], width))
+
+
+def _prefix_states(prefix: CacheablePrefix) -> States:
+    """The keys and values of a prefix, which its edits hold."""
+    with torch.inference_mode():
+        return [*prefix.states()]
 
 
 class EncoderDecoderRunner:
@@ -335,10 +388,7 @@ class EncoderDecoderRunner:
 
     Attributes:
         pads: Whether rows whose decoders are at different lengths may be in one batch. It is measured.
-        reads_in_parts: Whether a text may be read in parts: no, since an encoder's tokens see the later ones.
     """
-
-    reads_in_parts = False
 
     def __init__(self, backbone: Backbone, tokenizer: Any) -> None:
         self.backbone, self.model = backbone, backbone.model
@@ -362,11 +412,7 @@ class EncoderDecoderRunner:
             self.table = None
 
     def start_tokens(self, job: Job) -> list[int]:
-        """Return what stands before the first token that is generated: what the decoder starts with.
-
-        Args:
-            job: The request.
-        """
+        """Return what stands before the first token that is generated: what the decoder starts with."""
         return self.starts
 
     def _joint_and_alone(
@@ -389,24 +435,13 @@ class EncoderDecoderRunner:
         return joint, alone
 
     def groups(self, rows: Sequence[Row], tokens: int) -> list[list[Row]]:
-        """Return newcomers in groups that the encoder reads in one pass.
-
-        Args:
-            rows: The newcomers.
-            tokens: The most tokens of a pass, padding included.
-        """
-
         def lengths(row: Row) -> tuple[int, int]:
             return row.loaded.prompt_length, len(row.job.tokens)
 
         return split_rows(rows, lengths, self.backbone, tokens)
 
     def read(self, rows: list[Row]) -> tuple[RunningBatch, torch.Tensor]:
-        """Let the encoder read the texts of rows, and return their batch and the scores of their first tokens.
-
-        Args:
-            rows: The rows.
-        """
+        """Let the encoder read the texts of rows, and return their batch and the scores of their first tokens."""
         device = self.backbone.device
         texts = [row.job.tokens for row in rows]
         width = max(len(text) for text in texts)
@@ -422,28 +457,7 @@ class EncoderDecoderRunner:
             row.length, row.encoded = len(row.before), len(row.job.tokens)
         return RunningBatch(rows, cache, cross), logits
 
-    def opened(self, row: Row) -> RunningBatch:
-        """An encoder's text is read at once.
-
-        Raises:
-            NotImplementedError: Always.
-        """
-        raise NotImplementedError
-
-    def read_part(self, batch: RunningBatch, tokens: int) -> torch.Tensor:
-        """An encoder's text is read at once.
-
-        Raises:
-            NotImplementedError: Always.
-        """
-        raise NotImplementedError
-
     def step(self, batch: RunningBatch) -> torch.Tensor:
-        """Let every decoder read its newest token, and return the scores of the next ones.
-
-        Args:
-            batch: The batch.
-        """
         assert batch.cross is not None
         rows, device = batch.rows, self.backbone.device
         known, keys = columns(batch.cache), columns(batch.cross)
@@ -483,11 +497,6 @@ class EncoderDecoderRunner:
         return output.float().cpu()
 
     def selected(self, parts: Sequence[tuple[RunningBatch, Sequence[int]]]) -> RunningBatch:
-        """Return a batch of the chosen rows of some batches, as narrow as their rows allow.
-
-        Args:
-            parts: The batches, and the numbers of their rows.
-        """
         rows = [batch.rows[number] for batch, numbers in parts for number in numbers]
         width = max(row.loaded.prompt_length for row in rows) + max(row.encoded for row in rows)
         cache = assemble([(batch.cache, numbers) for batch, numbers in parts], max(row.length for row in rows))
@@ -498,14 +507,7 @@ class EncoderDecoderRunner:
 def split_rows(
     rows: Sequence[Row], lengths: Callable[[Row], tuple[int, int]], backbone: Backbone, tokens: int
 ) -> list[list[Row]]:
-    """Split newcomers into groups that are read in one pass, rows of one delta beside each other.
-
-    Args:
-        rows: The newcomers.
-        lengths: Returns the lengths of a row's prompt and text.
-        backbone: The model.
-        tokens: The most tokens of a pass, padding included.
-    """
+    """Split newcomers into groups that are read in one pass, rows of one delta beside each other."""
     groups = split_by_length(rows, lengths, pass_overhead(backbone.device), tokens)
     return [sorted(group, key=lambda row: row.loaded.internal or "") for group in groups]
 

@@ -9,45 +9,54 @@ import secrets
 import struct
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from ..requests import Answer, Request, Task, TokenChoice, TokenLogprob
-from .auth import Tenant
 from .errors import ApiError, api_error, error_body
 from .schemas import EmbeddingBody, EncodingBody, RequestBody, StreamBody, TagBody
 from .service import EventStream, Facts, Service, admit, facts_of, gather, merge, service_of, unless_disconnected
+from .tenants import Tenant
 
 MAX_LOGGED = 10_000
 """Characters of an input or an answer in a log that has contents."""
 
 
 def new_id(kind: str) -> str:
-    """Return an id for an answer, such as "cmpl-…"."""
     return f"{kind}-{secrets.token_hex(16)}"
 
 
-def begin(http: HttpRequest, model: str, stream: bool = False) -> tuple[Service, Tenant, str | None, Facts]:
-    """Find out who asks and for which delta.
+@dataclass(frozen=True)
+class Call:
+    """A request over HTTP: who asks, and for which delta."""
 
-    Args:
-        http: The request.
-        model: What it says in `model`.
-        stream: Whether it asks for a stream.
+    http: HttpRequest
+    service: Service
+    tenant: Tenant
+    delta: str | None  # None for the base model
+    facts: Facts  # for the log
 
-    Returns:
-        The service, the tenant, the delta (None for the base model) and the facts for the log.
+    def log_contents(self, **contents: Any) -> None:
+        """Keep inputs or answers for the log, if it is to have them."""
+        if self.service.config.log.log_contents:
+            self.facts.contents |= {name: _excerpts(value, MAX_LOGGED) for name, value in contents.items()}
 
-    Raises:
-        ApiError: There is no key, the tenant has asked too often, or there is no such delta for it.
-    """
+    def default_max_tokens(self, most: int | None = None) -> int:
+        """Return how many tokens an answer has at most where neither the request nor the endpoint says it."""
+        limits = self.service.config.limits
+        return min(limits.default_max_tokens if most is None else most, limits.max_tokens)
+
+
+def begin(http: HttpRequest, model: str, stream: bool = False) -> Call:
+    """Find out who asks and for which delta."""
     service, tenant, facts = service_of(http), admit(http), facts_of(http)
     facts.stream = stream
     delta = service.delta(model, tenant)
     facts.delta = delta or ""
-    return service, tenant, delta, facts
+    return Call(http, service, tenant, delta, facts)
 
 
 Input = str | tuple[int, ...] | tuple[str, ...] | tuple[dict[str, str], ...]
@@ -55,16 +64,7 @@ Input = str | tuple[int, ...] | tuple[str, ...] | tuple[dict[str, str], ...]
 
 
 def as_inputs(value: Any, param: str, most: int) -> list[Input]:
-    """Return the inputs of a request, a text, token ids or words each.
-
-    Args:
-        value: A text, a list of texts, token ids, or lists of token ids or words.
-        param: The name of the field.
-        most: How many there may be.
-
-    Raises:
-        ApiError: There are none, one is empty, or there are too many.
-    """
+    """Return the inputs of a request, a text, token ids or words each."""
     if isinstance(value, str):
         inputs: list[Input] = [value]
     elif value and isinstance(value[0], int):
@@ -82,17 +82,9 @@ def as_inputs(value: Any, param: str, most: int) -> list[Input]:
     return inputs
 
 
-def engine_request(
-    service: Service,
-    body: RequestBody,
-    task: Task,
-    tenant: Tenant,
-    delta: str | None,
-    value: Input,
-    **more: Any,
-) -> Request:
+def engine_request(call: Call, body: RequestBody, task: Task, value: Input, **more: Any) -> Request:
     """Return one input, which is not empty, as a request of the engine; `more` are its other fields."""
-    limit = service.config.limits.timeout
+    limit = call.service.config.limits.timeout
     timeout = limit if body.timeout is None else min(limit, body.timeout)
     kind = "text" if isinstance(value, str) else "tokens"
     if not isinstance(value, str) and not isinstance(value[0], int):
@@ -100,67 +92,25 @@ def engine_request(
     fields: dict[str, Any] = {kind: value, **more}
     if isinstance(body, EncodingBody):
         fields["truncate_prompt_tokens"] = body.truncate_prompt_tokens
-    return Request(task, delta=delta, tenant=tenant.name, timeout=timeout, **fields)
+    return Request(task, delta=call.delta, tenant=call.tenant.name, timeout=timeout, **fields)
 
 
 def generation_requests(
-    service: Service,
-    body: StreamBody,
-    tenant: Tenant,
-    delta: str | None,
-    inputs: Sequence[Input],
-    default_max_tokens: int,
-    logprobs: int | None = None,
+    call: Call, body: StreamBody, inputs: Sequence[Input], default_max_tokens: int, logprobs: int | None = None
 ) -> list[Request]:
-    """Return `n` requests for each input.
-
-    Args:
-        service: The server's parts.
-        body: What the request says.
-        tenant: Who asks.
-        delta: The delta that is asked, or None for the base model.
-        inputs: The inputs.
-        default_max_tokens: Tokens of an answer where the request does not say.
-        logprobs: How many likely tokens are reported at each step; None for none.
-
-    Raises:
-        ApiError: They ask for more tokens or answers than one request may.
-    """
-    limits, n = service.config.limits, body.n or 1
-    if (max_tokens := body.chosen_max_tokens or 0) > limits.max_tokens:
-        raise ApiError(
-            400, f"max_tokens is {max_tokens:,}; this server generates {limits.max_tokens:,} at most", "invalid_value",
-            "max_tokens",
-        )  # fmt: skip
-    if len(inputs) * n > service.max_inputs:
-        raise ApiError(
-            413, f"{len(inputs):,} inputs with {n} answers each; one request may have {service.max_inputs:,} answers",
-            "too_many", "n",
-        )  # fmt: skip
+    """Return `n` requests for each input."""
+    most, max_inputs, n = call.service.config.limits.max_tokens, call.service.max_inputs, body.n or 1
+    if (max_tokens := body.chosen_max_tokens or 0) > most:
+        problem = f"max_tokens is {max_tokens:,}; this server generates {most:,} at most"
+        raise ApiError(400, problem, "invalid_value", "max_tokens")
+    if len(inputs) * n > max_inputs:
+        problem = f"{len(inputs):,} inputs with {n} answers each; one request may have {max_inputs:,} answers"
+        raise ApiError(413, problem, "too_many", "n")
     return [
-        engine_request(
-            service, body, "generate", tenant, delta, one, sampling=body.sampling(default_max_tokens, logprobs, index)
-        )
+        engine_request(call, body, "generate", one, sampling=body.sampling(default_max_tokens, logprobs, index))
         for one in inputs
         for index in range(n)
     ]
-
-
-def default_max_tokens(service: Service, most: int | None = None) -> int:
-    """Return how many tokens an answer has at most where the request does not say.
-
-    Args:
-        service: The server's parts.
-        most: What the endpoint says. Default: the server's own default.
-    """
-    limits = service.config.limits
-    return min(limits.default_max_tokens if most is None else most, limits.max_tokens)
-
-
-def log_contents(service: Service, facts: Facts, **contents: Any) -> None:
-    """Keep inputs or answers for the log, if it is to have them."""
-    if service.config.log.log_contents:
-        facts.contents |= {name: _excerpts(value, MAX_LOGGED) for name, value in contents.items()}
 
 
 def _excerpts(values: Iterable[Any], room: int) -> list[Any]:
@@ -188,16 +138,7 @@ def _size(value: Any) -> int:
 
 
 def count(facts: Facts, answers: Sequence[Answer], per_input: int = 1) -> dict[str, Any]:
-    """Count the tokens of answers, for the log and the client.
-
-    Args:
-        facts: The facts of the request.
-        answers: The answers, those to the same input beside each other.
-        per_input: How many answers each input has; its tokens count once.
-
-    Returns:
-        `usage` as OpenAI has it.
-    """
+    """Count the tokens of answers, for the log and the client."""
     firsts = answers[::per_input]
     facts.inputs = len(firsts)
     facts.prompt_tokens = sum(answer.prompt_tokens for answer in firsts)
@@ -212,54 +153,24 @@ def count(facts: Facts, answers: Sequence[Answer], per_input: int = 1) -> dict[s
     }
 
 
-async def answer_all(http: HttpRequest, service: Service, requests: Sequence[Request]) -> list[Answer]:
-    """Answer several inputs of one request; when one fails, all do.
-
-    Raises:
-        ClientDisconnected: The client has gone, and the engine has been told.
-    """
-    return await unless_disconnected(http, gather([service.engine.asubmit(request) for request in requests]))
+async def answer_all(call: Call, requests: Sequence[Request]) -> list[Answer]:
+    """Answer several inputs of one request; when one fails, all do."""
+    engine = call.service.engine
+    return await unless_disconnected(call.http, gather([engine.asubmit(request) for request in requests]))
 
 
-async def answer_inputs(
-    http: HttpRequest,
-    service: Service,
-    tenant: Tenant,
-    delta: str | None,
-    facts: Facts,
-    body: EmbeddingBody | TagBody,
-    task: Task,
-) -> list[Answer]:
-    """Answer each input of a body by one task of the engine.
-
-    Args:
-        http: The HTTP request.
-        service: The server's parts.
-        tenant: Who asks.
-        delta: The delta that is asked, or None for the base model.
-        facts: The facts of the request.
-        body: What it says.
-        task: The task.
-
-    Returns:
-        The answers, in the order of the inputs.
-    """
-    inputs = as_inputs(body.input, "input", service.max_inputs)
-    log_contents(service, facts, input=inputs)
-    return await answer_all(http, service, [engine_request(service, body, task, tenant, delta, one) for one in inputs])
+async def answer_inputs(call: Call, body: EmbeddingBody | TagBody, task: Task) -> list[Answer]:
+    """Answer each input of a body by one task of the engine."""
+    inputs = as_inputs(body.input, "input", call.service.max_inputs)
+    call.log_contents(input=inputs)
+    return await answer_all(call, [engine_request(call, body, task, one) for one in inputs])
 
 
 # -- generation
 
 
 class Pieces:
-    """How generated text is written in JSON: as a completion, as a chat, or as plain /generate.
-
-    Args:
-        model: What the request says in `model`.
-        logprobs: Whether probabilities are reported.
-        tokens_as_ids: Whether their tokens are written as token_id:17 in place of their texts.
-    """
+    """Generated text as JSON: as a completion, as a chat, or as plain /generate."""
 
     kind = "cmpl"
     name = "text_completion"
@@ -271,12 +182,10 @@ class Pieces:
         self.offsets: dict[int, int] = {}
 
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        """Return a whole answer."""
         logprobs = self._logprobs(index, answer.tokens)
         return {"index": index, "text": answer.text, "logprobs": logprobs, "finish_reason": answer.finish_reason}
 
     def piece(self, index: int, text: str, tokens: Sequence[TokenChoice], finish: str | None) -> dict[str, Any]:
-        """Return the next part of an answer."""
         logprobs = self._logprobs(index, tokens)
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
@@ -328,13 +237,11 @@ class ChatPieces(Pieces):
     chunk_name = "chat.completion.chunk"
 
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        """Return a whole answer."""
         message = {"role": "assistant", "content": answer.text, "refusal": None}
         logprobs = self._logprobs(index, answer.tokens)
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": answer.finish_reason}
 
     def piece(self, index: int, text: str, tokens: Sequence[TokenChoice], finish: str | None) -> dict[str, Any]:
-        """Return the next part of an answer."""
         delta = {"content": text} if text or not finish else {}
         return {"index": index, "delta": delta, "logprobs": self._logprobs(index, tokens), "finish_reason": finish}
 
@@ -363,7 +270,6 @@ class ChatPieces(Pieces):
 
 
 def _token_id(one: TokenLogprob) -> str:
-    """Return how vLLM writes a token by its id."""
     return f"token_id:{one.token}"
 
 
@@ -372,53 +278,31 @@ def _finite(value: float) -> float:
     return max(value, -9999.0)
 
 
-async def respond(
-    http: HttpRequest,
-    service: Service,
-    facts: Facts,
-    body: StreamBody,
-    requests: Sequence[Request],
-    pieces: Pieces,
-) -> Response:
-    """Generate, and answer at once or as a stream.
-
-    Args:
-        http: The HTTP request.
-        service: The server's parts.
-        facts: The facts of the request.
-        body: What it says.
-        requests: The requests of the engine: `n` for each input.
-        pieces: How answers are written.
-    """
+async def respond(call: Call, body: StreamBody, requests: Sequence[Request], pieces: Pieces) -> Response:
+    """Generate, and answer at once or as a stream."""
     firsts = requests[:: body.n or 1]
-    log_contents(service, facts, input=[request.text or request.tokens or request.messages for request in firsts])
+    call.log_contents(input=[request.text or request.tokens or request.messages for request in firsts])
     if body.stream:
-        return await _stream(http, service, facts, body, requests, pieces)
-    answers = await answer_all(http, service, requests)
-    usage = count(facts, answers, body.n or 1)
-    log_contents(service, facts, output=[answer.text for answer in answers])
+        return await _stream(call, body, requests, pieces)
+    answers = await answer_all(call, requests)
+    usage = count(call.facts, answers, body.n or 1)
+    call.log_contents(output=[answer.text for answer in answers])
     choices = [pieces.choice(i, answer) for i, answer in enumerate(answers)]
     return JSONResponse({**pieces.head, "object": pieces.name, "choices": choices, "usage": usage})
 
 
-async def _stream(
-    http: HttpRequest,
-    service: Service,
-    facts: Facts,
-    body: StreamBody,
-    requests: Sequence[Request],
-    pieces: Pieces,
-) -> Response:
+async def _stream(call: Call, body: StreamBody, requests: Sequence[Request], pieces: Pieces) -> Response:
     """Answer as a stream. What goes wrong before the first token has a status of its own."""
+    service = call.service
     items = merge([service.engine.astream(request) for request in requests])
     begun = time.monotonic()
     try:
-        first = await unless_disconnected(http, _next(items))
+        first = await unless_disconnected(call.http, _next(items))
     except BaseException:
         await items.aclose()  # type: ignore[attr-defined]
         raise
-    service.metrics.observe_first(http.scope["route"].path, time.monotonic() - begun)
-    events = _events(service, facts, body, len(requests), first, items, pieces)
+    service.metrics.observe_first(call.http.scope["route"].path, time.monotonic() - begun)
+    events = _events(call, body, len(requests), first, items, pieces)
     return EventStream(events, items, service.config.limits.send_timeout)
 
 
@@ -427,8 +311,7 @@ async def _next(items: AsyncIterator[Any]) -> Any:
 
 
 async def _events(
-    service: Service,
-    facts: Facts,
+    call: Call,
     body: StreamBody,
     number: int,
     first: tuple[int, TokenChoice | Answer],
@@ -436,7 +319,7 @@ async def _events(
     pieces: Pieces,
 ) -> AsyncIterator[bytes]:
     """Yield the events of a stream; an error ends it with an event of its own."""
-    head = {**pieces.head, "object": pieces.chunk_name}
+    head, facts = {**pieces.head, "object": pieces.chunk_name}, call.facts
     answers: dict[int, Answer] = {}
     sent: dict[int, str] = {}
     waiting: dict[int, list[TokenChoice]] = {}
@@ -466,7 +349,7 @@ async def _events(
                     yield event(pieces.piece(index, part.text, waiting.pop(index), None))
             item = await anext(items, None)
         usage = count(facts, [answers[i] for i in sorted(answers)], body.n or 1)
-        log_contents(service, facts, output=[answers[i].text for i in sorted(answers)])
+        call.log_contents(output=[answers[i].text for i in sorted(answers)])
         if body.stream_options and body.stream_options.include_usage:
             yield _event({**head, "choices": [], "usage": usage})
         yield b"data: [DONE]\n\n"
@@ -477,7 +360,7 @@ async def _events(
         _count_partly(facts, answers, generated, body.n or 1)
         failure = api_error(error)
         facts.status, facts.error = failure.status, error
-        yield _event({**error_body(failure, service.hidden_folder), "status": failure.status})
+        yield _event({**error_body(failure, call.service.hidden_folder), "status": failure.status})
     finally:
         await items.aclose()  # type: ignore[attr-defined]
 

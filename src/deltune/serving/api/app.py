@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import re
 import secrets
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -25,28 +27,19 @@ from ..._version import __version__
 from ...errors import DeltuneError, excerpt, unknown_name
 from ..config import LOCAL_HOSTS, LimitsSection, ServeConfig
 from ..errors import EngineClosed
-from . import delta_routes, openai_routes, operation_routes, task_routes
+from . import delta_routes, operation_routes, routes
 from .errors import ApiError, ClientDisconnected, api_error, error_response
 from .service import GIVEN_UP, Engine, Facts, Service
 
 logger = logging.getLogger("deltune.serving")
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-ROUTES = (openai_routes, task_routes, delta_routes, operation_routes)
+ROUTES = (routes, delta_routes, operation_routes)
 QUIET = ("/health", "/ready", "/metrics", "/stats")
 """Endpoints that are asked all the time: only their errors have a line in the log."""
 
 
 def create_app(engine: Engine, config: ServeConfig) -> FastAPI:
-    """Make the application of a server.
-
-    Args:
-        engine: What answers.
-        config: The configuration.
-
-    Raises:
-        DeltuneError: The file of keys is wrong.
-    """
     service = Service.build(engine, config)
     # The pages of FastAPI's documentation load scripts from elsewhere, so there are none.
     app = FastAPI(title="deltune", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
@@ -73,11 +66,11 @@ def create_app(engine: Engine, config: ServeConfig) -> FastAPI:
 
 def _of_framework(http: Request, error: HTTPException) -> ApiError:
     """Return our error for one of the framework's: no such path, or another method."""
-    routes = [route for module in ROUTES for route in module.router.routes if isinstance(route, Route)]
+    known = [route for module in ROUTES for route in module.router.routes if isinstance(route, Route)]
     if error.status_code == 404:
-        return ApiError(404, unknown_name("path", http.url.path, {route.path for route in routes}), "not_found")
+        return ApiError(404, unknown_name("path", http.url.path, {route.path for route in known}), "not_found")
     if error.status_code == 405:
-        matching = [route for route in routes if route.matches(http.scope)[0] is not Match.NONE]
+        matching = [route for route in known if route.matches(http.scope)[0] is not Match.NONE]
         allowed = sorted({method for route in matching for method in route.methods or ()})
         problem = f"{http.method[:20]} is not possible at {excerpt(http.url.path)}; use {' or '.join(allowed)}"
         return ApiError(405, problem, "method_not_allowed", allowed=allowed)
@@ -90,11 +83,6 @@ READ_HEADERS = (b"x-request-id", b"content-length", b"host", b"expect")
 
 class BoundedBody:
     """The body of a request, which must neither be too large nor arrive too slowly.
-
-    Args:
-        receive: Receives the next message of the request.
-        headers: Headers of the request.
-        limits: What a request may have.
 
     Attributes:
         whole: Whether all of it was received.
@@ -109,12 +97,7 @@ class BoundedBody:
         self._received = 0
 
     async def receive(self) -> Message:
-        """Receive the next message of the request.
-
-        Raises:
-            ApiError: The body is too large or too slow.
-            ClientDisconnected: The client has gone before it has sent all of it.
-        """
+        """Receive the next message of the request."""
         if self.whole:
             return await self._receive()
         if self._declared > self._limits.max_body:
@@ -135,12 +118,7 @@ class BoundedBody:
         return message
 
     async def discard(self) -> bool:
-        """Read what is left and drop it, so that the client can read its answer and use the connection again.
-
-        Returns:
-            Whether the connection can be used again: not after a body that is too large or too slow, nor where the
-            client waits for permission to send one.
-        """
+        """Read what is left and drop it, so that the client can read its answer and use the connection again."""
         if self._waits_for_continue:
             return False
         try:
@@ -156,18 +134,12 @@ class BoundedBody:
 
 
 class Gateway:
-    """The layer around all routes: request ids, the check of the host, bounded bodies, answers to errors, and the log.
-
-    Args:
-        app: The routes.
-        service: The server's parts.
-    """
+    """The layer around all routes: request ids, the check of the host, bounded bodies, answers to errors, the log."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self.app, self.service = app, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -266,3 +238,31 @@ class Gateway:
             }
         error = error or (facts.error if status == 500 else None)
         logger.log(level, "request", exc_info=error, extra={"facts": line | facts.contents})
+
+
+MAX_TEXT = 10_000
+
+
+class JsonFormatter(logging.Formatter):
+    """A record as one line of JSON; the facts of a request are its fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "event": record.getMessage(),
+            **getattr(record, "facts", {}),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)[-MAX_TEXT:]
+        return json.dumps(line, ensure_ascii=True, default=str)
+
+
+def configure_logs(level: str) -> None:
+    """Write the logs of the server, and warnings of uvicorn, on standard error as JSON."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter())
+    for name, shown in (("deltune.serving", level), ("uvicorn", "errors")):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel({"requests": logging.INFO, "errors": logging.WARNING, "off": logging.CRITICAL + 1}[shown])

@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from ..errors import RequestTimeout
-from .auth import Tenant
 from .errors import ApiError
+from .tenants import Tenant
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -29,17 +29,11 @@ THREADS = 32
 class Load(Protocol[T_co]):
     """A function that can be given up after some seconds."""
 
-    def __call__(self, *, timeout: float) -> T_co:
-        """Do it within this time."""
-        ...
+    def __call__(self, *, timeout: float) -> T_co: ...
 
 
 class Management:
-    """Runs the calls that load deltas and those that take them out; the latter wait for none of the former.
-
-    Args:
-        seconds: The time for a call.
-    """
+    """Runs the calls that load deltas and those that take them out; the latter wait for none of the former."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -49,15 +43,6 @@ class Management:
         self._turns: dict[str, asyncio.Semaphore] = {}
 
     async def load(self, tenant: Tenant, work: Load[T]) -> T:
-        """Run a function that loads deltas.
-
-        Args:
-            tenant: Whose call it is.
-            work: The function.
-
-        Raises:
-            ApiError: The tenant has too many calls already, or it took too long.
-        """
         turns = self._turns.setdefault(tenant.name, asyncio.Semaphore(AT_ONCE))
         deadline = time.monotonic() + self.seconds
 
@@ -77,15 +62,7 @@ class Management:
         return await self._within(tenant, run)
 
     async def unload(self, tenant: Tenant, work: Callable[[], T]) -> T:
-        """Run a function that takes a delta out.
-
-        Args:
-            tenant: Whose call it is.
-            work: The function.
-
-        Raises:
-            ApiError: The tenant has too many calls already, or it took too long.
-        """
+        """Run a function that takes a delta out."""
 
         async def run() -> T:
             return await asyncio.get_running_loop().run_in_executor(self._unloading, work)

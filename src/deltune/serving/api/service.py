@@ -23,12 +23,11 @@ from ...errors import excerpt, unknown_name
 from ..config import ServeConfig
 from ..errors import EngineClosed
 from ..requests import Answer, DeltaInfo, EngineStats, Request, Task, TokenChoice
-from .auth import KeyFile, Tenant, everybody
 from .errors import ApiError, ClientDisconnected, without_folder
-from .limits import RateLimits
 from .managing import Management
 from .metrics import Metrics
 from .schemas import INNER_BODIES
+from .tenants import KeyFile, RateLimits, Tenant, everybody
 
 T = TypeVar("T")
 Body = TypeVar("Body", bound=BaseModel)
@@ -42,7 +41,7 @@ INNER_FIELDS = frozenset(field for kind in INNER_BODIES for field in kind.__anno
 SHADOWED = "the base model has this name: rename the folder, or give the base model another name with --served-name"
 GIVEN_UP = "the server is shutting down and did not finish the request; send it again"
 NAMES_OF_INPUT = ("text", "texts", "inputs", "prompt", "sentence", "sentences")
-"""What other servers call the texts."""
+"""Names that other servers give to the texts."""
 
 MAX_PROBLEMS = 10
 """Fields of a request whose mistakes its error lists."""
@@ -58,68 +57,30 @@ PARSED_AT_ONCE = 64 << 10
 
 
 class Engine(Protocol):
-    """What the HTTP layer needs of an engine: `deltune.serving.engine.Server`, or replicas of it on Ray."""
+    """The engine of the HTTP layer: `deltune.serving.engine.Server`, or replicas of it on Ray."""
 
-    def asubmit(self, request: Request) -> Coroutine[Any, Any, Answer]:
-        """Answer a request."""
-        ...
-
-    def astream(self, request: Request) -> AsyncIterator[TokenChoice | Answer]:
-        """Answer a request token by token; the last item is the answer."""
-        ...
-
+    def asubmit(self, request: Request) -> Coroutine[Any, Any, Answer]: ...
+    def astream(self, request: Request) -> AsyncIterator[TokenChoice | Answer]: ...
     def load(
         self, name: str, folder: Path | None = None, timeout: float | None = None, *, replace: bool = True
-    ) -> DeltaInfo:
-        """Load a delta, or replace one where it may."""
-        ...
-
-    def unload(self, name: str) -> None:
-        """Take a delta out."""
-        ...
-
-    def refresh(self, timeout: float | None = None) -> list[DeltaInfo]:
-        """Look at the folder of deltas."""
-        ...
-
-    def deltas(self) -> list[DeltaInfo]:
-        """Return the deltas that can be asked."""
-        ...
-
-    def ignored_folders(self) -> dict[str, str]:
-        """Return, by name, why folders in the folder of deltas are not served."""
-        ...
-
-    def unloaded(self) -> list[str]:
-        """Return the names that were taken out, while their folders are still there."""
-        ...
-
-    def base_tasks(self) -> tuple[Task, ...]:
-        """Return what the base model can be asked for."""
-        ...
-
-    def stats(self) -> EngineStats:
-        """Return the engine's numbers."""
-        ...
-
-    def take_usage(self) -> dict[str, int]:
-        """Return the tokens that were computed for each tenant since the last call."""
-        ...
-
-    def is_alive(self) -> bool:
-        """Return, at once, whether requests are answered."""
-        ...
-
-    def close(self, drain: float = 30.0) -> None:
-        """End, after the requests that run."""
-        ...
+    ) -> DeltaInfo: ...
+    def unload(self, name: str) -> None: ...
+    def refresh(self, timeout: float | None = None) -> list[DeltaInfo]: ...
+    def deltas(self) -> list[DeltaInfo]: ...
+    def ignored_folders(self) -> dict[str, str]: ...
+    def unloaded(self) -> list[str]: ...
+    def base_tasks(self) -> tuple[Task, ...]: ...
+    def stats(self) -> EngineStats: ...
+    def take_usage(self) -> dict[str, int]: ...
+    def is_alive(self) -> bool: ...
+    def close(self, drain: float = 30.0) -> None: ...
 
 
 @dataclass
 class Facts:
     """The facts about one request for the log and the metrics; routes fill them in.
 
-    `status` is that of an error in a stream, whose answer had begun with 200; 0 if there was none. `admitted` is the
+    `status` is of an error in a stream, whose answer had begun with 200; 0 if there was none. `admitted` is the
     tenant that the request was counted for.
     """
 
@@ -139,42 +100,21 @@ class Facts:
 
 @dataclass
 class Service:
-    """A server's parts.
-
-    Attributes:
-        engine: What answers.
-        config: The configuration.
-        keys: The tenants, or None for a server without keys.
-        limits: Their rates.
-        metrics: What is counted.
-        started: When the server started, in seconds since the epoch.
-        draining: Whether the server is about to end.
-        managing: What loads and takes out deltas for clients.
-    """
-
-    engine: Engine
-    config: ServeConfig
-    keys: KeyFile | None
-    limits: RateLimits
-    metrics: Metrics
-    managing: Management
+    engine: Engine  # what answers
+    config: ServeConfig  # the configuration
+    keys: KeyFile | None  # the tenants, or None for a server without keys
+    limits: RateLimits  # their rates
+    metrics: Metrics  # what is counted
+    managing: Management  # what loads and takes out deltas for clients
+    # when the server started, in seconds since the epoch
     started: int = field(default_factory=lambda: int(time.time()))
-    draining: bool = False
+    draining: bool = False  # whether the server is about to end
     _known: frozenset[str] = frozenset()
     _known_since: float = 0.0
     _listings: dict[tuple[object, ...], tuple[object, bytes]] = field(default_factory=dict)
 
     @classmethod
     def build(cls, engine: Engine, config: ServeConfig) -> Service:
-        """Make a server's parts from its engine and its configuration.
-
-        Args:
-            engine: What answers.
-            config: The configuration.
-
-        Raises:
-            DeltuneError: The file of keys is wrong.
-        """
         keys = None if config.http.keys is None else KeyFile(config.http.keys)
         metrics = Metrics(engine.stats, engine.deltas)
         limits, managing = RateLimits(config.limits, engine.take_usage), Management(config.limits.timeout)
@@ -198,13 +138,7 @@ class Service:
         return () if self.hidden_folder is None else (self.hidden_folder, self.hidden_folder.resolve())
 
     def listing(self, kind: str, tenant: Tenant, make: Callable[[], Any]) -> Response:
-        """Return JSON about the deltas that a tenant may see, which is written again only when one has changed.
-
-        Args:
-            kind: What is listed.
-            tenant: Who asks.
-            make: Returns what is listed.
-        """
+        """Return JSON about the deltas that a tenant may see, which is written again only when one has changed."""
         seen = (self.engine.deltas(), self.engine.ignored_folders() if tenant.manage or tenant.admin else None)
         key = (kind, tenant.deltas, tenant.base, tenant.manage or tenant.admin)
         known = self._listings.pop(key, None)
@@ -216,14 +150,7 @@ class Service:
         return Response(known[1], media_type="application/json")
 
     def tenant(self, http: HttpRequest) -> Tenant:
-        """Return the tenant that a request comes from.
-
-        Args:
-            http: The request.
-
-        Raises:
-            ApiError: The server has keys, and the request has none of them.
-        """
+        """Return the tenant that a request comes from."""
         if self.keys is None:
             manage = self.config.http.manage
             return everybody(self.config.is_local if manage is None else manage)
@@ -260,7 +187,7 @@ class Service:
 
     @property
     def shadowed(self) -> bool:
-        """Whether there is a delta with the name of the base model, which no request can mean."""
+        """There is a delta with the name of the base model, which no request can mean."""
         return any(delta.name == self.config.base_name for delta in self.engine.deltas())
 
     def model_names(self, tenant: Tenant) -> list[str]:
@@ -271,12 +198,7 @@ class Service:
     def delta(self, model: str, tenant: Tenant) -> str | None:
         """Return the name of the delta that `model` means, None for the base model.
 
-        Args:
-            model: The name in the request.
-            tenant: The tenant.
-
-        Raises:
-            ApiError: It does not exist, or not for this tenant, which cannot tell the difference.
+        One that a tenant may not see is unknown: it cannot tell the difference.
         """
         if model == self.config.base_name and tenant.base:
             return None
@@ -299,37 +221,22 @@ class Service:
 
 
 def unknown_model(kind: str, name: str, known: Sequence[str]) -> ApiError:
-    """Return the error for a model or delta that does not exist, or that the tenant may not see.
-
-    Args:
-        kind: "model" or "delta".
-        name: The name in the request.
-        known: The names that the tenant may see.
-    """
+    """Return the error for a model or delta that does not exist, or that the tenant may not see."""
     return ApiError(404, unknown_name(kind, name, known), "model_not_found", "model")
 
 
 def facts_of(http: HttpRequest) -> Facts:
-    """Return what the log will say of a request."""
     facts: Facts = http.scope["deltune"]
     return facts
 
 
 def service_of(http: HttpRequest) -> Service:
-    """Return the parts of the server that a request is for."""
     service: Service = http.app.state.service
     return service
 
 
 def admit(http: HttpRequest) -> Tenant:
-    """Return the tenant of a request and count the request towards its rate, once however often this is called.
-
-    Args:
-        http: The request.
-
-    Raises:
-        ApiError: There is no key, or the tenant has asked too often.
-    """
+    """Return the tenant of a request and count the request towards its rate, once however often this is called."""
     service, facts = service_of(http), facts_of(http)
     if facts.admitted is None:
         tenant = service.tenant(http)
@@ -340,16 +247,7 @@ def admit(http: HttpRequest) -> Tenant:
 
 
 async def read_body(http: HttpRequest, kind: type[Body]) -> Body:
-    """Read a request's JSON and check it.
-
-    Args:
-        http: The request.
-        kind: What it must be.
-
-    Raises:
-        ApiError: There is no key, the tenant has asked too often, or the request is not JSON, too deeply nested, or has
-            wrong values; the message names all of them.
-    """
+    """Read a request's JSON and check it."""
     admit(http)  # before anything is parsed
     media = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json" and not media.endswith("+json"):
@@ -362,16 +260,6 @@ async def read_body(http: HttpRequest, kind: type[Body]) -> Body:
 
 
 def parse_body(body: bytes, kind: type[Body]) -> Body:
-    """Parse and check the JSON of a request.
-
-    Args:
-        body: What was sent.
-        kind: What it must be.
-
-    Raises:
-        ApiError: It is not JSON, too deeply nested, has too many lists, or has wrong values; the message names all of
-            them.
-    """
     if _count_lists(body) > MAX_LISTS:
         problem = f"the request has more than {MAX_LISTS:,} lists and objects, the limit of this server"
         raise ApiError(413, problem, "request_too_large")
@@ -423,13 +311,6 @@ def _body_error(error: ValidationError, kind: type[BaseModel]) -> ApiError:
 
 
 def _field_problem(error: ErrorDetails, is_one_of_several: bool, description: str) -> str:
-    """Return what is wrong with the value of a field.
-
-    Args:
-        error: The first problem with it, or one that a validator of ours describes.
-        is_one_of_several: Whether there are others, as where a value is none of several types.
-        description: What the field must be.
-    """
     top, *inside = error["loc"]
     kind, reason = error["type"], error["msg"].removeprefix("Value error, ")
     if kind == "extra_forbidden":
@@ -456,15 +337,7 @@ async def wait_for_disconnect(receive: Receive) -> None:
 
 
 async def unless_disconnected(http: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
-    """Await some work, and cancel it when the client has gone.
-
-    Args:
-        http: The request, which has been read.
-        work: What is awaited.
-
-    Raises:
-        ClientDisconnected: The client has gone.
-    """
+    """Await some work, and cancel it when the client has gone."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(wait_for_disconnect(http.receive))
     try:
@@ -477,18 +350,13 @@ async def unless_disconnected(http: HttpRequest, work: Coroutine[Any, Any, T]) -
 
 
 async def cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancel tasks and wait until they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def gather(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Await several things; when one fails, the others are cancelled and its error is raised.
-
-    Raises:
-        EngineClosed: The engine has given one of them up.
-    """
+    """Await several things; when one fails, the others are cancelled and its error is raised."""
     tasks: list[asyncio.Future[T]] = []
     try:
         for one in work:
@@ -546,13 +414,7 @@ async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int,
 
 
 class EventStream(Response):
-    """Server-sent events. When the client goes, the source of the events is closed at once.
-
-    Args:
-        events: The events, as bytes that are sent as they are.
-        source: What the events are made of. It is closed in the end, even if no event was asked for.
-        send_timeout: Seconds in which the client must take an event.
-    """
+    """Server-sent events. When the client goes, the source of the events is closed at once."""
 
     media_type = "text/event-stream"
 
@@ -562,7 +424,6 @@ class EventStream(Response):
         self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events."""
         pump = asyncio.ensure_future(self._pump(send))
         watch = asyncio.ensure_future(wait_for_disconnect(receive))
         try:

@@ -1,10 +1,10 @@
-"""Which tenant is served next: the one that was served the fewest tokens, among those that wait.
+"""Order of the requests that wait, and refusal of requests before they wait.
 
-Each tenant has a counter of the tokens that were computed for it (Sheng et al. 2024, "Fairness in serving large
-language models": a deficit round robin whose quantum is one request). The next request is that of the tenant with the
-lowest counter, so that a burst of one tenant waits behind the first request of any other. A tenant that comes back does
-not save up what it did not use, nor does one that is new: its counter begins at the lowest of those that are being
-served, or where the last one of them was when it left.
+The next one is of the tenant that was served the fewest tokens, among those that wait. Each tenant has a counter of the
+tokens that were computed for it (Sheng et al. 2024, "Fairness in serving large language models": a deficit round robin
+whose quantum is one request), so that a burst of one tenant waits behind the first request of any other. A tenant that
+comes back does not save up what it did not use, nor does one that is new: its counter begins at the lowest of those
+that are being served, or where the last one of them was when it left.
 """
 
 from __future__ import annotations
@@ -15,8 +15,14 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
+
+from ..errors import excerpt
+from .backbone import LoadedDelta
+from .errors import InvalidRequest, QueueFull
+from .jobs import Job
+from .requests import Request
 
 LIGHT = 0.125
 """A tenant is light if it has at most this share of the requests that a tenant has waiting on average."""
@@ -43,7 +49,6 @@ class FairShare:
         return min((self.served[t] for t, requests in self._present.items() if requests), default=self._last_left)
 
     def leave(self, tenant: str) -> None:
-        """Count a request of a tenant no more."""
         self._present[tenant] -= 1
         if not self._present[tenant]:
             del self._present[tenant]
@@ -66,7 +71,6 @@ class FairShare:
         return dict(usage or {})
 
     def of(self, tenant: str) -> float:
-        """Return the counter of a tenant."""
         return self.served.get(tenant, 0.0)
 
     def order(self, tenant: str) -> tuple[float, int]:
@@ -79,12 +83,8 @@ class FairShare:
 
 
 class OfTenant(Protocol):
-    """An item of a `FairQueue`."""
-
     @property
-    def tenant(self) -> str:
-        """The tenant that it is for."""
-        ...
+    def tenant(self) -> str: ...
 
     submitted: float
 
@@ -94,11 +94,7 @@ R = TypeVar("R")
 
 
 class FairQueue(Generic[T]):
-    """Requests that wait for the same batches, in order within a tenant.
-
-    Args:
-        share: The counters of the tenants.
-    """
+    """Requests that wait for the same batches, in order within a tenant."""
 
     def __init__(self, share: FairShare) -> None:
         self.share = share
@@ -119,9 +115,7 @@ class FairQueue(Generic[T]):
     def push(self, job: T, first: bool = False) -> None:
         """Add a request.
 
-        Args:
-            job: The request.
-            first: Whether it goes before the others of its tenant, as one does that was interrupted.
+        With `first`, it goes before the others of its tenant, as one does that was interrupted.
         """
         jobs = self._jobs.setdefault(job.tenant, deque())
         if first:
@@ -141,9 +135,7 @@ class FairQueue(Generic[T]):
     def next_jobs(self, number: int, cost: Callable[[T], float]) -> list[T]:
         """Return the next requests, and leave them in the queue.
 
-        Args:
-            number: How many, at most.
-            cost: Returns the tokens of a request, by which the counter of its tenant is taken to grow before the next.
+        The counter of a tenant is taken to grow by the `cost` of each of its requests before the next is chosen.
         """
         heads = [
             (*self.share.order(tenant), jobs[0].submitted, place, 0, jobs)
@@ -166,14 +158,12 @@ class FairQueue(Generic[T]):
         return [jobs[0] for jobs in self._jobs.values()]
 
     def pop(self) -> T:
-        """Take the next request."""
         job = self.peek()
         assert job is not None
         self.remove(job)
         return job
 
     def remove(self, job: T) -> bool:
-        """Take a request out; return whether it was there."""
         jobs = self._jobs.get(job.tenant)
         if jobs is None or job not in jobs:
             return False
@@ -192,29 +182,15 @@ class FairQueue(Generic[T]):
 
 @dataclass(eq=False)
 class Work(Generic[R]):
-    """A call that a `FairThread` is to make for a tenant.
-
-    Attributes:
-        tenant: The tenant.
-        submitted: When it was submitted, on the monotonic clock.
-        cost: What it costs, in any unit that is the same for all calls.
-        call: The function.
-        future: Its result.
-    """
-
     tenant: str
-    submitted: float
-    cost: float
-    call: Callable[[], R]
-    future: Future[R] = field(default_factory=Future)
+    submitted: float  # when it was submitted, on the monotonic clock
+    cost: float  # what it costs, in any unit that is the same for all calls
+    call: Callable[[], R]  # the function
+    future: Future[R] = field(default_factory=Future)  # its result
 
 
 class FairThread:
-    """An executor of one thread, whose next call is of the tenant that it has worked for least.
-
-    Args:
-        name: The name of the thread.
-    """
+    """An executor of one thread, whose next call is of the tenant that it has worked for least."""
 
     def __init__(self, name: str) -> None:
         self._share = FairShare()
@@ -225,16 +201,7 @@ class FairThread:
         self._thread.start()
 
     def submit(self, tenant: str, cost: float, call: Callable[[], R]) -> Future[R]:
-        """Submit a call, and return the future of its result, which can be cancelled until the call begins.
-
-        Args:
-            tenant: The tenant that it is for.
-            cost: What it costs.
-            call: The function.
-
-        Raises:
-            RuntimeError: The thread is ending.
-        """
+        """Submit a call, and return the future of its result, which can be cancelled until the call begins."""
         work = Work(tenant, time.monotonic(), cost, call)
         with self._wake:
             if self._closed:
@@ -269,3 +236,106 @@ class FairThread:
                 work.future.set_exception(error)
             with self._wake:
                 self._share.leave(work.tenant)
+
+
+COUNTED_ENDS = 256
+"""Requests that ended lately, by whose rate a refused one is told when to come again."""
+
+
+class Admission:
+    """Counts the requests of each tenant that wait, and refuses too many. Any thread may call it."""
+
+    def __init__(self, most: int, most_per_tenant: int, lock: threading.RLock) -> None:
+        self.most, self.most_per_tenant = most, most_per_tenant
+        self.queued: Counter[str] = Counter()
+        self._lock = lock
+        self._ends: deque[float] = deque(maxlen=COUNTED_ENDS)
+
+    def enter(self, tenant: str) -> None:
+        """Count a request of a tenant as one that waits."""
+        with self._lock:
+            waiting = sum(self.queued.values())
+            if waiting >= self.most:
+                raise QueueFull(
+                    f"{waiting} inputs wait already, which is the most that this server keeps", self._retry_after()
+                )
+            if self.queued[tenant] >= self.most_per_tenant:
+                raise QueueFull(
+                    f"{self.queued[tenant]} inputs of tenant {tenant!r} wait already, which is the most that it may "
+                    "have",
+                    self._retry_after(),
+                )
+            self.queued[tenant] += 1
+
+    def leave(self, tenant: str) -> None:
+        with self._lock:
+            self.queued[tenant] -= 1
+            if not self.queued[tenant]:
+                del self.queued[tenant]
+
+    def note_end(self, now: float) -> None:
+        """Note that a request has ended, by which the next refusal says when to come again."""
+        with self._lock:
+            self._ends.append(now)
+
+    def _retry_after(self) -> float:
+        """In how many seconds a quarter of what waits may be done."""
+        if len(self._ends) < 2:
+            return 1.0
+        seconds_each = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+        return min(60.0, max(0.1, sum(self.queued.values()) / 4 * seconds_each))
+
+
+def readable_length(loaded: LoadedDelta, max_length: int | None) -> int:
+    """Return the number of tokens that can be read at most."""
+    positions = loaded.backbone.positions(loaded.backbone.first_stack.name, loaded)
+    return positions if max_length is None else min(positions, max_length)
+
+
+def cut_length(request: Request, trained: int | None, readable: int) -> int | None:
+    """Return the number of tokens to which a text is cut, or None if it is not."""
+    length = request.truncate_prompt_tokens
+    if length is None:
+        return None
+    if request.task == "generate" or request.tokens is not None:
+        what = "the prompt of an answer is" if request.task == "generate" else "token ids are"
+        raise InvalidRequest(f"{what} never cut; leave truncate_prompt_tokens out")
+    if isinstance(length, bool) or not isinstance(length, int) or (length < 1 and length != -1):
+        raise InvalidRequest(f"truncate_prompt_tokens is a number of tokens, or -1, and not {excerpt(length)}")
+    trained = readable if trained is None else min(trained, readable)
+    return trained if length == -1 else min(length, readable)
+
+
+def check_length(job: Job, loaded: LoadedDelta, max_length: int | None) -> None:
+    """Check that the model has positions for a request and its answer; shorten the answer where it may be shorter."""
+    length, backbone = len(job.tokens), loaded.backbone
+    generating, more = job.request.task == "generate", 0
+    advice = "" if generating or job.request.tokens is not None else "; truncate_prompt_tokens: -1 cuts the text"
+    positions = backbone.positions(backbone.first_stack.name, loaded)
+    answer_positions = positions - length
+    if generating and backbone.is_encoder_decoder:
+        answer_positions = backbone.positions(backbone.last_stack.name, loaded) - 1
+    if generating:
+        job.request = _shortened(job.request, answer_positions, max_length, length)
+        more = job.request.sampling.max_tokens
+    if max_length is not None and length + more > max_length:
+        raise InvalidRequest(
+            f"the request has {length} tokens{f' and max_tokens={more}' if generating else ''}, and this server "
+            f"takes {max_length}{advice}"
+        )
+    needed = length + (more if not backbone.is_encoder_decoder else 0)
+    if needed > positions:
+        raise InvalidRequest(
+            f"the request has {length} tokens{f' and max_tokens={more}' if generating else ''}, and the model can "
+            f"read {positions}{advice}"
+        )
+    if generating and more > answer_positions:
+        raise InvalidRequest(f"max_tokens={more} is more than the {answer_positions} that the decoder has places for")
+
+
+def _shortened(request: Request, positions: int, max_length: int | None, length: int) -> Request:
+    sampling = request.sampling
+    if not sampling.shorten:
+        return request
+    room = positions if max_length is None else min(positions, max_length - length)
+    return replace(request, sampling=replace(sampling, max_tokens=max(1, min(sampling.max_tokens, room))))

@@ -1,7 +1,7 @@
-"""API keys: a file of tenants and the salted hashes of their keys, and what each tenant may see and do.
+"""Tenants: their API keys, what each may see and do, and its rate limits.
 
 A key is `dt-ID-SECRET`. The secret has 256 random bits, so that a fast hash is enough; the id finds the entry in the
-file and is no secret.
+file of keys and is no secret.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import re
 import secrets
 import threading
 import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +24,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...errors import DeltuneError, error_from_problems, excerpt, unknown_name, validation_problems
 from ...filesystem import atomic_open, explain_write_errors, file_lock, find_file, parse_json_object, user_path
-from ..config import Rate
+from ..config import LimitsSection, Rate
+from .errors import ApiError
 
 logger = logging.getLogger("deltune.serving")
 
@@ -34,46 +37,29 @@ LOOK_AGAIN = 1.0
 
 
 class StoredKey(BaseModel):
-    """A key as the file has it: from this nobody can make the key.
-
-    Attributes:
-        id: The part of the key that is no secret.
-        salt: Random digits that were hashed with the secret.
-        hash: SHA-256 of salt and secret, in hexadecimal digits.
-        created: When it was made, in seconds since the epoch.
-    """
+    """A key as the file has it: from this nobody can make the key."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    id: Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")]
-    salt: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-    hash: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    created: float = 0.0
+    id: Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")]  # the part of the key that is no secret
+    salt: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]  # random digits that were hashed with the secret
+    hash: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # SHA-256 of salt and secret, in hexadecimal digits
+    created: float = 0.0  # when it was made, in seconds since the epoch
 
 
 class Tenant(BaseModel):
-    """A client of the server: its keys, its rights and its rates.
-
-    Attributes:
-        name: The name, as logs and metrics have it.
-        deltas: Patterns of the names of deltas that it may use, such as `acme-*`.
-        base: Whether it may use the base model.
-        manage: Whether it may load and unload the deltas that it may use.
-        admin: Whether it may see the numbers of all tenants and deltas: /metrics, /stats.
-        requests_per_minute: Its own limit in place of the server's.
-        tokens_per_minute: Its own limit in place of the server's.
-        keys: Its keys.
-    """
+    """A client of the server: its keys, its rights and its rates."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: Annotated[str, Field(pattern=f"^{TENANT_PATTERN}$")]
+    name: Annotated[str, Field(pattern=f"^{TENANT_PATTERN}$")]  # the name, as logs and metrics have it
+    # patterns of the names of deltas that it may use, such as `acme-*`
     deltas: tuple[Annotated[str, Field(min_length=1, max_length=200)], ...] = ()
-    base: bool = True
-    manage: bool = False
-    admin: bool = False
-    requests_per_minute: Rate | None = None
-    tokens_per_minute: Rate | None = None
+    base: bool = True  # whether it may use the base model
+    manage: bool = False  # whether it may load and unload the deltas that it may use
+    admin: bool = False  # whether it may see the numbers of all tenants and deltas: /metrics, /stats
+    requests_per_minute: Rate | None = None  # its own limit in place of the server's
+    tokens_per_minute: Rate | None = None  # its own limit in place of the server's
     keys: tuple[StoredKey, ...] = ()
 
     def may_see(self, delta: str) -> bool:
@@ -82,19 +68,13 @@ class Tenant(BaseModel):
 
 
 class KeyFileContents(BaseModel):
-    """What the file holds."""
-
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     tenants: tuple[Tenant, ...] = ()
 
 
 def everybody(manage: bool) -> Tenant:
-    """Return the tenant of a server without keys: it sees everything.
-
-    Args:
-        manage: Whether it may load and unload deltas.
-    """
+    """Return the tenant of a server without keys: it sees everything."""
     return Tenant(name="default", deltas=("*",), manage=manage, admin=True)
 
 
@@ -103,14 +83,7 @@ def _digest(salt: str, secret: str) -> str:
 
 
 class KeyFile:
-    """The tenants of a file of keys. The file is read again when it changes.
-
-    Args:
-        path: The file, which must exist.
-
-    Raises:
-        DeltuneError: The file cannot be read or is wrong.
-    """
+    """The tenants of a file of keys. The file is read again when it changes."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = user_path(path, "keys")
@@ -163,14 +136,6 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 
 
 def read_keys(path: Path) -> KeyFileContents:
-    """Read a file of keys.
-
-    Args:
-        path: The file.
-
-    Raises:
-        DeltuneError: There is none, or it is wrong.
-    """
     if find_file(path.parent, path.name) is None:
         raise DeltuneError(f"there is no file of keys {path}; make a key with: deltune serve-key {path} TENANT")
     try:
@@ -192,16 +157,7 @@ def read_keys(path: Path) -> KeyFileContents:
 
 
 def add_key(path: Path, name: str, changes: dict[str, Any]) -> str:
-    """Make a key for a tenant, new or not, and return it. Only its salted hash is kept.
-
-    Args:
-        path: The file of keys; it is made if there is none, readable by its owner alone.
-        name: The tenant.
-        changes: New values of the tenant's fields; the others stay.
-
-    Raises:
-        DeltuneError: The file is wrong, or a value is.
-    """
+    """Make a key for a tenant, new or not, and return it. Only its salted hash is kept."""
     identity, secret, salt = secrets.token_hex(6), secrets.token_urlsafe(32), secrets.token_hex(16)
     key = StoredKey(id=identity, salt=salt, hash=_digest(salt, secret), created=round(time.time(), 3))
     with _changing(path):
@@ -218,15 +174,7 @@ def add_key(path: Path, name: str, changes: dict[str, Any]) -> str:
 
 
 def revoke_key(path: Path, identity: str) -> str:
-    """Take a key out of the file, and return the name of its tenant.
-
-    Args:
-        path: The file of keys.
-        identity: The id of the key, or the key.
-
-    Raises:
-        DeltuneError: No tenant has it.
-    """
+    """Take a key out of the file, and return the name of its tenant."""
     match = KEY_PATTERN.fullmatch(identity)
     identity = match[1] if match else identity
     with _changing(path):
@@ -246,13 +194,96 @@ def _changing(path: Path) -> contextlib.AbstractContextManager[None]:
 
 
 def write_keys(path: Path, contents: KeyFileContents) -> None:
-    """Replace the file of keys, atomically; only its owner may read it.
-
-    Args:
-        path: The file.
-        contents: What it will hold.
-    """
+    """Replace the file of keys, atomically; only its owner may read it."""
     with explain_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_open(path, mode=0o600) as file:
             file.write(contents.model_dump_json(indent=1).encode() + b"\n")
+
+
+NUMBERS_PER_MINUTE = 120.0
+"""Looks at the numbers of a server that a tenant with a rate has in a minute, if its rate is lower."""
+MAX_TENANTS = 10_000
+"""Most tenants with buckets at a time; the ones that asked longest ago begin with full ones."""
+
+
+class TokenBucket:
+    """A bucket that holds a minute's worth and fills steadily. It may go below zero, for what is known only later."""
+
+    def __init__(self, per_minute: float, now: float) -> None:
+        self.per_minute, self.level, self.filled = per_minute, max(1.0, per_minute), now
+
+    def wait(self, amount: float, now: float) -> float:
+        """Return in how many seconds an amount is there; 0 if it is now."""
+        self.level = min(max(1.0, self.per_minute), self.level + (now - self.filled) * self.per_minute / 60)
+        self.filled = now
+        return max(0.0, (amount - self.level) * 60 / self.per_minute)
+
+    def take(self, amount: float) -> None:
+        self.level -= amount
+
+
+class RateLimits:
+    """The rates of all tenants: requests, and tokens read and generated.
+
+    Tokens count whatever became of the requests, so that nobody evades a limit by going away.
+    """
+
+    def __init__(
+        self,
+        limits: LimitsSection,
+        take_usage: Callable[[], Mapping[str, int]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.limits, self._take_usage, self._clock = limits, take_usage, clock
+        take_usage()  # begins to count
+        self._buckets: OrderedDict[tuple[str, str], TokenBucket] = OrderedDict()
+
+    def admit(self, tenant: Tenant) -> None:
+        """Count a request, or refuse it where the tenant has used up its limits."""
+        self.charge_usage()
+        now = self._clock()
+        requests, tokens = self._bucket(tenant, "requests", now), self._bucket(tenant, "tokens", now)
+        self._check(tenant, now, (requests, "requests"), (tokens, "tokens"))
+        if requests is not None:
+            requests.take(1.0)
+
+    def admit_numbers(self, tenant: Tenant) -> None:
+        """Count a look at the numbers of the server, which are not among the requests of its tenant."""
+        now = self._clock()
+        looks = self._bucket(tenant, "requests", now, "numbers", NUMBERS_PER_MINUTE)
+        self._check(tenant, now, (looks, "looks at the numbers"))
+        if looks is not None:
+            looks.take(1.0)
+
+    def _check(self, tenant: Tenant, now: float, *buckets: tuple[TokenBucket | None, str]) -> None:
+        for bucket, what in buckets:
+            if bucket is not None and (wait := bucket.wait(1.0, now)) > 0:
+                raise ApiError(
+                    429,
+                    f"{tenant.name} has reached its limit of {bucket.per_minute:g} {what} a minute; "
+                    f"try again in {wait:.1f} seconds",
+                    "rate_limit_exceeded",
+                    retry_after=wait,
+                )
+
+    def charge_usage(self) -> None:
+        """Charge the tokens that were computed by now; they are known only afterwards, so later requests wait."""
+        for name, tokens in self._take_usage().items():
+            if (bucket := self._buckets.get((name, "tokens"))) is not None:
+                bucket.wait(0.0, self._clock())  # fills it first: what it cannot hold is lost
+                bucket.take(tokens)
+
+    def _bucket(self, tenant: Tenant, what: str, now: float, use: str = "", least: float = 0.0) -> TokenBucket | None:
+        name = f"{what}_per_minute"
+        rate = getattr(tenant, name) or getattr(self.limits, name)
+        if rate is None:
+            return None
+        rate = max(rate, least)
+        key = (tenant.name, use or what)
+        if key not in self._buckets or self._buckets[key].per_minute != rate:
+            self._buckets[key] = TokenBucket(rate, now)  # full at the time at which the request looks into it
+            while len(self._buckets) > 2 * MAX_TENANTS:
+                self._buckets.popitem(last=False)
+        self._buckets.move_to_end(key)
+        return self._buckets[key]
