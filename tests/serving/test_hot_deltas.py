@@ -148,6 +148,7 @@ def test_an_adapter_of_peft_without_a_task_type_is_asked_what_its_model_is_asked
     """PEFT then writes the class of the model."""
     server, folder, source = changeable
     config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
+    torch.manual_seed(0)  # the answer is not an end alone
     peft.get_peft_model(load_model(str(source), "causal-lm"), config).save_pretrained(folder / "untyped")
     assert json.loads((folder / "untyped" / "adapter_config.json").read_text())["task_type"] is None
     assert server.post("/v1/deltas", {"name": "untyped"}).json()["tasks"] == ["generate", "embed"]
