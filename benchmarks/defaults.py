@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -33,7 +34,6 @@ from deltune.training.task_setup import ModelCache
 from deltune.training.train import train
 
 from .frame import commit, machine
-from .report import MARKS
 
 ROOT = Path(__file__).parents[1]
 TASKS = ("tickets", "cb", "sick", "sst2", "rte", "conll04")
@@ -179,6 +179,9 @@ def facts(results: Results) -> str:
     commits = ", ".join(sorted({str(one.commit) for one in ones}))
     known = ", ".join(f"{name} {value}" for name, value in results.machine.items() if value is not None)
     return f"{len(results.cells)} runs, commit {commits}; {known}.\n"
+
+
+MARKS = re.compile(r"(<!-- bench: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def write(page: Path, results: Results) -> None:
