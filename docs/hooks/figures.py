@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+MEASUREMENTS = Path(__file__).parents[2] / "benchmarks" / "results"
 DOCS = Path(__file__).resolve().parents[1]
 RESULTS = DOCS.parent / "results"
 T_95 = 2.365  # Student's t for 95 % and seven degrees of freedom: eight seeds
@@ -70,7 +70,7 @@ def results() -> str:
 
 def speed() -> str:
     """Return the figure of training steps beside PEFT's, from benchmarks/results."""
-    files = [path for path in sorted(RESULTS.glob("*.json")) if path.name != "defaults.json"]
+    files = [path for path in sorted(MEASUREMENTS.glob("*.json")) if path.name != "defaults.json"]
     parts = [rows for path in files for rows in json.loads(path.read_text(encoding="utf-8"))["rows"].values()]
     ratios: dict[str, list[float]] = defaultdict(list)
     for row in (row for rows in parts for row in rows):
