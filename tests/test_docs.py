@@ -131,7 +131,7 @@ def test_public_names_are_documented_once() -> None:
 
 def test_the_design_space_is_complete() -> None:
     """Every site, form and composition is in the page about them."""
-    named = set(re.findall(r"`(\w+)", (DOCS / "design-space.md").read_text(encoding="utf-8")))
+    named = set(re.findall(r"`(\w+)", (DOCS / "library" / "model.md").read_text(encoding="utf-8")))
     compositions = {"Add", "Scale", "Gate", "SigmoidGate", "PrefixGate"}
     assert {*SITES, *(form.__name__ for form in FORMS), *compositions} - named == set()
 
@@ -140,7 +140,9 @@ def test_messages_in_troubleshooting_exist() -> None:
     """The quoted parts of messages stand in the sources, so that a search finds them."""
     sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
     sources = re.sub(r"\"\s*\n\s*f?\"", "", sources)
-    messages = re.findall(r"^\| `([^`]+)` \|", (DOCS / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
+    messages = re.findall(
+        r"^\| `([^`]+)` \|", (DOCS / "start" / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert len(messages) > 20
     assert [message for message in messages if message not in sources] == []
 

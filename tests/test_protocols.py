@@ -80,9 +80,11 @@ def test_what_the_paper_does_not_say_is_marked(protocol: str) -> None:
     family = "ln_nlu" if protocol == "ln_nlu_large" else protocol  # the two differ in their batches alone
     printed = {field for name, _, _, expected in SAID if name == family for field in expected}
     assert fields - printed <= set(named.ours) <= fields and all(named.ours.values())
-    page = (Path(__file__).parents[1] / "docs" / "reproduce.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[1] / "docs" / "studies" / "reproduce.md").read_text(encoding="utf-8")
     (row,) = re.findall(rf"^\| [^|]*`{protocol}`[^|]*\|.*$", page, re.MULTILINE)
-    assert {field for field in named.ours if f"`{field}`" not in row} == set(), "docs/reproduce.md lists what is ours"
+    assert {field for field in named.ours if f"`{field}`" not in row} == set(), (
+        "docs/studies/reproduce.md lists what is ours"
+    )
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

