@@ -149,7 +149,7 @@ def test_what_is_the_same_in_all_runs_is_not_searched(field: str) -> None:
     """The documentation names every such field."""
     with pytest.raises(DeltuneError, match=f"{field} is not searched but given"):
         spec(search={field: ["a"]})
-    text = " ".join((Path(__file__).parents[1] / "docs" / "train.md").read_text(encoding="utf-8").split())
+    text = " ".join((Path(__file__).parents[1] / "docs" / "train" / "train.md").read_text(encoding="utf-8").split())
     assert f"`{field}`" in text.partition("You can search any field, the method included, except")[2].partition(". ")[0]
 
 
