@@ -4,6 +4,7 @@ PYTHON ?= $(shell command -v python3 || command -v python)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEMO := $(VENV)/.demo
 WORKERS ?= 3
 
 # What is typed goes to the command as it is: quotes and dollar signs included.
@@ -19,36 +20,34 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error TOKE
 
 help:
 	@echo "make quickstart [TEXT=\"…\"]   tune the packaged model on the packaged data; show a prediction for TEXT"
+	@echo "make install                 .venv with everything that the other targets need"
 	@echo "make test                    lint, types and the everyday tests"
 	@echo "make test-all                lint, types, all tests at full length, and mutations that the everyday tests must notice"
-	@echo "make test-ends               the wheel and some tests under other versions: ENDS=\"python3.13 python3.13@2.15.0\", Python and torch"
-	@echo "make dist                    build the wheel and the source distribution into dist/ and check them"
-	@echo "make lint                    ruff and mypy"
 	@echo "make format                  let ruff rewrite the sources"
-	@echo "make docs                    this documentation as a site: build/site/index.html, without a network"
+	@echo "make docs                    the documentation as a site: build/site/index.html, without a network"
 	@echo "make results                 page, tables and figures of the committed results: build/results, in seconds"
-	@echo "make studies ROOT=… MODELS=… run every study at small scale, in days; stop it at any time, it goes on where it was"
-	@echo "make notebooks               execute the notebooks of docs/notebooks and write their outputs; NAME=study: one of them"
 	@echo "make bench                   deltune beside PEFT and AdapterHub: a table, build/bench.json; PARTS=all measures every part"
-	@echo "make bench-whole             whole runs in full: 5 seeds, 3 epochs, both libraries; about 45 minutes"
-	@echo "make check-gpu               laws and speed on an accelerator: build/bench-gpu.json"
-	@echo "make bench-adapterhub-env    the environment that AdapterHub's side of make bench needs"
-	@echo "make clean                   remove caches and build outputs"
-	@echo "make distclean               the same, and $(VENV)"
+	@echo "make dist                    build the wheel and the source distribution into dist/ and check them"
+	@echo "make clean                   remove caches and build outputs; make distclean: and $(VENV)"
+
+# Not on the help page: lint, notebooks, studies, test-ends, bench-whole, bench-adapterhub-env, check-gpu, distclean.
 
 install: $(STAMP)
 
 # torch goes first and alone, so that no other package's range decides which build is taken.
 # The stamp comes last: an installation that was interrupted is taken up again.
-$(STAMP): pyproject.toml constraints.txt
+# The quickstart has a stamp and an extra of its own, without the tools of development.
+$(DEMO): EXTRA := demo
+$(STAMP): EXTRA := dev
+$(DEMO) $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no python3 on the PATH; name one: make PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or later is needed for the versions in constraints.txt (this is %d.%d); name another: make PYTHON=..." % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRA)]' -c constraints.txt
 	@touch $@
 
-quickstart: $(STAMP)
+quickstart: $(or $(wildcard $(STAMP)),$(DEMO))
 	@$(BIN)/deltune quickstart $${TEXT:+--text="$$TEXT"}
 
 # Nothing is printed after pytest's summary line.
@@ -60,7 +59,7 @@ test-all: lint
 	@$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 	@$(BIN)/python -m tests.mutation --workers $(WORKERS)
 
-# Other versions of Python and torch than the pinned ones; test-all tries the interpreters that are on the PATH. A torch
+# ENDS="python3.13 python3.13@2.15.0": other versions of Python and torch than the pinned ones; test-all tries the interpreters that are on the PATH. A torch
 # of PyPI for Linux comes with CUDA, which is gigabytes.
 test-ends: $(STAMP)
 	@$(TEST_ENV) DELTUNE_ENDS="$(ENDS)" $(BIN)/python -m pytest tests/whole/test_distribution.py -k another -rsP
@@ -81,7 +80,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 # Each in an empty folder and on one thread; the site shows them as they were written.
-notebooks: $(STAMP)
+notebooks: $(STAMP)  # NAME=study: one of them
 	@$(BIN)/python docs/hooks/notebooks.py $(NAME)
 
 docs: $(STAMP)
@@ -96,7 +95,8 @@ results: $(STAMP)
 	@test -n "$(STUDIES)" || { echo "results has no study yet: make studies ROOT=... MODELS=..." >&2; exit 1; }
 	@$(BIN)/deltune study report $(STUDIES) --store results --html build/results/studies.html --to build/results
 
-# A worker with one thread for each of two cores. Every study is exported as soon as it is done, to be committed.
+# ROOT=… MODELS=…: every study at small scale, in days; stop it at any time, it goes on where it was. A worker with one
+# thread for each of two cores. Every study is exported as soon as it is done, to be committed.
 STORE ?= build/studies/small.sqlite
 STUDY_WORKERS ?= 2
 

@@ -1,7 +1,7 @@
 """deltune beside PEFT and AdapterHub, as ratios of the same interleaved run, each with its target.
 
     python -m benchmarks [--only steps,memory] [--data-root ../shared/data] [--adapterhub build/adapterhub] [--again]
-    python -m benchmarks --write docs/speed.md
+    python -m benchmarks --keep
 
 Parts: adapterhub, inference, memory, life, mixed, whole; by name only, or all of them as `--only all`: steps,
 trunk, serving, study, methods, others, wholefull. What was interrupted goes on where it was; --again measures
@@ -75,10 +75,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "bench.json")
     parser.add_argument("--again", action="store_true")
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="measure nothing, fill the tables of a page")
+    parser.add_argument("--keep", action="store_true", help="measure nothing, write benchmarks/results from the output")
     arguments = parser.parse_args()
-    if arguments.write is not None:
-        report.write(arguments.write, Report.read(arguments.output))
+    if arguments.keep:
+        print(*report.keep(Report.read(arguments.output)), sep="\n")
         return
     keep_memory()
     torch.set_num_threads(arguments.threads)

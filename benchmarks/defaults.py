@@ -1,7 +1,7 @@
 """Every named method with its defaults on six small tasks, beside the majority class and the best known rate.
 
     python -m benchmarks.defaults [--models minilm,../shared/models/minilm-d128] [--factors 1,0.3,3] [--methods a,b]
-    python -m benchmarks.defaults --write docs/choose.md
+    python -m benchmarks.defaults --write docs/train/choose.md
 
 Factor 1 is a run without any option of training; another factor multiplies the rate that such a run takes. What the
 file has is not measured again, so that an interrupted measurement goes on where it was.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -33,7 +34,6 @@ from deltune.training.task_setup import ModelCache
 from deltune.training.train import train
 
 from .frame import commit, machine
-from .report import MARKS
 
 ROOT = Path(__file__).parents[1]
 TASKS = ("tickets", "cb", "sick", "sst2", "rte", "conll04")
@@ -181,10 +181,12 @@ def facts(results: Results) -> str:
     return f"{len(results.cells)} runs, commit {commits}; {known}.\n"
 
 
+MARKS = re.compile(r"(<!-- bench: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
 def write(page: Path, results: Results) -> None:
     """Fill the marks `<!-- bench: defaults -->` and `<!-- bench: defaults_machine -->` of a page."""
-    models = list(dict.fromkeys(key.partition(" ")[0] for key in results.cells))
-    fills = {"defaults": "\n".join(table(results, model) for model in models), "defaults_machine": facts(results)}
+    fills = {"defaults": table(results, "minilm"), "defaults_machine": facts(results)}  # the model that everybody has
     text = page.read_text(encoding="utf-8")
     page.write_text(
         MARKS.sub(lambda m: f"{m[1]}{fills[m[2]]}{m[3]}" if m[2] in fills else m[0], text), encoding="utf-8"

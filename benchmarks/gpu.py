@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu [--only laws,steps,mixed,size] [--device cuda|cpu] [--shape 1b|3b|tiny] [--rounds 10]
                              [--minutes 9] [--again] [--output build/bench-gpu.json]
-    python -m benchmarks.gpu --write docs/speed.md
+    python -m benchmarks.gpu --keep
 
 Parts: laws (attach, detach, save, load, merge, mixed batches, gradients, generation and compilation, for
 eight families in float32 without TF32, in bf16 weights and under autocast), steps (time, peak memory and kernels beside
@@ -35,7 +35,7 @@ from deltune.timing import TimedModel, time_interleaved
 from . import gpu_laws
 from .frame import Piece, Report, carry_out, chosen, machine
 from .memory import MIB, peak
-from .report import show, write
+from .report import keep, show
 from .rows import Row, Target, compared, missing
 
 MODES = ("eager", "eager, checkpointed", "compiled")
@@ -337,10 +337,10 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, help="begin nothing more after so many minutes")
     parser.add_argument("--again", action="store_true", help="measure anew what is measured already")
     parser.add_argument("--output", type=Path, default=Path("build/bench-gpu.json"))
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="measure nothing, fill the tables of a page")
+    parser.add_argument("--keep", action="store_true", help="measure nothing, write benchmarks/results from the output")
     arguments = parser.parse_args()
-    if arguments.write is not None:
-        write(arguments.write, Report.read(arguments.output), "gpu")
+    if arguments.keep:
+        keep(Report.read(arguments.output))
         return
     if arguments.device != "cpu" and not torch.accelerator.is_available():
         raise SystemExit("no accelerator here; try the code by: python -m benchmarks.gpu --shape tiny --device cpu")

@@ -1,4 +1,4 @@
-"""What a method costs beside full tuning: its step, and what is kept for the backward pass (docs/choose.md).
+"""What a method costs beside full tuning: its step, and what is kept for the backward pass (docs/train/choose.md).
 
 The packaged MiniLM, classification with two labels, AdamW, 8 × 64 tokens without padding.
 """

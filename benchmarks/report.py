@@ -1,12 +1,9 @@
-"""Rows for people: a table on the terminal, tables in Markdown between marks of a page."""
+"""Rows for people, as a table on the terminal, and the files of results that are committed."""
 
 from __future__ import annotations
 
-import re
-import statistics
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -14,8 +11,8 @@ from rich.table import Table
 from .frame import Report
 from .rows import Row
 
-MARKS = re.compile(r"(<!-- bench: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-"""`<!-- bench: NAME -->` … `<!-- end -->`: a part's rows, a summary of all, or what they were measured on."""
+RESULTS = Path(__file__).parent / "results"
+"""What is committed: a file for each part, with the machine and the commit of its rows."""
 SAID = {True: "pass", False: "FAIL", None: "–"}
 
 
@@ -51,54 +48,15 @@ def show(rows: Iterable[Row]) -> None:
     console.print(table(rows))
 
 
-def markdown(rows: Iterable[Row]) -> str:
-    """The same as a table in Markdown."""
-    lines = ["| what | figure | 95 % interval | target | | note |", "|---|---|---|---|---|---|"]
-    return "\n".join([*lines, *("| " + " | ".join((row.name, *cells(row))) + " |" for row in rows)]) + "\n"
-
-
-def summary(rows: Iterable[Row]) -> str:
-    """A line for each kind of figure with a target: how many there are, how many meet it, and how they lie."""
-    kinds: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        if row.passed is not None:
-            kinds.setdefault((row.name.partition(":")[0], str(row.target)), []).append(row)
-    lines = ["| what | target | met | lowest | median | highest |", "|---|---|---|---|---|---|"]
-    for (kind, target), of_kind in kinds.items():
-        figures = sorted(row.figure for row in of_kind if row.figure is not None)
-        lies = (_number(value) for value in (figures[0], statistics.median(figures), figures[-1]))
-        met = f"{sum(row.passed is True for row in of_kind)} of {len(of_kind)}"
-        unit = f", {of_kind[0].unit}" if of_kind[0].unit not in ("", "×") else ""
-        lines.append(f"| {' | '.join((kind + unit, target, met, *lies))} |")
-    return "\n".join(lines) + "\n"
-
-
-def facts(report: Report) -> str:
-    """The machine as a list, and the commits that were measured: each with its parts where there are several."""
-    of_commit: dict[str, list[str]] = {}
-    for piece, commit in report.commits.items():
-        of_commit.setdefault(str(commit), []).append(piece.partition(":")[0])
-    commits = [f"{name} ({', '.join(dict.fromkeys(parts))})" for name, parts in of_commit.items()]
-    known: dict[str, Any] = {**report.machine, "commit": "; ".join(commits if len(commits) > 1 else of_commit) or None}
-    return "".join(f"- {name}: {value}\n" for name, value in known.items() if value is not None)
-
-
-def written(page: str, report: Report, prefix: str = "") -> str:
-    """A page with the tables between its marks taken from the report. A part that it has no rows of stays as it is.
-    prefix: of the marks `machine`, what was measured on, and `summary`, of all rows."""
-
-    def fill(match: re.Match[str]) -> str:
-        name = match[2]
-        of_part = [row for piece, rows in report.rows.items() if piece.partition(":")[0] == name for row in rows]
-        if name == f"{prefix}machine":
-            return f"{match[1]}{facts(report)}{match[3]}"
-        if name == f"{prefix}summary":
-            return f"{match[1]}{summary(row for rows in report.rows.values() for row in rows)}{match[3]}"
-        return f"{match[1]}{markdown(of_part)}{match[3]}" if of_part else match[0]
-
-    return MARKS.sub(fill, page)
-
-
-def write(path: Path, report: Report, prefix: str = "") -> None:
-    """Fill the tables of a page."""
-    path.write_text(written(path.read_text(encoding="utf-8"), report, prefix), encoding="utf-8")
+def keep(report: Report, folder: Path = RESULTS) -> list[Path]:
+    """Write the rows of each part of a report into the part's file, in place of what is there."""
+    parts: dict[str, list[str]] = {}
+    for piece in report.rows:
+        parts.setdefault(piece.partition(":")[0], []).append(piece)
+    kept = []
+    for part, pieces in parts.items():
+        rows, commits = ({piece: of[piece] for piece in pieces} for of in (report.rows, report.commits))
+        seconds = {piece: report.seconds[piece] for piece in pieces if piece in report.seconds}
+        kept.append(Report(folder / f"{part}.json", report.machine, rows, seconds, commits))
+        kept[-1].write()
+    return [of_part.path for of_part in kept]

@@ -164,20 +164,22 @@ def test_parts_are_chosen_by_name() -> None:
     assert all(piece.name.partition(":")[0] == name for name, of_part in known.items() for piece in of_part)
 
 
-def test_a_page_has_its_tables_filled(tmp_path: Path) -> None:
+def test_results_are_kept_by_part(tmp_path: Path) -> None:
     rows = {"steps: a": [compared("x", [1.0] * 6, [2.0] * 6, NOT_SLOWER)], "life: b": [missing("y", "no time")]}
-    rows["memory: c"] = [Row(f"z: {f}", f, Target(limit)) for f, limit in ((3.0, 2), (1.0, 2), (9.0, 2), (5.0, 7))]
-    page = "\n".join(
-        f"<!-- bench: {name} -->\n{name} as it was\n<!-- end -->" for name in ("summary", "steps", "mixed", "machine")
-    )
-    measured = Report(tmp_path / "x", {"cpu": "Z80", "gpu": None}, rows, commits={"steps: a": "1f", "life: b": "2e"})
-    text = report.written(page, measured)
-    assert "| x | 0.500 × | 0.500 … 0.500 | ≤ 1 | pass | 6 rounds |" in text and "steps as it was" not in text
-    assert "mixed as it was" in text and "gpu" not in text
-    assert "| x | ≤ 1 | 1 of 1 | 0.500 | 0.500 | 0.500 |\n" in text and "| y |" not in text
-    assert "| z | ≤ 2 | 1 of 3 | 1.000 | 3.000 | 9.000 |\n| z | ≤ 7 | 1 of 1 | 5.000 |" in text
-    assert "- cpu: Z80\n- commit: 1f (steps); 2e (life)\n" in text
-    assert report.written(text, measured) == text
+    rows["steps: c"] = [Row("z", 3.0, Target(2))]
+    measured = Report(tmp_path / "x", {"cpu": "Z80", "gpu": None}, rows, commits=dict.fromkeys(rows, "1f"))
+    paths = report.keep(measured, tmp_path)
+    assert [path.name for path in paths] == ["steps.json", "life.json"]
+    steps = Report.read(tmp_path / "steps.json")
+    assert steps.machine == measured.machine and steps.commits == {"steps: a": "1f", "steps: c": "1f"}
+    assert steps.rows == {"steps: a": rows["steps: a"], "steps: c": rows["steps: c"]}
+
+
+def test_committed_results_can_be_read() -> None:
+    for path in sorted(report.RESULTS.glob("*.json")):
+        if path.name != "defaults.json":
+            read = Report.read(path)
+            assert read.machine["cpu"] and all(read.commits.values()) and read.all_rows(), path
 
 
 RESIDENT = """

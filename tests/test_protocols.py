@@ -80,9 +80,11 @@ def test_what_the_paper_does_not_say_is_marked(protocol: str) -> None:
     family = "ln_nlu" if protocol == "ln_nlu_large" else protocol  # the two differ in their batches alone
     printed = {field for name, _, _, expected in SAID if name == family for field in expected}
     assert fields - printed <= set(named.ours) <= fields and all(named.ours.values())
-    page = (Path(__file__).parents[1] / "docs" / "reproduce.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[1] / "docs" / "studies" / "reproduce.md").read_text(encoding="utf-8")
     (row,) = re.findall(rf"^\| [^|]*`{protocol}`[^|]*\|.*$", page, re.MULTILINE)
-    assert {field for field in named.ours if f"`{field}`" not in row} == set(), "docs/reproduce.md lists what is ours"
+    assert {field for field in named.ours if f"`{field}`" not in row} == set(), (
+        "docs/studies/reproduce.md lists what is ours"
+    )
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -147,7 +149,7 @@ def test_what_is_the_same_in_all_runs_is_not_searched(field: str) -> None:
     """The documentation names every such field."""
     with pytest.raises(DeltuneError, match=f"{field} is not searched but given"):
         spec(search={field: ["a"]})
-    text = " ".join((Path(__file__).parents[1] / "docs" / "train.md").read_text(encoding="utf-8").split())
+    text = " ".join((Path(__file__).parents[1] / "docs" / "train" / "train.md").read_text(encoding="utf-8").split())
     assert f"`{field}`" in text.partition("You can search any field, the method included, except")[2].partition(". ")[0]
 
 

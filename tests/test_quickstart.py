@@ -27,7 +27,13 @@ def test_its_story_on_a_tiny_model(
     quickstart.quickstart("Please cancel my plan.", tmp_path / "runs")
     assert whole.stat().st_mtime_ns > before, "another spec begins afresh"
     output = capsys.readouterr().out
-    for part in ("test accuracy", "trained scalars", "Please cancel my plan.", "deltune predict"):
+    for part in (
+        "test accuracy",
+        "trained parameters",
+        "Run 2 of 2 trains prefix(length=16) + layernorm",
+        "Please cancel my plan.",
+        "deltune predict",
+    ):
         assert part in output, part
     assert all(RunDir(tmp_path / "runs" / name).finished for name in ("head", "prefix_layernorm"))
 

@@ -22,7 +22,6 @@ from typing import Any
 
 import pytest
 import typer
-import yaml
 from transformers import PreTrainedModel
 
 import deltune
@@ -39,13 +38,17 @@ FILES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 FEW = ["--epochs", "1", "--max-train-rows", "16", "--batch-size", "16", "--max-length", "16", "--quiet"]
 """What a training in the documentation is cut to; the last of equal options counts."""
 
-guides = next(
-    section["Guides"]
-    for section in yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
-    if "Guides" in section
-)
+EXPLANATIONS = ("glossary.md", "troubleshooting.md", "install.md", "quickstart.md", "forward-pass.md", "families.md")
+"""Pages that begin with prose or a table; every other page of a folder of guides begins with code."""
+
+guides = [
+    page
+    for folder in ("start", "train", "library", "with", "serve", "studies")
+    for page in sorted((ROOT / "docs" / folder).glob("*.md"))
+    if page.name not in EXPLANATIONS
+]
 pages = pytest.mark.parametrize("page", FILES, ids=lambda page: str(page.relative_to(ROOT)))
-LONG = ("anatomy.md", "many.md", "quickstart.md", "reproduce.md", "serve.md")
+LONG = ("many.md", "model.md", "quickstart.md", "reproduce.md", "serve.md")
 """Pages whose code runs for many seconds."""
 
 
@@ -125,12 +128,11 @@ def test_it_runs(page: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch) ->
                 assert re.fullmatch(pattern, squeezed(printed)), f"{at}: {shlex.join(command)} prints\n{printed}"
 
 
-@pytest.mark.parametrize("guide", [file for guide in guides for file in guide.values()], ids=str)
-def test_guides_begin_with_code_that_runs(guide: str) -> None:
+@pytest.mark.parametrize("guide", guides, ids=lambda page: page.stem)
+def test_guides_begin_with_code_that_runs(guide: Path) -> None:
     """Before it stand the title and a paragraph or two, and no table."""
-    page = ROOT / "docs" / guide
-    first = blocks(page)[0]
-    before = page.read_text(encoding="utf-8").splitlines()[: first.line - 1]
+    first = blocks(guide)[0]
+    before = guide.read_text(encoding="utf-8").splitlines()[: first.line - 1]
     assert first.mark in ("python", "console") and len(before) <= 12
     assert not any(line.startswith("|") for line in before)
 
@@ -173,15 +175,15 @@ def rows(page: str) -> dict[str, tuple[str, str]]:
 def test_the_number_of_families() -> None:
     """The README counts the families of the laws' table, and the page about models names each of them."""
     numbers = re.findall(r"\[(\d+) (?:tested model )?families\]", (ROOT / "README.md").read_text(encoding="utf-8"))
-    assert numbers == [str(len(FAMILIES))] * 2
-    page = (ROOT / "docs" / "anatomy.md").read_text(encoding="utf-8")
+    assert numbers == [str(len(FAMILIES))]
+    page = (ROOT / "docs" / "library" / "model.md").read_text(encoding="utf-8")
     listed = page.split("as tiny models with random weights:\n\n")[1].partition(".\n\n")[0]
     assert sorted(map(plain_name, listed.split(","))) == sorted(map(plain_name, FAMILIES))
 
 
 def test_the_number_of_model_classes() -> None:
     """The README has the totals of the page of families."""
-    page = (ROOT / "docs" / "families.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "library" / "families.md").read_text(encoding="utf-8")
     totals = [int(number) for number in re.findall(r"\d+", page.split("\n| all |")[1].partition("\n")[0])]
     sentence = (
         (ROOT / "README.md").read_text(encoding="utf-8").split("depends on a family: ")[1].partition("test.\n")[0]

@@ -1,4 +1,4 @@
-"""Try deltune on a tiny model of every family of transformers, and write docs/families.md from what came out.
+"""Try deltune on a tiny model of every family of transformers, and write docs/library/families.md from what came out.
 
 `python docs/hooks/families.py` makes every model (some minutes on one core) and writes the page. Names of families
 after it try these alone; results are kept in build/families.json, and `--page` writes the page from them. An exception
@@ -625,10 +625,15 @@ def page(kept: dict[str, Any]) -> str:
     numbers = Counter(row["verdict"] for row in kept.values())
     lines.append(f"| all | {' | '.join(str(numbers[verdict]) for verdict in verdicts)} |")
     for auto in CLASSES:
-        lines += ["", f"## {auto}", "", "| class | works | what is missing, and why |", "|---|---|---|"]
-        for name, row in sorted(kept.items()):
-            if row["auto"] == auto:
-                lines.append(f"| {name} | {row['verdict']} | {_missing(row)} |")
+        of_kind = [(name, row) for name, row in sorted(kept.items()) if row["auto"] == auto]
+        whole = [f"`{name}`" for name, row in of_kind if row["verdict"] == "whole"]
+        lines += ["", f"## {auto}", "", '<details markdown="1">', f"<summary>{len(of_kind)} classes</summary>", ""]
+        lines += textwrap.wrap(f"Whole: {', '.join(whole)}.", 120, break_long_words=False, break_on_hyphens=False)
+        lines += ["", "| class | works | what is missing, and why |", "|---|---|---|"]
+        lines += [
+            f"| {name} | {row['verdict']} | {_missing(row)} |" for name, row in of_kind if row["verdict"] != "whole"
+        ]
+        lines += ["", "</details>"]
     return "\n".join(lines) + "\n"
 
 
@@ -691,7 +696,7 @@ def main(arguments: list[str]) -> int:
         print(*verdict, number)
     print(Counter(row["verdict"] for row in kept.values()))
     if not names:
-        (ROOT / "docs" / "families.md").write_text(page(kept), encoding="utf-8")
+        (ROOT / "docs" / "library" / "families.md").write_text(page(kept), encoding="utf-8")
     return any(row["verdict"] in ("WRONG", "RAW EXCEPTION", "silent scope") for row in kept.values())
 
 

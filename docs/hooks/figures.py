@@ -1,17 +1,18 @@
-"""Draw the figures of the documentation from what is committed: the folder results and the tables of docs/speed.md.
+"""Draw the figures of the documentation from what is committed: results and benchmarks/results.
 
 `python docs/hooks/figures.py` writes them to docs/images; equal numbers give equal bytes.
 """
 
 from __future__ import annotations
 
-import re
+import json
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+MEASUREMENTS = Path(__file__).parents[2] / "benchmarks" / "results"
 DOCS = Path(__file__).resolve().parents[1]
 RESULTS = DOCS.parent / "results"
 T_95 = 2.365  # Student's t for 95 % and seven degrees of freedom: eight seeds
@@ -68,11 +69,14 @@ def results() -> str:
 
 
 def speed() -> str:
-    """Return the figure of training steps beside PEFT's, from the tables of speed.md."""
-    pattern = r"^\| step / PEFT's: ([^;|]+); [^|]*\| ([\d.]+) × \|"
+    """Return the figure of training steps beside PEFT's, from benchmarks/results."""
+    files = [path for path in sorted(MEASUREMENTS.glob("*.json")) if path.name != "defaults.json"]
+    parts = [rows for path in files for rows in json.loads(path.read_text(encoding="utf-8"))["rows"].values()]
     ratios: dict[str, list[float]] = defaultdict(list)
-    for method, ratio in re.findall(pattern, (DOCS / "speed.md").read_text(encoding="utf-8"), re.MULTILINE):
-        ratios[method].append(float(ratio))
+    for row in (row for rows in parts for row in rows):
+        name, _, method = row["name"].partition(": ")
+        if name == "step / PEFT's" and row["figure"] is not None:
+            ratios[method.partition(";")[0]].append(row["figure"])
     rows = [
         (method, [(f"{statistics.median(values):.3f}", [(value, value, value) for value in sorted(values)])])
         for method, values in ratios.items()

@@ -232,7 +232,7 @@ def test_the_help_has_every_option_that_the_guide_names(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Grouped by section; and it says how the other fields of the config are set."""
-    guide = (SOURCE / "docs" / "serve.md").read_text(encoding="utf-8")
+    guide = (SOURCE / "docs" / "serve" / "serve.md").read_text(encoding="utf-8")
     guide = re.sub(r"`python -m [^`]*`", "", guide)  # a program of its own
     documented = set(re.findall(r"(?<![\w-])--([a-z][a-z-]*)", guide))
     commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]

@@ -35,23 +35,28 @@ def quickstart(text: str = SENTENCE, output: str | Path = "runs/quickstart") -> 
     """
     console = Console(highlight=False, soft_wrap=True)
     console.print(
-        "MiniLM-L6 (22.7 million parameters) learns to sort support tickets into 8 intents.\n"
+        "MiniLM-L6, a model of 22.7 million parameters, learns to sort support tickets into 8 kinds.\n"
         "Two runs of about a minute each where a core is free; beside other work they take longer."
     )
     runs = {}
-    for method, folder in zip(METHODS, ("head", "prefix_layernorm"), strict=True):
+    for number, (method, folder) in enumerate(zip(METHODS, ("head", "prefix_layernorm"), strict=True), start=1):
         config = RunConfig.from_flat(
             model=MODEL, data=str(TICKETS), method=method, epochs=EPOCHS, batch_size=BATCH, max_length=64,
-            lr=default_learning_rate(method),  # docs/quickstart.md has the scores at this rate
+            lr=default_learning_rate(method),  # docs/start/quickstart.md has the scores at this rate
         )  # fmt: skip
         run = runs[method] = RunDir(Path(output) / folder)
+        share, what = count(load_config(MODEL), method), "the head alone, a new last layer that gives the kind"
+        if share.method:
+            what = f"{method}, {share.method:,} parameters ({share.percent:.2f} % of the model's), and the head"
         console.print(
-            f"\n{method} at {config.optim.rate:g}: {count(load_config(MODEL), method)}, the head apart", markup=False
+            f"\nRun {number} of {len(METHODS)} trains {what}.\n"
+            f"All other parameters stay as they are; the learning rate is {config.optim.rate:g}.",
+            markup=False,
         )
         train(config, run.folder, resume=run.exists and not run.config.differences(config))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("method", no_wrap=True)
-    for title in ("test accuracy", "trained scalars", "seconds"):
+    for title in ("test accuracy", "trained parameters", "seconds"):
         table.add_column(title, justify="right", no_wrap=True)
     for method, run in runs.items():
         metrics = run.metrics

@@ -51,7 +51,7 @@ STUDIES: Mapping[str, Callable[[StudySetup], Study]] = {**LN_STUDIES, **UV_STUDI
 RERUN = (
     "The studies of UV, ln/nlu and ln/unified had one learning rate for each method at first. After their results had "
     "been seen they were run again with rates that are searched for each model, task and method. Of the 79 claims 50 "
-    "were decided with one rate for each method, and 40 with searched ones; docs/reproduce.md has the history."
+    "were decided with one rate for each method, and 40 with searched ones; docs/studies/reproduce.md has the history."
 )
 """The small-scale studies that were run again after their results had been seen."""
 
