@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
+from deltune.config import read_values
 from deltune.errors import DeltuneError
 from deltune.methods.registry import default_learning_rate
 from deltune.tasks.registry import TASKS
-from deltune.training.config import DOTTED, ModelSection, RunConfig, flatten, read_config, read_values
+from deltune.training.config import DOTTED, ModelSection, RunConfig, flatten, read_config
 from deltune.training.presets import merge_values
 
 LEAST = {"model": "owner/model", "data": "owner/data", "method": "layernorm"}

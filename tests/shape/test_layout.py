@@ -20,9 +20,9 @@ from mutation.mutations import MUTATIONS
 SOURCE = Path(__file__).parents[2] / "src" / "deltune"
 
 PACKAGES = (
-    "_version", "_context", "errors", "compat", "notebook", "pages", "filesystem", "processor", "tensor_files",
-    "timing", "anatomy", "models", "templates", "methods", "interop", "runtime", "data", "metrics", "tasks",
-    "training", "studies.engine", "studies.claims", "studies.report", "studies", "serving", "cli", "__main__",
+    "_version", "_context", "errors", "compat", "notebook", "pages", "filesystem", "config", "processor",
+    "tensor_files", "timing", "anatomy", "models", "templates", "methods", "interop", "runtime", "data", "metrics",
+    "tasks", "training", "studies.engine", "studies.claims", "studies.report", "studies", "serving", "cli", "__main__",
 )  # fmt: skip
 """From the bottom up; a package imports only from those before it. CONTRIBUTING.md has the same table."""
 

@@ -89,8 +89,8 @@ def run(
     """
     check_extra("serve", "deltune serve needs")
     with fast_imports():
+        from ..config import read_values
         from ..serving.config import SECTIONS, ServeConfig
-        from ..training.config import read_values
 
     values = {} if config is None else read_values(config)
     named_model = {} if model is None else {"model": model}

@@ -260,14 +260,15 @@ def run(
         options: Values of the config by flat name, as texts.
     """
     with fast_imports():
-        from ..training import config as configs
+        from ..config import read_values
+        from ..training.config import RunConfig, flatten
         from ..training.presets import merge_values
 
-    values = {} if file is None else configs.read_values(file)
+    values = {} if file is None else read_values(file)
     folder = values.pop("output", None)
     folder = output if folder is None or output is not None else user_path(folder, "output")
-    overrides = configs.flatten({**_parse_options(options), **_parse_settings(settings or [])})
-    config = configs.RunConfig.from_flat(**merge_values(configs.flatten(values), overrides))
+    overrides = flatten({**_parse_options(options), **_parse_settings(settings or [])})
+    config = RunConfig.from_flat(**merge_values(flatten(values), overrides))
     if print_config:
         print(_commented(config), end="")
         return
@@ -295,8 +296,9 @@ def run(
 
 def _commented(config: RunConfig) -> str:
     """Return a config as YAML with comments for what has no value; a null that undoes a protocol's value is written."""
+    from ..config import parse_yaml
     from ..methods.registry import LONG_STEPS, SHORT_STEPS, default_learning_rate
-    from ..training.config import DOTTED, SECTIONS, RunConfig, parse_yaml
+    from ..training.config import DOTTED, SECTIONS, RunConfig
     from .options import commented_yaml
 
     values = config.flat(mode="json")
@@ -365,7 +367,8 @@ def _parse_settings(settings: list[str]) -> dict[str, Any]:
 
 def _parse_value(name: str, text: str) -> Any:
     """Return the value of an option: null is none, lists and mappings are YAML, anything else is checked as text."""
-    from ..training.config import PLACES, SECTIONS, parse_yaml
+    from ..config import parse_yaml
+    from ..training.config import PLACES, SECTIONS
 
     if text.strip() == "null":
         return None

@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from ..errors import error_from_problems, excerpt, unknown_name, validation_problems
+from ..config import MAX_COUNT, CommaSeparated, Layout, Section, option
+from ..errors import error_from_problems, excerpt, validation_problems
 
 MAX_INPUTS = 2**16
 """Texts that a server can be told to take in one request."""
@@ -35,59 +36,43 @@ def _refuse_bool(value: Any) -> Any:
     return value
 
 
-def _split_commas(value: Any) -> Any:
-    """Turn the text "a, b" into a tuple; leave other values alone."""
-    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
-
-
 REFUSE_BOOL = BeforeValidator(_refuse_bool)
 Bytes = Annotated[int, BeforeValidator(_parse_bytes), REFUSE_BOOL, Field(ge=1, le=2**50)]
 BytesOrNone = Annotated[int, BeforeValidator(_parse_bytes), REFUSE_BOOL, Field(ge=0, le=2**50)]
-Names = Annotated[tuple[str, ...], BeforeValidator(_split_commas)]
-Size = Annotated[int, REFUSE_BOOL, Field(ge=1, le=2**31 - 1)]
+Names = Annotated[tuple[str, ...], CommaSeparated]
+Size = Annotated[int, REFUSE_BOOL, Field(ge=1, le=MAX_COUNT)]
 Seconds = Annotated[float, REFUSE_BOOL, Field(gt=0, le=10**7, allow_inf_nan=False)]
 Duration = Annotated[float, REFUSE_BOOL, Field(ge=0, le=10**7, allow_inf_nan=False)]
 PositiveDuration = Annotated[float, REFUSE_BOOL, Field(gt=0, le=10**7, allow_inf_nan=False)]
 Rate = Annotated[float, REFUSE_BOOL, Field(gt=0, le=10**12, allow_inf_nan=False)]
 
 
-def _option(default: Any, description: str, *, common: bool = False, **constraints: Any) -> Any:
-    """A field with a default. `deltune serve --help` lists `common` fields, all that docs/serve.md names among them."""
-    return Field(default, description=description, json_schema_extra={"common": common}, **constraints)
-
-
-class Section(BaseModel):
-    """One part of a server's configuration."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
 class ModelSection(Section):
     """The frozen model that all deltas share."""
 
     name: str = Field(min_length=1, description="hub id, folder or minilm", json_schema_extra={"common": True})
-    served_name: str | None = _option(
+    served_name: str | None = option(
         None, "what clients call the base model [the last part of its name]", common=True, min_length=1, max_length=200
     )
-    head: Literal["auto", "causal-lm", "seq2seq-lm", "classification", "tagging", "base"] = _option(
+    head: Literal["auto", "causal-lm", "seq2seq-lm", "classification", "tagging", "base"] = option(
         "auto", "the head that the base model is loaded with; auto: what the checkpoint was saved with"
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option(
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "type of the weights; auto: as they are stored"
     )
-    device: str = _option("auto", "auto (an accelerator where there is one), cpu, cuda, cuda:1 or mps", common=True)
+    device: str = option("auto", "auto (an accelerator where there is one), cpu, cuda, cuda:1 or mps", common=True)
 
 
 class DeltasSection(Section):
     """Where the deltas are, and how many are in memory."""
 
-    folder: str | None = _option(
+    folder: str | None = option(
         None, "folder with a folder for each delta: a delta, a run, or one of PEFT or AdapterHub", common=True
     )
-    watch: Duration = _option(2.0, "seconds between looks at the folder; 0: only when told", common=True)
-    max_loaded: Size = _option(64, "deltas in memory, at most; the least recently used one goes first", common=True)
-    max_loaded_bytes: Bytes | None = _option(None, "memory for deltas, such as 2GiB [no limit]", common=True)
-    max_names: Size = _option(
+    watch: Duration = option(2.0, "seconds between looks at the folder; 0: only when told", common=True)
+    max_loaded: Size = option(64, "deltas in memory, at most; the least recently used one goes first", common=True)
+    max_loaded_bytes: Bytes | None = option(None, "memory for deltas, such as 2GiB [no limit]", common=True)
+    max_names: Size = option(
         1000, "deltas that requests may load under another name than that of their folder, at most", common=True
     )
 
@@ -95,41 +80,39 @@ class DeltasSection(Section):
 class BatchingSection(Section):
     """How requests are put together, and how many may wait."""
 
-    max_batch_tokens: Size | None = _option(None, "tokens of a batch, at most [4096]")
-    max_batch_size: Size | None = _option(None, "rows of a batch, at most [32]")
-    max_prefill_tokens: Size | None = _option(
+    max_batch_tokens: Size | None = option(None, "tokens of a batch, at most [4096]")
+    max_batch_size: Size | None = option(None, "rows of a batch, at most [32]")
+    max_prefill_tokens: Size | None = option(
         None, "tokens of a decoder's prompt that are read in one step, at most [512]"
     )
-    max_pass_seconds: PositiveDuration = _option(0.1, "about how many seconds a pass of an encoder takes, at most")
-    max_concurrent_passes: Size | None = _option(
+    max_pass_seconds: PositiveDuration = option(0.1, "about how many seconds a pass of an encoder takes, at most")
+    max_concurrent_passes: Size | None = option(
         None, "passes of an encoder that run at the same time on a CPU, at most [2 if there are two cores]"
     )
-    max_wait: Duration = _option(0.005, "seconds that a first request waits for others")
-    max_queue: Size = _option(1024, "inputs that may wait in all", common=True)
-    max_queue_per_tenant: Size = _option(256, "inputs of one tenant that may wait", common=True)
-    max_length: Size | None = _option(
-        None, "tokens of a request, its answer included [what the model can]", common=True
-    )
-    prompt_cache: BytesOrNone = _option(64 << 20, "memory for beginnings of prompts, such as 64MiB; 0: none")
+    max_wait: Duration = option(0.005, "seconds that a first request waits for others")
+    max_queue: Size = option(1024, "inputs that may wait in all", common=True)
+    max_queue_per_tenant: Size = option(256, "inputs of one tenant that may wait", common=True)
+    max_length: Size | None = option(None, "tokens of a request, its answer included [what the model can]", common=True)
+    prompt_cache: BytesOrNone = option(64 << 20, "memory for beginnings of prompts, such as 64MiB; 0: none")
 
 
 class HttpSection(Section):
     """The address and what is served there."""
 
-    host: str = _option("127.0.0.1", "address to listen on; 0.0.0.0 for all", common=True, min_length=1)
-    port: Annotated[int, REFUSE_BOOL] = _option(
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for all", common=True, min_length=1)
+    port: Annotated[int, REFUSE_BOOL] = option(
         8000, "port to listen on; 0: any that is free", common=True, ge=0, le=65535
     )
-    keys: str | None = _option(None, "file of API keys (deltune serve-key) [none: everybody may ask]", common=True)
-    manage: bool | None = _option(
+    keys: str | None = option(None, "file of API keys (deltune serve-key) [none: everybody may ask]", common=True)
+    manage: bool | None = option(
         None, "without keys: whether requests may load and unload deltas [only on a local address]", common=True
     )
-    page: bool = _option(True, "show a page about the server at /", common=True)
-    ssl_certfile: str | None = _option(None, "certificate, for HTTPS")
-    ssl_keyfile: str | None = _option(None, "key of the certificate")
-    cors_origins: Names = _option((), "web origins whose pages may ask: https://a.example,…")
-    drain: Duration = _option(30.0, "seconds in which running requests may end after SIGTERM", common=True)
-    drain_delay: Duration = _option(
+    page: bool = option(True, "show a page about the server at /", common=True)
+    ssl_certfile: str | None = option(None, "certificate, for HTTPS")
+    ssl_keyfile: str | None = option(None, "key of the certificate")
+    cors_origins: Names = option((), "web origins whose pages may ask: https://a.example,…")
+    drain: Duration = option(30.0, "seconds in which running requests may end after SIGTERM", common=True)
+    drain_delay: Duration = option(
         0.0, "seconds between /ready saying no and the end of accepting requests, for load balancers", common=True
     )
 
@@ -137,43 +120,43 @@ class HttpSection(Section):
 class LimitsSection(Section):
     """What a request and a tenant may ask. A key's own rates are in the file of keys."""
 
-    max_body: Bytes = _option(4 << 20, "size of a request, such as 4MiB", common=True)
-    max_inputs: Annotated[int, REFUSE_BOOL] = _option(
+    max_body: Bytes = option(4 << 20, "size of a request, such as 4MiB", common=True)
+    max_inputs: Annotated[int, REFUSE_BOOL] = option(
         256,
         f"inputs of one request, {MAX_INPUTS:,} at most, and no more than may wait",
         common=True,
         ge=1,
         le=MAX_INPUTS,
     )
-    max_tokens: Size = _option(4096, "tokens that one input may ask for", common=True)
-    default_max_tokens: Size = _option(256, "tokens of a chat's answer where the request does not say", common=True)
-    timeout: Seconds = _option(300.0, "seconds for the answer to a request", common=True)
-    header_timeout: Seconds = _option(
+    max_tokens: Size = option(4096, "tokens that one input may ask for", common=True)
+    default_max_tokens: Size = option(256, "tokens of a chat's answer where the request does not say", common=True)
+    timeout: Seconds = option(300.0, "seconds for the answer to a request", common=True)
+    header_timeout: Seconds = option(
         10.0, "seconds in which a client must have sent the headers of its request", common=True
     )
-    body_timeout: Seconds = _option(30.0, "seconds in which a client must have sent its request", common=True)
-    send_timeout: Seconds = _option(60.0, "seconds in which a client must take the next part of a stream")
-    requests_per_minute: Rate | None = _option(None, "of each tenant [no limit]", common=True)
-    tokens_per_minute: Rate | None = _option(None, "read and generated, of each tenant [no limit]", common=True)
+    body_timeout: Seconds = option(30.0, "seconds in which a client must have sent its request", common=True)
+    send_timeout: Seconds = option(60.0, "seconds in which a client must take the next part of a stream")
+    requests_per_minute: Rate | None = option(None, "of each tenant [no limit]", common=True)
+    tokens_per_minute: Rate | None = option(None, "read and generated, of each tenant [no limit]", common=True)
 
 
 class LogSection(Section):
     """What is written on standard error, a line of JSON for each request."""
 
-    log: Literal["requests", "errors", "off"] = _option("requests", "which requests have a line")
-    log_contents: bool = _option(False, "write inputs and answers too", common=True)
+    log: Literal["requests", "errors", "off"] = option("requests", "which requests have a line")
+    log_contents: bool = option(False, "write inputs and answers too", common=True)
 
 
 class RaySection(Section):
     """Replicas on Ray Serve."""
 
-    ray: bool = _option(False, "run replicas of the model on a Ray cluster", common=True)
-    replicas: Size = _option(1, "replicas at the start and at least", common=True)
-    max_replicas: Size | None = _option(None, "replicas at most, by load [as many as at the start]", common=True)
-    cpus: Rate = _option(1.0, "cores of a replica", common=True)
-    gpus: Duration = _option(0.0, "accelerators of a replica", common=True)
-    ongoing: Size = _option(32, "requests that a replica works on before another one is started", common=True)
-    address: str | None = _option(None, "of the Ray cluster [$RAY_ADDRESS, else one on this machine]")
+    ray: bool = option(False, "run replicas of the model on a Ray cluster", common=True)
+    replicas: Size = option(1, "replicas at the start and at least", common=True)
+    max_replicas: Size | None = option(None, "replicas at most, by load [as many as at the start]", common=True)
+    cpus: Rate = option(1.0, "cores of a replica", common=True)
+    gpus: Duration = option(0.0, "accelerators of a replica", common=True)
+    ongoing: Size = option(32, "requests that a replica works on before another one is started", common=True)
+    address: str | None = option(None, "of the Ray cluster [$RAY_ADDRESS, else one on this machine]")
 
 
 SECTIONS: Mapping[str, type[Section]] = {
@@ -193,14 +176,10 @@ FLAT_NAMES = {
 }  # fmt: skip
 """The fields whose flat name is not their own."""
 
-PLACES: Mapping[str, tuple[str, str]] = {
-    FLAT_NAMES.get(f"{section}.{field}", field): (section, field)
-    for section, kind in SECTIONS.items()
-    for field in kind.model_fields
-}
-"""Flat name -> section and field. Flat names are those of command-line options."""
-
-DOTTED: Mapping[str, str] = {f"{section}.{field}": name for name, (section, field) in PLACES.items()}
+LAYOUT = Layout(SECTIONS, FLAT_NAMES)
+PLACES = LAYOUT.places
+"""Flat name, as on the command line -> section and field."""
+DOTTED = LAYOUT.flat_by_dotted
 """Dotted name (section.field) -> flat name."""
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
@@ -236,11 +215,10 @@ class ServeConfig(BaseModel):
         problems: list[str] = []
         merged: dict[str, Any] = {}
         for source in sources:
-            merged |= _flatten(source, problems)
-        nested: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
-        for name, value in merged.items():
-            section, field = PLACES[name]
-            nested[section][field] = value
+            flat = LAYOUT.flatten(source)
+            problems += LAYOUT.name_problems(flat)
+            merged |= flat
+        nested = LAYOUT.nest(merged)
         if "model" not in merged:
             problems.append(f"model is missing: {ModelSection.model_fields['name'].description}")
             nested["model"]["name"] = "missing"
@@ -263,35 +241,6 @@ class ServeConfig(BaseModel):
     def is_local(self) -> bool:
         """Whether only this machine can reach the address."""
         return self.http.host in LOCAL_HOSTS
-
-
-def _flatten(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """Return values by flat name, from nested, dotted and flat names in any mixture; what is wrong joins `problems`."""
-    entries: list[tuple[str, Any]] = []
-    for key, value in values.items():
-        if key in SECTIONS and isinstance(value, Mapping):
-            entries += [(f"{key}.{field}", item) for field, item in value.items()]
-        elif key in SECTIONS and value is None and key not in PLACES:
-            continue  # a section of a file with nothing in it
-        else:
-            entries.append((str(key), value))
-    flat: dict[str, Any] = {}
-    for key, value in entries:
-        name = DOTTED.get(key, key)
-        section, dot, field = key.partition(".")
-        if name in flat:
-            problems.append(f"{key} is given twice")
-        elif name in PLACES:
-            flat[name] = value
-        elif dot and section in SECTIONS:
-            problems.append(unknown_name("option", field, SECTIONS[section].model_fields, section))
-        elif key in SECTIONS:
-            problems.append(
-                f"{key} is a section: give a mapping of its options, {', '.join(SECTIONS[key].model_fields)}"
-            )
-        else:
-            problems.append(unknown_name("option", key, PLACES))
-    return flat
 
 
 def _contradictions(config: ServeConfig) -> list[str]:

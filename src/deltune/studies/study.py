@@ -24,12 +24,13 @@ from pydantic import (
     model_validator,
 )
 
+from ..config import read_values
 from ..errors import DeltuneError, error_from_problems, unknown_name
 from ..methods import budget as budgets
 from ..methods.counting import count
 from ..methods.registry import default_learning_rate
 from ..models import load_config
-from ..training.config import PLACES, RunConfig, flatten, read_values
+from ..training.config import PLACES, RunConfig, flatten
 from ..training.presets import merge_values
 from .engine.jobs import NO_ROOTS, Cell, Job, Outcome, Roots, run_job
 from .engine.store import JobRecord

@@ -1,7 +1,4 @@
-"""The configuration of one run: sections of checked values, read from flat or nested names, named by its content.
-
-YAML files are read within bounds: of their size, their depth and what their aliases repeat.
-"""
+"""The configuration of one run: sections of checked values, read from flat or nested names, named by its content."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -27,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from ..config import MAX_COUNT, MAX_DEPTH, CommaSeparated, Layout, Section, option, read_values
 from ..data.columns import TASK_COLUMNS
 from ..errors import MAX_NAME_LENGTH, DeltuneError, error_from_problems, excerpt, unknown_name
 from ..filesystem import user_path
@@ -48,13 +45,6 @@ from .presets import (
     without_official_options,
 )
 
-MAX_BYTES = 2**18
-"""The largest file: the config of a run has two thousand bytes, a study a few times as many."""
-MAX_DEPTH = 20
-"""The most lists and mappings inside one another; no run and no study has a third of them."""
-MAX_VALUES = 20_000
-"""The most values in all, those behind an alias counted each time that it is used."""
-
 SILENT = ("protocol", "report_to", "device_batch_size", "trunk_cache")
 """Flat names of the fields that cannot change the result, and so do not enter a run's name. A protocol counts by the
 values that it sets; the rows and the loss of a step are the same however the step is cut into device batches; the
@@ -66,21 +56,6 @@ UNSEARCHED = ("search", "seed", "seeds", "protocol", "aggregate", "metric", "rep
 MAX_COMBINATIONS = 1000
 """The most combinations of values that a search may try."""
 
-MAX_COUNT = 2**31 - 1
-"""The greatest value of any count: a greater one does not fit into the tensors that hold it."""
-
-
-def _split_commas(value: Any) -> Any:
-    """Turn the text "a, b" into a tuple, and "text=a, label=b" into a dictionary; leave other values alone."""
-    if not isinstance(value, str):
-        return value
-    items = [item.strip() for item in value.split(",") if item.strip()]
-    if items and all("=" in item for item in items):
-        return {key.strip(): name.strip() for key, name in (item.split("=", 1) for item in items)}
-    return tuple(items)
-
-
-CommaSeparated = BeforeValidator(_split_commas)
 Size = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -93,15 +68,8 @@ Rate = Annotated[
 """A learning rate, or that one is to be searched for; the tags keep apart what is wrong with a number."""
 
 
-def _option(default: Any, description: str, *, common: bool = False, **constraints: Any) -> Any:
-    """A field with a default. `common` fields are listed by `deltune train --help`."""
-    return Field(default, description=description, json_schema_extra={"common": common}, **constraints)
-
-
-class Section(BaseModel):
+class RunSection(Section):
     """One part of a run's configuration. A folder is kept as an absolute path."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     @field_validator("name", "source", "data_root", check_fields=False)
     @classmethod
@@ -115,62 +83,60 @@ class Section(BaseModel):
         return str(path.resolve()) if path.exists() else value
 
 
-class ModelSection(Section):
+class ModelSection(RunSection):
     """The pretrained model."""
 
     name: str = Field(
         min_length=1, description="hub id, folder, or minilm (the packaged one)", json_schema_extra={"common": True}
     )
-    quantize: Quantization | None = _option(
+    quantize: Quantization | None = option(
         None,
         "quantise the linears while loading: nf4 and int8 by bitsandbytes, torchao-int8, … (extra quant)",
         common=True,
     )
 
 
-class DataSection(Section):
+class DataSection(RunSection):
     """The rows that are read, and how long their texts may be."""
 
-    source: str | None = _option(
+    source: str | None = option(
         None, "folder with train, validation and test files, or a hub id", common=True, min_length=1
     )
-    task: str | None = _option(
+    task: str | None = option(
         None, "known task (`deltune tasks`); beside --data its kind of task: tagging, language, …", common=True
     )
-    data_root: str | None = _option(None, "folder that holds the folders of known tasks", common=True)
-    columns: Annotated[dict[str, str] | tuple[str, ...] | None, CommaSeparated] = _option(
+    data_root: str | None = option(None, "folder that holds the folders of known tasks", common=True)
+    columns: Annotated[dict[str, str] | tuple[str, ...] | None, CommaSeparated] = option(
         None, "which column is what: text=a,label=b [meta.json, else by their usual names]", common=True
     )
-    labels: Annotated[tuple[str, ...] | None, CommaSeparated] = _option(
+    labels: Annotated[tuple[str, ...] | None, CommaSeparated] = option(
         None, "label names in the order of their ids: a,b,c", common=True
     )
-    relabel: Annotated[dict[str, str] | None, CommaSeparated] = _option(
+    relabel: Annotated[dict[str, str] | None, CommaSeparated] = option(
         None, "new names of labels: a=x,b=x,c=y; several may become one"
     )
-    tag_scheme: Literal["iob2", "plain"] | None = _option(
+    tag_scheme: Literal["iob2", "plain"] | None = option(
         None, "of tagging: iob2 converts tags of entities to IOB2; plain: tags are classes of words [as recognised]"
     )
-    max_train_rows: Size | None = _option(None, "train on a sample of that many rows", common=True)
-    validation_rows: Size | None = _option(None, "validate on a sample of that many rows")
-    test_rows: Size | None = _option(None, "score on a sample of that many test rows")
-    max_length: int = _option(128, "tokens of a row; longer texts are cut", common=True, ge=2, le=MAX_COUNT)
-    target_length: Size = _option(64, "tokens of a target; longer ones are cut", common=True)
-    source_language: str | None = _option(
+    max_train_rows: Size | None = option(None, "train on a sample of that many rows", common=True)
+    validation_rows: Size | None = option(None, "validate on a sample of that many rows")
+    test_rows: Size | None = option(None, "score on a sample of that many test rows")
+    max_length: int = option(128, "tokens of a row; longer texts are cut", common=True, ge=2, le=MAX_COUNT)
+    target_length: Size = option(64, "tokens of a target; longer ones are cut", common=True)
+    source_language: str | None = option(
         None, "for a multilingual tokenizer: en, or its own en_XX [the task's]", min_length=1
     )
-    target_language: str | None = _option(None, "language of targets and answers [the task's]", min_length=1)
+    target_language: str | None = option(None, "language of targets and answers [the task's]", min_length=1)
 
 
-class MethodSection(Section):
+class MethodSection(RunSection):
     """What is tuned."""
 
     expression: str = Field(
         description='expression, such as "prefix(length=16) + layernorm"', json_schema_extra={"common": True}
     )
-    head: Literal["train", "freeze"] = _option(
-        "train", "train the task head with the method, or freeze it", common=True
-    )
-    trunk_dropout: Literal["on", "off"] = _option(
+    head: Literal["train", "freeze"] = option("train", "train the task head with the method, or freeze it", common=True)
+    trunk_dropout: Literal["on", "off"] = option(
         "on", "off: the layers below everything trained run without dropout, once for each row"
     )
 
@@ -188,31 +154,31 @@ class MethodSection(Section):
         return {True: "on", False: "off"}[value] if isinstance(value, bool) else value  # YAML's on and off
 
 
-class OptimSection(Section):
+class OptimSection(RunSection):
     """AdamW, its schedule and the size of a step."""
 
-    epochs: Size = _option(3, "passes over the training rows, at most", common=True)
-    steps: Size | None = _option(None, "steps of the optimizer, in place of epochs", common=True)
-    lr: Rate | None = _option(
+    epochs: Size = option(3, "passes over the training rows, at most", common=True)
+    steps: Size | None = option(None, "steps of the optimizer, in place of epochs", common=True)
+    lr: Rate | None = option(
         None, "learning rate; auto: a short search [the method's for the number of steps]", common=True
     )
-    lr_source: Literal["default", "auto"] | None = _option(
+    lr_source: Literal["default", "auto"] | None = option(
         None, "where the lr that a run wrote into its spec comes from: default or auto"
     )
-    schedule: Literal["linear", "constant", "cosine", "polynomial"] = _option(
+    schedule: Literal["linear", "constant", "cosine", "polynomial"] = option(
         "linear", "after the warm-up: linear, constant, cosine or polynomial", common=True
     )
-    warmup: float = _option(0.0, "share of all steps if below 1, else steps", common=True, ge=0, allow_inf_nan=False)
-    batch_size: Size = _option(32, "rows of a step, over all devices", common=True)
-    batch_tokens: Size | None = _option(None, "tokens of a step, padding included, in place of batch_size")
-    device_batch_size: Size | None = _option(
+    warmup: float = option(0.0, "share of all steps if below 1, else steps", common=True, ge=0, allow_inf_nan=False)
+    batch_size: Size = option(32, "rows of a step, over all devices", common=True)
+    batch_tokens: Size | None = option(None, "tokens of a step, padding included, in place of batch_size")
+    device_batch_size: Size | None = option(
         None, "rows at a time on a device; gradients accumulate up to batch_size [all]", common=True
     )
-    weight_decay: float = _option(0.0, "of AdamW", ge=0, allow_inf_nan=False)
-    clip: float = _option(1.0, "greatest norm of the gradient; 0: no limit", ge=0, allow_inf_nan=False)
-    label_smoothing: float = _option(0.0, "share of every label that is spread over all labels", ge=0, lt=1)
-    adam_betas: Annotated[tuple[Beta, Beta], CommaSeparated] = _option((0.9, 0.999), "of AdamW")
-    adam_epsilon: float = _option(1e-8, "of AdamW", gt=0, allow_inf_nan=False)
+    weight_decay: float = option(0.0, "of AdamW", ge=0, allow_inf_nan=False)
+    clip: float = option(1.0, "greatest norm of the gradient; 0: no limit", ge=0, allow_inf_nan=False)
+    label_smoothing: float = option(0.0, "share of every label that is spread over all labels", ge=0, lt=1)
+    adam_betas: Annotated[tuple[Beta, Beta], CommaSeparated] = option((0.9, 0.999), "of AdamW")
+    adam_epsilon: float = option(1e-8, "of AdamW", gt=0, allow_inf_nan=False)
 
     @property
     def rate(self) -> float:
@@ -243,35 +209,35 @@ class OptimSection(Section):
         return self.device_batch_size or max(1, self.batch_size // processes)
 
 
-class GenerationSection(Section):
+class GenerationSection(RunSection):
     """Answers in words: how a model is asked, and how its text is searched for."""
 
-    answer: Literal["head", "words"] = _option(
+    answer: Literal["head", "words"] = option(
         "head", "answer by a head over the labels, or in words of a language model", common=True
     )
-    words: Annotated[dict[str, str] | None, CommaSeparated] = _option(
+    words: Annotated[dict[str, str] | None, CommaSeparated] = option(
         None, "the word of each label: label=word,… [the task's, else the label]"
     )
-    template: str | None = _option(None, 'the text that a model is given: "{source}" [the task\'s]')
-    max_generated: Size | None = _option(None, "tokens of a generated answer, at most [target_length]")
-    min_target_length: int = _option(0, "tokens of a generated answer, at least", ge=0, le=MAX_COUNT)
-    beams: Size = _option(1, "beams of beam search", common=True)
-    length_penalty: float = _option(1.0, "of beam search: above 0 longer answers win", allow_inf_nan=False)
-    no_repeat_ngram: int = _option(0, "no n tokens in a row occur twice in an answer; 0: they may", ge=0, le=MAX_COUNT)
+    template: str | None = option(None, 'the text that a model is given: "{source}" [the task\'s]')
+    max_generated: Size | None = option(None, "tokens of a generated answer, at most [target_length]")
+    min_target_length: int = option(0, "tokens of a generated answer, at least", ge=0, le=MAX_COUNT)
+    beams: Size = option(1, "beams of beam search", common=True)
+    length_penalty: float = option(1.0, "of beam search: above 0 longer answers win", allow_inf_nan=False)
+    no_repeat_ngram: int = option(0, "no n tokens in a row occur twice in an answer; 0: they may", ge=0, le=MAX_COUNT)
 
 
-class EvaluationSection(Section):
+class EvaluationSection(RunSection):
     """When the model is validated, and by which metrics."""
 
-    metrics: Annotated[tuple[str, ...], CommaSeparated] = _option(
+    metrics: Annotated[tuple[str, ...], CommaSeparated] = option(
         (), "what is measured: a,b,c [the task's]", common=True
     )
-    metric: str | None = _option(
+    metric: str | None = option(
         None, "chooses the best epoch; a tie goes to the lower validation loss [the first metric]", common=True
     )
-    metric_options: dict[str, dict[str, Any]] = _option({}, "options of metrics: {bertscore: {model: FOLDER}}")
-    validate_every: Size | None = _option(None, "steps between validations [an epoch]")
-    patience: Size | None = _option(None, "stop after that many validations without a better one [never]", common=True)
+    metric_options: dict[str, dict[str, Any]] = option({}, "options of metrics: {bertscore: {model: FOLDER}}")
+    validate_every: Size | None = option(None, "steps between validations [an epoch]")
+    patience: Size | None = option(None, "stop after that many validations without a better one [never]", common=True)
 
     @field_validator("metrics")
     @classmethod
@@ -290,31 +256,31 @@ class EvaluationSection(Section):
         return _raise_all(value, _metric_option_problems(value))
 
 
-class RuntimeSection(Section):
+class RuntimeSection(RunSection):
     """Seeds, searches and the machine."""
 
-    protocol: str | None = _option(None, "a paper's values for what is not given: ln_nlu, uv_glue, ap, …", common=True)
-    seed: Seed = _option(0, "of initial values, order, dropout and the sample of rows", common=True)
-    seeds: Annotated[tuple[Seed, ...], CommaSeparated] = _option(
+    protocol: str | None = option(None, "a paper's values for what is not given: ln_nlu, uv_glue, ap, …", common=True)
+    seed: Seed = option(0, "of initial values, order, dropout and the sample of rows", common=True)
+    seeds: Annotated[tuple[Seed, ...], CommaSeparated] = option(
         (), "a run of each, and their aggregate: 0,1,2", common=True
     )
-    aggregate: Literal["mean", "median"] = _option("mean", "of the scores of several seeds")
-    search: dict[str, tuple[Any, ...]] = _option(
+    aggregate: Literal["mean", "median"] = option("mean", "of the scores of several seeds")
+    search: dict[str, tuple[Any, ...]] = option(
         {}, "values to try in order; the next only if validation is better (repeatable: lr=1e-3)", common=True
     )
-    precision: Literal["fp32", "bf16", "auto"] = _option(
+    precision: Literal["fp32", "bf16", "auto"] = option(
         "fp32",
         "bf16 by autocast, what is trained stays in fp32; auto: bf16 on an accelerator that has it, fp32 on any CPU",
         common=True,
     )
-    linear_backend: LinearBackend = _option(
+    linear_backend: LinearBackend = option(
         "auto", "of linear layers in fp32 on a CPU: torch, onednn, or auto, the one measured to be faster"
     )
-    trunk_cache: float = _option(
+    trunk_cache: float = option(
         8.0, "with trunk_dropout off, GiB on disk for the states of these layers; 0: run them in every pass",
         ge=0, allow_inf_nan=False,
     )  # fmt: skip
-    report_to: Annotated[tuple[Tracker, ...], CommaSeparated] = _option((), "tensorboard, wandb, mlflow", common=True)
+    report_to: Annotated[tuple[Tracker, ...], CommaSeparated] = option((), "tensorboard, wandb, mlflow", common=True)
 
     @field_validator("seeds")
     @classmethod
@@ -324,7 +290,7 @@ class RuntimeSection(Section):
     @field_validator("search", mode="before")
     @classmethod
     def _flatten_search(cls, value: Any) -> Any:
-        return _by_flat_name(value.items()) if isinstance(value, Mapping) else value
+        return LAYOUT.by_flat_name(value.items()) if isinstance(value, Mapping) else value
 
     @field_validator("search")
     @classmethod
@@ -357,16 +323,12 @@ SECTIONS: Mapping[str, type[Section]] = {
 }
 """The sections of a run's configuration, by name."""
 
-PLACES: Mapping[str, tuple[str, str]] = {
-    FLAT_NAMES.get(f"{section}.{field}", field): (section, field)
-    for section, kind in SECTIONS.items()
-    for field in kind.model_fields
-}
-"""Flat name -> section and field. Flat names are those of 0.1 spec.yaml files, of command-line options and of stored
-results."""
-
-DOTTED: Mapping[str, str] = {f"{section}.{field}": name for name, (section, field) in PLACES.items()}
+LAYOUT = Layout(SECTIONS, FLAT_NAMES)
+PLACES = LAYOUT.places
+"""Flat name -> section and field; also spec.yaml files of 0.1 and stored results have flat names."""
+DOTTED = LAYOUT.flat_by_dotted
 """Dotted name (section.field) -> flat name."""
+flatten = LAYOUT.flatten
 
 
 class RunConfig(BaseModel):
@@ -401,7 +363,11 @@ class RunConfig(BaseModel):
         flat.pop("task_version", None)  # `canonical` adds it
         if problems := _plain_value_problems(flat):
             raise error_from_problems("the config of the run is wrong", problems)
-        problems = [*_name_problems(flat), *_source_problems(flat), *_batch_size_problems(flat)]
+        problems = [
+            *LAYOUT.name_problems(flat, ["output"], hint_for_option),
+            *_source_problems(flat),
+            *_batch_size_problems(flat),
+        ]
         methods = search.get("method") if isinstance(search := flat.get("search"), Mapping) else None
         if "method" not in flat and isinstance(methods, list | tuple) and methods:
             flat["method"] = methods[0]
@@ -416,7 +382,7 @@ class RunConfig(BaseModel):
             flat["lr"] = None
         problems += _rate_problems(flat)
         try:
-            config = handler(_nest(flat))
+            config = handler(LAYOUT.nest(flat))
         except ValidationError as error:
             problems = [_describe(one) for one in error.errors()] + problems
         if problems:
@@ -547,12 +513,12 @@ class RunConfig(BaseModel):
         canonical, canonical_now = self.canonical(), other.canonical()
         before, now = self.flat(), other.flat()
         differing = [name for name in PLACES if canonical.get(name) != canonical_now.get(name)]
-        return [f"{_dotted(name)}: {before[name]!r} there, {now[name]!r} now" for name in differing]
+        return [f"{LAYOUT.dotted(name)}: {before[name]!r} there, {now[name]!r} now" for name in differing]
 
     def yaml(self) -> str:
         """Write out every value, defaults included, as nested YAML, so that the file outlives a change of defaults."""
         values = self.flat(mode="json") | {"method": explicit_expression(parse(self.method.expression))}
-        return yaml.safe_dump(_nest(values), sort_keys=False, allow_unicode=True, width=120)
+        return yaml.safe_dump(LAYOUT.nest(values), sort_keys=False, allow_unicode=True, width=120)
 
 
 def read_config(path: str | Path) -> RunConfig:
@@ -564,165 +530,6 @@ def read_config(path: str | Path) -> RunConfig:
     return RunConfig.model_validate(read_values(path))
 
 
-def read_values(path: str | Path) -> dict[str, Any]:
-    """Read the mapping of a YAML file; whether its values are right is not checked.
-
-    Raises:
-        DeltuneError: There is no such file, it is broken or no mapping, or it is beyond the bounds above.
-    """
-    try:
-        with user_path(path, "file").open("rb") as file:
-            text = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise DeltuneError(f"{path} cannot be read: {error}") from error
-    if len(text) > MAX_BYTES:
-        raise DeltuneError(
-            f"{path} is larger than {MAX_BYTES // 1024} KiB, which no config is; give the YAML file of a run or a study"
-        )
-    try:
-        values = parse_yaml(text.decode("utf-8-sig"), str(path))
-    except UnicodeDecodeError as error:
-        raise DeltuneError(f"{path} cannot be read: it is not UTF-8 ({error}); save it as UTF-8") from error
-    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise DeltuneError(f"{path} is no config: it must be a mapping such as `model: minilm`, not {excerpt(values)}")
-    return values
-
-
-class _TooLarge(Exception):
-    """A file that is larger inside than it may be."""
-
-
-def parse_yaml(text: str, where: str) -> Any:
-    """Parse a YAML document within bounds: it is measured before any value is made.
-
-    Args:
-        text: The document.
-        where: The file or the option that it was given in, which a message begins with.
-
-    Raises:
-        DeltuneError: It is broken, repeats a key of a mapping, or is beyond the bounds above.
-    """
-    try:
-        return _construct(text)
-    except yaml.YAMLError as error:
-        raise DeltuneError(f"{where} is broken YAML: {' '.join(str(error).split())}") from error
-    except _TooLarge as error:
-        raise DeltuneError(f"{where} {error}") from error
-
-
-def _construct(text: str) -> Any:
-    """What a YAML document says: composed, measured, and only then made into values.
-
-    Raises:
-        yaml.YAMLError: It is broken, or repeats a key.
-        _TooLarge: It is too deep, holds itself, or has too many values.
-    """
-    loader = yaml.SafeLoader(text)
-    try:
-        root = loader.get_single_node()
-        if root is None:
-            return None
-        _measure(root, {}, ())
-        if problems := _repeated_keys(root, set()):
-            raise yaml.YAMLError("; ".join(problems))
-        try:
-            return loader.construct_document(root)
-        except yaml.YAMLError:
-            raise
-        except Exception as error:  # what a constructor says of a value that its tag does not fit: almost anything
-            raise yaml.YAMLError(f"a value does not fit its type ({type(error).__name__}: {error})") from error
-    except RecursionError:
-        raise _TooLarge("is nested too deeply") from None
-    finally:
-        loader.dispose()
-
-
-def _repeated_keys(node: yaml.Node, seen: set[int]) -> list[str]:
-    """List the keys that a mapping at or below a node gives twice, of which YAML readers take the last silently.
-
-    Args:
-        node: Where to begin.
-        seen: The nodes that were looked at, by identity; filled here.
-    """
-    if not isinstance(node, yaml.CollectionNode) or id(node) in seen:
-        return []
-    seen.add(id(node))
-    problems, lines = [], dict[tuple[str, str], int]()
-    for entry in node.value:
-        key, value = entry if isinstance(entry, tuple) else (None, entry)
-        if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-            line = key.start_mark.line + 1
-            if (key.tag, key.value) in lines:
-                first = lines[key.tag, key.value]
-                problems.append(f"the key {excerpt(key.value)} is given twice, on lines {first} and {line}")
-            lines[key.tag, key.value] = line
-        problems += [problem for child in (key, value) if child is not None for problem in _repeated_keys(child, seen)]
-    return problems
-
-
-def _measure(node: yaml.Node, counts: dict[int, int], above: tuple[int, ...]) -> int:
-    """Count the values at and below a node, what is behind an alias each time.
-
-    Args:
-        node: Where to begin.
-        counts: Counts by the identity of nodes, filled here.
-        above: The nodes that hold this one.
-    """
-    if id(node) in above:
-        raise _TooLarge("has an alias inside of what it stands for; write it out")
-    if len(above) > MAX_DEPTH:
-        raise _TooLarge(f"is nested too deeply: more than {MAX_DEPTH} lists and mappings inside one another")
-    if id(node) not in counts:
-        inside = (*above, id(node))
-        below = node.value if isinstance(node, yaml.CollectionNode) else ()
-        children = [child for entry in below for child in (entry if isinstance(entry, tuple) else (entry,))]
-        counts[id(node)] = 1 + sum(_measure(child, counts, inside) for child in children)
-        if counts[id(node)] > MAX_VALUES:
-            raise _TooLarge(f"holds more than {MAX_VALUES:,} values, aliases counted each time; no config does")
-    return counts[id(node)]
-
-
-def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by flat name, from nested, dotted and flat names in any mixture.
-
-    Nothing is refused here: unknown names, and names given a second time, stay as they are, and `RunConfig` lists them
-    with the other problems.
-    """
-    entries: list[tuple[str, Any]] = []
-    for key, value in values.items():
-        if key in SECTIONS and isinstance(value, Section):
-            value = dict(value)
-        if key in SECTIONS and isinstance(value, Mapping):
-            items = {f"{key}.{field}": item for field, item in value.items()}
-        else:
-            items = {} if key in SECTIONS and key not in PLACES and value is None else {key: value}
-        entries += items.items()
-    return _by_flat_name(entries)
-
-
-def _by_flat_name(values: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Return values by flat name; one that is given a second time stays beside the first, as section.field."""
-    flat: dict[Any, Any] = {}
-    for name, value in values:
-        short = DOTTED.get(name, name)
-        flat[_dotted(short) if short in flat else short] = value
-    return flat
-
-
-def _nest(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return values by section and field; names that are no flat names are left out."""
-    nested: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
-    for name, (section, field) in PLACES.items():
-        if name in flat:
-            nested[section][field] = flat[name]
-    return nested
-
-
-def _dotted(name: str) -> str:
-    """Return section.field of a flat name; another name as it is."""
-    return ".".join(PLACES[name]) if name in PLACES else name
-
-
 def _raise_all(value: Any, problems: Iterable[str]) -> Any:
     """Return the value of a field, or raise a ValueError with all of its problems."""
     if text := " ".join(problems):
@@ -732,15 +539,13 @@ def _raise_all(value: Any, problems: Iterable[str]) -> Any:
 
 def _plain_value_problems(values: Mapping[str, Any]) -> list[str]:
     """List values that no file of a run could hold: huge numbers, half characters, objects (but for a Method)."""
-    return [
-        f"{_dotted(name) if isinstance(name, str) and name.replace('.', '').isidentifier() else excerpt(name)}: {text}"
-        for name, value in values.items()
-        for text in [
-            _plain_problem(name, 0)
-            or ("" if name == "method" and not isinstance(value, str) else _plain_problem(value, 0))
-        ]
-        if text
-    ]
+    problems = []
+    for name, value in values.items():
+        is_method = name == "method" and not isinstance(value, str)
+        if text := _plain_problem(name, 0) or ("" if is_method else _plain_problem(value, 0)):
+            is_name = isinstance(name, str) and name.replace(".", "").isidentifier()
+            problems.append(f"{LAYOUT.dotted(name) if is_name else excerpt(name)}: {text}")
+    return problems
 
 
 def _plain_problem(value: Any, depth: int) -> str:
@@ -762,29 +567,6 @@ def _plain_problem(value: Any, depth: int) -> str:
     if isinstance(value, Mapping):
         return next(filter(None, (_plain_problem(one, depth + 1) for pair in value.items() for one in pair)), "")
     return f"{excerpt(value)} is no text, number, list or mapping but {type(value).__name__}"
-
-
-def _name_problems(values: Mapping[Any, Any]) -> list[str]:
-    """List names of no field, sections that are no mappings, and fields that are given twice."""
-    problems = []
-    for name in values:
-        if name in PLACES:
-            continue
-        if not isinstance(name, str):
-            problems.append(f"{excerpt(name)} is no name of an option but {type(name).__name__}")
-            continue
-        section, _, field = name.partition(".")
-        if name in DOTTED:
-            problems.append(f"{name} is given twice, also as {DOTTED[name]}")
-        elif name in SECTIONS:
-            problems.append(
-                f"{name} is a section: give a mapping of its options, {', '.join(SECTIONS[name].model_fields)}"
-            )
-        elif field and section in SECTIONS:
-            problems.append(unknown_name("option", field, SECTIONS[section].model_fields, section))
-        else:
-            problems.append(unknown_name("option", name, [*PLACES, "output"], hint=hint_for_option(name)))
-    return problems
 
 
 def _source_problems(values: Mapping[str, Any]) -> list[str]:
