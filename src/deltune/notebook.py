@@ -7,16 +7,7 @@ from html import escape
 
 
 def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a table as HTML, with everything in it escaped.
-
-    Args:
-        title: The line above the table.
-        columns: The names of the columns.
-        rows: The cells of each row, one for each column; they are shown as `str` has them.
-
-    Returns:
-        A `<table>` element with a caption.
-    """
+    """Return a table as HTML, with everything in it escaped."""
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
     body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
     return f"<table><caption>{escape(title)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

@@ -139,13 +139,7 @@ def guess_task_kind(first: DataFile, names: ColumnNames | None, requested: Colum
 
 
 def unread_columns(first: DataFile, names: ColumnNames | None, chosen: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the columns that a guess of the columns leaves out, but for keys and numbers of rows.
-
-    Args:
-        first: A file with the data's columns.
-        names: The columns that meta.json lists, if it does.
-        chosen: Role -> column, as guessed.
-    """
+    """Return the columns that a guess of the columns leaves out, but for keys and numbers of rows."""
     ignored, columns = ("", "unnamed: 0", *ID_COLUMN_NAMES), first.columns
     return tuple(
         c for c in columns if c in (names or columns) and c.lower() not in ignored and c not in chosen.values()
@@ -153,14 +147,7 @@ def unread_columns(first: DataFile, names: ColumnNames | None, chosen: Mapping[s
 
 
 def doubts_of_columns(first: DataFile, kind: str, chosen: Mapping[str, str], unread: Sequence[str]) -> list[str]:
-    """Return why guessed columns may be the wrong ones: others belong to the input, or are labels as well.
-
-    Args:
-        first: A file with the data's columns.
-        kind: A key of `TASK_COLUMNS`.
-        chosen: Role -> column, as guessed.
-        unread: The columns that it leaves out.
-    """
+    """Return why guessed columns may be the wrong ones: others belong to the input, or are labels as well."""
     inputs = {
         name for columns in TASK_COLUMNS.values() for c in columns if c.role in INPUT_TYPES for name in c.usual_names
     }
@@ -188,14 +175,7 @@ def doubts_of_columns(first: DataFile, kind: str, chosen: Mapping[str, str], unr
 
 
 def doubts_of_kind(first: DataFile, kind: str, chosen: Mapping[str, str], labels: Sequence[str]) -> list[str]:
-    """Return why a guessed kind of task may be the wrong one: rows are words of sentences, or text is a table.
-
-    Args:
-        first: A file with the data's columns.
-        kind: A key of `TASK_COLUMNS`, as guessed.
-        chosen: Role -> column.
-        labels: The names of the labels.
-    """
+    """Return why a guessed kind of task may be the wrong one: rows are words of sentences, or text is a table."""
     rows = [row for _, row in first.rows[:SAMPLED_ROWS]]
     if kind == "classification":
         is_word = chosen["text"].lower() in WORD_COLUMN_NAMES
@@ -309,11 +289,7 @@ def choose_columns(
 
 
 def how_to_name_columns(kind: str) -> str:
-    """Return, as a sentence, which columns a kind of task has, how they are named, and how another kind is chosen.
-
-    Args:
-        kind: A key of `TASK_COLUMNS`.
-    """
+    """Return, as a sentence, which columns a kind of task has, how they are named, and how another kind is chosen."""
     columns = TASK_COLUMNS[kind]
     listed = " ".join(f"({c.role},)" if c.optional else f"{c.role}," for c in columns).removesuffix(",")
     example = ",".join(f"{c.role}=…" for c in columns if not c.optional)
@@ -394,14 +370,7 @@ def _is_key(file: DataFile, column: str) -> bool:
 
 
 def check_columns(files: Mapping[str, DataFile], kind: str, columns: Mapping[str, str], problems: list[str]) -> None:
-    """Check that every split has the chosen columns, and that every row's values are of their types.
-
-    Args:
-        files: Split -> its file.
-        kind: A key of `TASK_COLUMNS`.
-        columns: Role -> column, as `choose_columns` returns it.
-        problems: What is wrong is appended to it, with file and line.
-    """
+    """Check that every split has the chosen columns, and that every row's values are of their types."""
     for file in files.values():
         missing = [column for column in columns.values() if file.rows and column not in file.columns]
         problems += [unknown_name("column", column, file.columns, where=file.name) for column in missing]
@@ -410,13 +379,7 @@ def check_columns(files: Mapping[str, DataFile], kind: str, columns: Mapping[str
 
 
 def row_problems(row: Mapping[str, Any], columns: Mapping[str, str], kind: str) -> list[str]:
-    """Return what is wrong with a row's values. Labels are checked with those of all rows, in `loading`.
-
-    Args:
-        row: Column -> value.
-        columns: Role -> column.
-        kind: A key of `TASK_COLUMNS`.
-    """
+    """Return what is wrong with a row's values. Labels are checked with those of all rows, in `loading`."""
     problems = []
     for column in TASK_COLUMNS[kind]:
         name = columns.get(column.role)

@@ -82,13 +82,7 @@ def parquet_files(*splits: str, configuration: str = "default") -> dict[str, str
 
 
 def apply_layout(files: dict[str, DataFile], layout: HubLayout, problems: list[str]) -> None:
-    """Compute columns, group targets and hold rows out for validation, as a layout says, in place.
-
-    Args:
-        files: Split -> its rows, as the hub has them.
-        layout: The layout of the data set.
-        problems: What goes wrong is appended to it.
-    """
+    """Compute columns, group targets and hold rows out for validation, as a layout says, in place."""
     computed = {role: function for role, function in layout.columns.items() if not isinstance(function, str)}
     for file in files.values():
         for number, row in file.rows:
@@ -147,11 +141,7 @@ def index_in(column: str, order: Sequence[str]) -> RowFunction:
 
 
 def format_triples(column: str) -> RowFunction:
-    """Return a function of a row: its triples as "subject : relation : object | …".
-
-    Args:
-        column: The column of triples, each a list or a text "subject | relation | object".
-    """
+    """Return a function of a row: its triples as "subject : relation : object | …"."""
 
     def joined(row: Row) -> str:
         triples = [triple.split(" | ") if isinstance(triple, str) else triple for triple in row[column]]
@@ -416,16 +406,7 @@ def _recognise_scheme(
 
 
 def rename_labels(data: TaskData, names: Mapping[str, str]) -> TaskData:
-    """Return the data with other names for its labels; several labels may become one.
-
-    Args:
-        data: Data of a classification.
-        names: Every label -> its new name. The new ids follow the sorted new names.
-
-    Raises:
-        DeltuneError: The data is not of a classification, a label has no new name, a name is not that of a label, or
-            fewer than two labels remain.
-    """
+    """Return the data with other names for its labels; several labels may become one."""
     problems = [unknown_name("label", name, data.labels) for name in names if name not in data.labels]
     problems += [f"label {name!r} has no new name" for name in data.labels if name not in names]
     labels = tuple(sorted(set(names.values())))

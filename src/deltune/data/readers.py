@@ -68,15 +68,7 @@ class UnreadableFileError(Exception):
 
 
 def read_rows(path: Path, problems: list[str] | None = None) -> DataFile:
-    """Read the rows of one file.
-
-    Args:
-        path: A file in one of the formats of `READERS`.
-        problems: What is wrong is appended to it. Default: it is raised.
-
-    Raises:
-        DeltuneError: Something is wrong, and there is no list of problems.
-    """
+    """Read the rows of one file."""
     own_problems: list[str] = []
     file = DataFile(path.name, unit="row" if path.suffix == ".parquet" else "line")
     suffix = data_suffix(path)
@@ -118,17 +110,6 @@ def text_lines(path: Path) -> Iterator[tuple[int, str]]:
 
     A line ends with a line feed, a carriage return or both, and with nothing else: texts contain U+2028, U+0085 and
     form feeds.
-
-    Args:
-        path: A plain file, a compressed one (.gz), or `STDIN`.
-
-    Yields:
-        The number of each line, from 1, and the line with its end.
-
-    Raises:
-        UnreadableFileError: A line is not UTF-8, is too long or contains a NUL, or a compressed file unpacks to far
-            more than texts ever do.
-        OSError, EOFError, zlib.error: The file cannot be read or is cut short.
     """
     if path == STDIN and not hasattr(sys.stdin, "buffer"):
         yield from _checked_lines("standard input", sys.stdin, None)

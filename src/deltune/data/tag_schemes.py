@@ -66,15 +66,7 @@ def recognise_scheme(rows: Sequence[Sequence[str]], where: Callable[[int], str])
 
 
 def check_entity_tags(rows: Sequence[Sequence[str]], where: Callable[[int], str]) -> set[str] | None:
-    """Return the tags of entities, none if the tags are plain, and None if there is no tag but O.
-
-    Args:
-        rows: The tags of each row.
-        where: Returns the place of a row, for messages.
-
-    Raises:
-        DeltuneError: Some tags are of entities and others are not, or the prefixes stand at the ends of the tags.
-    """
+    """Return the tags of entities, none if the tags are plain, and None if there is no tag but O."""
     tags = set().union(*rows) - {OUTSIDE}
     if not tags:
         return None

@@ -24,10 +24,6 @@ def standard_error(rows: np.ndarray, compute_score: ComputeScore) -> float:
     SE² = (n − 1)/n · Σ (θ₍₋ᵢ₎ − θ̄)². Equal examples are left out once and counted as often as they occur. Where more
     than `MAX_GROUPS` differ, n is the number of groups of examples that are left out together (Quenouille 1956; Efron
     and Tibshirani 1993, chapter 11).
-
-    Args:
-        rows: The statistics of the examples, (examples, k).
-        compute_score: Computes the score from such statistics.
     """
     distinct, first, count = np.unique(rows, axis=0, return_index=True, return_counts=True)
     if len(distinct) <= MAX_GROUPS:
@@ -42,13 +38,7 @@ def standard_error(rows: np.ndarray, compute_score: ComputeScore) -> float:
 
 
 def share_interval(right: int, rows: int, level: float = 0.95) -> tuple[float, float]:
-    """Return Wilson's interval of a share.
-
-    Args:
-        right: How many rows are right.
-        rows: How many rows there are, at least one.
-        level: How often the interval covers.
-    """
+    """Return Wilson's interval of a share."""
     from scipy.stats import binomtest
 
     ends = binomtest(right, rows).proportion_ci(level, method="wilson")
@@ -56,16 +46,7 @@ def share_interval(right: int, rows: int, level: float = 0.95) -> tuple[float, f
 
 
 def interval(score: Score, bounds: tuple[float, float], level: float = 0.95) -> tuple[float, float] | None:
-    """Return the interval of a score over its examples, which are taken for independent.
-
-    Args:
-        score: The score with the statistics of its examples.
-        bounds: The smallest and the largest score that there is.
-        level: How often the interval covers.
-
-    Returns:
-        Its ends; None for fewer than two examples, or where they show no spread.
-    """
+    """Return the interval of a score over independent examples; None for fewer than two, or without spread."""
     n = len(score.statistics)
     if n < 2 or not math.isfinite(score.value):
         return None
@@ -88,12 +69,7 @@ def _normal_interval(value: float, error: float, level: float) -> tuple[float, f
 
 
 def score_intervals(scores: Mapping[str, Score], bounds: Mapping[str, tuple[float, float]]) -> dict[str, list[float]]:
-    """Return the intervals of those scores that have one, by metric.
-
-    Args:
-        scores: The scores by metric.
-        bounds: The smallest and the largest score of each metric.
-    """
+    """Return the intervals of those scores that have one, by metric."""
     ends = {name: interval(score, bounds[name]) for name, score in scores.items()}
     return {name: list(pair) for name, pair in ends.items() if pair is not None}
 
@@ -102,9 +78,6 @@ def difference_interval(one: Score, two: Score, level: float = 0.95) -> tuple[fl
     """Return the interval of `one.value - two.value` for two sets of predictions of the same examples.
 
     The examples are left out of both scores together, so that what is hard for both cancels.
-
-    Returns:
-        Its ends; None for fewer than two examples, or where the examples show no spread.
     """
     columns = one.statistics.shape[1]
     rows = np.hstack([one.statistics, two.statistics])

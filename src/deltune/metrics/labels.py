@@ -86,15 +86,7 @@ def _correlation(name: str) -> Callable[..., CorpusStatistics]:
 
 
 def entities(tags: Sequence[str], scheme: str) -> set[tuple[str, int, int]]:
-    """Return the entities of a row as seqeval has them in its strict mode: type, first word, and the word behind it.
-
-    Args:
-        tags: The tags of the row's words.
-        scheme: A key of `data.tag_schemes.SCHEMES`.
-
-    Raises:
-        DeltuneError: A tag is not of the scheme.
-    """
+    """Return the entities of a row as seqeval has them in its strict mode: type, first word, and the word behind it."""
     from seqeval import scheme as schemes
 
     if foreign := {tag for tag in tags if tag != OUTSIDE and tag[:1] not in SCHEMES[scheme]}:

@@ -95,20 +95,7 @@ def tokenize_13a(text: str) -> list[str]:
 
 
 def tokenize_pairs(predictions: Texts, references: References, options: Options) -> tuple[list[str], list[list[str]]]:
-    """Tokenize predictions and references.
-
-    Args:
-        predictions: One for each example.
-        references: One or more for each example.
-        options: The option `tokenizer` is a key of `TOKENIZERS`.
-
-    Returns:
-        Both, with a blank between tokens.
-
-    Raises:
-        DeltuneError: The tokenizer is unknown, or Stanford's fails.
-        CannotScoreError: No reference has a word.
-    """
+    """Tokenize predictions and references."""
     name = options["tokenizer"]
     if name not in TOKENIZERS:
         raise DeltuneError(f"tokenizer must be one of {', '.join(TOKENIZERS)}, not {name!r}.")

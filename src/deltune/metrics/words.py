@@ -71,11 +71,7 @@ def words(text: str) -> list[str]:
 
 
 def sacrebleu_tokenizer(name: str) -> Callable[[str], str]:
-    """Return a tokenizer of sacreBLEU.
-
-    Raises:
-        DeltuneError: There is none of this name.
-    """
+    """Return a tokenizer of sacreBLEU."""
     from sacrebleu.metrics.bleu import BLEU
 
     if name not in BLEU.TOKENIZERS:

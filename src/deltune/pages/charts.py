@@ -33,16 +33,7 @@ class Line:
 
 
 def line_chart(title: str, lines: Sequence[Line], x_label: str) -> Markup:
-    """Draw series over a common horizontal axis.
-
-    Args:
-        title: What is drawn; part of the description for who does not see it.
-        lines: The series.
-        x_label: The name of the horizontal axis.
-
-    Returns:
-        A figure with legend and SVG; empty if no series has two points.
-    """
+    """Draw series over a common horizontal axis."""
     drawn = [
         Line(line.name, points, line.dots, line.marked)
         for line in lines

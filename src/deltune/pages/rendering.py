@@ -22,10 +22,5 @@ def _environment() -> jinja2.Environment:
 
 
 def render(template: str, **values: Any) -> str:
-    """Return a page as HTML.
-
-    Args:
-        template: The name of a file in this folder.
-        values: What the template shows; only `markupsafe.Markup` is taken as HTML.
-    """
+    """Return a page as HTML."""
     return _environment().get_template(template).render(**values, version=__version__)

@@ -50,18 +50,7 @@ class FrozenBoundary:
 
 
 def find_boundary(anatomy: Anatomy, delta: Delta) -> FrozenBoundary:
-    """Find the frozen layers of a delta.
-
-    Args:
-        anatomy: The model's anatomy.
-        delta: The delta in use.
-
-    Returns:
-        The frozen layers and their states.
-
-    Raises:
-        DeltuneError: No layer is below everything that the delta trains or changes.
-    """
+    """Find the frozen layers of a delta."""
     lowest, what = min(_depths_of_trained(anatomy, delta), default=(len(anatomy.layers), "nothing"))
     if not lowest:
         raise DeltuneError(
@@ -270,11 +259,7 @@ class FrozenLayers:
     # -- a pass
 
     def run(self, entry: FrozenLayersEntry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the model, or one stack, without the arguments that hold cached states.
-
-        Raises:
-            DeltuneError: Another thread runs the model; training modes and cached states belong to one pass at a time.
-        """
+        """Call the model, or one stack, without the arguments that hold cached states."""
         if self.process != os.getpid():
             self._forget_other_threads()
         with self.mutex:
@@ -370,12 +355,6 @@ class FrozenLayers:
 
         A layer is not skipped if a layer above reads another tensor that it computes (such as the position bias of
         T5's first layer); neither are the layers before it.
-
-        Args:
-            batch: The model's arguments.
-
-        Returns:
-            The output of the pass.
         """
         outputs: list[tuple[FrozenLayerHook, tuple[Any, ...], dict[str, Any], Any]] = []
         read: list[Any] = []

@@ -100,11 +100,7 @@ CLASSIFICATION = TaskKind(
 
 
 def encode_questions(tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool) -> EncodedRows:
-    """Encode each row as (choices, tokens): every choice after the question and its context.
-
-    Raises:
-        DeltuneError: Rows have different numbers of choices.
-    """
+    """Encode each row as (choices, tokens): every choice after the question and its context."""
     counts = sorted({len(choices) for choices in columns["choices"]})
     if len(counts) > 1:
         raise DeltuneError(f"the rows have {' or '.join(map(str, counts))} choices; a batch needs as many in every row")
@@ -291,13 +287,7 @@ def encode_candidates(
 
 
 def candidate_log_likelihoods(context: InferenceContext, encoded: EncodedRows, mean: bool) -> list[list[float]]:
-    """Return log p(candidate | prompt), in nats, of every text's candidates.
-
-    Args:
-        context: The model.
-        encoded: Rows of `encode_candidates`.
-        mean: Whether to take the mean over a candidate's tokens rather than the sum.
-    """
+    """Return log p(candidate | prompt), in nats, of every text's candidates."""
     is_encoder_decoder = bool(context.model.config.is_encoder_decoder)
     results: list[dict[int, float]] = [{} for _ in range(encoded.num_texts)]
 

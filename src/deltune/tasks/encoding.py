@@ -77,18 +77,7 @@ class EncodedRows(Dataset[Row]):
 def tokenize(
     tokenizer: Any, *texts: Sequence[Any], names: Sequence[str], stand_in: int | None = None, **options: Any
 ) -> Any:
-    """Tokenize texts, with a mask; a text without tokens becomes the token that begins a text.
-
-    Args:
-        tokenizer: The tokenizer.
-        texts: The texts, and the second texts of pairs.
-        names: The name of the row of every text, for messages.
-        stand_in: The token of a text without tokens where the tokenizer has none that begins a text.
-        options: Options of the tokenizer.
-
-    Raises:
-        DeltuneError: A text has no tokens, and the tokenizer has no token that begins a text.
-    """
+    """Tokenize texts, with a mask; a text without tokens becomes the token that begins a text."""
     tokenized = tokenizer(*texts, return_attention_mask=True, **options)
     empty = [i for i, ids in enumerate(tokenized["input_ids"]) if not ids]
     begin = stand_in if begin_token(tokenizer) is None else begin_token(tokenizer)
@@ -121,14 +110,7 @@ def encode_texts(
     columns: Mapping[str, Sequence[Any]],
     max_length: int,
 ) -> EncodedRows:
-    """Tokenize texts, or pairs of texts.
-
-    Args:
-        tokenizer: The tokenizer.
-        model: The model, whose `forward` tells which of the tokenizer's outputs it takes.
-        columns: The columns "text", "pair" (optional) and "label" (optional).
-        max_length: Longest row, in tokens; longer ones are cut.
-    """
+    """Tokenize texts, or pairs of texts."""
     model_inputs, names = signature(model.forward).parameters, row_names(columns)
     rows: list[Row] = []
     truncated = 0
@@ -207,15 +189,7 @@ def count_tokens(ids: Sequence[Any]) -> int:
 
 
 def non_padding_mask(batch: Mapping[str, torch.Tensor], labels: bool) -> torch.Tensor:
-    """Return which tokens of a batch are not padding.
-
-    Args:
-        batch: The batch.
-        labels: Whether to look at the labels rather than at the inputs.
-
-    Returns:
-        A mask of shape (B, n), or (B * choices, n) where rows have choices.
-    """
+    """Return which tokens of a batch are not padding."""
     return batch["labels"] != IGNORE_INDEX if labels else batch["attention_mask"].bool().flatten(0, -2)
 
 
@@ -242,13 +216,7 @@ def _labels(rows: Sequence[Row], width: int, side: Side | None) -> torch.Tensor:
 
 
 def longest_first(lengths: Sequence[int], size: int, same_length: bool) -> Iterator[list[int]]:
-    """Yield the indices of rows in batches, the longest rows first.
-
-    Args:
-        lengths: The number of tokens of every row.
-        size: The most rows of a batch.
-        same_length: Whether all rows of a batch must have the same length.
-    """
+    """Yield the indices of rows in batches, the longest rows first."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     groups = [list(group) for _, group in groupby(order, lengths.__getitem__)] if same_length else [order]
     for group in groups:
@@ -359,11 +327,7 @@ class LengthGroupedBatches(Sampler[list[int]]):
 
 @torch.no_grad()
 def check_causal(model: PreTrainedModel) -> None:
-    """Check by a forward pass that a token does not attend to later ones, so that the model can predict the next token.
-
-    Raises:
-        DeltuneError: It does: the model is an encoder.
-    """
+    """Check by a forward pass that no token attends to later ones, so that the model can predict the next token."""
     last = model.config.get_text_config().vocab_size - 1
     ids = torch.tensor([[last, last], [last, last - 1]], device=next(model.parameters()).device)
     with eval_mode(model):
@@ -384,13 +348,6 @@ def check_length(model: PreTrainedModel, max_length: int) -> None:
 
     The embeddings alone are run, up to the first layer. A model without a table of positions has as many as its
     configuration says, if it says so.
-
-    Args:
-        model: The model, tuned or not.
-        max_length: Longest row, in tokens.
-
-    Raises:
-        DeltuneError: It has fewer positions; the message gives the largest length that fits.
     """
     low = longest_length(model, max_length)
     if low == max_length:
@@ -404,12 +361,7 @@ def check_length(model: PreTrainedModel, max_length: int) -> None:
 
 
 def longest_length(model: PreTrainedModel, max_length: int) -> int:
-    """Return how many tokens, up to `max_length`, a model has positions for beside what is attached to it.
-
-    Args:
-        model: The model, tuned or not.
-        max_length: The most that is needed.
-    """
+    """Return how many tokens, up to `max_length`, a model has positions for beside what is attached to it."""
     if _fits(model, max_length):
         return max_length
     low, high = 0, max_length

@@ -62,15 +62,7 @@ def language_codes(tokenizer: Any) -> list[str]:
 
 
 def language_code(language: str, codes: list[str]) -> str:
-    """Return a tokenizer's code for a language.
-
-    Args:
-        language: ISO 639-1 or 639-3 (en, eng), or one of the codes itself.
-        codes: The tokenizer's codes, such as en_XX or eng_Latn.
-
-    Raises:
-        DeltuneError: No code fits, or several do, as for languages with two scripts.
-    """
+    """Return a tokenizer's code for a language."""
     if language in codes:
         return language
     iso_codes = {language, ISO_639_3.get(language, language)}
@@ -88,16 +80,7 @@ def tokenizer_languages(tokenizer: Any) -> tuple[str | None, str | None]:
 
 
 def set_languages(tokenizer: Any, source: str | None, target: str | None) -> None:
-    """Set the languages of a tokenizer, in place.
-
-    Args:
-        tokenizer: The tokenizer of a multilingual model.
-        source: The language of the texts; None leaves it as it is.
-        target: The language of the targets; None leaves it as it is.
-
-    Raises:
-        DeltuneError: The tokenizer is not multilingual, or does not have the language.
-    """
+    """Set the languages of a tokenizer, in place."""
     codes = language_codes(tokenizer)
     for name, option, language in (("src_lang", "source", source), ("tgt_lang", "target", target)):
         if language is not None and not codes:
@@ -113,13 +96,6 @@ def forced_bos_options(tokenizer: Any, model: Any) -> dict[str, int | None]:
 
     The language of a target is its first token, which is then forced, or its last one, which the model moves to the
     front.
-
-    Args:
-        tokenizer: A tokenizer, with its languages set.
-        model: The encoder-decoder.
-
-    Returns:
-        Options of `generate`; none if the tokenizer is not multilingual.
     """
     if not language_codes(tokenizer):
         return {}
@@ -176,17 +152,7 @@ def common_prefix_length(sequences: Sequence[Sequence[int]]) -> int:
 
 
 def truncate_prompt(tokenizer: Any, prompt: Tokens, max_length: int, name: str) -> Tokens:
-    """Return the last `max_length` tokens of a prompt; for an empty prompt the token that begins a text.
-
-    Args:
-        tokenizer: The tokenizer, for an empty prompt.
-        prompt: The tokens of the prompt.
-        max_length: The most tokens to keep.
-        name: The name of its row, for messages.
-
-    Raises:
-        DeltuneError: The prompt is empty and the tokenizer has no token that begins a text.
-    """
+    """Return the last `max_length` tokens of a prompt; for an empty prompt the token that begins a text."""
     if prompt:
         return prompt[-max_length:]
     begin = begin_token(tokenizer)
@@ -226,15 +192,7 @@ def fill_template(columns: Columns, template: str) -> list[str]:
 def encode_sources(
     tokenizer: Any, model: Any, texts: Sequence[str], names: Sequence[str], max_length: int
 ) -> EncodedRows:
-    """Encode texts as inputs of an encoder, without labels.
-
-    Args:
-        tokenizer: The tokenizer.
-        model: The model, whose `forward` tells which of the tokenizer's outputs it takes.
-        texts: One for each row.
-        names: The names of the rows, for messages.
-        max_length: Longest row, in tokens; longer ones lose their end.
-    """
+    """Encode texts as inputs of an encoder, without labels."""
     model_inputs = signature(model.forward).parameters
     tokenized = tokenize(tokenizer, list(texts), names=names, truncation=True, max_length=max_length)
     truncated = _count_longer(tokenizer, texts, tokenized["input_ids"], max_length, "text")
@@ -392,11 +350,7 @@ READ_THE_PROMPT = (
 def _prompts(
     context: InferenceContext, encoded: EncodedRows, indices: Sequence[int]
 ) -> Iterator[tuple[list[int], dict[str, torch.Tensor]]]:
-    """Yield prompts as `generate` needs them, padded on the left, or those of each length where it would see padding.
-
-    Yields:
-        The indices of rows, and their prompts.
-    """
+    """Yield prompts as `generate` needs them: padded on the left, or of one length each where it would see padding."""
     config, overrides = context.model.generation_config, context.options.generate_kwargs
     options = [overrides.get(name, getattr(config, name, None)) for name in READ_THE_PROMPT]
     sees_padding = any(value not in (None, 0, 1) for value in options)
@@ -414,13 +368,7 @@ def _prompts(
 def _row_losses(
     context: InferenceContext, batch: dict[str, torch.Tensor], shifted: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss of every row, summed over its tokens, and the number of these tokens.
-
-    Args:
-        context: The model.
-        batch: A batch with labels.
-        shifted: Whether logits at one position predict the label of the next, as in a decoder.
-    """
+    """Return the loss of every row, summed over its tokens, and the number of these tokens."""
     logits = context.model(**batch).logits.float()
     labels = batch["labels"]
     if shifted:

@@ -52,9 +52,6 @@ def pads_prompts(model: PreTrainedModel) -> bool:
     """Return whether `generate` goes on with a prompt that is padded on the left as with the prompt alone.
 
     Some decoders, such as BART's, RWKV and RecurrentGemma, count padding as positions or remember it.
-
-    Args:
-        model: A decoder.
     """
     if model not in _PADS_PROMPTS:
         _PADS_PROMPTS[model] = _leaves_answers(model, "left", generated=True)

@@ -233,18 +233,7 @@ TASKS: Mapping[str, Task] = {
 
 
 def find_task(name: str, data_root: str | None) -> tuple[Task, str | HubLayout]:
-    """Find a task and its data.
-
-    Args:
-        name: A key of `TASKS`.
-        data_root: The folder that holds the tasks' folders. Default: the data is read from the hub.
-
-    Returns:
-        The task, and the folder of its data or its layout on the hub, with the columns of all roles.
-
-    Raises:
-        DeltuneError: The task is unknown, its folder is not in `data_root`, or the hub does not have its data.
-    """
+    """Return a known task, and the folder of its data or its layout on the hub."""
     if name not in TASKS:
         raise DeltuneError(unknown_name("task", name, TASKS))
     task = TASKS[name]

@@ -71,17 +71,7 @@ def encode_splits(
     training: Collection[str],
     content: str,
 ) -> dict[str, EncodedRows]:
-    """Encode the rows of several splits as `encode_cached` does; the tokenizer is hashed once for all of them.
-
-    Args:
-        kind: The task kind, whose `encode` is called.
-        tokenizer: The tokenizer.
-        model: The model.
-        splits: The rows by split.
-        options: Lengths, template and label words.
-        training: The splits whose rows are for training.
-        content: A fingerprint of the data.
-    """
+    """Encode the rows of several splits as `encode_cached` does; the tokenizer is hashed once for all of them."""
     tokenizer_hash = None if cache_folder() is None else _hash(tokenizer)
     return {
         split: encode_cached(
@@ -92,11 +82,7 @@ def encode_splits(
 
 
 def cached_files(folder: Path) -> dict[str, list[Path]]:
-    """Return what the cache holds: the files of tokenised rows and of activations, and what is left of broken writes.
-
-    Args:
-        folder: The folder of the cache; files of other names in it are nobody's here.
-    """
+    """Return the files of the cache: tokenised rows, activations and leftovers of broken writes."""
     name = "[0-9a-f]" * NAME_LENGTH
     return {
         "tokenised rows": sorted(folder.glob(f"{name}.arrow")),
@@ -119,16 +105,6 @@ def encode_cached(
     """Encode rows, or read them from the cache if they were encoded before.
 
     A folder that cannot be written is a warning; a file that cannot be read is written again.
-
-    Args:
-        kind: The task kind, whose `encode` is called.
-        tokenizer: The tokenizer.
-        model: The model.
-        columns: The rows.
-        options: Lengths, template and label words.
-        training: Whether the rows are for training.
-        content: A fingerprint of the columns.
-        tokenizer_hash: A hash of the tokenizer. Default: it is computed, which takes a tenth of a second.
     """
     folder = cache_folder()
     if folder is None:
@@ -183,20 +159,13 @@ def exclusive_creation(path: Path) -> contextlib.AbstractContextManager[None]:
     """Lock a file, so that a second process waits inside this context and then finds what the first has written.
 
     Where the file system has no locks, every process writes the file, and the last one replaces it.
-
-    Args:
-        path: The file that is to be created.
     """
     return file_lock(path.parent / f"{TEMPORARY_PREFIX}{path.stem}.lock")
 
 
 @contextlib.contextmanager
 def write_complete(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that appears under its name only once it is complete on the disk, since cached files are trusted.
-
-    Args:
-        path: The file to write; its folder is created.
-    """
+    """Open a file that appears under its name only once it is complete on the disk, since cached files are trusted."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_open(path, TEMPORARY_PREFIX) as file:
         yield file
@@ -232,12 +201,6 @@ def evict_old_files(folder: Path, suffix: str, newest: Collection[Path], max_byt
     """Remove the cached files that were used longest ago, until the others fit into `max_bytes`.
 
     Temporary files that a killed process left more than a day ago are removed too. Files with other names stay.
-
-    Args:
-        folder: The folder of the cache.
-        suffix: The suffix of the cached files.
-        newest: Files that are not removed, though they count.
-        max_bytes: The most that the files may have together.
     """
 
     def newest_first(paths: Iterable[Path]) -> list[tuple[float, int, Path]]:

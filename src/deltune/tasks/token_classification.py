@@ -28,9 +28,6 @@ def encode_tags(tokenizer: Any, model: Any, columns: Columns, options: TaskOptio
     """Encode each text with `labels` at the first sub-word of every word and IGNORE_INDEX elsewhere.
 
     `words` has the numbers of the words with a sub-word. Words beyond max_length are cut off.
-
-    Raises:
-        DeltuneError: The tokenizer does not map sub-words to tokens, or wants another setting for split texts.
     """
     if not tokenizer.is_fast:
         raise DeltuneError(
@@ -55,11 +52,7 @@ def encode_tags(tokenizer: Any, model: Any, columns: Columns, options: TaskOptio
 
 
 def first_sub_words(word_ids: Sequence[int | None]) -> dict[int, int]:
-    """Return the number of each word that has a sub-word, in order, and the place of its first one.
-
-    Args:
-        word_ids: The number of the word of every token; None for special tokens.
-    """
+    """Return the number of each word that has a sub-word, in order, and the place of its first one."""
     places: dict[int, int] = {}
     for place, word in enumerate(word_ids):
         if word is not None:
@@ -72,11 +65,6 @@ def tag_all_words(tagged: Mapping[int, str], count: int, labels: Sequence[str]) 
 
     Such a word has no sub-word or was cut off. It is inside an entity that goes on behind it, and else O. Of tags
     without an O it has the tag of the word before it, or else of the next one.
-
-    Args:
-        tagged: The tags of the words that the model has seen, by number.
-        count: The number of words.
-        labels: All tags that there are.
     """
     next_tags = [""] * (count + 1)
     for word in reversed(range(count)):
@@ -176,13 +164,7 @@ def find_entities(tags: Sequence[str]) -> list[tuple[int, int, str]]:
 
 
 def format_entities(tokens: Sequence[str], tags: Sequence[str], type_words: Mapping[str, str]) -> str:
-    """Return the entities of a text as the model should write them.
-
-    Args:
-        tokens: The tokens of the text.
-        tags: Their BIO tags.
-        type_words: Entity type -> the word that stands for it.
-    """
+    """Return the entities of a text as the model should write them."""
     entities = [f"{' '.join(tokens[start:stop])}: {type_words[name]}" for start, stop, name in find_entities(tags)]
     return "; ".join(entities) or NO_ENTITIES
 
@@ -194,11 +176,6 @@ def parse_entities(text: str, tokens: Sequence[str], type_words: Mapping[str, st
     untagged occurrence. Blanks and characters that cannot be seen do not count, since a tokenizer may not preserve
     them. Entries that do not occur or have an unknown type are skipped; a mention then begins after the semicolon of
     such an entry.
-
-    Args:
-        text: What the model wrote.
-        tokens: The tokens of the input.
-        type_words: Entity type -> the word that stands for it.
     """
     types = {word: name for name, word in type_words.items()}
     words = "|".join(re.escape(word) for word in sorted(types, key=len, reverse=True))
@@ -242,11 +219,7 @@ def _spelling(text: str) -> str:
 
 
 def encode_entities(tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool) -> EncodedRows:
-    """Encode each text for generation, with the list of its entities as the target.
-
-    Raises:
-        DeltuneError: The labels are not BIO tags.
-    """
+    """Encode each text for generation, with the list of its entities as the target."""
     labels = list(options.label_words)
     if foreign := [label for label in labels if label != OUTSIDE and not entity_type(label)]:
         raise DeltuneError(

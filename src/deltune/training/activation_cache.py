@@ -96,15 +96,6 @@ def with_cached_activations(
     """Return the splits with the activations of the frozen layers, read from disk or computed now by one pass.
 
     If activations cannot be cached, the splits are returned as they are, and the log says why.
-
-    Args:
-        frozen_layers: The layers below everything that is trained.
-        context: The model, and how passes over a split are made.
-        encoded: The rows by split; "train" must be one of them.
-        max_gib: How many GiB the folder may hold; what was used longest ago is removed. 0 caches nothing.
-
-    Raises:
-        DeltuneError: The activations of these splits alone take more than `max_gib`.
     """
     folder = cache_folder()
     if folder is None or not max_gib:

@@ -69,15 +69,7 @@ class FinishedRun:
 
 
 def read_finished(run: RunDir, metrics: RunMetrics | None = None) -> FinishedRun:
-    """Read a finished run.
-
-    Args:
-        run: Its folder.
-        metrics: Its results, if they have been read.
-
-    Raises:
-        DeltuneError: The run is not finished, or its files are damaged.
-    """
+    """Read a finished run."""
     config, metrics = run.config, metrics or run.metrics
     best = run.best_run if config.is_series else run
     best_config, best_metrics = (best.config, best.metrics) if config.is_series else (config, metrics)

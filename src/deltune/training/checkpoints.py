@@ -52,21 +52,6 @@ def save_checkpoint(
     """Write the checkpoint of a step and remove older ones.
 
     All processes must call this function, with their own random states and their shards of tensors; rank 0 writes.
-
-    Args:
-        folder: The run's checkpoint folder.
-        step: The number of steps so far, which names the checkpoint.
-        trained: The trained parameters by name.
-        optimizer: The optimizer; its state is saved by the numbers of its parameters.
-        scheduler: The learning-rate scheduler.
-        progress: How far training is: the fields of `run_dir.CheckpointProgress` that are not added here.
-        save_state: Writes the Trainer's own state to a path.
-
-    Returns:
-        The folder of the checkpoint.
-
-    Raises:
-        DeltuneError: The disk is full or refuses the write; the checkpoint before stays as it is.
     """
     optimizer_state = optimizer.state_dict()
     tensors: dict[str, torch.Tensor] = {f"trained.{name}": distributed.gather_shards(p) for name, p in trained.items()}
@@ -120,11 +105,7 @@ def write_checksums(checkpoint: Path) -> None:
 
 
 def verify_checksums(checkpoint: Path) -> None:
-    """Compare every file of a checkpoint with its checksum.
-
-    Raises:
-        DeltuneError: A file is missing or damaged, or the checkpoint has no checksums.
-    """
+    """Compare every file of a checkpoint with its checksum."""
     try:
         text = (checkpoint / CHECKSUMS_FILE).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -151,11 +132,7 @@ def verify_checksums(checkpoint: Path) -> None:
 
 
 def find_resumable(folder: Path) -> Path | None:
-    """Return the latest checkpoint of a run's checkpoint folder after checking it, or None if there is none.
-
-    Raises:
-        DeltuneError: The checkpoint is damaged.
-    """
+    """Return the latest checkpoint of a run's checkpoint folder after checking it, or None if there is none."""
     checkpoint = latest_checkpoint(folder)
     if checkpoint is not None:
         verify_checksums(checkpoint)
@@ -171,11 +148,7 @@ def find_resumable(folder: Path) -> Path | None:
 
 
 def read_progress(checkpoint: Path) -> dict[str, Any]:
-    """Read facts.json of a checkpoint; its fields are those of `run_dir.CheckpointProgress`.
-
-    Raises:
-        DeltuneError: The file cannot be read, or is not as it was written.
-    """
+    """Read facts.json of a checkpoint; its fields are those of `run_dir.CheckpointProgress`."""
     try:
         return run_dir.read_record(run_dir.CheckpointProgress, checkpoint / PROGRESS_FILE)
     except DeltuneError as error:
@@ -197,15 +170,7 @@ def _restoring(checkpoint: Path) -> Iterator[None]:
 
 
 def restore_trained(checkpoint: Path, trained: Mapping[str, nn.Parameter]) -> None:
-    """Copy the trained values of a checkpoint into the parameters.
-
-    Args:
-        checkpoint: The folder of the checkpoint.
-        trained: The trained parameters by name.
-
-    Raises:
-        DeltuneError: The names or shapes are not those of the checkpoint.
-    """
+    """Copy the trained values of a checkpoint into the parameters."""
     values = _read_tensors(checkpoint, "trained.")
     if set(values) != set(trained) or any(values[n].shape != p.shape for n, p in trained.items()):
         raise DeltuneError(
@@ -217,11 +182,7 @@ def restore_trained(checkpoint: Path, trained: Mapping[str, nn.Parameter]) -> No
 
 
 def restore_optimizer(checkpoint: Path, optimizer: Any, scheduler: Any) -> None:
-    """Load the states of the optimizer and of the learning-rate scheduler.
-
-    Raises:
-        DeltuneError: They do not fit.
-    """
+    """Load the states of the optimizer and of the learning-rate scheduler."""
     progress = read_progress(checkpoint)
     with _restoring(checkpoint):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -252,9 +213,6 @@ def restore_random(checkpoint: Path) -> None:
     """Restore the states of the random generators of Python, NumPy and torch, on each rank its own.
 
     A rank that did not exist when the checkpoint was written keeps the state that it was seeded with.
-
-    Raises:
-        DeltuneError: The states do not fit.
     """
     rank, random_states = distributed.rank(), read_progress(checkpoint)["rng"]
     if rank < len(random_states):

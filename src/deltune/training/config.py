@@ -187,14 +187,7 @@ class OptimSection(RunSection):
         return self.lr
 
     def rows_per_device(self, processes: int = 1) -> int:
-        """Return how many rows are computed at a time on one device.
-
-        Args:
-            processes: How many processes train together, with a device each.
-
-        Raises:
-            DeltuneError: The rows of all processes do not add up to batch_size.
-        """
+        """Return how many rows are computed at a time on one device."""
         unit = processes * (self.device_batch_size or 1)
         if self.batch_tokens is None and self.batch_size % unit:
             below, (share, remainder) = self.batch_size // unit * unit, divmod(self.batch_size, processes)
@@ -428,11 +421,7 @@ class RunConfig(BaseModel):
         return type(self).from_flat(**merge_values(self.flat(), changes))
 
     def with_rate_of(self, other: RunConfig) -> RunConfig:
-        """Return this config with the learning rate that a run of the same config found.
-
-        Args:
-            other: The config that the run wrote; one of another name, or without a rate, changes nothing.
-        """
+        """Return this config with the learning rate that a run of the same config found."""
         if isinstance(self.optim.lr, float) or not isinstance(other.optim.lr, float) or other.name != self.name:
             return self
         return self.replace(lr=other.optim.lr, lr_source=other.optim.lr_source)
@@ -460,9 +449,6 @@ class RunConfig(BaseModel):
         """Return one run of a series, with these values by flat name; a config of a single run is its own.
 
         The values take the place of others as in `replace`, but a learning rate that was given is that of all runs.
-
-        Raises:
-            DeltuneError: A field does not take its value.
         """
         if not self.is_series:
             return self
@@ -522,11 +508,7 @@ class RunConfig(BaseModel):
 
 
 def read_config(path: str | Path) -> RunConfig:
-    """Read the config of a run from a YAML file, nested or flat.
-
-    Raises:
-        DeltuneError: The file cannot be read, is no mapping, or its values are wrong.
-    """
+    """Read the config of a run from a YAML file, nested or flat."""
     return RunConfig.model_validate(read_values(path))
 
 

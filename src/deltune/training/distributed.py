@@ -30,14 +30,7 @@ T = TypeVar("T")
 
 
 def init_processes(device: torch.device) -> None:
-    """Join the process group, if a launcher (`--launch`, accelerate, torchrun) started several processes.
-
-    Args:
-        device: The device of the run; its index must be left to the rank of each process.
-
-    Raises:
-        DeltuneError: The device is a single one, such as cuda:1, or there are fewer devices than processes.
-    """
+    """Join the process group, if a launcher (`--launch`, accelerate, torchrun) started several processes."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if processes == 1:
         return
@@ -131,11 +124,7 @@ def all_reduce_sum(value: torch.Tensor) -> torch.Tensor:
 
 
 def seed_by_rank(seed: int) -> None:
-    """Give every rank random numbers of its own (for dropout); rank 0 draws those of a single process.
-
-    Args:
-        seed: The seed of the run, with which every rank is seeded so far.
-    """
+    """Give every rank random numbers of its own (for dropout); rank 0 draws those of a single process."""
     if not is_main():
         set_seed(seed + rank())
 
@@ -144,9 +133,6 @@ def shard_model(handle: Tuned, device: torch.device) -> None:
     """Shard a tuned model in place with FSDP2, frozen and trained tensors alike.
 
     A layer is gathered while it runs, everything outside of layers from the beginning of a forward pass.
-
-    Raises:
-        DeltuneError: There is only one process, or a trained tensor is a scalar, which cannot be cut.
     """
     if not is_distributed():
         raise DeltuneError(
@@ -176,11 +162,7 @@ def is_sharded(model: nn.Module) -> bool:
 def unsharded(handle: Tuned, write: bool = False) -> Iterator[None]:
     """Replace the sharded parameters of the delta in use by whole ones inside the context.
 
-    All processes must enter the context, since gathering is a collective.
-
-    Args:
-        handle: The tuned model.
-        write: Copy changes of the whole parameters back into the shards at the end.
+    All processes must enter the context, since gathering is a collective. `write` copies changes back at the end.
     """
     owned = set(handle.delta().owned_tensors)
     whole: dict[nn.Parameter, nn.Parameter] = {
@@ -202,13 +184,7 @@ def gather_shards(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shard_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Shard a whole tensor as another tensor of its shape is sharded.
-
-    Args:
-        value: The whole tensor.
-        like: The tensor whose device mesh and placements are taken; if it is not sharded, or has another shape, `value`
-            is returned as it is.
-    """
+    """Shard a whole tensor as another tensor of its shape is sharded."""
     if not isinstance(like, DTensor) or value.shape != like.shape:
         return value
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
@@ -216,12 +192,7 @@ def shard_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def replaced_parameters(model: nn.Module, replacements: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:
-    """Replace parameters in every module that holds them, inside the block.
-
-    Args:
-        model: The model.
-        replacements: For each parameter, the one to use instead.
-    """
+    """Replace parameters in every module that holds them, inside the block."""
     slots = [
         (module, leaf, parameter)
         for module in (model.modules() if replacements else ())

@@ -97,17 +97,7 @@ class Analysis:
 
 
 def analyse(kind: str, lines: Sequence[Line], labels: Sequence[str] = (), tag_scheme: str | None = None) -> Analysis:
-    """Analyse the predictions of a split.
-
-    Args:
-        kind: The kind of task, a key of `data.columns.TASK_COLUMNS`.
-        lines: The lines of the prediction file.
-        labels: The names of the labels in the order of their ids, where there are some.
-        tag_scheme: The scheme of tags, as `TaskData.tag_scheme`. Default: IOB2.
-
-    Raises:
-        DeltuneError: A line does not hold what this kind of task predicts.
-    """
+    """Analyse the predictions of a split."""
     if not lines:
         return Analysis(0, "There are no predictions.")
     try:

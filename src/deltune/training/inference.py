@@ -109,16 +109,7 @@ def score_split(
     metrics: Sequence[str],
     options: MetricOptions | None = None,
 ) -> EvalResult:
-    """Answer a split and measure the answers.
-
-    Args:
-        kind: The kind of task.
-        context: The model and what a pass needs; with `loss_only` only the loss is computed.
-        encoded: The token ids of the split.
-        columns: The columns of the split, by role.
-        metrics: The names of the metrics.
-        options: Options of metrics.
-    """
+    """Answer a split and measure the answers."""
     answers = kind.predict(context, encoded)
     if context.loss_only:
         return EvalResult({} if answers.loss is None else {"loss": answers.loss}, {}, {}, [], [], [])
@@ -144,16 +135,7 @@ def measure(
     labels: int,
     options: MetricOptions | None = None,
 ) -> Scores:
-    """Measure predictions against references.
-
-    Args:
-        kind: The kind of task.
-        metrics: The names of the metrics.
-        predictions: One prediction a row.
-        references: One reference a row.
-        labels: How many labels there are.
-        options: Options of metrics.
-    """
+    """Measure predictions against references."""
     scores = Scores({}, {})
     for compared in dict.fromkeys(METRICS[name].input_type for name in metrics):
         names = [name for name in metrics if METRICS[name].input_type == compared]
@@ -167,12 +149,7 @@ def measure(
 
 
 def with_tag_scheme(options: MetricOptions, scheme: str | None) -> MetricOptions:
-    """Return options of metrics with the scheme of a run's tags, by which entities are read.
-
-    Args:
-        options: Options of metrics; a scheme in them stays.
-        scheme: The scheme, as `TaskData.tag_scheme`.
-    """
+    """Return options of metrics with the scheme of a run's tags, by which entities are read."""
     if scheme in (None, PLAIN):
         return options
     return {**options, "entity_f1": {"scheme": scheme, **options.get("entity_f1", {})}}
@@ -181,14 +158,7 @@ def with_tag_scheme(options: MetricOptions, scheme: str | None) -> MetricOptions
 def prediction_lines(
     kind: TaskKind, columns: Columns, result: EvalResult, labels: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Return the predictions of a split as lines of JSON: id, input, prediction, reference and scores.
-
-    Args:
-        kind: The kind of task.
-        columns: The columns of the split, by role.
-        result: The answers to the split.
-        labels: The label names in the order of their ids.
-    """
+    """Return the predictions of a split as lines of JSON: id, input, prediction, reference and scores."""
 
     def label_name(value: Any) -> Any:
         return labels[value] if kind.predicts_label_ids else value
@@ -289,11 +259,7 @@ def _check_same_languages(runs: Mapping[str, RunDir]) -> None:
 
 
 def _labels(run: RunDir) -> tuple[str, ...]:
-    """Return the label names of a run's head, in the order of their ids.
-
-    Raises:
-        DeltuneError: The run has no delta yet.
-    """
+    """Return the label names of a run's head, in the order of their ids."""
     if not run.delta.is_dir():
         raise DeltuneError(f"{run.folder} has no delta yet; run the same `deltune train` again, it resumes")
     labels = read_metadata(run.folder).labels
@@ -545,13 +511,7 @@ def _continuation(tokenizer: Any, prompt: list[int], answer: list[int]) -> str:
 
 
 def _check_room(model: PreTrainedModel, prompt_tokens: Sequence[int], max_new_tokens: int) -> None:
-    """Check that a decoder has positions for each prompt and what it generates; the error names all that are too long.
-
-    Args:
-        model: The decoder.
-        prompt_tokens: The number of tokens of each prompt.
-        max_new_tokens: How many tokens are generated at most.
-    """
+    """Check that a decoder has positions for each prompt and what it generates; the error names all long ones."""
     longest = max(prompt_tokens, default=0)
     available = longest_length(model, longest + max_new_tokens)
     too_long = [(n, tokens) for n, tokens in enumerate(prompt_tokens, 1) if tokens + max_new_tokens > available]
@@ -707,15 +667,7 @@ def predict(
 
 
 def predict_rows(run: str | Path, inputs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Answer inputs that have ids.
-
-    Args:
-        run: The folder of a run.
-        inputs: {"id", "input"} each.
-
-    Returns:
-        {"id", "input", "prediction", "scores"} each.
-    """
+    """Answer inputs that have ids."""
     loaded = load_run(run)
     texts = [row["input"] for row in inputs]
     columns = columns_from_inputs(loaded.kind.name, loaded.run, texts)

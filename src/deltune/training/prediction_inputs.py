@@ -23,12 +23,7 @@ MAX_ROWS_LISTED = 10
 
 
 def input_columns(kind: str, run: RunDir) -> dict[str, str]:
-    """Return the columns of the inputs that a run was trained on, by role.
-
-    Args:
-        kind: The kind of task, a key of `data.columns.TASK_COLUMNS`.
-        run: The folder of the run.
-    """
+    """Return the columns of the inputs that a run was trained on, by role."""
     columns = run.data.columns
     roles = [c.role for c in TASK_COLUMNS[kind] if c.role in INPUT_TYPES and (c.role in columns or not c.optional)]
     return {role: columns.get(role, role) for role in roles}
@@ -37,18 +32,7 @@ def input_columns(kind: str, run: RunDir) -> dict[str, str]:
 def columns_from_inputs(
     kind: str, run: RunDir, inputs: Sequence[Input], numbers: Sequence[int] = ()
 ) -> dict[str, list[Any]]:
-    """Return the values of inputs by role.
-
-    Args:
-        kind: The kind of task, a key of `data.columns.TASK_COLUMNS`.
-        run: The folder of the run.
-        inputs: The inputs, a row each.
-        numbers: The numbers of the inputs, for messages. Default: from 1.
-
-    Raises:
-        DeltuneError: Inputs lack a value, have one too many or one of another type, or a text holds half a character;
-            the message lists their numbers.
-    """
+    """Return the values of inputs by role."""
     roles = list(input_columns(kind, run))
     rows = [_by_role(value, roles) for value in inputs]
     numbered = list(zip(numbers or range(1, len(rows) + 1), rows, strict=True))
@@ -91,34 +75,13 @@ def _by_role(value: Input, roles: Sequence[str]) -> dict[str, Any]:
 
 
 def inputs_from_texts(texts: Sequence[str], pairs: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the texts of the command line as inputs with ids.
-
-    Args:
-        texts: The texts.
-        pairs: The second text of each, or nothing.
-
-    Returns:
-        {"id", "input"} each; the ids are numbers from 1.
-    """
+    """Return the texts of the command line as inputs with ids."""
     inputs: list[Input] = [list(both) for both in zip(texts, pairs, strict=True)] if pairs else list(texts)
     return [{"id": str(i), "input": value} for i, value in enumerate(inputs, 1)]
 
 
 def inputs_from_file(path: Path, run: Path) -> list[dict[str, Any]]:
-    """Read inputs from a file.
-
-    Args:
-        path: A text file with an input in each line ("-" is standard input), or a table with the columns that the run
-            was trained on.
-        run: The folder of the run.
-
-    Returns:
-        {"id", "input"} each; the ids are those of the table, or the numbers of the lines.
-
-    Raises:
-        DeltuneError: The file cannot be read or is empty, a column is missing, or a value is of another type; the
-            message names the line.
-    """
+    """Read inputs from a file."""
     path = path if path == STDIN else user_path(path, "file")
     if data_suffix(path).partition(".gz")[0] in ("", ".txt"):
         return _inputs_from_lines(path)
@@ -159,11 +122,7 @@ def _inputs_from_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def write_predictions(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write predictions as JSON lines, whole or not at all.
-
-    Raises:
-        DeltuneError: The path cannot be used, or the disk is full.
-    """
+    """Write predictions as JSON lines, whole or not at all."""
     path = user_path(path, "output")
     with explain_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -269,12 +269,7 @@ def merge_metric_options(base: Values, values: Values) -> dict[str, Any]:
 
 
 def without_official_options(options: Values, values: Values) -> dict[str, Any]:
-    """Return the options of metrics without those that the official script of a config's known task has.
-
-    Args:
-        options: Metric -> its options.
-        values: The flat values of the config, which name its task.
-    """
+    """Return the options of metrics without those that the official script of a config's known task has."""
     official, left = official_options(values), {}
     for metric, chosen in options.items():
         if metric in official and isinstance(chosen, Mapping):
@@ -297,11 +292,7 @@ def _searched_fields(values: Values) -> set[str]:
 
 
 def apply_preset(values: Values) -> dict[str, Any]:
-    """Return the flat values of a config, those that are not given from its protocol.
-
-    Raises:
-        DeltuneError: There is no such protocol.
-    """
+    """Return the flat values of a config, those that are not given from its protocol."""
     name = values.get("protocol")
     if name is None:
         return dict(values)

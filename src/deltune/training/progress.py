@@ -45,13 +45,6 @@ class ProgressDisplay:
     def __init__(
         self, enabled: bool = True, console: Console | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Prepare the display.
-
-        Args:
-            enabled: False shows and logs nothing.
-            console: Where a table is shown, if that is a terminal. Default: standard error.
-            clock: Returns seconds.
-        """
         self.console = Console(stderr=True) if console is None else console
         self.clock, self.enabled = clock, enabled
         self.closing = False
@@ -106,13 +99,7 @@ class ProgressDisplay:
             self.columns, self.kept = columns, list[dict[str, str]]()
 
     def reach(self, done: float, total: float, done_before: float) -> None:
-        """Set how many units of work are done, some of them perhaps in part.
-
-        Args:
-            done: The units that are done.
-            total: How many units of work the stage has.
-            done_before: How many of those that are done were done before it began.
-        """
+        """Set how many units of work are done, some of them perhaps in part."""
         self.done, self.units, self.done_before = done, total, done_before
         self.advance(0)  # a line is due now and then, however long a unit takes
 
@@ -131,12 +118,7 @@ class ProgressDisplay:
         self.facts |= facts
 
     def keep(self, facts: Facts, logged: bool = True) -> None:
-        """Keep what is known now, and these facts, as a row of the table.
-
-        Args:
-            facts: The facts of the row; "time" among them is when it was, by default now.
-            logged: False for a row that was logged before, in a run that goes on.
-        """
+        """Keep what is known now, and these facts, as a row of the table."""
         row = {**self.facts, "time": format_duration(self.seconds), **facts}
         self.kept.append(row)
         if logged and self.clock() >= self.last_row + KEPT_PAUSE:

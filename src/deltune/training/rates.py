@@ -95,18 +95,7 @@ def with_default_rate(config: RunConfig, steps: int) -> RunConfig:
 
 
 def plan_search(config: RunConfig, rows: int, steps: int, steps_per_epoch: int) -> SearchPlan:
-    """Return what a search tries for a run.
-
-    Args:
-        config: The run.
-        rows: Its training rows.
-        steps: Its steps in all.
-        steps_per_epoch: Its steps in a pass over the rows.
-
-    Raises:
-        DeltuneError: The run is too short for a search of less than a quarter of its work, or warms up for half of its
-            steps or more.
-    """
+    """Return what a search tries for a run, in less than a quarter of its work."""
     warmup = config.optim.warmup if config.optim.warmup < 1 else config.optim.warmup / steps
     if warmup >= MAX_WARMUP:
         raise DeltuneError(
@@ -140,16 +129,6 @@ def search_rate(config: RunConfig, plan: SearchPlan, data: str, run: RunDir, los
     """Try the rates of a plan and return the config with the one of the lowest loss, or the default.
 
     A try that was finished before an interruption is not repeated.
-
-    Args:
-        config: The config of the run.
-        plan: What is tried.
-        data: The fingerprint of the data.
-        run: The folder of the run, which keeps the tries.
-        loss_of: Trains a try.
-
-    Raises:
-        DivergedError: The loss diverged at every rate.
     """
     record = RateSearch(
         config=config.name, data=data, steps=plan.steps, rows=plan.part.rows, held_out=plan.part.held_out

@@ -110,11 +110,7 @@ class RunReport:
 
 
 def write_report(run: RunDir) -> Path:
-    """Write report.html into the folder of a finished run, and return its path.
-
-    Raises:
-        DeltuneError: The run is not finished, its files are damaged, or the page cannot be written.
-    """
+    """Write report.html into the folder of a finished run, and return its path."""
     page = render_report(read_all([run]))
     path = run.report_file
     with explain_write_errors(path):
@@ -123,11 +119,7 @@ def write_report(run: RunDir) -> Path:
 
 
 def render_report(finished: Sequence[FinishedRun]) -> str:
-    """Return the page about some finished runs; of several they are compared first.
-
-    Raises:
-        DeltuneError: The files of a run are damaged.
-    """
+    """Return the page about some finished runs; of several they are compared first."""
     reports = [build_report(one, f"r{i}") for i, one in enumerate(finished)]
     comparison = compare(finished) if len(finished) > 1 else None
     title = reports[0].title if len(finished) == 1 else f"{len(finished)} runs"
@@ -135,11 +127,7 @@ def render_report(finished: Sequence[FinishedRun]) -> str:
 
 
 def read_all(runs: Sequence[RunDir]) -> list[FinishedRun]:
-    """Read finished runs.
-
-    Raises:
-        DeltuneError: A run is not finished, or its files are damaged; the message names all such runs.
-    """
+    """Read finished runs."""
     finished, problems = [], []
     for run in runs:
         try:
@@ -152,15 +140,7 @@ def read_all(runs: Sequence[RunDir]) -> list[FinishedRun]:
 
 
 def build_report(finished: FinishedRun, key: str = "r0") -> RunReport:
-    """Return everything that the page shows of a run.
-
-    Args:
-        finished: The files of the run.
-        key: Distinguishes its ids from those of other runs on the page.
-
-    Raises:
-        DeltuneError: Its files are damaged.
-    """
+    """Return everything that the page shows of a run."""
     metrics, config = finished.metrics, finished.config
     names = tuple(dict.fromkeys(name for scores in metrics.scores.values() for name in scores))
     return RunReport(
@@ -316,12 +296,7 @@ def _series_charts(finished: FinishedRun) -> list[Markup]:
 
 
 def comparison_charts(logs: Mapping[str, Sequence[Mapping[str, Any]]], metric: str | None) -> list[Markup]:
-    """Draw the validation metric and the losses of several runs over one another.
-
-    Args:
-        logs: The lines of the log of every run, by the name in the legend.
-        metric: The metric; None draws the losses alone.
-    """
+    """Draw the validation metric and the losses of several runs over one another."""
     titles = {} if metric in (None, "loss") else {f"eval_{metric}": f"Validation {metric}"}
     titles |= {"eval_loss": "Validation loss", "loss": "Training loss"}
     charts = []

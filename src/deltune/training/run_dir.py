@@ -334,16 +334,7 @@ class PredictionLine(Record):
 
 
 def check_record(kind: type[Record], values: dict[str, Any], where: str) -> dict[str, Any]:
-    """Check the values of a file and return them as they are.
-
-    Args:
-        kind: The record that the values must fit.
-        values: The values as read.
-        where: The file, or the line of it, for the message.
-
-    Raises:
-        DeltuneError: A field is missing or has a value of another kind; the message lists the fields.
-    """
+    """Check the values of a file and return them as they are."""
     try:
         kind.model_validate(values)
     except ValidationError as error:
@@ -357,11 +348,7 @@ def check_record(kind: type[Record], values: dict[str, Any], where: str) -> dict
 
 
 def read_record(kind: type[Record], path: Path) -> dict[str, Any]:
-    """Read a JSON object that a run wrote, check it, and return it as it is.
-
-    Raises:
-        DeltuneError: The file cannot be read, or is not what a run writes there.
-    """
+    """Read a JSON object that a run wrote, check it, and return it as it is."""
     return check_record(kind, read_json_object(path), str(path))
 
 
@@ -419,15 +406,7 @@ class RunDir:
 
     @check_booleans
     def __init__(self, folder: str | Path, *, writer: bool = True) -> None:
-        """Name the files of a run; nothing is read or written.
-
-        Args:
-            folder: The folder, which need not be there; `~` is expanded.
-            writer: False in a process that must not write.
-
-        Raises:
-            DeltuneError: The path cannot be used.
-        """
+        """Name the files of a run; nothing is read or written."""
         self.folder, self.writer = user_path(folder, "the folder of a run"), writer
         self.spec_file, self.delta, self.metrics_file, self.log_file = (self.folder / name for name in CONTENTS[:4])
         self.environment_file, self.predictions, self.checkpoint, self.runs, self.report_file, self.rates_file = (
@@ -446,11 +425,7 @@ class RunDir:
 
     @property
     def config(self) -> RunConfig:
-        """The config that the run was started with.
-
-        Raises:
-            DeltuneError: The folder does not hold a run.
-        """
+        """The config that the run was started with."""
         if not self.exists:
             if not self.folder.is_dir():
                 raise DeltuneError(f"{self.folder} is not a RUN folder: there is no such folder")
@@ -467,22 +442,14 @@ class RunDir:
 
     @property
     def metrics(self) -> RunMetrics:
-        """The results in metrics.json.
-
-        Raises:
-            DeltuneError: The run is not finished, or the file is damaged.
-        """
+        """The results in metrics.json."""
         if not self.finished:
             raise DeltuneError(f"{self.folder} is not finished; run the same `deltune train` again, it resumes")
         return RunMetrics.model_validate(read_record(RunMetrics, self.metrics_file))
 
     @property
     def best_run(self) -> RunDir:
-        """The single run whose delta this folder has: this run itself, or the best of several.
-
-        Raises:
-            DeltuneError: The folder of the best run is missing.
-        """
+        """The single run whose delta this folder has: this run itself, or the best of several."""
         if not self.config.is_series:
             return self
         name = self.metrics.best.run
@@ -495,20 +462,12 @@ class RunDir:
 
     @property
     def environment(self) -> dict[str, Any]:
-        """The values of environment.json, checked by `Environment`; empty if there is no such file.
-
-        Raises:
-            DeltuneError: The file is damaged.
-        """
+        """The values of environment.json, checked by `Environment`; empty if there is no such file."""
         return read_record(Environment, self.environment_file) if self.environment_file.is_file() else {}
 
     @property
     def rate_search(self) -> RateSearch | None:
-        """What `lr: auto` tried so far; None if there is no such file.
-
-        Raises:
-            DeltuneError: The file is damaged.
-        """
+        """What `lr: auto` tried so far; None if there is no such file."""
         return RateSearch(**read_record(RateSearch, self.rates_file)) if self.rates_file.is_file() else None
 
     @property
@@ -517,15 +476,7 @@ class RunDir:
         return DataFacts(**self.environment.get("data", {}))
 
     def check_config(self, config: RunConfig) -> RunConfig | None:
-        """Check that the folder is free, or holds a run of this very config.
-
-        Returns:
-            The config of the run in the folder; None if it is free.
-
-        Raises:
-            DeltuneError: The folder holds other files, or a run of another config (the message lists the differences),
-                or has a folder in the place of a file or the other way round.
-        """
+        """Check that the folder is free, or holds a run of this very config, and return the config of that run."""
         if self.exists:
             files = [
                 self.metrics_file,
@@ -599,14 +550,7 @@ class RunDir:
         write_text(self.spec_file, config.yaml())
 
     def check_data(self, facts: Mapping[str, Any]) -> None:
-        """Check that the data of the run is still what it was when the run was started.
-
-        Args:
-            facts: The data now, as `TaskData.summary` describes it.
-
-        Raises:
-            DeltuneError: It changed; the message names the splits, labels and columns that did.
-        """
+        """Check that the data of the run is still what it was when the run was started."""
         before = self.environment.get("data", {}) if self.exists else {}
         if before.get("fingerprint") in (None, facts["fingerprint"]):
             return
@@ -665,12 +609,7 @@ class RunDir:
 
     @writer_only
     def link(self, name: str, target: Path) -> None:
-        """Make an entry of the folder a symbolic link, replacing what is there.
-
-        Args:
-            name: The name of the entry.
-            target: The path that it leads to, relative to the folder.
-        """
+        """Make an entry of the folder a symbolic link, replacing what is there."""
         fresh = self.folder / f".{name}-link"
         fresh.unlink(missing_ok=True)
         os.symlink(target, fresh)
@@ -679,15 +618,7 @@ class RunDir:
 
     @writer_only
     def begin(self, config: RunConfig, environment: dict[str, Any]) -> None:
-        """Write config and environment, and remove what an interrupted write left.
-
-        Args:
-            config: The config of the run.
-            environment: The values of environment.json (`collect_environment`).
-
-        Raises:
-            DeltuneError: The folder holds a run whose data has changed since.
-        """
+        """Write config and environment, and remove what an interrupted write left."""
         self.check_data(environment["data"])
         self.remove_leftovers()
         self.write_config(config)
@@ -698,10 +629,6 @@ class RunDir:
         """Create the folder and keep other processes from training in it inside the context.
 
         At the end, folders that were created are removed again if no run was started in them.
-
-        Raises:
-            BusyError: Another process trains in it.
-            DeltuneError: The folder cannot be created or opened.
         """
         created = [p for p in (self.folder, *self.folder.parents) if not p.exists()]
         try:
@@ -729,11 +656,7 @@ class RunDir:
 
     @writer_only
     def truncate_log(self, step: int) -> None:
-        """Remove the lines of later steps from log.jsonl, and lines that were not written to their end.
-
-        Args:
-            step: The last step that stays; -1 removes all.
-        """
+        """Remove lines of later steps (-1: all) and unfinished lines from log.jsonl."""
         if not self.log_file.is_file():
             return
         lines = []
@@ -751,11 +674,7 @@ class RunDir:
             fsync_file(self.log_file)
 
     def read_log(self) -> list[dict[str, Any]]:
-        """Return the lines of log.jsonl.
-
-        Raises:
-            DeltuneError: A line is damaged; the message names it.
-        """
+        """Return the lines of log.jsonl."""
         lines = read_jsonl(self.log_file)
         return [check_record(LogLine, values, f"{self.log_file} line {number}") for number, values in lines]
 
@@ -766,11 +685,7 @@ class RunDir:
         write_jsonl(self.predictions / f"{split}.jsonl", rows)
 
     def read_predictions(self, split: str) -> list[tuple[int, dict[str, Any]]]:
-        """Return the rows of predictions/SPLIT.jsonl, each with the number of its line.
-
-        Raises:
-            DeltuneError: A line is damaged; the message names it.
-        """
+        """Return the rows of predictions/SPLIT.jsonl, each with the number of its line."""
         path = self.predictions / f"{split}.jsonl"
         lines = read_jsonl(path)
         return [(number, check_record(PredictionLine, values, f"{path} line {number}")) for number, values in lines]
@@ -800,14 +715,9 @@ def is_deltune(program: str) -> bool:
 
 @functools.cache
 def git_commit(folder: Path, tracked: str = ".") -> str | None:
-    """Return the commit of the git repository that a folder is part of, "-dirty" behind it if the folder was changed.
+    """Return the commit of the git repository that tracks a file of a folder, with "-dirty" if the folder was changed.
 
-    Args:
-        folder: The folder.
-        tracked: A file in it that must be part of the repository, and not only lie in a folder of it.
-
-    Returns:
-        None outside of a repository, and without git.
+    None outside of a repository, and without git.
     """
 
     def git(*arguments: str) -> str:
@@ -826,11 +736,7 @@ def git_commit(folder: Path, tracked: str = ".") -> str | None:
 
 
 def collect_environment(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of environment.json: versions, machine, and facts of the run itself.
-
-    Args:
-        facts: What is known of the run, such as its device, precision and data.
-    """
+    """Return the values of environment.json: versions, machine, and facts of the run itself."""
     versions = {}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

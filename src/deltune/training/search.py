@@ -104,14 +104,6 @@ def run_series(config: RunConfig, run: RunDir, train_one: TrainOne) -> RunMetric
     until the next do not; of equal scores the lower loss is better, and a run that diverges is the worst. The other
     seeds run with the values that were chosen. The delta and the predictions of the folder are those of the run that
     does best on validation.
-
-    Args:
-        config: A config of several runs.
-        run: The folder of the series, locked.
-        train_one: Trains each single run.
-
-    Raises:
-        DivergedError: Every run that was tried diverged, or a further seed did.
     """
     run.remove_leftovers()
     run.begin_series(config)
@@ -186,16 +178,7 @@ def _run_trial(run: RunDir, train_one: TrainOne, single: RunConfig, name: str, c
 
 
 def aggregate(runs: Sequence[RunMetrics], how: str) -> dict[str, Any]:
-    """Aggregate every metric of every split over runs.
-
-    Args:
-        runs: The metrics of the runs.
-        how: "mean" or "median".
-
-    Returns:
-        The aggregated metrics by split; of two runs or more also "aggregate" (how) and "std", the sample standard
-        deviations by split.
-    """
+    """Aggregate every metric of every split over runs; of two or more also their sample standard deviations."""
     middle = statistics.median if how == "median" else statistics.fmean
     aggregated: dict[str, Any] = {}
     deviations: dict[str, Any] = {}

@@ -84,25 +84,7 @@ def set_up_task(
     labels: tuple[str, ...] | None = None,
     read: Reader = loading.load_data,
 ) -> TaskSetup:
-    """Read the data of a run, and choose its kind of task and its metrics.
-
-    Args:
-        model: Name or folder of the model; only its configuration is read.
-        data: What is read.
-        answer: "head" or "words".
-        evaluation: The metrics that are requested.
-        seed: Draws the sample of training rows.
-        training: Whether the training split is needed.
-        labels: The label names of an existing run, in the order of their ids.
-        read: Reads the data.
-
-    Returns:
-        The data, the kind of task and the metrics.
-
-    Raises:
-        DeltuneError: The data is wrong, the model cannot do this kind of task, a metric does not fit, or options are
-            given for a metric that is not computed.
-    """
+    """Read the data of a run, and choose its kind of task and its metrics."""
     config = load_config(model)  # first, so that an unknown family is reported as such, not as a missing tokenizer
     task, rows = load_task_data(data, seed, training, labels, read)
     kind = task_kind_for(rows.kind, config, answer)
@@ -125,11 +107,7 @@ def set_up_task(
 def _tagging_metrics(
     rows: TaskData, kind: TaskKind, evaluation: EvaluationSection, metrics: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Return the metrics of tags: of plain ones the accuracy and the macro F1, where none are named.
-
-    Raises:
-        DeltuneError: Entities are to be measured and there are none, or to be written and are not in IOB2.
-    """
+    """Return the metrics of tags: of plain ones the accuracy and the macro F1, where none are named."""
     if kind is SEQ2SEQ_TAGGING and rows.tag_scheme not in (None, "IOB2"):
         raise DeltuneError(
             f"a language model writes entities of the scheme IOB2, and the tags are {rows.tag_scheme}; give "
@@ -181,11 +159,7 @@ def load_task_data(
 
 
 def load_task_tokenizer(model: str, data: DataSection) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model and set its languages: those of the config, else those of its known task.
-
-    Raises:
-        DeltuneError: The tokenizer lacks a language, or has no languages and one is requested.
-    """
+    """Load the tokenizer of a model and set its languages: those of the config, else those of its known task."""
     tokenizer = load_tokenizer(model)
     source, target = (
         TASKS[str(data.task)].languages if data.source is None and language_codes(tokenizer) else (None, None)
@@ -195,16 +169,7 @@ def load_task_tokenizer(model: str, data: DataSection) -> PreTrainedTokenizerBas
 
 
 def task_kind_for(name: str, config: PreTrainedConfig, answer: str = "head") -> TaskKind:
-    """Return the task kind for a kind of data on a model of this configuration.
-
-    Args:
-        name: The kind of data (`TASK_KINDS`).
-        config: The model's configuration.
-        answer: "head" or "words".
-
-    Raises:
-        DeltuneError: A model of this type cannot answer it in words.
-    """
+    """Return the task kind for a kind of data on a model of this configuration."""
     kinds = TASK_KINDS[name]
     in_words = kinds.encoder_decoder if config.is_encoder_decoder else kinds.decoder
     kind = kinds.head if answer == "head" and kinds.head else in_words
@@ -225,18 +190,7 @@ def task_kind_by_name(name: str) -> TaskKind:
 def length_limits(
     data: DataSection, generation: GenerationSection, kind: TaskKind, labels: Sequence[str]
 ) -> TaskOptions:
-    """Return the lengths, the template, the label words and the search of a run: its own, else those of its task.
-
-    Args:
-        data: Gives the lengths and the known task.
-        generation: Gives the template, the words and the search.
-        kind: The kind of task.
-        labels: The label names in the order of their ids.
-
-    Raises:
-        DeltuneError: There are words or a template but no answers in words; words are missing, shared by two labels,
-            or of no label.
-    """
+    """Return the lengths, the template, the label words and the search of a run: its own, else those of its task."""
     task = TASKS[str(data.task)] if data.source is None else None
     problems = []
     if generation.template is not None and kind.head not in LANGUAGE_MODEL_HEADS:
@@ -274,16 +228,7 @@ def length_limits(
 
 
 def fit_lengths(model: PreTrainedModel, kind: TaskKind, limits: TaskOptions) -> TaskOptions:
-    """Return limits whose rows fit a model: where they do not, those lengths that are defaults become shorter.
-
-    Args:
-        model: The model with what is attached to it.
-        kind: The kind of task.
-        limits: The lengths of a run.
-
-    Raises:
-        DeltuneError: A row does not fit, and `max_length` is not the default or would be less than `MIN_LENGTH`.
-    """
+    """Return limits whose rows fit a model: where they do not, those lengths that are defaults become shorter."""
     needed = kind.max_input_tokens(limits)
     available = longest_length(model, needed)
     if available == needed:
@@ -306,11 +251,7 @@ def fit_lengths(model: PreTrainedModel, kind: TaskKind, limits: TaskOptions) -> 
 
 
 def check_fits(kind: TaskKind, metrics: Sequence[str]) -> None:
-    """Check that metrics measure what a kind of task gives.
-
-    Raises:
-        DeltuneError: A metric is unknown, or compares something else.
-    """
+    """Check that metrics measure what a kind of task gives."""
     if problems := [unknown_name("metric", name, METRICS) for name in metrics if name not in METRICS]:
         raise DeltuneError(" ".join(problems))
     if unfit := [name for name in metrics if METRICS[name].input_type not in kind.metric_inputs]:
@@ -319,15 +260,7 @@ def check_fits(kind: TaskKind, metrics: Sequence[str]) -> None:
 
 
 def check_options_are_used(options: Mapping[str, object], metrics: Sequence[str]) -> None:
-    """Check that all metrics whose options are given are computed.
-
-    Args:
-        options: Metric -> its options, without those of the task's official script.
-        metrics: The metrics that are computed.
-
-    Raises:
-        DeltuneError: One of them is not.
-    """
+    """Check that all metrics whose options are given are computed."""
     if unused := [name for name in options if name not in metrics]:
         raise DeltuneError(
             f"metric_options has options of {', '.join(unused)}, which this run does not compute; it computes "
@@ -336,15 +269,7 @@ def check_options_are_used(options: Mapping[str, object], metrics: Sequence[str]
 
 
 def resolve_device(name: str = "auto") -> torch.device:
-    """Return the device of a name.
-
-    Args:
-        name: "auto" (the accelerator if there is one, else the CPU), or a device such as "cpu", "cuda", "cuda:1" or
-            "mps".
-
-    Raises:
-        DeltuneError: This machine has no such device.
-    """
+    """Return the device of a name; "auto" is the accelerator if there is one, else the CPU."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if name == "auto":
         return torch.device("cpu") if accelerator is None else torch.device(accelerator.type)
@@ -414,15 +339,7 @@ class ModelCache:
     def model(
         self, name: str, loads: str, labels: tuple[str, ...] | None, seed: int, quantize: str | None = None
     ) -> PreTrainedModel:
-        """Return a model in float32, as `models.load_model` does.
-
-        Args:
-            name: Hub id or folder.
-            loads: What it is loaded as (`TaskKind.loads`).
-            labels: The label names of its head.
-            seed: Initialises a new head.
-            quantize: How its linears are quantised, or None.
-        """
+        """Return a model in float32, as `models.load_model` does."""
         backbone = (name, loads, labels, quantize)
         key = (*backbone, seed if loads in (*HEADS_WITH_LABELS, "choice") else None)
         if self._model is not None and self._model[0] == key:

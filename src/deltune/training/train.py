@@ -131,11 +131,7 @@ def _write_missing_report(run: RunDir) -> None:
 
 
 def _finished_metrics(config: RunConfig, run: RunDir, resume: bool, cache: ModelCache) -> RunMetrics | None:
-    """Return the metrics of a run that needs no training.
-
-    Raises:
-        DeltuneError: The folder holds something else, or the data changed since.
-    """
+    """Return the metrics of a run that needs no training."""
     before = run.check_config(config) if resume or not run.exists else None
     if before is None or not run.finished or before.name != config.name:
         return None
@@ -186,11 +182,7 @@ def _train(
 
 
 def _search_rate(state: RunState, resume: bool, device: torch.device, sharded: str, cache: ModelCache) -> RunConfig:
-    """Find the learning rate of a run that asks for it, and leave the model as it was.
-
-    Raises:
-        DeltuneError: The run is too short; nothing was written.
-    """
+    """Find the learning rate of a run that asks for it, and leave the model as it was."""
     config, run, batches = state.config, state.run, state.batches
     plan = plan_search(config, len(state.data.splits["train"]), state.total_steps, batches.steps_per_epoch)
     if state.frozen_layers is not None:
@@ -357,11 +349,7 @@ def _frozen_layers_cached(state: RunState, device: torch.device, bar: ProgressDi
 
 
 def _resumable_checkpoint(run: RunDir) -> Path | None:
-    """Return the checkpoint that a run goes on from, or None for a run from its start.
-
-    Raises:
-        DeltuneError: The checkpoint or the best delta so far is damaged; nothing was written.
-    """
+    """Return the checkpoint that a run goes on from, or None for a run from its start."""
     checkpoint = checkpoints.find_resumable(run.checkpoint)
     if checkpoint is not None and checkpoints.read_progress(checkpoint)["best"]:
         run.recover_delta()

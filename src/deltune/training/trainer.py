@@ -152,15 +152,7 @@ class RunState:
         return {name: {split: getattr(rows, name) for split, rows in self.encoded.items()} for name in names}
 
     def deciding_metric(self, measured: Container[str], omitted: Mapping[str, str] | None = None) -> str:
-        """Return the metric that chooses the best epoch: the one that was asked for, else the first that was measured.
-
-        Args:
-            measured: The metrics that were computed; the loss decides where there is none of them.
-            omitted: Why others were not.
-
-        Raises:
-            DeltuneError: The metric that was asked for was not computed.
-        """
+        """Return the metric that chooses the best epoch: the requested one, else the first that was measured."""
         chosen = self.config.evaluation.metric
         if chosen is not None and chosen not in measured:
             reason = (omitted or {}).get(chosen, "it was not computed")
@@ -176,9 +168,6 @@ class RunState:
 
         Each of several processes answers every row: where a model is sharded all must run together, through as many
         passes, and the number of passes of generation is not known before. So none waits for another either.
-
-        Raises:
-            DivergedError: The loss is not finite.
         """
         context = self.inference_context(bar, loss_only)
         options = with_tag_scheme(self.config.evaluation.metric_options, self.data.tag_scheme)
@@ -279,13 +268,6 @@ class DeltaTrainer(Trainer):
     """A Trainer whose checkpoints hold the delta alone, and whose batches have rows of similar length."""
 
     def __init__(self, state: RunState, arguments: TrainingArguments, bar: ProgressDisplay) -> None:
-        """Prepare training.
-
-        Args:
-            state: What the run works with.
-            arguments: The Trainer's own options.
-            bar: Shows the progress.
-        """
         self.run_state, self.bar = state, bar
         # each token is predicted from those before it; the Trainer goes by the class's name, and misses some
         self.shifted = state.kind.head == "causal-lm"
@@ -357,11 +339,6 @@ class DeltaTrainer(Trainer):
         return loss * (self.args.world_size * items / num_items_in_batch)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Do one step.
-
-        Raises:
-            DivergedError: Its loss is not finite.
-        """
         loss = super().training_step(*args, **kwargs)
         total = distributed.all_reduce_sum(loss)
         if not torch.isfinite(total):
@@ -437,12 +414,6 @@ class ReportCallback(TrainerCallback):
     """Shows the progress of a run, and writes log.jsonl."""
 
     def __init__(self, state: RunState, bar: ProgressDisplay) -> None:
-        """Report on a run.
-
-        Args:
-            state: What the run works with.
-            bar: Shows the progress.
-        """
         self.run_state, self.bar = state, bar
         self.step_start = self.step_seconds = 0.0
         self.tokens_before = 0
