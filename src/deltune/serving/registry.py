@@ -10,25 +10,19 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..errors import DeltuneError, error_summary, excerpt
 from ..interop import adapterhub, peft_read
 from ..interop.base import CONFIG_FILE, is_foreign, read_options
-from ..runtime.attaching import KINDS, TASKS, foreign_model_kind
+from ..models import HEADS, head_of_class_name
+from ..runtime.attaching import foreign_model_kind
 from ..runtime.delta_schema import BaseFacts, read_metadata_file
 from ..runtime.serialization import FACTS, NUMBERS, delta_folder
 from .errors import refusal
 from .requests import DELTA_NAME, Task
 
-HEAD_TASKS: dict[str, tuple[Task, ...]] = {
-    "classification": ("classify", "embed"),
-    "tagging": ("tag", "embed"),
-    "causal-lm": ("generate", "embed"),
-    "seq2seq-lm": ("generate", "embed"),
-    "base": ("embed",),
-}
-"""What a model with each head can be asked, by the heads of `deltune.models.AUTO_CLASSES`."""
+HEAD_TASKS: dict[str, tuple[Task, ...]] = {name: head.served for name, head in HEADS.items() if head.served}
+"""What a model with each head can be asked."""
 
 _NAME = re.compile(DELTA_NAME)
 
@@ -173,13 +167,8 @@ def head_of_model_class(name: str) -> str:
     Args:
         name: The name of the class, such as "BertForSequenceClassification".
     """
-    from transformers.models.auto import modeling_auto
-
-    for table, task in TASKS.items():
-        values: Any = getattr(modeling_auto, table).values()
-        if any(name in ((n,) if isinstance(n, str) else n) for n in values):
-            return KINDS[task] if KINDS[task] in HEAD_TASKS else "base"
-    return "base"
+    head = head_of_class_name(name) or "base"
+    return head if head in HEAD_TASKS else "base"
 
 
 def _digest(files: list[Path], also: str = "") -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-Task = Literal["generate", "classify", "tag", "embed"]
-"""generate: continue a prompt, or answer it with an encoder-decoder; classify and tag: the delta's head; embed: the
-mean of the last hidden states."""
+from ..models import Served
+
+Task = Served
 
 FinishReason = Literal["stop", "length"]
 

@@ -119,7 +119,7 @@ class TaskKind:
 
     Attributes:
         name: The kind, a key of `data.columns.TASK_COLUMNS`.
-        head: The head with which the model is loaded, a key of `models.AUTO_CLASSES`.
+        head: The head with which the model is loaded, a key of `models.HEADS`.
         default_metrics: The metrics where none are named; the first one chooses the best epoch.
         metric_inputs: The input types of the metrics that fit (`metrics.base.InputType`).
         encode: encode(tokenizer, model, columns, options, training) returns the encoded rows, with `labels` where the

@@ -25,7 +25,7 @@ from ..metrics.base import Score, Scores
 from ..metrics.intervals import score_intervals
 from ..metrics.registry import METRICS, compute_scores
 from ..models import (
-    AUTO_CLASSES,
+    HEADS,
     HEADS_WITH_LABELS,
     LANGUAGE_MODEL_HEADS,
     align_padding_token,
@@ -791,8 +791,8 @@ def import_adapter(folder: str | Path, model: str, to: str | Path, kind: str | N
     folder, to = user_path(folder, "folder"), user_path(to, "output")
     if not is_foreign(folder):
         raise DeltuneError(f"{str(folder)!r} holds no adapter_config.json, which PEFT and AdapterHub both write")
-    if kind is not None and kind not in AUTO_CLASSES:
-        raise DeltuneError(unknown_name("kind of model", kind, AUTO_CLASSES))
+    if kind is not None and kind not in HEADS:
+        raise DeltuneError(unknown_name("kind of model", kind, HEADS))
     default_kind, count = foreign_model_kind(folder)
     load_config(model)
     labels = [f"LABEL_{i}" for i in range(count)] if count is not None and kind in (None, default_kind) else None
