@@ -124,7 +124,7 @@ def test_a_created_folder_without_a_run_is_removed(tmp_path: Path) -> None:
         raise ValueError
     assert names(tmp_path) == set()
     (tmp_path / "file").write_text("")
-    with pytest.raises(DeltuneError, match="cannot be made"), RunDir(tmp_path / "file" / "x").locked():
+    with pytest.raises(DeltuneError, match="cannot be written"), RunDir(tmp_path / "file" / "x").locked():
         pass
 
 

@@ -19,7 +19,7 @@ import yaml
 from safetensors.torch import load_file
 
 from deltune.training import checkpoints
-from deltune.training.run_dir import RunDir
+from deltune.training.run_dir import LOCK_FILE, RunDir
 from processes import deltune
 
 WRITES = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "os.symlink", "tempfile.mkstemp")
@@ -101,13 +101,13 @@ def permitted() -> bool:
 
 
 def whole(folder: Path) -> None:
-    """Check that every file of a run can be read to its end, and that no temporary file is left.
+    """Check that every file of a run can be read to its end, and that no temporary file but its lock is left.
 
     A finished run that was killed while it removed its checkpoint may have a part of it, which nobody reads.
     """
     run = RunDir(folder)
     for path in folder.rglob("*") if folder.is_dir() else ():
-        if run.finished and run.checkpoint in path.parents:
+        if path.name == LOCK_FILE or (run.finished and run.checkpoint in path.parents):
             continue
         assert not path.name.startswith("."), f"{path} was left behind"
         if path.name in ("metrics.json", "environment.json", "delta.json", "facts.json", "trainer_state.json"):

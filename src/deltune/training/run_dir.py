@@ -6,7 +6,6 @@ A file is described by a pydantic model (`Record`), so that a damaged file is re
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import importlib.metadata
 import json
@@ -21,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .._version import __version__
@@ -36,6 +36,7 @@ from ..filesystem import (
     read_jsonl,
     replaced_folders,
     user_path,
+    write_error,
     write_json,
     write_jsonl,
     write_text,
@@ -360,6 +361,9 @@ PACKAGES = ("torch", "transformers", "accelerate", "tokenizers", "datasets", "sa
 
 REPORT_FILE = "report.html"
 
+LOCK_FILE = ".lock"
+"""The file that a process locks while it works on a run; only a killed process leaves it behind."""
+
 CONTENTS = (
     "spec.yaml", "delta", "metrics.json", "log.jsonl", "environment.json", "predictions", "checkpoint", "runs",
     REPORT_FILE, "rates.json",
@@ -504,7 +508,7 @@ class RunDir:
             return before
         if self.folder.is_dir():
             with explain_write_errors(self.folder):
-                foreign = sorted(p.name for p in self.folder.iterdir() if not _is_leftover(p))
+                foreign = sorted(p.name for p in self.folder.iterdir() if p.name != LOCK_FILE and not _is_leftover(p))
             if foreign:
                 raise DeltuneError(
                     f"{self.folder} is not a RUN folder, but holds {', '.join(foreign[:5])}; choose another folder"
@@ -631,19 +635,21 @@ class RunDir:
         At the end, folders that were created are removed again if no run was started in them.
         """
         created = [p for p in (self.folder, *self.folder.parents) if not p.exists()]
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            handle = os.open(self.folder, os.O_RDONLY)
-        except OSError as error:
-            raise DeltuneError(f"{self.folder} cannot be made or opened: {error}") from error
+        lock = FileLock(self.folder / LOCK_FILE, blocking=False)  # ends with the process, however it ends
         try:
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however it ends
-            except OSError as error:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                lock.acquire()
+            except Timeout as error:
                 raise BusyError(f"another process is at work on {self.folder}; wait for it or stop it") from error
+            except OSError as error:
+                raise write_error(self.folder, error) from error
             yield
         finally:
-            os.close(handle)
+            if lock.is_locked:
+                with contextlib.suppress(OSError):
+                    os.unlink(lock.lock_file)
+                lock.release()
             for path in () if self.exists else created:
                 with contextlib.suppress(OSError):
                     path.rmdir()
