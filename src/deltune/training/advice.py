@@ -44,16 +44,9 @@ class FinishedRun:
     """The files of a finished run, each read once.
 
     Attributes:
-        run: Its folder.
         config: Its config; of several runs that of all of them.
-        metrics: Its results.
         best: The folder of the single run whose delta it has: itself, or the best of several.
-        best_config: The config of that run.
-        best_metrics: The results of that run.
-        data: The data set.
-        log: The lines of that run's log.
         split: The split that is analysed: test, or else validation; "" if the data has neither.
-        analysis: What that run's predictions of the split show.
     """
 
     run: RunDir

@@ -62,21 +62,10 @@ class Analysis:
     """What the predictions of a split show.
 
     Attributes:
-        rows: How many rows were predicted.
-        summary: How many of them are right, in a sentence.
         constant: The answer that every row got, if all got the same one although their right answers differ.
         baseline: The accuracy of the most frequent right answer for every row, for tasks where that is a measure.
-        accuracy: The share of right answers, for the same tasks.
         majority: That most frequent right answer.
         nothing_right: Whether there are entities, and none of them was found.
-        confusion: The confusion matrix, of tasks with few labels.
-        tables: Errors by type.
-        wrong: The worst errors, the worst first.
-        wrong_title: What they are.
-        wrong_order: By what they are ordered.
-        right: Rows that are answered well, none of which is among the errors.
-        right_title: What they are.
-        right_order: By what they are ordered.
     """
 
     rows: int

@@ -80,10 +80,6 @@ class EvalResult:
 
     Attributes:
         metrics: The scores by metric, the loss included.
-        signatures: How every metric was computed.
-        omitted: Why a metric could not be computed.
-        predictions: One prediction a row.
-        references: One reference a row.
         scores: What the model says of its prediction, by row: probabilities, a likelihood or nothing.
         statistics: The scores with the statistics of their examples; empty where only the loss was computed.
     """

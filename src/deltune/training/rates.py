@@ -71,10 +71,7 @@ class SearchPlan:
     """What a search tries.
 
     Attributes:
-        rates: The learning rates of the run, in increasing order.
         boost: By how much the rate of a try is higher, as the method's default is for so few steps.
-        steps: How many steps each is trained.
-        part: The rows that are used.
         share: The work of the search, as a share of the run's.
         warmup: The share of its steps in which a try warms up, which is that of the run.
     """

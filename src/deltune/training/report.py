@@ -70,23 +70,9 @@ class RunReport:
 
     Attributes:
         key: Distinguishes the ids of its section from those of other runs.
-        title: Data, model and method.
-        subtitle: Kind of task.
-        advice: What to know of it, each with the option to change.
-        facts: Names and values: what was kept, what was trained, how long it took.
-        metrics: The columns of the scores.
-        scores: Split, its rows, and a cell for each metric.
-        has_intervals: Whether the scores have intervals.
-        charts: Its curves.
-        series: Its single runs, if it is of several.
-        analysis: What the predictions of `split` show.
         split: The split that is analysed.
-        loading: Python that loads the delta.
-        commands: What to do next on the command line.
         config: The values that are not at their default, as YAML.
         full_config: All values, as YAML.
-        environment: Names and values.
-        signatures: How every metric was computed.
     """
 
     key: str
@@ -391,13 +377,8 @@ class Comparison:
 
     Attributes:
         split: The split that is compared.
-        models: Model, data and kind of task, each that occurs.
-        metrics: The columns of the scores.
         main: The metric by which the runs are set against the best one, if they share one.
-        runs: A row for each run.
         fields: The fields of the configs that differ, each with a value for every run.
-        notes: What makes the runs hard to compare.
-        charts: Their curves over one another.
     """
 
     split: str

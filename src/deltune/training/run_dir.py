@@ -80,11 +80,7 @@ class DataFacts(Record):
 
 
 class Environment(Record):
-    """environment.json: versions, machine, device and data of a run when it was started.
-
-    Attributes:
-        data: The data set.
-    """
+    """environment.json: versions, machine, device and data of a run when it was started."""
 
     data: DataFacts = DataFacts()
 
@@ -147,12 +143,8 @@ class RateSearch(Record):
     """rates.json: what `lr: auto` tried.
 
     Attributes:
-        config: The name of the run's config.
-        data: The fingerprint of its data.
-        steps: How many steps each rate was trained.
         rows: On how many training rows.
         held_out: How many other training rows they were compared on.
-        tries: The rates that were tried.
         lr: The one that was chosen; None as long as some are left.
     """
 
@@ -226,7 +218,6 @@ class OptimizerState(Record):
     """What JSON can hold of an optimizer's state.
 
     Attributes:
-        groups: The parameter groups with their options.
         scalars: By the number of a parameter, the values of its state that are no tensors.
     """
 
@@ -239,11 +230,6 @@ class BestPredictions(Record):
 
     Attributes:
         delta: The digest of the delta that made them.
-        sha256: The checksum of the file.
-        metrics: Their scores by metric.
-        signatures: How every metric was computed.
-        omitted: Why a metric could not be computed.
-        intervals: The 95 % intervals of those that have one.
     """
 
     delta: str
@@ -259,7 +245,6 @@ class BestSoFar(Best):
 
     Attributes:
         rank: What a later validation is compared with, by metric and then by loss; more is better.
-        answered: Its predictions, where they were written.
     """
 
     rank: list[float] | None = None
@@ -270,13 +255,8 @@ class CheckpointProgress(Record):
     """facts.json of a checkpoint: how far training is, and the states that are no tensors.
 
     Attributes:
-        best: The best validation so far.
         stale: How many validations there were since.
-        seconds: How long training took so far.
         cpu_seconds: How many seconds of the processor it took; None where they were not counted.
-        optimizer: The optimizer's state.
-        scheduler: The learning-rate scheduler's state.
-        rng: The states of the random generators, by rank.
     """
 
     best: BestSoFar
@@ -289,18 +269,7 @@ class CheckpointProgress(Record):
 
 
 class TrainerStateFile(Record):
-    """trainer_state.json of a checkpoint: the fields of transformers' TrainerState that a resumed Trainer counts with.
-
-    Attributes:
-        epoch: How many epochs are done.
-        global_step: How many steps are done.
-        max_steps: How many steps there are.
-        num_train_epochs: How many epochs there are.
-        num_input_tokens_seen: How many tokens were counted.
-        total_flos: How many floating-point operations were counted.
-        log_history: What was logged.
-        best_metric: The best score so far.
-    """
+    """trainer_state.json of a checkpoint: the fields of TrainerState that a resumed Trainer counts with."""
 
     epoch: Number
     global_step: int = Field(ge=0)
@@ -313,22 +282,13 @@ class TrainerStateFile(Record):
 
 
 class LogLine(Record):
-    """One line of log.jsonl: what the Trainer logs (loss, learning rate, eval_*); only `step` is checked.
-
-    Attributes:
-        step: The number of steps before it.
-    """
+    """One line of log.jsonl: what the Trainer logs (loss, learning rate, eval_*); only `step` is checked."""
 
     step: int = 0
 
 
 class PredictionLine(Record):
-    """A line of predictions/SPLIT.jsonl, as far as scoring it again reads it.
-
-    Attributes:
-        prediction: What the model answered.
-        reference: The right answer.
-    """
+    """A line of predictions/SPLIT.jsonl, as far as scoring it again reads it."""
 
     prediction: Any
     reference: Any
@@ -394,18 +354,8 @@ class RunDir:
     resumes from, beside the best delta so far and its predictions for the validation split.
 
     Attributes:
-        folder: The folder itself.
         writer: Whether this process writes; of several processes at one run only one does.
-        spec_file: The config.
-        delta: The folder of the delta.
-        metrics_file: The results.
-        log_file: Losses and scores, a line each.
-        environment_file: Versions, machine, device and data.
-        predictions: The folder of the predictions, a file for each split.
-        checkpoint: The folder of the checkpoints.
         runs: The folders of the single runs, where the config asks for several.
-        report_file: The page about the run.
-        rates_file: What `lr: auto` tried.
     """
 
     @check_booleans

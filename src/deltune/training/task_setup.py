@@ -324,9 +324,6 @@ class ModelCache:
 
     A model is handed out without any delta; whoever attaches one detaches it, or calls `drop`. The weights are read
     once: a model whose head is initialised with another seed is built around those in memory.
-
-    Attributes:
-        read: How many models and data sets were read from disk.
     """
 
     def __init__(self) -> None:

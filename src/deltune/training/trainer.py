@@ -75,25 +75,11 @@ class RunState:
     """Everything that one single run works with.
 
     Attributes:
-        config: The config of the run.
-        run: Its folder.
-        tuned: The handle on its model with the delta attached.
-        tokenizer: The model's tokenizer.
-        data: Its data as read.
-        kind: The kind of task.
-        metrics: The names of the metrics.
-        limits: Lengths in tokens, label words and options of generation.
-        columns: The columns of every split, by role.
-        encoded: The token ids of every split.
-        batches: The training rows, step by step.
-        precision: "fp32" or "bf16".
         frozen_layers: The layers below everything that is trained, where they run without dropout.
         best: What is known of the best validation so far; empty before the first one.
         stale: How many validations there were since the best one.
         seconds_before: Seconds that earlier processes worked on this run.
-        start: When this process began, by `time.monotonic`.
         cpu_seconds_before: Processor seconds of earlier processes; None where they did not count them.
-        cpu_start: What this process had used when it began, by `time.process_time`.
         tokens: How many tokens, padding excluded, this process made training batches of.
     """
 
