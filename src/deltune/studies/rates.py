@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ..training.rates import finalists
 from ..training.run_dir import Best
 from .study import CellPlan, PlannedCell, Records, labels_without_seed
 
@@ -22,11 +23,6 @@ def rates_to_try(usual: float) -> list[float]:
     """
     place = LADDER.index(usual)
     return [LADDER[place + step] for step in STEPS]
-
-
-FINALISTS = 2
-"""How many rates are tried under the second seed too. One seed's validation rows may prefer, by a hair, a rate that
-diverges under others: of two rates within a point the mean over two seeds tells more."""
 
 
 def choose_rates(plans: Sequence[CellPlan]) -> CellPlan:
@@ -86,10 +82,10 @@ def _numbered(choice: Choice) -> Choice:
 
 def _choose(of_seeds: Sequence[Choice], records: Records) -> ChosenRate:
     """Return the rate that validated best, or which tries have not ended, or why there is none."""
-    tries, finalists = of_seeds[0], list(range(len(of_seeds[0])))
+    tries, left = of_seeds[0], list(range(len(of_seeds[0])))
     totals = [0.0] * len(tries)
     for number, choice in enumerate(of_seeds[:2]):
-        tried = tuple(choice[i] for i in finalists)
+        tried = tuple(choice[i] for i in left)
         tries = tries if number == 0 else (*tries, *tried)
         ended = [records.get(one.job.name) for one in tried if one.job is not None]
         if len(ended) < len(tried) or None in ended:
@@ -97,9 +93,9 @@ def _choose(of_seeds: Sequence[Choice], records: Records) -> ChosenRate:
         done = [record for record in ended if record is not None]
         if broken := [r.error for r in done if r.result is None and r.error_kind != "diverged"]:
             return ChosenRate(tries, why=f"a run that tries a learning rate failed: {broken[0]}", lost=True)
-        for i, record in zip(finalists, done, strict=True):
+        for i, record in zip(left, done, strict=True):
             totals[i] += float("-inf") if record.result is None else Best(**record.result["best"]).quality
-        if max(totals[i] for i in finalists) == float("-inf"):
+        if max(totals[i] for i in left) == float("-inf"):
             return ChosenRate(tries, why=f"training diverged at every learning rate: {done[0].error}", lost=True)
-        finalists = sorted(finalists, key=lambda i: -totals[i])[:FINALISTS]  # of equal ones the first stay
-    return ChosenRate(tries, finalists[0])
+        left = finalists(totals, left)
+    return ChosenRate(tries, left[0])

@@ -1,7 +1,8 @@
-"""The learning rate of a run that gives none: its method's for the number of steps, or with `lr: auto` a searched one.
+"""The learning rate of a run that gives none, and every rule by which one of several rates or values is chosen.
 
-The search trains a few rates for a few steps on a slice of the training rows and compares their losses on other
-training rows, so that validation and test stay unseen.
+A run has its method's rate for the number of steps, or with `lr: auto` a searched one: the search trains a few rates
+for a few steps on a slice of the training rows and compares their losses on other training rows, so that validation and
+test stay unseen. A series (`search`) chooses by validation, and so does a study, under two seeds.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..data.loading import TaskData
@@ -37,7 +38,34 @@ MAX_HELD_OUT_SHARE = 0.2
 PASSES_OF_A_STEP = 3
 """A row of a training step takes as long as that many rows that are only scored: forward, and twice that backward."""
 
+FINALISTS = 2
+"""How many rates a study tries under a second seed. One seed's validation rows may prefer, by a hair, a rate that
+diverges under others: of two rates within a point the mean over two seeds tells more."""
+
 logger = logging.getLogger("deltune")
+
+
+def first_peak(rank_of: Callable[[int], tuple[float, ...]], count: int) -> int:
+    """Try values in order until one ranks no higher than the one before, which is chosen; -inf is passed over."""
+    chosen, best = 0, rank_of(0)
+    for i in range(1, count):
+        rank = rank_of(i)
+        if math.isfinite(best[0]) and rank <= best:
+            break
+        chosen, best = i, rank
+    return chosen
+
+
+def clearly_best(losses: Mapping[Number, Number], default: Number) -> Number:
+    """Return the rate of the lowest loss, or the default unless the lowest loss is clearly below the default's."""
+    best = min(losses, key=lambda rate: losses[rate])
+    return default if losses.get(default, math.inf) * CLEARLY_BETTER < losses[best] else best
+
+
+def finalists(totals: Sequence[float], places: Sequence[int]) -> list[int]:
+    """Return the places that go on to the next seed, the highest total first; of equal ones the first."""
+    return sorted(places, key=lambda i: -totals[i])[:FINALISTS]
+
 
 Loss = Callable[[RunConfig, "Slice"], float]
 """Trains a config on a slice, and returns the loss on the rows that are held out."""
@@ -153,10 +181,10 @@ def search_rate(config: RunConfig, plan: SearchPlan, data: str, run: RunDir, los
             f"lr auto: the loss diverged at every rate from {plan.rates[0]:g} to {plan.rates[-1]:g}. Try a lower one, "
             f"such as --lr {plan.rates[0] / 10:.2g}, or --warmup 0.1"
         )
-    best, default = min(losses, key=lambda rate: losses[rate]), plan.rates[FACTORS.index(1.0)]
-    if losses.get(default, math.inf) * CLEARLY_BETTER < losses[best]:
+    default = plan.rates[FACTORS.index(1.0)]
+    best = clearly_best(losses, default)
+    if best == default:
         logger.info("lr %g: the default, as no other rate did clearly better", default)
-        best = default
     else:
         logger.info("lr %g did best%s", best, "".join(f"; {text}" for text in edge_of_rates(record, best)))
     run.write_rate_search(record.model_copy(update={"lr": best}))

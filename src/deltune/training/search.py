@@ -14,6 +14,7 @@ from ..errors import DivergedError, counted
 from ..methods.registry import parse
 from ..methods.spec import expressions_apart
 from .config import RunConfig
+from .rates import first_peak
 from .run_dir import Best, RunDir, RunMetrics, SeriesRun
 
 TrainOne = Callable[[RunConfig, Path], RunMetrics]
@@ -145,13 +146,13 @@ def _search(config: RunConfig, run: RunDir, train_one: TrainOne) -> tuple[RunCon
     """Return the single run whose values are chosen, with the rate that it found, and every trial."""
     configs = config.search_configs()
     trials: list[Trial] = []
-    chosen = 0
-    for i, single in enumerate(configs):
-        name = f"seed{single.runtime.seed}" + (f"-try{i + 1}" if len(configs) > 1 else "")
-        trials.append(_run_trial(run, train_one, single, name, config))
-        if trials[chosen].metrics and i and trials[i].rank <= trials[chosen].rank:
-            break
-        chosen = i
+
+    def rank_of(i: int) -> tuple[float, float]:
+        name = f"seed{configs[i].runtime.seed}" + (f"-try{i + 1}" if len(configs) > 1 else "")
+        trials.append(_run_trial(run, train_one, configs[i], name, config))
+        return trials[i].rank
+
+    chosen = first_peak(rank_of, len(configs))
     if trials[chosen].metrics is None:
         raise DivergedError(trials[chosen].error)
     trials[chosen].chosen = True
