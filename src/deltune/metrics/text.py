@@ -306,24 +306,13 @@ def _refuse_short_references(metric: Any, references: References) -> None:
 def _ter(options: Options) -> Any:
     from sacrebleu.metrics.ter import TER
 
-    return TER(
-        normalized=options["normalized"],
-        no_punct=options["no_punct"],
-        asian_support=options["asian_support"],
-        case_sensitive=options["case_sensitive"],
-    )
+    return TER(**options)
 
 
 def _chrf(options: Options) -> Any:
     from sacrebleu.metrics.chrf import CHRF
 
-    return CHRF(
-        char_order=options["char_order"],
-        word_order=options["word_order"],
-        beta=options["beta"],
-        lowercase=options["lowercase"],
-        whitespace=options["whitespace"],
-    )
+    return CHRF(**options)
 
 
 def _sacrebleu_metric(make_metric: Callable[[Options], Any]) -> Callable[..., CorpusStatistics]:

@@ -61,12 +61,16 @@ def predict_logits(context: InferenceContext, encoded: EncodedRows) -> torch.Ten
 
 def predict_labels(context: InferenceContext, encoded: EncodedRows) -> Predictions:
     """Predict the id of the most probable label; the scores are the probabilities of all labels."""
-    logits = predict_logits(context, encoded)
-    loss = None
+    answers = predict_choices(context, encoded)
+    return replace(answers, scores=[dict(zip(context.labels, row, strict=False)) for row in answers.scores])
+
+
+def predict_choices(context: InferenceContext, encoded: EncodedRows) -> Predictions:
+    """Predict the index of the most probable label or choice; the scores are the probabilities of all."""
+    logits, loss = predict_logits(context, encoded), None
     if "labels" in encoded.rows[0]:
         loss = functional.cross_entropy(logits, torch.tensor([int(row["labels"]) for row in encoded.rows])).item()
-    scores = [dict(zip(context.labels, row, strict=False)) for row in logits.softmax(-1).tolist()]
-    return Predictions(logits.argmax(-1).tolist(), scores, loss)
+    return Predictions(logits.argmax(-1).tolist(), logits.softmax(-1).tolist(), loss)
 
 
 def encode_labeled_text(
@@ -127,26 +131,6 @@ def question_text(columns: Columns, i: int) -> str:
     """Return the question of row i, after its context if it has one."""
     context = f"{columns['context'][i]} " if "context" in columns else ""
     return f"{context}{columns['question'][i]}"
-
-
-def predict_choices(context: InferenceContext, encoded: EncodedRows) -> Predictions:
-    """Predict the index of the most probable choice; the scores are the probabilities of all choices."""
-    predictions: list[Any] = [None] * len(encoded)
-    scores: list[Any] = [None] * len(encoded)
-    total_loss = 0.0
-
-    def process(indices: list[int], batch: dict[str, torch.Tensor]) -> None:
-        nonlocal total_loss
-        labels = batch.pop("labels", None)
-        logits = context.model(**batch).logits.float()
-        if labels is not None:
-            total_loss += functional.cross_entropy(logits, labels, reduction="sum").item()
-        best, probabilities = logits.argmax(-1).tolist(), logits.softmax(-1).tolist()
-        for i, choice, row_scores in zip(indices, best, probabilities, strict=True):
-            predictions[i], scores[i] = choice, row_scores
-
-    context.for_each_batch(encoded, process)
-    return Predictions(predictions, scores, total_loss / len(encoded) if "labels" in encoded.rows[0] else None)
 
 
 def choice_references(columns: Columns, labels: Sequence[str]) -> list[int]:

@@ -112,10 +112,8 @@ class Best(Record):
         return 0.0 if self.metric is None or self.value is None else signed_score(self.metric, self.value)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the values as metrics.json has them, those that were tried behind the run."""
-        values = self.model_dump(exclude_unset=True)
-        tried = {name: values.pop(name) for name in self.model_extra or ()}
-        return {**{name: values.pop(name) for name in ("run",) if name in values}, **tried, **values}
+        """Return the values as metrics.json has them, and the values that were tried."""
+        return self.model_dump(exclude_unset=True)
 
 
 class SeriesRun(Record):
@@ -201,16 +199,10 @@ class RunMetrics(Record):
         return {s: scores for s, scores in (("validation", self.validation), ("test", self.test)) if scores}
 
     def as_json(self) -> dict[str, Any]:
-        """Return the values as metrics.json has them, in its order."""
-        values = self.model_dump(exclude_unset=True) | {"best": self.best.as_json()}
+        """Return the values as metrics.json has them."""
+        values = self.model_dump(exclude_unset=True)
         if self.rate_search is None:
             values.pop("rate_search", None)
-        if self.runs:
-            values["best"] = values.pop("best")
-            values["runs"] = [
-                values_of_run | ({"best": run.best.as_json()} if run.best is not None else {})
-                for values_of_run, run in zip(values.pop("runs"), self.runs, strict=True)
-            ]
         return values
 
 
