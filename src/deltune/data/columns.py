@@ -203,7 +203,7 @@ MANY_LABELS = 10
 
 
 def _are_tags(labels: Sequence[str]) -> bool:
-    """Whether labels are tags of entities, or lists of them in one text."""
+    """Return whether labels are tags of entities, or lists of them in one text."""
     parts = {part for label in labels for part in re.split(r"[\s,;\[\]'\"]+", label) if part}
     return any(map(is_entity_tag, parts)) and all(part == OUTSIDE or is_entity_tag(part) for part in parts)
 
@@ -228,20 +228,20 @@ def _format_of_lines(text: str) -> str:
 
 
 def _is_prose(file: DataFile, column: str) -> bool:
-    """Whether a column holds sentences; a name or a place has fewer words."""
+    """Return whether a column holds sentences; a name or a place has fewer words."""
     values = [row.get(column) for _, row in file.rows[:SAMPLED_ROWS]]
     return _is_text(file, column) and any(isinstance(value, str) and len(value.split()) > 4 for value in values)
 
 
 def _holds_text(file: DataFile, column: str) -> bool:
-    """Whether some value of a column is a text that is no number, or a list with texts."""
+    """Return whether some value of a column is a text that is no number, or a list with texts."""
     values = [row.get(column) for _, row in file.rows[:SAMPLED_ROWS]]
     parts = [part for value in values for part in (value if isinstance(value, list) else [value])]
     return any(isinstance(part, dict) or (isinstance(part, str) and part.strip(" -+.0123456789")) for part in parts)
 
 
 def _is_classification(first: DataFile, columns: Mapping[str, str], available: Sequence[str]) -> bool:
-    """Whether columns that could be those of a generation are two texts and a label, or a text and labels."""
+    """Return whether columns that might be a generation's are two texts and a label, or a text and labels."""
     targets = columns.get("targets", "")
     if targets.lower() in LABEL_COLUMN_NAMES and not _is_text(first, targets):
         return True
@@ -357,14 +357,14 @@ def _classification_columns(first: DataFile, available: Sequence[str], problems:
 
 
 def _is_text(file: DataFile, column: str) -> bool:
-    """Whether a column holds strings that are not numbers, and enough different ones not to be categories."""
+    """Return whether a column holds strings that are not numbers, and enough different ones not to be categories."""
     values = [row.get(column) for _, row in file.rows[:SAMPLED_ROWS]]
     strings = [v for v in values if isinstance(v, str) and not re.fullmatch(r"\s*[-+]?[\d.]*\s*", v)]
     return bool(strings) and 20 * len(set(strings)) >= len(strings)
 
 
 def _is_key(file: DataFile, column: str) -> bool:
-    """Whether every value is a single word that contains a digit, and no two are the same."""
+    """Return whether every value is a single word that contains a digit, and no two are the same."""
     values = [str(row.get(column, "")) for _, row in file.rows[:SAMPLED_ROWS]]
     return len(set(values)) == len(values) and all(re.fullmatch(r"\S*\d\S*", value) for value in values)
 

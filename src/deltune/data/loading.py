@@ -204,7 +204,7 @@ class TaskData:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What a run records about its data, as JSON values."""
+        """The facts that a run records about its data, as JSON values."""
         fields = ("source", "fingerprint", "kind", "columns", "digests")
         rows = {split: len(dataset) for split, dataset in self.splits.items()}
         scheme = {} if self.tag_scheme is None else {"tag_scheme": self.tag_scheme}

@@ -20,7 +20,7 @@ from ..filesystem import parse_json
 from .tag_schemes import OUTSIDE, is_entity_tag
 
 MAX_LISTED_PROBLEMS = 10
-"""How many problems of a data set an error lists."""
+"""The most problems of a data set that an error lists."""
 MAX_LINE_LENGTH = 2**24
 """Characters of the longest line, or field of CSV, that is read."""
 MAX_COMPRESSION_RATIO = 50
@@ -271,7 +271,7 @@ def _read_text(path: Path, problems: list[str]) -> NumberedRows:
 
 
 def _is_tag(text: str) -> bool:
-    """Whether a text looks like a tag of an entity, so that a line that begins with # is a token and no comment."""
+    """Return whether a text looks like an entity's tag, so that a line that begins with # is a token and no comment."""
     return text == OUTSIDE or is_entity_tag(text)
 
 

@@ -114,7 +114,7 @@ def _steps(row: Sequence[str]) -> Iterable[tuple[str, str]]:
 
 
 def _may_follow(scheme: str, before: str, tag: str) -> bool:
-    """Whether a tag may stand behind another one, O or itself of the scheme."""
+    """Return whether a tag may stand behind another one, O or itself of the scheme."""
     prefixes = SCHEMES[scheme]
     if tag[0] not in prefixes + OUTSIDE:
         return False

@@ -1,4 +1,4 @@
-"""What a metric is: statistics of each example, a corpus score computed from them, and a signature, as in sacreBLEU."""
+"""Metrics: statistics of each example, a corpus score computed from them, and a signature, as in sacreBLEU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import DeltuneError, is_installed, missing_extra
 
 InputType = Literal["classes", "numbers", "tags", "texts", "answers", "log-likelihoods"]
-"""What a metric compares.
+"""The kinds of predictions and references that metrics compare.
 
 classes: ids or names, or lists of them. numbers: real numbers. tags: lists of tags of entities. texts and answers: a
 string against one string or several. log-likelihoods: the sum over an example's tokens, in nats, against the number of
@@ -28,7 +28,7 @@ NON_NEGATIVE = (0.0, float("inf"))
 
 @dataclass(frozen=True)
 class CorpusStatistics:
-    """What a metric extracts from predictions and references.
+    """Statistics that a metric extracts from predictions and references.
 
     Attributes:
         rows: Statistics of shape (examples, k), a row for each example.

@@ -11,7 +11,7 @@ import numpy as np
 from .base import ComputeScore, Score
 
 MAX_GROUPS = 100
-"""How many times a score is computed anew for its jackknife, at most."""
+"""The most times that a score is computed anew for its jackknife."""
 
 
 NO_SPREAD = 1e-9

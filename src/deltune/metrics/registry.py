@@ -127,7 +127,7 @@ def _are_lists(*values: Any) -> bool:
 
 
 def _have_several(references: Sequence[Any]) -> bool:
-    """Whether an example has a class for each of its words, as tags are."""
+    """Return whether an example has a class for each of its words, as tags are."""
     return _are_lists(references[0])
 
 

@@ -48,12 +48,12 @@ def unspaced_signature(texts: Iterable[str]) -> dict[str, str]:
 
 
 def is_ascii_worded(text: str) -> bool:
-    """Whether all letters and digits of a text are ASCII, so that rouge-score's own tokenizer reads all of it."""
+    """Return whether all letters and digits of a text are ASCII, so that rouge-score's own tokenizer reads it all."""
     return text.isascii() or not _OTHER_LETTER.search(unicodedata.normalize("NFC", text))
 
 
 def is_latin(text: str) -> bool:
-    """Whether at least half of the letters of a text are Latin ones."""
+    """Return whether at least half of the letters of a text are Latin ones."""
     return 2 * len(_LATIN.findall(text)) >= len(_LETTER.findall(text))
 
 

@@ -12,7 +12,7 @@ WIDTH, HEIGHT = 560, 250  # units of the view box; a chart is as wide as its pla
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 10, 40
 MAX_POINTS = 240
 SERIES_STYLES = 6
-"""How many series differ in colour and dash (`.c0` … `.c5` in page.css); later ones begin anew."""
+"""The number of series that differ in colour and dash (`.c0` … `.c5` in page.css); later ones begin anew."""
 
 
 @dataclass(frozen=True)

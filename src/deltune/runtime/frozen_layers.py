@@ -92,7 +92,7 @@ def _area_of(anatomy: Anatomy, port: ModuleSide) -> str:
 
 
 def _layers_before(anatomy: Anatomy, path: str, area: str) -> int:
-    """How many layers run before a module; outside of all layers its area, or the side of its place, decides."""
+    """Return how many layers run before a module; outside of all layers its area, or the side of its place, decides."""
     inside = [i for i, layer in enumerate(anatomy.layers) if is_inside(path, layer.path)]
     if inside:
         return inside[0]
@@ -104,7 +104,7 @@ def _layers_before(anatomy: Anatomy, path: str, area: str) -> int:
 
 
 def _layers_before_stack(anatomy: Anatomy, stack: str) -> int:
-    """How many layers run before those of a stack."""
+    """Return how many layers run before those of a stack."""
     return next(i for i, layer in enumerate(anatomy.layers) if layer.stack == stack)
 
 
@@ -330,7 +330,7 @@ class FrozenLayers:
     # -- hidden states
 
     def is_decoder_argument(self, argument: str) -> bool:
-        """Whether an argument holds the states of an encoder-decoder's decoder."""
+        """Return whether an argument holds the states of an encoder-decoder's decoder."""
         return len(self.anatomy.stacks) > 1 and argument == f"{PREFIX}{self.anatomy.stacks[1].name}"
 
     def states(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What a task kind is: how rows become batches and how a model's outputs become predictions."""
+"""Kinds of tasks: how rows become batches and how a model's outputs become predictions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Columns = Mapping[str, Sequence[Any]]
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """How rows are encoded and answers are generated.
+    """Options by which rows are encoded and answers are generated.
 
     Attributes:
         max_length: Longest input, in tokens.
@@ -46,7 +46,7 @@ def autocast(device: torch.device, precision: str) -> contextlib.AbstractContext
 
 @dataclass(frozen=True)
 class InferenceContext:
-    """What is needed to run a model over a split.
+    """Everything that a pass over a split needs.
 
     Attributes:
         model: The model, on its device.
@@ -98,7 +98,7 @@ class InferenceContext:
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a model answered to the rows of a split.
+    """A model's answers to the rows of a split.
 
     Attributes:
         predictions: The answer to each row, as metrics compare it.

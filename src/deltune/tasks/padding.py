@@ -1,4 +1,4 @@
-"""Whether padding leaves a model's answers as they are, and on which side: measured, once for each model."""
+"""The side on which padding leaves a model's answers as they are, measured once for each model."""
 
 from __future__ import annotations
 

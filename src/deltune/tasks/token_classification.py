@@ -140,7 +140,7 @@ TAGGING = TaskKind(
 )
 
 NO_ENTITIES = "none"
-"""What stands for a text without entities."""
+"""Stands for a text without entities."""
 
 
 def entity_type(tag: str) -> str:

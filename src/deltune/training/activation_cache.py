@@ -284,7 +284,7 @@ def _probe(
 
 
 def _close(logits: torch.Tensor, expected: torch.Tensor, mask: torch.Tensor, tolerance: float) -> bool:
-    """Whether logits agree; those that are given for every token are compared at tokens that are not padding."""
+    """Return whether logits agree; those that are given for every token are compared at tokens that are not padding."""
     if logits.shape != expected.shape:
         return False
     if logits.dim() == 3 and logits.shape[:2] == mask.shape:
@@ -317,7 +317,7 @@ def _kept_tokens(reads: TokensRead) -> slice:
 
 
 def _is_of_labels(frozen_layers: FrozenLayers, argument: str, row: Row) -> bool:
-    """Whether the activations of an argument are those of the labels' tokens, which a decoder reads in training."""
+    """Return whether an argument holds activations of the labels' tokens, which a decoder reads in training."""
     return frozen_layers.is_decoder_argument(argument) and isinstance(row.get("labels"), list)
 
 

@@ -1,4 +1,4 @@
-"""What a finished run shows that its user should know: nothing learned, a loss that rose, or training cut short."""
+"""Advice about a finished run: nothing learned, a loss that rose, or training cut short."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class FinishedRun:
     """The files of a finished run, each read once.
 
     Attributes:
-        config: Its config; of several runs that of all of them.
+        config: Its config; of several runs the config of the series.
         best: The folder of the single run whose delta it has: itself, or the best of several.
         split: The split that is analysed: test, or else validation; "" if the data has neither.
     """

@@ -31,7 +31,7 @@ CHECKED_FILES = (TENSORS_FILE, PROGRESS_FILE, STATE_FILE)
 """The files that a resumed run reads."""
 
 ADVICE = "bring back a copy of the folder, or start afresh (--fresh)"
-"""What the user can do about a damaged checkpoint; error messages end with it."""
+"""Advice about a damaged checkpoint; error messages end with it."""
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -197,7 +197,7 @@ def restore_optimizer(checkpoint: Path, optimizer: Any, scheduler: Any) -> None:
 
 
 def _is_alike(value: Any, other: Any) -> bool:
-    """Whether two values of JSON have the same keys and lengths, and numbers at the same places."""
+    """Return whether two values of JSON have the same keys and lengths, and numbers at the same places."""
     if isinstance(other, dict):
         return (
             isinstance(value, dict) and set(value) == set(other) and all(_is_alike(value[k], other[k]) for k in other)

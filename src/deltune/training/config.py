@@ -130,7 +130,7 @@ class DataSection(RunSection):
 
 
 class MethodSection(RunSection):
-    """What is tuned."""
+    """The method that is tuned."""
 
     expression: str = Field(
         description='expression, such as "prefix(length=16) + layernorm"', json_schema_extra={"common": True}
@@ -388,7 +388,7 @@ class RunConfig(BaseModel):
     def from_canonical(cls, values: Mapping[str, Any]) -> RunConfig:
         """Make the config whose `canonical` values these are.
 
-        Where they have no learning rate, it is that of the method, whatever the number of steps.
+        Where they have no learning rate, the config gets the method's, whatever the number of steps.
         """
         search = values.get("search", {})
         rate = {} if {"lr", "method"} & {*search} else {"lr": default_learning_rate(values["method"])}
@@ -433,7 +433,7 @@ class RunConfig(BaseModel):
 
     @property
     def is_series(self) -> bool:
-        """Whether this describes more than one run: several seeds, or values to try."""
+        """True if this describes more than one run: several seeds, or values to try."""
         return bool(self.runtime.seeds or self.runtime.search)
 
     def search_configs(self) -> list[RunConfig]:
@@ -458,7 +458,7 @@ class RunConfig(BaseModel):
         return type(self).from_flat(**merge_values(values, changes))
 
     def adds_seeds_to(self, other: RunConfig) -> bool:
-        """Whether this is the other config with further seeds behind its seeds, and is the same in all else."""
+        """Return whether this is the other config with further seeds behind its seeds, and is the same in all else."""
         before, now = other.runtime.seeds or (other.runtime.seed,), self.runtime.seeds
         return len(now) > len(before) and now[: len(before)] == before and other.replace(seeds=now).name == self.name
 
@@ -607,7 +607,7 @@ def _metric_option_problems(values: Mapping[str, Mapping[str, Any]]) -> list[str
 
 
 def _same_kind(default: Any, value: Any) -> bool:
-    """Whether a value is of the same kind as a default; a default of None stands for a name or a number."""
+    """Return whether a value is of the same kind as a default; a default of None stands for a name or a number."""
     if default is None:
         return value is None or isinstance(value, str | int)
     if isinstance(default, bool) or isinstance(value, bool):

@@ -48,7 +48,7 @@ def init_processes(device: torch.device) -> None:
 
 
 def is_distributed() -> bool:
-    """Whether several processes work on this run."""
+    """Return whether several processes work on this run."""
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
@@ -63,7 +63,7 @@ def rank() -> int:
 
 
 def is_main() -> bool:
-    """Whether this process is rank 0, which writes files and reports."""
+    """Return whether this process is rank 0, which writes files and reports."""
     return rank() == 0
 
 
@@ -154,7 +154,7 @@ def shard_model(handle: Tuned, device: torch.device) -> None:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether a model is sharded by FSDP2."""
+    """Return whether a model is sharded by FSDP2."""
     return isinstance(model, FSDPModule)
 
 

@@ -14,7 +14,7 @@ from ..errors import DeltuneError, counted, error_summary
 from ..metrics.labels import entities
 
 MAX_WRONG, MAX_RIGHT = 6, 6
-"""How many examples are shown."""
+"""The most examples that are shown."""
 MAX_MATRIX = 20
 """The most labels of a confusion matrix; of more labels only the most frequent confusions are listed."""
 MAX_CONFUSIONS = 10
@@ -59,7 +59,7 @@ class Confusion:
 
 @dataclass(frozen=True)
 class Analysis:
-    """What the predictions of a split show.
+    """Errors and successes among the predictions of a split.
 
     Attributes:
         constant: The answer that every row got, if all got the same one although their right answers differ.

@@ -17,7 +17,7 @@ Input = str | Sequence[str] | Mapping[str, Any]
 """A text; a text and its pair, or tokens; or every input by its role."""
 
 DESCRIPTIONS = {("text",): "one text, no pair,", ("text", "pair"): "a text and its pair"}
-"""What a row holds, by the roles of its inputs, where the names of the roles would say less."""
+"""The content of a row, by the roles of its inputs, where the names of the roles would say less."""
 
 MAX_ROWS_LISTED = 10
 

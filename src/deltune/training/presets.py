@@ -42,13 +42,13 @@ class Rule:
     methods: Collection[str] = ()
 
     def applies(self, task: str | None, method: str | None) -> bool:
-        """Whether a run of this task with this named method gets the values."""
+        """Return whether a run of this task with this named method gets the values."""
         return (not self.tasks or task in self.tasks) and (not self.methods or method in self.methods)
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """What a paper says of its training.
+    """The training settings of a paper.
 
     Attributes:
         source: Where the paper says it.

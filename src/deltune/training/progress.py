@@ -26,11 +26,11 @@ ROWS_BESIDE_TABLE = 10
 """Lines of the terminal that the table leaves free."""
 
 MIN_COLUMNS = 3
-"""How many columns a table keeps on the narrowest terminal, beside the times."""
+"""The fewest columns that a table keeps on the narrowest terminal, beside the times."""
 UNLIMITED = 1000
 
 Facts = Mapping[str, str]
-"""What is known now, as texts by name: {"step": "40/423", "loss": "1.02"}."""
+"""Facts that are known now, as texts by name: {"step": "40/423", "loss": "1.02"}."""
 
 logger = logging.getLogger("deltune")
 
@@ -154,7 +154,7 @@ class ProgressDisplay:
         return f"{min(1.0, self.done / self.units):.0%}" if self.units else ""
 
     def _has_news(self) -> bool:
-        """Whether more is known now than the last row that was kept says."""
+        """Return whether more is known now than the last row that was kept says."""
         facts = {name: value for name, value in self.facts.items() if value}
         return not facts.items() <= (self.kept[-1].items() if self.kept else {}.items())
 

@@ -39,8 +39,8 @@ PASSES_OF_A_STEP = 3
 """A row of a training step takes as long as that many rows that are only scored: forward, and twice that backward."""
 
 FINALISTS = 2
-"""How many rates a study tries under a second seed. One seed's validation rows may prefer, by a hair, a rate that
-diverges under others: of two rates within a point the mean over two seeds tells more."""
+"""The number of rates that a study tries under a second seed. One seed's validation rows may prefer, by a hair, a rate
+that diverges under others: of two rates within a point the mean over two seeds tells more."""
 
 logger = logging.getLogger("deltune")
 
@@ -96,12 +96,12 @@ class Slice:
 
 @dataclass(frozen=True)
 class SearchPlan:
-    """What a search tries.
+    """The rates that a search tries, and on how many steps and rows.
 
     Attributes:
         boost: By how much the rate of a try is higher, as the method's default is for so few steps.
         share: The work of the search, as a share of the run's.
-        warmup: The share of its steps in which a try warms up, which is that of the run.
+        warmup: The share of its steps in which a try warms up, as in the run.
     """
 
     rates: tuple[float, ...]

@@ -37,7 +37,7 @@ MAX_CURVES = 6
 TEXT_KINDS = ("classification", "generation", "language")
 """The kinds of task whose input is a text that a command line can hold."""
 TO = "\u00a0…\u00a0"
-"""What stands between the ends of an interval, which do not part at the end of a line."""
+"""Stands between the ends of an interval, which do not part at the end of a line."""
 ENVIRONMENT = (
     "command", "deltune", "commit", "project_commit", "python", "packages", "platform", "device", "precision", "cpus",
     "threads", "linear_backend", "processes",
@@ -66,7 +66,7 @@ class SeriesRow:
 
 @dataclass(frozen=True)
 class RunReport:
-    """What the page shows of one run.
+    """The part of the page about one run.
 
     Attributes:
         key: Distinguishes the ids of its section from those of other runs.

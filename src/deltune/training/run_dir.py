@@ -46,7 +46,7 @@ from ..processor import processor_name
 from .config import RunConfig, read_config
 
 MAX_PROBLEMS = 10
-"""How many problems of one file are listed."""
+"""The most problems of one file that are listed."""
 
 
 class Record(BaseModel):
@@ -207,7 +207,7 @@ class RunMetrics(Record):
 
 
 class OptimizerState(Record):
-    """What JSON can hold of an optimizer's state.
+    """The part of an optimizer's state that JSON can hold.
 
     Attributes:
         scalars: By the number of a parameter, the values of its state that are no tensors.
@@ -306,7 +306,7 @@ def read_record(kind: type[Record], path: Path) -> dict[str, Any]:
 
 
 GIT_SECONDS = 5.0
-"""How long git may take to say at which commit a folder is."""
+"""Seconds that git may take to say at which commit a folder is."""
 
 PACKAGES = ("torch", "transformers", "accelerate", "tokenizers", "datasets", "safetensors", "numpy", "scikit-learn")
 """The packages whose versions are written to environment.json."""
@@ -324,7 +324,7 @@ CONTENTS = (
 
 
 def _is_leftover(path: Path) -> bool:
-    """Whether an entry of a run's folder is the temporary file or folder of an interrupted write."""
+    """Return whether an entry of a run's folder is the temporary file or folder of an interrupted write."""
     return path.name.startswith(tuple(f".{name}-" for name in CONTENTS))
 
 
@@ -361,12 +361,12 @@ class RunDir:
 
     @property
     def exists(self) -> bool:
-        """Whether the folder holds a run, finished or not."""
+        """True if the folder holds a run, finished or not."""
         return self.spec_file.is_file()
 
     @property
     def finished(self) -> bool:
-        """Whether the folder holds a finished run."""
+        """True if the folder holds a finished run."""
         return self.exists and self.metrics_file.is_file()
 
     @property
@@ -413,7 +413,7 @@ class RunDir:
 
     @property
     def rate_search(self) -> RateSearch | None:
-        """What `lr: auto` tried so far; None if there is no such file."""
+        """The rates that `lr: auto` tried so far; None if there is no such file."""
         return RateSearch(**read_record(RateSearch, self.rates_file)) if self.rates_file.is_file() else None
 
     @property
@@ -460,7 +460,7 @@ class RunDir:
         return None
 
     def _takes_seeds(self, before: RunConfig, config: RunConfig) -> bool:
-        """Whether the seeds of a config can be added to this run: it is one of several seeds, or finished."""
+        """Return whether the seeds of a config can be added to this run: it is one of several seeds, or finished."""
         if not config.adds_seeds_to(before):
             return False
         return before.is_series or self.finished or self._run_of_seed(before).finished
@@ -656,7 +656,7 @@ def command_line(words: Iterable[str]) -> str:
 
 
 def is_deltune(program: str) -> bool:
-    """Whether a path is of deltune's own command, also as it is run by python -m."""
+    """Return whether a path is of deltune's own command, also as it is run by python -m."""
     path = Path(program)
     return path.name == "deltune" or (path.name == "__main__.py" and path.parent.name == "deltune")
 

@@ -36,14 +36,14 @@ class Trial:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """How well the run validated, by the metric and then by the loss; -inf if it diverged."""
+        """The quality of the run on validation, by the metric and then by the loss; -inf if it diverged."""
         if self.metrics is None:
             return -math.inf, -math.inf
         return self.metrics.best.quality, -self.metrics.validation.get("loss", 0.0)
 
     @property
     def outcome(self) -> str:
-        """What the run reached on validation, in words."""
+        """The result of the run on validation, in words."""
         best = None if self.metrics is None else self.metrics.best
         if best is None or best.metric is None or best.value is None:
             return "finished; there is no validation split to compare by"

@@ -1,4 +1,4 @@
-"""What a run works on: its device, its data as read, the kind of task on its kind of model, its metrics and lengths.
+"""Set-up of a run: its device, its data as read, the kind of task on its kind of model, its metrics and lengths.
 
 `ModelCache` has what several runs in one process share: a backbone, its tokenizer, and data sets that were read.
 """
@@ -304,7 +304,7 @@ def resolve_precision(name: str, device: torch.device) -> str:
 
 
 def _supports_bf16(device: torch.device) -> bool:
-    """Whether an accelerator computes in bfloat16 without emulation."""
+    """Return whether an accelerator computes in bfloat16 without emulation."""
     if device.type == "cuda":
         with torch.cuda.device(device):
             return torch.cuda.is_bf16_supported(including_emulation=False)

@@ -111,7 +111,7 @@ class RunState:
 
     @property
     def total_steps(self) -> int:
-        """How many steps the run has in all, unless patience ends it."""
+        """The number of steps of the run, unless patience ends it."""
         return total_steps(self.config.optim, self.batches)
 
     @property
@@ -127,13 +127,13 @@ class RunState:
 
     @property
     def out_of_patience(self) -> bool:
-        """Whether training stops because validation has not improved for long enough."""
+        """True if training stops because validation has not improved for long enough."""
         patience = self.config.evaluation.patience
         return patience is not None and self.stale >= patience
 
     @property
     def truncated(self) -> dict[str, dict[str, int]]:
-        """How many inputs and how many targets of every split were cut."""
+        """The numbers of inputs and of targets that were cut, by split."""
         names = ("truncated", "truncated_targets")
         return {name: {split: getattr(rows, name) for split, rows in self.encoded.items()} for name in names}
 
@@ -273,7 +273,7 @@ class DeltaTrainer(Trainer):
             self.accelerator.ddp_handler.find_unused_parameters = self._some_unused()
 
     def _some_unused(self) -> bool:
-        """Whether a trained parameter has no part in the loss, which DDP would wait for; one pass shows it."""
+        """Return whether a trained parameter has no part in the loss, which DDP would wait for; one pass shows it."""
         with torch.random.fork_rng():
             model = self.run_state.model.train()
             model(**self._prepare_inputs(self._batch([self.run_state.encoded["train"][0]]))).loss.backward()
@@ -393,7 +393,7 @@ class DeltaTrainer(Trainer):
 
 
 COLUMNS = ("step", "epoch", "loss", "validation", "validation loss", "rate", "tokens/s")
-"""What the progress of training shows, beside the time and the time left."""
+"""The columns of the progress of training, beside the time and the time left."""
 
 
 class ReportCallback(TrainerCallback):
