@@ -61,22 +61,6 @@ class Score:
     statistics: np.ndarray = field(repr=False, compare=False)
     compute_score: ComputeScore = field(repr=False, compare=False)
 
-    def resampled(self, indices: Sequence[int] | np.ndarray) -> float:
-        """Return the score of a re-sample of the corpus, as in a bootstrap.
-
-        What a metric derives from all references together (information weights of NIST, document frequencies of CIDEr,
-        BERTScore and MoverScore) stays that of the whole corpus.
-
-        Args:
-            indices: The examples of the re-sample; one that occurs twice counts twice.
-
-        Raises:
-            DeltuneError: There are no indices.
-        """
-        if len(indices) == 0:
-            raise DeltuneError("cannot score a re-sample of no examples.")
-        return self.compute_score(self.statistics[np.asarray(indices, dtype=np.int64)])
-
 
 class Scores(dict[str, Score]):
     """Metric -> its score; `omitted` says, for every other metric that was requested, why it has no score."""
