@@ -178,24 +178,28 @@ def parse_yaml(text: str, where: str) -> Any:
     Raises:
         DeltuneError: It is broken, repeats a key of a mapping, or is beyond the bounds above.
     """
+    try:
+        return _load(text)
+    except yaml.YAMLError as error:
+        raise DeltuneError(f"{where} is broken YAML: {' '.join(str(error).split())}") from error
+    except _TooLarge as error:
+        raise DeltuneError(f"{where} {error}") from error
+
+
+def _load(text: str) -> Any:
     loader = _BoundedLoader(text)
     try:
         root = loader.get_single_node()
         if loader.repeated_keys:
-            raise DeltuneError(f"{where} is broken YAML: {'; '.join(loader.repeated_keys)}")
-        return None if root is None else loader.construct_document(root)
-    except _TooLarge as error:
-        raise DeltuneError(f"{where} {error}") from error
+            raise yaml.YAMLError("; ".join(loader.repeated_keys))
+        try:
+            return None if root is None else loader.construct_document(root)
+        except yaml.YAMLError:
+            raise
+        except Exception as error:  # what a constructor says of a value that its tag does not fit: almost anything
+            raise yaml.YAMLError(f"a value does not fit its type ({type(error).__name__}: {error})") from error
     except RecursionError:
-        raise DeltuneError(f"{where} is nested too deeply") from None
-    except yaml.YAMLError as error:
-        raise DeltuneError(f"{where} is broken YAML: {' '.join(str(error).split())}") from error
-    except DeltuneError:
-        raise
-    except Exception as error:  # what a constructor says of a value that its tag does not fit: almost anything
-        raise DeltuneError(
-            f"{where} is broken YAML: a value does not fit its type ({type(error).__name__}: {error})"
-        ) from error
+        raise _TooLarge("is nested too deeply") from None
     finally:
         loader.dispose()
 
