@@ -50,7 +50,18 @@ class FrozenBoundary:
 
 
 def find_boundary(anatomy: Anatomy, delta: Delta) -> FrozenBoundary:
-    """Find the frozen layers of a delta."""
+    """Find the frozen layers of a delta.
+
+    Args:
+        anatomy: The model's anatomy.
+        delta: The delta in use.
+
+    Returns:
+        The frozen layers and their states.
+
+    Raises:
+        DeltuneError: No layer is below everything that the delta trains or changes.
+    """
     lowest, what = min(_depths_of_trained(anatomy, delta), default=(len(anatomy.layers), "nothing"))
     if not lowest:
         raise DeltuneError(
@@ -92,7 +103,7 @@ def _area_of(anatomy: Anatomy, port: ModuleSide) -> str:
 
 
 def _layers_before(anatomy: Anatomy, path: str, area: str) -> int:
-    """Return how many layers run before a module; outside of all layers its area, or the side of its place, decides."""
+    """How many layers run before a module; outside of all layers its area, or the side of its place, decides."""
     inside = [i for i, layer in enumerate(anatomy.layers) if is_inside(path, layer.path)]
     if inside:
         return inside[0]
@@ -104,7 +115,7 @@ def _layers_before(anatomy: Anatomy, path: str, area: str) -> int:
 
 
 def _layers_before_stack(anatomy: Anatomy, stack: str) -> int:
-    """Return how many layers run before those of a stack."""
+    """How many layers run before those of a stack."""
     return next(i for i, layer in enumerate(anatomy.layers) if layer.stack == stack)
 
 
@@ -259,7 +270,11 @@ class FrozenLayers:
     # -- a pass
 
     def run(self, entry: FrozenLayersEntry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the model, or one stack, without the arguments that hold cached states."""
+        """Call the model, or one stack, without the arguments that hold cached states.
+
+        Raises:
+            DeltuneError: Another thread runs the model; training modes and cached states belong to one pass at a time.
+        """
         if self.process != os.getpid():
             self._forget_other_threads()
         with self.mutex:
@@ -330,7 +345,7 @@ class FrozenLayers:
     # -- hidden states
 
     def is_decoder_argument(self, argument: str) -> bool:
-        """Return whether an argument holds the states of an encoder-decoder's decoder."""
+        """Whether an argument holds the states of an encoder-decoder's decoder."""
         return len(self.anatomy.stacks) > 1 and argument == f"{PREFIX}{self.anatomy.stacks[1].name}"
 
     def states(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -355,6 +370,12 @@ class FrozenLayers:
 
         A layer is not skipped if a layer above reads another tensor that it computes (such as the position bias of
         T5's first layer); neither are the layers before it.
+
+        Args:
+            batch: The model's arguments.
+
+        Returns:
+            The output of the pass.
         """
         outputs: list[tuple[FrozenLayerHook, tuple[Any, ...], dict[str, Any], Any]] = []
         read: list[Any] = []

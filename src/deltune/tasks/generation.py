@@ -62,7 +62,15 @@ def language_codes(tokenizer: Any) -> list[str]:
 
 
 def language_code(language: str, codes: list[str]) -> str:
-    """Return a tokenizer's code for a language."""
+    """Return a tokenizer's code for a language.
+
+    Args:
+        language: ISO 639-1 or 639-3 (en, eng), or one of the codes itself.
+        codes: The tokenizer's codes, such as en_XX or eng_Latn.
+
+    Raises:
+        DeltuneError: No code fits, or several do, as for languages with two scripts.
+    """
     if language in codes:
         return language
     iso_codes = {language, ISO_639_3.get(language, language)}
@@ -80,7 +88,16 @@ def tokenizer_languages(tokenizer: Any) -> tuple[str | None, str | None]:
 
 
 def set_languages(tokenizer: Any, source: str | None, target: str | None) -> None:
-    """Set the languages of a tokenizer, in place."""
+    """Set the languages of a tokenizer, in place.
+
+    Args:
+        tokenizer: The tokenizer of a multilingual model.
+        source: The language of the texts; None leaves it as it is.
+        target: The language of the targets; None leaves it as it is.
+
+    Raises:
+        DeltuneError: The tokenizer is not multilingual, or does not have the language.
+    """
     codes = language_codes(tokenizer)
     for name, option, language in (("src_lang", "source", source), ("tgt_lang", "target", target)):
         if language is not None and not codes:
@@ -96,6 +113,13 @@ def forced_bos_options(tokenizer: Any, model: Any) -> dict[str, int | None]:
 
     The language of a target is its first token, which is then forced, or its last one, which the model moves to the
     front.
+
+    Args:
+        tokenizer: A tokenizer, with its languages set.
+        model: The encoder-decoder.
+
+    Returns:
+        Options of `generate`; none if the tokenizer is not multilingual.
     """
     if not language_codes(tokenizer):
         return {}
