@@ -2,8 +2,8 @@
 
 By a head: one label for a text or a pair of texts, or one of several answers to a question.
 
-By a language model (rank classification): of several candidate answers, the one that it finds most likely after the
-prompt. An encoder-decoder reads the prompt and scores each candidate as its output; a decoder scores it as the
+By a language model (rank classification): the likeliest of several candidate answers after the prompt. An
+encoder-decoder reads the prompt and scores each candidate as its output; a decoder scores it as the
 continuation of the prompt. The candidates of a label are its label words, ranked by log p(c | prompt) = Σ log p(token |
 prompt, tokens before). The choices of a question differ in length, and every token lowers the sum: they are ranked by
 the mean over their tokens. Scores are the softmax over the candidates, and the loss is their cross-entropy, as with a
@@ -284,7 +284,7 @@ def candidate_log_likelihoods(context: InferenceContext, encoded: EncodedRows, m
             padding = batch["attention_mask"].argmax(1).tolist()
         logits = context.model(**inputs).logits.float()
         log_normalizers = logits.logsumexp(-1)
-        # Logits of a decoder predict the next position, those of an encoder-decoder their own label.
+        # Logits of a decoder predict the next position, logits of an encoder-decoder their own label.
         offsets = [
             pad + row["prompt_length"] - (not is_encoder_decoder) for row, pad in zip(rows, padding, strict=True)
         ]

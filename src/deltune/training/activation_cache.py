@@ -206,7 +206,7 @@ class _CacheFile:
             return None
         counts = (encoded.truncated, encoded.num_texts, encoded.truncated_targets)
         rows = CachedRows(encoded.rows, *counts, states, self.starts, self.reads)
-        rows.__dict__["lengths"] = encoded.lengths  # those of the whole rows, by which batches are ordered
+        rows.__dict__["lengths"] = encoded.lengths  # lengths of the whole rows, by which batches are ordered
         return rows
 
     def write(self, frozen_layers: FrozenLayers, context: InferenceContext, encoded: EncodedRows) -> None:
@@ -238,7 +238,7 @@ def _probe(
 ) -> str | tuple[TokensRead, TokenShapes]:
     """Find out on a few rows which tokens are read, and the types and shapes; or return why nothing can be cached.
 
-    In training mode, with the same draws of dropout, logits from activations must be those of a whole pass.
+    In training mode, with the same draws of dropout, logits from activations must equal the logits of a whole pass.
     """
     if padding_side(context.model) is None:
         return "padding changes the answers of this model"
@@ -284,7 +284,7 @@ def _probe(
 
 
 def _close(logits: torch.Tensor, expected: torch.Tensor, mask: torch.Tensor, tolerance: float) -> bool:
-    """Return whether logits agree; those that are given for every token are compared at tokens that are not padding."""
+    """Return whether logits agree; logits of every token are compared at tokens that are not padding."""
     if logits.shape != expected.shape:
         return False
     if logits.dim() == 3 and logits.shape[:2] == mask.shape:

@@ -448,7 +448,7 @@ class RunConfig(BaseModel):
     def single(self, **changes: Any) -> RunConfig:
         """Return one run of a series, with these values by flat name; a config of a single run is its own.
 
-        The values take the place of others as in `replace`, but a learning rate that was given is that of all runs.
+        The values take the place of others as in `replace`, but all runs have a learning rate that was given.
         """
         if not self.is_series:
             return self

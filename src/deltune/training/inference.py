@@ -289,7 +289,7 @@ def evaluate(
         progress: Show a progress bar on a terminal.
         other: A known task in place of the run's, as flat values of a config: {"task": …, "data_root": …,
             "relabel": …}; as many of its rows are scored as of the run's own.
-        columns: The columns of the other data, such as "text=a,label=b"; by default those of the run.
+        columns: The columns of the other data, such as "text=a,label=b"; by default the run's.
         data_root: The folder that now holds the folder of the run's known task.
 
     Returns:
@@ -352,7 +352,7 @@ def evaluate_model(
 
     Args:
         model: A hub id, a folder, or `minilm`.
-        data: A folder or hub id; by default that of the known task.
+        data: A folder or hub id; by default the known task's.
         task: The kind of task, or a known task; by default what the columns show.
         columns: The columns, such as "text=a,label=b"; by default those with usual names.
         answer: "head" or "words".
@@ -564,7 +564,7 @@ def rescore(run: str | Path, metrics: Sequence[str] = ()) -> dict[str, dict[str,
 
     Args:
         run: The folder of the run.
-        metrics: The names of the metrics; by default those of the run.
+        metrics: The names of the metrics; by default the run's.
 
     Returns:
         The metrics of every split.

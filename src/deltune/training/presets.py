@@ -222,7 +222,7 @@ def merge_values(base: Values, values: Values) -> dict[str, Any]:
     A value that is given also replaces those that exclude it (`EXCLUDES`) and the values of its field to try. A
     learning rate that a run found, or that was the default of the base's method, does not outlive a change of what it
     depends on, nor a search over that or over rates. Options of metrics are laid over each other metric by metric;
-    those of the official script of the base's task do not outlive a change of the task.
+    options of the official script of the base's task do not outlive a change of the task.
     """
     searched = _searched_fields(values)
     changed = {field for field, value in values.items() if field != "method" or value is not None} | searched

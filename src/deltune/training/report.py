@@ -69,7 +69,7 @@ class RunReport:
     """The part of the page about one run.
 
     Attributes:
-        key: Distinguishes the ids of its section from those of other runs.
+        key: Distinguishes the ids of its section from the ids of other runs.
         split: The split that is analysed.
         config: The values that are not at their default, as YAML.
         full_config: All values, as YAML.

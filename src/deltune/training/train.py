@@ -65,7 +65,7 @@ def train(
 
     The folder `output` becomes the RUN. A finished run of the same config is not repeated; an unfinished one goes on
     where it stopped and ends with the same numbers. The best epoch has the best validation score by
-    `evaluation.metric`; of equal ones it is that of the lower validation loss, then the first. Without a validation
+    `evaluation.metric`; of equal ones the lower validation loss decides, then the order. Without a validation
     split it is the last epoch. A config of several runs (seeds, search) makes a folder of these runs and their
     aggregate (`search.run_series`).
 
