@@ -15,11 +15,7 @@ STEPS = (0, -1, -2, 1)
 
 
 def rates_to_try(usual: float) -> list[float]:
-    """Return the learning rates to try for a method, its usual one first.
-
-    Args:
-        usual: The rate that the method usually has, one of `LADDER`.
-    """
+    """Return the learning rates to try for a method, its usual one first."""
     place = LADDER.index(usual)
     return [LADDER[place + step] for step in STEPS]
 
@@ -34,10 +30,8 @@ def choose_rates(plans: Sequence[CellPlan]) -> CellPlan:
 
     Every rate is tried under the first seed, and the two that validate best under the second seed too. The cells of the
     other seeds have no job until all of these runs have ended; then they take the rate whose two runs validated best in
-    the mean. A run that diverged is worse than any other.
-
-    Args:
-        plans: One for each rate, in order of preference. Their cells are the same, in the same order.
+    the mean. A run that diverged is worse than any other. There is a plan for each rate, in order of preference; their
+    cells are the same, in the same order.
     """
     if len(plans) == 1:
         return plans[0]

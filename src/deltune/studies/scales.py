@@ -114,22 +114,14 @@ class StudySetup:
     def rates(self, method: str | Method) -> list[Values]:
         """Return the learning rates that a method's runs try, as fields of a spec.
 
-        Args:
-            method: The method.
-
-        Returns:
-            The rates at small scale, the usual one first; at paper scale no field, since the protocol has the rate.
+        At paper scale that is no field, since the protocol has the rate.
         """
         if not self.small:
             return [{}]
         return [{"lr": rate} for rate in rates_to_try(small_scale_rate(method))]
 
     def check(self, models: Iterable[str], tasks: Iterable[str]) -> None:
-        """Check that models and tasks are present at small scale.
-
-        Raises:
-            DeltuneError: Everything that is missing, and which folder to give.
-        """
+        """Check that models and tasks are present at small scale."""
         if not (self.small and self.runs):
             return
         problems = []
@@ -177,13 +169,7 @@ class Variant:
 
 
 def method_variants(methods: Mapping[str, str], axis: str = "method", **labels: Any) -> list[Variant]:
-    """Return a variant for each method.
-
-    Args:
-        methods: Label -> expression.
-        axis: The axis of these labels.
-        labels: The variants' labels on further axes, the same for all.
-    """
+    """Return a variant for each method."""
     return [Variant({axis: label, **labels}, {"method": method}) for label, method in methods.items()]
 
 
@@ -204,23 +190,9 @@ def cross_product(
 ) -> CellPlan:
     """Return the cells of models × tasks × variants × seeds.
 
-    Small scale tries several learning rates for each model, task and variant, unless `options` have one.
-
-    Args:
-        setup: Where the study is run.
-        name: The study's name.
-        models: Label -> hub id, or the name of a folder at small scale.
-        tasks: Names of known tasks.
-        variants: What is varied besides.
-        options: Fields of every run; they win over those of the scale.
-        seeds: A run of each; None for three, and for eight at small scale.
-        exclude: Whether a cell is left out.
-        labels: Labels of every cell on further axes.
-        by_task: Task -> fields of its runs.
-        search_rates: Whether small scale searches learning rates; otherwise each variant has its usual one.
-
-    Raises:
-        DeltuneError: Models or data are missing, or a run is wrong.
+    Small scale tries several learning rates for each model, task and variant, unless `options` have one. `options` win
+    over those of the scale, and `by_task` over both; `labels` are those of every cell on further axes. Without
+    `search_rates` each variant has its usual rate.
     """
     setup.check(models.values(), tasks)
     seeds = seeds or (SMALL_SEEDS if setup.small else SEEDS)

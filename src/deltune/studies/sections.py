@@ -36,12 +36,7 @@ def build_section(
 ) -> Section:
     """Build the section of a study from what is done of it.
 
-    Args:
-        study: The study.
-        records: The records of finished jobs.
-        statements: What the paper says; its claims are decided. Default: there is no paper.
-        paper: Whether the paper's own numbers stand beside ours.
-        small: Whether the study is of small scale, whose findings are not about the paper.
+    If `paper`, the paper's own numbers stand beside ours; findings of `small` scale are not about the paper.
     """
     statements = statements or PaperStatements()
     outcomes = study.outcomes(records)
@@ -93,10 +88,7 @@ ASSUMED_SPREAD = 1.0
 def power_lines(study: Study, records: Records, claims: Sequence[Claim]) -> list[str]:
     """Say what effects a study will decide with the seeds that it is planned with, before it is run.
 
-    Args:
-        study: The study.
-        records: What was run of it, or of a part of its seeds; the spread is judged by the seeds that are complete.
-        claims: The claims that it is to decide.
+    The spread is judged by the seeds that are complete.
     """
     outcomes = study.outcomes(records)
     seeds = {outcome.cell.get(SEED) for outcome in outcomes}
@@ -233,18 +225,7 @@ def _markdown_row(cells: Sequence[str]) -> str:
 
 
 def write_section(section: Section, folder: Path) -> list[Path]:
-    """Write a section as Markdown, its tables as LaTeX and CSV, its findings as CSV, and its figures as images.
-
-    Args:
-        section: The section.
-        folder: Where to write; it is created if it is missing.
-
-    Returns:
-        The files.
-
-    Raises:
-        DeltuneError: The folder cannot be written.
-    """
+    """Write a section as Markdown, its tables as LaTeX and CSV, its findings as CSV, and its figures as images."""
     stem = section.title.replace("/", "-")
     with explain_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)

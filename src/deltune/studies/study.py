@@ -147,15 +147,7 @@ class Sweep(BaseModel):
                 yield f"{name} {label}", values
 
     def cells(self, data_root: str | None = None, roots: Roots = NO_ROOTS) -> list[PlannedRun]:
-        """Expand the sweep, with models outermost and seeds innermost.
-
-        Args:
-            data_root: The folder with the folders of known tasks.
-            roots: Where this machine has models and data that the sweep names without their folders.
-
-        Raises:
-            DeltuneError: Everything that is wrong with any run, at once.
-        """
+        """Expand the sweep, with models outermost and seeds innermost."""
         runs, problems = [], []
         names = list(self.axes)
         for model, task, labels, method, seed in itertools.product(
@@ -211,11 +203,7 @@ class PlannedRun:
 
 
 def read_sweep(path: str | Path) -> Sweep:
-    """Read a sweep from a YAML file.
-
-    Raises:
-        DeltuneError: There is no such file, it is not YAML, or the sweep is wrong.
-    """
+    """Read a sweep from a YAML file."""
     return Sweep(**read_values(path))
 
 
@@ -348,14 +336,6 @@ def plan_sweep(sweep: Sweep, data_root: str | None = None, roots: Roots = NO_ROO
     """Return the cells of a sweep.
 
     Where runs search hyperparameters, only the first seed searches; the other seeds use what it chose.
-
-    Args:
-        sweep: The sweep.
-        data_root: The folder with the folders of known tasks.
-        roots: Where this machine has models and data that the sweep names without their folders.
-
-    Raises:
-        DeltuneError: Everything that is wrong with any run.
     """
     runs = sweep.cells(data_root, roots)
     jobs = {id(run): run.job for run in runs}
@@ -385,15 +365,7 @@ def _plan_cell(run: PlannedRun, first_seed: PlannedRun, jobs: Mapping[int, Job],
 
 
 def study_from_file(path: str | Path, data_root: str | Path | None = None) -> Study:
-    """Read a sweep from a YAML file and make a study of it, with a table of scores and, without further axes, bars.
-
-    Args:
-        path: The file.
-        data_root: The folder with the folders of known tasks.
-
-    Raises:
-        DeltuneError: Everything that is wrong with the file or a run.
-    """
+    """Read a sweep from a YAML file and make a study of it, with a table of scores and, without further axes, bars."""
     sweep = read_sweep(path)
     axes = tuple(sweep.axes)
     metric = sweep.metric or ("accuracy", "entity_f1", "exact", "rougeL", "bleu", "perplexity")
@@ -407,12 +379,7 @@ def study_from_file(path: str | Path, data_root: str | Path | None = None) -> St
 def select_cells(study: Study, only: Sequence[str]) -> Study:
     """Restrict a study to the cells with certain labels.
 
-    Args:
-        study: The study.
-        only: Patterns AXIS=LABEL, in which * is a wild card. A cell must match one of the patterns of every axis.
-
-    Raises:
-        DeltuneError: A pattern names an axis or label that the study does not have.
+    `only` are patterns AXIS=LABEL, in which * is a wild card. A cell must match one of the patterns of every axis.
     """
     patterns = [text.partition("=") for text in only]
     wrong = [f"{''.join(parts)!r} is not AXIS=LABEL" for parts in patterns if not parts[1]]

@@ -61,14 +61,8 @@ def bisect_sizes(sizes: Sequence[int], is_enough: Callable[[int], bool | None]) 
     """Find the smallest size that is enough, as far as answers are there.
 
     The middle size is tried first, so that no answer depends on what the largest does. N = 0 is too few by definition.
-    At most ⌈log2(len(sizes) + 1)⌉ sizes are tried.
-
-    Args:
-        sizes: The sizes, ascending.
-        is_enough: Whether a size is enough; None if that is not known yet.
-
-    Returns:
-        The sizes that were tried, in order, and the bracket; None for the bracket if an answer is missing.
+    At most ⌈log2(len(sizes) + 1)⌉ sizes are tried. Return the sizes that were tried, in order, and the bracket, which
+    is None as long as an answer is missing.
     """
     low, high = -1, len(sizes)
     tried: list[int] = []
@@ -86,11 +80,6 @@ def is_above_chance(result: Mapping[str, Any], metric: str, chance: float) -> bo
     """Whether the 95 % interval of a score over examples lies above chance.
 
     The interval is Wilson's where each example is right or wrong, and the normal one elsewhere.
-
-    Args:
-        result: The result of a run, with "scores" and "examples".
-        metric: The score.
-        chance: The score of guessing.
     """
     examples = [float(value) for value in result["examples"].get(metric, ())]
     if not examples:
@@ -110,13 +99,8 @@ def reaches_full_tuning(result: Mapping[str, Any], full: Mapping[str, Any], metr
 def search_cells(search: ThresholdSearch, records: Records) -> list[PlannedCell]:
     """Return a cell for every N that the bisections have tried so far, and the cell of the two brackets.
 
-    Args:
-        search: The search.
-        records: What is done so far.
-
-    Returns:
-        The cells of the runs, which have an axis N, and then the cell of the brackets, which has none. Its extra holds
-        the brackets "low" and "high" that are found; its job is None until both are, unless a run has failed.
+    The cells of the runs have an axis N. The last cell, that of the brackets, has none; its extra holds the brackets
+    "low" and "high" that are found, and its job is None until both are, unless a run has failed.
     """
 
     def result(job: Job) -> Mapping[str, Any] | None:

@@ -101,9 +101,6 @@ def can_be_at_chance(outcome: Outcome) -> bool:
     """Return whether a run is judged by `is_at_chance`.
 
     Runs on another task than their own are not, nor those of a search along N, which begins at chance.
-
-    Args:
-        outcome: The run's outcome.
     """
     cell = outcome.cell
     return cell.get("target", cell.get("task")) == cell.get("task") and (
@@ -116,9 +113,6 @@ def is_at_chance(outcome: Outcome) -> bool:
 
     A classifier is, if its Matthews correlation is what a guess may have. Where its rows are not stored it has to be 0,
     that of the same answer to every row. A tagger or a writer of texts is, if it gets nothing right.
-
-    Args:
-        outcome: The run's outcome.
     """
     scores = outcome.scores
     if not can_be_at_chance(outcome):
@@ -186,14 +180,7 @@ SCORE = Measurement(_each(_score), "points")
 
 @check_booleans
 def score(name: str, unit: str = "points", *, lower: bool = False, title: str = "") -> Measurement:
-    """Return the measurement of a score by its name, without any scaling.
-
-    Args:
-        name: The score.
-        unit: Its unit.
-        lower: Whether lower is better.
-        title: What it is called. Default: its name.
-    """
+    """Return the measurement of a score by its name, without any scaling."""
 
     def read(outcome: Outcome, choice: MetricChoice) -> Number | str:
         return Number(float(outcome.scores[name])) if name in outcome.scores else f"no {name}"
@@ -297,11 +284,7 @@ On a CPU it is the time of the processor, which other programs do not lengthen.
 
 
 def threshold(name: str) -> Measurement:
-    """Return the measurement of a threshold: log10 of the middle of its bracket, with half its width as slack.
-
-    Args:
-        name: The key of the bracket [N that is too few, N that is enough] in an outcome's extra: "low" or "high".
-    """
+    """Return the measurement of a threshold: log10 of the middle of its bracket, with half its width as slack."""
 
     def read(outcome: Outcome, choice: MetricChoice) -> Number | str:
         bounds = outcome.extra.get(name)
@@ -465,11 +448,7 @@ class Cells:
         return list(dict.fromkeys(o.cell[axis] for o in self.outcomes if axis in o.cell and _matches(o, selector)))
 
     def strata(self, selectors: Sequence[CellSelector]) -> Iterator[tuple[Key, list[Outcome]]]:
-        """Yield every setting of the axes that a comparison does not name, with its outcomes.
-
-        Raises:
-            MissingCells: There is none.
-        """
+        """Yield every setting of the axes that a comparison does not name, with its outcomes."""
         compared = {SEED}.union(*selectors)
         missing = sorted(compared - {*self.axes, SEED})
         if missing:
@@ -484,16 +463,7 @@ class Cells:
         yield from by_setting.items()
 
     def select(self, selector: CellSelector, members: Sequence[Outcome], setting: Key) -> list[Cell]:
-        """Return the cells, without their seeds, that a selector means in one stratum.
-
-        Args:
-            selector: The selector.
-            members: The outcomes of the stratum.
-            setting: The labels that they share.
-
-        Raises:
-            MissingCells: There is no such cell.
-        """
+        """Return the cells, without their seeds, that a selector means in one stratum."""
         matches = [o for o in members if _matches(o, selector)]
         for axis, label in selector.items():
             if isinstance(label, SymbolicLabel) and label is not EVERY and matches:
@@ -518,9 +488,6 @@ class Cells:
         """Return a label's position on its axis: the size of a model, elsewhere the label's number ("0.5%" is 0.5).
 
         That of two numbers ("2.4 to 3.6") is their geometric mean.
-
-        Raises:
-            MissingCells: The label has no position.
         """
         if axis != "model":
             number = r"([0-9.]+(?:[eE][-+]?[0-9]+)?)"
@@ -550,16 +517,7 @@ class Cells:
         return self._numbers_of_labels[axis]
 
     def measure(self, measurement: Measurement, cell: Cell, seed: Any) -> Number:
-        """Return what a measurement gives for one run: the cell (its labels, such as method and task) with one seed.
-
-        Args:
-            measurement: What is measured.
-            cell: The cell, without its seed.
-            seed: The seed.
-
-        Raises:
-            MissingCells: The run is missing, has failed or does not have the number.
-        """
+        """Return what a measurement gives for one run: the cell (its labels, such as method and task) with one seed."""
         labels = {**cell, SEED: seed}
         full = {axis: labels[axis] for axis in self.axes if labels.get(axis) is not None}
         outcome = self.cells.get(self._key(full, self.axes))
@@ -670,11 +628,7 @@ Check = Comparison | Exact
 
 
 def paired_differences(cells: Cells, one: CellSelector, other: CellSelector, measurement: Measurement) -> Effects:
-    """Return mean(one) − mean(other), turned so that positive is better, for each setting and seed.
-
-    Raises:
-        MissingCells: Cells are missing, with a reason for each.
-    """
+    """Return mean(one) − mean(other), turned so that positive is better, for each setting and seed."""
     sign = -1.0 if measurement.lower else 1.0
 
     def terms(setting: Key, members: Sequence[Outcome]) -> list[Term]:
@@ -690,17 +644,7 @@ def weighted_effects(
     terms: Callable[[Key, Sequence[Outcome]], list[Term]],
     measurement: Measurement,
 ) -> Effects:
-    """Return a weighted sum of cells for each setting and seed.
-
-    Args:
-        cells: The study's cells.
-        selectors: What is compared.
-        terms: (setting, its outcomes) -> the terms of the sum.
-        measurement: What is measured.
-
-    Raises:
-        MissingCells: Cells are missing, with a reason for each.
-    """
+    """Return a weighted sum of cells for each setting and seed."""
     effects: dict[Key, dict[Hashable, Number]] = {}
     reasons: list[str] = []
     for setting, members in cells.strata(selectors):
@@ -726,11 +670,7 @@ def mean_terms(cells: Sequence[Cell], weight: float = 1.0) -> list[Term]:
 
 
 def weighted_sum(cells: Cells, terms: Sequence[Term], measurement: Measurement, seed: Hashable) -> Number:
-    """Return Σ weight · number of the terms under one seed.
-
-    Raises:
-        MissingCells: Cells are missing, with a reason for each.
-    """
+    """Return Σ weight · number of the terms under one seed."""
     numbers: list[tuple[float, Number]] = []
     reasons: list[str] = []
     for weight, cell in terms:
@@ -750,11 +690,7 @@ def combine_numbers(terms: Sequence[tuple[float, Number]], *, aligned: bool = Tr
     """Return Σ weight · number, also of their examples if all numbers have the same ones.
 
     Numbers of one task count alike in a mean over settings, and so does their sum. Where they do not, the sum is of
-    what they count for.
-
-    Args:
-        terms: Weights and numbers.
-        aligned: Whether the numbers are of one test split.
+    what they count for. Numbers are `aligned` if they are of one test split.
     """
     counted_for = {number.weight for _, number in terms}
     if len(counted_for) > 1:
@@ -773,9 +709,6 @@ def trend_weights(
     """Return the labels of an ordered axis in one stratum, each with its weight in the fitted change along the axis.
 
     That is the rise of the least-squares line, on the logarithm of the labels' positions, from the first to the last.
-
-    Raises:
-        MissingCells: The axis has fewer than two positions.
     """
     selected = cells.select({**selector, axis: EVERY}, members, setting)
     labels = list(dict.fromkeys(cell[axis] for cell in selected))

@@ -312,10 +312,7 @@ class PaperStatements:
 def check_printed(claim: Claim, tables: Sequence[PrintedTable], names: Names | None = None) -> PrintedFinding:
     """Compare a claim with the numbers that its paper prints, as they are printed.
 
-    Args:
-        claim: The claim.
-        tables: The paper's tables; the first that has all cells of the claim counts.
-        names: How labels are shown.
+    The first table that has all cells of the claim counts.
     """
     for table in (one for one in tables if claim.printed_in in ("", one.name)):
         cells = Cells(with_derived_axes(table.outcomes), MetricChoice(table.metric), names)
@@ -397,26 +394,10 @@ def decide_claims(
 
     The chance that any "holds" or "does not hold" of the study is wrong is at most alpha (Holm 1979; for the directions
     Shaffer 1980: only one of them is wrong, at half of a two-sided test's level). A comparison with one seed, or with a
-    cell that is missing or failed, is undecided and its note says which. Numbers of parameters are exact: they refute
-    a claim without a test, and its score is tested all the same. What a small run cannot test is tested as the others
-    are, so that its interval is one of theirs, and has no verdict.
-
-    Args:
-        claims: The claims.
-        outcomes: The study's outcomes.
-        metric: The score that counts, or task -> score.
-        lower: Whether lower is better, for scores of which `METRICS` does not say so.
-        alpha: The level of the study.
-        names: How labels are shown.
-        printed: What the paper's tables say of each claim; their effects are those that a larger run is to decide.
-        small: Whether the runs are of small scale, which cannot test what is said of far larger models.
-        repetition: What the labels of the axis of seeds are called, in the singular.
-
-    Returns:
-        A finding for each claim, in order.
-
-    Raises:
-        DeltuneError: Two outcomes belong to one cell.
+    cell that is missing or failed, is undecided and its note says which. Numbers of parameters are exact: they refute a
+    claim without a test, and its score is tested all the same. What a small run cannot test is tested as the others
+    are, so that its interval is one of theirs, and has no verdict. `printed` is what the paper's tables say of each
+    claim; their effects are those that a larger run is to decide.
     """
     cells = Cells(with_derived_axes(outcomes), MetricChoice(metric, lower), names)
     tests = [_test(claim, cells) for claim in claims]
@@ -452,17 +433,7 @@ def decidable_effects(
     """Return for each claim the smallest effect that a run of so many seeds decides with the chance `POWER`.
 
     The spread is that of the outcomes so far. The level is the strictest of Holm's procedure, that of its first step.
-
-    Args:
-        claims: The claims.
-        outcomes: Outcomes of at least two seeds.
-        metric: The score that counts, or task -> score.
-        seeds: How many seeds the run is to have.
-        lower: Whether lower is better, for scores of which `METRICS` does not say so.
-        alpha: The level of the study.
-
-    Returns:
-        The distance from the border of the claim, and its unit; None where nothing is known of the spread.
+    That is the distance from the border of the claim, with its unit; None where nothing is known of the spread.
     """
     cells = Cells(with_derived_axes(outcomes), MetricChoice(metric, lower))
     return [_decidable_effect(_test(claim, cells), seeds, alpha / len(claims)) for claim in claims]

@@ -47,13 +47,7 @@ SYMBOLIC_PHRASES = {"model": "on the {} model", "budget": "with the {} budget"}
 
 
 def describe_cell(cell: Mapping[str, Any], names: Names | None = None) -> str:
-    """Describe a cell or a selection of cells: "LoRA, on CB, seed 0".
-
-    Args:
-        cell: Its labels. What holds for every label of an axis is not said, and a label that two axes share is
-            said once.
-        names: How labels are shown. Default: as they are.
-    """
+    """Describe a cell or a selection of cells: "LoRA, on CB, seed 0"."""
     axes = sorted(cell, key=lambda axis: list(PHRASES).index(axis) if axis in PHRASES else len(PHRASES))
     labels = [cell[axis] for axis in axes]
     phrases = [

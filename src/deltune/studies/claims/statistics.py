@@ -64,10 +64,6 @@ class Estimate:
         That is the chance that the interval of level 1 − alpha lies beyond it, if the true variance of the mean is Σ
         variance and each part is estimated with its degrees of freedom. With one part it is the power of Student's
         test, a tail of the noncentral t; with several it is averaged over quantiles of the parts' χ².
-
-        Args:
-            distance: How far the true mean lies beyond the boundary.
-            alpha: The level of the test.
         """
         if not self.parts:
             return 0.0
@@ -84,12 +80,7 @@ class Estimate:
     def smallest_decidable(self, alpha: float = 0.05, power: float = 0.8) -> float:
         """Return the distance from a boundary that is decided with a given power (Bloom 1995: "minimum detectable").
 
-        Args:
-            alpha: The level of the test.
-            power: The chance to decide.
-
-        Returns:
-            The distance; infinite if nothing is known about the spread.
+        It is infinite if nothing is known about the spread.
         """
         if not self.parts:
             return np.inf
@@ -101,13 +92,10 @@ class Estimate:
     def enlarged(self, seeds: tuple[int, int], examples: float = 1.0) -> Estimate:
         """Return what a larger study would have: the variance of each part falls with the number that it is over.
 
-        The first part is that of the seeds, the second that of the examples (see `paired_estimate`). The first has
-        some variance of examples within seeds in it, which falls with both; here it falls with the seeds alone, so
-        that the larger study is no better than it says.
-
-        Args:
-            seeds: How many seeds there are, and how many there would be.
-            examples: How many times as many examples there would be.
+        The first part is that of the seeds, the second that of the examples (see `paired_estimate`). The first has some
+        variance of examples within seeds in it, which falls with both; here it falls with the seeds alone, so that the
+        larger study is no better than it says. `seeds` are how many there are and how many there would be, `examples`
+        how many times as many.
         """
         now, then = seeds
         parts = [(variance * now / then, df * (then - 1) / (now - 1)) for variance, df in self.parts[:1]]
@@ -119,15 +107,8 @@ class Estimate:
     ) -> tuple[int, float] | None:
         """Return the smallest study of at least this size that decides a distance with a given power.
 
-        Args:
-            distance: How far the true mean lies beyond the boundary.
-            seeds: How many seeds this study has.
-            alpha: The level of the test.
-            power: The chance to decide.
-
-        Returns:
-            The number of seeds, and how many times as many examples, with the smallest product; None if no study of up
-            to 1,000 seeds and 1,000 times as many examples does.
+        That is the number of seeds, and how many times as many examples, with the smallest product; None if no study of
+        up to 1,000 seeds and 1,000 times as many examples does.
         """
         if not self.parts or distance <= self.slack:
             return None
@@ -227,14 +208,7 @@ def _check_shapes(strata: Sequence[np.ndarray]) -> None:
 
 
 def holm(p: Sequence[float]) -> np.ndarray:
-    """Adjust p values by Holm's step-down procedure (1979): p̃(k) = max over j ≤ k of min(1, (m − j + 1) p(j)).
-
-    Args:
-        p: m p values.
-
-    Returns:
-        The adjusted p values, in the order of `p`.
-    """
+    """Adjust p values by Holm's step-down procedure (1979): p̃(k) = max over j ≤ k of min(1, (m − j + 1) p(j))."""
     values = np.asarray(p, dtype=float)
     order = np.argsort(values, kind="stable")
     adjusted = np.empty(len(values))
@@ -247,10 +221,6 @@ def holm_levels(p: Sequence[float], alpha: float = 0.05) -> np.ndarray:
 
     An interval of that level excludes the boundary exactly where `holm` gives at most alpha. For hypotheses that are
     kept the level is that of the step at which the procedure stopped.
-
-    Args:
-        p: m p values.
-        alpha: The level of the family.
     """
     p_values, adjusted = np.asarray(p, dtype=float), holm(p)
     ranks = np.empty(len(p_values), dtype=int)
@@ -263,12 +233,6 @@ def slope_weights(x: Sequence[float]) -> np.ndarray:
     """Return the weights w = (x − x̄) / Σ (x − x̄)²: the least-squares slope of y on x is w · y.
 
     The test of a trend is `paired_estimate` on the slopes of the seeds: each seed's slope is one difference.
-
-    Args:
-        x: The places of the points.
-
-    Raises:
-        ValueError: There are fewer than two different places.
     """
     centred = np.asarray(x, dtype=float) - np.mean(x)
     square = float((centred**2).sum())
@@ -280,9 +244,7 @@ def slope_weights(x: Sequence[float]) -> np.ndarray:
 def average_ranks(values: np.ndarray, lower: Sequence[bool]) -> np.ndarray:
     """Return each method's rank among the methods, averaged over metrics: 1 is best, ties share their mean rank.
 
-    Args:
-        values: A row for each metric, a column for each method.
-        lower: For each metric whether lower values are better.
+    A row of `values` is a metric, for which `lower` says whether lower values are better; a column is a method.
     """
     signs = np.where(np.asarray(lower, dtype=bool), 1.0, -1.0)[:, None]
     return np.asarray(stats.rankdata(np.asarray(values, dtype=float) * signs, axis=1).mean(axis=0))

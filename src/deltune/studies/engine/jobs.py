@@ -134,19 +134,7 @@ ResultValues = RunResult | TransferResult | NormChangesResult | TimingResult
 
 
 def norm_changes(model: str, kind: str, delta: str | Path) -> list[NormChange]:
-    """Measure how far a delta moved each gain and bias of the norms (LN figure 3).
-
-    Args:
-        model: The backbone's folder or hub id.
-        kind: The kind of model to load, such as "classification".
-        delta: The folder of the saved delta.
-
-    Returns:
-        A `NormChange` for each gain or bias that changed.
-
-    Raises:
-        DeltuneError: The model or the delta cannot be loaded.
-    """
+    """Measure how far a delta moved each gain and bias of the norms (LN figure 3)."""
     base = load_model(model, kind, None, "float32")
     anatomy = inspect(base)
     norms = {norm.path: norm for layer in anatomy.layers for norm in layer.norms}
@@ -280,12 +268,7 @@ def topological_order(jobs: Iterable[Job]) -> list[Job]:
 
 
 def run_job(spec: RunConfig, roots: Roots = NO_ROOTS) -> Job:
-    """Return the job that trains and scores one run.
-
-    Args:
-        spec: The run.
-        roots: Where this machine has its model and data.
-    """
+    """Return the job that trains and scores one run."""
     return Job("run", roots.relative(spec.canonical()), roots=roots)
 
 
@@ -295,11 +278,7 @@ def run_folder(runs: Path, spec: RunConfig) -> Path:
 
 
 def config_of(job: Job) -> RunConfig:
-    """Return the configuration that a job of kind "run" trains, with the folders of this machine in it.
-
-    Raises:
-        DeltuneError: The job's spec is no configuration.
-    """
+    """Return the configuration that a job of kind "run" trains, with the folders of this machine in it."""
     return RunConfig.from_canonical(job.roots.locate(job.spec))
 
 
@@ -386,37 +365,19 @@ def _time_methods(values: Mapping[str, Any], runs: Path, model_cache: ModelCache
 
 
 def transfer_job(spec: RunConfig, other: Mapping[str, Any], roots: Roots = NO_ROOTS) -> Job:
-    """Return the job that evaluates a run's delta on another task.
-
-    Args:
-        spec: The run.
-        other: The fields of a `RunConfig` that name the other task.
-        roots: Where this machine has the model and the data of both.
-    """
+    """Return the job that evaluates a run's delta on another task."""
     run = run_job(spec, roots)
     return Job("transfer", {"run": run.spec, "other": dict(other)}, (run,), roots)
 
 
 def term_change_job(spec: RunConfig, roots: Roots = NO_ROOTS) -> Job:
-    """Return the job that measures how far a run moved each gain and bias of the norms.
-
-    Args:
-        spec: The run.
-        roots: Where this machine has its model and data.
-    """
+    """Return the job that measures how far a run moved each gain and bias of the norms."""
     run = run_job(spec, roots)
     return Job("terms", {"run": run.spec}, (run,), roots)
 
 
 def timing_job(model: str, methods: Mapping[str, str], roots: Roots = NO_ROOTS, **options: Any) -> Job:
-    """Return the job that times methods side by side (`time_methods`).
-
-    Args:
-        model: The backbone's folder or hub id.
-        methods: Label -> expression.
-        roots: Where this machine has the model.
-        options: Further arguments of `time_methods`.
-    """
+    """Return the job that times methods side by side (`time_methods`)."""
     return Job("time", {"model": model, "methods": dict(methods), **options}, roots=roots)
 
 
@@ -430,19 +391,7 @@ RUNNERS: dict[str, Callable[[Mapping[str, Any], Path, ModelCache], ResultValues]
 
 
 def execute(job: Job, runs: Path, model_cache: ModelCache) -> ResultValues:
-    """Do a job and return its result.
-
-    Args:
-        job: The job.
-        runs: The study's folder of runs.
-        model_cache: Backbones and data that the jobs of one worker share.
-
-    Returns:
-        JSON values, with the environment in which they came about.
-
-    Raises:
-        Whatever the job raises.
-    """
+    """Do a job and return its result."""
     result: Any = RUNNERS[job.kind](job.roots.locate(job.spec), runs, model_cache)
     if "environment" not in result:
         facts = {"device": "cpu", "threads": torch.get_num_threads()}

@@ -30,12 +30,7 @@ class JobProgress:
 
 
 def job_progress(job: Job, runs: Path) -> JobProgress | None:
-    """Return how far a job is; None where it has not begun, or leaves no trace before its end.
-
-    Args:
-        job: The job.
-        runs: The study's folder of runs.
-    """
+    """Return how far a job is; None where it has not begun, or leaves no trace before its end."""
     try:
         run = _run_of(job, runs)
         return None if run is None else _progress_of(run)
@@ -44,15 +39,7 @@ def job_progress(job: Job, runs: Path) -> JobProgress | None:
 
 
 def seconds_before(job: Job, runs: Path) -> float:
-    """Return the seconds of earlier work that a job goes on from: those up to its checkpoint, 0 without any.
-
-    Args:
-        job: The job.
-        runs: The study's folder of runs.
-
-    Raises:
-        DeltuneError: The folder of its run is damaged.
-    """
+    """Return the seconds of earlier work that a job goes on from: those up to its checkpoint, 0 without any."""
     run = _run_of(job, runs)
     return 0.0 if run is None else _kept_seconds(run)
 

@@ -28,19 +28,7 @@ def results_file(folder: Path, study: str) -> Path:
 
 
 def write_results(folder: Path, study: str, records: Iterable[JobRecord]) -> Path:
-    """Write the records of a study's jobs, and the environments of all studies in the folder.
-
-    Args:
-        folder: The folder of results; it is created if it is missing.
-        study: The study's name.
-        records: The records, in any order.
-
-    Returns:
-        The file of the study.
-
-    Raises:
-        DeltuneError: The folder cannot be written, or another study's file in it is damaged.
-    """
+    """Write the records of a study's jobs, and the environments of all studies in the folder."""
     path = results_file(folder, study)
     environments: dict[str, Any] = {}
     lines = [_to_line(record, environments) for record in records]
@@ -58,12 +46,7 @@ def write_results(folder: Path, study: str, records: Iterable[JobRecord]) -> Pat
 def read_results(folder: Path, studies: Sequence[str] = ()) -> list[JobRecord]:
     """Return the records that are stored in a folder of results, each job once, with a result wherever one has it.
 
-    Args:
-        folder: The folder of results.
-        studies: The studies whose files are read; all files if none is named. A study without a file has no records.
-
-    Raises:
-        DeltuneError: A file cannot be read, or is not what `write_results` writes.
+    Without `studies` all files are read; a study without a file has no records.
     """
     environments = _read_environments(folder)
     files = (
@@ -84,12 +67,7 @@ def read_results(folder: Path, studies: Sequence[str] = ()) -> list[JobRecord]:
 
 
 def replaces(record: JobRecord, before: JobRecord | None) -> bool:
-    """Return whether a record says more than the one that is there: it is the first, or a result after an error.
-
-    Args:
-        record: The record.
-        before: What is there of the same job; None if nothing is.
-    """
+    """Return whether a record says more than the one that is there: it is the first, or a result after an error."""
     return before is None or (before.result is None and record.result is not None)
 
 

@@ -65,14 +65,7 @@ class Scheduler:
         return self._records
 
     def run(self, bar: ProgressDisplay) -> None:
-        """Do every job that is not done yet, and close the pool.
-
-        Args:
-            bar: Shows the progress.
-
-        Raises:
-            DeltuneError: The result store cannot be written. Finished runs stay in the folder of runs.
-        """
+        """Do every job that is not done yet, and close the pool."""
         last_heartbeat = time.monotonic()
         jobs = self._plan_jobs()
         bar.start("study", len(jobs), self.reused, unit="jobs", columns=("job", "result", "took"))

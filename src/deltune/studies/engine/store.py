@@ -83,16 +83,7 @@ class JobRecord:
 
 
 def read_error_kind(error: str | None, stored: str | None) -> ErrorKind | None:
-    """Return the kind of a stored error.
-
-    Args:
-        error: The stored message; None if the job has a result.
-        stored: The kind that is stored with it; None in records of deltune versions that stored no kind, which is then
-            read from the message.
-
-    Raises:
-        ValueError: The kind is none of `ErrorKind`, or is stored with a result.
-    """
+    """Return the kind of a stored error."""
     if stored is not None:
         for kind in get_args(ErrorKind):
             if kind == stored and error is not None:
@@ -204,15 +195,7 @@ class ResultStore:
 
     @check_booleans
     def claim(self, name: str, *, again: bool = False) -> bool:
-        """Claim a job.
-
-        Args:
-            name: The job's name.
-            again: Also claim a job that failed before.
-
-        Returns:
-            Whether the job is ours to do: it is not done, and no other process is doing it.
-        """
+        """Claim a job."""
         with self._translate_errors(), self._transaction():
             done = self._db.execute("SELECT error FROM works WHERE name = ?", (name,)).fetchone()
             if done is not None and not (again and done[0] is not None) and self.get(name) is not None:
@@ -260,14 +243,7 @@ class ResultStore:
             self._db.execute("DELETE FROM claims WHERE owner = ? AND name = coalesce(?, name)", (self.owner, name))
 
     def _check(self, whole: bool = False) -> int:
-        """Check that the file is ours, and return its schema version.
-
-        Args:
-            whole: Also look for damaged pages, which takes a pass over the file.
-
-        Raises:
-            DeltuneError: A newer schema, another program's file, a damaged one.
-        """
+        """Check that the file is ours, and return its schema version."""
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
         (tables,) = self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if version == 0 and tables:

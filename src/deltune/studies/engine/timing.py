@@ -20,15 +20,7 @@ BARE = "bare"
 def build_timed_model(model: str, kind: str, method: str | None, rows: int, tokens: int) -> tuple[TimedModel, float]:
     """Build a model with a method and a random batch without padding.
 
-    Args:
-        model: The backbone's folder or hub id.
-        kind: The kind of model, such as "classification" or "causal-lm".
-        method: The method's expression; None for the bare model.
-        rows: Examples of the batch.
-        tokens: Tokens of each example.
-
-    Returns:
-        The model, and the percentage of its parameters that the method trains.
+    Return it with the percentage of its parameters that the method trains.
     """
     torch.manual_seed(0)
     labels = ("no", "yes") if kind == "classification" else None
@@ -53,18 +45,9 @@ def time_methods(
 ) -> dict[str, dict[str, Any]]:
     """Time methods side by side, each on its own model, with the bare model beside them.
 
-    Args:
-        model: The backbone's folder or hub id.
-        methods: Label -> expression.
-        rows: Examples of the batch, which has no padding.
-        tokens: Tokens of each example.
-        repeats: Timed rounds; one of warm-up comes before them.
-        kind: The kind of model.
-        phases: What is timed: names of methods of `TimedModel`.
-
-    Returns:
-        Label -> the median of seconds for each of `phases`, with "turns" (all seconds of each), "kept" (bytes that a
-        forward pass saves), "percent" (the share of parameters trained) and "parameters" (of the bare model).
+    For each label return the median of seconds for each of `phases` (methods of `TimedModel`), with "turns" (all
+    seconds of each), "kept" (bytes that a forward pass saves), "percent" (the share of parameters trained) and
+    "parameters" (of the bare model). One round of warm-up comes before those that are timed.
     """
     models = {label: build_timed_model(model, kind, method, rows, tokens) for label, method in methods.items()}
     models[BARE] = build_timed_model(model, kind, None, rows, tokens)

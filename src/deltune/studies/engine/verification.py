@@ -85,12 +85,6 @@ def sample_jobs(jobs: Iterable[Job], records: Mapping[str, JobRecord], count: in
     """Return a random sample of the jobs whose stored result has scores.
 
     Timings are left out, since no clock repeats itself.
-
-    Args:
-        jobs: The jobs of some studies.
-        records: The stored records.
-        count: How many jobs; fewer if there are no more.
-        seed: Seeds the draw.
     """
     verifiable = [job for job in dict.fromkeys(jobs) if _scores(records.get(job.name))]
     verifiable.sort(key=lambda job: job.name)  # the sample does not depend on the order of studies
@@ -102,10 +96,7 @@ def compare(
 ) -> list[Verification]:
     """Compare the results of jobs that were run again with the stored ones.
 
-    Args:
-        jobs: The jobs.
-        stored: All stored records, which also say how far scores spread over seeds.
-        repeated: The new records.
+    The stored records also say how far scores spread over seeds.
     """
     comparisons = sum(len(_scores(stored[job.name])) for job in jobs)
     spreads = _Spreads(stored.values(), comparisons)

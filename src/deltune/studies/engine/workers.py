@@ -80,13 +80,7 @@ class WorkerPool(Protocol):
 
 
 def execute_safely(job: Job, runs: Path, model_cache: ModelCache) -> JobResult:
-    """Do a job and report its result, or the error that it ended with.
-
-    Args:
-        job: The job.
-        runs: The study's folder of runs.
-        model_cache: Backbones and data that the jobs of this worker share.
-    """
+    """Do a job and report its result, or the error that it ended with."""
     begun = start = time.monotonic()
     for attempt in range(BUSY_RETRIES + 1):
         try:

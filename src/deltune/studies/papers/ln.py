@@ -201,14 +201,7 @@ NAMES = {
 
 
 def methods(adapter: int, prefix: int, lora: int, mam: tuple[int, int]) -> dict[str, str]:
-    """Return the methods of tables 1 and 2.
-
-    Args:
-        adapter: Rank of the adapter.
-        prefix: Length of the prefix.
-        lora: Rank of LoRA.
-        mam: Length of the prefix and rank of the adapter of MAM.
-    """
+    """Return the methods of tables 1 and 2."""
     length, rank = mam
     return {
         "full": "full", "adapter": f"scaled_parallel_adapter(rank={adapter}, bias=True)",

@@ -138,12 +138,7 @@ class Training:
 
 
 def training(spec: Mapping[str, Any], times: int = 1) -> Training:
-    """Return what a run's spec asks for.
-
-    Args:
-        spec: The spec, of the papers' scale.
-        times: How many runs there are of it.
-    """
+    """Return what a run's spec asks for."""
     values = RunConfig.from_canonical(spec).flat()
     model, task = str(spec["model"]), str(spec["task"])
     written = TASKS[task].kind == "generation" or values["answer"] == "words"
@@ -189,11 +184,7 @@ def _first(spec: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def describe_needs(study: Study) -> list[str]:
-    """Describe in lines what a study of the papers' scale asks for.
-
-    Args:
-        study: The study.
-    """
+    """Describe in lines what a study of the papers' scale asks for."""
     runs, unknown = trainings(study)
     timed = [job for job in study.jobs({}) if job.kind == "time"]
     models = list(dict.fromkeys([one.model for one in runs] + [str(job.spec["model"]) for job in timed]))
@@ -244,11 +235,7 @@ def _hours(hours: float) -> str:
 
 
 def paper_models(studies: Iterable[Study]) -> dict[str, set[str]]:
-    """Return every model that studies of the papers' scale name, with the methods that are trained on it.
-
-    Args:
-        studies: The studies.
-    """
+    """Return every model that studies of the papers' scale name, with the methods that are trained on it."""
     methods_on: dict[str, set[str]] = {}
     for study in studies:
         for job in topological_order(study.jobs({})):

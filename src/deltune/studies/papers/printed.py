@@ -44,12 +44,7 @@ Place = tuple[dict[str, str], str, str]
 
 
 def _outcomes(table: Published, place: Callable[..., Place]) -> tuple[Outcome, ...]:
-    """Return an outcome for each row and task of a table.
-
-    Args:
-        table: The table.
-        place: A key of the table -> what it stands for. A task "percent" is the share of parameters.
-    """
+    """Return an outcome for each row and task of a table."""
     cells: dict[tuple[tuple[str, str], ...], dict[str, dict[str, float]]] = {}
     for key, number in table.items():
         labels, task, metric = place(*key)

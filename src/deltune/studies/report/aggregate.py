@@ -187,15 +187,7 @@ def read_number(outcome: Outcome, name: str, entry: Mapping[str, Any] | None = N
 def observations(
     view: ViewSpec, outcomes: Iterable[Outcome], numbers: Numbers, axes: Sequence[str], x: str
 ) -> list[Observation]:
-    """Return an observation for each outcome, or for each of its entries and scores where the view shows those.
-
-    Args:
-        view: The view.
-        outcomes: The study's outcomes.
-        numbers: What is shown.
-        axes: The axes of the result.
-        x: A number that becomes an axis, unless the cell has it already.
-    """
+    """Return an observation for each outcome, or for each of its entries and scores where the view shows those."""
     number_names, result, selected = as_tuple(numbers), [], select_outcomes(outcomes, view.where)
     if METRIC in axes and not number_names:
         number_names = tuple(dict.fromkeys(name for outcome in selected for name in outcome.scores))
@@ -268,16 +260,8 @@ def aggregate(
 ) -> Aggregates:
     """Aggregate a number over seeds; where the view says so, relative to other labels and averaged over axes.
 
-    Args:
-        view: The view.
-        outcomes: The study's outcomes.
-        numbers: What is aggregated: a number, or the first of several.
-        axes: The axes of the result.
-        x: A number that becomes an axis, unless the cell has it already.
-
-    Raises:
-        DeltuneError: Two outcomes of one seed have the same labels on the axes; the message names the axes in which
-            they differ, which the view forgot.
+    Several numbers mean the first that there is; `x` is a number that becomes an axis, unless the cell has it already.
+    Two outcomes of one seed with the same labels are an error, which names the axes that the view forgot.
     """
     inner = tuple(dict.fromkeys((*axes, *view.average_over)))
     collected = observations(view, outcomes, numbers, inner, x)
@@ -309,12 +293,7 @@ def aggregate(
 
 
 def relative_spreads(spreads: Mapping[Labels, Spread], base: Callable[[Labels], Labels]) -> dict[Labels, Spread]:
-    """Return every spread in percent of the mean at other labels; missing with the reason if there is none.
-
-    Args:
-        spreads: The spreads by their labels.
-        base: Labels of a spread -> labels of what it is relative to.
-    """
+    """Return every spread in percent of the mean at other labels; missing with the reason if there is none."""
     result = {}
     for key, spread in spreads.items():
         reference = spreads.get(base(key), MISSING).mean

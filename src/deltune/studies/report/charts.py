@@ -535,15 +535,7 @@ class DrawnFigure:
 
 
 def draw(view: FigureSpec, outcomes: Iterable[Outcome]) -> DrawnFigure:
-    """Draw a figure.
-
-    Args:
-        view: What to draw.
-        outcomes: The study's outcomes.
-
-    Raises:
-        DeltuneError: See `aggregate`.
-    """
+    """Draw a figure."""
     with matplotlib.rc_context(STYLE):
         draft = DRAWING_FUNCTIONS[type(view)](view, list(outcomes))
         _finish(draft)
@@ -574,12 +566,7 @@ def _finish(draft: FigureDraft) -> None:
 
 
 def render(figure: Figure, file_format: str) -> bytes:
-    """Return a figure as the bytes of a file.
-
-    Args:
-        figure: The figure.
-        file_format: A key of `FORMATS`.
-    """
+    """Return a figure as the bytes of a file."""
     buffer = io.BytesIO()
     with matplotlib.rc_context(STYLE):
         figure.savefig(buffer, format=file_format, metadata=FORMATS[file_format])
@@ -587,15 +574,7 @@ def render(figure: Figure, file_format: str) -> bytes:
 
 
 def save(figure: Figure, stem: str | Path) -> list[Path]:
-    """Write a figure as STEM.png, STEM.svg and STEM.pdf, each of them atomically.
-
-    Args:
-        figure: The figure.
-        stem: The path without a suffix; its folder is created if it is missing.
-
-    Returns:
-        The files.
-    """
+    """Write a figure as STEM.png, STEM.svg and STEM.pdf, each of them atomically."""
     stem = Path(stem)
     stem.parent.mkdir(parents=True, exist_ok=True)
     paths = []

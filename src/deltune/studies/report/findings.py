@@ -98,13 +98,7 @@ class ClaimRow:
 
 @check_booleans
 def claim_rows(findings: Sequence[Finding], printed: Sequence[PrintedFinding], *, small: bool) -> list[ClaimRow]:
-    """Return the rows of a study's claims.
-
-    Args:
-        findings: What the study says of each claim.
-        printed: What the paper's printed numbers say of each; may be empty.
-        small: Whether the study is of small scale, whose findings are not about the paper.
-    """
+    """Return the rows of a study's claims."""
     printed = printed or [PrintedFinding(finding.claim, None) for finding in findings]
     return [_claim_row(*pair, small) for pair in zip(findings, printed, strict=True)]
 
@@ -215,9 +209,6 @@ def findings_csv(findings: Sequence[Finding]) -> str:
 
     A number is in the row's unit, and the interval says of which level it is; what is empty is not known. The claim is
     true of effects between "true above" and "true below". Only the row that decides has a verdict and p values.
-
-    Args:
-        findings: What a study says of each claim.
     """
     file = io.StringIO()
     writer = csv.DictWriter(file, CSV_COLUMNS, restval="", lineterminator="\n")
@@ -254,13 +245,7 @@ def _effect_cells(effect: float, interval: tuple[float, float] | None, scope: st
 
 @check_booleans
 def number_text(value: float, result: ComparisonResult, *, unit: bool = True) -> str:
-    """Return a number of a comparison with its unit: "+1.25 points", "0.46 times as many".
-
-    Args:
-        value: The number.
-        result: The comparison.
-        unit: Whether to say the unit.
-    """
+    """Return a number of a comparison with its unit: "+1.25 points", "0.46 times as many"."""
     size = abs(value)
     text = f"{value:.3g}" if size < 1000 else f"{value:.0f}"
     if result.is_difference and value:

@@ -33,10 +33,6 @@ def method_labels(outcomes: Sequence[Outcome], names: Mapping[str, str]) -> list
     """Return what each label of the methods of a study is, in the order of the study.
 
     A label has several entries where its expression differs, by model, by task or by what a search chose.
-
-    Args:
-        outcomes: The outcomes; runs that are not done say nothing of their method.
-        names: How labels are shown.
     """
     entries: dict[tuple[str, str], dict[str, dict[str, None]]] = {}
     for outcome in outcomes:

@@ -125,12 +125,7 @@ def _run_context(
 
 
 def sparkline(curve: Sequence[Mapping[str, Any]], name: str = "loss") -> Markup | str:
-    """Draw the curve of a number as a line without axes, with its ends in words; "–" for fewer than two points.
-
-    Args:
-        curve: Lines of a log.
-        name: The number.
-    """
+    """Draw the curve of a number as a line without axes, with its ends in words; "–" for fewer than two points."""
     points = [
         (float(line["step"]), float(line[name]))
         for line in curve
@@ -240,15 +235,7 @@ class Section:
 
 
 def render_page(sections: Sequence[Section], title: str = "") -> str:
-    """Render the page.
-
-    Args:
-        sections: The studies; those of one paper are shown together, below its claims.
-        title: The title of the page. Default: what the studies are.
-
-    Returns:
-        HTML in which every word is escaped and nothing is loaded from elsewhere.
-    """
+    """Render the page."""
     papers: dict[Paper | None, list[dict[str, Any]]] = {}
     for i, section in enumerate(sections):
         papers.setdefault(section.paper, []).append(_study_context(section, i))
@@ -284,11 +271,7 @@ def _title(sections: Sequence[Section], papers: Sequence[Paper | None], small: b
 
 
 def findings_in_words(sections: Sequence[Section]) -> str:
-    """Return how many claims have which verdict, in sentences; empty without claims.
-
-    Args:
-        sections: The studies.
-    """
+    """Return how many claims have which verdict, in sentences; empty without claims."""
     findings = [finding for section in sections for finding in section.findings]
     if not findings:
         return ""
@@ -322,11 +305,7 @@ def _of_them(number: int, whole: int) -> str:
 
 
 def printed_in_words(sections: Sequence[Section]) -> str:
-    """Return how many claims the papers' own printed numbers agree with, in sentences; empty without such numbers.
-
-    Args:
-        sections: The studies.
-    """
+    """Return how many claims the papers' own printed numbers agree with, in sentences; empty without such numbers."""
     printed = [one for section in sections for one in section.printed]
     agree, disagree = (sum(one.agrees is verdict for one in printed) for verdict in (True, False))
     if not agree + disagree:

@@ -102,9 +102,8 @@ class SeriesStyle:
 def series_style(first: int, second: int | None = None) -> SeriesStyle:
     """Return the style of a series.
 
-    Args:
-        first: Its index, or with two axes the index of its first label, which gives the colour.
-        second: The index of its second label, which gives marker, dash and hatch; these follow `first` if None.
+    Of two axes the first label gives the colour, and the second marker, dash and hatch; these follow `first` if
+    `second` is None.
     """
     shape = first if second is None else second
     return SeriesStyle(
@@ -238,15 +237,7 @@ def place_labels(
 ) -> bool:
     """Write a name beside each point, inside the axes and over no other name, point or occupied artist.
 
-    Args:
-        axes: The axes.
-        points: The points, in data coordinates.
-        names: A name for each.
-        occupied: Artists that no name may cover.
-        whiskers: Vertical lines that no name may cover.
-
-    Returns:
-        Whether there was room for all; if not, nothing is written.
+    Return whether there was room for all; if not, nothing is written.
     """
     renderer = lay_out(axes.figure.figure).get_renderer()
     frame = axes.get_window_extent(renderer)
@@ -358,14 +349,7 @@ class FigureDraft:
     def aggregate(
         self, numbers: Numbers, axes: Sequence[str], x: str = "", view: FigureSpec | None = None
     ) -> Aggregates:
-        """Aggregate numbers by panel and further axes, and note the outcomes that lack an axis.
-
-        Args:
-            numbers: What is aggregated.
-            axes: The axes besides the panels.
-            x: A number that becomes an axis.
-            view: What to draw; by default the figure's own.
-        """
+        """Aggregate numbers by panel and further axes, and note the outcomes that lack an axis."""
         aggregates = aggregate(view or self.view, self.outcomes, numbers, (*self.outer, *axes), x)
         self.notes += aggregates.excluded
         self.has_numbers = self.has_numbers or any(spread.mean is not None for spread in aggregates.spreads.values())
@@ -404,12 +388,7 @@ class FigureDraft:
             self.notes.append(f"{where}: {'; '.join(reasons)}")
 
     def describe_spread(self, mark: str, spread: str = "") -> None:
-        """Say in the caption that a mark is a mean (or median) over seeds, and what shows the deviation.
-
-        Args:
-            mark: What shows the mean, such as "Bars".
-            spread: What shows the standard deviation, such as "whiskers"; "" for nothing.
-        """
+        """Say in the caption that a mark is a mean (or median) over seeds, and what shows the deviation."""
         cells: dict[tuple[str, ...], set[str]] = {}
         for outcome in self.outcomes:
             if outcome.error is None and SEED in outcome.cell:
@@ -452,12 +431,7 @@ def start_figure(
 ) -> FigureDraft:
     """Make the empty panels of a figure, and aggregate its reference lines.
 
-    Args:
-        view: What to draw.
-        outcomes: The study's outcomes. Those of reference lines are not drawn otherwise.
-        numbers: The numbers of the reference lines.
-        strip: The height of the strip below each panel, as a share of the panel's; no strip if 0.
-        wide: Whether panels are in one column, however many there are.
+    `strip` is the height of the strip below each panel, as a share of the panel's. If `wide`, panels are in one column.
     """
     rest = select_outcomes(outcomes, view.where)
     lines: dict[str, Any] = {}

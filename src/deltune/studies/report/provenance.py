@@ -46,12 +46,7 @@ class StudyRuns:
 
 @check_booleans
 def setup(studies: Iterable[StudyRuns], *, rows_too: bool = True) -> str:
-    """Return a sentence about the models, the data and the seeds of runs that are done; empty if there are none.
-
-    Args:
-        studies: The studies.
-        rows_too: Whether to say how many rows runs were trained on.
-    """
+    """Return a sentence about the models, the data and the seeds of runs that are done; empty if there are none."""
     models: dict[str, int] = {}
     tasks: dict[str, None] = {}
     rows: set[int] = set()
@@ -84,11 +79,7 @@ def setup(studies: Iterable[StudyRuns], *, rows_too: bool = True) -> str:
 def provenance(records: Iterable[JobRecord]) -> str:
     """Return sentences about the runs of a study or of several.
 
-    Args:
-        records: Their records; a job that occurs twice counts once.
-
-    Returns:
-        The sentences, or an empty text if nothing was run.
+    A job that occurs twice counts once.
     """
     done = [record for record in {record.name: record for record in records}.values() if record.result is not None]
     if not done:
@@ -120,11 +111,7 @@ def _machines(environments: Sequence[Mapping[str, Any]]) -> str:
 
 
 def commits(records: Iterable[JobRecord]) -> list[str]:
-    """Return the commits of deltune that runs were made with, those of the most runs first.
-
-    Args:
-        records: The records of the runs; a job that occurs twice counts once.
-    """
+    """Return the commits of deltune that runs were made with, those of the most runs first."""
     results = [record.result for record in {record.name: record for record in records}.values() if record.result]
     return list(_count_commits([result.get("environment") or {} for result in results]))
 

@@ -157,15 +157,7 @@ class Table:
 
 
 def build_table(view: TableSpec, outcomes: Iterable[Outcome]) -> Table:
-    """Lay out the table of a view.
-
-    Args:
-        view: The view.
-        outcomes: The study's outcomes.
-
-    Raises:
-        DeltuneError: See `aggregate`.
-    """
+    """Lay out the table of a view."""
     outcomes = list(outcomes)
     outer = (view.groups,) if view.groups else ()
     axes = (*outer, view.rows, *view.columns)
@@ -592,12 +584,7 @@ def _cells_with_columns(row: Row, table: Table) -> Iterator[tuple[TableCell, Col
 
 
 def table_legend(table: Table, published_legend: str = PUBLISHED_LEGEND) -> list[str]:
-    """Return the line that explains the marks of the cells; an empty list if there are none.
-
-    Args:
-        table: The table.
-        published_legend: The sentence about the paper's numbers.
-    """
+    """Return the line that explains the marks of the cells; an empty list if there are none."""
     cells = [cell for row in table.rows for cell in row.cells]
     best = [BEST_LEGEND] if any(cell.best for cell in cells) else []
     counts = sorted({cell.n for cell in cells if cell.std is not None})

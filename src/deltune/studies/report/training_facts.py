@@ -21,13 +21,7 @@ RISING = 1.0
 
 
 def training_facts(outcomes: Iterable[Outcome], names: Mapping[str, str], train_rows: Mapping[str, int]) -> str:
-    """Return a sentence for each task: its training rows, steps and test rows; empty if no run is done.
-
-    Args:
-        outcomes: The study's outcomes.
-        names: How labels are shown.
-        train_rows: Task -> its training rows, for tasks that have fewer than runs may read.
-    """
+    """Return a sentence for each task: its training rows, steps and test rows; empty if no run is done."""
     by_task: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         if outcome.error is None and "task" in outcome.cell and outcome.spec.get("method"):
@@ -94,13 +88,7 @@ def _span(numbers: Iterable[int | None]) -> str:
 
 
 def still_rising(outcomes: Iterable[Outcome], choice: MetricChoice, names: Mapping[str, str]) -> str:
-    """Say on which tasks the mean validation score still rose when runs ended; empty if on none.
-
-    Args:
-        outcomes: The study's outcomes.
-        choice: The score that counts.
-        names: How labels are shown.
-    """
+    """Say on which tasks the mean validation score still rose when runs ended; empty if on none."""
     rises: dict[str, list[tuple[float, int]]] = {}
     for outcome in outcomes:
         metric = choice.for_outcome(outcome)
