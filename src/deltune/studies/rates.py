@@ -55,11 +55,7 @@ Choice = tuple[PlannedCell, ...]
 class ChosenRate:
     """The rate that the cells of a method on a model and task have, as far as it is known.
 
-    Attributes:
-        tries: The cells whose jobs determine it.
-        number: Its number, or None.
-        why: Why it is not known.
-        lost: Whether it will never be.
+    `tries` are the cells whose jobs determine it; it is `lost` if it will never be known.
     """
 
     tries: Choice

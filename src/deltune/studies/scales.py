@@ -159,9 +159,7 @@ def _term_rate(term: Method) -> float:
 class Variant:
     """One value of what a study varies.
 
-    Attributes:
-        labels: Its labels on the study's axes.
-        values: Its fields of a run's spec.
+    `values` are its fields of a run's spec.
     """
 
     labels: Cell

@@ -56,11 +56,9 @@ TYPES = {
 class Number:
     """A measured number.
 
-    Attributes:
-        value: The number.
-        examples: A number for each example of the test split, of which `value` is the mean; None if there are none.
-        slack: How far the value may be off for sure, such as half the width of a bracket.
-        weight: How much it counts in a mean over settings; 1 for all but ranks.
+    `examples` has a number for each example of the test split, of which `value` is the mean. `slack` is how far the
+    value may be off for sure, such as half the width of a bracket. `weight` is how much it counts in a mean over
+    settings; 1 for all but ranks.
     """
 
     value: float
@@ -73,9 +71,7 @@ class Number:
 class MetricChoice:
     """The score that counts.
 
-    Attributes:
-        metric: Its name, or task -> name.
-        lower: Whether lower is better, for scores of which `METRICS` does not say so.
+    It is a score's name, or task -> name; `lower` is for scores of which `METRICS` does not say so.
     """
 
     metric: str | Mapping[str, str]
@@ -579,14 +575,7 @@ Term = tuple[float, Cell]
 class Comparison:
     """A claim that the mean effect lies between two bounds.
 
-    Attributes:
-        text: What is compared.
-        effects: The effect of each seed in each setting.
-        low: The lower bound.
-        high: The upper bound.
-        unit: The unit of the effects.
-        subject: What is measured; empty for the score that counts.
-        is_difference: Whether an effect is a difference, as opposed to a number of one side.
+    Without a subject it is about the score that counts; `is_difference` is False for numbers of one side.
     """
 
     text: str
@@ -602,13 +591,7 @@ class Comparison:
 class Exact:
     """A claim that a number without error is at most some maximum.
 
-    Attributes:
-        text: What the number is.
-        value: The number.
-        maximum: What it may be at most.
-        unit: The unit of the number.
-        subject: What is measured.
-        depends_on_depth: Whether a model's number of layers decides whether it is true.
+    `depends_on_depth` says whether a model's number of layers decides whether it is true.
     """
 
     text: str

@@ -39,11 +39,7 @@ POWER = 0.8
 class SettingResult:
     """A comparison in one setting.
 
-    Attributes:
-        setting: The setting in words, such as "on CB".
-        effect: The mean effect there.
-        interval: Its interval of 95 %, for itself alone: it describes and decides nothing.
-        agrees: Whether the effect lies where the claim is true.
+    Its interval of 95 % is for itself alone: it describes and decides nothing.
     """
 
     setting: str
@@ -89,12 +85,7 @@ class ComparisonResult:
 
 @dataclass(frozen=True)
 class PartVerdict:
-    """The verdict on one part of a claim that is about a score and about a number of parameters.
-
-    Attributes:
-        verdict: The verdict on this part alone.
-        result: The comparison that decides it; None if it could not be made.
-    """
+    """The verdict on one part of a claim that is about a score and about a number of parameters."""
 
     verdict: Verdict
     result: ComparisonResult | None
@@ -104,18 +95,9 @@ class PartVerdict:
 class Resolution:
     """What a run of this size can decide, and what size would decide more.
 
-    Attributes:
-        smallest: The distance from the border that is decided with the chance `POWER`.
-        alpha: The level of the test.
-        target: The distance for which the size is computed.
-        target_is_printed: Whether the target is the paper's own effect, as opposed to the one that was measured.
-        seeds: How many seeds decide the target with the same chance; None if no run of up to 1,000 seeds and 1,000
-            times as many test rows does.
-        factor: How many times as many test rows these seeds need; None if rows play no part.
-        unit: The unit of the distances.
-        margin: What a distance is from: "" for zero.
-        excludes_printed: Whether the interval excludes an effect as large as the paper's.
-        sample: What was repeated: "seeds and test rows", "seeds", or the blocks of a timing.
+    `smallest` is the distance from the border that is decided with the chance `POWER`, at the level `alpha`. To decide
+    `target`, the paper's own effect or else the one measured, takes so many `seeds` (None if no run of up to 1,000
+    does) and `factor` times as many test rows (None if rows play no part).
     """
 
     smallest: float
@@ -148,15 +130,8 @@ class Resolution:
 class UndecidedEffect:
     """An effect that was tested and not decided.
 
-    Attributes:
-        estimate: Its estimate.
-        borders: The borders of the region in which the claim is true.
-        alpha: The level of the test.
-        seeds: How many seeds each setting has.
-        rows: Whether the test rows play a part in the interval.
-        printed: The paper's effect, if it prints one that agrees with the claim.
-        unit: The unit of the effect.
-        repetition: What the repeats are called, in the singular.
+    `borders` are those of the region in which the claim is true; `printed` is the paper's effect, if it prints one that
+    agrees with the claim; `rows` says whether test rows play a part in the interval.
     """
 
     estimate: Estimate
@@ -242,13 +217,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class PrintedTable:
-    """Numbers that a paper prints, as outcomes of a study without seeds.
-
-    Attributes:
-        name: Where they are printed.
-        outcomes: The outcomes.
-        metric: The score that counts, or task -> score.
-    """
+    """Numbers that a paper prints, as outcomes of a study without seeds."""
 
     name: str
     outcomes: tuple[Outcome, ...]
@@ -259,13 +228,9 @@ class PrintedTable:
 class PrintedFinding:
     """What a paper's printed numbers say of one of its claims.
 
-    Attributes:
-        claim: The claim.
-        agrees: Whether they agree with it; None if the paper prints no numbers to compare.
-        deciding: The comparison that is the nearest to being false, or the furthest from being true; where it agrees
-            it is one of scores, if there are any, as the comparison of a `Finding` is.
-        source: Where they are printed.
-        comparisons: All comparisons.
+    `agrees` is None if the paper prints no numbers to compare. The comparison that decides is the nearest to being
+    false, or the furthest from being true; where it agrees it is one of scores, if there are any, as the comparison of
+    a `Finding` is.
     """
 
     claim: Claim
@@ -277,13 +242,7 @@ class PrintedFinding:
 
 @dataclass(frozen=True)
 class Paper:
-    """A paper that is reproduced.
-
-    Attributes:
-        abbreviation: How tables and figures of it are cited, such as "UV".
-        title: Its title.
-        citation: Authors, year and where it appeared.
-    """
+    """A paper that is reproduced."""
 
     abbreviation: str
     title: str
@@ -294,12 +253,8 @@ class Paper:
 class PaperStatements:
     """What a paper says about a study.
 
-    Attributes:
-        paper: The paper.
-        claims: Its claims.
-        tables: Its printed numbers.
-        choices: Where it disagrees with itself or is silent, and what was chosen.
-        rerun: Which runs of small scale were repeated after results had been seen.
+    `choices` say where it disagrees with itself or is silent, and what was chosen; `rerun` which runs of small scale
+    were repeated after results had been seen.
     """
 
     paper: Paper | None = None

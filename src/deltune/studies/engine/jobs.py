@@ -60,11 +60,8 @@ class Outcome:
 class NormChange(TypedDict):
     """How far one gain or bias of a norm was moved.
 
-    Attributes:
-        layer: The index of the layer; None for norms outside the layers.
-        module: What the norm belongs to, such as "attention" or "ffn".
-        term: "gain" or "bias".
-        value: The mean absolute change.
+    `layer` is None for norms outside the layers; `module` is what the norm belongs to, such as "attention"; `value` is
+    the mean absolute change.
     """
 
     layer: int | None
@@ -76,20 +73,8 @@ class NormChange(TypedDict):
 class RunResult(TypedDict):
     """The result of a job that trains and scores a run, as JSON values.
 
-    Attributes:
-        split: The split that was scored.
-        scores: Metric -> value on that split.
-        validation: Metric -> value on the validation split.
-        examples: Metric -> a number for each example, for metrics that are the mean of such numbers.
-        count: `Count.as_dict()` of the method.
-        seconds: Duration of the training.
-        cpu_seconds: Seconds of the processor that the training took, or None.
-        best: The validation that the delta is of, with the values that a search chose.
-        curve: Lines of the training log.
-        signatures: Metric -> how it was computed.
-        omitted: Metric -> why it was not computed.
-        environment: What the result depends on besides the spec (`ENVIRONMENT_FIELDS`).
-        data: The digest of the rows that were read.
+    `examples` has a number for each example, for metrics that are the mean of such numbers; `best` is the validation
+    that the delta is of, with the values that a search chose; `omitted` says why a metric was not computed.
     """
 
     split: str
@@ -179,9 +164,7 @@ ENVIRONMENT_FIELDS = (
 class Roots:
     """Where this machine has the models and data that specs name. It is no part of what a job is.
 
-    Attributes:
-        models: The folder of models. A model in it is called by the name of its folder.
-        data_root: The folder with the folders of known tasks.
+    A model in the folder of models is called by the name of its folder.
     """
 
     models: str | None = None

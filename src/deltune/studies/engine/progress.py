@@ -20,9 +20,7 @@ TAIL = 2**16
 class JobProgress:
     """How far a job is.
 
-    Attributes:
-        share: The share of its work that is done, from 0 to 1, by the time that its training says is left.
-        seconds: How long that took.
+    Its share is judged by the time that its training says is left.
     """
 
     share: float

@@ -30,14 +30,7 @@ logger = logging.getLogger("deltune")
 class Scheduler:
     """One pass through all jobs of a study.
 
-    Attributes:
-        plan: The jobs to do, given what is done.
-        store: Where results are read and written.
-        pool: The workers.
-        retry: Whether jobs that failed before are done again.
-        done: How many jobs this pass did.
-        reused: How many jobs were done before, or meanwhile by another process.
-        failed: Names of the jobs that failed.
+    It counts the jobs that it did, and those that were done before or meanwhile by another process.
     """
 
     plan: JobPlan

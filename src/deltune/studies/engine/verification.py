@@ -33,11 +33,7 @@ MASK_SEED = re.compile(r"seed=\d+")
 class Comparison:
     """One score of a job, stored and now.
 
-    Attributes:
-        name: The metric.
-        stored: The stored score.
-        now: The score of the new run; None if the run failed.
-        allowed: The greatest difference that the spread over seeds allows; 0 if there is none to judge by.
+    `allowed` is the greatest difference that the spread over seeds allows; 0 if there is none to judge by.
     """
 
     name: str
@@ -55,13 +51,7 @@ class Comparison:
 class Verification:
     """A job that was run again.
 
-    Attributes:
-        job: The job.
-        comparisons: Its scores, then and now.
-        equal: Whether scores and examples are equal to the last digit.
-        changes: The fields of the environment that differ, each with both values.
-        data_changed: Whether it read other rows.
-        error: Why the new run failed; None if it did not.
+    `changes` are the fields of the environment that differ, each with both values.
     """
 
     job: Job

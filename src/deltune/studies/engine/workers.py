@@ -36,18 +36,7 @@ PRELOADED = ["deltune.training.train", "deltune.studies.engine.workers"]
 
 @dataclass(frozen=True)
 class JobResult:
-    """What a worker reports of a job.
-
-    Attributes:
-        job: The job.
-        value: Its result, as JSON values; None if it failed.
-        error: Why it failed; None if it did not.
-        seconds: How long it took, with the earlier work that it went on from.
-        worker_died: Whether its worker ended in the middle.
-        disk_full: Whether no space was left.
-        busy: Whether another process is doing the same job.
-        error_kind: What kind of error it failed with; None if it did not.
-    """
+    """What a worker reports of a job."""
 
     job: Job
     value: ResultValues | None = None

@@ -97,13 +97,7 @@ def parameters(hub_id: str) -> int:
 class Training:
     """One training run at the papers' scale.
 
-    Attributes:
-        model: The hub id of its model.
-        task: Its task.
-        steps: How many steps it takes at most.
-        tokens: How many tokens a batch has at most.
-        trained: How many scalars it trains.
-        times: How many such runs there are, those included that only try a value.
+    Steps, and tokens of a batch, are the most there can be. `times` counts those runs too that only try a value.
     """
 
     model: str

@@ -267,12 +267,7 @@ AP_LOW_THRESHOLDS: Mapping[str, tuple[float, float]] = {
 
 @dataclass(frozen=True)
 class Choice:
-    """A place where a paper disagrees with itself, or is silent, and what was chosen.
-
-    Attributes:
-        studies: The studies that it concerns.
-        text: Both sides, and the choice.
-    """
+    """A place where a paper disagrees with itself, or is silent, and what was chosen."""
 
     studies: tuple[str, ...]
     text: str

@@ -29,11 +29,7 @@ Labels = tuple[Label, ...]
 class NumberFormat:
     """How a number is shown.
 
-    Attributes:
-        factor: What it is multiplied by.
-        digits: Digits after the point; three significant ones if None.
-        lower: Whether lower is better.
-        name: What the number is called.
+    Without `digits` three significant ones are shown.
     """
 
     factor: float = 1.0
@@ -109,13 +105,7 @@ MISSING = Spread(None, absent=("not run",))
 class Observation:
     """One number of one outcome, or the reason why there is none.
 
-    Attributes:
-        cell: The outcome's cell, extended by an entry's keys, the metric and x.
-        value: The number.
-        error: The reason.
-        metric: The name of the number.
-        waiting: Whether the outcome's job has not run yet.
-        at_chance: Whether the run is no better than chance.
+    Its cell is the outcome's, extended by an entry's keys, the metric and x.
     """
 
     cell: Cell
@@ -133,11 +123,8 @@ AT_CHANCE = "no better than chance"
 class Aggregates:
     """Spreads by their labels on some axes.
 
-    Attributes:
-        axes: The axes.
-        spreads: Labels on the axes -> spread.
-        metrics: Labels on the axes -> the name of the number.
-        excluded: Outcomes that lack an axis, each with the reason.
+    `metrics` has the name of the number for the same labels; `excluded` are outcomes that lack an axis, each with the
+    reason.
     """
 
     axes: tuple[str, ...]

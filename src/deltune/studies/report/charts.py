@@ -507,12 +507,8 @@ FORMATS: dict[str, dict[str, Any]] = {
 class DrawnFigure:
     """A finished figure.
 
-    Attributes:
-        title: Its title.
-        text: What it shows, in words, for those who do not see it.
-        notes: What it lacks.
-        figure: The figure itself.
-        caption: What its marks, bars and bands stand for.
+    Its text says what it shows to those who do not see it, its notes what it lacks, and its caption what marks, bars
+    and bands stand for.
     """
 
     title: str

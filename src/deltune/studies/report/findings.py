@@ -51,22 +51,8 @@ CSV_COLUMNS = (
 class ClaimRow:
     """A claim, the paper's number and ours, as text.
 
-    Attributes:
-        claim: The sentence.
-        source: Where the paper has it.
-        printed: The number that follows from the paper's tables.
-        printed_of: What was compared there, and in which table.
-        number: Our number.
-        number_of: What was compared here.
-        interval: Its interval.
-        interval_of: Whether it leaves out the chance of test rows; "" where it covers them or there are none.
-        settings: How many settings and seeds were compared.
-        verdict: The verdict.
-        verdict_of: The verdicts on its parts, if there are several.
-        kind: The class of the verdict in the style sheet.
-        notes: What else there is to say, in sentences.
-        details: A line for each comparison and setting.
-        caveat: What weakens a verdict, in a few words; "" for nothing.
+    What a field ending in `_of` says stands below the field of that name; `kind` is the verdict's class in the style
+    sheet; `caveat` is what weakens a verdict, in a few words.
     """
 
     claim: str

@@ -18,10 +18,7 @@ NOT_OF_METHODS = ("model", "task", "target", "family", "kind", "N", "try", SEED)
 class MethodLabel:
     """A label and what it is.
 
-    Attributes:
-        label: The label, or those on several axes.
-        expression: The method expression.
-        parameters: How many parameters it trains on each model, its head aside.
+    Its number of parameters, for each model, leaves the head aside.
     """
 
     label: str

@@ -182,23 +182,8 @@ GLYPHS = {"holds": "✓", "fails": "≠", "undecided": "?", "untestable": "–"}
 class Section:
     """One study of a report.
 
-    Attributes:
-        title: The study's name.
-        text: What it asks, in paragraphs.
-        tables: Its tables.
-        figures: Its figures.
-        findings: The claims it decides.
-        outcomes: The outcomes of all its jobs.
-        missing: What was planned and has no result, in words.
-        printed: What the paper's printed numbers say of the claims.
-        choices: Where the paper disagrees with itself or is silent, and what was chosen.
-        small: Whether the study is of small scale, whose findings are not about the paper.
-        names: How labels are shown.
-        records: What was run for it.
-        paper: The paper that it is of, if any.
-        train_rows: Task -> its training rows, for tasks that have fewer than runs may read.
-        repetition: What the labels of the axis of seeds are called, in the singular.
-        rerun: Which runs were repeated after results had been seen.
+    `missing` is what was planned and has no result, in words; `rerun` says which runs were repeated after results had
+    been seen.
     """
 
     title: str

@@ -305,23 +305,8 @@ WIDTH, HEIGHT = 4.5, 2.75  # inches of one panel: legible at its own size on a p
 class FigureDraft:
     """A figure that is being drawn.
 
-    Attributes:
-        view: What to draw.
-        outcomes: The outcomes to draw, without those of reference lines.
-        reference_lines: Name -> a number, or the spread of each panel.
-        labels: The labels of the panels.
-        figure: The figure.
-        axes: The axes of each panel.
-        strips: The axes of the strip below each panel, if there are any.
-        series: Handles of the legend, by name of the series.
-        lines: Further handles of the legend, by name.
-        point_labels: For each panel the points with names to write beside them in place of the legend.
-        level_lines: For each panel the reference lines, which no such name may cover.
-        whiskers: For each panel those of its points, which no such name may cover.
-        caption: What marks, bars and bands stand for, in sentences.
-        has_numbers: Whether there is anything to draw.
-        text: What the figure shows, in words.
-        notes: What it lacks, in words.
+    Handles of the legend are in `series` and `lines`. Names are written beside `point_labels` where there is room for
+    all, over neither `level_lines` nor `whiskers`. `text` says what it shows, and `notes` what it lacks.
     """
 
     view: FigureSpec

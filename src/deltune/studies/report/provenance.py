@@ -31,11 +31,7 @@ CITATION = (
 class StudyRuns:
     """The runs of a study, for sentences about their models, data and seeds.
 
-    Attributes:
-        outcomes: Their outcomes.
-        names: How labels are shown.
-        train_rows: Task -> its training rows, for tasks that have fewer than runs may read.
-        repetition: What the labels of the axis of seeds are called, in the singular.
+    `train_rows` has the training rows of tasks that have fewer than runs may read.
     """
 
     outcomes: Sequence[Outcome]

@@ -37,10 +37,7 @@ RANK = NumberFormat(1.0, 2, True, "average rank")
 class Column:
     """A column of a table: its headings, what its cells are, and how its numbers are shown.
 
-    Attributes:
-        labels: Its headings, from the widest to the narrowest.
-        kind: What its cells are.
-        number_format: How its numbers are shown.
+    Its labels are its headings, from the widest to the narrowest.
     """
 
     labels: tuple[str, ...]
@@ -57,17 +54,8 @@ class Column:
 class TableCell:
     """One cell of a table.
 
-    Attributes:
-        mean: Its number; None if there is none.
-        std: The standard deviation over seeds.
-        n: How many seeds it is the mean of.
-        state: "shown"; "partial", an average over fewer columns than there are; "failed"; or "missing", where nothing
-            was run.
-        best: Whether it is the best of its column and group.
-        second: Whether it is the second best.
-        notes: Indices into the table's notes.
-        published: The paper's number, in the unit shown.
-        high: The end of a range that begins with `mean`.
+    It is "partial" as an average over fewer columns than there are, and "missing" where nothing was run. Notes are
+    indices into the table's; a range ends at `high`; the paper's number is in the unit shown.
     """
 
     mean: float | None = None
@@ -94,15 +82,7 @@ class Row:
 class Table:
     """A table.
 
-    Attributes:
-        title: The title.
-        head: The heading of the rows' labels.
-        columns: The columns.
-        rows: The rows, those of a group one after the other.
-        notes: What the marks in the cells stand for.
-        excluded: Outcomes that are in no cell, each with the reason.
-        median: Whether its scores are medians over seeds and not means.
-        repetition: What the labels of the axis of seeds are called, in the singular.
+    Notes say what the marks in its cells stand for.
     """
 
     title: str
