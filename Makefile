@@ -90,7 +90,7 @@ docs: $(STAMP)
 	@echo "build/site/index.html"
 
 # Nothing is run: all comes from the files in results.
-STUDIES := $(patsubst results/%.jsonl,%,$(wildcard results/*/*.jsonl))
+STUDIES := $(patsubst results/%.jsonl.gz,%,$(wildcard results/*/*.jsonl.gz))
 
 results: $(STAMP)
 	@test -n "$(STUDIES)" || { echo "results has no study yet: make studies ROOT=... MODELS=..." >&2; exit 1; }

@@ -1,7 +1,8 @@
-"""Results as text: nothing is lost and lines stay in order; which results of a job are the same; what is committed."""
+"""Results in files: nothing is lost and lines stay in order; which results of a job are the same; what is committed."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import tempfile
@@ -51,13 +52,21 @@ RECORDS = [
 ]  # fmt: skip
 
 
+def read_lines(path: Path) -> list[str]:
+    return gzip.decompress(path.read_bytes()).decode().split("\n")[:-1]
+
+
+def write_lines(path: Path, lines: list[str]) -> None:
+    path.write_bytes(gzip.compress("".join(f"{line}\n" for line in lines).encode()))
+
+
 def by_name(records: list[JobRecord]) -> list[JobRecord]:
     return sorted(records, key=lambda record: record.name)
 
 
 def test_nothing_is_lost(tmp_path: Path) -> None:
     path = write_results(tmp_path, "ln/nlu", RECORDS)
-    assert path == results_file(tmp_path, "ln/nlu") == tmp_path / "ln" / "nlu.jsonl"
+    assert path == results_file(tmp_path, "ln/nlu") == tmp_path / "ln" / "nlu.jsonl.gz"
     assert by_name(read_results(tmp_path)) == by_name(read_results(tmp_path, ["ln/nlu"])) == by_name(RECORDS)
     assert not read_results(tmp_path, ["uv/full"]) and exported_studies(tmp_path) == ["ln/nlu"]
 
@@ -91,10 +100,10 @@ def test_the_day_of_a_job_goes_with_it(tmp_path: Path) -> None:
 )
 def test_errors_stored_without_a_kind_are_read(stored: dict[str, str], kind: str, tmp_path: Path) -> None:
     line = {"job": "a", "kind": "run", "spec": {}, "seconds": 1.0}
-    (tmp_path / "s.jsonl").write_text(json.dumps({**line, **stored}) + "\n")
+    write_lines(tmp_path / "s.jsonl.gz", [json.dumps({**line, **stored})])
     (read,) = read_results(tmp_path)
     assert (read.error, read.error_kind) == (stored["error"], kind)
-    (tmp_path / "s.jsonl").write_text(json.dumps({**line, **stored, "error_kind": "other"}) + "\n")
+    write_lines(tmp_path / "s.jsonl.gz", [json.dumps({**line, **stored, "error_kind": "other"})])
     with pytest.raises(DeltuneError, match="error_kind 'other' is not one of diverged, error"):
         read_results(tmp_path)
 
@@ -110,11 +119,11 @@ def test_examples_of_any_number_are_kept(count: int, share: float, tmp_path: Pat
 
 
 def test_the_order_of_records_does_not_matter_and_a_change_is_a_line(tmp_path: Path) -> None:
-    before = write_results(tmp_path / "a", "s", RECORDS).read_text().splitlines()
+    before = read_lines(write_results(tmp_path / "a", "s", RECORDS))
     shuffled = random.Random(0).sample(RECORDS, len(RECORDS))
-    assert write_results(tmp_path / "b", "s", shuffled).read_text().splitlines() == before
+    assert read_lines(write_results(tmp_path / "b", "s", shuffled)) == before
     changed = [replace(one, seconds=9.0) if one is RECORDS[2] else one for one in RECORDS]
-    after = write_results(tmp_path / "a", "s", [*changed, record(job("full", 1), 0.9)]).read_text().splitlines()
+    after = read_lines(write_results(tmp_path / "a", "s", [*changed, record(job("full", 1), 0.9)]))
     assert len(after) == len(before) + 1 and len(set(before) - set(after)) == 1
 
 
@@ -135,8 +144,19 @@ def test_environments_are_there_once_and_only_those_that_are_used(tmp_path: Path
 )  # fmt: skip
 def test_a_damaged_line_is_named(line: str, tmp_path: Path) -> None:
     path = write_results(tmp_path, "s", RECORDS[:1])
-    path.write_text(path.read_text() + line + "\n")
+    write_lines(path, [*read_lines(path), line])
     with pytest.raises(DeltuneError, match=r"(?s)s\.jsonl.*line 2"):
+        read_results(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", gzip.compress(b"{}" * 100)[:-9], gzip.compress(b"\xff\n")])
+def test_a_damaged_file_is_named(content: bytes, tmp_path: Path) -> None:
+    """Cut off, not compressed, or no text; an empty file holds no job."""
+    (tmp_path / "s.jsonl.gz").write_bytes(content)
+    if not content:
+        assert read_results(tmp_path) == []
+        return
+    with pytest.raises(DeltuneError, match=r"s\.jsonl\.gz cannot be read"):
         read_results(tmp_path)
 
 
@@ -220,7 +240,7 @@ def test_committed_results_are_those_of_studies_as_they_are() -> None:
     """Every file is of a study, every line of it of a job that the study has, and none of this machine or failed."""
     rows = {row.name: row for row in read_results(RESULTS)}
     for name in exported_studies(RESULTS):
-        text = results_file(RESULTS, name).read_text()
+        text = "".join(read_lines(results_file(RESULTS, name)))
         assert "/home/" not in text and f"{ROOT.parent}/" not in text and '"error":' not in text, name
         stored = {row.name for row in read_results(RESULTS, [name])}
         jobs = topological_order(STUDIES[name](StudySetup("small", runs=False)).jobs(rows))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import itertools
 import json
@@ -47,6 +48,10 @@ def deltune(*words: object, code: int = 0) -> Printed:
     assert int(status or 0) == code, err.getvalue()
     assert "Traceback" not in err.getvalue()
     return Printed(out.getvalue(), err.getvalue())
+
+
+def lines_of(path: Path) -> list[bytes]:
+    return gzip.decompress(path.read_bytes()).splitlines()
 
 
 @pytest.fixture(scope="module")
@@ -112,9 +117,9 @@ def test_results_as_text_are_the_results(place: Path) -> None:
     assert "6 jobs, 6 done; 0 left" in deltune("run", mine, "--store", place / "again.sqlite", "--dry-run").stdout
     run = deltune("run", mine, "--store", place / "again.sqlite", "--results", place / "twice", code=1)
     assert "0 run, 6 were there" in run.stdout
-    for file, other in itertools.product(("tiny.jsonl", "environments.json"), ("first", "twice")):
+    for file, other in itertools.product(("tiny.jsonl.gz", "environments.json"), ("first", "twice")):
         assert (place / other / file).read_bytes() == (folder / file).read_bytes()
-    assert all(json.loads(line)["date"] for line in (folder / "tiny.jsonl").read_text().splitlines())
+    assert all(json.loads(line)["date"] for line in lines_of(folder / "tiny.jsonl.gz"))
     (environment,) = json.loads((folder / "environments.json").read_text()).values()
     assert {"commit", "packages", "processor", "python"} <= environment.keys()
     assert (environment["threads"], environment["linear_backend"]) == (1, "torch"), "whatever the machine has"
@@ -130,12 +135,13 @@ def test_results_are_verified(every: bool, place: Path) -> None:
     size = 9 if every else 1
     words = ("verify", mine, "--store", folder, "--sample", size, "--quiet")
     assert f"{min(size, 4)} of {min(size, 4)} equal" in deltune(*words).stdout
-    lines = [json.loads(line) for line in (folder / "tiny.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in lines_of(folder / "tiny.jsonl.gz")]
     (edited,) = [
         one for one in lines if "error" not in one and one["spec"]["method"] == "layernorm" and "seed" in one["spec"]
     ]
     edited["result"]["scores"]["accuracy"] += 9
-    (folder / "tiny.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "tiny.jsonl.gz").write_bytes(gzip.compress(text.encode()))
     words = ("verify", mine, "--store", folder, "--only", "method=norms", "--only", "seed=1", "--quiet")
     printed = deltune(*words, code=1).stdout
     for part in ("differs: bert · words · norms · seed 1", "accuracy: 9.", "1 of 1 differs"):

@@ -1,30 +1,33 @@
-"""The results of studies as files of text for a repository: STUDY.jsonl for each study, and environments.json.
+"""The results of studies as files for a repository: STUDY.jsonl.gz for each study, and environments.json.
 
-A line is a job: its name, its spec, its result and the digest of the environment in which it came about. Lines are
-sorted by what they are about and hold nothing of the machine but that digest, so that a difference between two commits
-is a difference between results. Nothing is lost: the page, the tables and the figures are made from these files as from
-a `ResultStore`.
+A line of the compressed text is a job: its name, its spec, its result and the digest of the environment in which it
+came about. Lines are sorted by what they are about and hold nothing of the machine but that digest, so that a file
+whose lines did not change is the same file. Nothing is lost: the page, the tables and the figures are made from these
+files as from a `ResultStore`.
 """
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...errors import DeltuneError
-from ...filesystem import explain_write_errors, read_json_object, read_jsonl, write_text
+from ...filesystem import atomic_open, explain_write_errors, parse_json_object, read_json_object, write_text
 from .store import JobRecord, read_error_kind
 
+SUFFIX = ".jsonl.gz"
 ENVIRONMENTS_FILE = "environments.json"
 DIGEST_DIGITS = 12
 
 
 def results_file(folder: Path, study: str) -> Path:
-    """Return the file of a study: that of ln/nlu is FOLDER/ln/nlu.jsonl."""
-    return folder / f"{study}.jsonl"
+    """Return the file of a study, such as FOLDER/ln/nlu.jsonl.gz for ln/nlu."""
+    return folder / f"{study}{SUFFIX}"
 
 
 def write_results(folder: Path, study: str, records: Iterable[JobRecord]) -> Path:
@@ -36,8 +39,9 @@ def write_results(folder: Path, study: str, records: Iterable[JobRecord]) -> Pat
     with explain_write_errors(folder):
         path.parent.mkdir(parents=True, exist_ok=True)
         environments |= _read_environments(folder)
-        write_text(path, "".join(_compact(line) + "\n" for line in lines))
-        used = {line.get("environment") for file in _files(folder) for _, line in read_jsonl(file)}
+        with atomic_open(path) as written:
+            written.write(gzip.compress("".join(_compact(line) + "\n" for line in lines).encode(), mtime=0))
+        used = {line.get("environment") for file in _files(folder) for _, line in _read_lines(file)}
         kept = {digest: environments[digest] for digest in sorted(environments) if digest in used}
         write_text(folder / ENVIRONMENTS_FILE, json.dumps(kept, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
     return path
@@ -54,7 +58,7 @@ def read_results(folder: Path, studies: Sequence[str] = ()) -> list[JobRecord]:
     )
     records: dict[str, JobRecord] = {}
     for file in files:
-        for number, line in read_jsonl(file):
+        for number, line in _read_lines(file):
             try:
                 record = _from_line(line, environments)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -73,11 +77,21 @@ def replaces(record: JobRecord, before: JobRecord | None) -> bool:
 
 def exported_studies(folder: Path) -> list[str]:
     """Return the names of the studies that have a file in a folder of results."""
-    return [file.relative_to(folder).with_suffix("").as_posix() for file in _files(folder)]
+    return [file.relative_to(folder).as_posix().removesuffix(SUFFIX) for file in _files(folder)]
 
 
 def _files(folder: Path) -> list[Path]:
-    return sorted(folder.rglob("*.jsonl"))
+    return sorted(folder.rglob(f"*{SUFFIX}"))
+
+
+def _read_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number of each line, from 1, and its object."""
+    number = 0
+    try:
+        for number, line in enumerate(gzip.decompress(file.read_bytes()).splitlines(), 1):
+            yield number, parse_json_object(line.decode())
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        raise DeltuneError(f"{file} cannot be read (line {number}): {error}") from error
 
 
 def _read_environments(folder: Path) -> dict[str, Any]:
