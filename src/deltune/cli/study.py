@@ -40,7 +40,7 @@ Only = Annotated[
 ]
 
 
-def studies(
+def load_studies(
     names: list[str],
     scale: str,
     data_root: Path | None,
@@ -139,7 +139,7 @@ def show(
     from ..studies.papers.registry import CLAIMS
     from ..studies.report.figure_spec import TableSpec, as_tuple
 
-    requested = studies(names, scale, data_root, model_root, only)
+    requested = load_studies(names, scale, data_root, model_root, only)
     facts = [
         {
             "study": study.name,
@@ -210,7 +210,7 @@ def run(
 
     if engine not in ("local", "ray"):
         raise DeltuneError(unknown_name("engine", engine, ("local", "ray")))
-    requested = studies(names, scale, data_root, model_root, only, runs=not dry_run)
+    requested = load_studies(names, scale, data_root, model_root, only, runs=not dry_run)
     if dry_run:
         rows = _rows(store) if user_path(store, "--store").exists() else {}
         timed = {**({} if results is None else _rows(results)), **rows}
@@ -376,7 +376,7 @@ def export(
     """Write the results of studies as text, a line for each job, to be kept in a repository."""
     from ..studies.engine.results import write_results
 
-    to, rows, requested, written = user_path(to, "--to"), _rows(store), studies(names, scale, None, None), 0
+    to, rows, requested, written = user_path(to, "--to"), _rows(store), load_studies(names, scale, None, None), 0
     for study in requested:
         if records := _records_of(study, rows):
             path, written = write_results(to, study.name, records), written + 1
@@ -431,7 +431,7 @@ def verify(
     from ..training.progress import ProgressDisplay
 
     rows = _rows(store)
-    requested = studies(names, scale, data_root, model_root, only, runs=True)
+    requested = load_studies(names, scale, data_root, model_root, only, runs=True)
     jobs = sample_jobs((job for study in requested for job in study.jobs(rows)), rows, sample, seed)
     if not jobs:
         raise DeltuneError(f"{store} has no scores of these studies; `deltune study status` says what was run")
@@ -499,7 +499,7 @@ def status(
     from ..studies.engine.progress import job_progress
     from ..studies.engine.store import folder_of_runs
 
-    requested = studies(names, scale, data_root, model_root, only)
+    requested = load_studies(names, scale, data_root, model_root, only)
     rows, runs, claimed = _rows(store), folder_of_runs(store), _claimed_jobs(store)
     facts: dict[str, dict[str, Any]] = {}
     labels: dict[str, str] = {}
@@ -554,7 +554,7 @@ def report(
 
     to = None if to is None else user_path(to, "--to")
     order = list(STUDIES)  # that of the papers; studies of one's own come last
-    requested = studies(names, scale, data_root, model_root, only)
+    requested = load_studies(names, scale, data_root, model_root, only)
     requested.sort(key=lambda study: order.index(study.name) if study.name in order else len(order))
     rows = _rows(store)
     parts = [

@@ -16,7 +16,6 @@ from .comparisons import (
     COUNT,
     SCORE,
     Cells,
-    Check,
     Comparison,
     Effects,
     Exact,
@@ -54,8 +53,7 @@ class Beats:
     def __post_init__(self) -> None:
         _same_axes(self.better, self.worse)
 
-    def checks(self, cells: Cells) -> list[Check]:
-        """Return the comparisons to test. Raises `MissingCells` if cells are missing."""
+    def comparisons(self, cells: Cells) -> list[Comparison | Exact]:
         return [_difference(cells, self.better, self.worse, self.measurement, self.margin, math.inf)]
 
 
@@ -80,8 +78,7 @@ class Within:
     def __post_init__(self) -> None:
         _same_axes(self.what, self.reference)
 
-    def checks(self, cells: Cells) -> list[Check]:
-        """Return the comparisons to test. Raises `MissingCells` if cells are missing."""
+    def comparisons(self, cells: Cells) -> list[Comparison | Exact]:
         high = self.points if self.both else math.inf
         return [_difference(cells, self.what, self.reference, self.measurement, -self.points, high)]
 
@@ -102,8 +99,7 @@ class Between:
     low: float = -math.inf
     high: float = math.inf
 
-    def checks(self, cells: Cells) -> list[Check]:
-        """Return the comparisons to test. Raises `MissingCells` if cells are missing."""
+    def comparisons(self, cells: Cells) -> list[Comparison | Exact]:
 
         def terms(setting: Key, members: Sequence[Outcome]) -> list[Term]:
             return mean_terms(cells.select(self.what, members, setting))
@@ -133,8 +129,7 @@ class Rises:
     margin: float = 0.0
     measurement: Measurement = SCORE
 
-    def checks(self, cells: Cells) -> list[Check]:
-        """Return the comparisons to test. Raises `MissingCells` if cells are missing."""
+    def comparisons(self, cells: Cells) -> list[Comparison | Exact]:
         return [self._comparison(cells, self.margin, math.inf)]
 
     def _comparison(self, cells: Cells, low: float, high: float) -> Comparison:
@@ -164,8 +159,7 @@ class Rises:
 class Falls(Rises):
     """The change of `Rises` < margin."""
 
-    def checks(self, cells: Cells) -> list[Check]:
-        """Return the comparisons to test. Raises `MissingCells` if cells are missing."""
+    def comparisons(self, cells: Cells) -> list[Comparison | Exact]:
         return [self._comparison(cells, -math.inf, self.margin)]
 
 
@@ -189,8 +183,7 @@ class GapShrinks:
     of: CellSelector = field(default_factory=dict)
     measurement: Measurement = SCORE
 
-    def checks(self, cells: Cells) -> list[Check]:
-        """Return the comparisons to test. Raises `MissingCells` if cells are missing."""
+    def comparisons(self, cells: Cells) -> list[Comparison | Exact]:
         selector = {**self.of, self.over: self.of.get(self.over, EVERY), self.along: EVERY}
         effects, reasons = {}, []
         for setting, members in cells.strata([selector]):
@@ -246,8 +239,7 @@ class FewerParameters:
     def __post_init__(self) -> None:
         _same_axes(self.fewer, self.more)
 
-    def checks(self, cells: Cells) -> list[Check]:
-        """Return the comparisons to test. Raises `MissingCells` if cells are missing."""
+    def comparisons(self, cells: Cells) -> list[Comparison | Exact]:
         largest = 0.0
         for setting, members in cells.strata([self.fewer, self.more]):
             counts = []
@@ -275,13 +267,12 @@ class Best:
     exclude: tuple[Any, ...] = ()
     measurement: Measurement = SCORE
 
-    def checks(self, cells: Cells) -> list[Check]:
-        """Return the comparisons to test. Raises `MissingCells` if cells are missing."""
+    def comparisons(self, cells: Cells) -> list[Comparison | Exact]:
         rest = {axis: label for axis, label in self.what.items() if axis != self.over}
         rivals = [r for r in cells.labels(self.over, rest) if r not in (self.what[self.over], *self.exclude)]
         if not rivals:
             raise MissingCells([f"nothing to compare {cells.describe(self.what)} with"])
-        return _all_checks(
+        return _all_comparisons(
             cells, [Beats(self.what, {**self.what, self.over: rival}, measurement=self.measurement) for rival in rivals]
         )
 
@@ -302,14 +293,13 @@ class AllWithin:
     of: CellSelector = field(default_factory=dict)
     measurement: Measurement = SCORE
 
-    def checks(self, cells: Cells) -> list[Check]:
-        """Return the comparisons to test. Raises `MissingCells` if cells are missing."""
+    def comparisons(self, cells: Cells) -> list[Comparison | Exact]:
         selector = {**self.of, self.over: self.of.get(self.over, EVERY)}
         pairs = list(itertools.combinations(cells.labels(self.over, selector), 2))
         if not pairs:
             raise MissingCells([f"no two labels of {self.over} to compare"])
         sides = [({**self.of, self.over: a}, {**self.of, self.over: b}) for a, b in pairs]
-        return _all_checks(
+        return _all_comparisons(
             cells, [Within(a, b, self.points, both=True, measurement=self.measurement) for a, b in sides]
         )
 
@@ -334,8 +324,7 @@ class DropsLess:
     end: Any
     measurement: Measurement = SCORE
 
-    def checks(self, cells: Cells) -> list[Check]:
-        """Return the comparisons to test. Raises `MissingCells` if cells are missing."""
+    def comparisons(self, cells: Cells) -> list[Comparison | Exact]:
         weights = [
             (sign * direction, {**selector, self.axis: label})
             for sign, selector in ((1.0, self.more), (-1.0, self.less))
@@ -357,9 +346,8 @@ class AllOf:
 
     parts: tuple[Form, ...]
 
-    def checks(self, cells: Cells) -> list[Check]:
-        """Return the comparisons to test. Raises `MissingCells` if cells are missing."""
-        return _all_checks(cells, self.parts)
+    def comparisons(self, cells: Cells) -> list[Comparison | Exact]:
+        return _all_comparisons(cells, self.parts)
 
 
 @dataclass(frozen=True)
@@ -376,23 +364,23 @@ class InEach:
     form: Form
     axes: tuple[str, ...] = ()
 
-    def checks(self, cells: Cells) -> list[Check]:
-        """Return the comparisons to test. Raises `MissingCells` if cells are missing."""
-        checks: list[Check] = []
-        for check in self.form.checks(cells):
-            if isinstance(check, Exact):
-                checks.append(check)
+    def comparisons(self, cells: Cells) -> list[Comparison | Exact]:
+        comparisons: list[Comparison | Exact] = []
+        for compared in self.form.comparisons(cells):
+            if isinstance(compared, Exact):
+                comparisons.append(compared)
                 continue
             groups: dict[Key, dict[Key, Mapping[Hashable, Number]]] = {}
-            for setting, seeds in check.effects.items():
+            for setting, seeds in compared.effects.items():
                 key = tuple((axis, label) for axis, label in setting if not self.axes or axis in self.axes)
                 groups.setdefault(key, {})[setting] = seeds
             for key, effects in groups.items():
                 where = f", {cells.describe_setting(key)}" if key else ""
-                checks.append(replace(check, text=check.text + where, effects=effects))
-        return checks
+                comparisons.append(replace(compared, text=compared.text + where, effects=effects))
+        return comparisons
 
 
+# `comparisons` of a form are those to test; it raises `MissingCells` if cells are missing.
 Form = Beats | Within | Between | DropsLess | Rises | GapShrinks | FewerParameters | Best | AllWithin | AllOf | InEach
 
 
@@ -425,17 +413,17 @@ class Claim:
     printed_in: str = ""
 
 
-def _all_checks(cells: Cells, forms: Sequence[Form]) -> list[Check]:
-    checks: list[Check] = []
+def _all_comparisons(cells: Cells, forms: Sequence[Form]) -> list[Comparison | Exact]:
+    comparisons: list[Comparison | Exact] = []
     reasons: list[str] = []
     for form in forms:
         try:
-            checks += form.checks(cells)
+            comparisons += form.comparisons(cells)
         except MissingCells as lacking:
             reasons += lacking.reasons
     if reasons:
-        raise MissingCells(reasons, checks)
-    return checks
+        raise MissingCells(reasons, comparisons)
+    return comparisons
 
 
 def _comparison(

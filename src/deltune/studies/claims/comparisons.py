@@ -77,7 +77,7 @@ class MetricChoice:
     metric: str | Mapping[str, str]
     lower: bool = False
 
-    def for_outcome(self, outcome: Outcome) -> str:
+    def metric_name(self, outcome: Outcome) -> str:
         """Return the name of an outcome's score."""
         if isinstance(self.metric, str):
             return self.metric
@@ -157,7 +157,7 @@ def points(metric: str) -> float:
 
 
 def _score(outcome: Outcome, choice: MetricChoice) -> Number | str:
-    name = choice.for_outcome(outcome)
+    name = choice.metric_name(outcome)
     if name not in outcome.scores:
         return f"no {name}"
     scale = points(name) * choice.sign(name)
@@ -230,7 +230,7 @@ def _steps(group: Sequence[Outcome], choice: MetricChoice) -> list[Number | str]
 
 def _curve(outcome: Outcome, choice: MetricChoice) -> list[tuple[int, float]]:
     """Return (step, value) at each validation, with higher being better; of the loss if the metric is not logged."""
-    metric = choice.for_outcome(outcome)
+    metric = choice.metric_name(outcome)
     name, sign = f"eval_{metric}", choice.sign(metric)
     if not any(name in line for line in outcome.curve):
         name, sign = "eval_loss", -1.0
@@ -297,14 +297,14 @@ def _is_original(outcome: Outcome) -> bool:
 
 
 def _relative(group: Sequence[Outcome], choice: MetricChoice) -> list[Number | str]:
-    originals = [o for o in group if _is_original(o) and choice.for_outcome(o) in o.scores]
-    if len(originals) != 1 or originals[0].scores[choice.for_outcome(originals[0])] == 0:
+    originals = [o for o in group if _is_original(o) and choice.metric_name(o) in o.scores]
+    if len(originals) != 1 or originals[0].scores[choice.metric_name(originals[0])] == 0:
         return ["no score of a model trained on the target itself"] * len(group)
-    full = originals[0].scores[choice.for_outcome(originals[0])]
+    full = originals[0].scores[choice.metric_name(originals[0])]
     return [
-        Number(100 * o.scores[choice.for_outcome(o)] / full)
-        if choice.for_outcome(o) in o.scores
-        else f"no {choice.for_outcome(o)}"
+        Number(100 * o.scores[choice.metric_name(o)] / full)
+        if choice.metric_name(o) in o.scores
+        else f"no {choice.metric_name(o)}"
         for o in group
     ]
 
@@ -367,10 +367,10 @@ def _pair(cell: Mapping[str, Any]) -> str:
 
 
 class MissingCells(Exception):
-    """A comparison cannot be made, for these reasons; `checks` are others of the same claim that can."""
+    """A comparison cannot be made, for these reasons; `comparisons` are others of the same claim that can."""
 
-    def __init__(self, reasons: Sequence[str], checks: Sequence[Check] = ()) -> None:
-        self.checks = list(checks)
+    def __init__(self, reasons: Sequence[str], comparisons: Sequence[Comparison | Exact] = ()) -> None:
+        self.comparisons = list(comparisons)
         self.reasons = list(dict.fromkeys(reasons))
         more = len(self.reasons) - 3
         super().__init__("; ".join(self.reasons[:3]) + (f"; and {more} more" if more > 0 else ""))
@@ -433,7 +433,7 @@ class Cells:
         """Return the scores that count in some settings, such as "entity F1 and accuracy"."""
         tasks = {dict(setting).get("target", dict(setting).get("task")) for setting in settings}
         metrics = dict.fromkeys(
-            self.metric.for_outcome(outcome)
+            self.metric.metric_name(outcome)
             for outcome in self.outcomes
             if None in tasks or outcome.cell.get("target", outcome.cell.get("task")) in tasks
         )
@@ -586,6 +586,11 @@ class Comparison:
     subject: str = ""
     is_difference: bool = True
 
+    @property
+    def borders(self) -> tuple[float, ...]:
+        """The finite bounds."""
+        return tuple(border for border in (self.low, self.high) if math.isfinite(border))
+
 
 @dataclass(frozen=True)
 class Exact:
@@ -600,14 +605,6 @@ class Exact:
     unit: str
     subject: str = "trained parameters"
     depends_on_depth: bool = False
-
-    @property
-    def is_true(self) -> bool:
-        """Whether the claim is true."""
-        return self.value <= self.maximum
-
-
-Check = Comparison | Exact
 
 
 def paired_differences(cells: Cells, one: CellSelector, other: CellSelector, measurement: Measurement) -> Effects:

@@ -17,7 +17,6 @@ from ..engine.jobs import Outcome
 from .claims import Claim
 from .comparisons import (
     Cells,
-    Check,
     Comparison,
     Exact,
     MetricChoice,
@@ -272,32 +271,35 @@ def check_printed(claim: Claim, tables: Sequence[PrintedTable], names: Names | N
     for table in (one for one in tables if claim.printed_in in ("", one.name)):
         cells = Cells(with_derived_axes(table.outcomes), MetricChoice(table.metric), names)
         try:
-            checks = claim.form.checks(cells.excluding(claim.exclude))
+            comparisons = claim.form.comparisons(cells.excluding(claim.exclude))
         except MissingCells:
             continue
-        results = tuple(_printed_result(check, cells) for check in checks)
+        results = tuple(_printed_result(one, cells) for one in comparisons)
         deciding = min(results, key=lambda result: (result.agrees, result.agrees and result.closed, _room(result)))
         return PrintedFinding(claim, all(result.agrees for result in results), deciding, table.name, results)
     return PrintedFinding(claim, None)
 
 
-def _printed_result(check: Check, cells: Cells) -> ComparisonResult:
-    if isinstance(check, Exact):
-        return _exact_result(check)
-    region = (check.low, check.high)
-    by_setting = {
-        setting: float(np.mean([number.value for number in seeds.values()])) for setting, seeds in check.effects.items()
-    }
-    settings = tuple(
-        SettingResult(cells.describe_setting(setting), effect, (effect, effect), check.low < effect < check.high)
-        for setting, effect in by_setting.items()
+def _printed_result(compared: Comparison | Exact, cells: Cells) -> ComparisonResult:
+    if isinstance(compared, Exact):
+        return _exact_result(compared)
+    means = {s: float(np.mean([number.value for number in seeds.values()])) for s, seeds in compared.effects.items()}
+    by_setting = tuple(
+        SettingResult(cells.describe_setting(setting), effect, (effect, effect), compared.low < effect < compared.high)
+        for setting, effect in means.items()
     )
-    weights = _weights(check)
     # Printed decimals have no sum in binary fractions: 79.8 − 78.8 is not 1.
-    effect = round(float(np.mean([w * one for w, one in zip(weights, by_setting.values(), strict=True)])), 9)
-    several = settings if len(settings) > 1 else ()
-    subject = check.subject or cells.metrics(check.effects)
-    return ComparisonResult(check.text, effect, None, check.unit, region, subject, check.is_difference, several)
+    effect = round(float(np.mean([w * one for w, one in zip(_weights(compared), means.values(), strict=True)])), 9)
+    return ComparisonResult(
+        compared.text,
+        effect,
+        None,
+        compared.unit,
+        (compared.low, compared.high),
+        compared.subject or cells.metrics(compared.effects),
+        compared.is_difference,
+        by_setting if len(by_setting) > 1 else (),
+    )
 
 
 def _room(result: ComparisonResult) -> float:
@@ -306,30 +308,30 @@ def _room(result: ComparisonResult) -> float:
     return min(result.effect - low, high - result.effect)
 
 
-def _exact_result(check: Exact) -> ComparisonResult:
-    region = (-math.inf, check.maximum)
+def _exact_result(count: Exact) -> ComparisonResult:
+    region = (-math.inf, count.maximum)
     return ComparisonResult(
-        check.text, check.value, None, check.unit, region, check.subject, is_difference=False, closed=True
+        count.text, count.value, None, count.unit, region, count.subject, is_difference=False, closed=True
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Test:
-    """A claim's comparisons of scores with their estimates, their p value, and the index of the one that decides.
+    """A claim's comparisons with their estimates, and the test of them. Without a p value nothing was tested."""
 
-    Without a p value nothing could be tested, for the reason in the note.
-    """
-
-    has_scores: bool
-
-    comparisons: tuple[Comparison, ...]
-    estimates: tuple[Estimate, ...]
-    counts: tuple[Exact, ...]
-    p: float | None
-    decides: int
-    appears_true: bool
-    note: str
+    comparisons: tuple[Comparison, ...] = ()
+    estimates: tuple[Estimate, ...] = ()
+    counts: tuple[Exact, ...] = ()
+    has_scores: bool = True
+    p: float | None = None
+    decides: int = 0
+    """The index of the comparison that decides."""
+    appears_true: bool = False
+    note: str = ""
     compared: tuple[Outcome, ...] = ()
+    p_adjusted: float | None = None
+    level: float = 0.05
+    """The level at which Holm's procedure tested the claim."""
 
 
 @check_booleans
@@ -349,29 +351,21 @@ def decide_claims(
 
     The chance that any "holds" or "does not hold" of the study is wrong is at most alpha (Holm 1979; for the directions
     Shaffer 1980: only one of them is wrong, at half of a two-sided test's level). A comparison with one seed, or with a
-    cell that is missing or failed, is undecided and its note says which. Numbers of parameters are exact: they refute a
-    claim without a test, and its score is tested all the same. What a small run cannot test is tested as the others
+    cell that is missing or failed, is undecided and its note says which. Numbers of parameters are exact: they refute
+    a claim without a test, and its score is tested all the same. What a small run cannot test is tested as the others
     are, so that its interval is one of theirs, and has no verdict. `printed` is what the paper's tables say of each
     claim; their effects are those that a larger run is to decide.
     """
     cells = Cells(with_derived_axes(outcomes), MetricChoice(metric, lower), names)
     tests = [_test(claim, cells) for claim in claims]
-    p_values = {i: test.p for i, test in enumerate(tests) if test.p is not None}
-    adjusted = dict(zip(p_values, holm(list(p_values.values())).tolist(), strict=True))
-    levels = dict(zip(p_values, holm_levels(list(p_values.values()), alpha).tolist(), strict=True))
+    tested = [test for test in tests if test.p is not None]
+    p = [test.p for test in tested if test.p is not None]
+    for test, adjusted, level in zip(tested, holm(p).tolist(), holm_levels(p, alpha).tolist(), strict=True):
+        test.p_adjusted, test.level = adjusted, level
+    theirs = printed or [PrintedFinding(claim, None) for claim in claims]
     return [
-        _finding(
-            claim,
-            test,
-            cells,
-            adjusted.get(i),
-            levels.get(i, alpha),
-            alpha,
-            printed[i] if printed else None,
-            small,
-            repetition,
-        )
-        for i, (claim, test) in enumerate(zip(claims, tests, strict=True))
+        _finding(test, one, cells, alpha=alpha, small=small, repetition=repetition)
+        for test, one in zip(tests, theirs, strict=True)
     ]
 
 
@@ -397,37 +391,34 @@ def decidable_effects(
 def _decidable_effect(test: _Test, seeds: int, alpha: float) -> tuple[float, str] | None:
     if not test.estimates:
         return None
-    check, estimate = test.comparisons[test.decides], test.estimates[test.decides]
-    so_far = min(len(numbers) for numbers in check.effects.values())
+    compared, estimate = test.comparisons[test.decides], test.estimates[test.decides]
+    so_far = min(len(numbers) for numbers in compared.effects.values())
     smallest = estimate.enlarged((so_far, seeds)).smallest_decidable(alpha, POWER)
-    return (smallest, check.unit) if math.isfinite(smallest) else None
+    return (smallest, compared.unit) if math.isfinite(smallest) else None
 
 
 def _test(claim: Claim, cells: Cells) -> _Test:
-    """Make a claim's comparisons, or say why they cannot be made."""
+    """Make a claim's comparisons and test them, or say why they cannot be made."""
     reasons: list[str] = []
-    compared = cells.excluding(claim.exclude)
-    compared.used.clear()
+    remaining = cells.excluding(claim.exclude)
+    remaining.used.clear()
     try:
-        checks = claim.form.checks(compared)
+        made = claim.form.comparisons(remaining)
     except MissingCells as lacking:
-        checks, reasons = lacking.checks, lacking.reasons
-    counts = tuple(check for check in checks if isinstance(check, Exact))
-    comparisons = tuple(check for check in checks if isinstance(check, Comparison))
-    for setting in dict.fromkeys(s for check in comparisons for s, seeds in check.effects.items() if len(seeds) < 2):
+        made, reasons = lacking.comparisons, lacking.reasons
+    counts = tuple(one for one in made if isinstance(one, Exact))
+    comparisons = tuple(one for one in made if isinstance(one, Comparison))
+    for setting in dict.fromkeys(s for one in comparisons for s, seeds in one.effects.items() if len(seeds) < 2):
         where = f" {cells.describe_setting(setting)}" if setting else ""
         reasons = [*reasons, f"one seed{where}: no claim from one seed"]
     if reasons:
-        return _Test(True, (), (), counts, None, 0, False, str(MissingCells(reasons)))
+        return _Test(counts=counts, note=str(MissingCells(reasons)))
     if not comparisons:
-        return _Test(False, (), (), counts, None, 0, False, "numbers of parameters, without a test")
-    estimates = tuple(_estimate(check) for check in comparisons)
-    p = [_p_value(check, estimate) for check, estimate in zip(comparisons, estimates, strict=True)]
-    false = [
-        i
-        for i, (check, estimate) in enumerate(zip(comparisons, estimates, strict=True))
-        if not check.low < estimate.mean < check.high
-    ]
+        return _Test(counts=counts, has_scores=False, note="numbers of parameters, without a test")
+    estimates = tuple(_estimate(one) for one in comparisons)
+    pairs = list(zip(comparisons, estimates, strict=True))
+    p = [estimate.p_value(*one.borders) for one, estimate in pairs]
+    false = [i for i, (one, estimate) in enumerate(pairs) if not one.low < estimate.mean < one.high]
     if false:
         decides = min(false, key=lambda i: p[i])
         value = min(1.0, len(p) * p[decides])
@@ -437,57 +428,50 @@ def _test(claim: Claim, cells: Cells) -> _Test:
     note = _basis(comparisons)
     if value == 1.0 and (means := _means_without_spread(estimates)):
         note = f"every seed gave the same ({means}): no spread to judge by"
-    return _Test(True, comparisons, estimates, counts, value, decides, not false, note, tuple(compared.used.values()))
+    used = tuple(remaining.used.values())
+    return _Test(comparisons, estimates, counts, True, value, decides, not false, note, used)
 
 
-def _estimate(check: Comparison) -> Estimate:
+def _estimate(compared: Comparison) -> Estimate:
     strata: list[np.ndarray] = []
     tests: list[Hashable] = []
     slack = 0.0
-    for (setting, seeds), weight in zip(check.effects.items(), _weights(check), strict=True):
+    for (setting, seeds), weight in zip(compared.effects.items(), _weights(compared), strict=True):
         numbers = list(seeds.values())
         examples = [number.examples for number in numbers if number.examples is not None]
         aligned = len(examples) == len(numbers) and len({len(row) for row in examples}) == 1
         differences = np.stack(examples) if aligned else np.array([number.value for number in numbers])
         strata.append(weight * differences)
         tests.append((tuple((axis, label) for axis, label in setting if axis in DATA_AXES), strata[-1].shape[1:]))
-        slack += weight * sum(number.slack for number in numbers) / len(numbers) / len(check.effects)
+        slack += weight * sum(number.slack for number in numbers) / len(numbers) / len(compared.effects)
     return replace(paired_estimate(strata, tests), slack=slack)
 
 
-def _weights(check: Comparison) -> list[float]:
+def _weights(compared: Comparison) -> list[float]:
     """Return how much each setting counts in the mean over settings; a single one is what it is."""
-    if len(check.effects) == 1:
+    if len(compared.effects) == 1:
         return [1.0]
-    return [next(iter(seeds.values())).weight for seeds in check.effects.values()]
+    return [next(iter(seeds.values())).weight for seeds in compared.effects.values()]
 
 
-def _borders(check: Comparison) -> list[float]:
-    return [border for border in (check.low, check.high) if math.isfinite(border)]
-
-
-def _p_value(check: Comparison, estimate: Estimate) -> float:
-    return estimate.p_value(*_borders(check))
+def _by_example(*comparisons: Comparison) -> set[bool]:
+    """Return whether numbers are known for each example: of all of them, of none, or both."""
+    return {number.examples is not None for one in comparisons for s in one.effects.values() for number in s.values()}
 
 
 def _basis(comparisons: Sequence[Comparison]) -> str:
     """Say which spread an interval covers: "spread of seeds and examples"."""
-    by_example = {number.examples is not None for c in comparisons for s in c.effects.values() for number in s.values()}
+    by_example = _by_example(*comparisons)
     spread = "seeds, and examples where there are any"
     if len(by_example) == 1:
         spread = "seeds and examples" if by_example == {True} else "seeds alone"
     return f"spread of {spread}"
 
 
-def _rows_covered(check: Comparison) -> Literal["all", "some", "none"]:
-    by_example = {number.examples is not None for seeds in check.effects.values() for number in seeds.values()}
-    return "some" if len(by_example) > 1 else "all" if by_example == {True} else "none"
-
-
 def _settings(comparisons: Sequence[Comparison], repetition: str) -> str:
     """Say how much was compared: "8 settings × 3 seeds"."""
-    settings = {len(c.effects) for c in comparisons}
-    seeds = {len(s) for c in comparisons for s in c.effects.values()}
+    settings = {len(one.effects) for one in comparisons}
+    seeds = {len(s) for one in comparisons for s in one.effects.values()}
     return f"{_range(settings, 'setting')} × {_range(seeds, repetition)}" if comparisons else ""
 
 
@@ -501,86 +485,86 @@ def _means_without_spread(estimates: Sequence[Estimate]) -> str:
 
 
 def _finding(
-    claim: Claim,
-    test: _Test,
-    cells: Cells,
-    adjusted: float | None,
-    level: float,
-    alpha: float,
-    printed: PrintedFinding | None,
-    small: bool,
-    repetition: str,
+    test: _Test, printed: PrintedFinding, cells: Cells, *, alpha: float, small: bool, repetition: str
 ) -> Finding:
     """Decide at the level at which Holm tested the claim; where it appears false, each comparison has its share."""
-    share = level if test.appears_true else level / max(1, len(test.estimates))
+    claim = printed.claim
+    share = test.level if test.appears_true else test.level / max(1, len(test.estimates))
     scores = [
-        _comparison_result(check, estimate, cells, share)
-        for check, estimate in zip(test.comparisons, test.estimates, strict=True)
+        _comparison_result(one, estimate, cells, share)
+        for one, estimate in zip(test.comparisons, test.estimates, strict=True)
     ]
-    counts = [_exact_result(check) for check in test.counts]
-    score: Verdict = "undecided"
-    if adjusted is not None and adjusted <= alpha:
-        score = "holds" if test.appears_true else "does not hold"
-    decisive = [
-        result for check, result in zip(test.counts, counts, strict=True) if not (small and check.depends_on_depth)
-    ]
+    counts = [_exact_result(one) for one in test.counts]
+    score = _score_verdict(test, alpha)
+    decisive = [result for one, result in zip(test.counts, counts, strict=True) if not (small and one.depends_on_depth)]
     count: Verdict = "holds" if all(result.agrees for result in decisive) else "does not hold"
     if counts and not decisive:
         count = "not testable"
-    worst = min(counts, key=_room, default=None)
-    deciding = scores[test.decides] if scores else worst
-    if scores and score == "holds" and not any(result.is_difference for result in scores):
-        deciding = min(scores, key=_room)
     verdict = score if test.has_scores and count != "does not hold" else count
     if small and claim.far_larger_models:
         verdict = "not testable"
+    smallest_count = min(counts, key=_room, default=None)
+    of_score = scores[test.decides] if scores else None
+    deciding = of_score or smallest_count
+    if scores and score == "holds" and not any(result.is_difference for result in scores):
+        deciding = min(scores, key=_room)
+    has_parts, is_open = test.has_scores and counts, score == "undecided" and verdict != "not testable"
     return Finding(
         claim,
         verdict,
-        deciding.effect if deciding else None,
-        deciding.interval if deciding else None,
-        deciding.unit if deciding else "",
-        test.p,
-        adjusted,
-        max((sum(len(seeds) for seeds in check.effects.values()) for check in test.comparisons), default=0),
-        _settings(test.comparisons, repetition),
-        test.note,
-        (*scores, *counts),
-        deciding,
-        (PartVerdict(score, scores[test.decides] if scores else None), PartVerdict(count, worst))
-        if test.has_scores and counts
-        else (),
-        _undecided_effect(test, share, printed, repetition)
-        if scores and score == "undecided" and verdict != "not testable"
-        else None,
-        sum(map(is_at_chance, test.compared)),
-        sum(map(can_be_at_chance, test.compared)),
+        effect=deciding.effect if deciding else None,
+        interval=deciding.interval if deciding else None,
+        unit=deciding.unit if deciding else "",
+        p=test.p,
+        p_adjusted=test.p_adjusted,
+        n_pairs=max((sum(len(seeds) for seeds in one.effects.values()) for one in test.comparisons), default=0),
+        settings=_settings(test.comparisons, repetition),
+        note=test.note,
+        comparisons=(*scores, *counts),
+        deciding=deciding,
+        parts=(PartVerdict(score, of_score), PartVerdict(count, smallest_count)) if has_parts else (),
+        undecided=_undecided_effect(test, share, printed, repetition) if scores and is_open else None,
+        at_chance=sum(map(is_at_chance, test.compared)),
+        n_runs=sum(map(can_be_at_chance, test.compared)),
     )
 
 
-def _undecided_effect(test: _Test, alpha: float, printed: PrintedFinding | None, repetition: str) -> UndecidedEffect:
-    check, estimate = test.comparisons[test.decides], test.estimates[test.decides]
-    theirs = printed.deciding if printed is not None and printed.agrees else None
-    effect = theirs.effect if theirs is not None and theirs.unit == check.unit else None
-    seeds = min(len(numbers) for numbers in check.effects.values())
-    rows = any(number.examples is not None for numbers in check.effects.values() for number in numbers.values())
-    return UndecidedEffect(estimate, tuple(_borders(check)), alpha, seeds, rows, effect, check.unit, repetition)
+def _score_verdict(test: _Test, alpha: float) -> Verdict:
+    if test.p_adjusted is None or test.p_adjusted > alpha:
+        return "undecided"
+    return "holds" if test.appears_true else "does not hold"
 
 
-def _comparison_result(check: Comparison, estimate: Estimate, cells: Cells, alpha: float) -> ComparisonResult:
+def _undecided_effect(test: _Test, alpha: float, printed: PrintedFinding, repetition: str) -> UndecidedEffect:
+    compared, theirs = test.comparisons[test.decides], printed.deciding
+    agrees = printed.agrees and theirs is not None and theirs.unit == compared.unit
+    return UndecidedEffect(
+        test.estimates[test.decides],
+        compared.borders,
+        alpha,
+        seeds=min(len(numbers) for numbers in compared.effects.values()),
+        rows=True in _by_example(compared),
+        printed=theirs.effect if theirs is not None and agrees else None,
+        unit=compared.unit,
+        repetition=repetition,
+    )
+
+
+def _comparison_result(compared: Comparison, estimate: Estimate, cells: Cells, alpha: float) -> ComparisonResult:
     by_setting: list[SettingResult] = []
-    for setting, seeds in check.effects.items() if len(check.effects) > 1 else ():
-        one = _estimate(replace(check, effects={setting: seeds}))
-        agrees = check.low < one.mean < check.high
+    for setting, seeds in compared.effects.items() if len(compared.effects) > 1 else ():
+        one = _estimate(replace(compared, effects={setting: seeds}))
+        agrees = compared.low < one.mean < compared.high
         by_setting.append(SettingResult(cells.describe_setting(setting), one.mean, one.interval(), agrees))
+    by_example = _by_example(compared)
     return ComparisonResult(
-        check.text,
+        compared.text,
         estimate.mean,
         estimate.interval(alpha),
-        check.unit,
-        (check.low, check.high),
-        check.subject or cells.metrics(check.effects),
-        check.is_difference,
+        compared.unit,
+        (compared.low, compared.high),
+        compared.subject or cells.metrics(compared.effects),
+        compared.is_difference,
         tuple(by_setting),
-        rows_covered=_rows_covered(check),
+        rows_covered="some" if len(by_example) > 1 else "all" if by_example == {True} else "none",
     )

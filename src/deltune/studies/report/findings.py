@@ -249,11 +249,6 @@ def interval_text(interval: tuple[float, float] | None, result: ComparisonResult
     return " … ".join(number_text(end, result, unit=False) for end in interval)
 
 
-def p_text(p: float | None) -> str:
-    """Return a p value as it is shown; a dash if there is none."""
-    return "–" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
-
-
 def _compared(result: ComparisonResult) -> str:
     return f"{result.text}: {result.subject}" if result.subject else result.text
 

@@ -91,7 +91,7 @@ def still_rising(outcomes: Iterable[Outcome], choice: MetricChoice, names: Mappi
     """Say on which tasks the mean validation score still rose when runs ended; empty if on none."""
     rises: dict[str, list[tuple[float, int]]] = {}
     for outcome in outcomes:
-        metric = choice.for_outcome(outcome)
+        metric = choice.metric_name(outcome)
         scale = points(metric) * choice.sign(metric)
         line = [(int(one["step"]), scale * one[f"eval_{metric}"]) for one in outcome.curve if f"eval_{metric}" in one]
         if len(line) > 1 and all(math.isfinite(value) for _, value in line[-2:]):
