@@ -282,7 +282,7 @@ def test_a_missing_cell_is_told() -> None:
 def test_off_leaves_out_what_a_claim_is_not_about() -> None:
     lacking = [o for o in METHODS if not (o.cell["method"] == "b" and o.cell["task"] == "cb")]
     (decision,) = decide_claims([Claim("", "", Beats(A, B), exclude={"task": ("cb",)})], lacking, "accuracy")
-    assert (decision.verdict, decision.n_pairs) == ("holds", 3)
+    assert (decision.verdict, decision.settings) == ("holds", "1 setting × 3 seeds")
 
 
 def test_what_was_said_of_smallest_and_largest_needs_two() -> None:

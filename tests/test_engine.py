@@ -17,7 +17,6 @@ import pytest
 import tiny
 from deltune.errors import DeltuneError, DivergedError
 from deltune.filesystem import write_error
-from deltune.studies.engine import store as module
 from deltune.studies.engine.jobs import RUNNERS, Job, Outcome
 from deltune.studies.engine.scheduler import Scheduler
 from deltune.studies.engine.store import JobRecord, ResultStore
@@ -106,18 +105,6 @@ def test_a_corrupt_row_counts_as_not_there(tmp_path: Path) -> None:
             assert file.get("a") is None
         with pytest.warns(UserWarning, match="corrupt"):
             assert [r.name for r in file.records()] == ["b"]
-
-
-def test_an_old_schema_is_brought_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file of this version, opened by a later one that has a column more: every row is there."""
-    with ResultStore(tmp_path / "r.sqlite") as file:
-        file.put(row("a"))
-    later = (*module.MIGRATIONS, ("CREATE TABLE notes (name TEXT)", "INSERT INTO notes SELECT name FROM works"))
-    monkeypatch.setattr(module, "MIGRATIONS", later)
-    for _ in range(2):
-        with ResultStore(tmp_path / "r.sqlite") as file:
-            assert file.get("a") == row("a")
-            assert file._db.execute("SELECT * FROM notes").fetchall() == [("a",)]
 
 
 def test_no_space_left(tmp_path: Path) -> None:

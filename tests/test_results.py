@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 import shutil
@@ -19,7 +18,7 @@ import pytest
 
 from deltune.errors import DeltuneError
 from deltune.studies.engine import store as module
-from deltune.studies.engine.store import MIGRATIONS, JobRecord, ResultStore
+from deltune.studies.engine.store import JobRecord, ResultStore
 
 
 def row(name: str, error: str | None = None, size: int = 1) -> JobRecord:
@@ -168,35 +167,6 @@ def test_reading_changes_nothing(file: Path) -> None:
         with pytest.raises(DeltuneError, match="cannot be written"):
             results.put(row("new"))
     assert content(file.parent) == before
-
-
-OLD_ERRORS: dict[str, tuple[str | None, module.ErrorKind | None]] = {
-    "a": (None, None),
-    "b": ("the train loss is nan: training diverged at a learning rate of 0.03; nothing is kept", "diverged"),
-    "c": ("it needs b: the train loss is nan: training diverged at a learning rate of 0.03", "requirement"),
-    "d": ("no such task", "error"),
-}
-"""Errors as they were stored without a kind, and the kind that is read from them."""
-
-
-def test_an_older_schema_is_read_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "MIGRATIONS", MIGRATIONS[:1])
-        with ResultStore(tmp_path / "r.sqlite") as results:
-            for number, (name, (error, _)) in enumerate(OLD_ERRORS.items()):
-                values = (name, "run", f'{{"a": "{name}"}}', None if error else '{"value": 1}', error)
-                total = hashlib.sha256("\0".join(value or "" for value in values).encode()).hexdigest()
-                results._db.execute(
-                    "INSERT INTO works VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (*values, 0.5, float(number), total)
-                )
-    records = [
-        JobRecord(name, "run", {"a": name}, None if error else {"value": 1}, error, 0.5, kind)
-        for name, (error, kind) in OLD_ERRORS.items()
-    ]
-    for read_only, schema in ((True, 1), (False, len(MIGRATIONS))):
-        with ResultStore(tmp_path / "r.sqlite", read_only=read_only) as results:
-            assert results.records() == records
-            assert results._db.execute("PRAGMA user_version").fetchone() == (schema,)
 
 
 @pytest.mark.parametrize("kind", get_args(module.ErrorKind))

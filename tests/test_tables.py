@@ -252,19 +252,6 @@ def test_a_forgotten_axis_is_an_error_and_no_average() -> None:
         build_table(TableSpec(), [one, two])
 
 
-def test_relative_then_pooled() -> None:
-    outcomes = [
-        cell("full", "x", 0.5), cell("full", "y", 0.8), cell("a", "x", 0.4), cell("a", "y", 0.4), cell("b", "y", 0.8),
-        cell("c", "x", None),
-    ]  # fmt: skip
-    view = TableSpec(columns=(), relative_to={"method": "full"}, average_over=("task",))
-    facts = aggregate(view, outcomes, "accuracy", ("method",))
-    assert facts[("a",)].mean == pytest.approx((80 + 50) / 2)
-    assert facts[("b",)].mean == pytest.approx(100)
-    assert any("x: not run" in why for why in facts[("b",)].absent)
-    assert facts[("c",)].mean is None and any("why cx0" in why for why in facts[("c",)].failed)
-
-
 def test_columns_in_different_units_have_no_average() -> None:
     outcomes, (view, *_) = made.STUDIES["ln/nlg"]
     assert isinstance(view, TableSpec)
