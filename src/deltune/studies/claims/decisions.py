@@ -180,7 +180,6 @@ class Finding:
             comparisons that must all be true it is the largest p; if one of them appears false, the smallest times
             their number. None if nothing was tested.
         p_adjusted: p after Holm's procedure over all claims of the study.
-        n_pairs: How many pairs of seeds were compared, over all settings.
         settings: How many settings and seeds were compared; empty if nothing was tested.
         note: Which spread the interval covers, or why nothing was decided.
         comparisons: All comparisons.
@@ -198,7 +197,6 @@ class Finding:
     unit: str = ""
     p: float | None = None
     p_adjusted: float | None = None
-    n_pairs: int = 0
     settings: str = ""
     note: str = ""
     comparisons: tuple[ComparisonResult, ...] = ()
@@ -517,7 +515,6 @@ def _finding(
         unit=deciding.unit if deciding else "",
         p=test.p,
         p_adjusted=test.p_adjusted,
-        n_pairs=max((sum(len(seeds) for seeds in one.effects.values()) for one in test.comparisons), default=0),
         settings=_settings(test.comparisons, repetition),
         note=test.note,
         comparisons=(*scores, *counts),

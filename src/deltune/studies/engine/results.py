@@ -148,7 +148,7 @@ def _from_line(line: Mapping[str, Any], environments: Mapping[str, Any]) -> JobR
     error = line.get("error")
     return JobRecord(
         line["job"], line["kind"], dict(line["spec"]), result, error, float(line["seconds"]),
-        read_error_kind(error, line.get("error_kind")), str(line.get("date", "")),
+        read_error_kind(line.get("error_kind")), str(line.get("date", "")),
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """The result store of studies: one SQLite file that several processes write and that survives any crash.
 
 SQLite itself and not a library over it: two tables and eight statements need no mapper, and no library does what is
-hard here: claims of processes that die, damaged files, older schemas.
+hard here: claims of processes that die, and damaged files.
 """
 
 from __future__ import annotations
@@ -23,30 +23,24 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ...errors import DIVERGED, DeltuneError, check_booleans
+from ...errors import DeltuneError, check_booleans
 from ...filesystem import parse_json_object, write_error
 
 TABLE_COLUMNS = {
-    "works": ("name", "kind", "spec", "result", "error", "seconds", "finished", "sum"),
+    "works": ("name", "kind", "spec", "result", "error", "seconds", "finished", "sum", "error_kind"),
     "claims": ("name", "owner", "beat"),
 }
-SCHEMA_1 = (
+SCHEMA = (
     "CREATE TABLE works (name TEXT PRIMARY KEY, kind TEXT NOT NULL, spec TEXT NOT NULL, result TEXT, error TEXT, "
-    "seconds REAL NOT NULL, finished REAL NOT NULL, sum TEXT NOT NULL) STRICT",
-    "CREATE TABLE claims (name TEXT PRIMARY KEY, owner TEXT NOT NULL, beat REAL NOT NULL) STRICT",
-)
-SCHEMA_2 = (  # heartbeats were times of the owner's clock, which another machine's need not agree with
-    "DROP TABLE claims",
+    "seconds REAL NOT NULL, finished REAL NOT NULL, sum TEXT NOT NULL, error_kind TEXT) STRICT",
     "CREATE TABLE claims (name TEXT PRIMARY KEY, owner TEXT NOT NULL, beat INTEGER NOT NULL) STRICT",
 )
-SCHEMA_3 = ("ALTER TABLE works ADD COLUMN error_kind TEXT",)
-MIGRATIONS: tuple[tuple[str, ...], ...] = (SCHEMA_1, SCHEMA_2, SCHEMA_3)
-"""Statements that bring a file of schema n to n + 1; 0 is an empty file."""
+SCHEMA_VERSION = 3
+SELECT = f"SELECT {', '.join(TABLE_COLUMNS['works'])} FROM works"
 CLAIM_TIMEOUT = 60.0  # seconds without a heartbeat after which another process takes a claim over
 HEARTBEAT_INTERVAL = 15.0  # seconds
 DATABASE_SUFFIXES = ("-wal", "-journal", "")
 """What SQLite appends to a database's name for its files, the database itself last."""
-COPY_ATTEMPTS = 5
 
 ErrorKind = Literal["diverged", "error", "exception", "worker_died", "requirement"]
 """Why a job has no result: its training diverged, a `DeltuneError`, any other exception, a worker that died again and
@@ -82,18 +76,14 @@ class JobRecord:
     date: str | None = field(default=None, compare=False)
 
 
-def read_error_kind(error: str | None, stored: str | None) -> ErrorKind | None:
-    """Return the kind of a stored error."""
+def read_error_kind(stored: str | None) -> ErrorKind | None:
+    """Return the stored kind of an error; None for a result. An unknown one is a `ValueError`."""
+    for kind in get_args(ErrorKind):
+        if kind == stored:
+            return kind
     if stored is not None:
-        for kind in get_args(ErrorKind):
-            if kind == stored and error is not None:
-                return kind
         raise ValueError(f"its error_kind {stored!r} is not one of {', '.join(get_args(ErrorKind))}, of an error")
-    if error is None:
-        return None
-    if error.startswith(REQUIREMENT_FAILED.partition("{")[0]):
-        return "requirement"
-    return "diverged" if DIVERGED in error else "error"
+    return None
 
 
 def folder_of_runs(path: str | Path) -> Path:
@@ -140,7 +130,7 @@ class ResultStore:
             else:
                 self._db.execute("PRAGMA journal_mode=WAL")
                 self._db.execute("PRAGMA synchronous=FULL")
-                self._migrate()
+                self._create_tables()
             self._resources = opened.pop_all()
 
     def close(self) -> None:
@@ -156,13 +146,13 @@ class ResultStore:
     def get(self, name: str) -> JobRecord | None:
         """Return the record of a job by name; None if it is not done, or corrupt (then with a warning)."""
         with self._translate_errors():
-            row = self._db.execute(f"{self._select} WHERE name = ?", (name,)).fetchone()
+            row = self._db.execute(f"{SELECT} WHERE name = ?", (name,)).fetchone()
         return None if row is None else self._to_record(row)
 
     def records(self) -> list[JobRecord]:
         """Return all records in the order in which the jobs finished."""
         with self._translate_errors():
-            rows = self._db.execute(f"{self._select} ORDER BY finished, name").fetchall()
+            rows = self._db.execute(f"{SELECT} ORDER BY finished, name").fetchall()
         return [record for record in map(self._to_record, rows) if record is not None]
 
     def put(self, record: JobRecord) -> None:
@@ -182,15 +172,12 @@ class ResultStore:
         finished = time.time()
         if record.date is not None:
             finished = datetime.fromisoformat(f"{record.date}T00:00:00+00:00").timestamp() if record.date else 0.0
-        row = dict(zip(TABLE_COLUMNS["works"], (*values, record.seconds, finished, total), strict=True))
-        row["error_kind"] = record.error_kind
+        row = (*values, record.seconds, finished, total, record.error_kind)
         with self._translate_errors(), self._transaction():
             existing = None if record.error is None else self.get(record.name)
             if existing is None or existing.error is not None:
-                self._db.execute(
-                    f"INSERT OR REPLACE INTO works ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})",
-                    tuple(row.values()),
-                )
+                columns = ", ".join(TABLE_COLUMNS["works"])
+                self._db.execute(f"INSERT OR REPLACE INTO works ({columns}) VALUES ({', '.join('?' * len(row))})", row)
             self._db.execute("DELETE FROM claims WHERE name = ? AND owner = ?", (record.name, self.owner))
 
     @check_booleans
@@ -256,29 +243,19 @@ class ResultStore:
                     f"{self.path} is a database of another program or damaged (a file of results has a table {table} "
                     f"of {', '.join(columns)}, and no views or triggers); choose another file"
                 )
-        if not 0 <= version <= len(MIGRATIONS):
-            newest = f"this deltune knows {len(MIGRATIONS)} at most; use a newer one"
-            raise DeltuneError(f"{self.path} has schema {version}, {newest}")
+        if version not in (0, SCHEMA_VERSION):
+            raise DeltuneError(f"{self.path} has schema {version}, not {SCHEMA_VERSION}; use the deltune that wrote it")
         if whole:
             (problem,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
             if problem != "ok":
                 raise self._damaged(problem)
         return int(version)
 
-    def _migrate(self) -> None:
+    def _create_tables(self) -> None:
         with self._transaction():
-            version = self._check()
-            for statements in MIGRATIONS[version:]:
-                for statement in statements:
-                    self._db.execute(statement)
-            self._db.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
-
-    @property
-    def _select(self) -> str:
-        """The statement that selects rows of jobs; the kind of error is missing from a file of schema 1 or 2."""
-        present = [name for (_, name, *_) in self._db.execute("PRAGMA table_info(works)")]
-        error_kind = "error_kind" if "error_kind" in present else "NULL"
-        return f"SELECT {', '.join(TABLE_COLUMNS['works'])}, {error_kind} FROM works"
+            for statement in SCHEMA if self._check() == 0 else ():
+                self._db.execute(statement)
+            self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     def _to_record(self, values: tuple[Any, ...]) -> JobRecord | None:
         """Build a record from a row of the table; None with a warning if the row is corrupt."""
@@ -295,7 +272,7 @@ class ResultStore:
                 None if result is None else _parse_object(result),
                 error,
                 float(seconds),
-                read_error_kind(error, error_kind),
+                read_error_kind(error_kind),
                 datetime.fromtimestamp(float(finished), UTC).date().isoformat() if finished else "",
             )
         except (ValueError, TypeError, RecursionError) as problem:
@@ -337,24 +314,11 @@ def _readable_copy(path: Path) -> Iterator[Path]:
         yield path
         return
     with tempfile.TemporaryDirectory(prefix="deltune-") as folder:
-        for _ in range(COPY_ATTEMPTS):
-            before = _file_states(path)
-            for ending in DATABASE_SUFFIXES:
-                source, target = (Path(f"{one}{ending}") for one in (path, Path(folder) / path.name))
-                target.unlink(missing_ok=True)
-                if source.exists() or not ending:
-                    shutil.copyfile(source, target)
-            if _file_states(path) == before:
-                break
-        else:
-            raise DeltuneError(f"{path} is being written all the time; copy it while no study runs, and read the copy")
+        for ending in DATABASE_SUFFIXES:
+            source = Path(f"{path}{ending}")
+            if source.exists() or not ending:
+                shutil.copyfile(source, Path(folder) / source.name)
         yield Path(folder) / path.name
-
-
-def _file_states(path: Path) -> list[tuple[int, int] | None]:
-    """Return size and time of a database's files, which change when somebody writes them."""
-    files = [Path(f"{path}{ending}") for ending in DATABASE_SUFFIXES]
-    return [(file.stat().st_size, file.stat().st_mtime_ns) if file.exists() else None for file in files]
 
 
 def _parse_object(text: str) -> dict[str, Any]:

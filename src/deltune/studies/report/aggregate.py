@@ -53,22 +53,15 @@ def number_format(name: str, view: ViewSpec) -> NumberFormat:
 
     Metrics in [0, 1] are shown times 100, those of texts with two digits and the others with one, as in the papers.
     """
-    digits, bare = view.digits, name.removeprefix("eval_")
-    if view.relative_to or getattr(view, "diagonal", False):
-        return NumberFormat(
-            1.0,
-            1 if digits is None else digits,
-            _lower(bare, view),
-            f"{view.display(bare).replace('_', ' ')}, relative (%)",
-        )
+    bare = name.removeprefix("eval_")
+    shown = view.display(bare).replace("_", " ")
+    if getattr(view, "diagonal", False):
+        return NumberFormat(1.0, 1, _lower(bare, view), f"{shown}, relative (%)")
     if bare not in METRICS:
-        return NumberFormat(1.0, digits, _lower(bare, view), view.display(bare).replace("_", " "))
+        return NumberFormat(1.0, None, _lower(bare, view), shown)
     metric = METRICS[bare]
-    usual = 2 if metric.input_type in ("texts", "log-likelihoods") else 1
-    factor = 100.0 if metric.range[1] == 1.0 else 1.0
-    return NumberFormat(
-        factor, usual if digits is None else digits, metric.better == "lower", view.display(bare).replace("_", " ")
-    )
+    digits = 2 if metric.input_type in ("texts", "log-likelihoods") else 1
+    return NumberFormat(100.0 if metric.range[1] == 1.0 else 1.0, digits, metric.better == "lower", shown)
 
 
 def _lower(name: str, view: ViewSpec) -> bool:
@@ -229,30 +222,21 @@ def _place_failed(observed: Sequence[Observation], x: str) -> list[Observation]:
     def labels_without_x(observation: Observation) -> tuple[tuple[str, str], ...]:
         return tuple((axis, str(label)) for axis, label in observation.cell.items() if axis not in (SEED, x))
 
-    positions = (
-        {labels_without_x(observation): observation.cell[x] for observation in observed if x in observation.cell}
-        if x
-        else {}
-    )
-    return [
-        replace(observation, cell={**observation.cell, x: positions[labels_without_x(observation)]})
-        if x and x not in observation.cell and labels_without_x(observation) in positions
-        else observation
-        for observation in observed
-    ]
+    positions = {labels_without_x(one): {x: one.cell[x]} for one in observed if x in one.cell}
+    return [replace(one, cell={**positions.get(labels_without_x(one), {}), **one.cell}) for one in observed]
 
 
 def aggregate(
     view: ViewSpec, outcomes: Iterable[Outcome], numbers: Numbers, axes: Sequence[str], x: str = ""
 ) -> Aggregates:
-    """Aggregate a number over seeds; where the view says so, relative to other labels and averaged over axes.
+    """Aggregate a number over seeds; where the view says so, averaged over axes.
 
     Several numbers mean the first that there is; `x` is a number that becomes an axis, unless the cell has it already.
     Two outcomes of one seed with the same labels are an error, which names the axes that the view forgot.
     """
     inner = tuple(dict.fromkeys((*axes, *view.average_over)))
     collected = observations(view, outcomes, numbers, inner, x)
-    collected = _place_failed(collected, x)
+    collected = _place_failed(collected, x) if x else collected
     seeds = list(dict.fromkeys(observation.cell[SEED] for observation in collected if SEED in observation.cell))
     groups: dict[Labels, list[Observation]] = {}
     excluded: list[str] = []
@@ -266,14 +250,6 @@ def aggregate(
             groups.setdefault(tuple(observation.cell[axis] for axis in inner), []).append(observation)
     spreads = {key: _spread(group, seeds, view.median) for key, group in groups.items()}
     metrics = {key: next((f.metric for f in group if f.metric), "") for key, group in groups.items()}
-    if view.relative_to:
-        missing_axes = [axis for axis in view.relative_to if axis not in inner]
-        if missing_axes:
-            missing = ", ".join(missing_axes)
-            raise DeltuneError(f"relative to {describe_cell(view.relative_to)}: the view has no axis {missing}.")
-        spreads = relative_spreads(
-            spreads, lambda key: tuple(view.relative_to.get(a, v) for a, v in zip(inner, key, strict=True))
-        )
     if view.average_over:
         spreads, metrics = _average_over(view, inner, len(axes), spreads, metrics)
     return Aggregates(tuple(axes), spreads, metrics, tuple(dict.fromkeys(excluded)))

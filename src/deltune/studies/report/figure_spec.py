@@ -47,12 +47,10 @@ class ViewSpec:
         where: The outcomes to show.
         entries: A key of `extra` that holds a list of entries, each of which extends the outcome's cell ("changes"), or
             "curve".
-        relative_to: Show everything in percent of the number at these labels ({"method": "full"}).
         average_over: Axes that are averaged over, after the seeds.
         order: Axis -> its labels in order. Labels without an outcome are shown as missing.
         display_names: Label -> how it is shown.
         lower: Whether lower is better, for scores that `METRICS` does not have.
-        digits: Digits after the point; as in the papers if None.
         median: Whether the median over seeds is shown and not their mean.
         repetition: What the labels of the axis of seeds are called, in the singular.
     """
@@ -60,12 +58,10 @@ class ViewSpec:
     title: str = ""
     where: LabelFilter = field(default_factory=dict)
     entries: str = ""
-    relative_to: LabelFilter = field(default_factory=dict)
     average_over: tuple[str, ...] = ()
     order: Mapping[str, tuple[Label, ...]] = field(default_factory=dict)
     display_names: Mapping[str, str] = field(default_factory=dict)
     lower: bool = False
-    digits: int | None = None
     median: bool = False
     repetition: str = "seed"
 
