@@ -1,4 +1,4 @@
-"""The file of results: claims without clocks, reading where nothing can be written, damage of every kind."""
+"""The file of results: claims, reading where nothing can be written, damage of every kind."""
 
 from __future__ import annotations
 
@@ -43,104 +43,6 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 # -- claims
-
-
-class Clocks:
-    """The clocks of one machine, which only a test moves."""
-
-    def __init__(self, wall: float) -> None:
-        self.wall, self.since_start = wall, 0.0
-
-    def time(self) -> float:
-        return self.wall
-
-    def monotonic(self) -> float:
-        return self.since_start
-
-    def sleep(self, seconds: float) -> None:
-        self.wall += seconds
-        self.since_start += seconds
-
-
-class Two:
-    """Two drivers of one file on two machines, each with clocks of its own."""
-
-    def __init__(self, path: Path, patch: pytest.MonkeyPatch, ahead: float = 0.0) -> None:
-        self.patch = patch
-        self.clocks = {name: Clocks(1e9 + (ahead if name == "late" else 0.0)) for name in ("early", "late")}
-        self.drivers = {}
-        for name in self.clocks:
-            self.on(name)
-            self.drivers[name] = ResultStore(path)
-
-    def on(self, name: str) -> ResultStore | None:
-        self.patch.setattr(module, "time", self.clocks[name])
-        self.patch.setattr(module, "_host_id", lambda: name)
-        return self.drivers.get(name)
-
-    def sleep(self, seconds: float) -> None:
-        for clocks in self.clocks.values():
-            clocks.sleep(seconds)
-
-    def claim(self, name: str) -> bool:
-        driver = self.on(name)
-        assert driver is not None
-        return driver.claim("work")
-
-    def heartbeat(self, name: str) -> None:
-        driver = self.on(name)
-        assert driver is not None
-        driver.heartbeat()
-
-
-@pytest.mark.parametrize("ahead", [0.0, 61.0, 1e6, -61.0, -1e6], ids=lambda ahead: f"{ahead:+.0f}s")
-def test_a_claim_does_not_depend_on_what_the_clocks_say(
-    ahead: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A claim with a beat is never taken, one without a beat a minute after it was first looked at."""
-    two = Two(tmp_path / "r.sqlite", monkeypatch, ahead)
-    assert two.claim("early") and not two.claim("late")
-    for i in range(200):
-        two.sleep(1.0)
-        if i % 15 == 14:
-            two.heartbeat("early")
-        assert not two.claim("late"), f"its owner was at work {i} seconds later"
-    waited = 0
-    while not two.claim("late"):
-        two.sleep(1.0)
-        waited += 1
-    assert 55 <= waited <= 61 and not two.claim("early")
-
-
-@pytest.mark.parametrize("case", ["observer stopped", "claimed again", "seldom looked at"])
-def test_what_is_no_sign_of_an_owner_that_ended(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    two = Two(tmp_path / "r.sqlite", monkeypatch)
-    assert two.claim("early") and not two.claim("late")
-    if case == "claimed again":
-        two.sleep(50.0)
-        two.drivers["early"].release()
-        assert two.claim("early")
-        two.sleep(50.0)
-        assert not two.claim("late")
-        return
-    for _ in range(3):
-        two.sleep(1e5)
-        assert not two.claim("late"), "the owner was given no time to beat"
-    if case == "observer stopped":
-        two.heartbeat("early")
-        two.sleep(59.0)
-        assert not two.claim("late")
-
-
-def test_claims_of_one_machine(tmp_path: Path) -> None:
-    with ResultStore(tmp_path / "r.sqlite") as one, ResultStore(tmp_path / "r.sqlite") as two:
-        assert one.claim("a") and one.claim("a") and not two.claim("a") and two.claim("b")
-        two.release()
-        assert one.claim("b")
-        ended = one.owner.replace(f" {os.getpid()} ", " 999999999 ")
-        for owner, taken in ((ended, True), (f"other{ended}", False), ("who knows", False), ("", False)):
-            one._db.execute("UPDATE claims SET owner = ?", (owner,))
-            assert two.claim("b") == taken, f"an owner called {owner!r}"
 
 
 def test_an_error_does_not_replace_a_result(tmp_path: Path) -> None:
