@@ -45,6 +45,29 @@ def content(folder: Path) -> dict[str, bytes]:
 # -- claims
 
 
+def test_a_claim_is_of_one_store_and_ends_with_its_process(tmp_path: Path) -> None:
+    """Killed or not; of what is not claimed no file is left."""
+    file = tmp_path / "r.sqlite"
+    code = (
+        "import sys, time; from deltune.studies.engine.store import ResultStore\n"
+        "print(ResultStore(sys.argv[1]).claim('b'), flush=True); time.sleep(600)"
+    )
+    with ResultStore(file) as one, ResultStore(file) as two:
+        assert one.claim("a") and one.claim("a") and not two.claim("a")
+        with subprocess.Popen([sys.executable, "-c", code, str(file)], stdout=subprocess.PIPE, text=True) as other:
+            assert other.stdout is not None and other.stdout.readline() == "True\n"
+            assert not two.claim("b") and two.claimed_jobs() == {"a", "b"}
+            other.kill()
+        assert two.claimed_jobs() == {"a"} and two.claim("b")
+        two.release("a")
+        assert not two.claim("a"), "a claim of another store"
+        one.release()
+        assert two.claim("a")
+        two.put(row("a"))
+        assert not one.claim("a") and one.claimed_jobs() == {"b"}
+    assert not list((tmp_path / "r.claims").iterdir())
+
+
 def test_an_error_does_not_replace_a_result(tmp_path: Path) -> None:
     """As of a driver that was stopped for so long that another did its work."""
     with ResultStore(tmp_path / "r.sqlite") as one, ResultStore(tmp_path / "r.sqlite") as two:

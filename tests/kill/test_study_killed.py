@@ -86,6 +86,7 @@ def test_driver_and_workers_are_killed(kills: int, tmp_path: Path) -> None:
         print(f"kills of workers, of the driver, then finished: {history}")
         with ResultStore(file) as results:
             assert {row.name: scores(row) for row in results.records()} == known, history
+            assert results.claimed_jobs() == set()
         assert [run.name for run in runs] == sorted(path.name for path in place.iterdir())
         for run in runs:
             assert content(run) == content(place / run.name), history

@@ -12,7 +12,7 @@ from ...errors import DiskFullError, error_summary
 from ...training.progress import ProgressDisplay
 from .jobs import Job, topological_order
 from .progress import job_progress
-from .store import HEARTBEAT_INTERVAL, REQUIREMENT_FAILED, JobRecord, ResultStore
+from .store import REQUIREMENT_FAILED, JobRecord, ResultStore
 from .workers import JobResult, WorkerPool
 
 JobPlan = Callable[[Mapping[str, JobRecord]], Sequence[Job]]
@@ -59,7 +59,6 @@ class Scheduler:
 
     def run(self, bar: ProgressDisplay) -> None:
         """Do every job that is not done yet, and close the pool."""
-        last_heartbeat = time.monotonic()
         jobs = self._plan_jobs()
         bar.start("study", len(jobs), self.reused, unit="jobs", columns=("job", "result", "took"))
         try:
@@ -75,9 +74,6 @@ class Scheduler:
                 for worker, result in self.pool.poll(timeout=0.5 if self._running else 1.0):
                     self._handle(worker, result, bar)
                 jobs = self._plan_jobs()
-                if time.monotonic() - last_heartbeat > HEARTBEAT_INTERVAL:
-                    last_heartbeat = time.monotonic()
-                    self.store.heartbeat()
         finally:
             self.pool.close()
             self.store.release()

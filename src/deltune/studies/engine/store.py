@@ -1,7 +1,6 @@
 """The result store of studies: one SQLite file that several processes write and that survives any crash.
 
-SQLite itself and not a library over it: two tables and eight statements need no mapper, and no library does what is
-hard here: claims of processes that die, and damaged files.
+SQLite itself and not a library over it: one table and a few statements need no mapper.
 """
 
 from __future__ import annotations
@@ -11,11 +10,9 @@ import hashlib
 import json
 import os
 import shutil
-import socket
 import sqlite3
 import tempfile
 import time
-import uuid
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,22 +20,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from filelock import FileLock, Timeout
+
 from ...errors import DeltuneError, check_booleans
 from ...filesystem import parse_json_object, write_error
 
-TABLE_COLUMNS = {
-    "works": ("name", "kind", "spec", "result", "error", "seconds", "finished", "sum", "error_kind"),
-    "claims": ("name", "owner", "beat"),
-}
+COLUMNS = ("name", "kind", "spec", "result", "error", "seconds", "finished", "sum", "error_kind")
 SCHEMA = (
     "CREATE TABLE works (name TEXT PRIMARY KEY, kind TEXT NOT NULL, spec TEXT NOT NULL, result TEXT, error TEXT, "
-    "seconds REAL NOT NULL, finished REAL NOT NULL, sum TEXT NOT NULL, error_kind TEXT) STRICT",
-    "CREATE TABLE claims (name TEXT PRIMARY KEY, owner TEXT NOT NULL, beat INTEGER NOT NULL) STRICT",
+    "seconds REAL NOT NULL, finished REAL NOT NULL, sum TEXT NOT NULL, error_kind TEXT) STRICT"
 )
 SCHEMA_VERSION = 3
-SELECT = f"SELECT {', '.join(TABLE_COLUMNS['works'])} FROM works"
-CLAIM_TIMEOUT = 60.0  # seconds without a heartbeat after which another process takes a claim over
-HEARTBEAT_INTERVAL = 15.0  # seconds
+SELECT = f"SELECT {', '.join(COLUMNS)} FROM works"
 DATABASE_SUFFIXES = ("-wal", "-journal", "")
 """What SQLite appends to a database's name for its files, the database itself last."""
 
@@ -95,17 +88,16 @@ def folder_of_runs(path: str | Path) -> Path:
 class ResultStore:
     """The records of finished jobs in one file; the folder of runs is beside it, PATH without its ending + `.runs`.
 
-    A process claims a job before it does it. The owner of a claim counts a number up (`heartbeat`). Another process
-    takes the claim over when that number has stood still for a minute of its own monotonic clock, so the clocks of two
-    machines need not agree.
+    A process claims a job before it does it, by a locked file in the folder `claims`. The lock ends with the process,
+    however it ends.
 
     Args:
         path: The file. It is created if it is missing, with its folder.
-        read_only: Change nothing, not even an older schema. A file that is on a read-only disk, or in a folder that
+        read_only: Change nothing. A file that is on a read-only disk, or in a folder that
             cannot be written, is read from a temporary copy, because SQLite would write beside it.
 
     Raises:
-        DeltuneError: The file is not an SQLite file, is damaged, has a newer schema or belongs to another program; it
+        DeltuneError: The file is not an SQLite file, is damaged, has another schema or belongs to another program; it
             cannot be read, or not written; no space is left.
     """
 
@@ -113,9 +105,8 @@ class ResultStore:
     def __init__(self, path: str | Path, *, read_only: bool = False) -> None:
         self.path = Path(path).expanduser().absolute()
         self.runs = folder_of_runs(self.path)
-        self.owner = f"{_host_id()} {os.getpid()} {uuid.uuid4().hex}"
-        self._heartbeat = 0
-        self._observed: dict[str, tuple[str, int, float, float]] = {}
+        self.claims = self.runs.with_suffix(".claims")
+        self._locks: dict[str, FileLock] = {}
         with self._translate_errors(), contextlib.ExitStack() as opened:
             path = opened.enter_context(_readable_copy(self.path)) if read_only else self.path
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -134,7 +125,8 @@ class ResultStore:
             self._resources = opened.pop_all()
 
     def close(self) -> None:
-        """Close the file. Claims are kept; `release` gives them up."""
+        """Give up all claims, and close the file."""
+        self.release()
         self._resources.close()
 
     def __enter__(self) -> ResultStore:
@@ -176,58 +168,48 @@ class ResultStore:
         with self._translate_errors(), self._transaction():
             existing = None if record.error is None else self.get(record.name)
             if existing is None or existing.error is not None:
-                columns = ", ".join(TABLE_COLUMNS["works"])
-                self._db.execute(f"INSERT OR REPLACE INTO works ({columns}) VALUES ({', '.join('?' * len(row))})", row)
-            self._db.execute("DELETE FROM claims WHERE name = ? AND owner = ?", (record.name, self.owner))
+                columns, places = ", ".join(COLUMNS), ", ".join("?" * len(COLUMNS))
+                self._db.execute(f"INSERT OR REPLACE INTO works ({columns}) VALUES ({places})", row)
+        self.release(record.name)
 
     @check_booleans
     def claim(self, name: str, *, again: bool = False) -> bool:
-        """Claim a job."""
-        with self._translate_errors(), self._transaction():
-            done = self._db.execute("SELECT error FROM works WHERE name = ?", (name,)).fetchone()
-            if done is not None and not (again and done[0] is not None) and self.get(name) is not None:
+        """Return whether a job is ours to do: it is not done, and no other process is doing it.
+
+        With `again` a job that failed is not done.
+        """
+        with self._translate_errors():
+            self.claims.mkdir(parents=True, exist_ok=True)
+            lock = self._locks.get(name) or FileLock(self.claims / name)
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
                 return False
-            claim = self._db.execute("SELECT owner, beat FROM claims WHERE name = ?", (name,)).fetchone()
-            if claim is not None and claim[0] != self.owner and self._owner_is_alive(name, *claim):
-                return False
-            self._observed.pop(name, None)
-            self._heartbeat += 1
-            self._db.execute("INSERT OR REPLACE INTO claims VALUES (?, ?, ?)", (name, self.owner, self._heartbeat))
+        self._locks[name] = lock
+        record = self.get(name)
+        if record is None or (again and record.error is not None):
             return True
+        self.release(name)
+        return False
 
     def claimed_jobs(self) -> set[str]:
-        """Return the names of the jobs that were claimed by a process which, as far as can be seen, is running."""
-        with self._translate_errors():
-            claims = self._db.execute("SELECT name, owner FROM claims").fetchall()
-        return {name for name, owner in claims if not _owner_is_dead(owner)}
-
-    def _owner_is_alive(self, name: str, owner: str, heartbeat: int) -> bool:
-        """Whether the owner of a claim may still be running, by its heartbeats so far.
-
-        The time between two looks counts as one heartbeat at most: a file that could not be reached for a while, or an
-        observer that was suspended, says nothing about the owner.
-        """
-        if _owner_is_dead(owner):
-            return False
-        now = time.monotonic()
-        last = self._observed.get(name)
-        if last is None or last[:2] != (owner, heartbeat):
-            self._observed[name] = (owner, heartbeat, now, 0.0)
-            return True
-        silence = last[3] + min(now - last[2], HEARTBEAT_INTERVAL)
-        self._observed[name] = (owner, heartbeat, now, silence)
-        return silence < CLAIM_TIMEOUT
-
-    def heartbeat(self) -> None:
-        """Show other processes that we are still working on all that we claimed."""
-        self._heartbeat += 1
-        with self._translate_errors():
-            self._db.execute("UPDATE claims SET beat = ? WHERE owner = ?", (self._heartbeat, self.owner))
+        """Return the names of the jobs that processes are doing."""
+        claimed: set[str] = set()
+        for file in self.claims.glob("*"):
+            try:
+                with FileLock(file, timeout=0):
+                    file.unlink(missing_ok=True)  # of a process that was killed
+            except Timeout:
+                claimed.add(file.name)
+            except OSError:  # where nothing can be written nobody claims
+                continue
+        return claimed
 
     def release(self, name: str | None = None) -> None:
         """Give up our claim on a job; without a name, all our claims."""
-        with self._translate_errors():
-            self._db.execute("DELETE FROM claims WHERE owner = ? AND name = coalesce(?, name)", (self.owner, name))
+        for one in list(self._locks) if name is None else [name] * (name in self._locks):
+            (self.claims / one).unlink(missing_ok=True)
+            self._locks.pop(one).release(force=True)
 
     def _check(self, whole: bool = False) -> int:
         """Check that the file is ours, and return its schema version."""
@@ -236,13 +218,12 @@ class ResultStore:
         if version == 0 and tables:
             raise DeltuneError(f"{self.path} is a database of another program; choose another file")
         (code,) = self._db.execute("SELECT count(*) FROM sqlite_master WHERE type IN ('view', 'trigger')").fetchone()
-        for table, columns in TABLE_COLUMNS.items() if version else ():
-            present = [name for (_, name, *_) in self._db.execute(f"PRAGMA table_info({table})")]
-            if code or not {*columns} <= {*present}:
-                raise DeltuneError(
-                    f"{self.path} is a database of another program or damaged (a file of results has a table {table} "
-                    f"of {', '.join(columns)}, and no views or triggers); choose another file"
-                )
+        present = [name for (_, name, *_) in self._db.execute("PRAGMA table_info(works)")]
+        if version and (code or not {*COLUMNS} <= {*present}):
+            raise DeltuneError(
+                f"{self.path} is a database of another program or damaged (a file of results has a table works of "
+                f"{', '.join(COLUMNS)}, and no views or triggers); choose another file"
+            )
         if version not in (0, SCHEMA_VERSION):
             raise DeltuneError(f"{self.path} has schema {version}, not {SCHEMA_VERSION}; use the deltune that wrote it")
         if whole:
@@ -253,8 +234,8 @@ class ResultStore:
 
     def _create_tables(self) -> None:
         with self._transaction():
-            for statement in SCHEMA if self._check() == 0 else ():
-                self._db.execute(statement)
+            if self._check() == 0:
+                self._db.execute(SCHEMA)
             self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     def _to_record(self, values: tuple[Any, ...]) -> JobRecord | None:
@@ -334,26 +315,3 @@ def _to_json(value: Mapping[str, Any]) -> str:
 
 def _checksum(*values: str | None) -> str:
     return hashlib.sha256("\0".join(value or "" for value in values).encode()).hexdigest()
-
-
-def _host_id() -> str:
-    """Identify the machine, its boot and its PID namespace: within one, a process id names one process."""
-    parts = [socket.gethostname()]
-    with contextlib.suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
-        parts.append(os.readlink("/proc/self/ns/pid"))
-    return "/".join(parts)
-
-
-def _owner_is_dead(owner: str) -> bool:
-    """Whether the owner ran on this machine and has ended."""
-    host, process, _ = (*owner.split(" "), "", "")[:3]
-    if host != _host_id() or not process.isdecimal():
-        return False
-    try:
-        os.kill(int(process), 0)
-    except ProcessLookupError:
-        return True
-    except (PermissionError, OverflowError):
-        return False
-    return False
