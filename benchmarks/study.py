@@ -15,7 +15,7 @@ from deltune.filesystem import CACHE_VARIABLE, cache_folder, read_jsonl
 from deltune.studies.engine.jobs import Job, run_job
 from deltune.studies.engine.scheduler import Scheduler
 from deltune.studies.engine.store import ResultStore
-from deltune.studies.engine.workers import JobResult, execute_safely
+from deltune.studies.engine.workers import JobResult, WorkerPool, execute_safely
 from deltune.training.config import RunConfig
 from deltune.training.progress import ProgressDisplay
 from deltune.training.task_setup import ModelCache
@@ -27,25 +27,22 @@ METHODS = ("lora(rank=8)", "layernorm", "prefix(length=4)", "head")
 SPLITS = ("train", "validation", "test")
 
 
-class Watched:
+class Watched(WorkerPool):
     """Workers in this process, each with parts of its own as those in processes of their own have."""
 
     def __init__(self, runs: Path, workers: int) -> None:
-        self.runs, self.parts = runs, [ModelCache() for _ in range(workers)]
-        self.at: list[Job | None] = [None] * workers
+        super().__init__(workers, runs, threads=1)
+        self.parts = [ModelCache() for _ in range(workers)]
         self.tokenised: set[tuple[str, int]] = set()  # files of rows; one that is written again has another inode
 
-    def idle(self) -> list[int]:
-        return [i for i, job in enumerate(self.at) if job is None]
-
     def submit(self, worker: int, job: Job) -> None:
-        self.at[worker] = job
+        self._jobs[worker] = job
 
     def poll(self, timeout: float) -> list[tuple[int, JobResult]]:
         finished = []
-        for worker, job in enumerate(self.at):
+        for worker, job in enumerate(self._jobs):
             if job is not None:
-                self.at[worker] = None
+                self._jobs[worker] = None
                 finished.append((worker, execute_safely(job, self.runs, self.parts[worker])))
                 cache = cache_folder()
                 assert cache is not None

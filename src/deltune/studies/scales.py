@@ -1,4 +1,4 @@
-"""What all studies share: where models and data are, what "small" scale means, and products of choices as cells."""
+"""The parts that all studies share: models and data, the meaning of "small" scale, products of choices as cells."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class StudySetup:
 
     @property
     def small(self) -> bool:
-        """Whether the scale is "small"."""
+        """True if the scale is "small"."""
         return self.scale == "small"
 
     @property
@@ -126,7 +126,7 @@ class StudySetup:
             return
         problems = []
         if self.data_root is None:
-            problems.append("no data: give --data-root, the folder with those of tasks")
+            problems.append("no data: give --data-root, the folder with the folders of tasks")
         else:
             root = Path(self.data_root).expanduser()
             lacking = [TASKS[task].folder for task in dict.fromkeys(tasks) if not (root / TASKS[task].folder).is_dir()]
@@ -189,7 +189,7 @@ def cross_product(
     """Return the cells of models × tasks × variants × seeds.
 
     Small scale tries several learning rates for each model, task and variant, unless `options` have one. `options` win
-    over those of the scale, and `by_task` over both; `labels` are those of every cell on further axes. Without
+    over the scale's, and `by_task` over both; `labels` are labels of every cell on further axes. Without
     `search_rates` each variant has its usual rate.
     """
     setup.check(models.values(), tasks)

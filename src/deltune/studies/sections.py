@@ -170,7 +170,7 @@ MAX_LISTED = 12
 
 
 def _missing(outcomes: Sequence[Outcome], names: Mapping[str, str]) -> list[str]:
-    """What was planned and has no result, by reason."""
+    """Say which runs have no result, by reason."""
     reasons: dict[str, list[Outcome]] = {}
     axes = _varied(outcomes)
     for outcome in outcomes:

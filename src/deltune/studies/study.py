@@ -127,24 +127,22 @@ class Sweep(BaseModel):
             raise error_from_problems("the study is wrong", problems)
         return sweep
 
+    def _entries(self) -> dict[str, dict[str, Values]]:
+        """Return the entries that have labels, by where they stand."""
+        named = {f"axes {axis}": labels for axis, labels in self.axes.items()}
+        return {"models": self.models, "tasks": self.tasks, "methods": self.methods, **named}
+
     def _labels(self) -> Iterator[tuple[str, str]]:
         """Yield every label, with the entry that it belongs to."""
         yield "name", self.name
         yield from (("axes", axis) for axis in self.axes)
-        for entry, labels in (
-            ("models", self.models), ("tasks", self.tasks), ("methods", self.methods),
-            *((f"axes {axis}", labels) for axis, labels in self.axes.items()),
-        ):  # fmt: skip
-            yield from ((entry, label) for label in labels)
+        yield from ((entry, label) for entry, labels in self._entries().items() for label in labels)
 
     def _fields(self) -> Iterator[tuple[str, Values]]:
         """Yield every group of fields of a run, with a description of where it is."""
         yield "every run", self.options
-        for name, axis in (
-            ("models", self.models), ("tasks", self.tasks), ("methods", self.methods), *self.axes.items(),
-        ):  # fmt: skip
-            for label, values in axis.items():
-                yield f"{name} {label}", values
+        for entry, labels in self._entries().items():
+            yield from ((f"{entry} {label}", values) for label, values in labels.items())
 
     def cells(self, data_root: str | None = None, roots: Roots = NO_ROOTS) -> list[PlannedRun]:
         """Expand the sweep, with models outermost and seeds innermost."""
@@ -254,7 +252,7 @@ CellPlan = Callable[[Records], Sequence[PlannedCell]]
 """What is done so far -> every cell of a study."""
 
 OutcomeReader = Callable[[PlannedCell, JobRecord], list[Outcome]]
-"""What turns the record of a cell's job into outcomes."""
+"""Cell and record of its job -> outcomes."""
 
 
 def job_outcomes(planned: PlannedCell, record: JobRecord) -> list[Outcome]:
@@ -348,7 +346,7 @@ def plan_sweep(sweep: Sweep, data_root: str | None = None, roots: Roots = NO_ROO
 
 
 def labels_without_seed(cell: Cell) -> tuple[Any, ...]:
-    """Return the labels of a cell on all axes but that of seeds: runs that are repeats of each other share them."""
+    """Return the labels of a cell on all axes but the seed's: runs that repeat each other share them."""
     return tuple(label for axis, label in cell.items() if axis != "seed")
 
 

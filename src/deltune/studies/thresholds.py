@@ -1,4 +1,4 @@
-"""How few parameters leave chance, and how few reach full tuning: bisection over powers of two (AP §5.3).
+"""The numbers of parameters that leave chance, and that reach full tuning: bisection over powers of two (AP §5.3).
 
 The low threshold is the smallest N whose 95 % interval over test examples lies above chance. The high threshold is the
 smallest N within 1 point of full tuning (our margin). Each is a bracket [N that is too few, N that is enough] for every
@@ -40,7 +40,7 @@ class ThresholdSearch:
         full: Full tuning's job.
         chance: The score of guessing.
         metric: The score that counts.
-        tries: Cells whose jobs determine those of the search, such as those that try learning rates.
+        tries: Cells whose jobs determine the jobs of the search, such as runs that try learning rates.
     """
 
     cell: Cell
@@ -77,7 +77,7 @@ def bisect_sizes(sizes: Sequence[int], is_enough: Callable[[int], bool | None]) 
 
 
 def is_above_chance(result: Mapping[str, Any], metric: str, chance: float) -> bool:
-    """Whether the 95 % interval of a score over examples lies above chance.
+    """Return whether the 95 % interval of a score over examples lies above chance.
 
     The interval is Wilson's where each example is right or wrong, and the normal one elsewhere.
     """
@@ -92,14 +92,14 @@ def is_above_chance(result: Mapping[str, Any], metric: str, chance: float) -> bo
 
 
 def reaches_full_tuning(result: Mapping[str, Any], full: Mapping[str, Any], metric: str) -> bool:
-    """Whether a score lies at most `FULL_TUNING_MARGIN` below full tuning's."""
+    """Return whether a score lies at most `FULL_TUNING_MARGIN` below full tuning's."""
     return bool(result["scores"][metric] >= full["scores"][metric] - FULL_TUNING_MARGIN - 1e-9)
 
 
 def search_cells(search: ThresholdSearch, records: Records) -> list[PlannedCell]:
     """Return a cell for every N that the bisections have tried so far, and the cell of the two brackets.
 
-    The cells of the runs have an axis N. The last cell, that of the brackets, has none; its extra holds the brackets
+    The cells of the runs have an axis N. The last cell, of the brackets, has none; its extra holds the brackets
     "low" and "high" that are found, and its job is None until both are, unless a run has failed.
     """
 

@@ -38,11 +38,7 @@ from .selectors import EVERY, CellSelector, Key, describe_cell, describe_differe
 class Beats:
     """mean(better) − mean(worse) > margin, in the better direction, paired over all other axes and seeds.
 
-    Attributes:
-        better: The cells that are claimed to be better.
-        worse: The cells that they are compared with; both name the same axes.
-        margin: By how much, in units of the measurement.
-        measurement: What is compared.
+    Both sides name the same axes. The margin, as in all forms, is in units of the measurement.
     """
 
     better: CellSelector
@@ -59,15 +55,7 @@ class Beats:
 
 @dataclass(frozen=True)
 class Within:
-    """mean(cells) − mean(reference) > −points: at most so much worse.
-
-    Attributes:
-        what: The cells.
-        reference: The cells that they are compared with; both name the same axes.
-        points: The margin, in units of the measurement.
-        both: Whether they may not be better either: |difference| < points.
-        measurement: What is compared.
-    """
+    """mean(cells) − mean(reference) > −points: at most so much worse; with `both`, |difference| < points."""
 
     what: CellSelector
     reference: CellSelector
@@ -85,14 +73,7 @@ class Within:
 
 @dataclass(frozen=True)
 class Between:
-    """low < mean(cells) < high, of a measurement that is a number by itself, such as a share of full tuning's time.
-
-    Attributes:
-        what: The cells.
-        measurement: What is measured.
-        low: The lower bound.
-        high: The upper bound.
-    """
+    """low < mean(cells) < high, of a measurement that is a number by itself, such as a share of full tuning's time."""
 
     what: CellSelector
     measurement: Measurement
@@ -113,14 +94,8 @@ class Between:
 class Rises:
     """The change along an axis, from the smallest to the largest label that was run, > margin.
 
-    It is the rise of the least-squares line on the logarithm of the labels; of two labels, their difference.
-
-    Attributes:
-        axis: The axis: numbers, or models by their size.
-        of: The cells whose mean is taken at each label.
-        minus: Cells whose change is subtracted, if any.
-        margin: In units of the measurement, over the whole range.
-        measurement: What is measured.
+    It is the rise of the least-squares line on the logarithm of the labels (numbers, or models by their size); of two
+    labels, their difference. The change of the cells `minus` is subtracted.
     """
 
     axis: str
@@ -170,12 +145,6 @@ class GapShrinks:
     For each seed the other seeds decide which labels are the best and the worst, and the gap is measured on this seed.
     The largest less the smallest of noisy means would lie above the true gap, the more the noisier, and would shrink
     with the noise alone. This one lies at or below the true gap, and at 0 where there is none.
-
-    Attributes:
-        over: The axis of the gap, such as "method".
-        along: The axis along which it shrinks, such as "model".
-        of: The cells that are considered.
-        measurement: What is measured.
     """
 
     over: str
@@ -223,12 +192,7 @@ class GapShrinks:
 class FewerParameters:
     """trained(fewer) ≤ ratio · trained(more) in every setting. Counts are exact, so that one seed is enough.
 
-    Attributes:
-        fewer: The cells that are claimed to train fewer parameters.
-        more: The cells that they are compared with; both name the same axes.
-        ratio: The largest ratio.
-        depends_on_depth: Whether a model's number of layers decides whether it is true, so that a small model's
-            number is shown and decides nothing.
+    If it `depends_on_depth`, the number of layers decides it, so that a small model's number decides nothing.
     """
 
     fewer: CellSelector
@@ -253,14 +217,7 @@ class FewerParameters:
 
 @dataclass(frozen=True)
 class Best:
-    """Cells beat those with every other label of an axis.
-
-    Attributes:
-        what: The cells.
-        over: The axis.
-        exclude: Labels that they are not compared with.
-        measurement: What is compared.
-    """
+    """Cells beat the cells with every other label of an axis, the excluded ones aside."""
 
     what: CellSelector
     over: str
@@ -279,14 +236,7 @@ class Best:
 
 @dataclass(frozen=True)
 class AllWithin:
-    """Any two labels of an axis differ by less than some points.
-
-    Attributes:
-        over: The axis.
-        points: The margin, in units of the measurement.
-        of: The cells that are considered.
-        measurement: What is compared.
-    """
+    """Any two labels of an axis differ by less than some points."""
 
     over: str
     points: float
@@ -306,16 +256,7 @@ class AllWithin:
 
 @dataclass(frozen=True)
 class DropsLess:
-    """From one label of an axis to another some cells lose less than others do.
-
-    Attributes:
-        less: The cells that are claimed to lose less.
-        more: The cells that they are compared with.
-        axis: The axis.
-        start: The label from which the loss is counted.
-        end: The label at which it is counted.
-        measurement: What is measured; higher is better.
-    """
+    """From one label of an axis to another some cells lose less than others do, of a number of which more is better."""
 
     less: CellSelector
     more: CellSelector
@@ -355,10 +296,7 @@ class InEach:
     """A form that must be true in each setting and not on the mean over settings: "every", "all", "in all cases".
 
     It holds if it is true in the setting where it is the least so (intersection-union, Berger 1982).
-
-    Attributes:
-        form: The form.
-        axes: The axes whose labels are told apart; the mean is taken over the others. Default: all.
+    Settings differ in the labels of `axes` (default: of all); the mean is taken over the others.
     """
 
     form: Form
@@ -395,7 +333,7 @@ class Claim:
         exclude: Axis -> labels that it is not about.
         contradiction: What else in the paper says otherwise, if anything does.
         miniature: What the runs of small scale have in place of sizes that the sentence names.
-        far_larger_models: Why the sentence is about models far larger than those of small scale, which cannot test it.
+        far_larger_models: Why the sentence is about models far larger than the small ones, which cannot test it.
         repeats: The study whose claim is of the same sentence, which this one tests on other runs.
         printed_range: What the paper prints of it, where its comparison cannot be computed from that.
         printed_in: The printed table that it is checked on. Default: the first that has all of its cells.

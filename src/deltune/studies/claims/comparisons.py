@@ -35,7 +35,7 @@ from .selectors import (
 from .statistics import average_ranks, slope_weights
 
 NOT_RUN = "not run yet"
-"""How a reason begins that a run will remove."""
+"""Beginning of a reason that a run will remove."""
 
 CONVERGED = 0.95
 """A curve has converged where it has come this share of the way to the lower of the compared curves' bests."""
@@ -49,7 +49,7 @@ TYPES = {
     "sick": "inference", "mrpc": "paraphrase", "qqp": "paraphrase", "nq_open": "questions",
     "samsum": "summaries", "multi_news": "summaries", "xsum": "summaries",
 }  # fmt: skip
-"""Task -> its type: those of AP's tasks as in its appendix A, those of others in the same words."""
+"""Task -> its type: as in AP's appendix A, and for other papers' tasks in the same words."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ below this in 95 % of cases."""
 def can_be_at_chance(outcome: Outcome) -> bool:
     """Return whether a run is judged by `is_at_chance`.
 
-    Runs on another task than their own are not, nor those of a search along N, which begins at chance.
+    Runs on another task than their own are not, nor runs of a search along N, which begins at chance.
     """
     cell = outcome.cell
     return cell.get("target", cell.get("task")) == cell.get("task") and (
@@ -108,7 +108,7 @@ def is_at_chance(outcome: Outcome) -> bool:
     """Return whether a run is no better than chance on the test split of its own task.
 
     A classifier is, if its Matthews correlation is what a guess may have. Where its rows are not stored it has to be 0,
-    that of the same answer to every row. A tagger or a writer of texts is, if it gets nothing right.
+    as it is for the same answer to every row. A tagger or a writer of texts is, if it gets nothing right.
     """
     scores = outcome.scores
     if not can_be_at_chance(outcome):
@@ -264,7 +264,7 @@ def _seconds_to_converge(outcome: Outcome, choice: MetricChoice) -> float | None
 
 
 def _training_seconds(outcome: Outcome) -> float | None:
-    """How long a run trained: on a CPU the processor's seconds, since runs of a study have others beside them."""
+    """Return the seconds that a run trained: on a CPU the processor's, since other runs train beside it."""
     on_cpu = outcome.extra.get("environment", {}).get("device") == "cpu"
     return outcome.extra.get("cpu_seconds") if on_cpu else outcome.seconds
 
@@ -377,16 +377,7 @@ class MissingCells(Exception):
 
 
 class Cells:
-    """The outcomes of a study, by cell.
-
-    Args:
-        outcomes: The outcomes.
-        metric: The score that counts.
-        names: How labels are shown.
-
-    Raises:
-        DeltuneError: Two outcomes belong to one cell.
-    """
+    """The outcomes of a study, by cell; two of one cell are a `DeltuneError`."""
 
     def __init__(self, outcomes: Sequence[Outcome], metric: MetricChoice, names: Names | None = None) -> None:
         self.outcomes, self.metric, self.names = list(outcomes), metric, names or {}
@@ -423,7 +414,7 @@ class Cells:
         return self.describe(labels)
 
     def _follows(self, axis: str, others: tuple[str, ...]) -> bool:
-        """Whether the labels on other axes leave one label on an axis."""
+        """Return whether the labels on other axes leave one label on an axis."""
         if (axis, others) not in self._following:
             seen = {(self._key(o.cell, others), o.cell[axis]) for o in self.outcomes if axis in o.cell}
             self._following[axis, others] = len({labels for labels, _ in seen}) == len(seen)
@@ -556,7 +547,7 @@ def _as_labels(value: Any) -> tuple[Any, ...]:
 
 
 def _matches(outcome: Outcome, selector: CellSelector) -> bool:
-    """Whether an outcome has the labels of a selector; a symbolic label is any label of its axis."""
+    """Return whether an outcome has the labels of a selector; a symbolic label is any label of its axis."""
     return all(
         label is EVERY
         or (axis in outcome.cell and (isinstance(label, SymbolicLabel) or outcome.cell[axis] in _as_labels(label)))

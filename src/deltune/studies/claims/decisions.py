@@ -77,7 +77,7 @@ class ComparisonResult:
 
     @property
     def agrees(self) -> bool:
-        """Whether the effect lies where the claim is true; a number of parameters may lie on the border."""
+        """True if the effect lies where the claim is true; a number of parameters may lie on the border."""
         low, high = self.region
         return low < self.effect < high or (self.closed and self.effect == high)
 
@@ -92,7 +92,7 @@ class PartVerdict:
 
 @dataclass(frozen=True)
 class Resolution:
-    """What a run of this size can decide, and what size would decide more.
+    """The effect that a run of this size can decide, and the size that would decide more.
 
     `smallest` is the distance from the border that is decided with the chance `POWER`, at the level `alpha`. To decide
     `target`, the paper's own effect or else the one measured, takes so many `seeds` (None if no run of up to 1,000
@@ -129,8 +129,8 @@ class Resolution:
 class UndecidedEffect:
     """An effect that was tested and not decided.
 
-    `borders` are those of the region in which the claim is true; `printed` is the paper's effect, if it prints one that
-    agrees with the claim; `rows` says whether test rows play a part in the interval.
+    `borders` are the ends of the region in which the claim is true; `printed` is the paper's effect, if it prints one
+    that agrees with the claim; `rows` says whether test rows play a part in the interval.
     """
 
     estimate: Estimate
@@ -165,13 +165,13 @@ class UndecidedEffect:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a study says of a claim.
+    """A study's verdict on a claim, with the numbers behind it.
 
     Attributes:
         claim: The claim.
         verdict: Whether it holds, does not hold, is undecided, or cannot be tested by runs of small scale.
         effect: The effect of the comparison that decides, in a reader's direction; None if nothing could be compared.
-            Of a claim about a score and a number of parameters it is that of the score. Of several numbers that are no
+            Of a claim about a score and a number of parameters it is the score's. Of several numbers that are no
             differences, each of them where the claim is true, it is the nearest to its bound.
         interval: Its interval, of the level at which Holm's procedure tested the claim, so that it decides as
             `p_adjusted` does; None if the effect is exact.
@@ -208,7 +208,7 @@ class Finding:
 
     @property
     def resolution(self) -> Resolution | None:
-        """What this run could have decided; None if the claim is decided or nothing is known about the spread."""
+        """The effect that this run could have decided; None if the claim is decided or its spread is not known."""
         return None if self.undecided is None else self.undecided.resolution()
 
 
@@ -223,7 +223,7 @@ class PrintedTable:
 
 @dataclass(frozen=True)
 class PrintedFinding:
-    """What a paper's printed numbers say of one of its claims.
+    """A paper's printed numbers beside one of its claims.
 
     `agrees` is None if the paper prints no numbers to compare. The comparison that decides is the nearest to being
     false, or the furthest from being true; where it agrees it is one of scores, if there are any, as the comparison of
@@ -248,7 +248,7 @@ class Paper:
 
 @dataclass(frozen=True)
 class PaperStatements:
-    """What a paper says about a study.
+    """A paper's statements about a study.
 
     `choices` say where it disagrees with itself or is silent, and what was chosen; `rerun` which runs of small scale
     were repeated after results had been seen.
@@ -301,7 +301,7 @@ def _printed_result(compared: Comparison | Exact, cells: Cells) -> ComparisonRes
 
 
 def _room(result: ComparisonResult) -> float:
-    """How far an effect lies inside of its region; negative outside."""
+    """Return the distance of an effect from the border of its region; negative outside."""
     low, high = result.region
     return min(result.effect - low, high - result.effect)
 
@@ -379,8 +379,8 @@ def decidable_effects(
 ) -> list[tuple[float, str] | None]:
     """Return for each claim the smallest effect that a run of so many seeds decides with the chance `POWER`.
 
-    The spread is that of the outcomes so far. The level is the strictest of Holm's procedure, that of its first step.
-    That is the distance from the border of the claim, with its unit; None where nothing is known of the spread.
+    The spread is taken from the outcomes so far, and the level is the strictest of Holm's procedure. An effect is the
+    distance from the border of the claim, with its unit; None where nothing is known of the spread.
     """
     cells = Cells(with_derived_axes(outcomes), MetricChoice(metric, lower))
     return [_decidable_effect(_test(claim, cells), seeds, alpha / len(claims)) for claim in claims]

@@ -28,8 +28,8 @@ class Estimate:
 
     Attributes:
         mean: The mean.
-        parts: Independent estimates of parts of the mean's variance, each with its degrees of freedom: that of the
-            seeds, then that of the examples if there are any. Without any part, nothing is known about the spread, and
+        parts: Independent estimates of parts of the mean's variance, each with its degrees of freedom: of the
+            seeds, then of the examples if there are any. Without any part, nothing is known about the spread, and
             the interval is the whole line.
         slack: How far the mean may be off for sure besides, whatever the number of seeds (a threshold is known only up
             to the width of its bisection).
@@ -92,7 +92,7 @@ class Estimate:
     def enlarged(self, seeds: tuple[int, int], examples: float = 1.0) -> Estimate:
         """Return what a larger study would have: the variance of each part falls with the number that it is over.
 
-        The first part is that of the seeds, the second that of the examples (see `paired_estimate`). The first has some
+        The first part is of the seeds, the second of the examples (see `paired_estimate`). The first has some
         variance of examples within seeds in it, which falls with both; here it falls with the seeds alone, so that the
         larger study is no better than it says. `seeds` are how many there are and how many there would be, `examples`
         how many times as many.
@@ -130,7 +130,7 @@ class Estimate:
 
 
 def paired_estimate(strata: Sequence[np.ndarray], tests: Sequence[Hashable] | None = None) -> Estimate:
-    """Estimate the mean over strata of the mean paired difference, with the variance of seeds and that of examples.
+    """Estimate the mean over strata of the mean paired difference, with the variances of seeds and of examples.
 
     d[t, s, i] = μ[t] + S[t, s] + E[t, i] + R[t, s, i]: a seed's training moves all examples, an example moves all
     seeds, for the test split is one and the same. Seeds and examples are crossed: the examples of three seeds are not
@@ -144,7 +144,7 @@ def paired_estimate(strata: Sequence[np.ndarray], tests: Sequence[Hashable] | No
 
     Strata are fixed: the mean is about these tasks and models, not about tasks in general. Assumed: seeds independent,
     S about normal (with 3 seeds that cannot be seen, and no test without it gives p < 0.25: a sign flip of 3 pairs has
-    8 outcomes); examples independent and many enough for a normal mean. The model is that of random readers (seeds)
+    8 outcomes); examples independent and many enough for a normal mean. The model has random readers (seeds)
     and cases (examples): Gallas 2006, Hillis 2007. Seeds without any spread (all gave the same) leave no parts.
 
     Args:
@@ -220,7 +220,7 @@ def holm_levels(p: Sequence[float], alpha: float = 0.05) -> np.ndarray:
     """Return the level at which Holm's procedure tested each hypothesis: alpha / (m − k + 1), k its rank.
 
     An interval of that level excludes the boundary exactly where `holm` gives at most alpha. For hypotheses that are
-    kept the level is that of the step at which the procedure stopped.
+    kept it is the level of the step at which the procedure stopped.
     """
     p_values, adjusted = np.asarray(p, dtype=float), holm(p)
     ranks = np.empty(len(p_values), dtype=int)

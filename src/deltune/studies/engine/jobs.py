@@ -58,7 +58,7 @@ class Outcome:
 
 
 class NormChange(TypedDict):
-    """How far one gain or bias of a norm was moved.
+    """The change of one gain or bias of a norm.
 
     `layer` is None for norms outside the layers; `module` is what the norm belongs to, such as "attention"; `value` is
     the mean absolute change.

@@ -1,4 +1,4 @@
-"""How far a job is that is not done yet, as the folder of its run says, whoever works on it."""
+"""Progress of a job that is not done yet, as the folder of its run says, whoever works on it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TAIL = 2**16
 
 @dataclass(frozen=True)
 class JobProgress:
-    """How far a job is.
+    """The part of a job that is done.
 
     Its share is judged by the time that its training says is left.
     """

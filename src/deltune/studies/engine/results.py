@@ -71,7 +71,7 @@ def read_results(folder: Path, studies: Sequence[str] = ()) -> list[JobRecord]:
 
 
 def replaces(record: JobRecord, before: JobRecord | None) -> bool:
-    """Return whether a record says more than the one that is there: it is the first, or a result after an error."""
+    """Return whether a record says more than what is there: it is the first, or a result after an error."""
     return before is None or (before.result is None and record.result is not None)
 
 

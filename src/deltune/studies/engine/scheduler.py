@@ -135,7 +135,7 @@ class Scheduler:
                     break
 
     def _is_ready(self, job: Job) -> bool:
-        """Whether all that the job requires is done. A job that requires a failed one is recorded as failed."""
+        """Return whether all that the job requires is done. A job that requires a failed one is recorded as failed."""
         for required in job.requires:
             record = self._records.get(required.name)
             if record is None:

@@ -1,6 +1,6 @@
-"""Whether stored results can be repeated: a sample of jobs is run again and compared.
+"""Repeating stored results: a sample of jobs is run again and compared.
 
-Where machine, versions and threads are those of the stored result, the new one must be equal to the last digit.
+Where machine, versions and threads are as they were, the new result must be equal to the last digit.
 Elsewhere sums are rounded in another order, and training amplifies that: two runs of one spec then differ like two runs
 of different seeds, at most. So the difference may be what the spread over seeds allows: with the variance s² over seeds
 of the same cells, pooled over the cells of one model and task, t · s · √2, t being Student's quantile at which all
@@ -43,7 +43,7 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
-        """Whether the scores differ by no more than is allowed."""
+        """True if the scores differ by no more than is allowed."""
         return self.now is not None and abs(self.now - self.stored) <= self.allowed
 
 
@@ -63,7 +63,7 @@ class Verification:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the job repeats; on the same environment only equality does."""
+        """The verdict; in the same environment only an equal result repeats the job."""
         if self.equal:
             return "equal"
         if self.error is not None or self.data_changed or not self.changes:
@@ -117,12 +117,7 @@ def _scores(record: JobRecord | None) -> Mapping[str, float]:
 
 
 class _Spreads:
-    """How far scores spread over seeds, pooled by model, task and metric.
-
-    Args:
-        records: The stored records.
-        comparisons: How many scores are compared.
-    """
+    """Spreads of scores over seeds, pooled by model, task and metric."""
 
     def __init__(self, records: Iterable[JobRecord], comparisons: int) -> None:
         cells: dict[tuple[str, ...], list[float]] = {}
@@ -151,7 +146,7 @@ class _Spreads:
 
     @staticmethod
     def _cell(record: JobRecord) -> str:
-        """Return what a record is about but for its seed and that of its mask."""
+        """Return what a record is about but for its seed and its mask's seed."""
         run = dict(record.spec.get("run", record.spec))
         run.pop("seed", None)
         run["method"] = MASK_SEED.sub("", str(run.get("method")))

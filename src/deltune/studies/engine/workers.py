@@ -17,7 +17,7 @@ import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -48,24 +48,32 @@ class JobResult:
     error_kind: ErrorKind | None = None
 
 
-class WorkerPool(Protocol):
-    """Workers that are given jobs and report their results. A worker is named by its index."""
+class WorkerPool:
+    """Workers that are given jobs and report their results. A worker is named by its index; if it dies it is replaced.
+
+    Sums over several threads round in another order, so that the number of a worker's threads must not follow from the
+    machine.
+    """
+
+    def __init__(self, workers: int, runs: Path, threads: int) -> None:
+        self.runs, self.threads = runs, threads
+        self._jobs: list[Job | None] = [None] * workers
 
     def idle(self) -> list[int]:
         """Return the workers that have nothing to do."""
-        ...
+        return [i for i, job in enumerate(self._jobs) if job is None]
 
     def submit(self, worker: int, job: Job) -> None:
         """Give a job to an idle worker."""
-        ...
+        raise NotImplementedError
 
     def poll(self, timeout: float) -> list[tuple[int, JobResult]]:
         """Return the results that arrive within `timeout` seconds, each with its worker."""
-        ...
+        raise NotImplementedError
 
     def close(self) -> None:
         """Stop all workers at once. A job that was interrupted resumes when it is done again."""
-        ...
+        raise NotImplementedError
 
 
 def execute_safely(job: Job, runs: Path, model_cache: ModelCache) -> JobResult:
@@ -97,28 +105,21 @@ def _died(job: Job, reason: str) -> JobResult:
     return JobResult(job, None, f"its worker died ({reason})", worker_died=True, error_kind="worker_died")
 
 
-class LocalPool:
+class LocalPool(WorkerPool):
     """Processes of this machine, each started when it is given its first job.
 
     They are forked from a server process that has imported what a job needs, once for all of them. Where there is an
     accelerator they are spawned, since an import may already have initialized it, which a fork does not survive.
-
-    Args:
-        workers: How many processes.
-        runs: The study's folder of runs.
-        threads: The threads of each. Sums over several threads round in another order, so that their number must not
-            follow from the machine.
     """
 
     def __init__(self, workers: int, runs: Path, threads: int = 1) -> None:
-        self.runs, self.threads = runs, threads
+        super().__init__(workers, runs, threads)
         self._context: Any = multiprocessing.get_context("spawn")
         if sys.platform == "linux" and not torch.accelerator.is_available():
             self._context = multiprocessing.get_context("forkserver")
             self._context.set_forkserver_preload(PRELOADED)
         self._pipes: list[Connection | None] = [None] * workers
         self._processes: list[Any] = [None] * workers
-        self._jobs: list[Job | None] = [None] * workers
 
     def _start(self) -> tuple[Connection, Any]:
         ours, theirs = self._context.Pipe()
@@ -128,12 +129,7 @@ class LocalPool:
         theirs.close()
         return ours, process
 
-    def idle(self) -> list[int]:
-        """Return the workers that have nothing to do."""
-        return [i for i, job in enumerate(self._jobs) if job is None]
-
     def submit(self, worker: int, job: Job) -> None:
-        """Give a job to an idle worker."""
         self._jobs[worker] = job
         pipe = self._pipes[worker]
         if pipe is None:
@@ -143,7 +139,6 @@ class LocalPool:
             pipe.send(job)
 
     def poll(self, timeout: float) -> list[tuple[int, JobResult]]:
-        """Return the results that arrive within `timeout` seconds; a worker that died is replaced."""
         results: list[tuple[int, JobResult]] = []
         busy = [pipe for pipe, job in zip(self._pipes, self._jobs, strict=True) if pipe is not None and job is not None]
         if not busy:
@@ -167,7 +162,6 @@ class LocalPool:
         return results
 
     def close(self) -> None:
-        """Kill all workers."""
         started = [
             (pipe, process) for pipe, process in zip(self._pipes, self._processes, strict=True) if pipe is not None
         ]
@@ -216,27 +210,23 @@ class _Worker:
         return execute_safely(job, self.runs, self.model_cache)
 
 
-class RayPool:
-    """A `WorkerPool` of Ray actors with a core for each of their threads; one that dies is replaced.
-
-    Args:
-        workers: How many actors.
-        runs: The study's folder of runs, on a disk that all machines share.
-        threads: The threads of each.
-    """
+class RayPool(WorkerPool):
+    """Ray actors with a core for each of their threads; the folder of runs is on a disk that all machines share."""
 
     def __init__(self, workers: int, runs: Path, threads: int = 1) -> None:
         check_extra("ray", "--engine ray needs")
         import ray
 
-        self.runs, self.threads, self._ray = runs, threads, ray
+        super().__init__(workers, runs, threads)
+        self._ray = ray
         self._started_ray = not ray.is_initialized()
         if self._started_ray:
             local = "RAY_ADDRESS" not in os.environ
             options: dict[str, Any] = {"num_cpus": workers * threads, "include_dashboard": False} if local else {}
             ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
         self._actors = [self._start() for _ in range(workers)]
-        self._running: dict[Any, tuple[int, Job]] = {}
+        self._workers: dict[Any, int] = {}
+        """Reference to a result -> the worker that will report it."""
 
     def _start(self) -> Any:
         return self._ray.remote(num_cpus=self.threads)(_Worker).remote(str(self.runs), self.threads)
@@ -246,24 +236,20 @@ class RayPool:
         pids: list[int] = self._ray.get([actor.pid.remote() for actor in self._actors])
         return pids
 
-    def idle(self) -> list[int]:
-        """Return the workers that have nothing to do."""
-        busy = {worker for worker, _ in self._running.values()}
-        return [i for i in range(len(self._actors)) if i not in busy]
-
     def submit(self, worker: int, job: Job) -> None:
-        """Give a job to an idle worker."""
-        self._running[self._actors[worker].do.remote(job)] = (worker, job)
+        self._jobs[worker] = job
+        self._workers[self._actors[worker].do.remote(job)] = worker
 
     def poll(self, timeout: float) -> list[tuple[int, JobResult]]:
-        """Return the results that arrive within `timeout` seconds; an actor that died is replaced."""
-        if not self._running:
+        if not self._workers:
             time.sleep(timeout)
             return []
-        ready, _ = self._ray.wait(list(self._running), num_returns=1, timeout=timeout)
+        ready, _ = self._ray.wait(list(self._workers), num_returns=1, timeout=timeout)
         results = []
         for reference in ready:
-            worker, job = self._running.pop(reference)
+            worker = self._workers.pop(reference)
+            job, self._jobs[worker] = self._jobs[worker], None
+            assert job is not None
             try:
                 results.append((worker, self._ray.get(reference)))
             except self._ray.exceptions.RayActorError as error:
@@ -272,7 +258,6 @@ class RayPool:
         return results
 
     def close(self) -> None:
-        """Kill all actors, and stop Ray if this pool started it."""
         for actor in self._actors:
             self._ray.kill(actor)
         if self._started_ray:

@@ -493,7 +493,7 @@ def thresholds(setup: StudySetup) -> Study:
 def _plan_thresholds(setup: StudySetup, label: str, model: str, task: str) -> CellPlan:
     """Return the cells of the searches among adjacent and among discrete parameters, for each seed.
 
-    At small scale the learning rate is the one that validates best with the most parameters, for every N.
+    At small scale the learning rate is the best on validation with the most parameters, for every N.
     """
     family = _families(setup)[label]
     prompt, _, lora, _ = family.models[model].sizes

@@ -28,7 +28,7 @@ NOT_THREE_VECTORS = {"task": ("commonsense_qa", "social_iqa")}
 """Tasks to which 3V cannot be applied (LN table 1, note)."""
 
 TEXT_SIZES = {"method": ("adapter_text", "prefix_text", "mam_text", "prefix_layernorm_text")}
-"""Methods with the sizes of the text, where a table's percentages give others; claims are about those of the tables."""
+"""Methods with the sizes of the text, where a table's percentages give others; claims are about the tables'."""
 
 CHANGE = score("change", "", title="mean absolute change")
 TRAIN = score("train", "% of full tuning's", lower=True, title="time of a training step")
@@ -268,7 +268,7 @@ def _nlu(
 ) -> CellPlan:
     """Return the cells of methods on understanding.
 
-    At paper scale the options are those of the paper's protocol for the model's size; at small scale they are
+    At paper scale the options are from the paper's protocol for the model's size; at small scale they are
     `by_task` and `options`.
     """
 

@@ -1,4 +1,4 @@
-"""What a study of the papers' scale asks for, computed before anything is loaded: steps, time, memory, disk, hub.
+"""The needs of a study of the papers' scale, computed before anything is loaded: steps, time, memory, disk, hub.
 
 The shapes of the models are written down here, so that neither the hub nor weights are needed. Every number is an upper
 bound or an assumption that is said with it; nothing of it was measured.
@@ -110,7 +110,7 @@ class Training:
     @property
     def operations(self) -> float:
         """Floating-point operations of all of these runs: 2 a token and parameter forward, as many for the gradients of
-        activations, and as many for those of each trained scalar. In an encoder with a decoder a token passes one half.
+        activations, and as many for each trained scalar's. In an encoder with a decoder a token passes one half.
         """
         config = _backbone(self.model).config
         half = 0.5 if config.is_encoder_decoder else 1.0
@@ -124,7 +124,7 @@ class Training:
 
     @property
     def memory(self) -> float:
-        """Bytes on the device for one batch at once: those of `fixed_memory`, activations, and logits over words."""
+        """Bytes on the device for one batch at once: `fixed_memory`, activations, and logits over words."""
         config = _backbone(self.model).config
         layers, width = config.num_hidden_layers, config.hidden_size
         logits = 8 * config.vocab_size if TASKS[self.task].kind == "generation" else 0

@@ -49,7 +49,7 @@ TABLE12_SHARES = {
     "large": ("2.4 to 3.6", "6.1 to 9.2", "12.3", "6.1 to 7.2"), "g2p": ("1.6", "6.6", "13", "6.6"),
     "encoder": ("0.1", "0.4", "1.1", "0.4"),
 }  # fmt: skip
-"""Kind of model -> the nominal shares of table 12's three bottlenecks, and that of LoRA."""
+"""Kind of model -> the nominal shares of table 12's three bottlenecks, and of LoRA."""
 
 
 def _at(site: str, method: str, budget: Any = LARGEST) -> dict[str, Any]:

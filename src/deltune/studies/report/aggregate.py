@@ -27,7 +27,7 @@ Labels = tuple[Label, ...]
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """How a number is shown.
+    """The form in which a number is shown.
 
     Without `digits` three significant ones are shown.
     """
@@ -51,7 +51,7 @@ class NumberFormat:
 def number_format(name: str, view: ViewSpec) -> NumberFormat:
     """Return how a view shows a number.
 
-    Metrics in [0, 1] are shown times 100, those of texts with two digits and the others with one, as in the papers.
+    Metrics in [0, 1] are shown times 100, metrics of texts with two digits and others with one, as in the papers.
     """
     bare = name.removeprefix("eval_")
     shown = view.display(bare).replace("_", " ")
@@ -272,7 +272,7 @@ def relative_spreads(spreads: Mapping[Labels, Spread], base: Callable[[Labels], 
 
 
 def _spread(observed: Sequence[Observation], seeds: Sequence[Any], median: bool) -> Spread:
-    """Aggregate observations of the same labels; `seeds` are those of the whole view, so that absent ones show."""
+    """Aggregate observations of the same labels; `seeds` are all of the view, so that absent ones show."""
     present = [observation.cell.get(SEED) for observation in observed]
     if len(set(map(str, present))) < len(present):
         axes = dict.fromkeys(axis for observation in observed for axis in observation.cell)

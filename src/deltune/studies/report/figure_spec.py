@@ -40,7 +40,7 @@ def as_tuple(value: str | tuple[str, ...]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class ViewSpec:
-    """What tables and figures have in common.
+    """The part of a view that tables and figures share.
 
     Attributes:
         title: The title.
@@ -73,7 +73,7 @@ class ViewSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class FigureSpec(ViewSpec):
-    """What figures have in common.
+    """The part of a view that figures share.
 
     Attributes:
         panels: An axis with a panel for each of its labels.
@@ -155,10 +155,7 @@ class Curves(FigureSpec):
 class Bars(FigureSpec):
     """A figure with a group of bars for each label of one axis and a bar in it for each label of another.
 
-    Attributes:
-        groups: The axis of the groups.
-        bars: The axis of the bars in each group.
-        y: The number that is a bar's height.
+    The axis `groups` has the groups, `bars` the bars in each; y is a bar's height.
     """
 
     groups: str = "task"
@@ -170,11 +167,7 @@ class Bars(FigureSpec):
 class HeatMap(FigureSpec):
     """A figure with a coloured cell for each row and column.
 
-    Attributes:
-        rows: The axes of the rows.
-        columns: The axes of the columns.
-        value: The number in each cell.
-        diagonal: Whether it is shown in percent of the column's cell on the diagonal (transfer).
+    With `diagonal` its number is shown in percent of the column's cell on the diagonal (transfer).
     """
 
     rows: Axes = ("module", "term")

@@ -1,6 +1,6 @@
 """Claims as rows of text: what the paper says and prints, and beside it what our runs show.
 
-At small scale the words of a verdict differ from those of a verdict about the paper, so that neither is taken for the
+At small scale the words of a verdict differ from a verdict about the paper, so that neither is taken for the
 other.
 """
 
@@ -151,7 +151,7 @@ def _caveat(finding: Finding) -> str:
 
 
 def _side(interval: tuple[float, float] | None, region: tuple[float, float]) -> bool | None:
-    """Whether an interval supports a claim (lies where it is true) or contradicts it; None if it does neither."""
+    """Return True if an interval lies where a claim is true, False if where it is false, None if it does neither."""
     if interval is None:
         return None
     if region[0] < interval[0] and interval[1] < region[1]:

@@ -33,7 +33,7 @@ MIN_SHRINK = 0.75  # a figure is shrunk to no less of its own width (letters of 
 
 
 def _figure_context(figure: DrawnFigure, prefix: str) -> dict[str, Any]:
-    """Return what the template needs of a figure. `prefix` makes its ids differ from those of other figures."""
+    """Return what the template needs of a figure. `prefix` makes its ids differ from other figures'."""
     width, height = (96 * inches for inches in figure.figure.get_size_inches())
     style = f"min-width:{MIN_SHRINK * width:.0f}px;max-width:{1.25 * width:.0f}px"
     svg = _trim_svg(figure.svg(), prefix)
@@ -210,7 +210,7 @@ class Section:
 
     @property
     def training(self) -> str:
-        """How long its runs trained and on what, in sentences."""
+        """Training rows and steps of its runs, in sentences."""
         return training_facts(self.outcomes, self.names, self.train_rows)
 
     @property

@@ -361,7 +361,7 @@ class FigureDraft:
         return formats
 
     def distinguishing_axes(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """Return those of the axes that have several labels, by which series are named; the first one at least."""
+        """Return the axes that have several labels, by which series are named; the first one at least."""
         labels = {axis: {str(outcome.cell.get(axis)) for outcome in self.outcomes} for axis in axes}
         return tuple(axis for axis in axes if len(labels[axis]) > 1) or tuple(axes[:1])
 

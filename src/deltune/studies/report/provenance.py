@@ -19,7 +19,7 @@ COMMIT_DIGITS = 7
 DIRTY = "-dirty"
 """How a commit ends in whose files something was changed."""
 MAX_COMMITS = 3
-"""Commits that a sentence names, those of the most runs first."""
+"""Commits that a sentence names."""
 CITATION = (
     "The deltune developers, deltune: parameter-efficient fine-tuning over one design space, version "
     f"{__version__}, with the commits listed above"
@@ -107,7 +107,7 @@ def _machines(environments: Sequence[Mapping[str, Any]]) -> str:
 
 
 def commits(records: Iterable[JobRecord]) -> list[str]:
-    """Return the commits of deltune that runs were made with, those of the most runs first."""
+    """Return the commits of deltune that runs were made with, by their number of runs."""
     results = [record.result for record in {record.name: record for record in records}.values() if record.result]
     return list(_count_commits([result.get("environment") or {} for result in results]))
 

@@ -96,12 +96,12 @@ class Table:
 
     @property
     def header_levels(self) -> int:
-        """How many lines the heading has."""
+        """The number of lines of the heading."""
         return max((len(column.labels) for column in self.columns), default=1)
 
     @property
     def has_published(self) -> bool:
-        """Whether any cell has a paper's number."""
+        """True if any cell has a paper's number."""
         return any(cell.published is not None for row in self.rows for cell in row.cells)
 
     @property

@@ -1,4 +1,4 @@
-"""How long the runs of a study trained and on what, as far as it is known, and whether their curves had become flat."""
+"""Training rows and steps of a study's runs, as far as they are known, and curves that had not become flat."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _rows_read(spec: Mapping[str, Any], most: int | None) -> int | None:
 
 
 def _steps(outcomes: Sequence[Outcome], most: int | None) -> str:
-    """Say how many steps runs took: those of their curves, or those that follow from the rows they read."""
+    """Say how many steps runs took: by their curves, or by the rows that they read."""
     steps = {_steps_of(outcome, most) for outcome in outcomes}
     batches = {int(outcome.spec.get("batch_size", DEFAULT_BATCH)) for outcome in outcomes}
     in_tokens = any(outcome.spec.get("batch_tokens") for outcome in outcomes)
