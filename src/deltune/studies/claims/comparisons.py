@@ -432,7 +432,7 @@ class Cells:
 
     def labels(self, axis: str, selector: CellSelector) -> list[Any]:
         """Return the labels of an axis among the selected cells, in order of appearance."""
-        return list(dict.fromkeys(o.cell[axis] for o in self.outcomes if axis in o.cell and _matches(o, selector)))
+        return list(dict.fromkeys(o.cell[axis] for o in self.outcomes if axis in o.cell and has_labels(o, selector)))
 
     def strata(self, selectors: Sequence[CellSelector]) -> Iterator[tuple[Key, list[Outcome]]]:
         """Yield every setting of the axes that a comparison does not name, with its outcomes."""
@@ -443,7 +443,7 @@ class Cells:
         free = [axis for axis in self.axes if axis not in compared]
         by_setting: dict[Key, list[Outcome]] = {}
         for outcome in self.outcomes:
-            if any(_matches(outcome, selector) for selector in selectors):
+            if any(has_labels(outcome, selector) for selector in selectors):
                 by_setting.setdefault(self._key(outcome.cell, free), []).append(outcome)
         if not by_setting:
             raise MissingCells([f"no result of {self.describe(selector)}" for selector in selectors])
@@ -451,7 +451,7 @@ class Cells:
 
     def select(self, selector: CellSelector, members: Sequence[Outcome], setting: Key) -> list[Cell]:
         """Return the cells, without their seeds, that a selector means in one stratum."""
-        matches = [o for o in members if _matches(o, selector)]
+        matches = [o for o in members if has_labels(o, selector)]
         for axis, label in selector.items():
             if isinstance(label, SymbolicLabel) and label is not EVERY and matches:
                 if self._number_of_labels(axis) < 2:
@@ -546,7 +546,7 @@ def _as_labels(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def _matches(outcome: Outcome, selector: CellSelector) -> bool:
+def has_labels(outcome: Outcome, selector: CellSelector) -> bool:
     """Return whether an outcome has the labels of a selector; a symbolic label is any label of its axis."""
     return all(
         label is EVERY

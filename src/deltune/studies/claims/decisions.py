@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -94,41 +95,6 @@ class PartVerdict:
 class Resolution:
     """The effect that a run of this size can decide, and the size that would decide more.
 
-    `smallest` is the distance from the border that is decided with the chance `POWER`, at the level `alpha`. To decide
-    `target`, the paper's own effect or else the one measured, takes so many `seeds` (None if no run of up to 1,000
-    does) and `factor` times as many test rows (None if rows play no part).
-    """
-
-    smallest: float
-    alpha: float
-    target: float
-    target_is_printed: bool
-    seeds: int | None
-    factor: float | None
-    unit: str
-    margin: str = ""
-    excludes_printed: bool = False
-    sample: str = "seeds"
-
-    @property
-    def text(self) -> str:
-        """Both in a sentence; where the paper's effect is excluded, that it is in place of what it would take."""
-        effect = f"{self.smallest:.3g} {self.unit}".rstrip() + (f" beyond {self.margin}" if self.margin else "")
-        decided = f"With these {self.sample} an effect of {effect} is decided in {100 * POWER:.0f} % of cases"
-        if self.excludes_printed:
-            return f"{decided}. The interval excludes an effect as large as the paper's."
-        whose = "the paper's" if self.target_is_printed else "the one measured"
-        repeats = self.sample.split(" and ")[0]
-        needs = f"more than 1,000 {repeats}" if self.seeds is None else f"{self.seeds:,} {repeats}"
-        needs += f" and {self.factor:,.0f} times as many test rows" if self.factor and self.factor > 1 else ""
-        large = f"as far from {'the nearer of them' if ' or ' in self.margin else 'it'}" if self.margin else "as large"
-        return f"{decided}; one {large} as {whose} ({self.target:.2g}) takes {needs}."
-
-
-@dataclass(frozen=True)
-class UndecidedEffect:
-    """An effect that was tested and not decided.
-
     `borders` are the ends of the region in which the claim is true; `printed` is the paper's effect, if it prints one
     that agrees with the claim; `rows` says whether test rows play a part in the interval.
     """
@@ -142,25 +108,39 @@ class UndecidedEffect:
     unit: str
     repetition: str = "seed"
 
-    def resolution(self) -> Resolution | None:
-        """Return what a run of this size can decide; None if nothing is known about the spread."""
-        smallest = self.estimate.smallest_decidable(self.alpha, POWER)
-        if not math.isfinite(smallest):
-            return None
+    @cached_property
+    def smallest(self) -> float:
+        """The distance from the border that is decided with the chance `POWER`."""
+        return self.estimate.smallest_decidable(self.alpha, POWER)
+
+    @property
+    def target(self) -> float:
+        """The distance of the paper's own effect, or else of the measured one."""
         effect = self.estimate.mean if self.printed is None else self.printed
-        target = min(abs(effect - border) for border in self.borders)
-        size = self.estimate.sample_size(target, self.seeds, self.alpha, POWER)
-        factor = size[1] if size and self.rows else None
-        seeds = size[0] if size else None
-        margin = (
-            "" if self.borders == (0.0,) else " or ".join(f"{border:g}".replace("-", "−") for border in self.borders)
-        )
+        return min(abs(effect - border) for border in self.borders)
+
+    @property
+    def excludes_printed(self) -> bool:
+        """True if the interval excludes an effect as large as the paper's."""
         low, high = self.estimate.interval(self.alpha)
-        excluded = self.printed is not None and not low <= self.printed <= high
-        sample = f"{self.repetition}s and test rows" if self.rows else f"{self.repetition}s"
-        return Resolution(
-            smallest, self.alpha, target, self.printed is not None, seeds, factor, self.unit, margin, excluded, sample
-        )
+        return self.printed is not None and not low <= self.printed <= high
+
+    @cached_property
+    def text(self) -> str:
+        """Both in a sentence; where the paper's effect is excluded, that it is in place of what it would take."""
+        repeats, borders = f"{self.repetition}s", [f"{border:g}".replace("-", "−") for border in self.borders]
+        margin = "" if self.borders == (0.0,) else " or ".join(borders)
+        effect = f"{self.smallest:.3g} {self.unit}".rstrip() + (f" beyond {margin}" if margin else "")
+        sample = f"{repeats} and test rows" if self.rows else repeats
+        decided = f"With these {sample} an effect of {effect} is decided in {100 * POWER:.0f} % of cases"
+        if self.excludes_printed:
+            return f"{decided}. The interval excludes an effect as large as the paper's."
+        seeds, factor = self.estimate.sample_size(self.target, self.seeds, self.alpha, POWER) or (None, 1.0)
+        needs = f"more than 1,000 {repeats}" if seeds is None else f"{seeds:,} {repeats}"
+        needs += f" and {factor:,.0f} times as many test rows" if self.rows and factor > 1 else ""
+        whose = "the one measured" if self.printed is None else "the paper's"
+        large = f"as far from {'it' if len(borders) == 1 else 'the nearer of them'}" if margin else "as large"
+        return f"{decided}; one {large} as {whose} ({self.target:.2g}) takes {needs}."
 
 
 @dataclass(frozen=True)
@@ -185,7 +165,7 @@ class Finding:
         comparisons: All comparisons.
         deciding: The comparison that decides.
         parts: The verdicts on the score and on the number of parameters, if the claim is about both.
-        undecided: What is known of an effect that was tested and not decided.
+        resolution: What this run could have decided; None if the claim is decided or its spread is not known.
         at_chance: How many of the runs that were compared are no better than chance.
         n_runs: How many runs were compared for which it is known whether they are.
     """
@@ -202,14 +182,9 @@ class Finding:
     comparisons: tuple[ComparisonResult, ...] = ()
     deciding: ComparisonResult | None = None
     parts: tuple[PartVerdict, ...] = ()
-    undecided: UndecidedEffect | None = None
+    resolution: Resolution | None = None
     at_chance: int = 0
     n_runs: int = 0
-
-    @property
-    def resolution(self) -> Resolution | None:
-        """The effect that this run could have decided; None if the claim is decided or its spread is not known."""
-        return None if self.undecided is None else self.undecided.resolution()
 
 
 @dataclass(frozen=True)
@@ -520,7 +495,7 @@ def _finding(
         comparisons=(*scores, *counts),
         deciding=deciding,
         parts=(PartVerdict(score, of_score), PartVerdict(count, smallest_count)) if has_parts else (),
-        undecided=_undecided_effect(test, share, printed, repetition) if scores and is_open else None,
+        resolution=_resolution(test, share, printed, repetition) if scores and is_open else None,
         at_chance=sum(map(is_at_chance, test.compared)),
         n_runs=sum(map(can_be_at_chance, test.compared)),
     )
@@ -532,11 +507,13 @@ def _score_verdict(test: _Test, alpha: float) -> Verdict:
     return "holds" if test.appears_true else "does not hold"
 
 
-def _undecided_effect(test: _Test, alpha: float, printed: PrintedFinding, repetition: str) -> UndecidedEffect:
-    compared, theirs = test.comparisons[test.decides], printed.deciding
+def _resolution(test: _Test, alpha: float, printed: PrintedFinding, repetition: str) -> Resolution | None:
+    compared, estimate, theirs = test.comparisons[test.decides], test.estimates[test.decides], printed.deciding
+    if not estimate.parts:
+        return None
     agrees = printed.agrees and theirs is not None and theirs.unit == compared.unit
-    return UndecidedEffect(
-        test.estimates[test.decides],
+    return Resolution(
+        estimate,
         compared.borders,
         alpha,
         seeds=min(len(numbers) for numbers in compared.effects.values()),

@@ -14,7 +14,7 @@ from typing import Any
 
 from ...errors import DeltuneError
 from ...metrics.registry import METRICS
-from ..claims.comparisons import is_at_chance
+from ..claims.comparisons import has_labels, is_at_chance
 from ..claims.selectors import describe_cell
 from ..engine.jobs import Cell, Outcome
 from .figure_spec import DISPLAY_NAMES, Label, LabelFilter, Numbers, ViewSpec, as_tuple
@@ -144,14 +144,7 @@ class Aggregates:
 
 def select_outcomes(outcomes: Iterable[Outcome], where: LabelFilter) -> list[Outcome]:
     """Return the outcomes whose cells have these labels."""
-
-    def fits(cell: Cell) -> bool:
-        return all(
-            cell.get(axis) in label if isinstance(label, (tuple, list, set)) else cell.get(axis) == label
-            for axis, label in where.items()
-        )
-
-    return [outcome for outcome in outcomes if fits(outcome.cell)]
+    return [outcome for outcome in outcomes if has_labels(outcome, where)]
 
 
 def read_number(outcome: Outcome, name: str, entry: Mapping[str, Any] | None = None) -> float | None:
