@@ -22,7 +22,7 @@ from conftest import MadeOnce
 from deltune.cli import app
 from deltune.errors import DeltuneError
 from deltune.studies.engine.jobs import config_of, run_folder
-from deltune.studies.engine.progress import JobProgress, job_progress, seconds_before
+from deltune.studies.engine.progress import job_progress, seconds_before
 from deltune.studies.engine.store import folder_of_runs
 from deltune.studies.papers.registry import STUDIES
 from deltune.studies.study import select_cells, study_from_file
@@ -182,7 +182,7 @@ def test_what_was_not_run_yet_did_not_fail(place: Path) -> None:
 
 
 def test_what_has_begun(place: Path) -> None:
-    """A third seed, of which one run was interrupted after a checkpoint: its share and seconds are not forgotten."""
+    """A third seed, of which one run was interrupted after a checkpoint: share and seconds are not forgotten."""
     store = place / "r.sqlite"
     more = place / "begun.yaml"
     more.write_text((place / "mine.yaml").read_text().replace("name: tiny", "name: more").replace("- 1\n", "- 7\n"))
@@ -193,13 +193,13 @@ def test_what_has_begun(place: Path) -> None:
     assert job_progress(job, runs) is None and seconds_before(job, runs) == 0
     run.folder.mkdir()
     run.write_config(config_of(job))
-    assert job_progress(job, runs) == JobProgress(0.0, 0.0)
+    assert job_progress(job, runs) == 0.0
     tiny.lines(
         run.log_file, [{"step": 3, "seconds": 20, "seconds_left": 60}, {"step": 6, "seconds": 30, "seconds_left": 10}]
     )
     with open(run.log_file, "a") as file:
         file.write('{"step": 7, "sec')
-    assert job_progress(job, runs) == JobProgress(0.75, 30.0)
+    assert job_progress(job, runs) == 0.75
     states = {"optimizer": {"groups": [], "scalars": {}}, "scheduler": {}, "rng": []}
     tiny.lines(run.checkpoint / "3" / "facts.json", [{"best": {}, "stale": 0, "seconds": 20.5, **states}])
     assert seconds_before(job, runs) == 20.5

@@ -509,11 +509,7 @@ def status(
         recorded = [rows[job.name] for job in jobs if job.name in rows]
         failed = {record.name: record.error for record in recorded if record.error is not None}
         progress = {job.name: job_progress(job, runs) for job in jobs if job.name not in rows}
-        begun = {
-            name: round(one.share, 3) if one else 0.0
-            for name, one in progress.items()
-            if one is not None or name in claimed
-        }
+        begun = {name: round(one or 0.0, 3) for name, one in progress.items() if one is not None or name in claimed}
         facts[study.name] = {
             "jobs": len(jobs), "done": len(recorded) - len(failed), "begun": begun,
             "waiting": len(progress) - len(begun), "failed": failed,

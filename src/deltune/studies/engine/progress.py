@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import DeltuneError
@@ -16,22 +15,14 @@ TAIL = 2**16
 """Bytes at the end of a log in which its last line is looked for."""
 
 
-@dataclass(frozen=True)
-class JobProgress:
-    """The part of a job that is done.
+def job_progress(job: Job, runs: Path) -> float | None:
+    """Return the share of a job that is done; None where it has not begun, or leaves no trace before its end.
 
-    Its share is judged by the time that its training says is left.
+    It is judged by the time that its training says is left.
     """
-
-    share: float
-    seconds: float
-
-
-def job_progress(job: Job, runs: Path) -> JobProgress | None:
-    """Return how far a job is; None where it has not begun, or leaves no trace before its end."""
     try:
         run = _run_of(job, runs)
-        return None if run is None else _progress_of(run)
+        return None if run is None else _share_done(run)
     except (DeltuneError, OSError):  # it is being written, or a damaged file, which the job itself will report
         return None
 
@@ -52,16 +43,15 @@ def _single_runs(run: RunDir) -> list[RunDir]:
     return [single for path in sorted(run.runs.glob("*")) if (single := RunDir(path)).exists]
 
 
-def _progress_of(run: RunDir) -> JobProgress | None:
+def _share_done(run: RunDir) -> float:
     if run.finished:
-        return JobProgress(1.0, run.metrics.seconds)
+        return 1.0
     config = run.config
     if config.is_series:
-        singles = [progress for single in _single_runs(run) if (progress := _progress_of(single))]
         count = len(config.search_configs()) + max(0, len(config.runtime.seeds) - 1)
-        return JobProgress(sum(one.share for one in singles) / count, sum(one.seconds for one in singles))
+        return sum(map(_share_done, _single_runs(run))) / count
     if not run.log_file.is_file():
-        return JobProgress(0.0, 0.0)
+        return 0.0
     with open(run.log_file, "rb") as file:
         file.seek(max(0, run.log_file.stat().st_size - TAIL))
         lines = file.read().splitlines()
@@ -69,8 +59,8 @@ def _progress_of(run: RunDir) -> JobProgress | None:
         with contextlib.suppress(ValueError, TypeError, KeyError):  # the last line may be half written
             values = json.loads(line)
             seconds, left = float(values["seconds"]), float(values["seconds_left"])
-            return JobProgress(seconds / (seconds + left) if seconds + left else 0.0, seconds)
-    return JobProgress(0.0, 0.0)
+            return seconds / (seconds + left) if seconds + left else 0.0
+    return 0.0
 
 
 def _kept_seconds(run: RunDir) -> float:

@@ -84,16 +84,12 @@ class Scheduler:
         now = time.monotonic()
         if now - self._last_look >= PROGRESS_INTERVAL or self._shares.keys() != self._running.keys():
             self._last_look = now
-            self._shares = {job.name: self._share_done(job) for job in running}
+            self._shares = {job.name: job_progress(job, self.store.runs) or 0.0 for job in running}
         labels = [f"{job.label} {self._shares[job.name]:.0%}" for job in running]
         labels += [f"{len(self.failed)} failed so far"] if self.failed else []
         bar.show({"job": "; ".join(labels)})
         done = sum(job.name in self._records for job in jobs) + sum(self._shares.values())
         bar.reach(done, len(jobs), self.reused + sum(self._shares_before.values()))
-
-    def _share_done(self, job: Job) -> float:
-        progress = job_progress(job, self.store.runs)
-        return 0.0 if progress is None else progress.share
 
     def _plan_jobs(self) -> list[Job]:
         """Return all jobs known so far, each after what it requires.
@@ -129,7 +125,7 @@ class Scheduler:
             for job in ready:
                 if self.store.claim(job.name, again=self.retry):
                     self._running[job.name] = worker
-                    self._shares_before.setdefault(job.name, self._share_done(job))
+                    self._shares_before.setdefault(job.name, job_progress(job, self.store.runs) or 0.0)
                     self._affinities[worker] = job.affinity
                     self.pool.submit(worker, job)
                     break
