@@ -27,7 +27,6 @@ from benchmarks import (
     memory,
     methods,
     mixed,
-    prefix,
     products,
     report,
     serving,
@@ -284,11 +283,6 @@ def test_serving() -> None:
     assert hits.figure is not None and 0 < hits.figure < 1
 
 
-def test_prefix() -> None:
-    rows = measured(prefix.measure(tiny("decoder", dropout=0.0), 1))
-    assert [row.target is not None for row in rows] == [False, True] * 2  # only what auto takes is judged
-
-
 def test_methods(tmp_path: Path) -> None:
     rows = measured(methods.measure(str(parts.model(tmp_path / "model")), ("lora(rank=2)", "head"), 2, 8, 1))
     assert {row.unit for row in rows} == {"×", "MiB"}
@@ -330,7 +324,6 @@ def test_gpu_s_code_on_a_cpu() -> None:
     with_peft = measured(gpu.measure(size, "cpu", "eager", "lora(rank=8)", 1))
     assert sum(row.target is not None for row in with_peft) == 2
     measured(gpu.measure(size, "cpu", "eager, checkpointed", "layernorm", 1))
-    assert "merged / joined" in measured(gpu.measure(size, "cpu", "eager", "prefix(length=50)", 1))[-1].name
     alone = measured(gpu.measure(size, "cpu", "eager", "mam(length=16, rank=16)", 1))
     assert alone[-1].figure is None
     assert len(measured(gpu.mixed(size, "cpu", 3, 1))) == 2 * (len(gpu.MIXED) + 1)

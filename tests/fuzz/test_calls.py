@@ -128,7 +128,6 @@ HANDLE: dict[str, Call] = {
     "rows of two": lambda model, x: deltune.tuned(model).rows(["default", x]).__enter__(),
     "load name": lambda model, x: deltune.load(model, "/nonexistent", x),
     "export name": lambda model, x: deltune.export(model, "/nonexistent/x", name=x),
-    "prefix_report": lambda model, x: deltune.prefix_report(x),
     "export folder": lambda model, x: deltune.export(model, x),
     "export format": lambda model, x: deltune.export(model, "/nonexistent/x", x),
     "advance": lambda model, x: deltune.tuned(model).advance(x),

@@ -17,7 +17,6 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import deltune
-from deltune.runtime.attention import How
 
 from .families import FAMILIES, Family
 from .specimens import batch, build, configurations, run, stir
@@ -97,22 +96,17 @@ PADDED: dict[str, Callable[[PreTrainedModel], dict[str, Any]]] = {
 
 
 KERNELS = [(f, kernel) for f in FAMILIES.values() for kernel in f.kernels]
-KERNELS += [(f, "merged") for f in FAMILIES.values() if "sdpa" in f.kernels and f.positions in ("absolute", "rotary")]
-"""Merged: sdpa with the prefix attended to apart."""
 
 
 @pytest.mark.parametrize("inputs", PADDED)
 @pytest.mark.parametrize(("family", "kernel"), KERNELS, ids=[f"{f.name}: {kernel}" for f, kernel in KERNELS])
 @pytest.mark.sample(16)
 def test_prefix_is_a_gated_sum(family: Family, kernel: str, inputs: str) -> None:
-    how: How = "merged" if kernel == "merged" else "joined"
-    kernel = "sdpa" if kernel == "merged" else kernel
     model = build(family, "base", attn_implementation=kernel)
     tuned = stir(deltune.attach(model, f"prefix(length={LENGTH})"), size=1.0)
     prefixes = {edit.place.target.path: edit.tensors() for edit in tuned.delta().all_edits()}
     calls = listen(model, kernel)
-    with deltune.prefix_attention(how):
-        run(model, PADDED[inputs](model))
+    run(model, PADDED[inputs](model))
     paths = {module: path for path, module in model.named_modules()}
     cross = {f"{s.layers}.{i}.{s.cross[0]}" for s in family.stacks if s.cross for i in (0, 1)}
     passes = 2 if family.shared else 1
@@ -137,8 +131,6 @@ def test_prefix_is_a_gated_sum(family: Family, kernel: str, inputs: str) -> None
 @pytest.mark.sample(16)
 def test_a_gate_multiplies_keys_and_values_of_its_prefix(family: Family, kernel: str) -> None:
     """UniPELT's prefix, beside a prefix without a gate and one with another gate: all share the softmax."""
-    how: How = "merged" if kernel == "merged" else "joined"
-    kernel = "sdpa" if kernel == "merged" else kernel
     model = build(family, "base", attn_implementation=kernel)
     gated = "Modification('heads', Prefix(2), compose=PrefixGate('p'))"
     tuned = stir(deltune.attach(model, f"{gated} + prefix(length=1) + {gated}"), size=1.0)
@@ -153,8 +145,7 @@ def test_a_gate_multiplies_keys_and_values_of_its_prefix(family: Family, kernel:
 
         model.get_submodule(edit.source_path).register_forward_pre_hook(note, with_kwargs=True)
     calls = listen(model, kernel)
-    with deltune.prefix_attention(how):
-        run(model, batch(model))
+    run(model, batch(model))
     paths = {module: path for path, module in model.named_modules()}
     cross = {f"{s.layers}.{i}.{s.cross[0]}" for s in family.stacks if s.cross for i in (0, 1)}
     for call in calls:

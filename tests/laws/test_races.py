@@ -94,7 +94,6 @@ def test_nothing_walks_through_a_model_to_which_others_may_attach(
         list(model.parameters())
     deltune.attach(model, "prefix(length=2) + three_vectors", name="other")
     run(model, batch(model))
-    assert deltune.prefix_report(model)
     deltune.load(model, tmp_path / "saved", name="loaded")
     tuned.save(tmp_path / "again")
     monkeypatch.setattr(inspection, "_CACHE", {})

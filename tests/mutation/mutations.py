@@ -61,13 +61,6 @@ MUTATIONS = (
         ("tests/laws/test_sums.py", "tests/laws/test_rest_of_life.py"),
     ),
     Mutation(
-        "prefix: gradients with the wrong normaliser",
-        "torch.logaddexp(z_1, z_2)",
-        "torch.maximum(z_1, z_2)",
-        "Outputs stay right, and gradients are those of another softmax.",
-        ("tests/laws/test_merged_prefix.py",),
-    ),
-    Mutation(
         "prefix: a position bias at the wrong keys",
         "F.pad(bias, (prefix.keys.shape[2], 0))",
         "F.pad(bias, (0, prefix.keys.shape[2]))",
