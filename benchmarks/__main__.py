@@ -4,7 +4,7 @@
     python -m benchmarks --write docs/speed.md
 
 Parts: adapterhub, products, inference, memory, life, mixed, whole; by name only, or all of them as `--only all`: steps,
-prefix, trunk, serving, study, methods, others, wholefull. What was interrupted goes on where it was; --again measures
+trunk, serving, study, methods, others, wholefull. What was interrupted goes on where it was; --again measures
 what is asked anew. Exit code 1 where a target is missed.
 """
 
@@ -31,7 +31,6 @@ from . import (
     memory,
     methods,
     mixed,
-    prefix,
     products,
     report,
     serving,
@@ -59,7 +58,6 @@ def parts(data_root: Path | None, environment: Path) -> dict[str, Sequence[Piece
         "mixed": mixed.pieces(),
         "whole": whole.pieces(data_root),
         "steps": steps.pieces(),
-        "prefix": prefix.pieces(),
         "trunk": trunk.pieces(),
         "serving": serving.pieces(),
         "study": study.pieces(),

@@ -4,7 +4,7 @@
                              [--minutes 9] [--again] [--output build/bench-gpu.json]
     python -m benchmarks.gpu --write docs/speed.md
 
-Parts: laws (attach, detach, save, load, merge, mixed batches, gradients, prefixes, generation and compilation, for
+Parts: laws (attach, detach, save, load, merge, mixed batches, gradients, generation and compilation, for
 eight families in float32 without TF32, in bf16 weights and under autocast), steps (time, peak memory and kernels beside
 PEFT, eager and compiled, with and without gradient checkpointing), mixed (16 and 64 deltas in one batch) and size (the
 largest Llama that is tuned on this card). Random weights, no download. What was interrupted, by --minutes too, goes on
@@ -35,7 +35,6 @@ from deltune.timing import TimedModel, time_interleaved
 from . import gpu_laws
 from .frame import Piece, Report, carry_out, chosen, machine
 from .memory import MIB, peak
-from .prefix import served
 from .report import show, write
 from .rows import Row, Target, compared, missing
 
@@ -176,8 +175,6 @@ def measure(size: Size, device: str, mode: str, method: str, rounds: int) -> lis
         turn = build(size, device, mode, side, method)
         assert turn is not None
         steps[side] = synchronised(turn.step, device)
-    if apart := method.startswith("prefix") and mode != "compiled":
-        steps["merged"] = partial(served, steps["ours"], "merged")
     seconds = time_interleaved(steps, rounds, warm=3)
     for side, (bytes_at_peak, launched) in facts.items():
         name = f"{'' if side == 'ours' else 'PEFT’s '}{method}, {mode}"
@@ -190,8 +187,6 @@ def measure(size: Size, device: str, mode: str, method: str, rounds: int) -> lis
         rows.append(compared(f"{method}, {mode}: step / PEFT's", seconds["ours"], seconds["theirs"], STEP))
         share = facts["ours"][0] / facts["theirs"][0]
         rows.append(Row(f"{method}, {mode}: peak memory / PEFT's", share, MEMORY))
-    if apart:
-        rows.append(compared(f"{method}, {mode}: step, merged / joined", seconds["merged"], seconds["ours"]))
     if "theirs" not in facts and method != "full":
         rows.append(missing(f"{method}, {mode}: step / PEFT's", "PEFT has no such method"))
     return rows

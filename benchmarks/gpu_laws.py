@@ -264,16 +264,6 @@ class Law:
         worst = max(difference(a, b) for a, b in zip(again, plain, strict=True))
         self.add(f"{method}, gradients with checkpointing", worst, self.bound)
 
-    def prefixes(self) -> None:
-        """A prefix joined to the keys beside the same prefix attended to apart."""
-        model = self.model()
-        randomise(deltune.attach(model, "prefix(length=4)"), 7)
-        with deltune.prefix_attention("joined"):
-            joined = self.logits(model)
-        with deltune.prefix_attention("merged"):
-            merged = self.logits(model)
-        self.add("prefix, merged beside joined", difference(merged, joined), self.bound)
-
     def generates(self, method: str) -> None:
         """Tokens with a cache beside those without one, greedy and with beams."""
         model = self.model()
@@ -323,7 +313,6 @@ def measure(
         for method in ("lora(rank=4)", "layernorm"):
             law.check(f"{method}, merge", lambda m=method: law.merges(m))  # type: ignore[misc]
         law.check("four methods in one batch", law.mixes)
-        law.check("prefix, merged", law.prefixes)
         if family.kind != "encoder":
             for method in MIXED:
                 law.check(f"{method}, generate", lambda m=method: law.generates(m))  # type: ignore[misc]

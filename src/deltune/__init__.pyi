@@ -110,8 +110,6 @@ from .runtime.attaching import attach as attach
 from .runtime.attaching import export as export
 from .runtime.attaching import load as load
 from .runtime.attaching import tuned as tuned
-from .runtime.attention import prefix_attention as prefix_attention
-from .runtime.attention import prefix_report as prefix_report
 from .runtime.handle import Tuned as Tuned
 from .runtime.linear_backend import optimize_linear as optimize_linear
 from .runtime.trainer_callback import SaveDeltaCallback as SaveDeltaCallback

@@ -252,15 +252,6 @@ def returns_new_tensors(operation: Any) -> bool:
     )
 
 
-# The kernels behind scaled_dot_product_attention, which does not return the log-sum-exps that two parts are merged by.
-cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-cpu_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
-flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
-efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention
-efficient_attention_backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
-
-
 # -- transformers
 
 

@@ -28,7 +28,7 @@ from ..compat import (
     set_call_override,
     set_checkpoint_function,
 )
-from .attention import HOOK_ATTRIBUTE
+from .attention import HOOK_ATTRIBUTE, PrefixRows
 from .model_methods import METHODS, WHOLE_MODEL_METHODS
 from .modules import Delta, Edit
 from .pass_manager import PassManager
@@ -199,23 +199,15 @@ class AttentionHook:
     def inputs(self) -> dict[Edit, torch.Tensor]:
         return self.passes.current_pass().inputs
 
-    def kept_prefix(self, key: torch.Tensor) -> Any:
-        """Return the prefix of every row that an earlier pass has stacked, if it is for keys like these."""
-        prefixes = self.passes.assignment().prefixes
-        prefix = None if prefixes is None else prefixes.get(self.path)
-        alike = prefix is not None and prefix.batch_size == key.shape[0] and prefix.keys.dtype == key.dtype
-        return prefix if alike else None
-
-    def keep_prefix(self, prefix: Any) -> Any:
-        """Keep the prefix of every row for the next pass, where no tensor changes until then; return it."""
-        prefixes = self.passes.assignment().prefixes
-        if prefixes is not None:
-            prefixes[self.path] = prefix
+    def prefix_of_rows(self, key: torch.Tensor, stack: Callable[[], PrefixRows]) -> PrefixRows:
+        """Return the prefix of every row; where no tensor changes between passes, from an earlier pass."""
+        kept = self.passes.assignment().prefixes
+        prefix = None if kept is None else kept.get(self.path)
+        if prefix is None or prefix.keys.shape[0] != key.shape[0] or prefix.keys.dtype != key.dtype:
+            prefix = stack()
+            if kept is not None:
+                kept[self.path] = prefix
         return prefix
-
-    def report(self, how: str) -> None:
-        """Record how this pass computed attention to a prefix."""
-        self.passes.current_pass().report[self.path] = how
 
     def remove(self) -> None:
         self.module.__dict__.pop(HOOK_ATTRIBUTE, None)
