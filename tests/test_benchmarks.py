@@ -27,7 +27,6 @@ from benchmarks import (
     memory,
     methods,
     mixed,
-    products,
     report,
     serving,
     steps,
@@ -221,14 +220,6 @@ def test_steps(shape: steps.Shape) -> None:
 def test_inference(shape: inference.Shape) -> None:
     rows = measured(inference.measure(shape, rounds=1))
     assert len(rows) == 4 and all(row.target is not None for row in rows)
-
-
-@pytest.mark.peers
-@pytest.mark.parametrize(("kind", "number"), [("encoder", 24), ("decoder", 27)])
-def test_products(kind: str, number: int) -> None:
-    """torch's products have no target of their own; a decoder generates too."""
-    rows = measured(products.measure(tiny(kind), 1, 0.6))
-    assert len(rows) == number and sum(row.target is None for row in rows) == (7 if kind == "encoder" else 8)
 
 
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])

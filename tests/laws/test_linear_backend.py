@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-import weakref
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,15 +12,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.pytorch_utils import Conv1D
 
 import deltune
 from deltune.compat import onednn_linear
-from deltune.errors import DeltuneError
-from deltune.filesystem import CACHE_VARIABLE
 from deltune.runtime import linear_backend
 from deltune.runtime.linear_backend import LinearForward
 
@@ -245,13 +240,6 @@ def test_modes_see_the_operators_of_torch(calls: list[str]) -> None:
     assert not calls
 
 
-def test_compiled_layers_train() -> None:
-    layer, plain = pair()
-    torch.compile(layer, fullgraph=True, backend="aot_eager")(torch.ones(3, 24)).sum().backward()
-    plain(torch.ones(3, 24)).sum().backward()
-    assert close(layer.weight.grad, plain.weight.grad)
-
-
 # -- where oneDNN computes
 
 
@@ -316,39 +304,6 @@ def test_copies_compute_with_their_own_weights(how: str, calls: list[str]) -> No
     assert close(other(torch.ones(3, 24)), plain(torch.ones(3, 24)).relu()) and calls
     deltune.optimize_linear(other).undo()
     assert "forward" in layer.__dict__ and "forward" not in other[0].__dict__
-
-
-def test_a_model_is_freed_with_its_last_reference() -> None:
-    layer, _ = pair()
-    reference = weakref.ref(layer)
-    del layer
-    assert reference() is None
-
-
-@pytest.fixture
-def one_process(tmp_path: Path) -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.usefixtures("one_process")
-@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2"])
-def test_distributed_training(wrapper: str) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    layer, plain = pair()
-    x = torch.randn(3, 24)
-    plain(x).pow(2).sum().backward()
-    if wrapper == "DDP":
-        DistributedDataParallel(layer)(x).pow(2).sum().backward()
-        gradient = layer.weight.grad
-    else:
-        fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
-        layer(x).pow(2).sum().backward()
-        gradient = layer.weight.grad.full_tensor()
-    assert close(gradient, plain.weight.grad)
 
 
 # -- on models
@@ -424,16 +379,6 @@ def test_nothing_else_is_touched() -> None:
     assert [dict(module.__dict__) for module in model] == before
 
 
-def test_torch_as_the_backend_changes_nothing() -> None:
-    layer = nn.Linear(3, 3)
-    assert deltune.optimize_linear(layer, "torch").backend == "torch" and "forward" not in layer.__dict__
-
-
-def test_an_unknown_backend_is_named() -> None:
-    with pytest.raises(DeltuneError, match=r"'onednm'.*onednn"):
-        deltune.optimize_linear(nn.Linear(3, 3), "onednm")  # type: ignore[arg-type]
-
-
 def test_it_is_undone_at_the_end_of_a_block_and_under_a_wrapper() -> None:
     layer = nn.Linear(24, 40)
     with deltune.optimize_linear(layer):
@@ -459,246 +404,3 @@ def test_few_numbers_of_rows_are_computed_by_onednn(calls: list[str]) -> None:
             x = torch.ones(rows, 24)
             assert close(layer(x), plain(x))
     assert len(calls) == 3 + 4 * 6 + 1
-
-
-@pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """The kinds of products that are measured in a test, which starts without any."""
-    kinds: list[str] = []
-    measure = linear_backend._measure
-
-    def recorded(kind: str, *arguments: Any) -> bool:
-        kinds.append(kind)
-        return measure(kind, *arguments)
-
-    monkeypatch.setattr(linear_backend, "_measure", recorded)
-    monkeypatch.setattr(linear_backend, "_faster", {})
-    monkeypatch.setattr(linear_backend, "_read", set())
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    return kinds
-
-
-def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the process know nothing, as if it were another one."""
-    monkeypatch.setattr(linear_backend, "_faster", {})
-    monkeypatch.setattr(linear_backend, "_read", set())
-
-
-def test_a_class_of_shapes_is_measured_once_and_remembered(
-    measured: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    layer = nn.Linear(24, 40)
-    deltune.optimize_linear(layer)
-    state = torch.get_rng_state()
-    for rows in (5, 7, 8):
-        layer(torch.ones(rows, 24, requires_grad=True)).sum().backward()
-    assert measured == ["forward", "input", "weight"]
-    assert torch.equal(torch.get_rng_state(), state)
-    known = dict(linear_backend._faster)
-    forget(monkeypatch)
-    layer(torch.ones(6, 24, requires_grad=True)).sum().backward()
-    assert len(measured) == 3 and linear_backend._faster == known
-    (file,) = (tmp_path / "products").iterdir()
-    for damage in ("", "[]", '{"forward": 1, "other 1 2 3 1 1": true, "forward 8 24 40 1 x": true}'):
-        forget(monkeypatch)
-        file.write_text(damage)
-        with torch.no_grad():
-            layer(torch.ones(6, 24))
-    assert measured[3:] == ["forward"] * 3
-
-
-def test_without_a_cache_each_process_measures(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CACHE_VARIABLE, "off")
-    layer = nn.Linear(24, 40)
-    deltune.optimize_linear(layer)
-    for _ in range(2):
-        forget(monkeypatch)
-        with torch.no_grad():
-            layer(torch.ones(5, 24))
-    assert measured == ["forward"] * 2
-
-
-# -- casts of frozen weights that are kept
-
-MODES = {"training": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
-
-
-def autocast(dtype: torch.dtype = torch.bfloat16) -> torch.autocast:
-    return torch.autocast("cpu", dtype)
-
-
-def kept_cast(layer: nn.Module) -> torch.Tensor | None:
-    kept = linear_backend.linear_forward(layer)._cast  # type: ignore[union-attr]
-    return None if kept is None else kept.tensor
-
-
-@pytest.mark.parametrize("backend", linear_backend.BACKENDS)
-@pytest.mark.parametrize("kind", CLASSES)
-@pytest.mark.parametrize(("rows", "inputs", "outputs_"), SIZES)
-def test_kept_casts_give_the_bits_of_autocast(kind: str, rows: int, inputs: int, outputs_: int, backend: Any) -> None:
-    torch.manual_seed(0)
-    plain = CLASSES[kind](inputs, outputs_).requires_grad_(False)
-    layer = copy.deepcopy(plain)
-    deltune.optimize_linear(layer, backend, keep_casts=True)
-    x, results = torch.randn(2, rows, inputs, requires_grad=True), []
-    for module in (plain, layer, layer):
-        for mode in MODES.values():
-            with mode(), autocast():
-                results.append(module(x))
-        results.append(torch.autograd.grad(results[-3].float().square().sum(), x)[0])
-    kept = kept_cast(layer)
-    assert kept is not None and kept.dtype == torch.bfloat16 and not kept.is_inference()
-    assert all(torch.equal(a, b) for a, b in zip(results, [*results[4:], *results[4:8]], strict=True))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_weight_is_cast_once_in_any_mode(mode: str) -> None:
-    layer = nn.Linear(24, 40).requires_grad_(False)
-    deltune.optimize_linear(layer, keep_casts=True)
-    with MODES[mode](), autocast():
-        layer(torch.ones(3, 24))
-        first = kept_cast(layer)
-        layer(torch.ones(5, 24))
-    assert first is not None and kept_cast(layer) is first
-    with autocast():
-        layer(torch.ones(3, 24, requires_grad=True)).sum().backward()
-    assert kept_cast(layer) is first
-
-
-CHANGES: dict[str, Callable[[nn.Linear], Any]] = {
-    "in place": lambda layer: layer.weight.mul_(2),
-    "a state dict": lambda layer: layer.load_state_dict({k: 2 * v for k, v in layer.state_dict().items()}),
-    "another parameter": lambda layer: setattr(layer, "weight", nn.Parameter(2 * layer.weight, requires_grad=False)),
-    "other data": lambda layer: setattr(layer.weight, "data", 2 * layer.weight.data),
-    "trained from now on": lambda layer: layer.requires_grad_(True).weight.mul_(2),
-    "float64 and back": lambda layer: layer.double().float().weight.mul_(2),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_weight_that_changes_is_cast_again(change: str) -> None:
-    layer, x = nn.Linear(24, 40, bias=False).requires_grad_(False), torch.randn(3, 24)
-    deltune.optimize_linear(layer, keep_casts=True)
-    with torch.no_grad(), autocast():
-        before = layer(x)
-        CHANGES[change](layer)
-        assert torch.equal(layer(x), 2 * before)
-
-
-def test_each_type_of_autocast_is_computed() -> None:
-    layer, x = nn.Linear(24, 40).requires_grad_(False), torch.randn(3, 24)
-    expected = []
-    for _ in range(2):
-        for dtype in (torch.bfloat16, torch.float16, None):
-            with autocast(dtype) if dtype else torch.enable_grad():
-                expected.append(layer(x))
-        deltune.optimize_linear(layer, "torch", keep_casts=True)
-    assert all(torch.equal(a, b) for a, b in zip(expected[:3], expected[3:], strict=True))
-
-
-def test_trained_weights_and_copies_have_no_kept_cast() -> None:
-    layer = nn.Linear(24, 40)
-    deltune.optimize_linear(layer, keep_casts=True)
-    with autocast():
-        layer(torch.ones(3, 24)).sum().backward()
-    assert kept_cast(layer) is None and layer.weight.grad is not None
-    layer.requires_grad_(False)
-    with autocast():
-        layer(torch.ones(3, 24))
-    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert kept_cast(layer) is not None and kept_cast(copied) is None
-        assert linear_backend.linear_forward(copied).keep_casts  # type: ignore[union-attr]
-
-
-def test_a_cast_that_another_thread_replaces_meanwhile_is_not_computed_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step between making a cast and using it, at which another thread keeps the cast of another weight."""
-    layer, other = (nn.Linear(24, 40).requires_grad_(False) for _ in range(2))
-    x = torch.randn(3, 24)
-    with autocast():
-        expected = layer(x)
-    deltune.optimize_linear(layer, keep_casts=True)
-    forward: Any = linear_backend.linear_forward(layer)
-
-    class Interrupted(LinearForward):
-        def __setattr__(self, name: str, value: Any) -> None:
-            if name == "_cast" and value is not None:
-                value = linear_backend._CastWeight(other.weight)
-            super().__setattr__(name, value)
-
-    monkeypatch.setattr(forward, "__class__", Interrupted)
-    with autocast():
-        assert torch.equal(layer(x), expected)
-
-
-def test_a_twin_leaves_the_kept_cast_of_the_layer() -> None:
-    """Rows with weights of their own are computed by twins of a layer, which share its forward."""
-    layer, twin = (nn.Linear(24, 40).requires_grad_(False) for _ in range(2))
-    x = torch.randn(3, 24)
-    with autocast():
-        expected = [layer(x), twin(x)]
-    deltune.optimize_linear(layer, keep_casts=True)
-    forward: Any = linear_backend.linear_forward(layer)
-    with autocast():
-        results = [layer(x), forward.run(twin, x)]
-    kept = kept_cast(layer)
-    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
-    assert kept is not None and torch.equal(kept, layer.weight.to(torch.bfloat16))
-
-
-def test_choices_are_written_while_other_threads_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that measures adds to what is known while another one writes it."""
-
-    class Name(str):
-        def __str__(self) -> str:
-            linear_backend._faster["weight", len(linear_backend._faster), 8, 8, True, 1] = False
-            return "forward"
-
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(linear_backend, "_faster", {(Name("forward"), 64, 8, 8, True, 1): True})
-    linear_backend._write_choices()
-    assert linear_backend._choices_file().is_file()  # type: ignore[union-attr]
-
-
-def test_casts_are_only_kept_where_that_is_requested() -> None:
-    layer = nn.Linear(24, 40).requires_grad_(False)
-    deltune.optimize_linear(layer, "onednn")
-    with autocast():
-        layer(torch.ones(3, 24))
-    assert kept_cast(layer) is None
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("family", ["bert", "gpt2"])
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.sample(10)
-def test_tuned_models_train_to_the_same_bits_with_kept_casts(family: str, method: str, checkpointing: bool) -> None:
-    """What is trained stays in float32, the base keeps its bits, and losses and gradients are those of autocast."""
-    results = []
-    for keep_casts in (False, True):
-        model = build(FAMILIES[family], main_role(FAMILIES[family]), torch.float32)
-        if checkpointing:
-            model.gradient_checkpointing_enable()
-        before = facts(model)
-        torch.manual_seed(0)
-        tuned = deltune.attach(model, method)
-        products = deltune.optimize_linear(model, "torch", keep_casts=keep_casts)
-        optimizer = torch.optim.SGD(list(tuned.trainable_parameters()), 0.1)
-        for _ in range(2):
-            with autocast():
-                value = loss(forward(model.train(), batch(model)))
-            value.backward()
-            results.append(
-                [value.detach(), *(p.grad.clone() for p in tuned.trainable_parameters() if p.grad is not None)]
-            )
-            optimizer.step()
-            optimizer.zero_grad()
-        assert {p.dtype for p in tuned.trainable_parameters()} == {torch.float32}
-        products.undo()
-        tuned.detach()
-        model.eval()
-        assert differences(before, facts(model)) == []
-    assert all(
-        torch.equal(a, b)
-        for one, other in zip(results[:2], results[2:], strict=True)
-        for a, b in zip(one, other, strict=True)
-    )
