@@ -3,7 +3,7 @@
     python -m benchmarks [--only steps,memory] [--data-root ../shared/data] [--adapterhub build/adapterhub] [--again]
     python -m benchmarks --write docs/speed.md
 
-Parts: adapterhub, products, inference, memory, life, mixed, whole; by name only, or all of them as `--only all`: steps,
+Parts: adapterhub, inference, memory, life, mixed, whole; by name only, or all of them as `--only all`: steps,
 trunk, serving, study, methods, others, wholefull. What was interrupted goes on where it was; --again measures
 what is asked anew. Exit code 1 where a target is missed.
 """
@@ -31,7 +31,6 @@ from . import (
     memory,
     methods,
     mixed,
-    products,
     report,
     serving,
     steps,
@@ -43,7 +42,7 @@ from .allocator import keep_memory
 from .frame import Piece, Report, carry_out, chosen, machine
 
 ROOT = Path(__file__).parents[1]
-DEFAULT = ("adapterhub", "products", "inference", "memory", "life", "mixed", "whole")
+DEFAULT = ("adapterhub", "inference", "memory", "life", "mixed", "whole")
 """The parts that are measured when none is named, which should take no more than a quarter of an hour."""
 
 
@@ -51,7 +50,6 @@ def parts(data_root: Path | None, environment: Path) -> dict[str, Sequence[Piece
     """All parts, in the order of the table."""
     return {
         "adapterhub": adapterhub.pieces(environment),  # first: its process is fresh, and so is ours now
-        "products": products.pieces(),
         "inference": inference.pieces(),
         "memory": memory.pieces(),
         "life": life.pieces(),

@@ -144,7 +144,6 @@ def pretrained(source: Digits, seed: int, epochs: float) -> tuple[PreTrainedMode
     """Return a base that knows the digits 0 to 4, and its accuracy on them."""
     set_seed(seed)
     model = source.model()
-    deltune.optimize_linear(model)
     return model, train(source, model, 0, epochs, source.rates[0], seed)
 
 

@@ -185,7 +185,6 @@ def classified(shape: Shape, number: int = 256, rounds: int = 7) -> list[Row]:
         with served(shape, Path(folder), max_wait=0.0, max_concurrent_passes=1) as one_at_a_time:
             batches = recorded(one_at_a_time, requests)
         bare, models = build(shape).eval(), theirs(shape)
-        deltune.optimize_linear(bare)
 
         def run_bare() -> None:
             with torch.inference_mode():

@@ -185,13 +185,9 @@ def runs_plainly() -> bool:
 
     None of these sees what an operator without their support computes.
     """
-    return not torch.is_autocast_enabled("cpu") and runs_unobserved()
-
-
-def runs_unobserved() -> bool:
-    """Whether operators are only computed or cast: nothing compiles, traces, transforms or observes them."""
     return not (
-        torch.compiler.is_compiling()
+        torch.is_autocast_enabled("cpu")
+        or torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_function_stack()
         or torch._C._len_torch_dispatch_stack()

@@ -38,7 +38,6 @@ from ..runtime.handle import (
     release_base,
     shares_rows,
 )
-from ..runtime.linear_backend import linear_forward, optimize_linear
 from ..runtime.modules import Delta, Edit, HeadLabels
 from ..runtime.prompts import unused_position_rows
 from ..runtime.row_assignment import parameter_names
@@ -177,8 +176,6 @@ class Backbone:
         model.eval()
         self.handle = find_tuned(model) or Tuned(model)
         fix_base(self.handle)  # it reads a sample of every weight, which no load need do again
-        optimized_before = any(linear_forward(module) is not None for module in model.modules())
-        self.optimized = None if optimized_before else optimize_linear(model)
         self.is_encoder_decoder = bool(model.config.is_encoder_decoder)
         self.device = next(model.parameters()).device
         anatomy = self.handle.anatomy
@@ -333,8 +330,6 @@ class Backbone:
         release_base(self.handle)
         if not self.handle.names:
             self.handle.detach()
-        if self.optimized is not None:
-            self.optimized.undo()
         self.model.train(self.was_training)
 
     # -- passes

@@ -39,9 +39,6 @@ Values = dict[str, Any]
 
 SWEEP_AXES = ("model", "task", "method", "seed", "seeds")
 """Fields of a run that come from the sweep's own axes."""
-PINNED_OPTIONS: Values = {"linear_backend": "torch"}
-"""Fields of every run that sets none: no measurement of the machine may choose between products that round in another
-way."""
 SEED_PLACEHOLDER = "{seed}"
 """In a method: the seed of the run."""
 FORBIDDEN_CATEGORIES = ("Cc", "Cs", "Zl", "Zp")
@@ -163,7 +160,7 @@ class Sweep(BaseModel):
         ):
             axis_labels = dict(zip(names, labels, strict=True))
             cell = {"model": model, "task": task, **axis_labels, "method": method, "seed": seed}
-            values = {**PINNED_OPTIONS, **({} if data_root is None else {"data_root": data_root})}
+            values: Values = {} if data_root is None else {"data_root": data_root}
             layers = [self.options, self.models[model], self.tasks[task], self.methods[method]]
             layers += [self.axes[axis][label] for axis, label in axis_labels.items()]
             for layer in (*layers, {"seed": seed}):

@@ -101,7 +101,6 @@ def cached_files(folder: Path) -> dict[str, list[Path]]:
     return {
         "tokenised rows": sorted(folder.glob(f"{name}.arrow")),
         "activations of frozen layers": sorted(folder.glob(f"{ACTIVATIONS}/{name}.safetensors")),
-        "times of linear layers": sorted(folder.glob(f"products/{name}.json")),
         "locks and unfinished files": sorted(folder.rglob(f"{TEMPORARY_PREFIX}*")),
     }
 

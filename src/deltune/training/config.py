@@ -308,7 +308,7 @@ class RuntimeSection(Section):
         common=True,
     )
     linear_backend: LinearBackend = _option(
-        "auto", "of linear layers in fp32 on a CPU: torch, onednn, or auto, the one measured to be faster"
+        "torch", "of frozen linear layers in fp32 on a CPU: torch, or onednn, faster where MKL has no AVX-512"
     )
     trunk_cache: float = _option(
         8.0, "with trunk_dropout off, GiB on disk for the states of these layers; 0: run them in every pass",
@@ -516,6 +516,7 @@ class RunConfig(BaseModel):
         `from_canonical` is the inverse. A learning rate that a run found is named by where it comes from.
         """
         values = self.flat(mode="json", exclude_defaults=True)
+        values["linear_backend"] = self.runtime.linear_backend  # stored results are found by names that have it
         search, limit = self.runtime.search, self.data.target_length
         source = values.pop("lr_source", DEFAULT if self.optim.lr is None and "lr" not in search else None)
         if source is not None:

@@ -276,7 +276,7 @@ def load_run(run: str | Path | Mapping[str, str | Path]) -> LoadedRun:
     tuned(model).use(name)
     model.to(task_setup.resolve_device())  # type: ignore[arg-type]
     loaded = LoadedRun(model, tokenizer, kind, runs, labels)
-    optimize_linear(model, config.runtime.linear_backend, keep_casts=loaded.precision == "bf16")
+    optimize_linear(model, enabled=config.runtime.linear_backend == "onednn")
     return loaded
 
 
@@ -429,7 +429,7 @@ def evaluate_model(
     if head == "causal-lm":
         check_causal(backbone)
     backbone.to(task_setup.resolve_device())  # type: ignore[arg-type]
-    optimize_linear(backbone, config.runtime.linear_backend)
+    optimize_linear(backbone, enabled=config.runtime.linear_backend == "onednn")
     limits = length_limits(config.data, config.generation, setup.kind, setup.data.labels)
     context = InferenceContext(
         backbone, tokenizer, setup.data.labels, fit_lengths(backbone, setup.kind, limits),

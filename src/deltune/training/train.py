@@ -21,7 +21,7 @@ from ..filesystem import explain_write_errors
 from ..models import align_padding_token
 from ..runtime.attaching import attach, load
 from ..runtime.frozen_layers import FrozenLayers
-from ..runtime.linear_backend import OptimizedLinear, optimize_linear
+from ..runtime.linear_backend import LinearBackend, optimize_linear
 from ..runtime.serialization import open_delta
 from ..tasks import token_cache
 from ..tasks.encoding import EncodedRows, LengthGroupedBatches, check_causal
@@ -163,7 +163,7 @@ def _train(
     checkpoint = distributed.broadcast_from_main(lambda: _resumable_checkpoint(run)) if resume else None
     with (
         ProgressDisplay(progress and distributed.is_main()) as bar,
-        _linear_optimized(state, device) as products,
+        _linear_optimized(state, device) as linear_backend,
         _frozen_layers_cached(state, arguments.device, bar),
     ):
         if not resume:  # only now can nothing be refused any more
@@ -171,7 +171,7 @@ def _train(
         facts = {
             "device": str(arguments.device),
             "precision": state.precision,
-            "linear_backend": products.backend,
+            "linear_backend": linear_backend,
             "threads": torch.get_num_threads(),
             "processes": distributed.world_size(),
             "sharded": sharded,
@@ -222,11 +222,15 @@ def _search_rate(state: RunState, resume: bool, device: torch.device, sharded: s
     return search_rate(config, plan, state.data.fingerprint, run, loss_of)
 
 
-def _linear_optimized(state: RunState, device: torch.device) -> OptimizedLinear:
+@contextlib.contextmanager
+def _linear_optimized(state: RunState, device: torch.device) -> Iterator[LinearBackend]:
     """Compute the model's linear layers as the config says, which concerns a CPU alone."""
-    on_cpu = device.type == "cpu"
-    backend = state.config.runtime.linear_backend if on_cpu else "torch"
-    return optimize_linear(state.model, backend, keep_casts=on_cpu and state.precision == "bf16")
+    backend = state.config.runtime.linear_backend if device.type == "cpu" else "torch"
+    optimize_linear(state.model, enabled=backend == "onednn")
+    try:
+        yield backend
+    finally:
+        optimize_linear(state.model, enabled=False)
 
 
 def _detach(state: RunState) -> None:

@@ -24,7 +24,7 @@ from ..scales import (
     join_plans,
     method_variants,
 )
-from ..study import PINNED_OPTIONS, SEED_PLACEHOLDER, CellPlan, PlannedCell, Records, Study
+from ..study import SEED_PLACEHOLDER, CellPlan, PlannedCell, Records, Study
 from ..thresholds import ThresholdSearch, plan_searches, powers_of_two, threshold_outcomes
 from .published import AP_TABLE2
 from .questions import QUESTIONS
@@ -499,7 +499,7 @@ def _plan_thresholds(setup: StudySetup, label: str, model: str, task: str) -> Ce
     prompt, _, lora, _ = family.models[model].sizes
     sizes = powers_of_two(prompt + 2 * lora)  # the pool has a prompt and LoRA of twice the rank
     setup.check([family.models[model].hub_id], [task])
-    base: dict[str, Any] = {"model": family.models[model].hub_id, **setup.task(task), **PINNED_OPTIONS}
+    base: dict[str, Any] = {"model": family.models[model].hub_id, **setup.task(task)}
     base |= {**SMALL_OPTIONS, "max_train_rows": 600, "validation_rows": 100} if setup.small else {"protocol": "ap"}
     base |= {"answer": "words"} if family.answers_in_words else {"head": "freeze"}
     cell: Cell = {"family": label, "model": model, "task": task}
