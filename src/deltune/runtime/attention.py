@@ -183,10 +183,6 @@ def cacheable_prefix(delta: Delta, model: torch.nn.Module) -> CacheablePrefix | 
 
     It may where every layer has as many keys, since one mask is for all layers, and where no query has a gate of its
     own. A sliding window would hide them, and a position bias would take them for text: that is for the caller to know.
-
-    Args:
-        delta: The delta.
-        model: The model that it is attached to.
     """
     by_layer: dict[int, list[Edit]] = {}
     for edit in delta.all_edits():
@@ -284,11 +280,7 @@ for _name, (_function, _own_mask) in _EXTENDED.items():
 
 
 def prefix_implementation(name: str | None, check: bool = True) -> str:
-    """Return the name under which an attention implementation is registered with prefixes.
-
-    Raises:
-        DeltuneError: `check` is set, and there is no such implementation.
-    """
+    """Return the name under which an attention implementation is registered with prefixes."""
     if name is not None and name.startswith(PREFIX):
         return name
     plain = name or "eager"

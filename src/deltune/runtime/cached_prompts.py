@@ -32,11 +32,6 @@ def identity_of(prompts: Sequence[tuple[DeltaRows, Sequence[Edit]]]) -> Identity
 class CachedPrompt:
     """The rows before the text in a cache, in which it replaces the methods that count and add columns.
 
-    Args:
-        cache: The cache.
-        identity: The identity of the prompts.
-        length: The number of rows.
-
     Attributes:
         inside: Whether the stack that reads the rows is running.
     """
@@ -81,11 +76,7 @@ def cached_prompt(cache: Any) -> CachedPrompt | None:
 
 
 def counted_columns(cache: Any, identity: Identity, length: int) -> int:
-    """Return the number of rows and tokens in a cache that a pass with prompts continues; 0 where it begins one.
-
-    Raises:
-        DeltuneError: The cache holds a text without these prompts.
-    """
+    """Return the number of rows and tokens in a cache that a pass with prompts continues; 0 where it begins one."""
     if cache is None:
         return 0
     known = cached_prompt(cache)

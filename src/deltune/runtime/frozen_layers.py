@@ -50,18 +50,7 @@ class FrozenBoundary:
 
 
 def find_boundary(anatomy: Anatomy, delta: Delta) -> FrozenBoundary:
-    """Find the frozen layers of a delta.
-
-    Args:
-        anatomy: The model's anatomy.
-        delta: The delta in use.
-
-    Returns:
-        The frozen layers and their states.
-
-    Raises:
-        DeltuneError: No layer is below everything that the delta trains or changes.
-    """
+    """Find the frozen layers of a delta."""
     lowest, what = min(_depths_of_trained(anatomy, delta), default=(len(anatomy.layers), "nothing"))
     if not lowest:
         raise DeltuneError(
@@ -141,14 +130,7 @@ class FrozenPass:
 
 
 class FrozenLayerHook:
-    """The hooks of one frozen layer.
-
-    Args:
-        frozen: All frozen layers.
-        module: The layer.
-        stack: The name of its stack.
-        calls: The numbers of its calls among all calls of layers of its stack.
-    """
+    """The hooks of one frozen layer."""
 
     def __init__(self, frozen: FrozenLayers, module: nn.Module, stack: str, calls: tuple[int, ...]) -> None:
         self.frozen, self.module, self.stack, self.calls = frozen, module, stack, calls
@@ -203,13 +185,7 @@ class _EndReached(Exception):
 
 
 class FrozenLayersEntry:
-    """Wraps the call of the model, or of a stack that may be called by itself (an encoder, in generation).
-
-    Args:
-        frozen: All frozen layers.
-        stack: The name of the stack; "" for the model.
-        module: The module whose call is wrapped.
-    """
+    """Wraps the call of the model, or of a stack that may be called by itself (an encoder, in generation)."""
 
     of_live_model = True
 
@@ -231,12 +207,6 @@ class FrozenLayers:
     In training mode the model runs in eval mode up to the end of the last frozen layer. A pass that is given cached
     states (arguments whose names begin with PREFIX) skips the frozen layers; the encoder of an encoder-decoder that is
     called by itself takes its own states.
-
-    Args:
-        tuned: The handle of the model.
-
-    Raises:
-        DeltuneError: No layer is frozen, as in `find_boundary`.
     """
 
     def __init__(self, tuned: Tuned) -> None:
@@ -270,11 +240,7 @@ class FrozenLayers:
     # -- a pass
 
     def run(self, entry: FrozenLayersEntry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the model, or one stack, without the arguments that hold cached states.
-
-        Raises:
-            DeltuneError: Another thread runs the model; training modes and cached states belong to one pass at a time.
-        """
+        """Call the model, or one stack, without the arguments that hold cached states."""
         if self.process != os.getpid():
             self._forget_other_threads()
         with self.mutex:
@@ -349,13 +315,9 @@ class FrozenLayers:
         return len(self.anatomy.stacks) > 1 and argument == f"{PREFIX}{self.anatomy.stacks[1].name}"
 
     def states(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Compute the states that the layers above read, without running those layers.
+        """Return the states that the layers above read, without running those layers.
 
-        Args:
-            batch: The model's arguments.
-
-        Returns:
-            The arguments to call the model with instead: PREFIX + stack -> (rows, tokens, states, width).
+        They are arguments of the model: PREFIX + stack -> (rows, tokens, states, width).
         """
         recorded: dict[tuple[str, int], torch.Tensor] = {}
         with contextlib.suppress(_EndReached):
@@ -370,12 +332,6 @@ class FrozenLayers:
 
         A layer is not skipped if a layer above reads another tensor that it computes (such as the position bias of
         T5's first layer); neither are the layers before it.
-
-        Args:
-            batch: The model's arguments.
-
-        Returns:
-            The output of the pass.
         """
         outputs: list[tuple[FrozenLayerHook, tuple[Any, ...], dict[str, Any], Any]] = []
         read: list[Any] = []

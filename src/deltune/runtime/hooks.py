@@ -52,12 +52,9 @@ class CheckpointFunction:
 class ForwardEntry:
     """Wraps the call of a module at which a forward pass may begin.
 
-    Args:
-        passes: The pass manager of the model.
-        path: The module's path.
-        always_begins: Whether every call begins a pass of its own (the model, and the entry of each stack), so that a
-            model that is called inside its own pass keeps nothing for the outer one. Otherwise a call begins one only
-            if none is running, as when a layer is recomputed for its gradients.
+    With `always_begins` every call begins a pass of its own (the model, and the entry of each stack), so that a model
+    that is called inside its own pass keeps nothing for the outer one. Otherwise a call begins one only if none runs,
+    as when a layer is recomputed for its gradients.
     """
 
     def __init__(self, passes: PassManager, path: str, always_begins: bool) -> None:

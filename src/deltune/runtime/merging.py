@@ -25,21 +25,7 @@ Values = Callable[[str], torch.Tensor]
 def merged_weights(
     anatomy: Anatomy, delta: Delta, base_value: Values, delta_values: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Compute the weights of a merged model; sums are computed in at least float32.
-
-    Args:
-        anatomy: The model's anatomy.
-        delta: The delta.
-        base_value: Returns the base model's value of a tensor.
-        delta_values: The delta's own values of tensors.
-
-    Returns:
-        The changed tensors by name.
-
-    Raises:
-        DeltuneError: Some terms cannot be expressed as weights, or `affine` of a form of the user's own is not what it
-            computes; each is named with the reason.
-    """
+    """Compute the weights of a merged model; sums are computed in at least float32."""
     values = {name: tensor.detach() for name, tensor in delta_values.items()}
     reasons: dict[str, None] = {}
     wrong_forms: set[Form] = set()
@@ -100,16 +86,7 @@ class QuantizedMerge:
 def quantize_merged(
     modules: Mapping[str, Sequence[nn.Module]], merged: dict[str, torch.Tensor], base_value: Values
 ) -> QuantizedMerge:
-    """Quantise the merged weights of quantised linears, and take them out of `merged`. No module is changed.
-
-    Args:
-        modules: For each name of a quantised weight the modules that hold it.
-        merged: The merged weights by name.
-        base_value: Returns the base model's value of a tensor in floating point.
-
-    Raises:
-        DeltuneError: A weight cannot be quantised again.
-    """
+    """Quantise the merged weights of quantised linears, and take them out of `merged`. No module is changed."""
     copies: dict[nn.Module, nn.Module] = {}
     change = error = 0.0
     names: dict[str, None] = {}

@@ -47,12 +47,8 @@ class _MoveOfBase:
 def follow_offloading(state: ModelState, every_module: bool = True) -> None:
     """Take note of what accelerate offloads by now, and keep the tensors of deltas out of it.
 
-    The model may be offloaded, and loaded again, at any time between two passes.
-
-    Args:
-        state: The state of the model.
-        every_module: Look for hooks in every module. False takes no time where the model is not offloaded, and misses
-            a part of it that is, as long as no delta has values of its own there.
+    The model may be offloaded, and loaded again, at any time between two passes. Without `every_module` it takes no
+    time where the model is not offloaded, and misses a part that is, as long as no delta has values of its own there.
     """
     model: Any = state.model
     if not (
@@ -144,15 +140,7 @@ def _restore_identities(state: ModelState, delta: Delta) -> None:
 
 
 def refuse_offloaded(model: nn.Module, operation: str) -> None:
-    """Check that no weights of a model are offloaded, for an operation that has to read or change all of them.
-
-    Args:
-        model: The model.
-        operation: Its name, for the message.
-
-    Raises:
-        DeltuneError: Some are.
-    """
+    """Check that no weights of a model are offloaded, for an operation that has to read or change all of them."""
     if offloaded_tensors(model):
         raise DeltuneError(
             f"{operation} needs all weights of the model, and some are offloaded (cpu_offload, disk_offload, or a "
@@ -162,11 +150,7 @@ def refuse_offloaded(model: nn.Module, operation: str) -> None:
 
 
 def check_offloading(model: nn.Module) -> None:
-    """Check that a model is not both quantised and offloaded.
-
-    Raises:
-        DeltuneError: It is: what a quantised weight stores beside its numbers is not loaded by accelerate's hooks.
-    """
+    """Check that a model is not both quantised and offloaded."""
     quantization = quantization_of(model)
     if quantization and offloaded_tensors(model):
         raise DeltuneError(

@@ -160,11 +160,7 @@ class PromptHook:
         text: int,
         slides: bool = False,
     ) -> Any:
-        """A mask with columns for the rows, and, where it has one for each query, with queries for those added.
-
-        Raises:
-            DeltuneError: The mask is not one of the text, or says nothing of what the rows see.
-        """
+        """A mask with columns for the rows, and, where it has one for each query, with queries for those added."""
         if mask is None:
             return None
         if isinstance(mask, dict):  # prepared for each type of layer by `generate`, or by a model around the stack
@@ -355,12 +351,7 @@ class PromptHook:
 
 
 def check_takes_prompts(model: PreTrainedModel, anatomy: Anatomy) -> None:
-    """Check that vectors can stand before the tokens, and that the decoder of an encoder-decoder can be shown them.
-
-    Raises:
-        DeltuneError: The layers read token ids, or the decoder takes no mask of the encoder's tokens that could be
-            lengthened by the prompt.
-    """
+    """Check that vectors can stand before the tokens, and that the decoder of an encoder-decoder can be shown them."""
     if "per_layer_inputs" in parameter_names(model.get_submodule(anatomy.stacks[0].entry)):
         raise DeltuneError(
             f"a prompt cannot be attached to {type(model).__name__}: each of its layers reads the token ids again, and "

@@ -69,11 +69,7 @@ class DeltaRows:
     _indices: dict[tuple[int, torch.device], torch.Tensor] = field(default_factory=dict)
 
     def index(self, size: int, device: torch.device) -> torch.Tensor:
-        """Return the indices of these rows in a tensor of `size` rows.
-
-        Raises:
-            DeltuneError: `size` is not a multiple of the batch's size.
-        """
+        """Return the indices of these rows in a tensor of `size` rows."""
         assert self.rows is not None
         if (size, device) not in self._indices:
             if size % self.batch_size:
@@ -141,16 +137,10 @@ def combine_rows(whole: torch.Tensor, parts: Mapping[DeltaRows, torch.Tensor]) -
 def stack_by_row(
     parts: Sequence[tuple[DeltaRows, torch.Tensor]], size: int, at_end: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Stack a tensor of each group into one tensor with an entry for every row, padded to the longest.
+    """Stack the tensor (l_i, …) of each group into one with an entry for every row, padded to the longest.
 
-    Args:
-        parts: The groups, each with its tensor (l_i, …).
-        size: The number of rows.
-        at_end: Pad the shorter tensors at the beginning, so that they end together.
-
-    Returns:
-        The tensor (size, l, …), with l the greatest l_i, and which entries are no padding, (size, l), or None where
-        all are not. Rows outside every group are all padding.
+    Returns the tensor (size, l, …) and which entries are no padding, (size, l), or None for all. Rows outside every
+    group are all padding. With `at_end` the shorter ones are padded at the beginning.
     """
     if all_rows_alike([group for group, _ in parts]):
         ((_, only),) = parts
@@ -248,13 +238,7 @@ class HasAssignment(Protocol):
 
 
 class ForwardOverride:
-    """Replaces the `forward` of a module for which some delta has its own tensors.
-
-    Args:
-        passes: The pass manager of the model.
-        path: The module's path in the model.
-        module: The module.
-    """
+    """Replaces the `forward` of a module for which some delta has its own tensors."""
 
     of_live_model = True
 
@@ -321,39 +305,40 @@ def changed_tensor(base: torch.Tensor, changes: Sequence[SparseParameter | Gated
     return value
 
 
-RowNumbers = dict[tuple[int, torch.device], torch.Tensor]
-"""Indices of rows, by the number of rows and their device."""
+class RowNumbers:
+    """The number of each row's group, counted from 1, in tensors of any size; 0 for rows outside every group."""
+
+    def __init__(self, groups: Sequence[DeltaRows]) -> None:
+        self.groups = tuple(groups)
+        self._numbers: dict[tuple[int, torch.device], torch.Tensor] = {}
+
+    def of(self, size: int, device: torch.device) -> torch.Tensor:
+        """Return the numbers of a tensor's rows."""
+        if (size, device) not in self._numbers:
+            with torch.inference_mode(False):  # the tensor is also used in training
+                numbers = torch.zeros(size, dtype=torch.long, device=device)
+                for number, group in enumerate(self.groups, start=1):
+                    numbers[group.index(size, device)] = number
+            if torch.compiler.is_exporting():  # such a tensor has no values, so it is not cached
+                return numbers
+            self._numbers[size, device] = numbers
+        return self._numbers[size, device]
 
 
 class OverrideCache:
-    """Row indices that the overrides of one assignment share, so that they are computed once.
-
-    Args:
-        constant: Whether no tensor of a delta changes as long as the assignment is used, so that what is stacked by row
-            can be kept from one pass to the next.
-    """
+    """Row numbers that the overrides of one assignment share; `constant`: no tensor of a delta changes meanwhile."""
 
     def __init__(self, constant: bool = False) -> None:
         self.constant = constant
         self._numbers: dict[tuple[DeltaRows, ...], RowNumbers] = {}
 
     def numbers(self, groups: Sequence[DeltaRows]) -> RowNumbers:
-        """Return the indices that modules for which the same groups have tensors share.
-
-        Args:
-            groups: The groups.
-        """
-        return self._numbers.setdefault(tuple(groups), {})
+        """Return the numbers that modules for which the same groups have tensors share."""
+        return self._numbers.setdefault(tuple(groups), RowNumbers(groups))
 
 
 def override_by_row(module: nn.Module, groups: Sequence[DeltaRows], cache: OverrideCache) -> TensorOverride:
-    """Return how to run a module for which deltas have their own tensors, while each row uses its own delta.
-
-    Args:
-        module: The module.
-        groups: The deltas in use, each with its rows.
-        cache: The row indices that the overrides of one assignment share.
-    """
+    """Return how to run a module for which deltas have their own tensors, while each row uses its own delta."""
     if type(module) is nn.LayerNorm and len(module.normalized_shape) == 1:
         return NormByRow(module, groups, cache)
     if type(module) is nn.Linear and all(set(group.overrides.get(module, ())) <= {"bias"} for group in groups):
@@ -370,7 +355,7 @@ class ModuleByRow:
         taken = {row for group in self.groups for row in group.rows or ()}
         if rest := tuple(row for row in range(size) if row not in taken):
             self.groups.append(DeltaRows(groups[0].delta, rest, size))  # without overrides
-        self._orders: RowNumbers = {}
+        self._orders: dict[tuple[int, torch.device], torch.Tensor] = {}
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module; its tensor arguments have the rows of the batch."""
@@ -420,7 +405,30 @@ class KeptByRow:
         self._values[key] = values
 
 
-class BiasByRow:
+class ValuesByRow:
+    """The values of a module's parameters for each row; where no tensor changes, kept from one pass to the next."""
+
+    def __init__(self, module: nn.Module, groups: Sequence[DeltaRows], cache: OverrideCache) -> None:
+        self.groups = [group for group in groups if module in group.overrides]
+        self.numbers = cache.numbers(self.groups)
+        self.kept = KeptByRow() if cache.constant else None
+
+    def values(self, module: nn.Module, leaf: str, x: torch.Tensor) -> torch.Tensor | None:
+        """Return the values of each row (rows, 1, …, d), or the module's own parameter where no delta has its own."""
+        base = parameters_of(module)[leaf]
+        own = [group.overrides[module].get(leaf) for group in self.groups]
+        if base is None or not any(own):
+            return base
+        values = None if self.kept is None else self.kept.get(leaf, x.shape[0])
+        if values is None:
+            every = torch.stack([base, *(base if value is None else value() for value in own)])
+            values = every[self.numbers.of(x.shape[0], x.device)]
+            if self.kept is not None:
+                self.kept[leaf] = values
+        return values.view(x.shape[0], *(1,) * (x.dim() - 2), -1)
+
+
+class BiasByRow(ValuesByRow):
     """Runs a linear layer once for all deltas, and adds the bias of each row: x Wᵀ + b.
 
     Where the rows of each delta are consecutive, the batch is large and nothing is recorded, the layer runs with the
@@ -428,54 +436,29 @@ class BiasByRow:
     rounding only, since that adds the bias to the sum of the products.
     """
 
-    def __init__(self, module: nn.Linear, groups: Sequence[DeltaRows], cache: OverrideCache) -> None:
-        self.groups = [group for group in groups if module in group.overrides]
-        self._numbers = cache.numbers(self.groups)
-        self._kept: KeptByRow | None = KeptByRow() if cache.constant else None
-        self._differences: dict[DeltaRows, torch.Tensor] = {}
-
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Apply the layer once to the batch, with each row's own bias."""
         x: torch.Tensor = args[0] if args else kwargs["input"]
-        base = parameters_of(module)["bias"]
-        assert base is not None
         if may_change_views(self.groups, x):  # of the others' rows nothing is read or written once more
+            base = parameters_of(module)["bias"]
+            assert base is not None
             whole: torch.Tensor = forward_with(module, {}, x)
             for group in self.groups:
-                group.select(whole).add_(self._difference(group, module, base).to(whole.dtype))
+                group.select(whole).add_((group.overrides[module]["bias"]() - base).to(whole.dtype))
             return whole
         output: torch.Tensor = forward_with(module, {"bias": None}, x)
-        values = None if self._kept is None else self._kept.get("bias", x.shape[0])
-        if values is None:
-            every = torch.stack([base, *(group.overrides[module]["bias"]() for group in self.groups)])
-            values = every[group_numbers(self.groups, x.shape[0], x.device, self._numbers)]
-            if self._kept is not None:
-                self._kept["bias"] = values
-        return output + values.view(x.shape[0], *(1,) * (x.dim() - 2), -1).to(output.dtype)
-
-    def _difference(self, group: DeltaRows, module: nn.Module, base: torch.Tensor) -> torch.Tensor:
-        """A delta's own bias less the base's."""
-        known = None if self._kept is None else self._differences.get(group)
-        difference = group.overrides[module]["bias"]() - base if known is None else known
-        if self._kept is not None:
-            self._differences[group] = difference
-        return difference
+        bias = self.values(module, "bias", x)
+        assert bias is not None
+        return output + bias.to(output.dtype)
 
 
-class NormByRow:
+class NormByRow(ValuesByRow):
     """Runs a LayerNorm once for all deltas: g ⊙ n(x) + b with the g and b of each row.
 
     The result differs from torch's kernel by rounding only, since that does not round n(x). Where the rows of each
     delta are consecutive, the batch is large and nothing is recorded, it runs once more on the rows of each delta.
     """
 
-    def __init__(self, module: nn.Module, groups: Sequence[DeltaRows], cache: OverrideCache) -> None:
-        self.groups = [group for group in groups if module in group.overrides]
-        self._numbers = cache.numbers(self.groups)
-        self._kept: KeptByRow | None = KeptByRow() if cache.constant else None
-
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """Apply the LayerNorm once to the batch, with each row's own weight and bias."""
         assert isinstance(module, nn.LayerNorm)
         x: torch.Tensor = args[0] if args else kwargs["input"]
         if may_change_views(self.groups, x):
@@ -485,32 +468,13 @@ class NormByRow:
             return whole
         precision = torch.promote_types(x.dtype, torch.float32)  # as in torch's kernel
         normed = nn.functional.layer_norm(x.to(precision), module.normalized_shape, None, None, module.eps)
-        gain, bias = self._values_by_row(module, "weight", x), self._values_by_row(module, "bias", x)
+        gain, bias = self.values(module, "weight", x), self.values(module, "bias", x)
         dtype = x.dtype
         if torch.is_autocast_enabled(x.device.type):  # the dtype that torch returns then differs by device
             dtype = type(module).forward(module, x[:0]).dtype
         if gain is None:
             return (normed if bias is None else normed + bias).to(dtype)
         return (normed * gain if bias is None else torch.addcmul(bias, normed, gain)).to(dtype)
-
-    def _values_by_row(self, module: nn.LayerNorm, leaf: str, x: torch.Tensor) -> torch.Tensor | None:
-        """The values of each row (rows, 1, …, d), or the module's own parameter where no delta has its own."""
-        base = parameters_of(module)[leaf]
-        if base is None or not any(leaf in group.overrides[module] for group in self.groups):
-            return base
-        values = None if self._kept is None else self._kept.get(leaf, x.shape[0])
-        if values is None:
-            every = [
-                base,
-                *(
-                    group.overrides[module][leaf]() if leaf in group.overrides[module] else base
-                    for group in self.groups
-                ),
-            ]
-            values = torch.stack(every)[group_numbers(self.groups, x.shape[0], x.device, self._numbers)]
-            if self._kept is not None:
-                self._kept[leaf] = values
-        return values.view(x.shape[0], *(1,) * (x.dim() - 2), -1)
 
 
 MANY_NUMBERS = 20_000
@@ -519,40 +483,10 @@ of each delta: 10 µs and more on one core of a CPU. Used on every device."""
 
 
 def may_change_views(groups: Sequence[DeltaRows], whole: torch.Tensor) -> bool:
-    """Whether the rows of each group are to be changed in place, rather than those of all groups in one operation.
-
-    Args:
-        groups: The groups.
-        whole: The tensor.
-    """
+    """Whether the rows of each group are to be changed in place, rather than those of all groups in one operation."""
     if whole.numel() < MANY_NUMBERS * len(groups) or torch.is_autocast_enabled(whole.device.type):
         return False
     return all(group.selects_view for group in groups)
-
-
-def group_numbers(
-    groups: Sequence[DeltaRows],
-    size: int,
-    device: torch.device,
-    known: RowNumbers,
-) -> torch.Tensor:
-    """Return the number of each row's group, counted from 1; 0 for rows outside every group.
-
-    Args:
-        groups: The groups.
-        size: The number of rows.
-        device: Where the numbers are needed.
-        known: Those that were computed before.
-    """
-    if (size, device) not in known:
-        with torch.inference_mode(False):  # the tensor is also used in training
-            numbers = torch.zeros(size, dtype=torch.long, device=device)
-            for number, group in enumerate(groups, start=1):
-                numbers[group.index(size, device)] = number
-        if torch.compiler.is_exporting():  # such a tensor has no values, so it is not cached
-            return numbers
-        known[size, device] = numbers
-    return known[size, device]
 
 
 def _pad_logits(logits: torch.Tensor, width: int) -> torch.Tensor:

@@ -23,7 +23,7 @@ from ..compat import is_plain_inference
 from ..methods.forms import TwoLayers
 from ..methods.registry import FORMS
 from .modules import Delta, Edit
-from .rows import DeltaRows, KeptByRow, OverrideCache, group_numbers
+from .rows import DeltaRows, KeptByRow, OverrideCache
 
 MOST_OPERATIONS = 1_000_000
 """Up to so many multiplications for each delta, stacked products take less time than products of the deltas' own rows,
@@ -56,22 +56,13 @@ def two_layers(edit: Edit) -> TwoLayers | None:
 
 
 def can_stack(edits: Sequence[Edit]) -> bool:
-    """Whether the edits of one delta at one tensor can be part of a stack.
-
-    Args:
-        edits: The edits, in their order.
-    """
+    """Whether the edits of one delta at one tensor can be part of a stack."""
     stages = [_stage(edit) for edit in edits]
     return stages == sorted(stages) and _OTHER not in stages and stages.count(_LATE_ADDITION) <= 1
 
 
 class _Product:
     """The edits h + s Δh, Δh = f(u Dᵀ + d) Uᵀ + e, that read the same u.
-
-    Args:
-        edits: The edits, each with the number of its delta in the stack, counted from 1.
-        deltas: How many deltas the stack has.
-        h: A tensor like those that it will change.
 
     Attributes:
         others: For each delta which ranks are not its own, (deltas + 1, Σ r).
@@ -123,10 +114,6 @@ class _Product:
 class EditStack:
     """The tensors of several deltas' edits of one tensor, stacked.
 
-    Args:
-        edits: The edits of each delta; `can_stack` is true of them.
-        h: A tensor like those that they will change.
-
     Attributes:
         edits: The same.
         number_of: The number of each delta, counted from 1.
@@ -157,12 +144,7 @@ class EditStack:
         self.is_finite = all(product.is_finite for product in (*self.before, *self.after))
 
     def has(self, deltas: Collection[Delta], h: torch.Tensor) -> bool:
-        """Whether it has what a batch needs, and not much else.
-
-        Args:
-            deltas: The deltas of the batch.
-            h: The tensor that they change.
-        """
+        """Whether the stack covers these deltas and at most twice as many, for tensors like h."""
         few = len(self.number_of) <= MOST_OTHERS * len(deltas)
         return few and self.like == _facts(h) and all(delta in self.number_of for delta in deltas)
 
@@ -173,7 +155,7 @@ MOST_OTHERS = 2
 
 @dataclass(frozen=True)
 class StackCache:
-    """What the stacked edits of an assignment share with those of others, and with each other.
+    """The stacks and row numbers that the stacked edits of an assignment share.
 
     Attributes:
         stacks: The newest stack of each place: the path and side of the edits' module.
@@ -186,11 +168,6 @@ class StackCache:
 
 class StackedEdits:
     """The edits of one tensor that an assignment's deltas have, as far as they can be stacked.
-
-    Args:
-        place: The path and side of the edits' module.
-        edits: The edits of each group of rows.
-        cache: What was stacked before.
 
     Attributes:
         groups: The groups whose edits can be stacked.
@@ -210,11 +187,7 @@ class StackedEdits:
         self._kept = KeptByRow()  # what is looked up in `_stack`
 
     def stack_for(self, h: torch.Tensor) -> EditStack | None:
-        """Return the stacked tensors for a pass, or None where they cannot be used or are not faster.
-
-        Args:
-            h: The tensor that is to be changed.
-        """
+        """Return the stacked tensors for a pass, or None where they cannot be used or are not faster."""
         if not self.groups or not is_plain_inference() or not h.is_floating_point():
             return None
         if torch.is_autocast_enabled(h.device.type) or any(edit.training for edit in self.all_edits):
@@ -247,14 +220,7 @@ class StackedEdits:
     def apply(
         self, stack: EditStack, h: torch.Tensor, read: Callable[[Edit], torch.Tensor | None], in_place: bool
     ) -> torch.Tensor:
-        """Return h with the edits applied to the rows that use them.
-
-        Args:
-            stack: The stacked tensors.
-            h: The tensor.
-            read: Returns the x of an edit, for all rows, and is called once for each.
-            in_place: Whether h may be overwritten.
-        """
+        """Return h with the edits applied to the rows that use them."""
         for product in stack.before:
             xs = [read(edit) for edit in product.edits if edit in self.all_edits]  # the same module's input
             if xs:
@@ -284,8 +250,7 @@ class StackedEdits:
         of_rows = self._kept.get(key, size)
         if of_rows is None:
             numbers = torch.tensor([0, *(stack.number_of[group.delta] for group in self.groups)], device=device)
-            rows = group_numbers(self.groups, size, device, self.cache.rows.numbers(self.groups))
-            of_rows = self._kept[key] = values[numbers[rows]]
+            of_rows = self._kept[key] = values[numbers[self.cache.rows.numbers(self.groups).of(size, device)]]
         return of_rows.view(size, *(1,) * (like.dim() - 2), -1)
 
 
