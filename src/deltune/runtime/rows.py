@@ -416,12 +416,12 @@ class ValuesByRow:
     def values(self, module: nn.Module, leaf: str, x: torch.Tensor) -> torch.Tensor | None:
         """Return the values of each row (rows, 1, …, d), or the module's own parameter where no delta has its own."""
         base = parameters_of(module)[leaf]
-        own = [group.overrides[module].get(leaf) for group in self.groups]
-        if base is None or not any(own):
+        of_groups = [group.overrides[module].get(leaf) for group in self.groups]
+        if base is None or not any(of_groups):
             return base
         values = None if self.kept is None else self.kept.get(leaf, x.shape[0])
         if values is None:
-            every = torch.stack([base, *(base if value is None else value() for value in own)])
+            every = torch.stack([base, *(base if value is None else value() for value in of_groups)])
             values = every[self.numbers.of(x.shape[0], x.device)]
             if self.kept is not None:
                 self.kept[leaf] = values
