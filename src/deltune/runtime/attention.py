@@ -156,7 +156,7 @@ def _narrowed(output: torch.Tensor, gates: list[torch.Tensor]) -> torch.Tensor:
 
 
 class CacheablePrefix(NamedTuple):
-    """The prefixes of a delta, where a cache may hold their keys and values before those of the text.
+    """The prefixes of a delta, where a cache may hold their keys and values before the text.
 
     Attributes:
         length: How many keys each layer has (l).

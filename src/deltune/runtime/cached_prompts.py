@@ -1,4 +1,4 @@
-"""What a cache knows of the prompt whose rows it holds.
+"""Marks of caches that hold the rows of a prompt.
 
 Only the stack that reads the rows counts them. To everyone else, such as `generate`, a model around the stack and the
 caller, a cache is as long as its text, so that what they pass next (new tokens, masks, positions) speaks of the text

@@ -104,7 +104,7 @@ def _layers_before(anatomy: Anatomy, path: str, area: str) -> int:
 
 
 def _layers_before_stack(anatomy: Anatomy, stack: str) -> int:
-    """How many layers run before those of a stack."""
+    """How many layers run before the layers of a stack."""
     return next(i for i, layer in enumerate(anatomy.layers) if layer.stack == stack)
 
 

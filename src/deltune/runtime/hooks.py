@@ -292,7 +292,7 @@ class AttributeHook:
 
 
 class Hook(Protocol):
-    """What is installed in a model while deltas are attached. `remove` also undoes an interrupted `install`."""
+    """A hook that is installed while deltas are attached. `remove` also undoes an interrupted `install`."""
 
     def install(self) -> None: ...
 

@@ -1,7 +1,7 @@
 """Folds a delta into the weights where that is exact: affine edits of projections, and tensors trained in place.
 
 With y = W x + c: Δh = A x + b in parallel gives W + s A and c + s b; Δh = A y + b in sequence (1 + s A) W and
-(1 + s A) c + s b; the same of the projection's input x gives W (1 + s A) and c + W s b.
+(1 + s A) c + s b; a change of the projection's input x gives W (1 + s A) and c + W s b.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def quantize_merged(
 
 
 def _edits_in_order(delta: Delta) -> list[Edit]:
-    """The edits in the order in which they are folded: those of outputs as they run, then those of inputs in reverse.
+    """Return edits in the order of folding: edits of outputs as they run, then edits of inputs in reverse.
 
     Every other edit of a projection reads the input that the edits of its input have changed.
     """

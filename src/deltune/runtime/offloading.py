@@ -1,7 +1,7 @@
 """Keeps the tensors of deltas out of accelerate's offloading, and lets it go on with the base's.
 
 A delta's tensors stay in the modules between calls. Whenever a hook of accelerate loads or removes the weights of a
-module, the base's own parameters are in the module, in place of those of the delta in use.
+module, the base's own parameters are in the module, in place of the parameters of the delta in use.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class PromptPass:
         prompts: The prompts of each group.
         added: The number of rows before the tokens: the length of the longest prompt, or 0 after the first step.
         total: The number of rows and tokens.
-        shifts: Whether the rows take up positions, so that those of the text are shifted.
+        shifts: Whether the rows take up positions, so that positions of the text are shifted.
         cache: The cache that the caller gave, or None.
         order: For each position what it holds, where rows and tokens were reordered.
     """
@@ -67,7 +67,7 @@ class PromptHook:
         self.causal = stack.causal
         self.words = model.get_submodule(stack.words or "")
         self.positions = model.get_submodule(stack.positions) if stack.positions else None
-        # families count the places of a row, those of padding at its left included, or what its mask shows
+        # families count the places of a row, with padding at its left, or what its mask shows
         self.counts_shown = self.positions is not None and "attention_mask" in parameter_names(self.positions)
         self.entry = model.get_submodule(path)
         self.arguments = parameter_names(self.entry)
@@ -419,7 +419,7 @@ def _refuse_mask(why: str) -> NoReturn:
 
 
 def _is_padding(mask: Any) -> bool:
-    """Whether a mask is one of padding, (B, n)."""
+    """Whether a mask hides padding alone, (B, n)."""
     return isinstance(mask, torch.Tensor) and mask.dim() == 2
 
 
@@ -458,7 +458,7 @@ PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
 
 
 def _begin_again(positions: torch.Tensor, shown: torch.Tensor | None) -> bool:
-    """Whether positions, (B, n) or (axes, B, n), are those of several texts, as transformers sees them."""
+    """Whether positions, (B, n) or (axes, B, n), belong to several texts, as transformers sees them."""
     is_spatial = positions.dim() == 3 and positions.shape[0] != 4  # of 4 axes, the first numbers the tokens
     if positions.dim() == 3:
         positions = positions.amax(0) if is_spatial else positions[0]

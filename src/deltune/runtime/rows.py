@@ -88,7 +88,7 @@ class DeltaRows:
 
     @property
     def share(self) -> tuple[int, ...] | None:
-        """The number of rows of the batch and those that use the delta, or None where all do."""
+        """The batch's number of rows, then the rows that use the delta; None where all do."""
         return None if self.rows is None or len(self.rows) == self.batch_size else (self.batch_size, *self.rows)
 
     @property
@@ -277,7 +277,7 @@ class ForwardOverride:
 
 
 def runs_class_forward(module: nn.Module) -> bool:
-    """Whether a module's forward is that of its class, or computes the same."""
+    """Whether a module computes as its class does."""
     forward = module.__dict__.get("forward")
     return forward is None or isinstance(forward, ForwardOverride | LinearForward)
 
@@ -380,7 +380,7 @@ class ModuleByRow:
         return torch.cat([_pad_logits(part, width) for part in parts]).index_select(0, order)
 
     def _order(self, size: int, device: torch.device) -> torch.Tensor:
-        """Where each row of the batch stands among those of the groups."""
+        """Where each row of the batch stands among the rows of the groups."""
         if (size, device) not in self._orders:
             with torch.inference_mode(False):  # the index is also used in training
                 order = torch.cat([group.index(size, device) for group in self.groups]).argsort()
@@ -483,7 +483,7 @@ of each delta: 10 µs and more on one core of a CPU. Used on every device."""
 
 
 def may_change_views(groups: Sequence[DeltaRows], whole: torch.Tensor) -> bool:
-    """Whether the rows of each group are to be changed in place, rather than those of all groups in one operation."""
+    """Whether to change the rows of each group in place, rather than the rows of all groups in one operation."""
     if whole.numel() < MANY_NUMBERS * len(groups) or torch.is_autocast_enabled(whole.device.type):
         return False
     return all(group.selects_view for group in groups)

@@ -5,7 +5,7 @@ products in place of two for each delta. With D, U, d and e the projections and 
 
     h ← h + m ⊙ f(u Dᵀ + d) Uᵀ + e,  then h ← h ⊙ g,
 
-where m keeps the ranks of each row's own delta, and e and g are those of its row. Values of other deltas are replaced
+where m keeps the ranks of each row's own delta, and e and g belong to its row. Values of other deltas are replaced
 by zeros, and not multiplied by them, so that nothing that is not finite crosses from one row to another.
 """
 
@@ -33,12 +33,12 @@ FACTOR_OPERATIONS = 40
 """How many multiplications of a product take as long as one of a factor, which reads and writes h for it."""
 
 _ADDITION, _FACTOR, _LATE_ADDITION, _OTHER = range(4)
-"""What an edit does, in the order in which a stack does it: add what it computes from x, scale h, add what it computes
-from h. The last is no part of a stack."""
+"""Stages of a stack in their order: add a change that reads x, scale h, add a change that reads h. Edits of the last
+kind are no part of a stack."""
 
 
 def _stage(edit: Edit) -> int:
-    """What an edit does. A user's own form may override anything, and is part of no stack."""
+    """Return the stage of an edit. A user's own form may override anything, and is part of no stack."""
     if type(edit.form) not in FORMS:
         return _OTHER
     if edit.only_scales():
