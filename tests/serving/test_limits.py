@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy
 import openai
 import pytest
 
 from deltune.serving.api.auth import Tenant
 from deltune.serving.api.errors import ApiError
 from deltune.serving.api.limits import RateLimits
-from deltune.serving.api.metrics import Metrics
+from deltune.serving.api.metrics import DeltaLoad, Metrics
 from deltune.serving.api.schemas import ChatBody, ClassifyBody, CompletionBody, TagBody
 from deltune.serving.api.service import parse_body
 from deltune.serving.config import MAX_INPUTS, LimitsSection
@@ -321,6 +322,16 @@ def test_latencies_are_of_answers_and_errors_are_counted_apart() -> None:
     now = 3.0
     assert metrics.history(1)[0]["latency"] is None
     assert 'deltune_delta_seconds_total{delta="mood"} 2.0' in metrics.text().decode()
+
+
+@pytest.mark.parametrize("percent", [0, 25, 50, 90, 95, 99, 100])
+def test_a_percentile_is_the_least_value_that_a_share_does_not_exceed(percent: int) -> None:
+    """On the page and in the metrics; numpy calls it the inverse of the distribution."""
+    for number in range(1, 120):
+        values = [float(value) for value in range(number)]
+        load = DeltaLoad()
+        load.latencies.extend(reversed(values))
+        assert load.percentile(percent / 100) == numpy.quantile(values, percent / 100, method="inverted_cdf"), number
 
 
 def test_metrics_forget_deltas_that_were_not_asked_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
