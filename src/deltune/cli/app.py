@@ -15,7 +15,7 @@ from ..errors import DeltuneError
 from ..methods.other_names import unknown_term
 from .imports import Imports
 from .output import Json, ModelArgument, Quiet, RunArgument, console, fast_imports, log_to_stderr
-from .serve import bench_serve, serve, serve_key
+from .serve import serve, serve_key
 from .study import app as study
 from .train import PASS_EVERYTHING_ON, exit_with_launcher, is_main_process, train
 
@@ -156,7 +156,6 @@ def fit(
 app.command(add_help_option=False, context_settings=PASS_EVERYTHING_ON)(train)
 app.command(add_help_option=False, context_settings=PASS_EVERYTHING_ON)(serve)
 app.command("serve-key")(serve_key)
-app.command("bench-serve")(bench_serve)
 app.add_typer(study, name="study")
 
 

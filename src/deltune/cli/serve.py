@@ -1,9 +1,8 @@
-"""`deltune serve`, its keys, and `deltune bench-serve`, which puts load on it or on another server."""
+"""`deltune serve`, and the keys of its tenants."""
 
 from __future__ import annotations
 
 import inspect
-import os
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -12,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import DeltuneError, check_extra, counted
+from ..errors import DeltuneError, check_extra
 from .imports import Imports
 from .output import Json, Quiet, console, fast_imports, log_to_stderr
 
@@ -193,53 +192,3 @@ def _describe_tenant(facts: Mapping[str, Any]) -> str:
     keys = f"keys {', '.join(facts['keys'])}" if facts["keys"] else "no keys"
     deltas = f"deltas {', '.join(facts['deltas']) or 'none'}"
     return f"{facts['name']}: {'; '.join([deltas, *rights, *rates, keys])}"
-
-
-def bench_serve(
-    url: Annotated[str, typer.Argument(metavar="URL", help="Of a server that speaks OpenAI's API: http://host:8000.")],
-    models: Annotated[
-        list[str] | None, typer.Option(help="Repeatable: a model to ask, the most frequent first [/v1/models].")
-    ] = None,
-    task: Annotated[str, typer.Option(help="completions, chat, classify or embeddings.")] = "completions",
-    rate: Annotated[float, typer.Option(help="Requests a second, on average.")] = 10.0,
-    duration: Annotated[float, typer.Option(help="Seconds in which requests are sent.")] = 30.0,
-    zipf: Annotated[float, typer.Option(help="Exponent of Zipf's law over the models; 0: all alike.")] = 1.0,
-    prompts: Annotated[Path | None, typer.Option(help="Texts, a line each [sentences of random words].")] = None,
-    prompt_words: Annotated[int, typer.Option(min=1, help="Words of a random prompt.")] = 16,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a generated answer.")] = 32,
-    timeout: Annotated[float, typer.Option(help="Seconds for the whole answer to a request.")] = 60.0,
-    seed: Annotated[int, typer.Option(help="Of arrivals, models and prompts.")] = 0,
-    key_variable: Annotated[str, typer.Option(help="Environment variable with the API key.")] = "OPENAI_API_KEY",
-    output: Annotated[Path | None, typer.Option(help="Write every request and the summary there, as JSON.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="Write a page with latencies as pictures there.")] = None,
-    quiet: Quiet = False,
-    as_json: Json = False,
-) -> None:
-    """Put load on a server, ours or another with OpenAI's API, and measure how long its answers take.
-
-    Requests arrive at random times that do not wait for answers, so that a slow server does not slow the load down.
-    """
-    from ..filesystem import explain_write_errors, user_path, write_json, write_text
-
-    check_extra("serve", "deltune bench-serve needs")
-    with fast_imports():
-        from ..serving import load_generator
-
-    plan = load_generator.LoadPlan(
-        url=url.rstrip("/"), task=task, models=tuple(models or ()), rate=rate, duration=duration, zipf=zipf,
-        prompts=load_generator.read_prompts(prompts) if prompts else (), prompt_words=prompt_words,
-        max_tokens=max_tokens, timeout=timeout, seed=seed,
-    )  # fmt: skip
-    result = load_generator.measure(plan, os.environ.get(key_variable), progress=not quiet)
-    for option, path, write in (
-        ("--output", output, lambda path: write_json(path, result.as_dict(every_request=True))),
-        ("--picture", picture, lambda path: write_text(path, load_generator.render(result))),
-    ):
-        if path is not None:
-            path = user_path(path, option)
-            with explain_write_errors(path):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write(path)
-    console.print_json(data=result.as_dict()) if as_json else console.print(str(result))
-    if result.failed and result.failed == result.sent:
-        raise DeltuneError(f"all {counted(result.sent, 'request')} failed")
