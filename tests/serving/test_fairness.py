@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 import deltune
 from deltune.serving.encoding import PASS_OVERHEAD
 from deltune.serving.engine import Server
-from deltune.serving.fairness import FairQueue, FairShare
 from deltune.serving.generation import QUANTUM
 from deltune.serving.jobs import Job
 from deltune.serving.lifecycle import Lifecycle
+from deltune.serving.queue import FairQueue, FairShare
 from deltune.serving.requests import Answer, Request, Sampling
 
 from .specimens import ask, check, deltas

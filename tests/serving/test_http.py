@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from deltune.serving.api.auth import add_key
+from deltune.serving.api.tenants import add_key
 from deltune.serving.config import SECTIONS, ServeConfig
 from deltune.serving.loading import load_server
 

@@ -27,13 +27,13 @@ import deltune
 from deltune.errors import DeltuneError
 from deltune.models import load_model, load_tokenizer
 from deltune.runtime.attaching import find_tuned
-from deltune.serving import jobs, padded_decoder, runners
+from deltune.serving import jobs, runners
 from deltune.serving.api.schemas import EmbeddingBody
 from deltune.serving.engine import Server
 from deltune.serving.errors import InvalidRequest, QueueFull, RequestTimeout
 from deltune.serving.jobs import LONG_TEXT, RequestEncoder
-from deltune.serving.padded_decoder import PaddedDecoderRunner
 from deltune.serving.requests import Request, Sampling
+from deltune.serving.runners import PaddedDecoderRunner
 from laws.families import FAMILIES
 from laws.specimens import build, stir
 
@@ -473,7 +473,7 @@ def test_what_caches_hold_counts_against_the_bytes_of_deltas(tmp_path: Path) -> 
 def test_a_fault_between_two_steps_loses_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """When rows cannot be put into one batch, such as for want of memory, each of them hears of it."""
     of = deltas("gpt2", "causal")
-    join = padded_decoder.assemble
+    join = runners.assemble
     faults = iter([MemoryError("no room")])
 
     def failing(*arguments: Any, **options: Any) -> Any:
@@ -486,7 +486,7 @@ def test_a_fault_between_two_steps_loses_no_request(monkeypatch: pytest.MonkeyPa
         futures = []
         with server.stream(ask("generate", 4, 1, None, sampling=long)) as stream:
             next(stream)
-            monkeypatch.setattr(padded_decoder, "assemble", failing)
+            monkeypatch.setattr(runners, "assemble", failing)
             futures = [server.submit(ask("generate", 5, seed, None, sampling=long)) for seed in (2, 3)]
             with pytest.raises(DeltuneError, match="no room"):
                 list(stream)

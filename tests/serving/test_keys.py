@@ -16,8 +16,8 @@ import torch
 
 from deltune.errors import DeltuneError
 from deltune.models import align_padding_token, load_model, load_tokenizer
-from deltune.serving.api import auth
-from deltune.serving.api.auth import KeyFile, KeyFileContents, add_key, read_keys, revoke_key
+from deltune.serving.api import tenants
+from deltune.serving.api.tenants import KeyFile, KeyFileContents, add_key, read_keys, revoke_key
 
 from .served import METHODS, Served, decoder_with_deltas, save_delta, served
 
@@ -61,7 +61,7 @@ def test_a_second_key_keeps_what_is_not_said_again(tmp_path: Path) -> None:
 
 def test_keys_that_are_made_at_the_same_time_are_all_kept(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
-    read, waiting = auth.read_keys, threading.Barrier(4)
+    read, waiting = tenants.read_keys, threading.Barrier(4)
 
     def slow(path: Path) -> KeyFileContents:
         contents = read(path)
@@ -74,7 +74,7 @@ def test_keys_that_are_made_at_the_same_time_are_all_kept(tmp_path: Path) -> Non
 
     add_key(file, "first", {})
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(4) as pool:
-        patch.setattr(auth, "read_keys", slow)
+        patch.setattr(tenants, "read_keys", slow)
         keys = list(pool.map(make, range(4)))
     known = KeyFile(file)
     assert [tenant.name for key in keys if (tenant := known.tenant(key))] == [f"tenant{n}" for n in range(4)]
@@ -82,7 +82,7 @@ def test_keys_that_are_made_at_the_same_time_are_all_kept(tmp_path: Path) -> Non
 
 
 def test_a_running_server_notices_new_and_revoked_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltune.serving.api.auth.LOOK_AGAIN", 0.0)
+    monkeypatch.setattr("deltune.serving.api.tenants.LOOK_AGAIN", 0.0)
     file = tmp_path / "keys.json"
     first = add_key(file, "acme", {})
     known = KeyFile(file)
@@ -155,12 +155,13 @@ def ask(server: Served, method: str, path: str, body: Any, headers: dict[str, st
 
 
 def test_the_table_has_every_route_that_needs_a_key(guarded: Served) -> None:
-    from deltune.serving.api import delta_routes, openai_routes, operation_routes, task_routes
+    from deltune.serving.api import delta_routes, operation_routes
+    from deltune.serving.api import routes as answer_routes
 
     open_to_all = {"/health", "/ready", "/version", "/"}
     routes = {
         (method, route.path)
-        for module in (openai_routes, task_routes, delta_routes, operation_routes)
+        for module in (answer_routes, delta_routes, operation_routes)
         for route in module.router.routes
         for method in route.methods  # type: ignore[attr-defined]
         if route.path not in open_to_all and not route.path.startswith(("/v1/classify", "/v1/tag", "/v1/generate"))  # type: ignore[attr-defined]

@@ -18,12 +18,11 @@ import numpy
 import openai
 import pytest
 
-from deltune.serving.api.auth import Tenant
 from deltune.serving.api.errors import ApiError
-from deltune.serving.api.limits import RateLimits
 from deltune.serving.api.metrics import DeltaLoad, Metrics
 from deltune.serving.api.schemas import ChatBody, ClassifyBody, CompletionBody, TagBody
 from deltune.serving.api.service import parse_body
+from deltune.serving.api.tenants import RateLimits, Tenant
 from deltune.serving.config import MAX_INPUTS, LimitsSection
 from deltune.serving.errors import RequestTimeout
 from deltune.serving.requests import EngineStats
@@ -242,7 +241,7 @@ def test_a_line_of_json_for_each_request(
     decoder: tuple[Path, Path], contents: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Lines have counts and times; inputs and answers only where they are asked for."""
-    from deltune.serving.api.logs import JsonFormatter
+    from deltune.serving.api.app import JsonFormatter
 
     model, deltas = decoder
     caplog.set_level(logging.INFO, "deltune.serving")

@@ -14,10 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
-from deltune.serving.api.auth import Tenant, add_key
 from deltune.serving.api.errors import ApiError
-from deltune.serving.api.limits import NUMBERS_PER_MINUTE
 from deltune.serving.api.managing import AT_ONCE, PER_TENANT, Management
+from deltune.serving.api.tenants import NUMBERS_PER_MINUTE, Tenant, add_key
 from deltune.serving.errors import RequestTimeout
 from deltune.serving.registry import check_delta_name
 from deltune.serving.requests import Request, Sampling

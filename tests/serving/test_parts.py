@@ -20,12 +20,12 @@ import deltune
 import tiny
 from deltune.errors import DeltuneError, error_from_problems
 from deltune.models import load_model, load_tokenizer
-from deltune.serving.admission import Admission
 from deltune.serving.cache import assemble, cache_of, columns, new_cache, row_of, set_columns
 from deltune.serving.catalog import Catalog, Entry
 from deltune.serving.engine import Server
 from deltune.serving.errors import OPERATOR_ADVICE, InvalidRequest, QueueFull, UnknownDelta, refusal
 from deltune.serving.prompt_cache import BLOCK, PromptCache
+from deltune.serving.queue import Admission
 from deltune.serving.requests import Request, Sampling
 from deltune.serving.sampling import TextBuilder, TokenChooser, check_sampling, config_processors
 from laws.families import FAMILIES

@@ -154,17 +154,17 @@ def serve_key(
 
     check_extra("serve", "deltune serve-key needs")
     with fast_imports():
-        from ..serving.api import auth
+        from ..serving.api import tenants as keys
 
     file = user_path(file, "FILE")
     if revoke is not None:
-        owner = auth.revoke_key(file, revoke)
+        owner = keys.revoke_key(file, revoke)
         console.print_json(data={"revoked": revoke, "tenant": owner}) if as_json else console.print(
             f"revoked a key of {owner}"
         )
         return
     if tenant is None:
-        tenants = auth.read_keys(file).tenants
+        tenants = keys.read_keys(file).tenants
         facts = [
             {**one.model_dump(mode="json", exclude={"keys"}), "keys": [key.id for key in one.keys]} for one in tenants
         ]
@@ -174,7 +174,7 @@ def serve_key(
         "deltas": None if deltas is None else tuple(deltas), "base": base, "manage": manage, "admin": admin,
         "requests_per_minute": requests_per_minute, "tokens_per_minute": tokens_per_minute,
     }  # fmt: skip
-    key = auth.add_key(file, tenant, {name: value for name, value in changes.items() if value is not None})
+    key = keys.add_key(file, tenant, {name: value for name, value in changes.items() if value is not None})
     console.print_json(data={"tenant": tenant, "key": key}) if as_json else console.print(key)
     print(f"this key is shown once; {file} keeps a hash of it", file=sys.stderr)
 

@@ -17,8 +17,8 @@ from ..tasks.padding import Side
 from ..tasks.token_classification import first_sub_words, tag_all_words
 from .backbone import Backbone, LoadedDelta
 from .concurrency import ConcurrentPasses, SafeWidths
-from .fairness import FairQueue, FairShare
 from .jobs import Job
+from .queue import FairQueue, FairShare
 from .requests import Answer
 
 

@@ -2,7 +2,7 @@
 
 One thread owns the model. It takes requests from the others, attaches and detaches deltas while no pass runs, and gives
 every request its answer. Passes of an encoder run in threads of their own, which it starts. Here are the ways
-in, the loop of that thread, and the end. Which requests may wait is in `admission`, which delta is meant in `catalog`,
+in, the loop of that thread, and the end. Which requests may wait is in `queue`, which delta is meant in `catalog`,
 how deltas come into memory and go in `lifecycle`, what a batch is in `encoding` and `generation`, and what makes the
 steps of the latter in `runners`.
 """
@@ -38,20 +38,18 @@ from ..errors import (
 from ..filesystem import user_path
 from ..models import load_with_tokenizer
 from ..tasks.padding import padding_side
-from .admission import Admission, check_length, cut_length, readable_length
 from .backbone import Backbones, LoadedDelta
 from .catalog import Catalog, Entry
 from .concurrency import ConcurrentPasses, give_way_to_other_threads, release_worker_threads
 from .encoding import BatchLimits, EncodingLane, LaneContext
 from .errors import UNANSWERED, EngineClosed, InvalidRequest, RequestTimeout, UnknownDelta
-from .fairness import FairShare, FairThread
 from .generation import GenerationLane, GenerationOptions
-from .jobs import LONG_TEXT, Job, Listener, RequestEncoder, check_pair, check_request, check_task, input_size
+from .jobs import LONG_TEXT, Job, Listener, RequestEncoder, Stream, check_pair, check_request, check_task, input_size
 from .lifecycle import Lifecycle, LifecycleContext
 from .prompt_cache import PromptCache
+from .queue import Admission, FairShare, FairThread, check_length, cut_length, readable_length
 from .registry import HEAD_TASKS, FolderFacts, scan
 from .requests import Answer, DeltaInfo, EngineStats, Request, Task, TokenChoice
-from .streams import Stream
 
 logger = logging.getLogger(__name__)
 

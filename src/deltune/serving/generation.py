@@ -19,12 +19,11 @@ from ..errors import DeltuneError
 from .backbone import Backbone
 from .cache import columns, row_of, set_columns
 from .encoding import BatchLimits, LaneContext, answer_of
-from .fairness import FairQueue
 from .jobs import Job, RequestEncoder
-from .padded_decoder import make_decoder_runner
 from .prompt_cache import PromptCache
+from .queue import FairQueue
 from .requests import FinishReason, Sampling, TokenChoice
-from .runners import DecoderRunner, EncoderDecoderRunner, Row, RunningBatch
+from .runners import DecoderRunner, EncoderDecoderRunner, Row, RunningBatch, make_decoder_runner
 from .sampling import TextBuilder, TokenChooser, check_sampling, config_processors
 
 QUANTUM = 32

@@ -22,8 +22,8 @@ from .backbone import Backbones, LoadedDelta, PreparedDelta
 from .catalog import Catalog, Entry
 from .concurrency import thread_pool
 from .errors import EngineClosed, NameTaken, RequestTimeout, UnknownDelta, refusal
-from .fairness import FairShare
 from .jobs import Job
+from .queue import FairShare
 from .registry import FolderFacts, Signature, check_delta_name, read_facts, signature
 from .requests import DeltaInfo
 

@@ -19,9 +19,8 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from ..compat import is_answering
 from ..errors import DeltuneError, check_extra, counted
-from .api.app import create_app
-from .api.auth import KeyFile
-from .api.logs import configure_logs
+from .api.app import configure_logs, create_app
+from .api.tenants import KeyFile
 from .config import HttpSection, ServeConfig
 from .loading import load_server, tune_garbage_collection
 

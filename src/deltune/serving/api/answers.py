@@ -15,10 +15,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from ..requests import Answer, Request, Task, TokenChoice, TokenLogprob
-from .auth import Tenant
 from .errors import ApiError, api_error, error_body
 from .schemas import EmbeddingBody, EncodingBody, RequestBody, StreamBody, TagBody
 from .service import EventStream, Facts, Service, admit, facts_of, gather, merge, service_of, unless_disconnected
+from .tenants import Tenant
 
 MAX_LOGGED = 10_000
 """Characters of an input or an answer in a log that has contents."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import re
 import secrets
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -25,14 +27,14 @@ from ..._version import __version__
 from ...errors import DeltuneError, excerpt, unknown_name
 from ..config import LOCAL_HOSTS, LimitsSection, ServeConfig
 from ..errors import EngineClosed
-from . import delta_routes, openai_routes, operation_routes, task_routes
+from . import delta_routes, operation_routes, routes
 from .errors import ApiError, ClientDisconnected, api_error, error_response
 from .service import GIVEN_UP, Engine, Facts, Service
 
 logger = logging.getLogger("deltune.serving")
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-ROUTES = (openai_routes, task_routes, delta_routes, operation_routes)
+ROUTES = (routes, delta_routes, operation_routes)
 QUIET = ("/health", "/ready", "/metrics", "/stats")
 """Endpoints that are asked all the time: only their errors have a line in the log."""
 
@@ -73,11 +75,11 @@ def create_app(engine: Engine, config: ServeConfig) -> FastAPI:
 
 def _of_framework(http: Request, error: HTTPException) -> ApiError:
     """Return our error for one of the framework's: no such path, or another method."""
-    routes = [route for module in ROUTES for route in module.router.routes if isinstance(route, Route)]
+    known = [route for module in ROUTES for route in module.router.routes if isinstance(route, Route)]
     if error.status_code == 404:
-        return ApiError(404, unknown_name("path", http.url.path, {route.path for route in routes}), "not_found")
+        return ApiError(404, unknown_name("path", http.url.path, {route.path for route in known}), "not_found")
     if error.status_code == 405:
-        matching = [route for route in routes if route.matches(http.scope)[0] is not Match.NONE]
+        matching = [route for route in known if route.matches(http.scope)[0] is not Match.NONE]
         allowed = sorted({method for route in matching for method in route.methods or ()})
         problem = f"{http.method[:20]} is not possible at {excerpt(http.url.path)}; use {' or '.join(allowed)}"
         return ApiError(405, problem, "method_not_allowed", allowed=allowed)
@@ -266,3 +268,36 @@ class Gateway:
             }
         error = error or (facts.error if status == 500 else None)
         logger.log(level, "request", exc_info=error, extra={"facts": line | facts.contents})
+
+
+MAX_TEXT = 10_000
+
+
+class JsonFormatter(logging.Formatter):
+    """A record as one line of JSON; the facts of a request are its fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        line: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "event": record.getMessage(),
+            **getattr(record, "facts", {}),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)[-MAX_TEXT:]
+        return json.dumps(line, ensure_ascii=True, default=str)
+
+
+def configure_logs(level: str) -> None:
+    """Write the logs of the server, and warnings of uvicorn, on standard error as JSON.
+
+    Args:
+        level: "requests", "errors" or "off", as in the config.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter())
+    for name, shown in (("deltune.serving", level), ("uvicorn", "errors")):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel({"requests": logging.INFO, "errors": logging.WARNING, "off": logging.CRITICAL + 1}[shown])

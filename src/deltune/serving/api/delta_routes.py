@@ -15,10 +15,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from ...errors import excerpt
 from ..errors import InvalidRequest
 from ..requests import DeltaInfo
-from .auth import Tenant
 from .errors import ApiError, without_folder
 from .schemas import DeltaBody, LoadBody, UnloadBody
 from .service import Service, admit, read_body, service_of, unknown_model
+from .tenants import Tenant
 
 router = APIRouter()
 

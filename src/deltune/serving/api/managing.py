@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from ..errors import RequestTimeout
-from .auth import Tenant
 from .errors import ApiError
+from .tenants import Tenant
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

@@ -23,12 +23,11 @@ from ...errors import excerpt, unknown_name
 from ..config import ServeConfig
 from ..errors import EngineClosed
 from ..requests import Answer, DeltaInfo, EngineStats, Request, Task, TokenChoice
-from .auth import KeyFile, Tenant, everybody
 from .errors import ApiError, ClientDisconnected, without_folder
-from .limits import RateLimits
 from .managing import Management
 from .metrics import Metrics
 from .schemas import INNER_BODIES
+from .tenants import KeyFile, RateLimits, Tenant, everybody
 
 T = TypeVar("T")
 Body = TypeVar("Body", bound=BaseModel)
