@@ -56,19 +56,12 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, eq=False)
 class Preamble:
-    """The keys and values of what a delta puts before every text: its prefix and its prompt.
+    """The keys and values of what a delta puts before every text: its prefix and its prompt."""
 
-    Attributes:
-        prefix: How many columns its prefix has.
-        columns: How many columns its prefix and its prompt have.
-        states: These columns, the prefix first.
-        edits: The edits that no pass need apply where a cache holds these columns.
-    """
-
-    prefix: int
-    columns: int
-    states: States
-    edits: frozenset[Edit]
+    prefix: int  # how many columns its prefix has
+    columns: int  # how many columns its prefix and its prompt have
+    states: States  # these columns, the prefix first
+    edits: frozenset[Edit]  # the edits that no pass need apply where a cache holds these columns
 
     @property
     def bytes(self) -> int:
@@ -78,61 +71,36 @@ class Preamble:
 
 @dataclass(eq=False)
 class LoadedDelta:
-    """One version of a delta in memory, or the base model. Requests pin it as long as they need it.
+    """One version of a delta in memory, or the base model. Requests pin it as long as they need it."""
 
-    Attributes:
-        name: The name that clients use; None for the base model.
-        version: A digest of its files.
-        backbone: The model that it is attached to.
-        internal: Its name there; None for the base model.
-        method: Its expression.
-        parameters: How many numbers it has.
-        labels: The names of its labels, in the order of their ids.
-        problem_type: What the outputs of its head mean, as in a configuration of transformers.
-        tasks: What it can be asked.
-        group: Rows of deltas with the same group may share a batch.
-        prompt_length: How many rows it puts before the text.
-        prompt_shift: How many positions these rows take.
-        prompt_edits: The edits that put them there.
-        prefix: Its prefixes, where a cache may hold them, or None.
-        preamble: What a cache holds before the text of each of its rows; None until the first of them is read.
-        shifts: By how many positions it moves the tokens of each stack besides, by name of the stack.
-        own_bytes: The size of its tensors.
-        max_length: The length in tokens to which its run cuts texts, or None.
-        takes_pairs: Whether its run classifies pairs of texts; None where no run says so.
-        users: How many requests need it now.
-        used: Whether a request has used it since it was loaded.
-        last_used: When it was last needed, on the monotonic clock.
-        loaded_at: When it was loaded, in seconds since the epoch.
-        retired: Whether a newer version or nothing has taken its place, so that it goes when nobody needs it.
-        permanent: Whether it is never dropped from memory: the base model, and what was attached before.
-    """
-
-    name: str | None
-    version: str
-    backbone: Backbone
-    internal: str | None
-    method: str = ""
-    parameters: int = 0
-    labels: tuple[str, ...] = ()
-    problem_type: str | None = None
-    tasks: tuple[Task, ...] = ()
-    group: str = ""
-    prompt_length: int = 0
-    prompt_shift: int = 0
-    prompt_edits: frozenset[Edit] = frozenset()
-    prefix: CacheablePrefix | None = None
+    name: str | None  # the name that clients use; None for the base model
+    version: str  # a digest of its files
+    backbone: Backbone  # the model that it is attached to
+    internal: str | None  # its name there; None for the base model
+    method: str = ""  # its expression
+    parameters: int = 0  # how many numbers it has
+    labels: tuple[str, ...] = ()  # the names of its labels, in the order of their ids
+    problem_type: str | None = None  # what the outputs of its head mean, as in a configuration of transformers
+    tasks: tuple[Task, ...] = ()  # what it can be asked
+    group: str = ""  # rows of deltas with the same group may share a batch
+    prompt_length: int = 0  # how many rows it puts before the text
+    prompt_shift: int = 0  # how many positions these rows take
+    prompt_edits: frozenset[Edit] = frozenset()  # the edits that put them there
+    prefix: CacheablePrefix | None = None  # its prefixes, where a cache may hold them, or None
+    # what a cache holds before the text of each of its rows; None until the first of them is read
     preamble: Preamble | None = None
+    # by how many positions it moves the tokens of each stack besides, by name of the stack
     shifts: dict[str, int] = field(default_factory=dict)
-    own_bytes: int = 0
-    max_length: int | None = None
-    takes_pairs: bool | None = None
-    users: int = 0
-    used: bool = False
-    last_used: float = 0.0
-    loaded_at: float | None = None
+    own_bytes: int = 0  # the size of its tensors
+    max_length: int | None = None  # the length in tokens to which its run cuts texts, or None
+    takes_pairs: bool | None = None  # whether its run classifies pairs of texts; None where no run says so
+    users: int = 0  # how many requests need it now
+    used: bool = False  # whether a request has used it since it was loaded
+    last_used: float = 0.0  # when it was last needed, on the monotonic clock
+    loaded_at: float | None = None  # when it was loaded, in seconds since the epoch
+    # whether a newer version or nothing has taken its place, so that it goes when nobody needs it
     retired: bool = False
-    permanent: bool = False
+    permanent: bool = False  # whether it is never dropped from memory: the base model, and what was attached before
 
     @property
     def bytes(self) -> int:
@@ -142,33 +110,20 @@ class LoadedDelta:
 
 @dataclass(frozen=True)
 class PreparedDelta:
-    """A delta that was read and checked, and waits to be attached.
+    """A delta that was read and checked, and waits to be attached."""
 
-    Attributes:
-        name: The name that clients use.
-        facts: What its files say.
-        backbone: The model that it fits.
-        delta: Its module.
-        labels: Its labels.
-        bytes: Its size in memory.
-    """
-
-    name: str
-    facts: FolderFacts
-    backbone: Backbone
-    delta: Delta
+    name: str  # the name that clients use
+    facts: FolderFacts  # what its files say
+    backbone: Backbone  # the model that it fits
+    delta: Delta  # its module
     labels: HeadLabels
-    bytes: int
+    bytes: int  # its size in memory
 
 
 class Backbone:
     """A model of one class with the deltas that are attached to it.
 
     Only one thread may attach and detach. It waits for the passes of other threads. `prepare` may be called by any one.
-
-    Args:
-        model: The model.
-        head: Its head, one of `registry.HEAD_TASKS`.
     """
 
     def __init__(self, model: PreTrainedModel, head: str) -> None:
@@ -192,11 +147,7 @@ class Backbone:
     # -- what is attached
 
     def base(self, tasks: tuple[Task, ...]) -> LoadedDelta:
-        """Return the base model as something that can be asked.
-
-        Args:
-            tasks: What it can be asked.
-        """
+        """Return the base model as something that can be asked."""
         labels = self.handle._base_labels
         names = tuple(name for _, name in labels.id2label) if set(tasks) & {"classify", "tag"} else ()
         return LoadedDelta(
@@ -209,17 +160,7 @@ class Backbone:
             yield self._loaded(name, name, "attached", self.handle.delta(name), time.time())
 
     def prepare(self, name: str, folder: Path, facts: FolderFacts, seen: Signature) -> PreparedDelta:
-        """Read a delta and check that it fits this model, without attaching it.
-
-        Args:
-            name: The name that clients use.
-            folder: Its folder.
-            facts: What its files say.
-            seen: The signature of the files that say so.
-
-        Raises:
-            DeltuneError: It does not fit, or its files are damaged or were changed meanwhile.
-        """
+        """Read a delta and check that it fits this model, without attaching it."""
         where, _ = locate_delta(folder)
         try:
             delta, labels = read_delta(self.handle, where)
@@ -234,14 +175,7 @@ class Backbone:
         return PreparedDelta(name, facts, self, delta, labels, size)
 
     def attach(self, prepared: PreparedDelta) -> LoadedDelta:
-        """Attach a delta.
-
-        Args:
-            prepared: What `prepare` returned.
-
-        Raises:
-            DeltuneError: The model's forward pass does not reach all of it.
-        """
+        """Attach a delta."""
         internal = f"deltune-serving-{next(_numbers)}"
         with torch.inference_mode(False):
             add_delta(self.handle, internal, prepared.delta, prepared.labels)
@@ -258,14 +192,7 @@ class Backbone:
         return loaded
 
     def attach_trial(self, method: str) -> LoadedDelta:
-        """Attach a delta with random values, to measure what the model does with its kind.
-
-        Args:
-            method: Its expression.
-
-        Raises:
-            DeltuneError: The model cannot have it.
-        """
+        """Attach a delta with random values, to measure what the model does with its kind."""
         parsed = parse(method)
         delta = Delta(parsed, self.handle._resolve(parsed), (), "freeze")
         made = torch.Generator().manual_seed(0)
@@ -315,11 +242,7 @@ class Backbone:
         return "none" if any(form.positions == "none" for form in prompts) else ""
 
     def detach(self, loaded: LoadedDelta) -> None:
-        """Detach a version that nobody needs any more.
-
-        Args:
-            loaded: The version.
-        """
+        """Detach a version that nobody needs any more."""
         loaded.prompt_edits, loaded.prefix, loaded.preamble = frozenset(), None, None
         if loaded.internal in self._attached:
             self._attached.discard(loaded.internal)
@@ -348,23 +271,14 @@ class Backbone:
     ) -> T:
         """Run passes of the model in which each row uses its own delta.
 
-        Args:
-            rows: The delta of each row.
-            call: Runs the model.
-            place: Whether the tensors of a delta that all rows use may be put into the model. False where another
-                thread runs passes with other deltas at the same time.
-            left_out: As for `inference_rows`.
+        With `place`, the tensors of a delta that all rows use may be put into the model; without, another thread may run
+        passes with other deltas at the same time. `left_out` is as for `inference_rows`.
         """
         with torch.inference_mode(), inference_rows(self.handle, [row.internal for row in rows], place, left_out):
             return call()
 
     def positions(self, stack: str, loaded: LoadedDelta) -> int:
-        """Return how many tokens a stack has positions for, beside what a delta takes of them.
-
-        Args:
-            stack: The name of the stack.
-            loaded: The delta.
-        """
+        """Return how many tokens a stack has positions for, beside what a delta takes of them."""
         facts = self.stacks[stack]
         config = self.model.config.get_text_config()
         configured = getattr(config, "max_position_embeddings", None)
@@ -380,11 +294,7 @@ class Backbone:
 
 
 def longrope_limit(model: PreTrainedModel) -> int | None:
-    """Return the length beyond which one row changes the rotary positions of all rows of its batch, or None.
-
-    Args:
-        model: A model; those with `rope_type="longrope"` have such a length.
-    """
+    """Return the length beyond which one row changes the rotary positions of all rows of its batch, or None."""
     parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     kinds = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]  # by type of layer
     limits = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
@@ -397,11 +307,7 @@ def model_head(model: PreTrainedModel) -> str:
 
 
 class Backbones:
-    """The models of one server, by head. Other heads than the first get a model with the same parameters.
-
-    Args:
-        model: The model that the server was made for.
-    """
+    """The models of one server, by head. Other heads than the first get a model with the same parameters."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.first = Backbone(model, model_head(model))
@@ -409,38 +315,19 @@ class Backbones:
         self._lock = threading.Lock()
 
     def for_head(self, head: str) -> Backbone:
-        """Return the model with a head, which is made when it is first needed.
-
-        Args:
-            head: The head.
-
-        Raises:
-            DeltuneError: It cannot be made of the weights that are in memory.
-        """
+        """Return the model with a head, which is made when it is first needed."""
         with self._lock:
             if head not in self._by_head:
                 self._by_head[head] = Backbone(sibling(self.first, head), head)
             return self._by_head[head]
 
     def head_of(self, facts: FolderFacts) -> str:
-        """Return the head of the model that a delta is loaded on: without one of its own it may use the server's model.
-
-        Args:
-            facts: What the files of the delta say.
-        """
+        """Return the head of the model that a delta is loaded on: the server's, if the delta has none of its own."""
         head = self.first.head
         return head if facts.head == head or (not facts.has_head and facts.head == "base") else facts.head
 
     def check(self, facts: FolderFacts, folder: Path) -> None:
-        """Check what the files of a delta say about it, before its tensors are read. Any thread may call it.
-
-        Args:
-            facts: What they say.
-            folder: Its folder.
-
-        Raises:
-            DeltuneError: It was tuned on another base model, or for a head that the server's model cannot have.
-        """
+        """Check what the files of a delta say about it, before its tensors are read. Any thread may call it."""
         if facts.base is not None:
             check_base_of_delta(self.first.handle, facts.base, folder)
         if (head := self.head_of(facts)) != self.first.head:
@@ -457,15 +344,7 @@ class Backbones:
 
 
 def sibling_class(first: Backbone, head: str) -> type[PreTrainedModel]:
-    """Return the class of a model with another head over the parameters of a model.
-
-    Args:
-        first: The model.
-        head: The head of the other one.
-
-    Raises:
-        DeltuneError: The family has no such class.
-    """
+    """Return the class of a model with another head over the parameters of a model."""
     model, kind = first.model, type(first.model).__name__
     classes = auto_class_mapping(getattr(transformers, AUTO_CLASSES[head])).get(type(model.config), ())
     chosen = classes[0] if isinstance(classes, tuple) and classes else classes
@@ -478,15 +357,7 @@ def sibling_class(first: Backbone, head: str) -> type[PreTrainedModel]:
 
 
 def sibling(first: Backbone, head: str) -> PreTrainedModel:
-    """Return a model of another class over the parameters of a model; its head is empty, since deltas bring theirs.
-
-    Args:
-        first: The model.
-        head: The head of the new one.
-
-    Raises:
-        DeltuneError: The family has no such class, or it needs weights that the model does not have.
-    """
+    """Return a model of another class over the parameters of a model; its head is empty, since deltas bring theirs."""
     chosen = sibling_class(first, head)
     config = base_config(first.handle)
     implementation = str(attention_implementation(config) or "eager").removeprefix(PREFIX)
@@ -535,12 +406,7 @@ def _share(first: Backbone, made: PreTrainedModel, kind: str) -> None:
 
 @contextmanager
 def replaced_output(module: nn.Module, make: Callable[[], torch.Tensor]) -> Iterator[None]:
-    """Let a module return something else inside the block, in passes of the thread that entered it.
-
-    Args:
-        module: The module.
-        make: Returns its output.
-    """
+    """Let a module return something else inside the block, in passes of the thread that entered it."""
     thread = threading.get_ident()
 
     def replace(*_: Any) -> torch.Tensor | None:

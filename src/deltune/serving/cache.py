@@ -109,10 +109,7 @@ def _layers(cache: Cache) -> list[RowsLayer]:
 def assemble(parts: Sequence[Part], width: int, at_end: bool = True) -> Cache:
     """Return one cache with the chosen rows of several caches, padded to one width.
 
-    Args:
-        parts: The caches and their rows.
-        width: The number of columns; a row has at most as many that are no padding.
-        at_end: Whether the rows end together; otherwise they begin together.
+    Rows end together `at_end`; otherwise they begin together.
     """
     made = new_cache()
     spare = SPARE_COLUMNS if at_end else 0
@@ -148,13 +145,7 @@ def _joined(parts: Sequence[tuple[torch.Tensor, Sequence[int]]], width: int, spa
 
 
 def empty_columns(like: Cache, rows: int, width: int) -> Cache:
-    """Return a cache with zeros for some rows and columns.
-
-    Args:
-        like: A cache of the same model.
-        rows: The number of rows.
-        width: The number of columns.
-    """
+    """Return a cache with zeros for some rows and columns."""
     made = new_cache()
     for source in _layers(like):
         layer = RowsLayer()
@@ -170,12 +161,7 @@ def empty_columns(like: Cache, rows: int, width: int) -> Cache:
 
 
 def fits(cache: Cache, states: States) -> bool:
-    """Return whether keys and values can be columns of a cache.
-
-    Args:
-        cache: The cache.
-        states: The keys and values of each layer.
-    """
+    """Return whether keys and values can be columns of a cache."""
     layers = [(layer.keys, layer.values) for layer in _layers(cache)]
     return len(layers) == len(states) and all(
         kept is not None and kept.shape[1] == new.shape[1] and kept.shape[-1] == new.shape[-1]
@@ -186,15 +172,7 @@ def fits(cache: Cache, states: States) -> bool:
 
 
 def write_columns(cache: Cache, row: int, end: int, states: States, length: int) -> int:
-    """Write keys and values into the columns of one row that stand before a column; return the first one written.
-
-    Args:
-        cache: What `empty_columns` returned.
-        row: The number of the row.
-        end: The first column after them.
-        states: The keys and values of each layer.
-        length: How many of their columns to take, from the first on.
-    """
+    """Write keys and values into the columns of one row that stand before a column; return the first one written."""
     for layer, pair in zip(_layers(cache), states, strict=True):
         for kept, new in zip((layer.keys, layer.values), pair or (), strict=pair is not None):
             assert kept is not None
@@ -205,11 +183,7 @@ def write_columns(cache: Cache, row: int, end: int, states: States, length: int)
 def close_gaps(cache: Cache, middle: int, before: Sequence[int], after: Sequence[int]) -> Cache:
     """Return a cache in which the columns of each row stand together at the end.
 
-    Args:
-        cache: The cache. The columns of a row end at `middle` and at the last column.
-        middle: The number of columns up to there.
-        before: How many columns each row has that end at `middle`.
-        after: How many it has that end at the last.
+    Before, those of a row end at `middle` and at the last column: `before` and `after` say how many.
     """
     width = max(one + other for one, other in zip(before, after, strict=True))
     made = assemble([(cache, range(len(before)))], width)
@@ -223,13 +197,7 @@ def close_gaps(cache: Cache, middle: int, before: Sequence[int], after: Sequence
 
 
 def row_of(cache: Cache, row: int, length: int) -> States:
-    """Return copies of the last columns of one row, layer by layer.
-
-    Args:
-        cache: The cache.
-        row: The number of the row.
-        length: How many of its columns are no padding.
-    """
+    """Return copies of the last columns of one row, layer by layer."""
     copies: States = []
     for layer in _layers(cache):
         if layer.keys is None or layer.values is None:
@@ -241,12 +209,7 @@ def row_of(cache: Cache, row: int, length: int) -> States:
 
 
 def cache_of(layers: States, length: int) -> Cache:
-    """Return a cache of one row with the first columns of what `row_of` returned.
-
-    Args:
-        layers: The copies; they are not changed.
-        length: How many columns to take.
-    """
+    """Return a cache of one row with the first columns of what `row_of` returned."""
     made = new_cache()
     for states in layers:
         layer = RowsLayer()

@@ -25,42 +25,23 @@ NAMED_FOLDERS = 8
 
 @dataclass(eq=False)
 class Entry:
-    """A delta by its name: its folder, and the version in memory.
-
-    Attributes:
-        name: Its name.
-        folder: Its folder; None if it was attached before the server was made.
-        facts: What its files said when they were last read.
-        seen: The signature of its files at that time.
-        current: The version in memory, or None.
-        waiting: Requests that wait until it is in memory.
-        error: Why its newest files were refused, or "". Clients read it, so that it has no calls of Python.
-        in_python: What a caller of Python can do about it.
-        refused: The signature of the files that were refused.
-        listed: Whether it is in the server's directory, so that it goes when its folder goes.
-        requested: Whether a call of `load` has brought it.
-    """
+    """A delta by its name: its folder, and the version in memory."""
 
     name: str
-    folder: Path | None
-    facts: FolderFacts | None = None
-    seen: Signature = ()
-    current: LoadedDelta | None = None
-    waiting: deque[Job] = field(default_factory=deque)
-    error: str = ""
-    in_python: str = ""
-    refused: Signature = ()
-    listed: bool = False
-    requested: bool = False
+    folder: Path | None  # its folder; None if it was attached before the server was made
+    facts: FolderFacts | None = None  # what its files said when they were last read
+    seen: Signature = ()  # the signature of its files at that time
+    current: LoadedDelta | None = None  # the version in memory, or None
+    waiting: deque[Job] = field(default_factory=deque)  # requests that wait until it is in memory
+    error: str = ""  # why its newest files were refused, or "". Clients read it, so that it has no calls of Python
+    in_python: str = ""  # what a caller of Python can do about it
+    refused: Signature = ()  # the signature of the files that were refused
+    listed: bool = False  # whether it is in the server's directory, so that it goes when its folder goes
+    requested: bool = False  # whether a call of `load` has brought it
     _info: tuple[tuple[object, ...], DeltaInfo] | None = None
 
     def refuse(self, error: DeltuneError, seen: Signature) -> None:
-        """Note and log why its newest files were refused; the version in memory goes on.
-
-        Args:
-            error: The reason.
-            seen: The signature of the files.
-        """
+        """Note and log why its newest files were refused; the version in memory goes on."""
         reason = error.without_python
         if seen != self.refused or reason != self.error:
             goes_on = "" if self.current is None else f"; version {self.current.version} goes on"
@@ -102,12 +83,6 @@ class Entry:
 class Catalog:
     """All deltas that a server knows. Any thread may call it.
 
-    Args:
-        root: The directory of deltas, or None.
-        attached: The deltas that were attached to the model before.
-        check: Checks what the files of a delta say, before its tensors are read.
-        lock: The engine's.
-
     Of every entry there is a version in memory, or it is known what its files say, or why they were refused. Files are
     read by those who look at the directory or load a delta, and by nobody who asks.
 
@@ -144,15 +119,7 @@ class Catalog:
         return self.root is not None and (self.root / name).is_dir()
 
     def remove(self, name: str, folder_stays: bool = True) -> Entry:
-        """Take a delta out, and leave it out though its folder stays.
-
-        Args:
-            name: Its name.
-            folder_stays: Whether the directory has its folder, as `has_folder` says.
-
-        Raises:
-            UnknownDelta: There is no such delta.
-        """
+        """Take a delta out, and leave it out though its folder stays."""
         with self._lock:
             entry = self.entries.get(name)
             if entry is None:
@@ -172,15 +139,7 @@ class Catalog:
         return sum(not entry.listed and entry.folder is not None for entry in self.entries.values())
 
     def folder_of(self, name: str, folder: str | Path | None) -> Path:
-        """Return the folder that a delta is to be loaded from.
-
-        Args:
-            name: Its name.
-            folder: Its folder, if one is given.
-
-        Raises:
-            UnknownDelta: None is given, and the directory has none of this name.
-        """
+        """Return the folder that a delta is to be loaded from."""
         if folder is not None:
             where = user_path(folder, "folder")
             listed = None if self.root is None else self.root / name
@@ -195,11 +154,7 @@ class Catalog:
         return self.root / name
 
     def look(self) -> tuple[list[Entry], list[Entry]]:
-        """Look at the directory again, and read the facts about new folders and about changed ones.
-
-        Returns:
-            The entries in memory whose files changed, and those whose folder is gone, which are listed no more.
-        """
+        """Look at the directory again, and read the facts about new folders and about changed ones."""
         assert self.root is not None
         listed = [entry for entry in self.entries.values() if entry.listed]  # before the scan: others are newer than it
         listing = scan(self.root)
@@ -272,14 +227,7 @@ class Catalog:
             return [entry.info for _, entry in sorted(self.entries.items())]
 
     def facts(self, entry: Entry) -> LoadedDelta | FolderFacts:
-        """Return what is known of a delta: its version in memory, or else what its files say.
-
-        Args:
-            entry: The delta.
-
-        Raises:
-            DeltuneError: They were refused.
-        """
+        """Return what is known of a delta: its version in memory, or else what its files say."""
         with self._lock:
             if entry.current is not None:
                 return entry.current

@@ -72,11 +72,7 @@ def give_way_to_other_threads() -> None:
 def thread_pool(workers: int, share: int, name: str, gives_way: bool = False) -> ThreadPoolExecutor:
     """Return a pool whose threads run by now, each computing on a number of torch's threads of its own.
 
-    Args:
-        workers: The number of threads of the pool.
-        share: The number of torch's threads for each; those of this thread and of others stay as they are.
-        name: What the names of the threads begin with.
-        gives_way: Whether they give way to the other threads of the process.
+    Each has `share` of torch's threads; those of this thread and of others stay as they are.
     """
     threads, started = torch.get_num_threads(), threading.Barrier(workers + 1)
 
@@ -103,11 +99,6 @@ class ConcurrentPasses:
     ended gets the next one while the other still computes.
 
     Only the thread that begins passes may call its methods, but for `close`.
-
-    Args:
-        most: The most passes that run at the same time. The threads of torch are divided among them; those of this
-            thread and of others stay as they are.
-        notify: Is called in the thread of a pass when it has ended.
     """
 
     def __init__(self, most: int, notify: Callable[[], None]) -> None:
@@ -133,12 +124,7 @@ class ConcurrentPasses:
         return any(future.done() for future in self._running)
 
     def begin(self, run: Callable[[], T], on_result: Callable[[T], None]) -> None:
-        """Begin a pass beside those that run.
-
-        Args:
-            run: Runs the pass and returns its result.
-            on_result: Is called with the result by `take_results` or `wait`.
-        """
+        """Begin a pass beside those that run."""
         assert self._pool is not None and self.free
         release_worker_threads()
         future = self._pool.submit(_run_and_release, run)
@@ -146,19 +132,11 @@ class ConcurrentPasses:
         future.add_done_callback(lambda _: self._notify())
 
     def take_results(self) -> None:
-        """Call `on_result` of the passes that have ended.
-
-        Raises:
-            Exception: What one of them, or its `on_result`, has raised.
-        """
+        """Call `on_result` of the passes that have ended."""
         self._take_results(wait_for_all=False)
 
     def wait(self) -> None:
-        """Wait until no pass runs, and call `on_result` of each as soon as it has ended.
-
-        Raises:
-            Exception: What one of them, or its `on_result`, has raised.
-        """
+        """Wait until no pass runs, and call `on_result` of each as soon as it has ended."""
         self._take_results(wait_for_all=True)
 
     def _take_results(self, wait_for_all: bool) -> None:
@@ -197,9 +175,6 @@ class SafeWidths:
     rotary positions, tables of positions that grow, BigBird's kind of attention. Passes at the same time would read
     each other's. Lengths between two that changed nothing are taken to change nothing either, since such models do one
     thing below a length and another above it.
-
-    Args:
-        model: The model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -209,21 +184,12 @@ class SafeWidths:
         self.keeps_state = False
 
     def includes(self, width: int) -> bool:
-        """Return whether a pass of a length may run beside others.
-
-        Args:
-            width: The length.
-        """
+        """Return whether a pass of a length may run beside others."""
         known = self.shortest is not None and self.longest is not None
         return known and not self.keeps_state and self.shortest <= width <= self.longest  # type: ignore[operator]
 
     def observe(self, width: int, run: Callable[[], T]) -> T:
-        """Run a pass beside no other, and note whether it changed anything in a module.
-
-        Args:
-            width: Its length.
-            run: Runs the model.
-        """
+        """Run a pass beside no other, and note whether it changed anything in a module."""
         if self.keeps_state or self.includes(width):
             return run()
         before = self._state()

@@ -207,11 +207,7 @@ LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 class ServeConfig(BaseModel):
-    """Everything that `deltune serve` can be told.
-
-    Raises:
-        DeltuneError: Some values are wrong; the message lists every problem at once (`from_values`).
-    """
+    """Everything that `deltune serve` can be told."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -225,14 +221,7 @@ class ServeConfig(BaseModel):
 
     @classmethod
     def from_values(cls, *sources: Mapping[str, Any]) -> ServeConfig:
-        """Make a config from values by flat names, by section.field, or in sections; later sources win.
-
-        Args:
-            sources: Such as the values of a file and those of options.
-
-        Raises:
-            DeltuneError: Some values are wrong; the message lists every problem at once.
-        """
+        """Make a config from values by flat names, by section.field, or in sections; later sources win."""
         problems: list[str] = []
         merged: dict[str, Any] = {}
         for source in sources:

@@ -24,21 +24,13 @@ from .requests import Answer
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """How large batches are, and how long requests wait for others.
+    """How large batches are, and how long requests wait for others."""
 
-    Attributes:
-        tokens: The most tokens of a batch, padding included; a longer request has a batch of its own.
-        rows: The most requests in a batch.
-        wait: The longest wait for a fuller batch, in seconds.
-        prefill: The most tokens of a decoder's prompt that are read in one step; longer ones are read in parts.
-        pass_seconds: About how long a pass of an encoder takes at most, by the speed of the passes before.
-    """
-
-    tokens: int
-    rows: int
-    wait: float
-    prefill: int = 512
-    pass_seconds: float = 0.1
+    tokens: int  # the most tokens of a batch, padding included; a longer request has a batch of its own
+    rows: int  # the most requests in a batch
+    wait: float  # the longest wait for a fuller batch, in seconds
+    prefill: int = 512  # the most tokens of a decoder's prompt that are read in one step; longer ones are read in parts
+    pass_seconds: float = 0.1  # about how long a pass of an encoder takes at most, by the speed of the passes before
 
 
 PASS_OVERHEAD = {"cpu": 64, "cuda": 4096}
@@ -46,41 +38,22 @@ PASS_OVERHEAD = {"cpu": 64, "cuda": 4096}
 
 
 def pass_overhead(device: torch.device) -> int:
-    """Return what a pass costs besides its tokens, as the number of tokens that take as long.
-
-    Args:
-        device: The device of the model.
-    """
+    """Return what a pass costs besides its tokens, as the number of tokens that take as long."""
     return PASS_OVERHEAD.get(device.type, PASS_OVERHEAD["cuda"])
 
 
 @dataclass(frozen=True)
 class LaneContext:
-    """What an engine gives to all of its lanes.
+    """What an engine gives to all of its lanes."""
 
-    Attributes:
-        share: The counters of the tenants.
-        start: Is called with requests whose first batch begins.
-        finish: Is called once for each request, with its answer or error.
-        passes: Runs passes of an encoder at the same time.
-    """
-
-    share: FairShare
-    start: Callable[[Job], None]
-    finish: Callable[[Job, Answer | BaseException], None]
-    passes: ConcurrentPasses
+    share: FairShare  # the counters of the tenants
+    start: Callable[[Job], None]  # is called with requests whose first batch begins
+    finish: Callable[[Job, Answer | BaseException], None]  # is called once for each request, with its answer or error
+    passes: ConcurrentPasses  # runs passes of an encoder at the same time
 
 
 class EncodingLane:
-    """Requests that may share a pass of an encoder.
-
-    Args:
-        backbone: The model.
-        task: "labels" for classify and tag, "embed" for embeddings.
-        side: The side on which rows are padded; None where only rows of the same length may share a pass.
-        limits: How large batches are.
-        context: What all lanes of the engine have.
-    """
+    """Requests that may share a pass of an encoder."""
 
     def __init__(
         self, backbone: Backbone, task: str, side: Side | None, limits: BatchLimits, context: LaneContext
@@ -165,23 +138,13 @@ class EncodingLane:
             self.context.start(job)
 
     def _passes_for(self, jobs: Sequence[Job], later: int) -> int:
-        """In how many passes at the same time requests are answered: none of them should cost more than it computes.
-
-        Args:
-            jobs: The requests.
-            later: How many passes there are to run besides.
-        """
+        """In how many passes at the same time requests are answered: none of them should cost more than it computes."""
         if self.safe_widths.keeps_state:
             return 1
         return max(1, min(self.context.passes.most - later, len(jobs) * _width(jobs) // self.overhead))
 
     def _answers(self, jobs: list[Job], place: bool) -> tuple[list[Answer | BaseException] | Exception, float]:
-        """Answer requests in one pass, after sorting them by delta, or return the error of the pass; and its seconds.
-
-        Args:
-            jobs: The requests.
-            place: Whether all passes that run meanwhile use the same delta, whose tensors are then put into the model.
-        """
+        """Answer requests in one pass, sorted by delta, or return the error of the pass; and its seconds."""
         jobs.sort(key=lambda job: job.version.internal or "")
         began = time.perf_counter()
         try:
@@ -190,12 +153,7 @@ class EncodingLane:
             return error, time.perf_counter() - began
 
     def _finish(self, jobs: list[Job], result: tuple[list[Answer | BaseException] | Exception, float]) -> None:
-        """Give the requests of a pass their answers.
-
-        Args:
-            jobs: The requests.
-            result: What `_answers` returned.
-        """
+        """Give the requests of a pass their answers."""
         answers, seconds = result
         for job in jobs:
             job.in_pass = False
@@ -307,12 +265,6 @@ def _with_light_tenants(
 
     A light tenant would otherwise wait for as many passes as there are lengths among the requests before its own.
     Requests that would make the pass far longer have one of their own nevertheless.
-
-    Args:
-        waiting: The requests that may share a pass, the next one first.
-        similar: Those of similar length as the next one.
-        light: The tenants that have few requests.
-        room: The most tokens of the pass, padding and prompts included.
     """
     first, *others = waiting
     longest = LONGER * _width(similar)
@@ -334,12 +286,6 @@ def split_by_length(
     """Split requests into passes so that the fewest tokens are computed, padding and prompts included.
 
     A pass is as long as its longest text and its longest prompt together, for all of its rows.
-
-    Args:
-        requests: The requests.
-        lengths: Returns the lengths of a request's prompt and of its text.
-        overhead: What a further pass costs, in tokens.
-        tokens: The most tokens of a pass, padding and prompts included; a longer request has a pass of its own.
     """
     ordered = sorted(requests, key=lengths)
     sizes = [lengths(request) for request in ordered]
@@ -366,13 +312,7 @@ def split_by_length(
 
 
 def split_evenly(requests: Sequence[T], lengths: Callable[[T], tuple[int, int]], most: int) -> list[list[T]]:
-    """Split requests into passes that run at the same time, so that the largest of them is as small as possible.
-
-    Args:
-        requests: The requests.
-        lengths: Returns the lengths of a request's prompt and of its text.
-        most: The most passes.
-    """
+    """Split requests into passes that run at the same time, so that the largest of them is as small as possible."""
     ordered = sorted(requests, key=lengths)
 
     def parts_of(size: int) -> list[list[T]]:
@@ -405,12 +345,7 @@ def _not_finite(job: Job) -> DeltuneError:
 
 
 def answer_of(job: Job, **values: Any) -> Answer:
-    """Return the answer of a request, with the times and versions that every answer has.
-
-    Args:
-        job: The request.
-        **values: Other attributes of the answer.
-    """
+    """Return the answer of a request, with the times and versions that every answer has."""
     now = time.monotonic()
     started = now if job.started is None else job.started
     return Answer(

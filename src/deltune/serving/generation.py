@@ -32,28 +32,17 @@ QUANTUM = 32
 
 @dataclass
 class GenerationOptions:
-    """What all lanes of a server share.
+    """What all lanes of a server share."""
 
-    Attributes:
-        limits: How large batches are.
-        encoder: Turns tokens into text.
-        prompt_cache: The beginnings of prompts.
-        count: Counts generated tokens.
-        runners: What makes the steps of each model.
-    """
-
-    limits: BatchLimits
-    encoder: RequestEncoder
-    prompt_cache: PromptCache
-    count: Callable[[int], None]
+    limits: BatchLimits  # how large batches are
+    encoder: RequestEncoder  # turns tokens into text
+    prompt_cache: PromptCache  # the beginnings of prompts
+    count: Callable[[int], None]  # counts generated tokens
+    # what makes the steps of each model
     runners: dict[Backbone, DecoderRunner | EncoderDecoderRunner] = field(default_factory=dict)
 
     def runner(self, backbone: Backbone) -> DecoderRunner | EncoderDecoderRunner:
-        """Return what makes the steps of a model; all lanes of the model have the same.
-
-        Args:
-            backbone: The model.
-        """
+        """Return what makes the steps of a model; all lanes of the model have the same."""
         if backbone not in self.runners:
             if backbone.is_encoder_decoder:
                 self.runners[backbone] = EncoderDecoderRunner(backbone, self.encoder.tokenizer)
@@ -62,25 +51,12 @@ class GenerationOptions:
         return self.runners[backbone]
 
     def check(self, sampling: Sampling) -> None:
-        """Check the settings of a request.
-
-        Args:
-            sampling: The settings.
-
-        Raises:
-            InvalidRequest: They cannot be used.
-        """
+        """Check the settings of a request."""
         check_sampling(sampling, self.encoder.tokenizer is not None)
 
 
 class GenerationLane:
-    """Requests that may share the batches of a language model.
-
-    Args:
-        backbone: The model.
-        options: What all lanes of a server share about generating.
-        context: What all lanes of the engine have.
-    """
+    """Requests that may share the batches of a language model."""
 
     def __init__(self, backbone: Backbone, options: GenerationOptions, context: LaneContext) -> None:
         self.backbone, self.options = backbone, options
@@ -106,19 +82,11 @@ class GenerationLane:
         yield from (*self.queue.heads(), *self.long.heads())
 
     def due(self, now: float) -> float:
-        """Return in how many seconds a step should begin: a running batch is joined at once.
-
-        Args:
-            now: The monotonic clock.
-        """
+        """Return in how many seconds a step should begin: a running batch is joined at once."""
         return 0.0 if self.busy else self.options.limits.wait
 
     def drop(self, job: Job) -> bool:
-        """Take a request out, wherever it is; return whether it was here.
-
-        Args:
-            job: The request.
-        """
+        """Take a request out, wherever it is; return whether it was here."""
         if self.queue.remove(job) or self.long.remove(job):
             self.paused.pop(job, None)
             return True
@@ -355,11 +323,8 @@ class GenerationLane:
     def _take(self, row: Row, choice: TokenChoice, ends_anyway: bool) -> None:
         """Add a token to a row, tell its listener, and end the row if it was the last.
 
-        Args:
-            row: The row.
-            choice: The token.
-            ends_anyway: Whether the most likely token was one that ends the answer. BART's configs make the last token
-                of a full answer such a token, whatever the model says.
+        `ends_anyway` says that the most likely token was one that ends the answer. BART's configs make the last token
+        of a full answer such a token, whatever the model says.
         """
         self.share.charge(row.job.tenant, 1)
         last = len(row.generated) + 1 >= row.job.request.sampling.max_tokens

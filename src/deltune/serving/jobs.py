@@ -39,37 +39,23 @@ Listener = Callable[[TokenChoice], None]
 
 @dataclass(eq=False)
 class Job:
-    """A request that the engine has accepted.
-
-    Attributes:
-        request: The request.
-        inputs: The arguments of the model, each a list with a value for each token.
-        word_ids: For each token the number of its word, or None; empty if it is not to be tagged.
-        words: The words to be tagged.
-        listener: What sees its tokens, or None.
-        submitted: When it was accepted, on the monotonic clock.
-        future: Its answer. It stays pending until there is one, so that it can be cancelled at any time.
-        loaded: The version of its delta, once it has one.
-        started: When its first batch began.
-        lane: The queue with its batches that it was put into, once it was.
-        waiting: Whether it waits for its first batch.
-        in_pass: Whether another thread runs a pass for it, which is not interrupted.
-        done: Whether it has ended.
-    """
+    """A request that the engine has accepted."""
 
     request: Request
-    inputs: dict[str, list[int]]
+    inputs: dict[str, list[int]]  # the arguments of the model, each a list with a value for each token
+    # for each token the number of its word, or None; empty if it is not to be tagged
     word_ids: list[int | None] = field(default_factory=list)
-    words: list[str] = field(default_factory=list)
-    listener: Listener | None = None
-    submitted: float = field(default_factory=time.monotonic)
+    words: list[str] = field(default_factory=list)  # the words to be tagged
+    listener: Listener | None = None  # what sees its tokens, or None
+    submitted: float = field(default_factory=time.monotonic)  # when it was accepted, on the monotonic clock
+    # its answer. It stays pending until there is one, so that it can be cancelled at any time
     future: Future[Answer] = field(default_factory=Future)
-    loaded: LoadedDelta | None = None
-    started: float | None = None
-    lane: object = None
-    waiting: bool = True
-    in_pass: bool = False
-    done: bool = False
+    loaded: LoadedDelta | None = None  # the version of its delta, once it has one
+    started: float | None = None  # when its first batch began
+    lane: object = None  # the queue with its batches that it was put into, once it was
+    waiting: bool = True  # whether it waits for its first batch
+    in_pass: bool = False  # whether another thread runs a pass for it, which is not interrupted
+    done: bool = False  # whether it has ended
 
     @property
     def tokens(self) -> list[int]:
@@ -111,13 +97,7 @@ class Job:
 
 
 class RequestEncoder:
-    """Makes the model's arguments of requests. Any thread may call it.
-
-    Args:
-        tokenizer: The tokenizer of the server's model, or None if all requests have token ids.
-        arguments: The names of the arguments of the model.
-        is_encoder_decoder: Whether it is an encoder-decoder.
-    """
+    """Makes the model's arguments of requests. Any thread may call it."""
 
     def __init__(self, tokenizer: Any, arguments: frozenset[str], is_encoder_decoder: bool, vocabulary: int) -> None:
         self.tokenizer, self.arguments, self.is_encoder_decoder = tokenizer, arguments, is_encoder_decoder
@@ -135,17 +115,7 @@ class RequestEncoder:
         max_length: int | None = None,
         readable: int | None = None,
     ) -> Job:
-        """Return a request as a job.
-
-        Args:
-            request: The request.
-            listener: What sees its tokens.
-            max_length: The number of tokens to which a longer text is cut; None cuts nothing.
-            readable: The number of tokens that the model can read; None for no bound.
-
-        Raises:
-            InvalidRequest: It has no input, or one that this server cannot read.
-        """
+        """Return a request as a job."""
         names = ("text", "tokens", "words", "messages")
         kinds = [name for name in names if getattr(request, name) is not None]
         if len(kinds) != 1:
@@ -259,12 +229,7 @@ class RequestEncoder:
             return end_tokens(self.tokenizer, model)
 
     def token_text(self, token: int, before: int | None = None) -> tuple[str, bytes | None]:
-        """Return the text of one token, special ones included, and its bytes; its number without a tokenizer.
-
-        Args:
-            token: The token.
-            before: The token before it, behind which many tokenizers write the blank that a word begins with.
-        """
+        """Return the text of one token, special ones included, and its bytes; its number without a tokenizer."""
         if self.tokenizer is None:
             return str(token), None
         with self._lock:
@@ -305,14 +270,6 @@ def bound_characters(request: Request, readable: int, cut: bool) -> Request:
     """Return a request without the ends of texts that are far beyond what the model can read.
 
     A tokenizer takes seconds for megabytes of text, all of which would be cut off or refused.
-
-    Args:
-        request: The request, with a text, words or messages.
-        readable: The number of tokens that the model can read.
-        cut: Whether texts are to be cut to what it can read.
-
-    Raises:
-        InvalidRequest: There is such a text, and texts are not to be cut.
     """
     most = readable * MOST_CHARACTERS
     if (size := input_size(request)) <= most:
@@ -326,11 +283,7 @@ def bound_characters(request: Request, readable: int, cut: bool) -> Request:
 
 
 def check_request(request: object) -> None:
-    """Check that something is a request at all.
-
-    Raises:
-        InvalidRequest: It is anything else, such as a text.
-    """
+    """Check that something is a request at all."""
     if not isinstance(request, Request):
         raise InvalidRequest(
             f"a server answers a Request, and this is {describe_value(request)}: give "
@@ -339,15 +292,7 @@ def check_request(request: object) -> None:
 
 
 def check_pair(request: Request, takes_pairs: bool | None) -> None:
-    """Check that a classified text comes with a second one if and only if its delta was trained on pairs.
-
-    Args:
-        request: The request.
-        takes_pairs: Whether it was; None if nobody knows.
-
-    Raises:
-        InvalidRequest: It has one text too many or too few.
-    """
+    """Check that a classified text comes with a second one if and only if its delta was trained on pairs."""
     if request.text is None or takes_pairs is None or takes_pairs == (request.second_text is not None):
         return
     raise InvalidRequest(
@@ -369,16 +314,7 @@ ENDPOINTS = {"generate": "/v1/completions", "classify": "/classify", "tag": "/ta
 
 
 def check_task(task: str, tasks: tuple[str, ...], delta: str | None) -> None:
-    """Check that a delta can be asked for a task.
-
-    Args:
-        task: The task.
-        tasks: What the delta can be asked.
-        delta: Its name, or None for the base model.
-
-    Raises:
-        InvalidRequest: It cannot.
-    """
+    """Check that a delta can be asked for a task."""
     if task not in ENDPOINTS:
         raise InvalidRequest(unknown_name("task", task, ENDPOINTS))
     if task not in tasks:
@@ -412,12 +348,7 @@ class Stream:
         return self
 
     def __next__(self) -> TokenChoice:
-        """Wait for the next token.
-
-        Raises:
-            DeltuneError: Why the request has no answer.
-            CancelledError: It was cancelled.
-        """
+        """Wait for the next token."""
         if self.answer is not None or self._job is None:
             raise StopIteration
         item = self._items.get()

@@ -37,25 +37,16 @@ LOADS_AT_ONCE = 2
 
 @dataclass(eq=False)
 class Arrival:
-    """A delta that was read, on its way to the engine's thread.
-
-    Attributes:
-        entry: Its entry.
-        folder: Its folder.
-        prepared: The delta, or why it was refused.
-        seen: The signature of its files before they were read.
-        done: The result of `load`, or None if requests wait for it. It is cancelled where nobody waits any more.
-        requested: Whether it comes by a call of `load`, and not since its files have changed.
-        replace: Whether it may take the place of another one that such a call has loaded.
-    """
+    """A delta that was read, on its way to the engine's thread."""
 
     entry: Entry
     folder: Path
-    prepared: PreparedDelta | DeltuneError
-    seen: Signature
+    prepared: PreparedDelta | DeltuneError  # the delta, or why it was refused
+    seen: Signature  # the signature of its files before they were read
+    # the result of `load`, or None if requests wait for it. It is cancelled where nobody waits any more
     done: Future[DeltaInfo] | None
-    requested: bool = False
-    replace: bool = True
+    requested: bool = False  # whether it comes by a call of `load`, and not since its files have changed
+    replace: bool = True  # whether it may take the place of another one that such a call has loaded
 
     @property
     def given_up(self) -> bool:
@@ -65,39 +56,22 @@ class Arrival:
 
 @dataclass(frozen=True)
 class LifecycleContext:
-    """What an engine gives to the lifecycle of its deltas.
+    """What an engine gives to the lifecycle of its deltas."""
 
-    Attributes:
-        wake: Is notified when the engine's thread has something to do; its lock guards the catalog.
-        share: The counters of the tenants.
-        call: Runs a function in the engine's thread and waits for it.
-        place: Is called with requests that have waited for a delta which is in memory now.
-        finish: Is called with requests that have waited for a delta which does not come, and the reason.
-        wait_for_passes: Returns when no pass of a model runs in another thread; answers go out meanwhile.
-        detached: Is called with a version before it is detached.
-        forgotten: Is called after a delta was taken out or its folder has gone.
-    """
-
-    wake: threading.Condition
-    share: FairShare
-    call: Callable[[Callable[[], None]], None]
-    place: Callable[[Job], None]
+    wake: threading.Condition  # is notified when the engine's thread has something to do; its lock guards the catalog
+    share: FairShare  # the counters of the tenants
+    call: Callable[[Callable[[], None]], None]  # runs a function in the engine's thread and waits for it
+    place: Callable[[Job], None]  # is called with requests that have waited for a delta which is in memory now
+    # is called with requests that have waited for a delta which does not come, and the reason
     finish: Callable[[Job, DeltuneError], None]
+    # returns when no pass of a model runs in another thread; answers go out meanwhile
     wait_for_passes: Callable[[], None]
-    detached: Callable[[LoadedDelta], None]
-    forgotten: Callable[[], None]
+    detached: Callable[[LoadedDelta], None]  # is called with a version before it is detached
+    forgotten: Callable[[], None]  # is called after a delta was taken out or its folder has gone
 
 
 class Lifecycle:
     """Loads, replaces and drops deltas.
-
-    Args:
-        catalog: The deltas.
-        backbones: The models that they are attached to.
-        context: What the engine gives.
-        max_loaded: The most deltas in memory.
-        max_loaded_bytes: The most bytes of deltas in memory.
-        max_names: The most names that `load` may give beside those of the directory.
 
     Attributes:
         retired: Versions that another one has replaced, or nothing, and that are still attached.
@@ -137,14 +111,7 @@ class Lifecycle:
     def load(
         self, name: str, folder: str | Path | None = None, timeout: float | None = None, *, replace: bool = True
     ) -> DeltaInfo:
-        """Load a delta, or the newest version of one; as `Server.load`.
-
-        Args:
-            name: Its name.
-            folder: Its folder. Default: the one of this name in the server's directory.
-            timeout: Seconds after which it is given up. Default: never.
-            replace: Whether it may take the place of another one.
-        """
+        """Load a delta, or the newest version of one; as `Server.load`."""
         check_delta_name(name)
         where = self.catalog.folder_of(name, folder)
         known = self.catalog.get(name)
@@ -196,11 +163,7 @@ class Lifecycle:
             raise NameTaken(problem)
 
     def unload(self, name: str) -> None:
-        """Take a delta out; as `Server.unload`.
-
-        Args:
-            name: Its name.
-        """
+        """Take a delta out; as `Server.unload`."""
 
         folder_stays = self.catalog.has_folder(name)  # in this thread, since the disk may be slow
 
@@ -211,11 +174,7 @@ class Lifecycle:
         self.context.call(remove)
 
     def refresh(self, timeout: float | None = None) -> None:
-        """Look at the directory again; as `Server.refresh`.
-
-        Args:
-            timeout: Seconds after which it is given up. Default: never.
-        """
+        """Look at the directory again; as `Server.refresh`."""
         deadline = None if timeout is None else time.monotonic() + timeout
         changed, lost = self.catalog.look()
         for entry in lost:
@@ -286,11 +245,7 @@ class Lifecycle:
             return entry.facts if entry.folder == folder and entry.seen == seen else None
 
     def refuse_loads(self, error: DeltuneError) -> None:
-        """Fail the calls of `load` and `refresh` that wait, and all later ones; deltas still come for requests.
-
-        Args:
-            error: What they are told.
-        """
+        """Fail the calls of `load` and `refresh` that wait, and all later ones; deltas still come for requests."""
         with self.context.wake:
             self._closing = error
             loads = list(self._loads)
@@ -321,30 +276,16 @@ class Lifecycle:
                 self._fail_waiting(entry, error)
 
     def takes_requests(self, entry: Entry) -> bool:
-        """Return whether a delta is in memory and a request can have it now.
-
-        Args:
-            entry: The delta.
-        """
+        """Return whether a delta is in memory and a request can have it now."""
         return entry.current is not None and entry not in self._draining
 
     def wait(self, entry: Entry, job: Job) -> None:
-        """Let a request wait until its delta is in memory.
-
-        Args:
-            entry: The delta.
-            job: The request.
-        """
+        """Let a request wait until its delta is in memory."""
         entry.waiting.append(job)
         self._waiting.add(entry)
 
     def stop_waiting(self, entry: Entry, job: Job) -> None:
-        """Note that a request waits no more, if it does.
-
-        Args:
-            entry: Its delta.
-            job: The request.
-        """
+        """Note that a request waits no more, if it does."""
         with suppress(ValueError):
             entry.waiting.remove(job)
         if not entry.waiting:
@@ -526,8 +467,7 @@ class Lifecycle:
     def _victim(self, replaced: Entry | None = None) -> Entry | None:
         """The entry whose version nobody needs, and was not needed for longest; one that was just loaded stays.
 
-        Args:
-            replaced: The entry that gets another version, whose old one serves until then.
+        `replaced` gets another version, and its old one serves until then.
         """
         idle = [
             e for e in self._resident
@@ -574,11 +514,7 @@ class Lifecycle:
         self.retired.add(loaded)
 
     def release(self, loaded: LoadedDelta) -> None:
-        """Note that one request less needs a version.
-
-        Args:
-            loaded: The version.
-        """
+        """Note that one request less needs a version."""
         loaded.users -= 1
         loaded.last_used = time.monotonic()
 
@@ -602,12 +538,7 @@ class Lifecycle:
             logger.exception("delta %r cannot be detached", loaded.name)
 
     def forget(self, entry: Entry, error: DeltuneError) -> None:
-        """Drop a delta that is no longer served.
-
-        Args:
-            entry: The delta, which the catalog has no more.
-            error: What requests are told that wait for it.
-        """
+        """Drop a delta that is no longer served."""
         self._fail_waiting(entry, error)
         loaded, entry.current = entry.current, None
         self._draining.discard(entry)
@@ -618,11 +549,7 @@ class Lifecycle:
         self.context.forgotten()
 
     def end(self, error: DeltuneError) -> None:
-        """Take no more deltas.
-
-        Args:
-            error: What those are told who wait for one.
-        """
+        """Take no more deltas."""
         self.refuse_loads(error)
         with self.context.wake:
             self._ended = True

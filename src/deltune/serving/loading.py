@@ -15,17 +15,7 @@ if TYPE_CHECKING:
 
 
 def load_server(config: ServeConfig) -> Server:
-    """Load the base model and its tokenizer, and start the engine.
-
-    Args:
-        config: The configuration.
-
-    Returns:
-        The engine.
-
-    Raises:
-        DeltuneError: The model or the folder of deltas is wrong.
-    """
+    """Load the base model and its tokenizer, and start the engine."""
     folder = deltas_folder(config)
     import torch
     from torch import nn
@@ -84,14 +74,7 @@ OF_ONE_DELTA = ("delta.json", "spec.yaml", "adapter_config.json")
 
 
 def deltas_folder(config: ServeConfig) -> Path | None:
-    """Return the folder of deltas, as an absolute path, or None if there is none.
-
-    Args:
-        config: The configuration.
-
-    Raises:
-        DeltuneError: The folder that is named does not exist.
-    """
+    """Return the folder of deltas, as an absolute path, or None if there is none."""
     folder = None if config.deltas.folder is None else user_path(config.deltas.folder, "--deltas").absolute()
     if folder is not None and not folder.is_dir():
         raise DeltuneError(f"there is no folder {folder}; --deltas is a folder with a folder for each delta")

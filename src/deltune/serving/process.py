@@ -39,16 +39,7 @@ MAX_HEADER_BYTES = 64 << 10
 
 
 def serve(config: ServeConfig, quiet: bool = False) -> None:
-    """Serve until a signal ends it.
-
-    Args:
-        config: The configuration.
-        quiet: Do not say on standard error where it serves.
-
-    Raises:
-        DeltuneError: The address is taken, or the model, the folder of deltas, the file of keys or the certificate is
-            wrong.
-    """
+    """Serve until a signal ends it."""
     if config.ray.ray:
         check_extra("ray", "deltune serve --ray needs")
     check_files(config.http)
@@ -75,14 +66,7 @@ def serve(config: ServeConfig, quiet: bool = False) -> None:
 
 
 def check_files(http: HttpSection) -> None:
-    """Read the file of keys and the certificate, so that a mistake is found before the model is loaded.
-
-    Args:
-        http: Where they are.
-
-    Raises:
-        DeltuneError: One is missing or wrong.
-    """
+    """Read the file of keys and the certificate, so that a mistake is found before the model is loaded."""
     if http.keys is not None:
         KeyFile(http.keys)
     if http.ssl_certfile is None or http.ssl_keyfile is None:
@@ -101,14 +85,7 @@ def check_files(http: HttpSection) -> None:
 
 
 def build_engine(config: ServeConfig) -> Engine:
-    """Load the model, and make the engine over it or over its replicas.
-
-    Args:
-        config: The configuration.
-
-    Returns:
-        The engine.
-    """
+    """Load the model, and make the engine over it or over its replicas."""
     if config.ray.ray:
         from .replicas import Replicas
 
@@ -117,15 +94,7 @@ def build_engine(config: ServeConfig) -> Engine:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Take an address, before anything else is done.
-
-    Args:
-        host: A name or an address.
-        port: The port; 0 for any that is free.
-
-    Raises:
-        DeltuneError: It is taken, or is none of this machine's.
-    """
+    """Take an address, before anything else is done."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -147,10 +116,8 @@ def bind(host: str, port: int) -> socket.socket:
 def bounded_protocol(seconds: float) -> type[asyncio.Protocol]:
     """Return uvicorn's protocol, which closes a connection where the head of a request does not arrive in time.
 
-    uvicorn itself waits for ever: clients that send a byte now and then could hold all connections there are.
-
-    Args:
-        seconds: From a connection, or the first byte of a further request on it, to the end of the request's headers.
+    uvicorn itself waits for ever: clients that send a byte now and then could hold all connections there are. The seconds
+    count from a connection, or from the first byte of a further request on it.
     """
 
     class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
@@ -222,11 +189,6 @@ class DrainingServer(uvicorn.Server):
 
     Those that have not ended after `drain` seconds, or at a second signal, are answered with a 503. A third signal ends
     the process, whatever it waits for.
-
-    Args:
-        service: The parts of the server, which say that it is ready.
-        config: uvicorn's configuration.
-        greeting: What is said on standard error once requests are taken.
     """
 
     def __init__(self, service: Service, config: uvicorn.Config, greeting: str = "") -> None:

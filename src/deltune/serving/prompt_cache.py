@@ -19,29 +19,17 @@ BLOCK = 16
 
 @dataclass(eq=False)
 class Beginning:
-    """A prompt whose keys and values are kept.
+    """A prompt whose keys and values are kept."""
 
-    Attributes:
-        loaded: The version of the delta.
-        tokens: The tokens, a multiple of a block.
-        states: Keys and values of the delta's prompt rows and of these tokens, by layer.
-        keys: Under which keys it is found.
-        bytes: Its size.
-    """
-
-    loaded: LoadedDelta
-    tokens: tuple[int, ...]
-    states: States
-    keys: list[tuple[object, ...]]
-    bytes: int
+    loaded: LoadedDelta  # the version of the delta
+    tokens: tuple[int, ...]  # the tokens, a multiple of a block
+    states: States  # keys and values of the delta's prompt rows and of these tokens, by layer
+    keys: list[tuple[object, ...]]  # under which keys it is found
+    bytes: int  # its size
 
 
 class PromptCache:
-    """Beginnings of prompts, of which those go first that were not needed for longest. The engine's thread has it.
-
-    Args:
-        limit: The most bytes; 0 keeps nothing.
-    """
+    """Beginnings of prompts, of which those go first that were not needed for longest. The engine's thread has it."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.bytes = limit, 0
@@ -52,11 +40,6 @@ class PromptCache:
         """Return the beginning that has the most tokens in common with a prompt, and how many it has.
 
         At least one token of the prompt is not among them, since its output is needed.
-
-        Args:
-            tenant: Whose prompt it is.
-            loaded: The version of its delta.
-            tokens: The prompt.
         """
         best, length = None, 0
         candidates: list[tuple[Beginning, int]] = []
@@ -73,27 +56,14 @@ class PromptCache:
         return best, length
 
     def wants(self, tenant: str, loaded: LoadedDelta, tokens: Sequence[int]) -> bool:
-        """Return whether a prompt has a block that is not kept yet.
-
-        Args:
-            tenant: Whose prompt it is.
-            loaded: The version of its delta.
-            tokens: The prompt.
-        """
+        """Return whether a prompt has a block that is not kept yet."""
         if not self.limit or len(tokens) < BLOCK:
             return False
         *_, (key, _) = _keys(tenant, loaded, tokens)
         return key not in self._found
 
     def keep(self, tenant: str, loaded: LoadedDelta, tokens: Sequence[int], states: States) -> None:
-        """Keep the keys and values of a prompt.
-
-        Args:
-            tenant: Whose prompt it is.
-            loaded: The version of its delta.
-            tokens: The prompt.
-            states: What `row_of` returned: the delta's prompt rows and at least these tokens.
-        """
+        """Keep the keys and values of a prompt."""
         whole = len(tokens) // BLOCK * BLOCK
         length = loaded.prompt_length + whole
         states = [
@@ -117,11 +87,7 @@ class PromptCache:
             self._drop(next(iter(self._beginnings.values())))
 
     def forget(self, loaded: LoadedDelta) -> None:
-        """Drop what belongs to a version that is no longer in memory.
-
-        Args:
-            loaded: The version.
-        """
+        """Drop what belongs to a version that is no longer in memory."""
         for beginning in [b for b in self._beginnings.values() if b.loaded is loaded]:
             self._drop(beginning)
 

@@ -100,11 +100,7 @@ R = TypeVar("R")
 
 
 class FairQueue(Generic[T]):
-    """Requests that wait for the same batches, in order within a tenant.
-
-    Args:
-        share: The counters of the tenants.
-    """
+    """Requests that wait for the same batches, in order within a tenant."""
 
     def __init__(self, share: FairShare) -> None:
         self.share = share
@@ -125,9 +121,7 @@ class FairQueue(Generic[T]):
     def push(self, job: T, first: bool = False) -> None:
         """Add a request.
 
-        Args:
-            job: The request.
-            first: Whether it goes before the others of its tenant, as one does that was interrupted.
+        With `first`, it goes before the others of its tenant, as one does that was interrupted.
         """
         jobs = self._jobs.setdefault(job.tenant, deque())
         if first:
@@ -147,9 +141,7 @@ class FairQueue(Generic[T]):
     def next_jobs(self, number: int, cost: Callable[[T], float]) -> list[T]:
         """Return the next requests, and leave them in the queue.
 
-        Args:
-            number: How many, at most.
-            cost: Returns the tokens of a request, by which the counter of its tenant is taken to grow before the next.
+        The counter of a tenant is taken to grow by the `cost` of each of its requests before the next is chosen.
         """
         heads = [
             (*self.share.order(tenant), jobs[0].submitted, place, 0, jobs)
@@ -198,29 +190,17 @@ class FairQueue(Generic[T]):
 
 @dataclass(eq=False)
 class Work(Generic[R]):
-    """A call that a `FairThread` is to make for a tenant.
-
-    Attributes:
-        tenant: The tenant.
-        submitted: When it was submitted, on the monotonic clock.
-        cost: What it costs, in any unit that is the same for all calls.
-        call: The function.
-        future: Its result.
-    """
+    """A call that a `FairThread` is to make for a tenant."""
 
     tenant: str
-    submitted: float
-    cost: float
-    call: Callable[[], R]
-    future: Future[R] = field(default_factory=Future)
+    submitted: float  # when it was submitted, on the monotonic clock
+    cost: float  # what it costs, in any unit that is the same for all calls
+    call: Callable[[], R]  # the function
+    future: Future[R] = field(default_factory=Future)  # its result
 
 
 class FairThread:
-    """An executor of one thread, whose next call is of the tenant that it has worked for least.
-
-    Args:
-        name: The name of the thread.
-    """
+    """An executor of one thread, whose next call is of the tenant that it has worked for least."""
 
     def __init__(self, name: str) -> None:
         self._share = FairShare()
@@ -231,16 +211,7 @@ class FairThread:
         self._thread.start()
 
     def submit(self, tenant: str, cost: float, call: Callable[[], R]) -> Future[R]:
-        """Submit a call, and return the future of its result, which can be cancelled until the call begins.
-
-        Args:
-            tenant: The tenant that it is for.
-            cost: What it costs.
-            call: The function.
-
-        Raises:
-            RuntimeError: The thread is ending.
-        """
+        """Submit a call, and return the future of its result, which can be cancelled until the call begins."""
         work = Work(tenant, time.monotonic(), cost, call)
         with self._wake:
             if self._closed:
@@ -282,13 +253,7 @@ COUNTED_ENDS = 256
 
 
 class Admission:
-    """How many requests of each tenant wait, and whether another one may. Any thread may call it.
-
-    Args:
-        most: The most requests that wait.
-        most_per_tenant: The most requests of one tenant that wait.
-        lock: The engine's, so that a request which begins is never seen neither waiting nor running.
-    """
+    """How many requests of each tenant wait, and whether another one may. Any thread may call it."""
 
     def __init__(self, most: int, most_per_tenant: int, lock: threading.RLock) -> None:
         self.most, self.most_per_tenant = most, most_per_tenant
@@ -297,11 +262,7 @@ class Admission:
         self._ends: deque[float] = deque(maxlen=COUNTED_ENDS)
 
     def enter(self, tenant: str) -> None:
-        """Count a request of a tenant as one that waits.
-
-        Raises:
-            QueueFull: Too many wait.
-        """
+        """Count a request of a tenant as one that waits."""
         with self._lock:
             waiting = sum(self.queued.values())
             if waiting >= self.most:
@@ -324,11 +285,7 @@ class Admission:
                 del self.queued[tenant]
 
     def note_end(self, now: float) -> None:
-        """Note that a request has ended, by which the next refusal says when to come again.
-
-        Args:
-            now: The time, on the monotonic clock.
-        """
+        """Note that a request has ended, by which the next refusal says when to come again."""
         with self._lock:
             self._ends.append(now)
 
@@ -341,27 +298,13 @@ class Admission:
 
 
 def readable_length(loaded: LoadedDelta, max_length: int | None) -> int:
-    """Return the number of tokens that can be read at most.
-
-    Args:
-        loaded: The version of a delta, or the base model where that is not in memory.
-        max_length: The most tokens that the server takes; None for no bound.
-    """
+    """Return the number of tokens that can be read at most."""
     positions = loaded.backbone.positions(loaded.backbone.first_stack.name, loaded)
     return positions if max_length is None else min(positions, max_length)
 
 
 def cut_length(request: Request, trained: int | None, readable: int) -> int | None:
-    """Return the number of tokens to which a text is cut, or None if it is not.
-
-    Args:
-        request: The request.
-        trained: The length to which texts were cut in the training of its delta, if that is known.
-        readable: The number of tokens that can be read at most.
-
-    Raises:
-        InvalidRequest: It asks for something that is no length, or to cut what is never cut.
-    """
+    """Return the number of tokens to which a text is cut, or None if it is not."""
     length = request.truncate_prompt_tokens
     if length is None:
         return None
@@ -375,16 +318,7 @@ def cut_length(request: Request, trained: int | None, readable: int) -> int | No
 
 
 def check_length(job: Job, loaded: LoadedDelta, max_length: int | None) -> None:
-    """Check that the model has positions for a request and its answer, and shorten the answer where it may be shorter.
-
-    Args:
-        job: The request.
-        loaded: The version of its delta, or the base model where that is not in memory.
-        max_length: The most tokens that the server takes, those that are generated included; None for no bound.
-
-    Raises:
-        InvalidRequest: It is too long.
-    """
+    """Check that the model has positions for a request and its answer; shorten the answer where it may be shorter."""
     length, backbone = len(job.tokens), loaded.backbone
     generating, more = job.request.task == "generate", 0
     advice = "" if generating or job.request.tokens is not None else "; truncate_prompt_tokens: -1 cuts the text"

@@ -34,17 +34,7 @@ _NAME = re.compile(DELTA_NAME)
 
 
 def check_delta_name(name: object) -> str:
-    """Check that a name can be that of a delta on a server: one part of a path, and not a hidden one.
-
-    Args:
-        name: The name.
-
-    Returns:
-        The name.
-
-    Raises:
-        DeltuneError: It cannot.
-    """
+    """Check that a name can be that of a delta on a server: one part of a path, and not a hidden one."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise DeltuneError(
             f"{excerpt(name)} cannot name a delta: use at most 200 letters, digits and '-', '_', '.', '+', '@', and "
@@ -55,28 +45,18 @@ def check_delta_name(name: object) -> str:
 
 @dataclass(frozen=True)
 class FolderFacts:
-    """What the files of a delta say about it, without its tensors.
+    """What the files of a delta say about it, without its tensors."""
 
-    Attributes:
-        head: The head of the model that it belongs to, one of `HEAD_TASKS`.
-        method: Its expression, or what another library calls it.
-        parameters: How many numbers it has; 0 if only its tensors would say so.
-        labels: The names of its labels.
-        has_head: Whether it brings a head of its own.
-        version: A digest of its files.
-        max_length: The length in tokens to which the run that it is from cuts its texts, or None.
-        takes_pairs: Whether the run that it is from classifies pairs of texts; None where no run says so.
-        base: The base model that it was tuned on; None where its files do not tell it from others of its shape.
-    """
-
-    head: str
-    method: str
-    parameters: int
-    labels: tuple[str, ...]
-    has_head: bool
-    version: str
-    max_length: int | None = None
+    head: str  # the head of the model that it belongs to, one of `HEAD_TASKS`
+    method: str  # its expression, or what another library calls it
+    parameters: int  # how many numbers it has; 0 if only its tensors would say so
+    labels: tuple[str, ...]  # the names of its labels
+    has_head: bool  # whether it brings a head of its own
+    version: str  # a digest of its files
+    max_length: int | None = None  # the length in tokens to which the run that it is from cuts its texts, or None
+    # whether the run that it is from classifies pairs of texts; None where no run says so
     takes_pairs: bool | None = None
+    # the base model that it was tuned on; None where its files do not tell it from others of its shape
     base: BaseFacts | None = None
 
     @property
@@ -87,17 +67,7 @@ class FolderFacts:
 
 
 def locate_delta(folder: Path) -> tuple[Path, Path]:
-    """Find the delta of a folder.
-
-    Args:
-        folder: A saved delta, a finished run of `deltune train`, or an adapter folder of PEFT or AdapterHub.
-
-    Returns:
-        The folder to load, and the folder of the run or else the same.
-
-    Raises:
-        DeltuneError: The folder holds none of them, or a run that is not finished.
-    """
+    """Return the folder to load for a saved delta, a run or an adapter, and the folder of the run or the same."""
     if (folder / "spec.yaml").is_file():
         from ..training.run_dir import RunDir
 
@@ -112,14 +82,7 @@ def locate_delta(folder: Path) -> tuple[Path, Path]:
 
 
 def read_facts(folder: Path) -> FolderFacts:
-    """Read what the files of a delta say about it.
-
-    Args:
-        folder: As for `locate_delta`.
-
-    Raises:
-        DeltuneError: The folder holds no delta, or its files are damaged.
-    """
+    """Read what the files of a delta say about it."""
     try:
         where, run = locate_delta(folder)
         return _foreign_facts(where) if not (where / FACTS).is_file() else _facts(where, run)
@@ -168,11 +131,7 @@ def _foreign_facts(folder: Path) -> FolderFacts:
 
 
 def head_of_model_class(name: str) -> str:
-    """Return the head of a class of transformers, as `deltune.models` calls it; "base" for any other class.
-
-    Args:
-        name: The name of the class, such as "BertForSequenceClassification".
-    """
+    """Return the head of a class of transformers, as `deltune.models` calls it; "base" for any other class."""
     from transformers.models.auto import modeling_auto
 
     for table, task in TASKS.items():
@@ -221,26 +180,14 @@ def signature(folder: Path) -> Signature:
 
 @dataclass(frozen=True)
 class FolderScan:
-    """What a directory of deltas has. Hidden folders are left out; those of an unfinished save are hidden.
+    """What a directory of deltas has. Hidden folders are left out; those of an unfinished save are hidden."""
 
-    Attributes:
-        deltas: The folders that may hold a delta, by name.
-        ignored: By name, why the other folders hold none.
-    """
-
-    deltas: dict[str, Path]
-    ignored: dict[str, str]
+    deltas: dict[str, Path]  # the folders that may hold a delta, by name
+    ignored: dict[str, str]  # by name, why the other folders hold none
 
 
 def scan(root: Path) -> FolderScan:
-    """Return the folders of a directory.
-
-    Args:
-        root: The directory.
-
-    Raises:
-        DeltuneError: It cannot be read.
-    """
+    """Return the folders of a directory."""
     try:
         with os.scandir(root) as entries:
             names = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())

@@ -45,17 +45,11 @@ LOCKS = 64
 
 @dataclass(frozen=True)
 class Failure:
-    """An error of a replica, as a value: an exception with arguments of its own does not survive the way to the front.
+    """An error of a replica as a value: an exception with arguments of its own does not survive the way to the front."""
 
-    Attributes:
-        kind: The name of the class.
-        message: What it says.
-        retry_after: Of a `QueueFull`.
-    """
-
-    kind: str
-    message: str
-    retry_after: float = 0.0
+    kind: str  # the name of the class
+    message: str  # what it says
+    retry_after: float = 0.0  # of a `QueueFull`
 
     @classmethod
     def of(cls, error: DeltuneError) -> Failure:
@@ -84,11 +78,7 @@ class Snapshot:
 
 
 def replica_class(max_loaded: int) -> type[Any]:
-    """Return the class of a replica.
-
-    Args:
-        max_loaded: How many deltas it keeps in memory, as Ray Serve is told.
-    """
+    """Return the class of a replica."""
     from ray import serve
 
     class Replica:
@@ -166,12 +156,7 @@ def replica_class(max_loaded: int) -> type[Any]:
             return None
 
         async def snapshot(self, look: bool, timeout: float | None = None) -> Snapshot:
-            """Return what this replica has and does.
-
-            Args:
-                look: Look at the folder of deltas first.
-                timeout: Seconds after which the look is given up.
-            """
+            """Return what this replica has and does."""
             if look:
                 with contextlib.suppress(RequestTimeout):  # what there is by then is told
                     await asyncio.to_thread(self.server.refresh, timeout)
@@ -205,16 +190,7 @@ def replica_class(max_loaded: int) -> type[Any]:
 
 @contextlib.contextmanager
 def _explained(request: Request | None = None) -> Iterator[None]:
-    """Raise what goes wrong between the front and a replica as errors of a server.
-
-    Args:
-        request: The request that is answered inside; None for what the front asks itself.
-
-    Raises:
-        RequestTimeout: The time for the request is over.
-        QueueFull: Too many requests wait for a replica.
-        ReplicaLost: The replica has ended, or does not answer.
-    """
+    """Raise what goes wrong between the front and a replica as errors of a server."""
     from ray.exceptions import RayError, RayTaskError
     from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 
@@ -235,14 +211,7 @@ def _explained(request: Request | None = None) -> Iterator[None]:
 
 
 class Replicas:
-    """An engine whose work is done by replicas on a Ray cluster.
-
-    Args:
-        config: The configuration of the server.
-
-    Raises:
-        DeltuneError: Ray is missing, or the replicas do not start.
-    """
+    """An engine whose work is done by replicas on a Ray cluster."""
 
     def __init__(self, config: ServeConfig) -> None:
         check_extra("ray", "deltune serve --ray needs")
@@ -366,11 +335,7 @@ class Replicas:
 
     @contextlib.contextmanager
     def _changing(self, name: str, timeout: float | None = None) -> Iterator[None]:
-        """Let nobody else load or take out a delta of this name meanwhile.
-
-        Raises:
-            RequestTimeout: Others did so for too long.
-        """
+        """Let nobody else load or take out a delta of this name meanwhile."""
         lock = self._managing[hash(name) % LOCKS]
         if not lock.acquire(timeout=-1 if timeout is None else timeout):
             raise RequestTimeout(f"delta {name!r} was not loaded within {timeout:g} seconds: others of it came first")

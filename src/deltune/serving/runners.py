@@ -46,33 +46,19 @@ from .sampling import TextBuilder, TokenChooser
 
 @dataclass(eq=False)
 class Row:
-    """A request in a running batch.
+    """A request in a running batch."""
 
-    Attributes:
-        job: The request.
-        chooser: Chooses its tokens.
-        builder: Makes its text.
-        before: The tokens before the first that is generated: the prompt, or what a decoder starts with.
-        length: How many of its tokens are in the decoder's cache.
-        encoded: How many tokens the encoder has read.
-        cached: How many tokens of the prompt came from the cache of prompt beginnings.
-        beginning: What was found there.
-        generated: The tokens that were generated.
-        choices: The same, with their texts.
-        done: Whether it has ended, so that it is taken out of its batch.
-    """
-
-    job: Job
-    chooser: TokenChooser
-    builder: TextBuilder
-    before: list[int]
-    length: int = 0
-    encoded: int = 0
-    cached: int = 0
-    beginning: Beginning | None = None
-    generated: list[int] = field(default_factory=list)
-    choices: list[TokenChoice] = field(default_factory=list)
-    done: bool = False
+    job: Job  # the request
+    chooser: TokenChooser  # chooses its tokens
+    builder: TextBuilder  # makes its text
+    before: list[int]  # the tokens before the first that is generated: the prompt, or what a decoder starts with
+    length: int = 0  # how many of its tokens are in the decoder's cache
+    encoded: int = 0  # how many tokens the encoder has read
+    cached: int = 0  # how many tokens of the prompt came from the cache of prompt beginnings
+    beginning: Beginning | None = None  # what was found there
+    generated: list[int] = field(default_factory=list)  # the tokens that were generated
+    choices: list[TokenChoice] = field(default_factory=list)  # the same, with their texts
+    done: bool = False  # whether it has ended, so that it is taken out of its batch
 
     @property
     def loaded(self) -> LoadedDelta:
@@ -87,19 +73,12 @@ class Row:
 
 @dataclass(eq=False)
 class RunningBatch:
-    """Rows with their caches.
-
-    Attributes:
-        rows: The rows.
-        cache: The decoder's own keys and values.
-        cross: The keys and values of the encoder's outputs, of an encoder-decoder.
-        alone: Whether it is not merged with others, because a batch of its row with others has failed.
-    """
+    """Rows with their caches."""
 
     rows: list[Row]
-    cache: Cache
-    cross: Cache | None = None
-    alone: bool = False
+    cache: Cache  # the decoder's own keys and values
+    cross: Cache | None = None  # the keys and values of the encoder's outputs, of an encoder-decoder
+    alone: bool = False  # whether it is not merged with others, because a batch of its row with others has failed
 
     @property
     def live(self) -> list[int]:
@@ -111,13 +90,7 @@ def same_in_a_batch(
     backbone: Backbone,
     joint_and_alone: Callable[[Sequence[list[int]], int, LoadedDelta], tuple[torch.Tensor, torch.Tensor]],
 ) -> bool:
-    """Measure whether rows of different lengths get in one batch what each gets alone; a family that fails does not.
-
-    Args:
-        backbone: The model.
-        joint_and_alone: Takes two prompts, the largest token id and the base model's entry, and returns the scores of
-            both ways.
-    """
+    """Measure whether rows of different lengths get in one batch what each gets alone; a family that fails does not."""
     model, base = backbone.model, backbone.base(())
     last = int(model.config.get_text_config().vocab_size) - 1
     try:
@@ -137,9 +110,6 @@ class DecoderRunner:
             families count positions by the length of the cache.
         reads_in_parts: Whether a prompt may be read in parts.
         like: A cache of the model with one column, which says what its layers keep.
-
-    Raises:
-        DeltuneError: The family remembers more of a text than keys and values, or does not take our cache.
     """
 
     reads_in_parts = True
@@ -188,11 +158,7 @@ class DecoderRunner:
             )
 
     def start_tokens(self, job: Job) -> list[int]:
-        """Return what stands before the first token that is generated: the prompt.
-
-        Args:
-            job: The request.
-        """
+        """Return what stands before the first token that is generated: the prompt."""
         return job.tokens
 
     def _joint_and_alone(
@@ -214,12 +180,7 @@ class DecoderRunner:
         return torch.cat([first, self.step(batch)])
 
     def groups(self, rows: Sequence[Row], tokens: int) -> list[list[Row]]:
-        """Return newcomers in groups that read their prompts in one pass.
-
-        Args:
-            rows: The newcomers.
-            tokens: The most tokens of a pass, padding included.
-        """
+        """Return newcomers in groups that read their prompts in one pass."""
         by_key: dict[object, list[Row]] = {}
         key: tuple[int, ...]
         for row in rows:
@@ -237,8 +198,7 @@ class DecoderRunner:
     def read(self, rows: list[Row]) -> tuple[RunningBatch, torch.Tensor]:
         """Let rows read their prompts, and return their batch and the scores of their first tokens.
 
-        Args:
-            rows: The rows. Where beginnings of their prompts were cached, all have as many tokens left.
+        Where beginnings of their prompts were cached, all have as many tokens left.
         """
         new = [row.before[row.cached :] for row in rows]
         width, longest = max(len(tokens) for tokens in new), max(row.loaded.prompt_length for row in rows)
@@ -259,11 +219,7 @@ class DecoderRunner:
         return RunningBatch(rows, cache), logits
 
     def opened(self, row: Row) -> RunningBatch:
-        """Return a batch of a row whose prompt is read in parts, of which it has read what was cached.
-
-        Args:
-            row: The row.
-        """
+        """Return a batch of a row whose prompt is read in parts, of which it has read what was cached."""
         cache = new_cache()
         if row.beginning is not None:
             cache = cache_of(row.beginning.states, row.loaded.prompt_length + row.cached)
@@ -271,12 +227,7 @@ class DecoderRunner:
         return RunningBatch([row], cache)
 
     def read_part(self, batch: RunningBatch, tokens: int) -> torch.Tensor:
-        """Let a row that is alone in its batch read further tokens of its prompt, and return the scores after them.
-
-        Args:
-            batch: The batch.
-            tokens: How many tokens it reads at most.
-        """
+        """Let a row that is alone in its batch read further tokens of its prompt, and return the scores after them."""
         (row,) = batch.rows
         new = row.before[row.length : row.length + tokens]
         mask = [[1] * (self._visible_columns(row) + len(new))]
@@ -285,11 +236,7 @@ class DecoderRunner:
         return logits
 
     def step(self, batch: RunningBatch) -> torch.Tensor:
-        """Let every row read its newest token, and return the scores of the next ones.
-
-        Args:
-            batch: The batch.
-        """
+        """Let every row read its newest token, and return the scores of the next ones."""
         rows, width = batch.rows, self._mask_width(batch)
         mask = [[0] * (width - visible) + [1] * (visible + 1) for visible in map(self._visible_columns, rows)]
         logits = self._forward(rows, batch.cache, [[row.last] for row in rows], mask, [row.length for row in rows], 1)
@@ -332,11 +279,7 @@ class DecoderRunner:
         return output.float().cpu()
 
     def selected(self, parts: Sequence[tuple[RunningBatch, Sequence[int]]]) -> RunningBatch:
-        """Return a batch of the chosen rows of some batches, as narrow as their rows allow.
-
-        Args:
-            parts: The batches, and the numbers of their rows.
-        """
+        """Return a batch of the chosen rows of some batches, as narrow as their rows allow."""
         rows = [batch.rows[number] for batch, numbers in parts for number in numbers]
         width = max(row.loaded.prompt_length for row in rows) + max(row.length for row in rows)
         return RunningBatch(rows, assemble([(batch.cache, numbers) for batch, numbers in parts], width))
@@ -374,11 +317,7 @@ class EncoderDecoderRunner:
             self.table = None
 
     def start_tokens(self, job: Job) -> list[int]:
-        """Return what stands before the first token that is generated: what the decoder starts with.
-
-        Args:
-            job: The request.
-        """
+        """Return what stands before the first token that is generated: what the decoder starts with."""
         return self.starts
 
     def _joint_and_alone(
@@ -401,12 +340,7 @@ class EncoderDecoderRunner:
         return joint, alone
 
     def groups(self, rows: Sequence[Row], tokens: int) -> list[list[Row]]:
-        """Return newcomers in groups that the encoder reads in one pass.
-
-        Args:
-            rows: The newcomers.
-            tokens: The most tokens of a pass, padding included.
-        """
+        """Return newcomers in groups that the encoder reads in one pass."""
 
         def lengths(row: Row) -> tuple[int, int]:
             return row.loaded.prompt_length, len(row.job.tokens)
@@ -414,11 +348,7 @@ class EncoderDecoderRunner:
         return split_rows(rows, lengths, self.backbone, tokens)
 
     def read(self, rows: list[Row]) -> tuple[RunningBatch, torch.Tensor]:
-        """Let the encoder read the texts of rows, and return their batch and the scores of their first tokens.
-
-        Args:
-            rows: The rows.
-        """
+        """Let the encoder read the texts of rows, and return their batch and the scores of their first tokens."""
         device = self.backbone.device
         texts = [row.job.tokens for row in rows]
         width = max(len(text) for text in texts)
@@ -435,27 +365,15 @@ class EncoderDecoderRunner:
         return RunningBatch(rows, cache, cross), logits
 
     def opened(self, row: Row) -> RunningBatch:
-        """An encoder's text is read at once.
-
-        Raises:
-            NotImplementedError: Always.
-        """
+        """An encoder's text is read at once."""
         raise NotImplementedError
 
     def read_part(self, batch: RunningBatch, tokens: int) -> torch.Tensor:
-        """An encoder's text is read at once.
-
-        Raises:
-            NotImplementedError: Always.
-        """
+        """An encoder's text is read at once."""
         raise NotImplementedError
 
     def step(self, batch: RunningBatch) -> torch.Tensor:
-        """Let every decoder read its newest token, and return the scores of the next ones.
-
-        Args:
-            batch: The batch.
-        """
+        """Let every decoder read its newest token, and return the scores of the next ones."""
         assert batch.cross is not None
         rows, device = batch.rows, self.backbone.device
         known, keys = columns(batch.cache), columns(batch.cross)
@@ -495,11 +413,7 @@ class EncoderDecoderRunner:
         return output.float().cpu()
 
     def selected(self, parts: Sequence[tuple[RunningBatch, Sequence[int]]]) -> RunningBatch:
-        """Return a batch of the chosen rows of some batches, as narrow as their rows allow.
-
-        Args:
-            parts: The batches, and the numbers of their rows.
-        """
+        """Return a batch of the chosen rows of some batches, as narrow as their rows allow."""
         rows = [batch.rows[number] for batch, numbers in parts for number in numbers]
         width = max(row.loaded.prompt_length for row in rows) + max(row.encoded for row in rows)
         cache = assemble([(batch.cache, numbers) for batch, numbers in parts], max(row.length for row in rows))
@@ -510,14 +424,7 @@ class EncoderDecoderRunner:
 def split_rows(
     rows: Sequence[Row], lengths: Callable[[Row], tuple[int, int]], backbone: Backbone, tokens: int
 ) -> list[list[Row]]:
-    """Split newcomers into groups that are read in one pass, rows of one delta beside each other.
-
-    Args:
-        rows: The newcomers.
-        lengths: Returns the lengths of a row's prompt and text.
-        backbone: The model.
-        tokens: The most tokens of a pass, padding included.
-    """
+    """Split newcomers into groups that are read in one pass, rows of one delta beside each other."""
     groups = split_by_length(rows, lengths, pass_overhead(backbone.device), tokens)
     return [sorted(group, key=lambda row: row.loaded.internal or "") for group in groups]
 
@@ -535,14 +442,7 @@ def probe_row(tokens: list[int], base: LoadedDelta) -> Row:
 
 
 def make_decoder_runner(backbone: Backbone) -> DecoderRunner:
-    """Return what reads prompts and makes steps with a decoder.
-
-    Args:
-        backbone: The model.
-
-    Raises:
-        DeltuneError: As `DecoderRunner`.
-    """
+    """Return what reads prompts and makes steps with a decoder."""
     if "position_ids" in backbone.arguments and backbone.sees_all_columns:
         try:
             padded = PaddedDecoderRunner(backbone)
@@ -556,16 +456,10 @@ def make_decoder_runner(backbone: Backbone) -> DecoderRunner:
 class PaddedDecoderRunner(DecoderRunner):
     """Reads prompts and makes steps with a decoder, with the prefixes and prompts of deltas in its cache.
 
-    Args:
-        backbone: The model.
-
     Attributes:
         sees_past_gaps: Whether rows may be padded, and have masked columns between their own. It is measured.
         caches_prefixes: Whether prefixes in the cache do what the edits do. It is measured, since some families compute
             something of all keys or values after the cache.
-
-    Raises:
-        DeltuneError: As `DecoderRunner`.
     """
 
     def __init__(self, backbone: Backbone) -> None:
@@ -609,11 +503,7 @@ class PaddedDecoderRunner(DecoderRunner):
         return cached, self._scores_of([probe_row(tokens, trial)], last)
 
     def preamble(self, loaded: LoadedDelta) -> Preamble:
-        """Return what a cache holds before the text of each row of a delta; it is computed when it is first needed.
-
-        Args:
-            loaded: The version of the delta.
-        """
+        """Return what a cache holds before the text of each row of a delta; it is computed when it is first needed."""
         if loaded.preamble is None:
             loaded.preamble = self._make_preamble(loaded)
         return loaded.preamble
@@ -636,20 +526,11 @@ class PaddedDecoderRunner(DecoderRunner):
             return Preamble(loaded.prefix.length, loaded.prefix.length + length, _joined(prefix, prompt), edits)
 
     def groups(self, rows: Sequence[Row], tokens: int) -> list[list[Row]]:
-        """Return newcomers in groups that read their prompts in one pass.
-
-        Args:
-            rows: The newcomers.
-            tokens: The most tokens of a pass, padding included.
-        """
+        """Return newcomers in groups that read their prompts in one pass."""
         return split_rows(rows, lambda row: (0, len(row.before) - row.cached), self.backbone, tokens)
 
     def read(self, rows: list[Row]) -> tuple[RunningBatch, torch.Tensor]:
-        """Let rows read their prompts, and return their batch and the scores of their first tokens.
-
-        Args:
-            rows: The rows.
-        """
+        """Let rows read their prompts, and return their batch and the scores of their first tokens."""
         new = [row.before[row.cached :] for row in rows]
         width = max(len(tokens) for tokens in new)
         cache, before = self._opened(rows)
@@ -667,21 +548,13 @@ class PaddedDecoderRunner(DecoderRunner):
         return RunningBatch(rows, cache), logits
 
     def opened(self, row: Row) -> RunningBatch:
-        """Return a batch of a row whose prompt is read in parts, of which it has read what was cached.
-
-        Args:
-            row: The row.
-        """
+        """Return a batch of a row whose prompt is read in parts, of which it has read what was cached."""
         cache, _ = self._opened([row])
         row.length, row.beginning = row.cached, None
         return RunningBatch([row], cache)
 
     def selected(self, parts: Sequence[tuple[RunningBatch, Sequence[int]]]) -> RunningBatch:
-        """Return a batch of the chosen rows of some batches, as narrow as their rows allow.
-
-        Args:
-            parts: The batches, and the numbers of their rows.
-        """
+        """Return a batch of the chosen rows of some batches, as narrow as their rows allow."""
         rows = [batch.rows[number] for batch, numbers in parts for number in numbers]
         width = max(self._visible_columns(row) for row in rows)
         return RunningBatch(rows, assemble([(batch.cache, numbers) for batch, numbers in parts], width))

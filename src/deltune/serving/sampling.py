@@ -23,15 +23,7 @@ GREEDY_BELOW = 1e-5
 
 
 def check_sampling(sampling: Sampling, has_tokenizer: bool) -> None:
-    """Check the settings of a request.
-
-    Args:
-        sampling: The settings.
-        has_tokenizer: Whether texts can be compared with `stop`.
-
-    Raises:
-        InvalidRequest: A value is out of its range; the message lists all of them.
-    """
+    """Check the settings of a request."""
     problems = []
     numbers = {"temperature": sampling.temperature, "top_p": sampling.top_p}
     if not _is_whole(sampling.max_tokens) or sampling.max_tokens < 1:
@@ -70,13 +62,7 @@ def _is_number(value: object) -> bool:
 
 
 class TokenChooser:
-    """Chooses the tokens of one row.
-
-    Args:
-        sampling: The settings.
-        processors: What the model's own generation config does to the scores.
-        token_text: Returns the text and the bytes of a token behind another one, for `logprobs`.
-    """
+    """Chooses the tokens of one row."""
 
     def __init__(self, sampling: Sampling, processors: LogitsProcessorList, token_text: TokenText) -> None:
         self.sampling, self.processors, self.token_text = sampling, processors, token_text
@@ -99,12 +85,7 @@ class TokenChooser:
         return any(isinstance(one, logits_process.ForcedEOSTokenLogitsProcessor) for one in self.processors)
 
     def choose(self, logits: torch.Tensor, tokens: Sequence[int]) -> TokenChoice:
-        """Return the next token, without its text.
-
-        Args:
-            logits: The scores (vocabulary), in float32 on the CPU.
-            tokens: The tokens before it.
-        """
+        """Return the next token, without its text."""
         scores = logits
         if self.processors:
             ids: Any = torch.tensor([list(tokens)])
@@ -137,18 +118,7 @@ class TokenChooser:
 def config_processors(
     model: Any, prompt_length: int, max_tokens: int, ends: Sequence[int], forced: Mapping[str, Any] | None = None
 ) -> LogitsProcessorList:
-    """Return what a model's generation config does to the scores of greedy decoding and sampling.
-
-    Args:
-        model: The model.
-        prompt_length: How many tokens stand before the first that is generated.
-        max_tokens: The most tokens to generate.
-        ends: The tokens that end an answer.
-        forced: Settings in place of the config's.
-
-    Raises:
-        DeltuneError: It has a setting that needs all rows of a batch at once.
-    """
+    """Return what a model's generation config does to the scores of greedy decoding and sampling."""
     config = model.generation_config
     made: list[Any] = []
     eos = list(ends)
@@ -191,14 +161,8 @@ DECODED_BEFORE = 8
 class TextBuilder:
     """Makes the text of tokens that come one by one, and finds where it is to stop.
 
-    A special token is no part of the text, but a stop may contain its name.
-
-    Args:
-        decode: Returns the text of tokens, without special ones.
-        stop: Texts at which it ends.
-        prompt: The tokens that it goes on from. A tokenizer may drop a blank before the first token that it is given,
-            so the first one is decoded behind the last ones of the prompt.
-        special: The names of the special tokens.
+    A special token is no part of the text, but a stop may contain its name. A tokenizer may drop a blank before the
+    first token that it is given, so the first one is decoded behind the last ones of the prompt.
     """
 
     def __init__(
@@ -255,22 +219,14 @@ class TextBuilder:
         return text.translate({ord(mark): None for mark in self._marks.values()})
 
     def end(self, token: int | None = None) -> None:
-        """Take what waits for further tokens as it is.
-
-        Args:
-            token: The token that ends the answer. It is no part of the text, but may be of a stop.
-        """
+        """Take what waits for further tokens as it is."""
         if not self.stopped and self._read < len(self._ids):
             self._accept(self.decode(self._ids[self._begin :]))
         if not self.stopped and token in self._marks:
             self._extend("", self._marks[token])
 
     def take(self, final: bool = False) -> str:
-        """Return the text since the last call, without an end that may be the beginning of a stop.
-
-        Args:
-            final: Whether nothing follows, so that all of it is returned.
-        """
+        """Return the text since the last call, without an end that may be the beginning of a stop."""
         end = len(self.text) if final or self.stopped else len(self.text) - self._held()
         new = self.text[self._given : end] if end > self._given else ""
         self._given = max(self._given, end)

@@ -30,19 +30,7 @@ def new_id(kind: str) -> str:
 
 
 def begin(http: HttpRequest, model: str, stream: bool = False) -> tuple[Service, Tenant, str | None, Facts]:
-    """Find out who asks and for which delta.
-
-    Args:
-        http: The request.
-        model: What it says in `model`.
-        stream: Whether it asks for a stream.
-
-    Returns:
-        The service, the tenant, the delta (None for the base model) and the facts for the log.
-
-    Raises:
-        ApiError: There is no key, the tenant has asked too often, or there is no such delta for it.
-    """
+    """Find out who asks and for which delta."""
     service, tenant, facts = service_of(http), admit(http), facts_of(http)
     facts.stream = stream
     delta = service.delta(model, tenant)
@@ -55,16 +43,7 @@ Input = str | tuple[int, ...] | tuple[str, ...] | tuple[dict[str, str], ...]
 
 
 def as_inputs(value: Any, param: str, most: int) -> list[Input]:
-    """Return the inputs of a request, a text, token ids or words each.
-
-    Args:
-        value: A text, a list of texts, token ids, or lists of token ids or words.
-        param: The name of the field.
-        most: How many there may be.
-
-    Raises:
-        ApiError: There are none, one is empty, or there are too many.
-    """
+    """Return the inputs of a request, a text, token ids or words each."""
     if isinstance(value, str):
         inputs: list[Input] = [value]
     elif value and isinstance(value[0], int):
@@ -112,20 +91,7 @@ def generation_requests(
     default_max_tokens: int,
     logprobs: int | None = None,
 ) -> list[Request]:
-    """Return `n` requests for each input.
-
-    Args:
-        service: The server's parts.
-        body: What the request says.
-        tenant: Who asks.
-        delta: The delta that is asked, or None for the base model.
-        inputs: The inputs.
-        default_max_tokens: Tokens of an answer where the request does not say.
-        logprobs: How many likely tokens are reported at each step; None for none.
-
-    Raises:
-        ApiError: They ask for more tokens or answers than one request may.
-    """
+    """Return `n` requests for each input."""
     limits, n = service.config.limits, body.n or 1
     if (max_tokens := body.chosen_max_tokens or 0) > limits.max_tokens:
         raise ApiError(
@@ -147,12 +113,7 @@ def generation_requests(
 
 
 def default_max_tokens(service: Service, most: int | None = None) -> int:
-    """Return how many tokens an answer has at most where the request does not say.
-
-    Args:
-        service: The server's parts.
-        most: What the endpoint says. Default: the server's own default.
-    """
+    """Return how many tokens an answer has at most where the request does not say."""
     limits = service.config.limits
     return min(limits.default_max_tokens if most is None else most, limits.max_tokens)
 
@@ -188,16 +149,7 @@ def _size(value: Any) -> int:
 
 
 def count(facts: Facts, answers: Sequence[Answer], per_input: int = 1) -> dict[str, Any]:
-    """Count the tokens of answers, for the log and the client.
-
-    Args:
-        facts: The facts of the request.
-        answers: The answers, those to the same input beside each other.
-        per_input: How many answers each input has; its tokens count once.
-
-    Returns:
-        `usage` as OpenAI has it.
-    """
+    """Count the tokens of answers, for the log and the client."""
     firsts = answers[::per_input]
     facts.inputs = len(firsts)
     facts.prompt_tokens = sum(answer.prompt_tokens for answer in firsts)
@@ -213,11 +165,7 @@ def count(facts: Facts, answers: Sequence[Answer], per_input: int = 1) -> dict[s
 
 
 async def answer_all(http: HttpRequest, service: Service, requests: Sequence[Request]) -> list[Answer]:
-    """Answer several inputs of one request; when one fails, all do.
-
-    Raises:
-        ClientDisconnected: The client has gone, and the engine has been told.
-    """
+    """Answer several inputs of one request; when one fails, all do."""
     return await unless_disconnected(http, gather([service.engine.asubmit(request) for request in requests]))
 
 
@@ -230,20 +178,7 @@ async def answer_inputs(
     body: EmbeddingBody | TagBody,
     task: Task,
 ) -> list[Answer]:
-    """Answer each input of a body by one task of the engine.
-
-    Args:
-        http: The HTTP request.
-        service: The server's parts.
-        tenant: Who asks.
-        delta: The delta that is asked, or None for the base model.
-        facts: The facts of the request.
-        body: What it says.
-        task: The task.
-
-    Returns:
-        The answers, in the order of the inputs.
-    """
+    """Answer each input of a body by one task of the engine."""
     inputs = as_inputs(body.input, "input", service.max_inputs)
     log_contents(service, facts, input=inputs)
     return await answer_all(http, service, [engine_request(service, body, task, tenant, delta, one) for one in inputs])
@@ -253,13 +188,7 @@ async def answer_inputs(
 
 
 class Pieces:
-    """How generated text is written in JSON: as a completion, as a chat, or as plain /generate.
-
-    Args:
-        model: What the request says in `model`.
-        logprobs: Whether probabilities are reported.
-        tokens_as_ids: Whether their tokens are written as token_id:17 in place of their texts.
-    """
+    """How generated text is written in JSON: as a completion, as a chat, or as plain /generate."""
 
     kind = "cmpl"
     name = "text_completion"
@@ -380,16 +309,7 @@ async def respond(
     requests: Sequence[Request],
     pieces: Pieces,
 ) -> Response:
-    """Generate, and answer at once or as a stream.
-
-    Args:
-        http: The HTTP request.
-        service: The server's parts.
-        facts: The facts of the request.
-        body: What it says.
-        requests: The requests of the engine: `n` for each input.
-        pieces: How answers are written.
-    """
+    """Generate, and answer at once or as a stream."""
     firsts = requests[:: body.n or 1]
     log_contents(service, facts, input=[request.text or request.tokens or request.messages for request in firsts])
     if body.stream:

@@ -40,15 +40,7 @@ QUIET = ("/health", "/ready", "/metrics", "/stats")
 
 
 def create_app(engine: Engine, config: ServeConfig) -> FastAPI:
-    """Make the application of a server.
-
-    Args:
-        engine: What answers.
-        config: The configuration.
-
-    Raises:
-        DeltuneError: The file of keys is wrong.
-    """
+    """Make the application of a server."""
     service = Service.build(engine, config)
     # The pages of FastAPI's documentation load scripts from elsewhere, so there are none.
     app = FastAPI(title="deltune", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
@@ -93,11 +85,6 @@ READ_HEADERS = (b"x-request-id", b"content-length", b"host", b"expect")
 class BoundedBody:
     """The body of a request, which must neither be too large nor arrive too slowly.
 
-    Args:
-        receive: Receives the next message of the request.
-        headers: Headers of the request.
-        limits: What a request may have.
-
     Attributes:
         whole: Whether all of it was received.
     """
@@ -111,12 +98,7 @@ class BoundedBody:
         self._received = 0
 
     async def receive(self) -> Message:
-        """Receive the next message of the request.
-
-        Raises:
-            ApiError: The body is too large or too slow.
-            ClientDisconnected: The client has gone before it has sent all of it.
-        """
+        """Receive the next message of the request."""
         if self.whole:
             return await self._receive()
         if self._declared > self._limits.max_body:
@@ -137,12 +119,7 @@ class BoundedBody:
         return message
 
     async def discard(self) -> bool:
-        """Read what is left and drop it, so that the client can read its answer and use the connection again.
-
-        Returns:
-            Whether the connection can be used again: not after a body that is too large or too slow, nor where the
-            client waits for permission to send one.
-        """
+        """Read what is left and drop it, so that the client can read its answer and use the connection again."""
         if self._waits_for_continue:
             return False
         try:
@@ -158,12 +135,7 @@ class BoundedBody:
 
 
 class Gateway:
-    """The layer around all routes: request ids, the check of the host, bounded bodies, answers to errors, and the log.
-
-    Args:
-        app: The routes.
-        service: The server's parts.
-    """
+    """The layer around all routes: request ids, the check of the host, bounded bodies, answers to errors, the log."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self.app, self.service = app, service
@@ -290,11 +262,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logs(level: str) -> None:
-    """Write the logs of the server, and warnings of uvicorn, on standard error as JSON.
-
-    Args:
-        level: "requests", "errors" or "off", as in the config.
-    """
+    """Write the logs of the server, and warnings of uvicorn, on standard error as JSON."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
     for name, shown in (("deltune.serving", level), ("uvicorn", "errors")):

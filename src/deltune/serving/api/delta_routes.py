@@ -24,15 +24,7 @@ router = APIRouter()
 
 
 def delta_folder(root: Path | None, path: str) -> Path:
-    """Return a folder below the folder of deltas that a request names. It must not lead through a link.
-
-    Args:
-        root: The folder of deltas.
-        path: What a request says: a path from there, or a whole path that leads there.
-
-    Raises:
-        InvalidRequest: It is not below the folder of deltas, leads through a link, or does not exist.
-    """
+    """Return a folder below the folder of deltas that a request names. It must not lead through a link."""
     if root is None:
         raise InvalidRequest(
             "this server has no folder of deltas, so nothing can be loaded; start it with --deltas DIR"
@@ -64,11 +56,7 @@ def delta_folder(root: Path | None, path: str) -> Path:
 
 
 def manager(http: Request) -> tuple[Service, Tenant]:
-    """Return the service and the tenant of a request, if the tenant may load and unload deltas.
-
-    Raises:
-        ApiError: They may not.
-    """
+    """Return the service and the tenant of a request, if the tenant may load and unload deltas."""
     service, tenant = service_of(http), admit(http)
     if not tenant.manage:
         todo = (
@@ -118,17 +106,6 @@ async def load(service: Service, tenant: Tenant, name: str, path: str, replace: 
 
     Without `replace`, a name is taken once a request has loaded it, whether its delta is in memory at the moment or
     not, and a name of the folder of deltas can be loaded from its own folder alone.
-
-    Args:
-        service: The server's parts.
-        tenant: The tenant.
-        name: What clients will call it.
-        path: Its folder.
-        replace: Whether it may take the place of another.
-
-    Raises:
-        ApiError: The name is not the tenant's, or is taken.
-        DeltuneError: The folder is not below the folder of deltas, or the delta was refused.
     """
     if name == service.config.base_name:
         raise ApiError(400, f"{name} is the name of the base model; give the delta another one", "name_taken")
@@ -145,11 +122,7 @@ async def load(service: Service, tenant: Tenant, name: str, path: str, replace: 
 
 
 async def unload(service: Service, tenant: Tenant, name: str) -> None:
-    """Take a delta out; requests that run end with it.
-
-    Raises:
-        ApiError: It does not exist for this tenant.
-    """
+    """Take a delta out; requests that run end with it."""
     known = [delta.name for delta in service.visible(tenant)]
     if name not in known:
         raise unknown_model("delta", name, known)

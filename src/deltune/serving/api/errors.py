@@ -23,16 +23,7 @@ MAX_MESSAGE = 2000
 
 
 class ApiError(Exception):
-    """An error with a status. Its message says what was asked, what exists and what to do.
-
-    Args:
-        status: The status of HTTP.
-        message: What the client is told.
-        code: A word for programs, such as "model_not_found".
-        param: The field of the request that is wrong.
-        retry_after: Seconds after which the client may try again.
-        allowed: The methods that the path has.
-    """
+    """An error with a status. Its message says what was asked, what exists and what to do."""
 
     def __init__(
         self,
@@ -53,11 +44,7 @@ class ClientDisconnected(Exception):
 
 
 def api_error(error: BaseException) -> ApiError:
-    """Return what a client is told of an error.
-
-    Args:
-        error: An `ApiError`, a `DeltuneError`, or anything else, of which only is said that it happened.
-    """
+    """Return what a client is told of an error."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, UnknownDelta):
@@ -81,12 +68,7 @@ def api_error(error: BaseException) -> ApiError:
 
 
 def error_body(error: ApiError, hidden: Path | None = None) -> dict[str, Any]:
-    """Return an error as OpenAI's clients read it.
-
-    Args:
-        error: The error.
-        hidden: A folder whose path clients need not know; only what follows it is shown.
-    """
+    """Return an error as OpenAI's clients read it."""
     message = without_folder(str(error), hidden)
     if len(message) > MAX_MESSAGE:
         message = f"{message[: MAX_MESSAGE - 1]}…"
@@ -95,12 +77,7 @@ def error_body(error: ApiError, hidden: Path | None = None) -> dict[str, Any]:
 
 
 def without_folder(message: str, hidden: Path | None) -> str:
-    """Return a message in which paths begin behind a folder.
-
-    Args:
-        message: The message.
-        hidden: The absolute path of a folder, which clients need not know; None for none.
-    """
+    """Return a message in which paths begin behind a folder."""
     if hidden is None:
         return message
     for path in sorted({str(hidden), str(hidden.resolve())}, key=len, reverse=True):  # one may be the end of the other

@@ -35,11 +35,7 @@ class Load(Protocol[T_co]):
 
 
 class Management:
-    """Runs the calls that load deltas and those that take them out; the latter wait for none of the former.
-
-    Args:
-        seconds: The time for a call.
-    """
+    """Runs the calls that load deltas and those that take them out; the latter wait for none of the former."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -49,15 +45,7 @@ class Management:
         self._turns: dict[str, asyncio.Semaphore] = {}
 
     async def load(self, tenant: Tenant, work: Load[T]) -> T:
-        """Run a function that loads deltas.
-
-        Args:
-            tenant: Whose call it is.
-            work: The function.
-
-        Raises:
-            ApiError: The tenant has too many calls already, or it took too long.
-        """
+        """Run a function that loads deltas."""
         turns = self._turns.setdefault(tenant.name, asyncio.Semaphore(AT_ONCE))
         deadline = time.monotonic() + self.seconds
 
@@ -77,15 +65,7 @@ class Management:
         return await self._within(tenant, run)
 
     async def unload(self, tenant: Tenant, work: Callable[[], T]) -> T:
-        """Run a function that takes a delta out.
-
-        Args:
-            tenant: Whose call it is.
-            work: The function.
-
-        Raises:
-            ApiError: The tenant has too many calls already, or it took too long.
-        """
+        """Run a function that takes a delta out."""
 
         async def run() -> T:
             return await asyncio.get_running_loop().run_in_executor(self._unloading, work)

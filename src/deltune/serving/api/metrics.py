@@ -58,12 +58,7 @@ class DeltaLoad:
 
 
 class EngineCollector(Collector):
-    """The numbers of the engine, read when Prometheus asks.
-
-    Args:
-        stats: Returns the engine's numbers.
-        deltas: Returns the deltas.
-    """
+    """The numbers of the engine, read when Prometheus asks."""
 
     def __init__(self, stats: Callable[[], EngineStats], deltas: Callable[[], list[DeltaInfo]]) -> None:
         self._stats, self._deltas = stats, deltas
@@ -107,13 +102,7 @@ def _counter(name: str, meaning: str, label: str, values: dict[str, int]) -> Met
 
 
 class Metrics:
-    """What happened on a server.
-
-    Args:
-        stats: Returns the engine's numbers.
-        deltas: Returns the deltas.
-        clock: The time, in seconds.
-    """
+    """What happened on a server."""
 
     def __init__(
         self,
@@ -146,15 +135,7 @@ class Metrics:
         self.loads: OrderedDict[str, DeltaLoad] = OrderedDict()
 
     def observe(self, endpoint: str, status: int, seconds: float, delta: str | None, tokens: int) -> None:
-        """Count an answer.
-
-        Args:
-            endpoint: The path as the server defines it.
-            status: The status of the answer.
-            seconds: How long it took.
-            delta: The name of the delta, "" for the base model, None where there is none or it does not exist.
-            tokens: The tokens read and generated.
-        """
+        """Count an answer."""
         self._requests.labels(endpoint, str(status)).inc()
         self._seconds.labels(endpoint).observe(seconds)
         if delta is None:

@@ -114,11 +114,7 @@ async def page(http: Request) -> Response:
 
 
 def _for_admins(http: Request) -> Service:
-    """Return the service, if the tenant may see the numbers of all tenants.
-
-    Raises:
-        ApiError: They may not.
-    """
+    """Return the service, if the tenant may see the numbers of all tenants."""
     service = service_of(http)
     tenant = service.tenant(http)
     service.limits.admit_numbers(tenant)

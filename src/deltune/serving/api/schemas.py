@@ -100,13 +100,7 @@ class SamplingBody(RequestBody):
         return self.max_tokens
 
     def sampling(self, default_max_tokens: int, logprobs: int | None, index: int = 0) -> Sampling:
-        """Return how the engine chooses tokens.
-
-        Args:
-            default_max_tokens: Tokens of an answer where the request does not say, as far as the model has room.
-            logprobs: How many likely tokens are reported at each step; None for none.
-            index: Which of `n` answers; each has random numbers of its own.
-        """
+        """Return how the engine chooses tokens."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         seed = None if self.seed is None else (self.seed + index) % 2**63
         chosen = self.chosen_max_tokens

@@ -138,42 +138,24 @@ class Facts:
 
 @dataclass
 class Service:
-    """A server's parts.
+    """A server's parts."""
 
-    Attributes:
-        engine: What answers.
-        config: The configuration.
-        keys: The tenants, or None for a server without keys.
-        limits: Their rates.
-        metrics: What is counted.
-        started: When the server started, in seconds since the epoch.
-        draining: Whether the server is about to end.
-        managing: What loads and takes out deltas for clients.
-    """
-
-    engine: Engine
-    config: ServeConfig
-    keys: KeyFile | None
-    limits: RateLimits
-    metrics: Metrics
-    managing: Management
+    engine: Engine  # what answers
+    config: ServeConfig  # the configuration
+    keys: KeyFile | None  # the tenants, or None for a server without keys
+    limits: RateLimits  # their rates
+    metrics: Metrics  # what is counted
+    managing: Management  # what loads and takes out deltas for clients
+    # when the server started, in seconds since the epoch
     started: int = field(default_factory=lambda: int(time.time()))
-    draining: bool = False
+    draining: bool = False  # whether the server is about to end
     _known: frozenset[str] = frozenset()
     _known_since: float = 0.0
     _listings: dict[tuple[object, ...], tuple[object, bytes]] = field(default_factory=dict)
 
     @classmethod
     def build(cls, engine: Engine, config: ServeConfig) -> Service:
-        """Make a server's parts from its engine and its configuration.
-
-        Args:
-            engine: What answers.
-            config: The configuration.
-
-        Raises:
-            DeltuneError: The file of keys is wrong.
-        """
+        """Make a server's parts from its engine and its configuration."""
         keys = None if config.http.keys is None else KeyFile(config.http.keys)
         metrics = Metrics(engine.stats, engine.deltas)
         limits, managing = RateLimits(config.limits, engine.take_usage), Management(config.limits.timeout)
@@ -197,13 +179,7 @@ class Service:
         return () if self.hidden_folder is None else (self.hidden_folder, self.hidden_folder.resolve())
 
     def listing(self, kind: str, tenant: Tenant, make: Callable[[], Any]) -> Response:
-        """Return JSON about the deltas that a tenant may see, which is written again only when one has changed.
-
-        Args:
-            kind: What is listed.
-            tenant: Who asks.
-            make: Returns what is listed.
-        """
+        """Return JSON about the deltas that a tenant may see, which is written again only when one has changed."""
         seen = (self.engine.deltas(), self.engine.ignored_folders() if tenant.manage or tenant.admin else None)
         key = (kind, tenant.deltas, tenant.base, tenant.manage or tenant.admin)
         known = self._listings.pop(key, None)
@@ -215,14 +191,7 @@ class Service:
         return Response(known[1], media_type="application/json")
 
     def tenant(self, http: HttpRequest) -> Tenant:
-        """Return the tenant that a request comes from.
-
-        Args:
-            http: The request.
-
-        Raises:
-            ApiError: The server has keys, and the request has none of them.
-        """
+        """Return the tenant that a request comes from."""
         if self.keys is None:
             manage = self.config.http.manage
             return everybody(self.config.is_local if manage is None else manage)
@@ -270,12 +239,7 @@ class Service:
     def delta(self, model: str, tenant: Tenant) -> str | None:
         """Return the name of the delta that `model` means, None for the base model.
 
-        Args:
-            model: The name in the request.
-            tenant: The tenant.
-
-        Raises:
-            ApiError: It does not exist, or not for this tenant, which cannot tell the difference.
+        One that a tenant may not see is unknown: it cannot tell the difference.
         """
         if model == self.config.base_name and tenant.base:
             return None
@@ -298,13 +262,7 @@ class Service:
 
 
 def unknown_model(kind: str, name: str, known: Sequence[str]) -> ApiError:
-    """Return the error for a model or delta that does not exist, or that the tenant may not see.
-
-    Args:
-        kind: "model" or "delta".
-        name: The name in the request.
-        known: The names that the tenant may see.
-    """
+    """Return the error for a model or delta that does not exist, or that the tenant may not see."""
     return ApiError(404, unknown_name(kind, name, known), "model_not_found", "model")
 
 
@@ -321,14 +279,7 @@ def service_of(http: HttpRequest) -> Service:
 
 
 def admit(http: HttpRequest) -> Tenant:
-    """Return the tenant of a request and count the request towards its rate, once however often this is called.
-
-    Args:
-        http: The request.
-
-    Raises:
-        ApiError: There is no key, or the tenant has asked too often.
-    """
+    """Return the tenant of a request and count the request towards its rate, once however often this is called."""
     service, facts = service_of(http), facts_of(http)
     if facts.admitted is None:
         tenant = service.tenant(http)
@@ -339,16 +290,7 @@ def admit(http: HttpRequest) -> Tenant:
 
 
 async def read_body(http: HttpRequest, kind: type[Body]) -> Body:
-    """Read a request's JSON and check it.
-
-    Args:
-        http: The request.
-        kind: What it must be.
-
-    Raises:
-        ApiError: There is no key, the tenant has asked too often, or the request is not JSON, too deeply nested, or has
-            wrong values; the message names all of them.
-    """
+    """Read a request's JSON and check it."""
     admit(http)  # before anything is parsed
     media = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json" and not media.endswith("+json"):
@@ -361,16 +303,7 @@ async def read_body(http: HttpRequest, kind: type[Body]) -> Body:
 
 
 def parse_body(body: bytes, kind: type[Body]) -> Body:
-    """Parse and check the JSON of a request.
-
-    Args:
-        body: What was sent.
-        kind: What it must be.
-
-    Raises:
-        ApiError: It is not JSON, too deeply nested, has too many lists, or has wrong values; the message names all of
-            them.
-    """
+    """Parse and check the JSON of a request."""
     if _count_lists(body) > MAX_LISTS:
         problem = f"the request has more than {MAX_LISTS:,} lists and objects, the limit of this server"
         raise ApiError(413, problem, "request_too_large")
@@ -422,13 +355,7 @@ def _body_error(error: ValidationError, kind: type[BaseModel]) -> ApiError:
 
 
 def _field_problem(error: ErrorDetails, is_one_of_several: bool, description: str) -> str:
-    """Return what is wrong with the value of a field.
-
-    Args:
-        error: The first problem with it, or one that a validator of ours describes.
-        is_one_of_several: Whether there are others, as where a value is none of several types.
-        description: What the field must be.
-    """
+    """Return what is wrong with the value of a field."""
     top, *inside = error["loc"]
     kind, reason = error["type"], error["msg"].removeprefix("Value error, ")
     if kind == "extra_forbidden":
@@ -455,15 +382,7 @@ async def wait_for_disconnect(receive: Receive) -> None:
 
 
 async def unless_disconnected(http: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
-    """Await some work, and cancel it when the client has gone.
-
-    Args:
-        http: The request, which has been read.
-        work: What is awaited.
-
-    Raises:
-        ClientDisconnected: The client has gone.
-    """
+    """Await some work, and cancel it when the client has gone."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(wait_for_disconnect(http.receive))
     try:
@@ -483,11 +402,7 @@ async def cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
 
 
 async def gather(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Await several things; when one fails, the others are cancelled and its error is raised.
-
-    Raises:
-        EngineClosed: The engine has given one of them up.
-    """
+    """Await several things; when one fails, the others are cancelled and its error is raised."""
     tasks: list[asyncio.Future[T]] = []
     try:
         for one in work:
@@ -545,13 +460,7 @@ async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int,
 
 
 class EventStream(Response):
-    """Server-sent events. When the client goes, the source of the events is closed at once.
-
-    Args:
-        events: The events, as bytes that are sent as they are.
-        source: What the events are made of. It is closed in the end, even if no event was asked for.
-        send_timeout: Seconds in which the client must take an event.
-    """
+    """Server-sent events. When the client goes, the source of the events is closed at once."""
 
     media_type = "text/event-stream"
 

@@ -37,46 +37,29 @@ LOOK_AGAIN = 1.0
 
 
 class StoredKey(BaseModel):
-    """A key as the file has it: from this nobody can make the key.
-
-    Attributes:
-        id: The part of the key that is no secret.
-        salt: Random digits that were hashed with the secret.
-        hash: SHA-256 of salt and secret, in hexadecimal digits.
-        created: When it was made, in seconds since the epoch.
-    """
+    """A key as the file has it: from this nobody can make the key."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    id: Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")]
-    salt: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-    hash: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    created: float = 0.0
+    id: Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")]  # the part of the key that is no secret
+    salt: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]  # random digits that were hashed with the secret
+    hash: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # SHA-256 of salt and secret, in hexadecimal digits
+    created: float = 0.0  # when it was made, in seconds since the epoch
 
 
 class Tenant(BaseModel):
-    """A client of the server: its keys, its rights and its rates.
-
-    Attributes:
-        name: The name, as logs and metrics have it.
-        deltas: Patterns of the names of deltas that it may use, such as `acme-*`.
-        base: Whether it may use the base model.
-        manage: Whether it may load and unload the deltas that it may use.
-        admin: Whether it may see the numbers of all tenants and deltas: /metrics, /stats.
-        requests_per_minute: Its own limit in place of the server's.
-        tokens_per_minute: Its own limit in place of the server's.
-        keys: Its keys.
-    """
+    """A client of the server: its keys, its rights and its rates."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: Annotated[str, Field(pattern=f"^{TENANT_PATTERN}$")]
+    name: Annotated[str, Field(pattern=f"^{TENANT_PATTERN}$")]  # the name, as logs and metrics have it
+    # patterns of the names of deltas that it may use, such as `acme-*`
     deltas: tuple[Annotated[str, Field(min_length=1, max_length=200)], ...] = ()
-    base: bool = True
-    manage: bool = False
-    admin: bool = False
-    requests_per_minute: Rate | None = None
-    tokens_per_minute: Rate | None = None
+    base: bool = True  # whether it may use the base model
+    manage: bool = False  # whether it may load and unload the deltas that it may use
+    admin: bool = False  # whether it may see the numbers of all tenants and deltas: /metrics, /stats
+    requests_per_minute: Rate | None = None  # its own limit in place of the server's
+    tokens_per_minute: Rate | None = None  # its own limit in place of the server's
     keys: tuple[StoredKey, ...] = ()
 
     def may_see(self, delta: str) -> bool:
@@ -93,11 +76,7 @@ class KeyFileContents(BaseModel):
 
 
 def everybody(manage: bool) -> Tenant:
-    """Return the tenant of a server without keys: it sees everything.
-
-    Args:
-        manage: Whether it may load and unload deltas.
-    """
+    """Return the tenant of a server without keys: it sees everything."""
     return Tenant(name="default", deltas=("*",), manage=manage, admin=True)
 
 
@@ -106,14 +85,7 @@ def _digest(salt: str, secret: str) -> str:
 
 
 class KeyFile:
-    """The tenants of a file of keys. The file is read again when it changes.
-
-    Args:
-        path: The file, which must exist.
-
-    Raises:
-        DeltuneError: The file cannot be read or is wrong.
-    """
+    """The tenants of a file of keys. The file is read again when it changes."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = user_path(path, "keys")
@@ -166,14 +138,7 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 
 
 def read_keys(path: Path) -> KeyFileContents:
-    """Read a file of keys.
-
-    Args:
-        path: The file.
-
-    Raises:
-        DeltuneError: There is none, or it is wrong.
-    """
+    """Read a file of keys."""
     if find_file(path.parent, path.name) is None:
         raise DeltuneError(f"there is no file of keys {path}; make a key with: deltune serve-key {path} TENANT")
     try:
@@ -195,16 +160,7 @@ def read_keys(path: Path) -> KeyFileContents:
 
 
 def add_key(path: Path, name: str, changes: dict[str, Any]) -> str:
-    """Make a key for a tenant, new or not, and return it. Only its salted hash is kept.
-
-    Args:
-        path: The file of keys; it is made if there is none, readable by its owner alone.
-        name: The tenant.
-        changes: New values of the tenant's fields; the others stay.
-
-    Raises:
-        DeltuneError: The file is wrong, or a value is.
-    """
+    """Make a key for a tenant, new or not, and return it. Only its salted hash is kept."""
     identity, secret, salt = secrets.token_hex(6), secrets.token_urlsafe(32), secrets.token_hex(16)
     key = StoredKey(id=identity, salt=salt, hash=_digest(salt, secret), created=round(time.time(), 3))
     with _changing(path):
@@ -221,15 +177,7 @@ def add_key(path: Path, name: str, changes: dict[str, Any]) -> str:
 
 
 def revoke_key(path: Path, identity: str) -> str:
-    """Take a key out of the file, and return the name of its tenant.
-
-    Args:
-        path: The file of keys.
-        identity: The id of the key, or the key.
-
-    Raises:
-        DeltuneError: No tenant has it.
-    """
+    """Take a key out of the file, and return the name of its tenant."""
     match = KEY_PATTERN.fullmatch(identity)
     identity = match[1] if match else identity
     with _changing(path):
@@ -249,12 +197,7 @@ def _changing(path: Path) -> contextlib.AbstractContextManager[None]:
 
 
 def write_keys(path: Path, contents: KeyFileContents) -> None:
-    """Replace the file of keys, atomically; only its owner may read it.
-
-    Args:
-        path: The file.
-        contents: What it will hold.
-    """
+    """Replace the file of keys, atomically; only its owner may read it."""
     with explain_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_open(path, mode=0o600) as file:
@@ -268,12 +211,7 @@ MAX_TENANTS = 10_000
 
 
 class TokenBucket:
-    """A bucket that holds a minute's worth and fills steadily. It may go below zero, for what is known only later.
-
-    Args:
-        per_minute: How much flows in within a minute, and how much it holds.
-        now: The time, in seconds.
-    """
+    """A bucket that holds a minute's worth and fills steadily. It may go below zero, for what is known only later."""
 
     def __init__(self, per_minute: float, now: float) -> None:
         self.per_minute, self.level, self.filled = per_minute, max(1.0, per_minute), now
@@ -292,11 +230,7 @@ class TokenBucket:
 class RateLimits:
     """The rates of all tenants: requests, and tokens read and generated.
 
-    Args:
-        limits: The rates of a tenant whose key says nothing else.
-        take_usage: Returns the tokens that were computed for each tenant since its last call. They count whatever
-            became of the requests, so that nobody evades a limit by going away.
-        clock: The time, in seconds.
+    Tokens count whatever became of the requests, so that nobody evades a limit by going away.
     """
 
     def __init__(
@@ -310,14 +244,7 @@ class RateLimits:
         self._buckets: OrderedDict[tuple[str, str], TokenBucket] = OrderedDict()
 
     def admit(self, tenant: Tenant) -> None:
-        """Count a request, or refuse it where the tenant has used up its limits.
-
-        Args:
-            tenant: The tenant.
-
-        Raises:
-            ApiError: The tenant has reached a limit; the error says when it may try again.
-        """
+        """Count a request, or refuse it where the tenant has used up its limits."""
         self.charge_usage()
         now = self._clock()
         requests, tokens = self._bucket(tenant, "requests", now), self._bucket(tenant, "tokens", now)
@@ -326,14 +253,7 @@ class RateLimits:
             requests.take(1.0)
 
     def admit_numbers(self, tenant: Tenant) -> None:
-        """Count a look at the numbers of the server, which are not among the requests of its tenant.
-
-        Args:
-            tenant: Who asks.
-
-        Raises:
-            ApiError: The tenant has asked too often; it is told when to come again.
-        """
+        """Count a look at the numbers of the server, which are not among the requests of its tenant."""
         now = self._clock()
         looks = self._bucket(tenant, "requests", now, "numbers", NUMBERS_PER_MINUTE)
         self._check(tenant, now, (looks, "looks at the numbers"))
