@@ -271,8 +271,8 @@ class Backbone:
     ) -> T:
         """Run passes of the model in which each row uses its own delta.
 
-        With `place`, the tensors of a delta that all rows use may be put into the model; without, another thread may run
-        passes with other deltas at the same time. `left_out` is as for `inference_rows`.
+        With `place`, the tensors of a delta that all rows use may be put into the model; without, other threads may
+        run passes with other deltas meanwhile. `left_out` is as for `inference_rows`.
         """
         with torch.inference_mode(), inference_rows(self.handle, [row.internal for row in rows], place, left_out):
             return call()
@@ -357,7 +357,7 @@ def sibling_class(first: Backbone, head: str) -> type[PreTrainedModel]:
 
 
 def sibling(first: Backbone, head: str) -> PreTrainedModel:
-    """Return a model of another class over the parameters of a model; its head is empty, since deltas bring theirs."""
+    """Return a model of another class over a model's parameters; its head is empty, since deltas bring theirs."""
     chosen = sibling_class(first, head)
     config = base_config(first.handle)
     implementation = str(attention_implementation(config) or "eager").removeprefix(PREFIX)

@@ -116,8 +116,8 @@ def bind(host: str, port: int) -> socket.socket:
 def bounded_protocol(seconds: float) -> type[asyncio.Protocol]:
     """Return uvicorn's protocol, which closes a connection where the head of a request does not arrive in time.
 
-    uvicorn itself waits for ever: clients that send a byte now and then could hold all connections there are. The seconds
-    count from a connection, or from the first byte of a further request on it.
+    uvicorn itself waits for ever: clients that send a byte now and then could hold all connections there are. The
+    seconds count from a connection, or from the first byte of a further request on it.
     """
 
     class BoundedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]

@@ -45,7 +45,7 @@ LOCKS = 64
 
 @dataclass(frozen=True)
 class Failure:
-    """An error of a replica as a value: an exception with arguments of its own does not survive the way to the front."""
+    """An error of a replica as a value: an exception with arguments of its own does not survive the way here."""
 
     kind: str  # the name of the class
     message: str  # what it says
