@@ -302,7 +302,7 @@ def test_counts_of_deltas_that_are_gone_are_dropped(tmp_path: Path) -> None:
         stats = server.stats()
         assert 0 < len(stats.finished) < 80 and not server._running
         assert len(server._catalog._gone) == 0, "their folders have other names"
-        assert not server._lifecycle._resident and not server._lifecycle._waiting and not server._lifecycle._loading
+        assert not server._lifecycle._active
 
 
 # -- loads that wait for room
@@ -331,7 +331,8 @@ def test_a_load_that_finds_no_room_is_given_up_in_time(crowded: tuple[Server, Ga
     later = server.submit(ask("generate", 3, 1, "d2"))
     gate.release()
     assert busy.result(60).tokens and later.result(60).tokens
-    assert not server._lifecycle._arrivals and not server._lifecycle._loads and not server._lifecycle._draining
+    assert not server._lifecycle._arrivals and not server._lifecycle._loads
+    assert server._catalog.entries["d2"].state is catalog.State.SERVING
     assert {info.name for info in server.deltas() if info.loaded} == {"d2"}
     assert server.load("d0", timeout=60).loaded
 

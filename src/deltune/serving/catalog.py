@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from pathlib import Path
 
 from ..errors import DeltuneError, counted, error_summary, unknown_name
@@ -23,6 +24,15 @@ NAMED_FOLDERS = 8
 """Folders without a delta that a line of the log names."""
 
 
+class State(Enum):
+    """Where the version of a delta is that new requests get."""
+
+    ON_DISK = auto()
+    READING = auto()  # for requests that wait
+    SERVING = auto()  # in memory
+    DRAINING = auto()  # in memory, and takes no new requests, as another delta needs its place
+
+
 @dataclass(eq=False)
 class Entry:
     """A delta by its name: its folder, and the version in memory."""
@@ -31,6 +41,7 @@ class Entry:
     folder: Path | None  # its folder; None if it was attached before the server was made
     facts: FolderFacts | None = None  # what its files said when they were last read
     seen: Signature = ()  # the signature of its files at that time
+    state: State = State.ON_DISK
     current: LoadedDelta | None = None  # the version in memory, or None
     waiting: deque[Job] = field(default_factory=deque)  # requests that wait until it is in memory
     error: str = ""  # why its newest files were refused, or "". Clients read it, so that it has no calls of Python
@@ -99,7 +110,9 @@ class Catalog:
         lock: threading.RLock,
     ) -> None:
         self.root = root
-        self.entries = {name: Entry(name, None, current=loaded) for name, loaded in attached.items()}
+        self.entries = {
+            name: Entry(name, None, state=State.SERVING, current=loaded) for name, loaded in attached.items()
+        }
         self._gone: dict[str, Entry] = {}  # unloaded by name, until they are loaded again or their folder goes
         self._ignored: dict[str, str] = {}  # folders without a delta, and why
         self._check, self._lock = check, lock

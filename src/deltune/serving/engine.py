@@ -39,13 +39,13 @@ from ..filesystem import user_path
 from ..models import load_with_tokenizer
 from ..tasks.padding import padding_side
 from .backbone import Backbones, LoadedDelta
-from .catalog import Catalog, Entry
+from .catalog import Catalog, Entry, State
 from .concurrency import ConcurrentPasses, give_way_to_other_threads, release_worker_threads
 from .encoding import BatchLimits, EncodingLane, LaneContext
 from .errors import UNANSWERED, EngineClosed, InvalidRequest, RequestTimeout, UnknownDelta
 from .generation import GenerationLane, GenerationOptions
 from .jobs import LONG_TEXT, Job, Listener, RequestEncoder, Stream, check_pair, check_request, check_task, input_size
-from .lifecycle import Lifecycle, LifecycleContext
+from .lifecycle import Lifecycle
 from .prompt_cache import PromptCache
 from .queue import Admission, FairShare, FairThread, check_length, cut_length, readable_length
 from .registry import HEAD_TASKS, FolderFacts, scan
@@ -172,11 +172,10 @@ class Server:
         self._wake = threading.Condition(self._lock)
         attached = {loaded.name: loaded for loaded in first.attached_before() if loaded.name is not None}
         self._catalog = Catalog(self.root, attached, self._backbones.check, self._lock)
-        context = LifecycleContext(
-            self._wake, self._share, self._call, self._place, self._finish, self._wait_for_passes,
-            self._on_detach, self._forget_counts,
+        self._lifecycle = Lifecycle(
+            self._catalog, self._backbones, max_loaded, max_loaded_bytes, max_names, wake=self._wake, place=self._place,
+            finish=self._finish, wait_for_passes=self._wait_for_passes, before_detach=self._before_detach,
         )  # fmt: skip
-        self._lifecycle = Lifecycle(self._catalog, self._backbones, context, max_loaded, max_loaded_bytes, max_names)
         self._admission = Admission(max_queue, max_queue_per_tenant, self._lock)
         self._inbox: deque[Job] = deque()
         self._calls: deque[Callable[[], None]] = deque()
@@ -429,7 +428,12 @@ class Server:
         Raises:
             UnknownDelta: There is no such delta.
         """
-        self._lifecycle.unload(name)
+        folder_stays = self._catalog.has_folder(name)  # in this thread, since the disk may be slow
+        self._call(
+            lambda: self._forget(
+                self._catalog.remove(name, folder_stays), f"delta {name!r} was unloaded before it answered"
+            )
+        )
 
     def refresh(self, timeout: float | None = None) -> list[DeltaInfo]:
         """Look at the directory of deltas again: new folders, changed ones, and those that are gone.
@@ -449,7 +453,10 @@ class Server:
         """
         self._refuse_own_thread("refresh")
         if self.root is not None:
-            self._lifecycle.refresh(timeout)
+            self._lifecycle.refresh(
+                lambda entry: self._call(lambda: self._forget(entry, f"the folder of delta {entry.name!r} is gone")),
+                timeout,
+            )
         return self.deltas()
 
     def deltas(self) -> list[DeltaInfo]:
@@ -635,7 +642,7 @@ class Server:
             jobs, self._inbox = self._inbox, deque()
         for job in jobs:
             self._place(job)
-        self._lifecycle.begin_loads()
+        self._lifecycle.begin_loads(self._share)
         try:
             self._advance()
             self._passes.take_results()  # after the threads that they leave have the next passes
@@ -711,7 +718,7 @@ class Server:
             self._finish(job, UnknownDelta(unknown_name("delta", job.request.delta, self._catalog.entries)))
             return
         loaded = self._base if entry is None else entry.current
-        if entry is not None and not self._lifecycle.takes_requests(entry):
+        if entry is not None and entry.state is not State.SERVING:
             self._lifecycle.wait(entry, job)
             return
         assert loaded is not None
@@ -812,7 +819,7 @@ class Server:
                 break
         self._finish(job, error)
 
-    def _on_detach(self, loaded: LoadedDelta) -> None:
+    def _before_detach(self, loaded: LoadedDelta) -> None:
         """Drop what belongs to a version that leaves the model: beginnings of prompts, and a lane of its own."""
         self._options.prompt_cache.forget(loaded)
         for key in [key for key in self._lanes if key[2] == loaded.internal]:
@@ -820,8 +827,9 @@ class Server:
                 self._last_lane = None
             del self._lanes[key]  # that of a delta which shares no batch
 
-    def _forget_counts(self) -> None:
-        """Drop the counts of deltas that are served no more, once there are many of them."""
+    def _forget(self, entry: Entry, reason: str) -> None:
+        """Drop a delta that is served no more, and its counts once there are many of them."""
+        self._lifecycle.forget(entry, UnknownDelta(reason))
         with self._lock:
             names = self._catalog.entries
             for counts in (self._finished, self._failed):

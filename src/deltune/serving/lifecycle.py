@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ..errors import DeltuneError, error_summary
 from .backbone import Backbones, LoadedDelta, PreparedDelta
-from .catalog import Catalog, Entry
+from .catalog import Catalog, Entry, State
 from .concurrency import thread_pool
 from .errors import EngineClosed, NameTaken, RequestTimeout, UnknownDelta, refusal
 from .jobs import Job
@@ -54,22 +54,6 @@ class Arrival:
         return self.done is not None and self.done.done()
 
 
-@dataclass(frozen=True)
-class LifecycleContext:
-    """What an engine gives to the lifecycle of its deltas."""
-
-    wake: threading.Condition  # is notified when the engine's thread has something to do; its lock guards the catalog
-    share: FairShare  # the counters of the tenants
-    call: Callable[[Callable[[], None]], None]  # runs a function in the engine's thread and waits for it
-    place: Callable[[Job], None]  # is called with requests that have waited for a delta which is in memory now
-    # is called with requests that have waited for a delta which does not come, and the reason
-    finish: Callable[[Job, DeltuneError], None]
-    # returns when no pass of a model runs in another thread; answers go out meanwhile
-    wait_for_passes: Callable[[], None]
-    detached: Callable[[LoadedDelta], None]  # is called with a version before it is detached
-    forgotten: Callable[[], None]  # is called after a delta was taken out or its folder has gone
-
-
 class Lifecycle:
     """Loads, replaces and drops deltas.
 
@@ -84,13 +68,21 @@ class Lifecycle:
         self,
         catalog: Catalog,
         backbones: Backbones,
-        context: LifecycleContext,
         max_loaded: int | None,
         max_loaded_bytes: int | None,
         max_names: int | None,
+        *,
+        wake: threading.Condition,
+        place: Callable[[Job], None],
+        finish: Callable[[Job, DeltuneError], None],
+        wait_for_passes: Callable[[], None],
+        before_detach: Callable[[LoadedDelta], None],
     ) -> None:
-        self.catalog, self.backbones, self.context = catalog, backbones, context
+        self.catalog, self.backbones = catalog, backbones
         self.max_loaded, self.max_loaded_bytes, self.max_names = max_loaded, max_loaded_bytes, max_names
+        self._wake = wake  # of the engine's thread; its lock guards the catalog
+        self._place, self._finish, self._wait_for_passes = place, finish, wait_for_passes
+        self._before_detach = before_detach
         self.retired: set[LoadedDelta] = set()
         self.loads = self.evictions = 0
         self.load_seconds = 0.0
@@ -98,11 +90,7 @@ class Lifecycle:
         self._loads: set[Future[DeltaInfo]] = set()  # of `load` and `refresh`, until they are done
         self._closing: DeltuneError | None = None  # why deltas are loaded for requests alone
         self._ended = False
-        # of the engine's thread, so that no step goes through all entries
-        self._waiting: set[Entry] = set()  # those that requests wait for
-        self._loading: set[Entry] = set()  # those that are being read for them
-        self._draining: set[Entry] = set()  # those that take no new requests, as another delta needs their place
-        self._resident: set[Entry] = set()  # those in memory, but for what was attached before
+        self._active: set[Entry] = set()  # those in memory and those that requests wait for, so that no step sees all
         # on one of torch's threads: the passes that run meanwhile need the cores
         self._reader = thread_pool(1, 1, "deltune-reader")
 
@@ -129,7 +117,7 @@ class Lifecycle:
     ) -> DeltaInfo:
         """Load a delta, and wait for it."""
         done: Future[DeltaInfo] = Future()
-        with self.context.wake:
+        with self._wake:
             if self._closing is not None:
                 raise self._closing
             self._loads.add(done)
@@ -162,24 +150,12 @@ class Lifecycle:
             problem = f"the delta {name} is loaded already" if known.requested else f"there is another delta {name}"
             raise NameTaken(problem)
 
-    def unload(self, name: str) -> None:
-        """Take a delta out; as `Server.unload`."""
-
-        folder_stays = self.catalog.has_folder(name)  # in this thread, since the disk may be slow
-
-        def remove() -> None:
-            entry = self.catalog.remove(name, folder_stays)
-            self.forget(entry, UnknownDelta(f"delta {name!r} was unloaded before it answered"))
-
-        self.context.call(remove)
-
-    def refresh(self, timeout: float | None = None) -> None:
-        """Look at the directory again; as `Server.refresh`."""
+    def refresh(self, forget: Callable[[Entry], None], timeout: float | None = None) -> None:
+        """Look at the directory again; as `Server.refresh`. `forget` drops an entry in the engine's thread."""
         deadline = None if timeout is None else time.monotonic() + timeout
         changed, lost = self.catalog.look()
         for entry in lost:
-            error = UnknownDelta(f"the folder of delta {entry.name!r} is gone")
-            self.context.call(lambda entry=entry, error=error: self.forget(entry, error))  # type: ignore[misc]
+            forget(entry)
         for entry in changed:
             assert entry.folder is not None
             try:
@@ -209,11 +185,11 @@ class Lifecycle:
                 if isinstance(prepared, PreparedDelta) or signature(folder) == seen:
                     break
                 time.sleep(0.05 * (attempt + 1))  # somebody is replacing the files
-            with self.context.wake:
+            with self._wake:
                 self.load_seconds += time.perf_counter() - began
                 if not self._ended:
                     self._arrivals.append(Arrival(entry, folder, prepared, seen, done, requested, replace))
-                    self.context.wake.notify_all()
+                    self._wake.notify_all()
 
         try:
             self._reader.submit(read)
@@ -241,12 +217,12 @@ class Lifecycle:
         """Return the facts of a delta, which were checked when they were read; None if its files may have changed."""
         if any(file == "/spec.yaml" for file, *_ in seen):  # a run has others, too
             return None
-        with self.context.wake:
+        with self._wake:
             return entry.facts if entry.folder == folder and entry.seen == seen else None
 
     def refuse_loads(self, error: DeltuneError) -> None:
         """Fail the calls of `load` and `refresh` that wait, and all later ones; deltas still come for requests."""
-        with self.context.wake:
+        with self._wake:
             self._closing = error
             loads = list(self._loads)
         for done in loads:
@@ -258,38 +234,34 @@ class Lifecycle:
 
     # -- in the engine's thread: what has been read
 
-    def begin_loads(self) -> None:
+    def begin_loads(self, share: FairShare) -> None:
         """Begin to read deltas that requests wait for, in the order in which their tenants are to be served."""
-        free = LOADS_AT_ONCE - len(self._loading)
-        if free <= 0 or not self._waiting:
-            return
-        share = self.context.share
-        waiting = [entry for entry in self._waiting if entry not in self._loading and entry.current is None]
+        free = LOADS_AT_ONCE - sum(entry.state is State.READING for entry in self._active)
+        waiting = [entry for entry in self._active if entry.waiting and entry.state is State.ON_DISK]
         waiting.sort(key=lambda e: (share.of(e.waiting[0].tenant), e.waiting[0].submitted))
-        for entry in waiting[:free]:
-            self._loading.add(entry)
+        for entry in waiting[: max(0, free)]:
             assert entry.folder is not None
+            entry.state = State.READING
             try:
                 self._read(entry, entry.folder)
             except EngineClosed as error:
-                self._loading.discard(entry)
                 self._fail_waiting(entry, error)
-
-    def takes_requests(self, entry: Entry) -> bool:
-        """Return whether a delta is in memory and a request can have it now."""
-        return entry.current is not None and entry not in self._draining
 
     def wait(self, entry: Entry, job: Job) -> None:
         """Let a request wait until its delta is in memory."""
         entry.waiting.append(job)
-        self._waiting.add(entry)
+        self._active.add(entry)
 
     def stop_waiting(self, entry: Entry, job: Job) -> None:
         """Note that a request waits no more, if it does."""
         with suppress(ValueError):
             entry.waiting.remove(job)
-        if not entry.waiting:
-            self._waiting.discard(entry)
+        self._settle(entry)
+
+    def _settle(self, entry: Entry) -> None:
+        """Let no step look at an entry that is neither in memory nor waited for."""
+        if entry.state is State.ON_DISK and not entry.waiting:
+            self._active.discard(entry)
 
     @property
     def has_arrivals(self) -> bool:
@@ -309,7 +281,7 @@ class Lifecycle:
     def _is_served(self, prepared: PreparedDelta, entry: Entry) -> bool:
         """Whether a version is in memory already, and takes requests."""
         current = entry.current
-        return current is not None and current.version == prepared.facts.version and entry not in self._draining
+        return current is not None and current.version == prepared.facts.version and entry.state is not State.DRAINING
 
     def _waits_for_room(self, arrival: Arrival) -> bool:
         prepared, entry = arrival.prepared, self._entry_of(arrival)
@@ -321,141 +293,130 @@ class Lifecycle:
 
     def take_arrivals(self) -> None:
         """Attach the deltas that were read and have a place, and go on with the requests that waited for them."""
-        with self.context.wake:
+        with self._wake:
             arrivals, self._arrivals = self._arrivals, deque()
         if any(self._may_be_attached(arrival) for arrival in arrivals):
-            self.context.wait_for_passes()
+            self._wait_for_passes()
             self.drop_unneeded()
-        left = []
-        for arrival in arrivals:
-            try:
-                taken = self._take(arrival)
-            except Exception as error:  # whoever waits for it must hear of it
-                logger.exception("delta %r cannot be taken", arrival.entry.name)
-                taken = True
-                self._refuse(arrival, DeltuneError(f"delta {arrival.entry.name!r} failed: {error_summary(error)}"))
-            if not taken:
-                left.append(arrival)
-        with self.context.wake:
+        left = [arrival for arrival in arrivals if not self._take(arrival)]
+        with self._wake:
             self._arrivals.extendleft(reversed(left))
         if not left:  # whoever needed their place has found another one
-            draining, self._draining = self._draining, set()
-            for entry in draining:
+            for entry in [entry for entry in self._active if entry.state is State.DRAINING]:
+                entry.state = State.SERVING
                 self._place_waiting(entry)
 
     def _take(self, arrival: Arrival) -> bool:
-        """Attach a delta that was read; return False if there is no place for it yet."""
+        """Serve a delta that was read, or say why not; return False if there is no place for it yet."""
         if arrival.given_up:
             return True
-        arrival.entry = self._entry_of(arrival)
-        if not arrival.replace:
-            try:
-                self._check_free(arrival.entry.name, arrival.folder)
-            except NameTaken as error:
-                if arrival.done is not None:
-                    _fail(arrival.done, error)
-                return True
-        entry, prepared = arrival.entry, arrival.prepared
-        if isinstance(prepared, DeltuneError):
-            self._refuse(arrival, prepared)
-            return True
-        if not arrival.requested and self.catalog.get(entry.name) is not entry:
-            self._refuse(arrival, UnknownDelta(f"delta {entry.name!r} was unloaded before it answered"))
-            return True
-        current = entry.current
-        if current is not None and self._is_served(prepared, entry):
-            self._serve(arrival, prepared, current)
-            self._accept(arrival)
-            return True
-        if arrival.requested:
-            try:
-                self._check_name(entry.name, arrival.folder)
-            except DeltuneError as error:
-                self._refuse(arrival, error)
-                return True
-        if self.max_loaded_bytes is not None and prepared.bytes > self.max_loaded_bytes:
-            self._refuse(
-                arrival,
-                DeltuneError(
-                    f"delta {entry.name!r} has {prepared.bytes:,} bytes, and this server keeps "
-                    f"{self.max_loaded_bytes:,} bytes of deltas in memory"
-                ),
-            )
-            return True
-        if not self._make_room(prepared.bytes, entry):
-            return False
-        began = time.perf_counter()
+        entry = arrival.entry = self._entry_of(arrival)
+        before = entry.current
         try:
-            loaded = prepared.backbone.attach(prepared)
+            prepared = self._checked(arrival)
+            if before is not None and self._is_served(prepared, entry):
+                loaded = before
+            elif self._make_room(prepared.bytes, entry):
+                loaded = self._attach(prepared)
+            else:
+                return False
         except DeltuneError as error:
             self._refuse(arrival, error)
             return True
-        except Exception as error:
+        except Exception as error:  # whoever waits for it must hear of it
             logger.exception("delta %r cannot be attached", entry.name)
             self._refuse(arrival, DeltuneError(f"delta {entry.name!r} cannot be attached: {error_summary(error)}"))
             return True
+        self._serve(arrival, prepared, loaded)
+        if before is not None and loaded is not before:
+            self._retire(before)
+            self.drop_unneeded()
+        self._place_waiting(entry)
+        if arrival.done is not None:
+            with suppress(InvalidStateError):  # who waited for it may have given up at this moment
+                arrival.done.set_result(entry.info)
+        return True
+
+    def _checked(self, arrival: Arrival) -> PreparedDelta:
+        """Return what was read, if it may be served under its name.
+
+        Raises:
+            DeltuneError: It was refused, its name was taken or unloaded meanwhile, or it is too large.
+        """
+        entry, prepared = arrival.entry, arrival.prepared
+        if not arrival.replace:
+            self._check_free(entry.name, arrival.folder)
+        if isinstance(prepared, DeltuneError):
+            raise prepared
+        if not arrival.requested and self.catalog.get(entry.name) is not entry:
+            raise UnknownDelta(f"delta {entry.name!r} was unloaded before it answered")
+        if self._is_served(prepared, entry):
+            return prepared
+        if arrival.requested:
+            self._check_name(entry.name, arrival.folder)
+        if self.max_loaded_bytes is not None and prepared.bytes > self.max_loaded_bytes:
+            raise DeltuneError(
+                f"delta {entry.name!r} has {prepared.bytes:,} bytes, and this server keeps {self.max_loaded_bytes:,} "
+                "bytes of deltas in memory"
+            )
+        return prepared
+
+    def _attach(self, prepared: PreparedDelta) -> LoadedDelta:
+        began = time.perf_counter()
+        loaded = prepared.backbone.attach(prepared)
         loaded.last_used = time.monotonic()
-        with self.context.wake:
+        with self._wake:
             self.load_seconds += time.perf_counter() - began
             self.loads += 1
-            self._draining.discard(entry)
-            self._resident.add(entry)
-        self._serve(arrival, prepared, loaded)
-        if current is not None:
-            self._retire(current)
-            self.drop_unneeded()
-        self._accept(arrival)
-        return True
+        return loaded
 
     def _serve(self, arrival: Arrival, prepared: PreparedDelta, loaded: LoadedDelta) -> None:
         """Serve a version, new or not, as what the files of its folder say."""
         entry, root = arrival.entry, self.catalog.root
-        with self.context.wake:
+        with self._wake:
             entry.current, entry.folder, entry.requested = loaded, arrival.folder, entry.requested or arrival.requested
+            entry.state = State.SERVING
+            self._active.add(entry)
             entry.listed = root is not None and arrival.folder == root / entry.name
             entry.facts, entry.seen, entry.error, entry.refused = prepared.facts, arrival.seen, "", ()
             if self.catalog.get(entry.name) is not entry:
                 self.catalog.put(entry)
 
-    def _accept(self, arrival: Arrival) -> None:
-        entry = arrival.entry
-        if arrival.done is None:
-            self._loading.discard(entry)
-        self._place_waiting(entry)
-        if arrival.done is not None:
-            with suppress(InvalidStateError):  # who waited for it may have given up at this moment
-                arrival.done.set_result(entry.info)
-
     def _place_waiting(self, entry: Entry) -> None:
         waiting, entry.waiting = entry.waiting, deque()
-        self._waiting.discard(entry)
         for job in waiting:
-            self.context.place(job)
+            self._place(job)
 
     def _refuse(self, arrival: Arrival, error: DeltuneError) -> None:
         entry = arrival.entry
-        with self.context.wake:  # the files of another folder say nothing about this one's
-            if self.catalog.get(entry.name) is entry and entry.folder == arrival.folder:
+        with self._wake:  # the files of another folder say nothing about this one's, and a taken name nothing of files
+            is_known = self.catalog.get(entry.name) is entry and entry.folder == arrival.folder
+            if is_known and not isinstance(error, NameTaken):
                 entry.refuse(error, arrival.seen)
                 if entry.current is None:
                     entry.facts = None
         if arrival.done is not None:
             _fail(arrival.done, error)
         else:
-            self._loading.discard(entry)
             self._fail_waiting(entry, error)
 
     def _fail_waiting(self, entry: Entry, error: DeltuneError) -> None:
         waiting, entry.waiting = entry.waiting, deque()
-        self._waiting.discard(entry)
+        if entry.state is State.READING:
+            entry.state = State.ON_DISK
         for job in waiting:
-            self.context.finish(job, error)
+            self._finish(job, error)
+        self._settle(entry)
 
     # -- in the engine's thread: what is in memory
 
     def in_memory(self) -> list[LoadedDelta]:
         """Return the versions that take memory, those that go with their last request included."""
-        return [*(entry.current for entry in list(self._resident) if entry.current is not None), *self.retired]
+        return [*(loaded for _, loaded in self._resident()), *self.retired]
+
+    def _resident(self) -> list[tuple[Entry, LoadedDelta]]:
+        """The entries in memory with their versions, but for what was attached before."""
+        return [(e, e.current) for e in list(self._active) if e.current is not None and not e.current.permanent]
 
     def _has_room(self, more: int, entry: Entry) -> bool:
         """Whether a version fits into memory; the one that it replaces goes when it is there."""
@@ -470,20 +431,20 @@ class Lifecycle:
         `replaced` gets another version, and its old one serves until then.
         """
         idle = [
-            e for e in self._resident
-            if e is not replaced and e.current is not None and not e.current.users
-            and (e.current.used or not e.waiting)
-        ]  # fmt: skip
-        return min(idle, key=lambda e: e.current.last_used if e.current else 0.0, default=None)
+            (loaded.last_used, entry)
+            for entry, loaded in self._resident()
+            if entry is not replaced and not loaded.users and (loaded.used or not entry.waiting)
+        ]
+        return min(idle, key=lambda pair: pair[0])[1] if idle else None
 
     def _make_room(self, more: int, entry: Entry) -> bool:
         """Drop versions from memory until another one fits; if all are needed, let one take no new requests."""
         while not self._has_room(more, entry):
             victim = self._victim(entry)
             if victim is None:
-                others = self._resident - {entry}
-                if others and not self._draining:
-                    self._draining.add(min(others, key=lambda e: e.current.last_used if e.current else 0.0))
+                others = [(loaded.last_used, other) for other, loaded in self._resident() if other is not entry]
+                if others and all(other.state is not State.DRAINING for other in self._active):
+                    min(others, key=lambda pair: pair[0])[1].state = State.DRAINING
                 return False
             self._evict(victim)
         return True
@@ -495,17 +456,21 @@ class Lifecycle:
         """
         if self.max_loaded_bytes is None:
             return None
-        size = sum(entry.current.bytes for entry in self._resident if entry.current is not None)
+        size = sum(loaded.bytes for _, loaded in self._resident())
         return self._victim() if size > self.max_loaded_bytes else None
 
     def _evict(self, entry: Entry) -> None:
-        with self.context.wake:
-            loaded, entry.current = entry.current, None
-            self._draining.discard(entry)
-            self._resident.discard(entry)
+        with self._wake:
+            loaded = self._take_out(entry)
             self.evictions += 1
         if loaded is not None:
             self._detach(loaded)
+
+    def _take_out(self, entry: Entry) -> LoadedDelta | None:
+        """Let an entry have no version in memory, and return the one that it had."""
+        loaded, entry.current, entry.state = entry.current, None, State.ON_DISK
+        self._settle(entry)
+        return loaded
 
     def _retire(self, loaded: LoadedDelta) -> None:
         if loaded.permanent:
@@ -522,7 +487,7 @@ class Lifecycle:
         """Detach the versions that were replaced and that no request needs any more, and keep memory within bounds."""
         if all(loaded.users for loaded in self.retired) and self._surplus() is None:
             return
-        self.context.wait_for_passes()
+        self._wait_for_passes()
         for loaded in [loaded for loaded in self.retired if not loaded.users]:
             self._detach(loaded)
             self.retired.discard(loaded)
@@ -531,27 +496,24 @@ class Lifecycle:
 
     def _detach(self, loaded: LoadedDelta) -> None:
         """Detach a version, while no pass runs."""
-        self.context.detached(loaded)
+        self._before_detach(loaded)
         try:
             loaded.backbone.detach(loaded)
         except Exception:  # the request that needed it last has its answer nevertheless
             logger.exception("delta %r cannot be detached", loaded.name)
 
     def forget(self, entry: Entry, error: DeltuneError) -> None:
-        """Drop a delta that is no longer served."""
+        """Drop a delta that is no longer served, and tell requests that wait for it why."""
         self._fail_waiting(entry, error)
-        loaded, entry.current = entry.current, None
-        self._draining.discard(entry)
-        self._resident.discard(entry)
+        loaded = self._take_out(entry)
         if loaded is not None:
             self._retire(loaded)
         self.drop_unneeded()
-        self.context.forgotten()
 
     def end(self, error: DeltuneError) -> None:
         """Take no more deltas."""
         self.refuse_loads(error)
-        with self.context.wake:
+        with self._wake:
             self._ended = True
             self._arrivals.clear()
 
