@@ -22,8 +22,8 @@ from transformers import (
 
 import tiny
 from deltune.errors import DeltuneError
+from deltune.models import forced_bos_options, language_code, language_codes, set_languages
 from deltune.tasks.base import TaskOptions
-from deltune.tasks.generation import forced_bos_options, language_code, language_codes, set_languages
 from deltune.tasks.registry import TASKS
 from deltune.training.inference import load_run, predict
 from deltune.training.run_dir import RunDir

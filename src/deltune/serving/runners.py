@@ -20,9 +20,9 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from ..compat import parameters_of
 from ..errors import DeltuneError, error_summary
+from ..models import forced_bos_options
 from ..runtime.modules import Edit
 from ..runtime.prompts import first_position, unused_position_rows
-from ..tasks.generation import forced_bos_options
 from .backbone import Backbone, LoadedDelta, Preamble, replaced_output
 from .cache import (
     States,

@@ -29,10 +29,13 @@ from ..models import (
     HEADS_WITH_LABELS,
     LANGUAGE_MODEL_HEADS,
     align_padding_token,
+    forced_bos_options,
     has_trained_head,
+    language_codes,
     load_config,
     load_model,
     load_tokenizer,
+    tokenizer_languages,
 )
 from ..runtime import attaching
 from ..runtime.attaching import atomic_new_folder, foreign_model_kind, load, tuned
@@ -43,7 +46,7 @@ from ..tasks import token_cache
 from ..tasks.base import Columns, InferenceContext, TaskKind, TaskOptions
 from ..tasks.classification import CLASSIFICATION, predict_logits
 from ..tasks.encoding import EncodedRows, check_causal, longest_length, tokenize
-from ..tasks.generation import forced_bos_options, language_codes, tokenizer_languages, truncate_prompt
+from ..tasks.generation import truncate_prompt
 from ..templates import cut_at_end, end_tokens, tokenize_prompts
 from . import task_setup
 from .config import RunConfig

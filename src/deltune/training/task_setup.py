@@ -18,7 +18,16 @@ from ..data.loading import HubLayout, TaskData
 from ..data.tag_schemes import PLAIN
 from ..errors import DeltuneError, error_from_problems, unknown_name
 from ..metrics.registry import METRICS
-from ..models import HEADS_WITH_LABELS, LANGUAGE_MODEL_HEADS, WeightsCache, load_config, load_model, load_tokenizer
+from ..models import (
+    HEADS_WITH_LABELS,
+    LANGUAGE_MODEL_HEADS,
+    WeightsCache,
+    language_codes,
+    load_config,
+    load_model,
+    load_tokenizer,
+    set_languages,
+)
 from ..tasks.base import TaskKind, TaskOptions
 from ..tasks.classification import (
     CAUSAL_CHOICE,
@@ -29,7 +38,7 @@ from ..tasks.classification import (
     SEQ2SEQ_CLASSIFICATION,
 )
 from ..tasks.encoding import check_length, longest_length
-from ..tasks.generation import CAUSAL_GENERATION, LANGUAGE_MODELING, SEQ2SEQ_GENERATION, language_codes, set_languages
+from ..tasks.generation import CAUSAL_GENERATION, LANGUAGE_MODELING, SEQ2SEQ_GENERATION
 from ..tasks.registry import TASKS, Task, find_task
 from ..tasks.token_classification import SEQ2SEQ_TAGGING, TAGGING
 from .config import DataSection, EvaluationSection, GenerationSection
