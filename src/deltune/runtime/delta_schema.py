@@ -101,6 +101,13 @@ class BaseFacts(_Part):
     compared_tokens: Annotated[int, Field(ge=0, lt=1 << 48)] | None = None
 
 
+class TrainedFacts(_Part):
+    """The inputs on which a run trained the delta: their greatest length in tokens, and whether they are pairs."""
+
+    max_length: Annotated[int, Field(ge=1, lt=1 << 48)] | None = None
+    takes_pairs: bool | None = None
+
+
 class DeltaMetadata(_Part):
     """Everything in delta.json. `tensors` and `sha256` are the shapes in delta.safetensors and its checksum."""
 
@@ -110,6 +117,7 @@ class DeltaMetadata(_Part):
     head: HeadFacts
     labels: LabelFacts | None
     base: BaseFacts
+    trained: TrainedFacts | None = None
     tensors: dict[str, Shape]
     sha256: Text
 

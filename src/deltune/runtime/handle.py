@@ -1089,6 +1089,16 @@ def base_config(tuned: Tuned) -> PreTrainedConfig:
     return config
 
 
+def base_labels(tuned: Tuned) -> HeadLabels:
+    """Return the labels of the base model, whatever delta is in use."""
+    return tuned._base_labels
+
+
+def new_delta(tuned: Tuned, method: Method) -> Delta:
+    """Return a delta for a model, with a frozen head and without values; it is on the model's device, not attached."""
+    return tuned._move_to_model(Delta(method, tuned._resolve(method), (), "freeze"))
+
+
 def inference_rows(
     tuned: Tuned, names: Sequence[str | None], place: bool = True, left_out: frozenset[Edit] | None = None
 ) -> Scope:

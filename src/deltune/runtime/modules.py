@@ -358,6 +358,7 @@ class Delta(nn.Module):
         self.selected = tuple(t.name for t in planned.selected)
         self.head, self.head_mode, self.folded = head, head_mode, folded
         self.labels: HeadLabels | None = None
+        self.trained: dict[str, Any] = {}  # what the run that trained it writes into delta.json, as `TrainedFacts`
         self.saved_requires_grad: dict[str, bool] | None = {}  # of a delta that is not in use; None while it is
         self.freezes = 0  # how often it was frozen
         self.attached_parameters: dict[str, nn.Parameter] = {}  # by name, as they were when it was attached

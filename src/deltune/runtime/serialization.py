@@ -126,6 +126,7 @@ def delta_metadata(delta: Delta, base: dict[str, Any]) -> dict[str, Any]:
         "head": {"mode": delta.head_mode, "tensors": list(delta.head)},
         "labels": {"id2label": dict(labels.id2label), "problem_type": labels.problem_type} if labels else None,
         "base": base,
+        **({"trained": delta.trained} if delta.trained else {}),
     }
 
 

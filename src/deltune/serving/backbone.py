@@ -32,9 +32,11 @@ from ..runtime.attention import PREFIX, CacheablePrefix, cacheable_prefix
 from ..runtime.handle import (
     Tuned,
     base_config,
+    base_labels,
     base_parameter,
     fix_base,
     inference_rows,
+    new_delta,
     release_base,
     shares_rows,
 )
@@ -146,9 +148,9 @@ class Backbone:
 
     # -- what is attached
 
-    def base(self, tasks: tuple[Task, ...]) -> LoadedDelta:
+    def base_entry(self, tasks: tuple[Task, ...]) -> LoadedDelta:
         """Return the base model as something that can be asked."""
-        labels = self.handle._base_labels
+        labels = base_labels(self.handle)
         names = tuple(name for _, name in labels.id2label) if set(tasks) & {"classify", "tag"} else ()
         return LoadedDelta(
             None, "", self, None, labels=names, problem_type=labels.problem_type, tasks=tasks, permanent=True
@@ -161,9 +163,8 @@ class Backbone:
 
     def prepare(self, name: str, folder: Path, facts: FolderFacts, seen: Signature) -> PreparedDelta:
         """Read a delta and check that it fits this model, without attaching it."""
-        where, _ = locate_delta(folder)
         try:
-            delta, labels = read_delta(self.handle, where)
+            delta, labels = read_delta(self.handle, locate_delta(folder))
         except OSError as error:
             raise DeltuneError(f"{folder} cannot be read: {error_summary(error)}") from error
         if signature(folder) != seen:
@@ -193,19 +194,18 @@ class Backbone:
 
     def attach_trial(self, method: str) -> LoadedDelta:
         """Attach a delta with random values, to measure what the model does with its kind."""
-        parsed = parse(method)
-        delta = Delta(parsed, self.handle._resolve(parsed), (), "freeze")
         made = torch.Generator().manual_seed(0)
         with torch.inference_mode(False), torch.no_grad():
-            for parameter in self.handle._move_to_model(delta).requires_grad_(False).parameters():
+            delta = new_delta(self.handle, parse(method)).requires_grad_(False)
+            for parameter in delta.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=made))
             internal = f"deltune-serving-{next(_numbers)}"
-            add_delta(self.handle, internal, delta, self.handle._base_labels)
+            add_delta(self.handle, internal, delta, base_labels(self.handle))
         self._attached.add(internal)
         return self._loaded(method, internal, "trial", delta, time.time())
 
     def _loaded(self, name: str, internal: str, version: str, delta: Delta, now: float) -> LoadedDelta:
-        labels = delta.labels or self.handle._base_labels
+        labels = delta.labels or base_labels(self.handle)
         edits, parameters = list(delta.all_edits()), list(delta.parameters())
         prompts = [edit.modification.form for edit in edits if isinstance(edit.modification.form, Prompt)]
         prompt_length = sum(form.length for form in prompts)

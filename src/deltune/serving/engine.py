@@ -167,7 +167,7 @@ class Server:
         self._lanes: dict[tuple[str, str, str], Lane] = {}
         """The one that had a turn last comes last."""
         self._last_lane: Lane | None = None
-        self._base = first.base(HEAD_TASKS[first.head])
+        self._base = first.base_entry(HEAD_TASKS[first.head])
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
         attached = {loaded.name: loaded for loaded in first.attached_before() if loaded.name is not None}

@@ -178,7 +178,7 @@ class GenerationLane:
         builder = TextBuilder(encoder.decode, sampling.stop, before if is_decoder else (), encoder.special_tokens)
         row = Row(job, chooser, builder, before)
         if is_decoder:
-            row.beginning, row.cached = self.options.prompt_cache.find(job.tenant, job.version, before)
+            row.cached_prompt, row.cached = self.options.prompt_cache.find(job.tenant, job.version, before)
         return row
 
     def _read_on(self) -> list[RunningBatch]:

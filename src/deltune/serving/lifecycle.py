@@ -215,8 +215,6 @@ class Lifecycle:
 
     def _known_facts(self, entry: Entry, folder: Path, seen: Signature) -> FolderFacts | None:
         """Return the facts of a delta, which were checked when they were read; None if its files may have changed."""
-        if any(file == "/spec.yaml" for file, *_ in seen):  # a run has others, too
-            return None
         with self._wake:
             return entry.facts if entry.folder == folder and entry.seen == seen else None
 

@@ -18,7 +18,7 @@ BLOCK = 16
 
 
 @dataclass(eq=False)
-class Beginning:
+class CachedPrompt:
     """A prompt whose keys and values are kept."""
 
     loaded: LoadedDelta  # the version of the delta
@@ -29,30 +29,30 @@ class Beginning:
 
 
 class PromptCache:
-    """Beginnings of prompts, of which those go first that were not needed for longest. The engine's thread has it."""
+    """Cached prompts, of which those go first that were not needed for longest. The engine's thread has it."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.bytes = limit, 0
-        self._beginnings: OrderedDict[int, Beginning] = OrderedDict()
-        self._found: dict[tuple[object, ...], list[Beginning]] = {}
+        self._kept: OrderedDict[int, CachedPrompt] = OrderedDict()
+        self._found: dict[tuple[object, ...], list[CachedPrompt]] = {}
 
-    def find(self, tenant: str, loaded: LoadedDelta, tokens: Sequence[int]) -> tuple[Beginning | None, int]:
+    def find(self, tenant: str, loaded: LoadedDelta, tokens: Sequence[int]) -> tuple[CachedPrompt | None, int]:
         """Return the beginning that has the most tokens in common with a prompt, and how many it has.
 
         At least one token of the prompt is not among them, since its output is needed.
         """
         best, length = None, 0
-        candidates: list[tuple[Beginning, int]] = []
+        candidates: list[tuple[CachedPrompt, int]] = []
         for key, end in _keys(tenant, loaded, tokens[: len(tokens) - 1]):
             if key not in self._found:
                 break
             candidates.append((self._found[key][-1], end))
-        for beginning, end in reversed(candidates):  # the longest one is right, but for two prompts of one hash
-            if beginning.tokens[:end] == tuple(tokens[:end]):
-                best, length = beginning, end
+        for prompt, end in reversed(candidates):  # the longest one is right, but for two prompts of one hash
+            if prompt.tokens[:end] == tuple(tokens[:end]):
+                best, length = prompt, end
                 break
         if best is not None:
-            self._beginnings.move_to_end(id(best))
+            self._kept.move_to_end(id(best))
         return best, length
 
     def wants(self, tenant: str, loaded: LoadedDelta, tokens: Sequence[int]) -> bool:
@@ -75,8 +75,8 @@ class PromptCache:
             return
         keys = [key for key, _ in _keys(tenant, loaded, tokens)]
         covered = {id(other): other for key in keys for other in self._found.get(key, ())}
-        made = Beginning(loaded, tuple(tokens[:whole]), states, keys, size)
-        self._beginnings[id(made)] = made
+        made = CachedPrompt(loaded, tuple(tokens[:whole]), states, keys, size)
+        self._kept[id(made)] = made
         for key in keys:
             self._found.setdefault(key, []).append(made)
         self.bytes += size
@@ -84,18 +84,18 @@ class PromptCache:
             if set(other.keys) <= set(keys):  # this one begins with all of it
                 self._drop(other)
         while self.bytes > self.limit:
-            self._drop(next(iter(self._beginnings.values())))
+            self._drop(next(iter(self._kept.values())))
 
     def forget(self, loaded: LoadedDelta) -> None:
         """Drop what belongs to a version that is no longer in memory."""
-        for beginning in [b for b in self._beginnings.values() if b.loaded is loaded]:
-            self._drop(beginning)
+        for prompt in [b for b in self._kept.values() if b.loaded is loaded]:
+            self._drop(prompt)
 
-    def _drop(self, beginning: Beginning) -> None:
-        del self._beginnings[id(beginning)]
-        self.bytes -= beginning.bytes
-        for key in beginning.keys:
-            self._found[key].remove(beginning)
+    def _drop(self, prompt: CachedPrompt) -> None:
+        del self._kept[id(prompt)]
+        self.bytes -= prompt.bytes
+        for key in prompt.keys:
+            self._found[key].remove(prompt)
             if not self._found[key]:
                 del self._found[key]
 

@@ -16,7 +16,7 @@ from ..errors import DeltuneError, error_summary, excerpt
 from ..interop import adapterhub, peft_read
 from ..interop.base import CONFIG_FILE, is_foreign, read_options
 from ..runtime.attaching import KINDS, TASKS, foreign_model_kind
-from ..runtime.delta_schema import BaseFacts, read_metadata_file
+from ..runtime.delta_schema import BaseFacts, TrainedFacts, read_metadata_file
 from ..runtime.serialization import FACTS, NUMBERS, delta_folder
 from .errors import refusal
 from .requests import DELTA_NAME, Task
@@ -66,32 +66,25 @@ class FolderFacts:
         return tasks if self.has_head or self.head not in ("classification", "tagging") else ("embed",)
 
 
-def locate_delta(folder: Path) -> tuple[Path, Path]:
-    """Return the folder to load for a saved delta, a run or an adapter, and the folder of the run or the same."""
-    if (folder / "spec.yaml").is_file():
-        from ..training.run_dir import RunDir
-
-        run = RunDir(folder, writer=False)
-        if not run.finished:
-            raise DeltuneError(f"{folder} holds a run of deltune train that is not finished; its delta may change")
-        best = run.best_run.folder
-        return delta_folder(best), best
-    if is_foreign(folder) and not (folder / FACTS).is_file():
-        return folder, folder
-    return delta_folder(folder), folder
+def locate_delta(folder: Path) -> Path:
+    """Return the folder with the files of a saved delta, of a finished run, or of an adapter of another library."""
+    if (folder / "spec.yaml").is_file() and not (folder / "metrics.json").is_file():
+        raise DeltuneError(f"{folder} holds a run of deltune train that is not finished; its delta may change")
+    return folder if is_foreign(folder) and not (folder / FACTS).is_file() else delta_folder(folder)
 
 
 def read_facts(folder: Path) -> FolderFacts:
     """Read what the files of a delta say about it."""
     try:
-        where, run = locate_delta(folder)
-        return _foreign_facts(where) if not (where / FACTS).is_file() else _facts(where, run)
+        where = locate_delta(folder)
+        return _foreign_facts(where) if not (where / FACTS).is_file() else _facts(where)
     except OSError as error:
         raise DeltuneError(f"{folder} cannot be read: {error_summary(error)}") from error
 
 
-def _facts(where: Path, run: Path) -> FolderFacts:
+def _facts(where: Path) -> FolderFacts:
     metadata = read_metadata_file(where / FACTS)
+    trained = metadata.trained or TrainedFacts()
     labels = tuple(name for _, name in metadata.labels.pairs) if metadata.labels else ()
     return FolderFacts(
         head_of_model_class(metadata.base.model),
@@ -100,19 +93,10 @@ def _facts(where: Path, run: Path) -> FolderFacts:
         labels if metadata.head.tensors else (),
         bool(metadata.head.tensors),
         _digest([where / FACTS], metadata.sha256),
-        *_facts_of_run(run),
+        trained.max_length,
+        trained.takes_pairs,
         metadata.base,
     )
-
-
-def _facts_of_run(folder: Path) -> tuple[int | None, bool | None]:
-    """Return to which length a run cuts its texts and whether it classifies pairs of them; None of another folder."""
-    if not (folder / "spec.yaml").is_file():
-        return None, None
-    from ..training.run_dir import RunDir
-
-    run = RunDir(folder, writer=False)
-    return run.config.data.max_length, "pair" in run.data.columns if run.data.kind == "classification" else None
 
 
 SETTLING = 0.5

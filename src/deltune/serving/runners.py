@@ -39,7 +39,7 @@ from .cache import (
 )
 from .encoding import pass_overhead, split_by_length
 from .jobs import Job
-from .prompt_cache import Beginning
+from .prompt_cache import CachedPrompt
 from .requests import Request, Sampling, TokenChoice
 from .sampling import TextBuilder, TokenChooser
 
@@ -55,7 +55,7 @@ class Row:
     length: int = 0  # how many of its tokens are in the decoder's cache
     encoded: int = 0  # how many tokens the encoder has read
     cached: int = 0  # how many tokens of the prompt came from the cache of prompt beginnings
-    beginning: Beginning | None = None  # what was found there
+    cached_prompt: CachedPrompt | None = None  # what was found there
     generated: list[int] = field(default_factory=list)  # the tokens that were generated
     choices: list[TokenChoice] = field(default_factory=list)  # the same, with their texts
     done: bool = False  # whether it has ended, so that it is taken out of its batch
@@ -91,7 +91,7 @@ def same_in_a_batch(
     joint_and_alone: Callable[[Sequence[list[int]], int, LoadedDelta], tuple[torch.Tensor, torch.Tensor]],
 ) -> bool:
     """Measure whether rows of different lengths get in one batch what each gets alone; a family that fails does not."""
-    model, base = backbone.model, backbone.base(())
+    model, base = backbone.model, backbone.base_entry(())
     last = int(model.config.get_text_config().vocab_size) - 1
     try:
         joint, alone = joint_and_alone([[last % 7, last, last // 2, last // 3, last], [last, last // 5]], last, base)
@@ -127,7 +127,7 @@ class DecoderRunner:
 
     def _check_cache(self) -> None:
         """Check that our cache has all that the model remembers: a further token scores as in a pass over all."""
-        base, last = self.backbone.base(()), int(self.model.config.get_text_config().vocab_size) - 1
+        base, last = self.backbone.base_entry(()), int(self.model.config.get_text_config().vocab_size) - 1
         row, other = (
             probe_row(tokens, base) for tokens in ([last % 7, last, last // 2, last // 3, last], [last, last // 5])
         )
@@ -207,23 +207,23 @@ class DecoderRunner:
             known = max(row.cached for row in rows)
             parts = []
             for row in rows:
-                assert row.beginning is not None
-                parts.append((cache_of(row.beginning.states, row.loaded.prompt_length + row.cached), [0]))
+                assert row.cached_prompt is not None
+                parts.append((cache_of(row.cached_prompt.states, row.loaded.prompt_length + row.cached), [0]))
             cache = assemble(parts, longest + known)
         ids = [[0] * (width - len(tokens)) + tokens for tokens in new]
         mask = [[0] * (known + width - len(row.before)) + [1] * len(row.before) for row in rows]
         starts = [len(row.before) - width for row in rows]
         logits = self._forward(rows, cache, ids, mask, starts, width)
         for row in rows:
-            row.length, row.beginning = len(row.before), None
+            row.length, row.cached_prompt = len(row.before), None
         return RunningBatch(rows, cache), logits
 
     def opened(self, row: Row) -> RunningBatch:
         """Return a batch of a row whose prompt is read in parts, of which it has read what was cached."""
         cache = new_cache()
-        if row.beginning is not None:
-            cache = cache_of(row.beginning.states, row.loaded.prompt_length + row.cached)
-        row.beginning, row.length = None, row.cached
+        if row.cached_prompt is not None:
+            cache = cache_of(row.cached_prompt.states, row.loaded.prompt_length + row.cached)
+        row.cached_prompt, row.length = None, row.cached
         return RunningBatch([row], cache)
 
     def read_part(self, batch: RunningBatch, tokens: int) -> torch.Tensor:
@@ -488,7 +488,10 @@ class PaddedDecoderRunner(DecoderRunner):
         def make_rows() -> list[Row]:
             batch, _ = self.read([probe_row(tokens, base)])
             row, other = probe_row(tokens, base), probe_row(tokens[::-1], base)
-            row.beginning, row.cached = Beginning(base, tuple(tokens), row_of(batch.cache, 0, known + 1), [], 0), known
+            row.cached_prompt, row.cached = (
+                CachedPrompt(base, tuple(tokens), row_of(batch.cache, 0, known + 1), [], 0),
+                known,
+            )
             return [row, other]
 
         return self._together_and_alone(make_rows, last)
@@ -542,7 +545,7 @@ class PaddedDecoderRunner(DecoderRunner):
         ]
         logits = self._forward(rows, cache, ids, mask, [len(row.before) - width for row in rows], width)
         for row in rows:
-            row.length, row.beginning = len(row.before), None
+            row.length, row.cached_prompt = len(row.before), None
         if any(size and len(tokens) < width for size, tokens in zip(before, new, strict=True)):
             cache = close_gaps(cache, middle, before, [len(tokens) for tokens in new])
         return RunningBatch(rows, cache), logits
@@ -550,7 +553,7 @@ class PaddedDecoderRunner(DecoderRunner):
     def opened(self, row: Row) -> RunningBatch:
         """Return a batch of a row whose prompt is read in parts, of which it has read what was cached."""
         cache, _ = self._opened([row])
-        row.length, row.beginning = row.cached, None
+        row.length, row.cached_prompt = row.cached, None
         return RunningBatch([row], cache)
 
     def selected(self, parts: Sequence[tuple[RunningBatch, Sequence[int]]]) -> RunningBatch:
@@ -570,8 +573,8 @@ class PaddedDecoderRunner(DecoderRunner):
         for number, (row, made) in enumerate(zip(rows, preambles, strict=True)):
             end, length = width, made.columns
             if row.cached:
-                assert row.beginning is not None
-                end = write_columns(cache, number, end, row.beginning.states, row.loaded.prompt_length + row.cached)
+                assert row.cached_prompt is not None
+                end = write_columns(cache, number, end, row.cached_prompt.states, row.loaded.prompt_length + row.cached)
                 length = made.prefix
             if length:
                 write_columns(cache, number, end, made.states, length)

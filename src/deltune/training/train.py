@@ -263,6 +263,8 @@ def _prepare(
         raise DeltuneError(f"{config.method.expression!r} with head={config.method.head!r} trains nothing")
     frozen_layers = None if config.method.trunk_dropout == "on" else FrozenLayers(tuned)
     limits = fit_lengths(model, kind, limits)
+    pairs = "pair" in (data.columns or {}) if kind.name == "classification" else None
+    tuned.delta().trained = {"max_length": limits.max_length, "takes_pairs": pairs}
     columns = {s: {name: list(rows[name]) for name in rows.column_names} for s, rows in data.splits.items()}
     encoded = token_cache.encode_splits(kind, tokenizer, model, columns, limits, ("train",), data.fingerprint)
     if not len(encoded["train"]):
