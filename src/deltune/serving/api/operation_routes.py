@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import time
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
 from fastapi import APIRouter
@@ -104,13 +107,19 @@ async def page(http: Request) -> Response:
     service = service_of(http)
     if not service.config.http.page:
         raise ApiError(404, "there is no page here; the server was started with --no-page", "not_found")
-    from ...pages.rendering import render
-
     with_keys = service.keys is not None
     # everybody can read this much of the page, also those who may not know the base model
     title = "deltune" if with_keys else f"deltune: {service.config.base_name}"
-    html = render("serve.html", title=title, with_keys=with_keys)
-    return HTMLResponse(html, headers={"Content-Security-Policy": PAGE_POLICY, "X-Content-Type-Options": "nosniff"})
+    content = _page_template().replace("@WITHOUT_KEYS@", "" if with_keys else "hidden")
+    content = content.replace("@TITLE@", html.escape(title))
+    return HTMLResponse(content, headers={"Content-Security-Policy": PAGE_POLICY, "X-Content-Type-Options": "nosniff"})
+
+
+@cache
+def _page_template() -> str:
+    """The page with its script, but for what differs between servers."""
+    content, script = (files(__package__).joinpath(name).read_text("utf-8") for name in ("serve.html", "serve.js"))
+    return content.replace("@SCRIPT@", script).replace("@VERSION@", __version__)
 
 
 def _for_admins(http: Request) -> Service:

@@ -102,13 +102,32 @@ function table(stats) {
     return row;
   });
   body.replaceChildren(...rows);
-  const sorted = document.querySelector("#deltas th[aria-sort$=ending]"); // keep the order that was asked for
-  if (sorted) {
-    const next = { ascending: "none", descending: "ascending" }[sorted.getAttribute("aria-sort")];
-    sorted.setAttribute("aria-sort", next);
-    sorted.querySelector("button").click();
-  }
+  order();
 }
+
+// Sorts the table by the column that was asked for: up, down, and as the rows came. What has no value stays last.
+const heads = [...document.querySelectorAll("#deltas thead th")];
+
+function order() {
+  const column = heads.findIndex((head) => head.getAttribute("aria-sort") !== "none");
+  const sign = heads[column]?.getAttribute("aria-sort") === "descending" ? -1 : 1;
+  const value = (row) => row.cells[column].textContent.trim();
+  const body = document.querySelector("#deltas tbody");
+  body.append(...[...body.rows].sort((a, b) => {
+    if (column < 0) return a.first - b.first;
+    const [x, y] = [value(a), value(b)];
+    if (x === "" || y === "") return (x === "") - (y === "") || a.first - b.first;
+    const difference = x - y || (isNaN(x) || isNaN(y) ? x.localeCompare(y, undefined, { numeric: true }) : 0);
+    return sign * difference || a.first - b.first;
+  }));
+}
+
+heads.forEach((head) => head.querySelector("button").addEventListener("click", () => {
+  const next = { none: "ascending", ascending: "descending", descending: "none" }[head.getAttribute("aria-sort")];
+  for (const other of heads) other.setAttribute("aria-sort", "none");
+  head.setAttribute("aria-sort", next);
+  order();
+}));
 
 async function update() {
   const key = sessionStorage.getItem("key");
