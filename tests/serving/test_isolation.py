@@ -33,7 +33,6 @@ from deltune.serving.engine import Server
 from deltune.serving.errors import InvalidRequest, QueueFull, RequestTimeout
 from deltune.serving.jobs import LONG_TEXT, RequestEncoder
 from deltune.serving.requests import Request, Sampling
-from deltune.serving.runners import PaddedDecoderRunner
 from laws.families import FAMILIES
 from laws.specimens import build, stir
 
@@ -343,7 +342,7 @@ def test_a_server_that_cannot_start_leaves_the_model_alone(tmp_path: Path) -> No
 
 
 def test_a_cache_holds_what_a_delta_puts_before_every_text() -> None:
-    """It is computed once for a delta, no later pass applies its edits, and its bytes count as the delta's."""
+    """A prompt is computed once for a delta, no later pass applies its edits, and its bytes count as the delta's."""
     of = deltas("gpt2", "causal")
     whole = {"prefix(length=3)": 3, "prompt(length=3)": 3, "prompt(length=5) + prefix(length=2)": 7, "layernorm": 0,
              "prefix(length=2, shift_positions=True)": 2,
@@ -360,7 +359,7 @@ def test_a_cache_holds_what_a_delta_puts_before_every_text() -> None:
             (now,) = [one for one in server._lifecycle.in_memory() if one.name == names[text]]
             preamble = now.preamble
             assert preamble is not None and preamble.columns == held and bool(preamble.edits) == bool(held)
-            sizes = [tensor.nbytes for pair in preamble.states if pair is not None for tensor in pair]
+            sizes = [tensor.nbytes for pair in preamble.prompt if pair is not None for tensor in pair]
             assert now.bytes - before == sum(sizes)
             assert runner.preamble(now) is preamble
         server.unload(names["prefix(length=3)"])
@@ -381,7 +380,7 @@ def test_which_families_hold_prefixes_in_their_caches(family: str) -> None:
         warm(server, ask("generate", 3, 1, None))
         (lane,) = server._lanes.values()
         runner: Any = lane.runner  # type: ignore[union-attr]
-        assert isinstance(runner, PaddedDecoderRunner) == HOLDS[family]
+        assert runner.holds == HOLDS[family]
         assert not HOLDS[family] or runner.caches_prefixes
         assert not server._backbones.first.handle.names  # the trial is gone
 

@@ -58,17 +58,17 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, eq=False)
 class Preamble:
-    """The keys and values of what a delta puts before every text: its prefix and its prompt."""
+    """The columns of a cache before every text of a delta: its prefix and its prompt."""
 
-    prefix: int  # how many columns its prefix has
-    columns: int  # how many columns its prefix and its prompt have
-    states: States  # these columns, the prefix first
-    edits: frozenset[Edit]  # the edits that no pass need apply where a cache holds these columns
+    prefix: int = 0  # how many columns its prefix has, whose keys and values are its edits' own
+    columns: int = 0  # how many columns its prefix and its prompt have
+    prompt: States = field(default_factory=list)  # the keys and values of its prompt
+    edits: frozenset[Edit] = frozenset()  # the edits that no pass need apply where a cache holds these columns
 
     @property
     def bytes(self) -> int:
-        """The bytes of these columns."""
-        return sum(tensor.nbytes for pair in self.states if pair is not None for tensor in pair)
+        """The bytes that it takes beside the delta's own tensors."""
+        return sum(tensor.nbytes for pair in self.prompt if pair is not None for tensor in pair)
 
 
 @dataclass(eq=False)

@@ -208,14 +208,9 @@ def row_of(cache: Cache, row: int, length: int) -> States:
     return copies
 
 
-def cache_of(layers: States, length: int) -> Cache:
-    """Return a cache of one row with the first columns of what `row_of` returned."""
-    made = new_cache()
-    for states in layers:
-        layer = RowsLayer()
-        if states is not None:
-            layer.lazy_initialization(*states)
-            layer.keys, layer.values = (tensor[..., :length, :] for tensor in states)
-            layer.length = length
-        made.layers.append(layer)
-    return made
+def first_columns(states: States, length: int) -> States:
+    """Return copies of the first columns of keys and values."""
+    return [
+        None if pair is None else (pair[0][..., :length, :].clone(), pair[1][..., :length, :].clone())
+        for pair in states
+    ]

@@ -23,7 +23,7 @@ from .jobs import Job, RequestEncoder
 from .prompt_cache import PromptCache
 from .queue import FairQueue
 from .requests import FinishReason, Sampling, TokenChoice
-from .runners import DecoderRunner, EncoderDecoderRunner, Row, RunningBatch, make_decoder_runner
+from .runners import DecoderRunner, EncoderDecoderRunner, Row, RunningBatch
 from .sampling import TextBuilder, TokenChooser, check_sampling, config_processors
 
 QUANTUM = 32
@@ -47,7 +47,7 @@ class GenerationOptions:
             if backbone.is_encoder_decoder:
                 self.runners[backbone] = EncoderDecoderRunner(backbone, self.encoder.tokenizer)
             else:
-                self.runners[backbone] = make_decoder_runner(backbone)
+                self.runners[backbone] = DecoderRunner(backbone)
         return self.runners[backbone]
 
     def check(self, sampling: Sampling) -> None:
@@ -136,7 +136,7 @@ class GenerationLane:
             self.context.start(job)
             try:
                 row = self._row(job)
-                if self._is_long(job) and len(row.before) - row.cached > limits.prefill:
+                if isinstance(self.runner, DecoderRunner) and len(row.before) - row.cached > limits.prefill:
                     self.reading.append(self.runner.opened(row))
                     continue
                 self.share.charge(job.tenant, len(job.tokens) - row.cached)
@@ -149,8 +149,8 @@ class GenerationLane:
         return arrived
 
     def _is_long(self, job: Job) -> bool:
-        """Whether the prompt of a request is read in parts."""
-        return self.runner.reads_in_parts and len(job.tokens) > self.options.limits.prefill
+        """Whether the prompt of a request is read in parts: not by an encoder, whose tokens see the later ones."""
+        return isinstance(self.runner, DecoderRunner) and len(job.tokens) > self.options.limits.prefill
 
     def _next(self) -> Job | None:
         """The request that is to join next. A tenant has one long prompt read at a time, and its others wait apart.
@@ -192,6 +192,7 @@ class GenerationLane:
         (row,) = batch.rows
         before = row.length
         try:
+            assert isinstance(self.runner, DecoderRunner)
             logits = self.runner.read_part(batch, self.options.limits.prefill)
         except Exception as error:
             self.reading.remove(batch)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .backbone import LoadedDelta
-from .cache import States
+from .cache import States, first_columns
 
 BLOCK = 16
 """Tokens of a block; beginnings are compared block by block."""
@@ -65,11 +65,7 @@ class PromptCache:
     def keep(self, tenant: str, loaded: LoadedDelta, tokens: Sequence[int], states: States) -> None:
         """Keep the keys and values of a prompt."""
         whole = len(tokens) // BLOCK * BLOCK
-        length = loaded.prompt_length + whole
-        states = [
-            None if layer is None else (layer[0][..., :length, :].clone(), layer[1][..., :length, :].clone())
-            for layer in states
-        ]
+        states = first_columns(states, loaded.prompt_length + whole)
         size = sum(t.numel() * t.element_size() for layer in states if layer is not None for t in layer)
         if size > self.limit:
             return

@@ -21,16 +21,17 @@ from transformers.modeling_outputs import BaseModelOutput
 from ..compat import parameters_of
 from ..errors import DeltuneError, error_summary
 from ..models import forced_bos_options
+from ..runtime.attention import CacheablePrefix
 from ..runtime.modules import Edit
 from ..runtime.prompts import first_position, unused_position_rows
 from .backbone import Backbone, LoadedDelta, Preamble, replaced_output
 from .cache import (
     States,
     assemble,
-    cache_of,
     close_gaps,
     columns,
     empty_columns,
+    first_columns,
     fits,
     new_cache,
     row_of,
@@ -105,14 +106,18 @@ def same_in_a_batch(
 class DecoderRunner:
     """Reads prompts and makes steps with a decoder.
 
+    Where it `holds`, the cache has the prefix and the prompt of each delta, so that no step computes them again. That
+    needs a decoder whose rows may be padded, which is told their positions, and which sees all columns of the cache:
+    columns then need not be those of the text alone, nor stand beside each other. Most families are such decoders.
+
     Attributes:
+        holds: Whether the cache has what deltas put before a text. It is measured.
+        caches_prefixes: Whether prefixes in the cache do what the edits do. It is measured, since some families compute
+            something of all keys or values after the cache.
         pads: Whether rows of different lengths may be in one batch, padded on the left. It is measured, since some
             families count positions by the length of the cache.
-        reads_in_parts: Whether a prompt may be read in parts.
         like: A cache of the model with one column, which says what its layers keep.
     """
-
-    reads_in_parts = True
 
     def __init__(self, backbone: Backbone) -> None:
         self.backbone, self.model = backbone, backbone.model
@@ -121,9 +126,36 @@ class DecoderRunner:
         self.first = first_position(backbone.model.get_submodule(table) if table else None)
         self.options = {"logits_to_keep": 1} if "logits_to_keep" in backbone.arguments else {}
         self.forced: dict[str, Any] = {}
-        self.pads = True
-        self._check_cache()
-        self.pads = same_in_a_batch(backbone, self._joint_and_alone)
+        self.pads, self.caches_prefixes = True, False
+        self.holds = self.numbered and backbone.sees_all_columns
+        self.holds = self.holds and self._may_hold()
+        if self.holds:
+            self.caches_prefixes = self._may_cache_prefixes()
+        else:
+            self.pads = True
+            self._check_cache()
+            self.pads = same_in_a_batch(backbone, self._joint_and_alone)
+
+    def _may_hold(self) -> bool:
+        """Measure whether rows may be padded, and have masked columns between their own."""
+        try:
+            self._check_cache()
+        except DeltuneError:  # the check without holding says why, if the model cannot do that either
+            return False
+        self.pads = same_in_a_batch(self.backbone, self._joint_and_alone)
+        return self.pads and same_in_a_batch(self.backbone, self._with_gaps_and_alone)
+
+    def _may_cache_prefixes(self) -> bool:
+        try:
+            trial = self.backbone.attach_trial("prefix(length=2)")
+        except DeltuneError:
+            return False  # no delta for this model has a prefix
+        try:
+            return same_in_a_batch(
+                self.backbone, lambda prompts, last, _: self._cached_and_applied(prompts[0], last, trial)
+            )
+        finally:
+            self.backbone.detach(trial)
 
     def _check_cache(self) -> None:
         """Check that our cache has all that the model remembers: a further token scores as in a pass over all."""
@@ -167,6 +199,30 @@ class DecoderRunner:
         """Return the scores of prompts of different lengths in one batch, padded on the left, and one by one."""
         return self._together_and_alone(lambda: [probe_row(tokens, base) for tokens in prompts], last)
 
+    def _with_gaps_and_alone(
+        self, prompts: Sequence[list[int]], last: int, base: LoadedDelta
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scores of a row whose beginning is cached beside one that reads all of its tokens, and of each."""
+        tokens, known = prompts[0], len(prompts[0]) - 1
+
+        def make_rows() -> list[Row]:
+            batch, _ = self.read([probe_row(tokens, base)])
+            row, other = probe_row(tokens, base), probe_row(tokens[::-1], base)
+            states = row_of(batch.cache, 0, known + 1)
+            row.cached_prompt, row.cached = CachedPrompt(base, tuple(tokens), states, [], 0), known
+            return [row, other]
+
+        return self._together_and_alone(make_rows, last)
+
+    def _cached_and_applied(
+        self, tokens: list[int], last: int, trial: LoadedDelta
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scores of a row whose prefix is in the cache, and of one whose prefix the edits add."""
+        self.caches_prefixes = True
+        cached = self._scores_of([probe_row(tokens, trial)], last)
+        self.caches_prefixes, trial.preamble = False, None
+        return cached, self._scores_of([probe_row(tokens, trial)], last)
+
     def _together_and_alone(self, make_rows: Callable[[], list[Row]], last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scores of two rows in one batch, and one by one."""
         alone = [self._scores_of([row], last) for row in make_rows()]
@@ -179,52 +235,87 @@ class DecoderRunner:
             row.generated.append(last // 4)
         return torch.cat([first, self.step(batch)])
 
+    def preamble(self, loaded: LoadedDelta) -> Preamble:
+        """Return what a cache holds before the text of each row of a delta; it is computed when it is first needed."""
+        if loaded.preamble is None:
+            loaded.preamble = self._make_preamble(loaded) if self.holds else Preamble()
+        return loaded.preamble
+
+    def _make_preamble(self, loaded: LoadedDelta) -> Preamble:
+        length = loaded.prompt_length
+        prompt: States = []
+        if length:
+            row, cache = probe_row([0], loaded), new_cache()
+            self._run([row], cache, [[0]], [[1]], [0], 1)  # with all edits; the prompt does not see the token
+            prompt = first_columns(row_of(cache, 0, length + 1), length)
+        if loaded.prefix is None or not self.caches_prefixes or not fits(self.like, _prefix_states(loaded.prefix)):
+            return Preamble(0, length, prompt, loaded.prompt_edits)
+        prefix = loaded.prefix
+        return Preamble(prefix.length, prefix.length + length, prompt, loaded.prompt_edits | prefix.edits)
+
     def groups(self, rows: Sequence[Row], tokens: int) -> list[list[Row]]:
         """Return newcomers in groups that read their prompts in one pass."""
         by_key: dict[object, list[Row]] = {}
-        key: tuple[int, ...]
         for row in rows:
+            key: tuple[int, ...] = ()
             new = len(row.before) - row.cached
-            key = (bool(row.cached), new if row.cached or not self.pads else 0)
+            if not self.holds:
+                key = (bool(row.cached), new if row.cached or not self.pads else 0)
             if not self.pads:  # a shorter prompt of a delta would be padding too
                 key += (len(row.before), row.loaded.prompt_length)
             by_key.setdefault(key, []).append(row)
 
         def lengths(row: Row) -> tuple[int, int]:
-            return 0 if row.cached else row.loaded.prompt_length, len(row.before) - row.cached
+            return 0 if row.cached or self.holds else row.loaded.prompt_length, len(row.before) - row.cached
 
         return [group for some in by_key.values() for group in split_rows(some, lengths, self.backbone, tokens)]
 
     def read(self, rows: list[Row]) -> tuple[RunningBatch, torch.Tensor]:
         """Let rows read their prompts, and return their batch and the scores of their first tokens.
 
-        Where beginnings of their prompts were cached, all have as many tokens left.
+        Where beginnings of their prompts were cached and it does not hold, all have as many tokens left.
         """
         new = [row.before[row.cached :] for row in rows]
-        width, longest = max(len(tokens) for tokens in new), max(row.loaded.prompt_length for row in rows)
-        cache, known = new_cache(), 0
-        if any(row.cached for row in rows):
-            known = max(row.cached for row in rows)
-            parts = []
-            for row in rows:
-                assert row.cached_prompt is not None
-                parts.append((cache_of(row.cached_prompt.states, row.loaded.prompt_length + row.cached), [0]))
-            cache = assemble(parts, longest + known)
+        width = max(len(tokens) for tokens in new)
+        cache = self._opened(rows)
+        before = [self._visible_columns(row, row.cached) for row in rows]
+        middle = max(before)
         ids = [[0] * (width - len(tokens)) + tokens for tokens in new]
-        mask = [[0] * (known + width - len(row.before)) + [1] * len(row.before) for row in rows]
-        starts = [len(row.before) - width for row in rows]
-        logits = self._forward(rows, cache, ids, mask, starts, width)
+        mask = [
+            [0] * (middle - size) + [1] * size + [0] * (width - len(tokens)) + [1] * len(tokens)
+            for size, tokens in zip(before, new, strict=True)
+        ]
+        logits = self._forward(rows, cache, ids, mask, [len(row.before) - width for row in rows], width)
         for row in rows:
             row.length, row.cached_prompt = len(row.before), None
+        if any(size and len(tokens) < width for size, tokens in zip(before, new, strict=True)):
+            cache = close_gaps(cache, middle, before, [len(tokens) for tokens in new])
         return RunningBatch(rows, cache), logits
 
     def opened(self, row: Row) -> RunningBatch:
         """Return a batch of a row whose prompt is read in parts, of which it has read what was cached."""
-        cache = new_cache()
-        if row.cached_prompt is not None:
-            cache = cache_of(row.cached_prompt.states, row.loaded.prompt_length + row.cached)
-        row.cached_prompt, row.length = None, row.cached
+        cache = self._opened([row])
+        row.length, row.cached_prompt = row.cached, None
         return RunningBatch([row], cache)
+
+    def _opened(self, rows: Sequence[Row]) -> Cache:
+        """Return a cache with what stands before the tokens that rows are to read."""
+        width = max(self._visible_columns(row, row.cached) for row in rows)
+        if not width:
+            return new_cache()
+        width += self._hidden_columns(rows)
+        cache = empty_columns(self.like, len(rows), width)
+        for number, row in enumerate(rows):
+            made = self.preamble(row.loaded)
+            end, states = width, made.prompt
+            if row.cached:
+                assert row.cached_prompt is not None
+                states = row.cached_prompt.states
+            if states:
+                end = write_columns(cache, number, end, states, row.loaded.prompt_length + row.cached)
+            if made.prefix and row.loaded.prefix is not None:
+                write_columns(cache, number, end, _prefix_states(row.loaded.prefix), made.prefix)
+        return cache
 
     def read_part(self, batch: RunningBatch, tokens: int) -> torch.Tensor:
         """Let a row that is alone in its batch read further tokens of its prompt, and return the scores after them."""
@@ -237,22 +328,32 @@ class DecoderRunner:
 
     def step(self, batch: RunningBatch) -> torch.Tensor:
         """Let every row read its newest token, and return the scores of the next ones."""
-        rows, width = batch.rows, self._mask_width(batch)
-        mask = [[0] * (width - visible) + [1] * (visible + 1) for visible in map(self._visible_columns, rows)]
+        rows, width = batch.rows, columns(batch.cache) - self._hidden_columns(batch.rows)
+        mask = [[0] * (width - size) + [1] * (size + 1) for size in map(self._visible_columns, rows)]
         logits = self._forward(rows, batch.cache, [[row.last] for row in rows], mask, [row.length for row in rows], 1)
         for row in rows:
             row.length += 1
         return logits
 
-    def _visible_columns(self, row: Row) -> int:
-        """How many columns of the mask are a row's: its tokens, since the hook of prompts adds columns for these."""
-        return row.length
+    def _visible_columns(self, row: Row, length: int | None = None) -> int:
+        """How many columns of the mask are a row's: of its preamble, and of so many of its tokens."""
+        return self.preamble(row.loaded).columns + (row.length if length is None else length)
 
-    def _mask_width(self, batch: RunningBatch) -> int:
-        """How many columns a mask has before a step."""
-        return columns(batch.cache) - max(row.loaded.prompt_length for row in batch.rows)
+    def _hidden_columns(self, rows: Sequence[Row]) -> int:
+        """How many columns of a cache a mask leaves out, since the hook of prompts adds them."""
+        return 0 if self.holds else max(row.loaded.prompt_length for row in rows)
 
     def _forward(
+        self, rows: list[Row], cache: Cache, ids: list[list[int]], mask: list[list[int]], starts: list[int], width: int
+    ) -> torch.Tensor:
+        """Run the model on tokens of which each row's stand after its preamble; starts are positions without it."""
+        if not self.holds:
+            return self._run(rows, cache, ids, mask, starts, width)
+        starts = [start + row.loaded.prompt_shift for row, start in zip(rows, starts, strict=True)]
+        left_out = frozenset[Edit]().union(*(self.preamble(row.loaded).edits for row in rows))
+        return self._run(rows, cache, ids, mask, starts, width, left_out)
+
+    def _run(
         self,
         rows: list[Row],
         cache: Cache,
@@ -281,8 +382,14 @@ class DecoderRunner:
     def selected(self, parts: Sequence[tuple[RunningBatch, Sequence[int]]]) -> RunningBatch:
         """Return a batch of the chosen rows of some batches, as narrow as their rows allow."""
         rows = [batch.rows[number] for batch, numbers in parts for number in numbers]
-        width = max(row.loaded.prompt_length for row in rows) + max(row.length for row in rows)
+        width = max(map(self._visible_columns, rows)) + self._hidden_columns(rows)
         return RunningBatch(rows, assemble([(batch.cache, numbers) for batch, numbers in parts], width))
+
+
+def _prefix_states(prefix: CacheablePrefix) -> States:
+    """The keys and values of a prefix, which its edits hold."""
+    with torch.inference_mode():
+        return [*prefix.states()]
 
 
 class EncoderDecoderRunner:
@@ -290,10 +397,7 @@ class EncoderDecoderRunner:
 
     Attributes:
         pads: Whether rows whose decoders are at different lengths may be in one batch. It is measured.
-        reads_in_parts: Whether a text may be read in parts: no, since an encoder's tokens see the later ones.
     """
-
-    reads_in_parts = False
 
     def __init__(self, backbone: Backbone, tokenizer: Any) -> None:
         self.backbone, self.model = backbone, backbone.model
@@ -364,14 +468,6 @@ class EncoderDecoderRunner:
             row.length, row.encoded = len(row.before), len(row.job.tokens)
         return RunningBatch(rows, cache, cross), logits
 
-    def opened(self, row: Row) -> RunningBatch:
-        """An encoder's text is read at once."""
-        raise NotImplementedError
-
-    def read_part(self, batch: RunningBatch, tokens: int) -> torch.Tensor:
-        """An encoder's text is read at once."""
-        raise NotImplementedError
-
     def step(self, batch: RunningBatch) -> torch.Tensor:
         """Let every decoder read its newest token, and return the scores of the next ones."""
         assert batch.cross is not None
@@ -439,178 +535,3 @@ def probe_row(tokens: list[int], base: LoadedDelta) -> Row:
         builder,
         tokens,
     )
-
-
-def make_decoder_runner(backbone: Backbone) -> DecoderRunner:
-    """Return what reads prompts and makes steps with a decoder."""
-    if "position_ids" in backbone.arguments and backbone.sees_all_columns:
-        try:
-            padded = PaddedDecoderRunner(backbone)
-        except DeltuneError:
-            return DecoderRunner(backbone)  # which says why, if it cannot do it either
-        if padded.sees_past_gaps:
-            return padded
-    return DecoderRunner(backbone)
-
-
-class PaddedDecoderRunner(DecoderRunner):
-    """Reads prompts and makes steps with a decoder, with the prefixes and prompts of deltas in its cache.
-
-    Attributes:
-        sees_past_gaps: Whether rows may be padded, and have masked columns between their own. It is measured.
-        caches_prefixes: Whether prefixes in the cache do what the edits do. It is measured, since some families compute
-            something of all keys or values after the cache.
-    """
-
-    def __init__(self, backbone: Backbone) -> None:
-        self.caches_prefixes = False
-        super().__init__(backbone)
-        self.sees_past_gaps = self.pads and same_in_a_batch(backbone, self._with_gaps_and_alone)
-        if not self.sees_past_gaps:
-            return
-        try:
-            trial = backbone.attach_trial("prefix(length=2)")
-        except DeltuneError:
-            return  # no delta for this model has a prefix
-        try:
-            self.caches_prefixes = same_in_a_batch(
-                backbone, lambda prompts, last, _: self._cached_and_applied(prompts[0], last, trial)
-            )
-        finally:
-            backbone.detach(trial)
-
-    def _with_gaps_and_alone(
-        self, prompts: Sequence[list[int]], last: int, base: LoadedDelta
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scores of a row whose beginning is cached beside one that reads all of its tokens, and of each."""
-        tokens, known = prompts[0], len(prompts[0]) - 1
-
-        def make_rows() -> list[Row]:
-            batch, _ = self.read([probe_row(tokens, base)])
-            row, other = probe_row(tokens, base), probe_row(tokens[::-1], base)
-            row.cached_prompt, row.cached = (
-                CachedPrompt(base, tuple(tokens), row_of(batch.cache, 0, known + 1), [], 0),
-                known,
-            )
-            return [row, other]
-
-        return self._together_and_alone(make_rows, last)
-
-    def _cached_and_applied(
-        self, tokens: list[int], last: int, trial: LoadedDelta
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scores of a row whose prefix is in the cache, and of one whose prefix the edits add."""
-        self.caches_prefixes = True
-        cached = self._scores_of([probe_row(tokens, trial)], last)
-        self.caches_prefixes, trial.preamble = False, None
-        return cached, self._scores_of([probe_row(tokens, trial)], last)
-
-    def preamble(self, loaded: LoadedDelta) -> Preamble:
-        """Return what a cache holds before the text of each row of a delta; it is computed when it is first needed."""
-        if loaded.preamble is None:
-            loaded.preamble = self._make_preamble(loaded)
-        return loaded.preamble
-
-    def _make_preamble(self, loaded: LoadedDelta) -> Preamble:
-        length = loaded.prompt_length
-        prompt: States = []
-        if length:
-            row, cache = probe_row([0], loaded), new_cache()
-            super()._forward([row], cache, [[0]], [[1]], [0], 1)  # with all edits; the prompt does not see the token
-            prompt = [
-                None if pair is None else (pair[0][..., :length, :].clone(), pair[1][..., :length, :].clone())
-                for pair in row_of(cache, 0, length + 1)
-            ]
-        with torch.inference_mode():
-            prefix: States = [] if loaded.prefix is None or not self.caches_prefixes else [*loaded.prefix.states()]
-            if loaded.prefix is None or not fits(self.like, prefix):
-                return Preamble(0, length, prompt, loaded.prompt_edits)
-            edits = loaded.prompt_edits | loaded.prefix.edits
-            return Preamble(loaded.prefix.length, loaded.prefix.length + length, _joined(prefix, prompt), edits)
-
-    def groups(self, rows: Sequence[Row], tokens: int) -> list[list[Row]]:
-        """Return newcomers in groups that read their prompts in one pass."""
-        return split_rows(rows, lambda row: (0, len(row.before) - row.cached), self.backbone, tokens)
-
-    def read(self, rows: list[Row]) -> tuple[RunningBatch, torch.Tensor]:
-        """Let rows read their prompts, and return their batch and the scores of their first tokens."""
-        new = [row.before[row.cached :] for row in rows]
-        width = max(len(tokens) for tokens in new)
-        cache, before = self._opened(rows)
-        middle = columns(cache)
-        ids = [[0] * (width - len(tokens)) + tokens for tokens in new]
-        mask = [
-            [0] * (middle - size) + [1] * size + [0] * (width - len(tokens)) + [1] * len(tokens)
-            for size, tokens in zip(before, new, strict=True)
-        ]
-        logits = self._forward(rows, cache, ids, mask, [len(row.before) - width for row in rows], width)
-        for row in rows:
-            row.length, row.cached_prompt = len(row.before), None
-        if any(size and len(tokens) < width for size, tokens in zip(before, new, strict=True)):
-            cache = close_gaps(cache, middle, before, [len(tokens) for tokens in new])
-        return RunningBatch(rows, cache), logits
-
-    def opened(self, row: Row) -> RunningBatch:
-        """Return a batch of a row whose prompt is read in parts, of which it has read what was cached."""
-        cache, _ = self._opened([row])
-        row.length, row.cached_prompt = row.cached, None
-        return RunningBatch([row], cache)
-
-    def selected(self, parts: Sequence[tuple[RunningBatch, Sequence[int]]]) -> RunningBatch:
-        """Return a batch of the chosen rows of some batches, as narrow as their rows allow."""
-        rows = [batch.rows[number] for batch, numbers in parts for number in numbers]
-        width = max(self._visible_columns(row) for row in rows)
-        return RunningBatch(rows, assemble([(batch.cache, numbers) for batch, numbers in parts], width))
-
-    def _opened(self, rows: Sequence[Row]) -> tuple[Cache, list[int]]:
-        """Return a cache with what stands before the tokens that rows are to read, and how many columns each has."""
-        preambles = [self.preamble(row.loaded) for row in rows]
-        before = [made.columns + row.cached for made, row in zip(preambles, rows, strict=True)]
-        width = max(before)
-        if not width:
-            return new_cache(), before
-        cache = empty_columns(self.like, len(rows), width)
-        for number, (row, made) in enumerate(zip(rows, preambles, strict=True)):
-            end, length = width, made.columns
-            if row.cached:
-                assert row.cached_prompt is not None
-                end = write_columns(cache, number, end, row.cached_prompt.states, row.loaded.prompt_length + row.cached)
-                length = made.prefix
-            if length:
-                write_columns(cache, number, end, made.states, length)
-        return cache, before
-
-    def _forward(
-        self,
-        rows: list[Row],
-        cache: Cache,
-        ids: list[list[int]],
-        mask: list[list[int]],
-        starts: list[int],
-        width: int,
-        left_out: frozenset[Edit] | None = None,
-    ) -> torch.Tensor:
-        """Run the model on tokens of which each row's stand after its preamble; starts are positions without it."""
-        starts = [start + row.loaded.prompt_shift for row, start in zip(rows, starts, strict=True)]
-        left_out = frozenset[Edit]().union(*(self.preamble(row.loaded).edits for row in rows))
-        return super()._forward(rows, cache, ids, mask, starts, width, left_out)
-
-    def _visible_columns(self, row: Row) -> int:
-        """How many columns of the mask are a row's: its preamble and its tokens."""
-        return self.preamble(row.loaded).columns + row.length
-
-    def _mask_width(self, batch: RunningBatch) -> int:
-        """How many columns a mask has before a step: all of the cache's."""
-        return columns(batch.cache)
-
-
-def _joined(first: States, second: States) -> States:
-    if not second:
-        return first
-    joined: States = []
-    for one, other in zip(first, second, strict=True):
-        if one is None or other is None:
-            joined.append(one or other)
-        else:
-            joined.append((torch.cat([one[0], other[0]], dim=-2), torch.cat([one[1], other[1]], dim=-2)))
-    return joined
