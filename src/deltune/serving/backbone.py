@@ -112,8 +112,6 @@ class LoadedDelta:
 
 @dataclass(frozen=True)
 class PreparedDelta:
-    """A delta that was read and checked, and waits to be attached."""
-
     name: str  # the name that clients use
     facts: FolderFacts  # what its files say
     backbone: Backbone  # the model that it fits
@@ -149,7 +147,6 @@ class Backbone:
     # -- what is attached
 
     def base_entry(self, tasks: tuple[Task, ...]) -> LoadedDelta:
-        """Return the base model as something that can be asked."""
         labels = base_labels(self.handle)
         names = tuple(name for _, name in labels.id2label) if set(tasks) & {"classify", "tag"} else ()
         return LoadedDelta(
@@ -176,7 +173,6 @@ class Backbone:
         return PreparedDelta(name, facts, self, delta, labels, size)
 
     def attach(self, prepared: PreparedDelta) -> LoadedDelta:
-        """Attach a delta."""
         internal = f"deltune-serving-{next(_numbers)}"
         with torch.inference_mode(False):
             add_delta(self.handle, internal, prepared.delta, prepared.labels)
@@ -242,7 +238,6 @@ class Backbone:
         return "none" if any(form.positions == "none" for form in prompts) else ""
 
     def detach(self, loaded: LoadedDelta) -> None:
-        """Detach a version that nobody needs any more."""
         loaded.prompt_edits, loaded.prefix, loaded.preamble = frozenset(), None, None
         if loaded.internal in self._attached:
             self._attached.discard(loaded.internal)

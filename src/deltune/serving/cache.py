@@ -57,7 +57,6 @@ class RowsLayer(DynamicLayer):
         self.length = length
 
     def get_seq_length(self) -> int:
-        """Return the number of columns."""
         return self.length
 
 
@@ -89,7 +88,6 @@ def new_cache() -> Cache:
 
 
 def columns(cache: Cache) -> int:
-    """Return how many columns a cache has."""
     return max((layer.length for layer in _layers(cache)), default=0)
 
 

@@ -122,7 +122,6 @@ class Catalog:
         return None if name is None else self.entries.get(name)
 
     def put(self, entry: Entry) -> None:
-        """Serve a delta under its name."""
         with self._lock:
             self._gone.pop(entry.name, None)
             self.entries = {**self.entries, entry.name: entry}

@@ -79,7 +79,6 @@ class EncodingLane:
         yield from self.queue.heads()
 
     def drop(self, job: Job) -> bool:
-        """Take a request out; return whether it was here."""
         return self.queue.remove(job)
 
     def due(self, now: float) -> float:

@@ -73,7 +73,6 @@ class GenerationLane:
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to do."""
         return bool(self.batches) or bool(self.reading) or len(self.queue) > 0 or len(self.long) > 0
 
     def jobs(self) -> Iterator[Job]:

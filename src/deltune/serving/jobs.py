@@ -59,12 +59,10 @@ class Job:
 
     @property
     def tokens(self) -> list[int]:
-        """The token ids of its input."""
         return self.inputs["input_ids"]
 
     @property
     def tenant(self) -> str:
-        """Whose request it is."""
         return self.request.tenant
 
     @property

@@ -227,7 +227,6 @@ class Lifecycle:
             _fail(done, error)
 
     def close(self) -> None:
-        """End the reader's thread, after `end`."""
         self._reader.shutdown(wait=True)
 
     # -- in the engine's thread: what has been read
@@ -493,7 +492,6 @@ class Lifecycle:
             self._evict(entry)
 
     def _detach(self, loaded: LoadedDelta) -> None:
-        """Detach a version, while no pass runs."""
         self._before_detach(loaded)
         try:
             loaded.backbone.detach(loaded)

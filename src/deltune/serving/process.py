@@ -85,7 +85,6 @@ def check_files(http: HttpSection) -> None:
 
 
 def build_engine(config: ServeConfig) -> Engine:
-    """Load the model, and make the engine over it or over its replicas."""
     if config.ray.ray:
         from .replicas import Replicas
 
@@ -162,7 +161,6 @@ def bounded_protocol(seconds: float) -> type[asyncio.Protocol]:
 
 
 def uvicorn_config(app: Any, config: ServeConfig) -> uvicorn.Config:
-    """Return how uvicorn serves the application."""
     return uvicorn.Config(
         app,
         http=bounded_protocol(config.limits.header_timeout),
@@ -198,7 +196,6 @@ class DrainingServer(uvicorn.Server):
         self._second_signal = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to take requests, and say so."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self.greeting:

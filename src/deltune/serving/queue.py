@@ -49,7 +49,6 @@ class FairShare:
         return min((self.served[t] for t, requests in self._present.items() if requests), default=self._last_left)
 
     def leave(self, tenant: str) -> None:
-        """Count a request of a tenant no more."""
         self._present[tenant] -= 1
         if not self._present[tenant]:
             del self._present[tenant]
@@ -72,7 +71,6 @@ class FairShare:
         return dict(usage or {})
 
     def of(self, tenant: str) -> float:
-        """Return the counter of a tenant."""
         return self.served.get(tenant, 0.0)
 
     def order(self, tenant: str) -> tuple[float, int]:
@@ -85,12 +83,8 @@ class FairShare:
 
 
 class OfTenant(Protocol):
-    """An item of a `FairQueue`."""
-
     @property
-    def tenant(self) -> str:
-        """The tenant that it is for."""
-        ...
+    def tenant(self) -> str: ...
 
     submitted: float
 
@@ -164,14 +158,12 @@ class FairQueue(Generic[T]):
         return [jobs[0] for jobs in self._jobs.values()]
 
     def pop(self) -> T:
-        """Take the next request."""
         job = self.peek()
         assert job is not None
         self.remove(job)
         return job
 
     def remove(self, job: T) -> bool:
-        """Take a request out; return whether it was there."""
         jobs = self._jobs.get(job.tenant)
         if jobs is None or job not in jobs:
             return False
@@ -190,8 +182,6 @@ class FairQueue(Generic[T]):
 
 @dataclass(eq=False)
 class Work(Generic[R]):
-    """A call that a `FairThread` is to make for a tenant."""
-
     tenant: str
     submitted: float  # when it was submitted, on the monotonic clock
     cost: float  # what it costs, in any unit that is the same for all calls
@@ -278,7 +268,6 @@ class Admission:
             self.queued[tenant] += 1
 
     def leave(self, tenant: str) -> None:
-        """Count a request of a tenant no more as one that waits."""
         with self._lock:
             self.queued[tenant] -= 1
             if not self.queued[tenant]:
@@ -345,7 +334,6 @@ def check_length(job: Job, loaded: LoadedDelta, max_length: int | None) -> None:
 
 
 def _shortened(request: Request, positions: int, max_length: int | None, length: int) -> Request:
-    """Return a request whose answer is as long as there is room, if it leaves that to the server."""
     sampling = request.sampling
     if not sampling.shorten:
         return request

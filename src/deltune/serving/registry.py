@@ -171,7 +171,6 @@ class FolderScan:
 
 
 def scan(root: Path) -> FolderScan:
-    """Return the folders of a directory."""
     try:
         with os.scandir(root) as entries:
             names = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())

@@ -53,11 +53,9 @@ class Failure:
 
     @classmethod
     def of(cls, error: DeltuneError) -> Failure:
-        """Return an error as a value."""
         return cls(type(error).__name__, error.without_python, getattr(error, "retry_after", 0.0))
 
     def error(self) -> DeltuneError:
-        """Return it as an error again."""
         if self.kind == "QueueFull":
             return QueueFull(self.message, self.retry_after)
         kinds = {kind.__name__: kind for kind in (UnknownDelta, InvalidRequest, RequestTimeout, EngineClosed)}
@@ -78,12 +76,9 @@ class Snapshot:
 
 
 def replica_class(max_loaded: int) -> type[Any]:
-    """Return the class of a replica."""
     from ray import serve
 
     class Replica:
-        """The model and its engine in a process of the cluster."""
-
         def __init__(self, values: dict[str, Any]) -> None:
             from .loading import load_server, tune_garbage_collection
 
@@ -134,7 +129,6 @@ def replica_class(max_loaded: int) -> type[Any]:
         async def load(
             self, name: str, folder: str | None, timeout: float | None, replace: bool = True
         ) -> DeltaInfo | Failure:
-            """Load or replace a delta."""
             where = None if folder is None else Path(folder)
             try:
                 info = await asyncio.to_thread(self.server.load, name, where, timeout, replace=replace)
@@ -145,7 +139,6 @@ def replica_class(max_loaded: int) -> type[Any]:
             return info
 
         async def unload(self, name: str) -> Failure | None:
-            """Take a delta out."""
             self.folders.pop(name, None)
             try:
                 await asyncio.to_thread(self.server.unload, name)
@@ -177,7 +170,6 @@ def replica_class(max_loaded: int) -> type[Any]:
             return dict(self.usage)
 
         def check_health(self) -> None:
-            """Tell Ray Serve that this replica works; it replaces one that raises."""
             self.server.stats()
 
         def __del__(self) -> None:
@@ -269,7 +261,6 @@ class Replicas:
         self._watcher.start()
 
     async def asubmit(self, request: Request) -> Answer:
-        """Answer a request on a replica that has its delta in memory, if there is one."""
         self._check(request)
         response = self._route(request).answer.remote(request, self._loaded.get(request.delta or ""))
         try:
@@ -350,7 +341,6 @@ class Replicas:
         return self._loaded.get(name) or (folders[0] if folders else None)
 
     def unload(self, name: str) -> None:
-        """Take a delta out on every replica."""
         if name not in {delta.name for delta in self.deltas()}:
             raise UnknownDelta(f"there is no delta {name!r}")
         with self._changing(name):
@@ -362,7 +352,6 @@ class Replicas:
             self._look()
 
     def refresh(self, timeout: float | None = None) -> list[DeltaInfo]:
-        """Look at the folder of deltas on every replica."""
         self._look(refresh=True, timeout=timeout)
         return self.deltas()
 

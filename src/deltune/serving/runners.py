@@ -47,8 +47,6 @@ from .sampling import TextBuilder, TokenChooser
 
 @dataclass(eq=False)
 class Row:
-    """A request in a running batch."""
-
     job: Job  # the request
     chooser: TokenChooser  # chooses its tokens
     builder: TextBuilder  # makes its text
@@ -63,19 +61,15 @@ class Row:
 
     @property
     def loaded(self) -> LoadedDelta:
-        """The version of its delta."""
         return self.job.version
 
     @property
     def last(self) -> int:
-        """Its newest token."""
         return self.generated[-1] if self.generated else self.before[-1]
 
 
 @dataclass(eq=False)
 class RunningBatch:
-    """Rows with their caches."""
-
     rows: list[Row]
     cache: Cache  # the decoder's own keys and values
     cross: Cache | None = None  # the keys and values of the encoder's outputs, of an encoder-decoder
@@ -254,7 +248,6 @@ class DecoderRunner:
         return Preamble(prefix.length, prefix.length + length, prompt, loaded.prompt_edits | prefix.edits)
 
     def groups(self, rows: Sequence[Row], tokens: int) -> list[list[Row]]:
-        """Return newcomers in groups that read their prompts in one pass."""
         by_key: dict[object, list[Row]] = {}
         for row in rows:
             key: tuple[int, ...] = ()
@@ -327,7 +320,6 @@ class DecoderRunner:
         return logits
 
     def step(self, batch: RunningBatch) -> torch.Tensor:
-        """Let every row read its newest token, and return the scores of the next ones."""
         rows, width = batch.rows, columns(batch.cache) - self._hidden_columns(batch.rows)
         mask = [[0] * (width - size) + [1] * (size + 1) for size in map(self._visible_columns, rows)]
         logits = self._forward(rows, batch.cache, [[row.last] for row in rows], mask, [row.length for row in rows], 1)
@@ -380,7 +372,6 @@ class DecoderRunner:
         return output.float().cpu()
 
     def selected(self, parts: Sequence[tuple[RunningBatch, Sequence[int]]]) -> RunningBatch:
-        """Return a batch of the chosen rows of some batches, as narrow as their rows allow."""
         rows = [batch.rows[number] for batch, numbers in parts for number in numbers]
         width = max(map(self._visible_columns, rows)) + self._hidden_columns(rows)
         return RunningBatch(rows, assemble([(batch.cache, numbers) for batch, numbers in parts], width))
@@ -444,8 +435,6 @@ class EncoderDecoderRunner:
         return joint, alone
 
     def groups(self, rows: Sequence[Row], tokens: int) -> list[list[Row]]:
-        """Return newcomers in groups that the encoder reads in one pass."""
-
         def lengths(row: Row) -> tuple[int, int]:
             return row.loaded.prompt_length, len(row.job.tokens)
 
@@ -469,7 +458,6 @@ class EncoderDecoderRunner:
         return RunningBatch(rows, cache, cross), logits
 
     def step(self, batch: RunningBatch) -> torch.Tensor:
-        """Let every decoder read its newest token, and return the scores of the next ones."""
         assert batch.cross is not None
         rows, device = batch.rows, self.backbone.device
         known, keys = columns(batch.cache), columns(batch.cross)
@@ -509,7 +497,6 @@ class EncoderDecoderRunner:
         return output.float().cpu()
 
     def selected(self, parts: Sequence[tuple[RunningBatch, Sequence[int]]]) -> RunningBatch:
-        """Return a batch of the chosen rows of some batches, as narrow as their rows allow."""
         rows = [batch.rows[number] for batch, numbers in parts for number in numbers]
         width = max(row.loaded.prompt_length for row in rows) + max(row.encoded for row in rows)
         cache = assemble([(batch.cache, numbers) for batch, numbers in parts], max(row.length for row in rows))

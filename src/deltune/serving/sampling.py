@@ -62,8 +62,6 @@ def _is_number(value: object) -> bool:
 
 
 class TokenChooser:
-    """Chooses the tokens of one row."""
-
     def __init__(self, sampling: Sampling, processors: LogitsProcessorList, token_text: TokenText) -> None:
         self.sampling, self.processors, self.token_text = sampling, processors, token_text
         self.generator: torch.Generator | None = None

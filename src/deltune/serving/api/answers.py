@@ -25,7 +25,6 @@ MAX_LOGGED = 10_000
 
 
 def new_id(kind: str) -> str:
-    """Return an id for an answer, such as "cmpl-…"."""
     return f"{kind}-{secrets.token_hex(16)}"
 
 
@@ -200,12 +199,10 @@ class Pieces:
         self.offsets: dict[int, int] = {}
 
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        """Return a whole answer."""
         logprobs = self._logprobs(index, answer.tokens)
         return {"index": index, "text": answer.text, "logprobs": logprobs, "finish_reason": answer.finish_reason}
 
     def piece(self, index: int, text: str, tokens: Sequence[TokenChoice], finish: str | None) -> dict[str, Any]:
-        """Return the next part of an answer."""
         logprobs = self._logprobs(index, tokens)
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
@@ -257,13 +254,11 @@ class ChatPieces(Pieces):
     chunk_name = "chat.completion.chunk"
 
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        """Return a whole answer."""
         message = {"role": "assistant", "content": answer.text, "refusal": None}
         logprobs = self._logprobs(index, answer.tokens)
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": answer.finish_reason}
 
     def piece(self, index: int, text: str, tokens: Sequence[TokenChoice], finish: str | None) -> dict[str, Any]:
-        """Return the next part of an answer."""
         delta = {"content": text} if text or not finish else {}
         return {"index": index, "delta": delta, "logprobs": self._logprobs(index, tokens), "finish_reason": finish}
 
@@ -292,7 +287,6 @@ class ChatPieces(Pieces):
 
 
 def _token_id(one: TokenLogprob) -> str:
-    """Return how vLLM writes a token by its id."""
     return f"token_id:{one.token}"
 
 
@@ -329,7 +323,6 @@ async def _stream(
     requests: Sequence[Request],
     pieces: Pieces,
 ) -> Response:
-    """Answer as a stream. What goes wrong before the first token has a status of its own."""
     items = merge([service.engine.astream(request) for request in requests])
     begun = time.monotonic()
     try:

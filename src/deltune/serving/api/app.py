@@ -40,7 +40,6 @@ QUIET = ("/health", "/ready", "/metrics", "/stats")
 
 
 def create_app(engine: Engine, config: ServeConfig) -> FastAPI:
-    """Make the application of a server."""
     service = Service.build(engine, config)
     # The pages of FastAPI's documentation load scripts from elsewhere, so there are none.
     app = FastAPI(title="deltune", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
@@ -141,7 +140,6 @@ class Gateway:
         self.app, self.service = app, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -249,7 +247,6 @@ class JsonFormatter(logging.Formatter):
     """A record as one line of JSON; the facts of a request are its fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
         line: dict[str, Any] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),

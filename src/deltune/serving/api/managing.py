@@ -29,9 +29,7 @@ THREADS = 32
 class Load(Protocol[T_co]):
     """A function that can be given up after some seconds."""
 
-    def __call__(self, *, timeout: float) -> T_co:
-        """Do it within this time."""
-        ...
+    def __call__(self, *, timeout: float) -> T_co: ...
 
 
 class Management:
@@ -45,7 +43,6 @@ class Management:
         self._turns: dict[str, asyncio.Semaphore] = {}
 
     async def load(self, tenant: Tenant, work: Load[T]) -> T:
-        """Run a function that loads deltas."""
         turns = self._turns.setdefault(tenant.name, asyncio.Semaphore(AT_ONCE))
         deadline = time.monotonic() + self.seconds
 

@@ -26,8 +26,6 @@ MAX_DELTAS = 10_000
 
 @dataclass
 class Second:
-    """What happened within one second."""
-
     at: int
     requests: int = 0
     errors: int = 0
@@ -64,7 +62,6 @@ class EngineCollector(Collector):
         self._stats, self._deltas = stats, deltas
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the metrics."""
         stats, deltas = self._stats(), self._deltas()
         yield _gauge("deltune_queued", "Requests that wait.", "tenant", stats.queued)
         yield _gauge("deltune_running", "Requests in the batch; the base model is ''.", "delta", stats.running)
@@ -102,8 +99,6 @@ def _counter(name: str, meaning: str, label: str, values: dict[str, int]) -> Met
 
 
 class Metrics:
-    """What happened on a server."""
-
     def __init__(
         self,
         stats: Callable[[], EngineStats],
@@ -135,7 +130,6 @@ class Metrics:
         self.loads: OrderedDict[str, DeltaLoad] = OrderedDict()
 
     def observe(self, endpoint: str, status: int, seconds: float, delta: str | None, tokens: int) -> None:
-        """Count an answer."""
         self._requests.labels(endpoint, str(status)).inc()
         self._seconds.labels(endpoint).observe(seconds)
         if delta is None:
@@ -166,7 +160,6 @@ class Metrics:
         self._first.labels(endpoint).observe(seconds)
 
     def text(self) -> bytes:
-        """Return all metrics in the text format of Prometheus."""
         return generate_latest(self.registry)
 
     def history(self, seconds: int) -> list[dict[str, Any]]:
@@ -184,7 +177,6 @@ class Metrics:
         ]
 
     def uptime(self) -> float:
-        """Return the seconds since the start."""
         return self._clock() - self.started
 
     def _second(self) -> Second:

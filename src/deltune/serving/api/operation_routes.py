@@ -49,7 +49,6 @@ async def ready(http: Request) -> Response:
 
 @router.get("/version")
 async def version() -> Response:
-    """Return the version of deltune."""
     return JSONResponse({"version": __version__})
 
 

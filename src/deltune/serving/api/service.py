@@ -59,59 +59,21 @@ PARSED_AT_ONCE = 64 << 10
 class Engine(Protocol):
     """What the HTTP layer needs of an engine: `deltune.serving.engine.Server`, or replicas of it on Ray."""
 
-    def asubmit(self, request: Request) -> Coroutine[Any, Any, Answer]:
-        """Answer a request."""
-        ...
-
-    def astream(self, request: Request) -> AsyncIterator[TokenChoice | Answer]:
-        """Answer a request token by token; the last item is the answer."""
-        ...
-
+    def asubmit(self, request: Request) -> Coroutine[Any, Any, Answer]: ...
+    def astream(self, request: Request) -> AsyncIterator[TokenChoice | Answer]: ...
     def load(
         self, name: str, folder: Path | None = None, timeout: float | None = None, *, replace: bool = True
-    ) -> DeltaInfo:
-        """Load a delta, or replace one where it may."""
-        ...
-
-    def unload(self, name: str) -> None:
-        """Take a delta out."""
-        ...
-
-    def refresh(self, timeout: float | None = None) -> list[DeltaInfo]:
-        """Look at the folder of deltas."""
-        ...
-
-    def deltas(self) -> list[DeltaInfo]:
-        """Return the deltas that can be asked."""
-        ...
-
-    def ignored_folders(self) -> dict[str, str]:
-        """Return, by name, why folders in the folder of deltas are not served."""
-        ...
-
-    def unloaded(self) -> list[str]:
-        """Return the names that were taken out, while their folders are still there."""
-        ...
-
-    def base_tasks(self) -> tuple[Task, ...]:
-        """Return what the base model can be asked for."""
-        ...
-
-    def stats(self) -> EngineStats:
-        """Return the engine's numbers."""
-        ...
-
-    def take_usage(self) -> dict[str, int]:
-        """Return the tokens that were computed for each tenant since the last call."""
-        ...
-
-    def is_alive(self) -> bool:
-        """Return, at once, whether requests are answered."""
-        ...
-
-    def close(self, drain: float = 30.0) -> None:
-        """End, after the requests that run."""
-        ...
+    ) -> DeltaInfo: ...
+    def unload(self, name: str) -> None: ...
+    def refresh(self, timeout: float | None = None) -> list[DeltaInfo]: ...
+    def deltas(self) -> list[DeltaInfo]: ...
+    def ignored_folders(self) -> dict[str, str]: ...
+    def unloaded(self) -> list[str]: ...
+    def base_tasks(self) -> tuple[Task, ...]: ...
+    def stats(self) -> EngineStats: ...
+    def take_usage(self) -> dict[str, int]: ...
+    def is_alive(self) -> bool: ...
+    def close(self, drain: float = 30.0) -> None: ...
 
 
 @dataclass
@@ -138,8 +100,6 @@ class Facts:
 
 @dataclass
 class Service:
-    """A server's parts."""
-
     engine: Engine  # what answers
     config: ServeConfig  # the configuration
     keys: KeyFile | None  # the tenants, or None for a server without keys
@@ -155,7 +115,6 @@ class Service:
 
     @classmethod
     def build(cls, engine: Engine, config: ServeConfig) -> Service:
-        """Make a server's parts from its engine and its configuration."""
         keys = None if config.http.keys is None else KeyFile(config.http.keys)
         metrics = Metrics(engine.stats, engine.deltas)
         limits, managing = RateLimits(config.limits, engine.take_usage), Management(config.limits.timeout)
@@ -267,13 +226,11 @@ def unknown_model(kind: str, name: str, known: Sequence[str]) -> ApiError:
 
 
 def facts_of(http: HttpRequest) -> Facts:
-    """Return what the log will say of a request."""
     facts: Facts = http.scope["deltune"]
     return facts
 
 
 def service_of(http: HttpRequest) -> Service:
-    """Return the parts of the server that a request is for."""
     service: Service = http.app.state.service
     return service
 
@@ -303,7 +260,6 @@ async def read_body(http: HttpRequest, kind: type[Body]) -> Body:
 
 
 def parse_body(body: bytes, kind: type[Body]) -> Body:
-    """Parse and check the JSON of a request."""
     if _count_lists(body) > MAX_LISTS:
         problem = f"the request has more than {MAX_LISTS:,} lists and objects, the limit of this server"
         raise ApiError(413, problem, "request_too_large")
@@ -355,7 +311,6 @@ def _body_error(error: ValidationError, kind: type[BaseModel]) -> ApiError:
 
 
 def _field_problem(error: ErrorDetails, is_one_of_several: bool, description: str) -> str:
-    """Return what is wrong with the value of a field."""
     top, *inside = error["loc"]
     kind, reason = error["type"], error["msg"].removeprefix("Value error, ")
     if kind == "extra_forbidden":
@@ -395,7 +350,6 @@ async def unless_disconnected(http: HttpRequest, work: Coroutine[Any, Any, T]) -
 
 
 async def cancel_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancel tasks and wait until they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -470,7 +424,6 @@ class EventStream(Response):
         self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events."""
         pump = asyncio.ensure_future(self._pump(send))
         watch = asyncio.ensure_future(wait_for_disconnect(receive))
         try:

@@ -68,8 +68,6 @@ class Tenant(BaseModel):
 
 
 class KeyFileContents(BaseModel):
-    """What the file holds."""
-
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     tenants: tuple[Tenant, ...] = ()
@@ -138,7 +136,6 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 
 
 def read_keys(path: Path) -> KeyFileContents:
-    """Read a file of keys."""
     if find_file(path.parent, path.name) is None:
         raise DeltuneError(f"there is no file of keys {path}; make a key with: deltune serve-key {path} TENANT")
     try:
@@ -223,7 +220,6 @@ class TokenBucket:
         return max(0.0, (amount - self.level) * 60 / self.per_minute)
 
     def take(self, amount: float) -> None:
-        """Take an amount, whether it is there or not."""
         self.level -= amount
 
 
