@@ -232,7 +232,7 @@ class Backbone:
         )
 
     def _group(self, internal: str, prompts: Sequence[Prompt]) -> str:
-        """Which deltas may share a batch with this one: none, where it changes what all rows share."""
+        """The group of deltas that may share a batch with this one: its own, where it changes what all rows share."""
         if not shares_rows(self.handle, internal) or (prompts and self.rope_limit is not None):
             return internal  # a prompt would take the padding of others beyond the limit
         return "none" if any(form.positions == "none" for form in prompts) else ""

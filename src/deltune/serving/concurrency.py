@@ -54,7 +54,7 @@ def release_worker_threads() -> None:
 
 
 NICENESS = 5
-"""How much the niceness of threads that compute is raised."""
+"""The increase of the niceness of threads that compute."""
 
 
 def give_way_to_other_threads() -> None:
@@ -110,17 +110,17 @@ class ConcurrentPasses:
 
     @property
     def free(self) -> int:
-        """How many passes may begin now."""
+        """The number of passes that may begin now."""
         return self.most - sum(not future.done() for future in self._running)
 
     @property
     def are_running(self) -> bool:
-        """Whether a pass runs."""
+        """A pass runs."""
         return self.free < self.most
 
     @property
     def any_ended(self) -> bool:
-        """Whether a pass has ended whose result was not taken yet."""
+        """A pass has ended whose result was not taken yet."""
         return any(future.done() for future in self._running)
 
     def begin(self, run: Callable[[], T], on_result: Callable[[T], None]) -> None:
@@ -201,7 +201,7 @@ class SafeWidths:
         return output
 
     def _state(self) -> list[object]:
-        """What a pass might change: which objects the modules hold, how long they are, and what is in the buffers."""
+        """Everything that a pass may change: the objects that modules hold, their lengths, the versions of buffers."""
         state: list[object] = []
         for _, module in base_modules(self.model):
             for name, value in module.__dict__.items():

@@ -93,7 +93,7 @@ class DeltasSection(Section):
 
 
 class BatchingSection(Section):
-    """How requests are put together, and how many may wait."""
+    """Sizes of batches, and numbers of requests that may wait."""
 
     max_batch_tokens: Size | None = _option(None, "tokens of a batch, at most [4096]")
     max_batch_size: Size | None = _option(None, "rows of a batch, at most [32]")
@@ -135,7 +135,7 @@ class HttpSection(Section):
 
 
 class LimitsSection(Section):
-    """What a request and a tenant may ask. A key's own rates are in the file of keys."""
+    """Limits of a request and of a tenant. A key's own rates are in the file of keys."""
 
     max_body: Bytes = _option(4 << 20, "size of a request, such as 4MiB", common=True)
     max_inputs: Annotated[int, REFUSE_BOOL] = _option(
@@ -158,7 +158,7 @@ class LimitsSection(Section):
 
 
 class LogSection(Section):
-    """What is written on standard error, a line of JSON for each request."""
+    """Lines of JSON on standard error, one for each request."""
 
     log: Literal["requests", "errors", "off"] = _option("requests", "which requests have a line")
     log_contents: bool = _option(False, "write inputs and answers too", common=True)
@@ -245,12 +245,12 @@ class ServeConfig(BaseModel):
 
     @property
     def base_name(self) -> str:
-        """What clients call the base model."""
+        """The name by which clients call the base model."""
         return self.model.served_name or Path(self.model.name).name or self.model.name
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine can reach the address."""
+        """Only this machine can reach the address."""
         return self.http.host in LOCAL_HOSTS
 
 

@@ -24,7 +24,7 @@ from .requests import Answer
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """How large batches are, and how long requests wait for others."""
+    """Sizes of batches, and the time that requests wait for others."""
 
     tokens: int  # the most tokens of a batch, padding included; a longer request has a batch of its own
     rows: int  # the most requests in a batch
@@ -34,7 +34,7 @@ class BatchLimits:
 
 
 PASS_OVERHEAD = {"cpu": 64, "cuda": 4096}
-"""What a pass costs besides its tokens, by type of device, as the number of tokens that take as long."""
+"""Cost of a pass besides its tokens, by type of device, as the number of tokens that take as long."""
 
 
 def pass_overhead(device: torch.device) -> int:
@@ -44,7 +44,7 @@ def pass_overhead(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class LaneContext:
-    """What an engine gives to all of its lanes."""
+    """Functions and counters that all lanes of an engine share."""
 
     share: FairShare  # the counters of the tenants
     start: Callable[[Job], None]  # is called with requests whose first batch begins
@@ -71,7 +71,7 @@ class EncodingLane:
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to do."""
+        """Requests wait."""
         return len(self.queue) > 0
 
     def jobs(self) -> Iterator[Job]:
@@ -91,7 +91,7 @@ class EncodingLane:
         return max(0.0, oldest + self.limits.wait - now)
 
     def advance(self) -> None:
-        """Answer the next request, and with it those of similar length, in a pass that another thread runs.
+        """Answer the next request, and others of similar length, in a pass that another thread runs.
 
         Where fewer passes wait than there are threads, it is split. In this thread run a single pass, which then has
         all cores, and passes of lengths whose effect on the model is not known yet.
@@ -254,13 +254,13 @@ def _width(jobs: Sequence[Job]) -> int:
 
 
 LONGER = 2
-"""How many times as long a request of a light tenant makes a pass that it joins, at most."""
+"""Greatest factor by which a request of a light tenant lengthens a pass that it joins."""
 
 
 def _with_light_tenants(
     waiting: Sequence[Job], similar: Sequence[Job], light: Collection[str], room: float
 ) -> list[Job]:
-    """Return the requests of a pass: the next one, those of light tenants, and the others of similar length.
+    """Return the requests of a pass: the next one, the ones of light tenants, and others of similar length.
 
     A light tenant would otherwise wait for as many passes as there are lengths among the requests before its own.
     Requests that would make the pass far longer have one of their own nevertheless.
@@ -331,7 +331,7 @@ def split_evenly(requests: Sequence[T], lengths: Callable[[T], tuple[int, int]],
 
 
 def _tags(job: Job, tags: list[str], labels: Sequence[str]) -> list[tuple[str, str]]:
-    """The tag of each word is that of its first token; `tag_all_words` says which one a word without a token has."""
+    """The tags of words, each of its first token; `tag_all_words` gives a word without a token its own."""
     if not job.words:
         return [(str(token), tag) for token, tag in zip(job.tokens, tags, strict=True)]
     tagged = {word: tags[place] for word, place in first_sub_words(job.word_ids).items()}

@@ -165,7 +165,7 @@ class Server:
         self._passes = ConcurrentPasses(max_concurrent_passes if first.device.type == "cpu" else 1, self._notify)
         self._lane_context = LaneContext(self._share, self._start, self._finish, self._passes)
         self._lanes: dict[tuple[str, str, str], Lane] = {}
-        """The one that had a turn last comes last."""
+        """Ordered by last turn."""
         self._last_lane: Lane | None = None
         self._base = first.base_entry(HEAD_TASKS[first.head])
         self._lock = threading.RLock()
@@ -531,7 +531,7 @@ class Server:
             )
 
     def take_usage(self) -> dict[str, int]:
-        """Return the tokens that were computed since the last call, those of requests that failed or left included.
+        """Return the tokens that were computed since the last call, for requests that failed or left too.
 
         Returns:
             Tenant -> tokens, read and generated. The first call begins to count, and returns nothing.
@@ -685,11 +685,11 @@ class Server:
             lane.advance()
 
     def _is_due(self, lane: Lane) -> bool:
-        """Whether a lane has something to do now."""
+        """Say that a lane has something to do now."""
         return lane.busy and lane.due(time.monotonic()) <= 0
 
     def _has_thread(self, lane: Lane) -> bool:
-        """Whether a lane may begin now: passes of an encoder need a free thread."""
+        """Say that a lane may begin now: passes of an encoder need a free thread."""
         return not isinstance(lane, EncodingLane) or self._passes.free > 0
 
     def _next_lane(self) -> tuple[str, str, str] | None:

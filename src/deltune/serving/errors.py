@@ -30,7 +30,7 @@ class RequestTimeout(DeltuneError):
 
 
 UNANSWERED = "the server was closed before it answered"
-"""What requests are told that run when a server is closed."""
+"""The error of requests that run when a server is closed."""
 
 
 class EngineClosed(DeltuneError):
@@ -48,7 +48,7 @@ OPERATOR_ADVICE: dict[Fault, str] = {
     "folder": "Put a folder here that holds a delta, as deltune train and tuned.save write it.",
     "part": "Start the server with --import FILE, where FILE is the Python file that registers it.",
 }
-"""What the operator of a server can do, by where the fault lies."""
+"""Advice to the operator of a server, by where the fault lies."""
 
 
 def refusal(error: DeltuneError) -> DeltuneError:

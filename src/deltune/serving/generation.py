@@ -32,7 +32,7 @@ QUANTUM = 32
 
 @dataclass
 class GenerationOptions:
-    """What all lanes of a server share."""
+    """Options and runners that all lanes of a server share."""
 
     limits: BatchLimits  # how large batches are
     encoder: RequestEncoder  # turns tokens into text
@@ -148,7 +148,7 @@ class GenerationLane:
         return arrived
 
     def _is_long(self, job: Job) -> bool:
-        """Whether the prompt of a request is read in parts: not by an encoder, whose tokens see the later ones."""
+        """Say that a prompt is read in parts: not by an encoder, whose tokens see the later ones."""
         return isinstance(self.runner, DecoderRunner) and len(job.tokens) > self.options.limits.prefill
 
     def _next(self) -> Job | None:
@@ -181,7 +181,7 @@ class GenerationLane:
         return row
 
     def _read_on(self) -> list[RunningBatch]:
-        """Read the next part of one long prompt, that of the tenant who is next; return its batch if it was the last.
+        """Read a part of the long prompt of the tenant who is next; return its batch if it was the last part.
 
         A part at a time, so that the others of the batch wait for a part of the prompt and not for all of it.
         """

@@ -78,7 +78,7 @@ class Job:
 
     @property
     def cancelled(self) -> bool:
-        """Whether nobody waits for the answer any more."""
+        """Nobody waits for the answer any more."""
         return self.future.cancelled()
 
     def resolve(self, answer: Answer) -> None:

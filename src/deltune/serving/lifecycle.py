@@ -1,4 +1,4 @@
-"""How deltas come into memory, are replaced and go: read in a thread of their own, attached while no pass runs.
+"""The way of deltas into memory and out: read in a thread of their own, attached while no pass runs.
 
 A delta is checked before it takes traffic. A new version takes over between two requests, and the old one goes with its
 last request. Of those in memory the one goes first that was not needed for longest; where all are needed, one takes no
@@ -30,7 +30,7 @@ from .requests import DeltaInfo
 logger = logging.getLogger(__name__)
 
 READ_ATTEMPTS = 3
-"""How often a delta is read whose files change meanwhile."""
+"""Attempts to read a delta whose files change meanwhile."""
 LOADS_AT_ONCE = 2
 """Deltas that are read ahead; more would take memory before there is a place for them."""
 
@@ -50,7 +50,7 @@ class Arrival:
 
     @property
     def given_up(self) -> bool:
-        """Whether its call of `load` has ended, by a timeout for instance."""
+        """Its call of `load` has ended, by a timeout for instance."""
         return self.done is not None and self.done.done()
 
 
@@ -134,7 +134,7 @@ class Lifecycle:
             ) from None
 
     def _check_name(self, name: str, folder: Path) -> None:
-        """Refuse a name beside those of the directory if there are enough of them."""
+        """Refuse a further name that is no folder's of the directory if there are enough of them."""
         root = self.catalog.root
         is_new = self.catalog.get(name) is None and (root is None or folder != root / name)
         if is_new and self.max_names is not None and self.catalog.names_beside_folders() >= self.max_names:
@@ -262,7 +262,7 @@ class Lifecycle:
 
     @property
     def has_arrivals(self) -> bool:
-        """Whether a delta was read that can be taken now."""
+        """A delta was read that can be taken now."""
         return any(not self._waits_for_room(arrival) for arrival in self._arrivals)
 
     def _entry_of(self, arrival: Arrival) -> Entry:
@@ -276,7 +276,7 @@ class Lifecycle:
         return not self._is_served(prepared, entry)
 
     def _is_served(self, prepared: PreparedDelta, entry: Entry) -> bool:
-        """Whether a version is in memory already, and takes requests."""
+        """Say that a version is in memory already, and takes requests."""
         current = entry.current
         return current is not None and current.version == prepared.facts.version and entry.state is not State.DRAINING
 
@@ -416,7 +416,7 @@ class Lifecycle:
         return [(e, e.current) for e in list(self._active) if e.current is not None and not e.current.permanent]
 
     def _has_room(self, more: int, entry: Entry) -> bool:
-        """Whether a version fits into memory; the one that it replaces goes when it is there."""
+        """Say that a version fits into memory; the version that it replaces goes when it is there."""
         inside = [loaded for loaded in self.in_memory() if loaded is not entry.current]
         if self.max_loaded is not None and len(inside) + 1 > self.max_loaded:
             return False
@@ -464,7 +464,7 @@ class Lifecycle:
             self._detach(loaded)
 
     def _take_out(self, entry: Entry) -> LoadedDelta | None:
-        """Let an entry have no version in memory, and return the one that it had."""
+        """Take the version of an entry out of it, and return it."""
         loaded, entry.current, entry.state = entry.current, None, State.ON_DISK
         self._settle(entry)
         return loaded

@@ -255,7 +255,7 @@ class DrainingServer(uvicorn.Server):
 
 
 def _names(deltas: Sequence[DeltaInfo]) -> str:
-    """How many deltas there are, and the names of the first ones."""
+    """The number of deltas, and the names of the first ones."""
     names = ", ".join(delta.name for delta in deltas[:NAMED_DELTAS]) + (", …" if len(deltas) > NAMED_DELTAS else "")
     return counted(len(deltas), "delta") + (f" ({names})" if deltas else "")
 

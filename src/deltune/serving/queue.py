@@ -1,4 +1,4 @@
-"""Which request waits, which is refused before it waits, and which is served next.
+"""Order of the requests that wait, and refusal of requests before they wait.
 
 The next one is of the tenant that was served the fewest tokens, among those that wait. Each tenant has a counter of the
 tokens that were computed for it (Sheng et al. 2024, "Fairness in serving large language models": a deficit round robin
@@ -243,7 +243,7 @@ COUNTED_ENDS = 256
 
 
 class Admission:
-    """How many requests of each tenant wait, and whether another one may. Any thread may call it."""
+    """Counts the requests of each tenant that wait, and refuses too many. Any thread may call it."""
 
     def __init__(self, most: int, most_per_tenant: int, lock: threading.RLock) -> None:
         self.most, self.most_per_tenant = most, most_per_tenant

@@ -1,4 +1,4 @@
-"""What is known about deltas before they are in memory: the folders of a directory, and the facts in each of them."""
+"""Deltas before they are in memory: the folders of a directory, and the facts in each of them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ HEAD_TASKS: dict[str, tuple[Task, ...]] = {
     "seq2seq-lm": ("generate", "embed"),
     "base": ("embed",),
 }
-"""What a model with each head can be asked, by the heads of `deltune.models.AUTO_CLASSES`."""
+"""Tasks of a model with each head, by the heads of `deltune.models.AUTO_CLASSES`."""
 
 _NAME = re.compile(DELTA_NAME)
 
 
 def check_delta_name(name: object) -> str:
-    """Check that a name can be that of a delta on a server: one part of a path, and not a hidden one."""
+    """Check that a name can name a delta on a server: one part of a path, and not a hidden one."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise DeltuneError(
             f"{excerpt(name)} cannot name a delta: use at most 200 letters, digits and '-', '_', '.', '+', '@', and "
@@ -45,7 +45,7 @@ def check_delta_name(name: object) -> str:
 
 @dataclass(frozen=True)
 class FolderFacts:
-    """What the files of a delta say about it, without its tensors."""
+    """The facts about a delta in its files, without its tensors."""
 
     head: str  # the head of the model that it belongs to, one of `HEAD_TASKS`
     method: str  # its expression, or what another library calls it
@@ -61,7 +61,7 @@ class FolderFacts:
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """What the delta can be asked. Labels need a head that was trained, which the base model's need not be."""
+        """The tasks of the delta. Labels need a head that was trained, which the base model's need not be."""
         tasks = HEAD_TASKS[self.head]
         return tasks if self.has_head or self.head not in ("classification", "tagging") else ("embed",)
 
@@ -164,7 +164,7 @@ def signature(folder: Path) -> Signature:
 
 @dataclass(frozen=True)
 class FolderScan:
-    """What a directory of deltas has. Hidden folders are left out; those of an unfinished save are hidden."""
+    """The folders of a directory of deltas but for hidden ones, as an unfinished save has."""
 
     deltas: dict[str, Path]  # the folders that may hold a delta, by name
     ignored: dict[str, str]  # by name, why the other folders hold none

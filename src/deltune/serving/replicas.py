@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from .requests import Answer, DeltaInfo, EngineStats, Request, Task, TokenChoice
 logger = logging.getLogger("deltune.serving")
 
 BASE = "\0base"
-"""What multiplexing calls the base model, which every replica has."""
+"""Name of the base model in multiplexing; every replica has it."""
 LOOK = 1.0
 """Seconds between looks at what the replicas have."""
 CONTROL_TIMEOUT = 120.0
@@ -64,7 +64,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a replica has and does."""
+    """State of a replica."""
 
     deltas: list[DeltaInfo]
     stats: EngineStats
@@ -379,23 +379,12 @@ class Replicas:
 
     def stats(self) -> EngineStats:
         """Return the numbers of all replicas, added up."""
-        every = [snapshot.stats for snapshot in self._snapshots]
-
-        def added(name: str) -> dict[str, int]:
-            return dict(sum((Counter(getattr(stats, name)) for stats in every), Counter()))
-
-        return EngineStats(
-            queued=added("queued"),
-            running=added("running"),
-            finished=added("finished"),
-            failed=added("failed"),
-            prompt_tokens=sum(stats.prompt_tokens for stats in every),
-            generated_tokens=sum(stats.generated_tokens for stats in every),
-            cached_tokens=sum(stats.cached_tokens for stats in every),
-            loads=sum(stats.loads for stats in every),
-            evictions=sum(stats.evictions for stats in every),
-            load_seconds=sum(stats.load_seconds for stats in every),
-        )
+        added: dict[str, Any] = {}
+        for field in fields(EngineStats):
+            values = [getattr(snapshot.stats, field.name) for snapshot in self._snapshots]
+            is_count = field.name in ("queued", "running", "finished", "failed")
+            added[field.name] = dict(sum(map(Counter, values), Counter())) if is_count else sum(values)
+        return EngineStats(**added)
 
     def take_usage(self) -> dict[str, int]:
         """Return the tokens that all replicas had computed for each tenant when they were last looked at."""

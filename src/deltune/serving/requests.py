@@ -1,4 +1,4 @@
-"""What a server is asked and what it answers: requests, sampling, answers, and the facts about deltas and load."""
+"""Questions to a server and its answers: requests, sampling, answers, and the facts about deltas and load."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DELTA_NAME = r"[A-Za-z0-9_-][A-Za-z0-9_.@+-]{0,199}"
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen.
+    """Settings for choosing tokens.
 
     Attributes:
         max_tokens: The most tokens to generate.
@@ -180,7 +180,7 @@ class DeltaInfo:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """How busy an engine is.
+    """Load of an engine, now and since its start.
 
     Attributes:
         queued: Requests that wait, by tenant.

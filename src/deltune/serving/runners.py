@@ -328,11 +328,11 @@ class DecoderRunner:
         return logits
 
     def _visible_columns(self, row: Row, length: int | None = None) -> int:
-        """How many columns of the mask are a row's: of its preamble, and of so many of its tokens."""
+        """The columns of the mask that are a row's: its preamble, and so many of its tokens."""
         return self.preamble(row.loaded).columns + (row.length if length is None else length)
 
     def _hidden_columns(self, rows: Sequence[Row]) -> int:
-        """How many columns of a cache a mask leaves out, since the hook of prompts adds them."""
+        """The columns of a cache that a mask leaves out, since the hook of prompts adds them."""
         return 0 if self.holds else max(row.loaded.prompt_length for row in rows)
 
     def _forward(

@@ -74,12 +74,12 @@ class TokenChooser:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it takes the most likely token and tells nothing else."""
+        """Takes the most likely token and tells nothing else."""
         return self.generator is None and not self.processors and self.sampling.logprobs is None
 
     @property
     def forces_end(self) -> bool:
-        """Whether the model's generation config forces an answer of full length to end with an end token."""
+        """The model's generation config forces an answer of full length to end with an end token."""
         return any(isinstance(one, logits_process.ForcedEOSTokenLogitsProcessor) for one in self.processors)
 
     def choose(self, logits: torch.Tensor, tokens: Sequence[int]) -> TokenChoice:

@@ -187,7 +187,7 @@ async def answer_inputs(
 
 
 class Pieces:
-    """How generated text is written in JSON: as a completion, as a chat, or as plain /generate."""
+    """Generated text as JSON: as a completion, as a chat, or as plain /generate."""
 
     kind = "cmpl"
     name = "text_completion"

@@ -1,4 +1,4 @@
-"""What goes wrong with a request, as the JSON that OpenAI's clients understand; never more than the client may know."""
+"""Errors of requests as the JSON that OpenAI's clients understand; never more than the client may know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server counts: Prometheus metrics of its own registry, and the last minutes for the page."""
+"""Counts of a server: Prometheus metrics of its own registry, and the last minutes for the page."""
 
 from __future__ import annotations
 
@@ -63,10 +63,16 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         stats, deltas = self._stats(), self._deltas()
-        yield _gauge("deltune_queued", "Requests that wait.", "tenant", stats.queued)
-        yield _gauge("deltune_running", "Requests in the batch; the base model is ''.", "delta", stats.running)
-        yield _counter("deltune_finished", "Requests answered; the base model is ''.", "delta", stats.finished)
-        yield _counter("deltune_failed", "Requests that ended in an error.", "delta", stats.failed)
+        for kind, name, meaning, label, values in (
+            (GaugeMetricFamily, "queued", "Requests that wait.", "tenant", stats.queued),
+            (GaugeMetricFamily, "running", "Requests in the batch; the base model is ''.", "delta", stats.running),
+            (CounterMetricFamily, "finished", "Requests answered; the base model is ''.", "delta", stats.finished),
+            (CounterMetricFamily, "failed", "Requests that ended in an error.", "delta", stats.failed),
+        ):
+            family: Any = kind(f"deltune_{name}", meaning, labels=[label])
+            for key, number in values.items():
+                family.add_metric([key], number)
+            yield family
         for name, meaning, value in (
             ("prompt_tokens", "Tokens read.", stats.prompt_tokens),
             ("generated_tokens", "Tokens generated.", stats.generated_tokens),
@@ -82,20 +88,6 @@ class EngineCollector(Collector):
         yield GaugeMetricFamily("deltune_deltas_refused", "Deltas whose newest files were refused.",
                                 value=sum(bool(delta.error) for delta in deltas))  # fmt: skip
         yield GaugeMetricFamily("deltune_delta_bytes", "Memory of deltas.", value=sum(one.bytes for one in loaded))
-
-
-def _gauge(name: str, meaning: str, label: str, values: dict[str, int]) -> Metric:
-    family = GaugeMetricFamily(name, meaning, labels=[label])
-    for key, value in values.items():
-        family.add_metric([key], value)
-    return family
-
-
-def _counter(name: str, meaning: str, label: str, values: dict[str, int]) -> Metric:
-    family = CounterMetricFamily(name, meaning, labels=[label])
-    for key, value in values.items():
-        family.add_metric([key], value)
-    return family
 
 
 class Metrics:

@@ -1,4 +1,4 @@
-"""What clients may send, field by field. A field that would change the answer and is not supported is refused."""
+"""Requests of clients, field by field. A field that would change the answer and is not supported is refused."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _unused(description: str) -> Any:
 
 
 class RequestBody(BaseModel):
-    """What every request may have."""
+    """Fields that every request may have."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -66,7 +66,7 @@ class RequestBody(BaseModel):
 
 
 class SamplingBody(RequestBody):
-    """How tokens are chosen."""
+    """Settings for choosing tokens."""
 
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(
         None, description="tokens of an answer, at most [16 for completions, else what the server says]"
@@ -117,7 +117,7 @@ class SamplingBody(RequestBody):
 
 
 class StreamOptions(BaseModel):
-    """What a stream has beside the tokens."""
+    """Contents of a stream beside the tokens."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -41,7 +41,7 @@ INNER_FIELDS = frozenset(field for kind in INNER_BODIES for field in kind.__anno
 SHADOWED = "the base model has this name: rename the folder, or give the base model another name with --served-name"
 GIVEN_UP = "the server is shutting down and did not finish the request; send it again"
 NAMES_OF_INPUT = ("text", "texts", "inputs", "prompt", "sentence", "sentences")
-"""What other servers call the texts."""
+"""Names that other servers give to the texts."""
 
 MAX_PROBLEMS = 10
 """Fields of a request whose mistakes its error lists."""
@@ -57,7 +57,7 @@ PARSED_AT_ONCE = 64 << 10
 
 
 class Engine(Protocol):
-    """What the HTTP layer needs of an engine: `deltune.serving.engine.Server`, or replicas of it on Ray."""
+    """The engine of the HTTP layer: `deltune.serving.engine.Server`, or replicas of it on Ray."""
 
     def asubmit(self, request: Request) -> Coroutine[Any, Any, Answer]: ...
     def astream(self, request: Request) -> AsyncIterator[TokenChoice | Answer]: ...
@@ -80,7 +80,7 @@ class Engine(Protocol):
 class Facts:
     """The facts about one request for the log and the metrics; routes fill them in.
 
-    `status` is that of an error in a stream, whose answer had begun with 200; 0 if there was none. `admitted` is the
+    `status` is of an error in a stream, whose answer had begun with 200; 0 if there was none. `admitted` is the
     tenant that the request was counted for.
     """
 
@@ -187,7 +187,7 @@ class Service:
 
     @property
     def shadowed(self) -> bool:
-        """Whether there is a delta with the name of the base model, which no request can mean."""
+        """There is a delta with the name of the base model, which no request can mean."""
         return any(delta.name == self.config.base_name for delta in self.engine.deltas())
 
     def model_names(self, tenant: Tenant) -> list[str]:

@@ -204,7 +204,7 @@ def write_keys(path: Path, contents: KeyFileContents) -> None:
 NUMBERS_PER_MINUTE = 120.0
 """Looks at the numbers of a server that a tenant with a rate has in a minute, if its rate is lower."""
 MAX_TENANTS = 10_000
-"""How many tenants have buckets at a time; those that asked longest ago begin with full ones."""
+"""Most tenants with buckets at a time; the ones that asked longest ago begin with full ones."""
 
 
 class TokenBucket:
