@@ -29,29 +29,12 @@ def load_server(config: ServeConfig) -> Server:
     if device == "auto":
         device = str(torch.accelerator.current_accelerator() or "cpu") if torch.accelerator.is_available() else "cpu"
     nn.Module.to(model, torch.device(device)).eval()  # transformers' own `to` is typed without a device
-    overrides = {
-        "max_loaded_bytes": config.deltas.max_loaded_bytes,
-        "max_names": config.deltas.max_names,
-        "max_batch_tokens": config.batching.max_batch_tokens,
-        "max_batch_size": config.batching.max_batch_size,
-        "max_prefill_tokens": config.batching.max_prefill_tokens,
-        "max_length": config.batching.max_length,
-    }
-    concurrent = config.batching.max_concurrent_passes or min(2, torch.get_num_threads())
-    return Server(
-        model,
-        tokenizer,
-        deltas=folder,
-        max_loaded=config.deltas.max_loaded,
-        max_pass_seconds=config.batching.max_pass_seconds,
-        max_concurrent_passes=concurrent,
-        max_wait=config.batching.max_wait,
-        max_queue=config.batching.max_queue,
-        max_queue_per_tenant=config.batching.max_queue_per_tenant,
-        prompt_cache_bytes=config.batching.prompt_cache,
-        watch=config.deltas.watch or None,
-        **{name: value for name, value in overrides.items() if value is not None},
-    )
+    options = config.batching.model_dump() | config.deltas.model_dump(exclude={"folder"})
+    options["prompt_cache_bytes"] = options.pop("prompt_cache")
+    options["max_concurrent_passes"] = options["max_concurrent_passes"] or min(2, torch.get_num_threads())
+    options["watch"] = options["watch"] or None
+    given = {name: value for name, value in options.items() if value is not None}
+    return Server(model, tokenizer, deltas=folder, **given)
 
 
 GC_THRESHOLD = 20_000
