@@ -100,8 +100,6 @@ class LoadedDelta:
     used: bool = False  # whether a request has used it since it was loaded
     last_used: float = 0.0  # when it was last needed, on the monotonic clock
     loaded_at: float | None = None  # when it was loaded, in seconds since the epoch
-    # whether a newer version or nothing has taken its place, so that it goes when nobody needs it
-    retired: bool = False
     permanent: bool = False  # whether it is never dropped from memory: the base model, and what was attached before
 
     @property

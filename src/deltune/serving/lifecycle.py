@@ -470,10 +470,8 @@ class Lifecycle:
         return loaded
 
     def _retire(self, loaded: LoadedDelta) -> None:
-        if loaded.permanent:
-            return
-        loaded.retired = True
-        self.retired.add(loaded)
+        if not loaded.permanent:
+            self.retired.add(loaded)
 
     def release(self, loaded: LoadedDelta) -> None:
         """Note that one request less needs a version."""
