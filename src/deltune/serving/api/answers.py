@@ -9,6 +9,7 @@ import secrets
 import struct
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -28,13 +29,34 @@ def new_id(kind: str) -> str:
     return f"{kind}-{secrets.token_hex(16)}"
 
 
-def begin(http: HttpRequest, model: str, stream: bool = False) -> tuple[Service, Tenant, str | None, Facts]:
+@dataclass(frozen=True)
+class Call:
+    """A request over HTTP: who asks, and for which delta."""
+
+    http: HttpRequest
+    service: Service
+    tenant: Tenant
+    delta: str | None  # None for the base model
+    facts: Facts  # for the log
+
+    def log_contents(self, **contents: Any) -> None:
+        """Keep inputs or answers for the log, if it is to have them."""
+        if self.service.config.log.log_contents:
+            self.facts.contents |= {name: _excerpts(value, MAX_LOGGED) for name, value in contents.items()}
+
+    def default_max_tokens(self, most: int | None = None) -> int:
+        """Return how many tokens an answer has at most where neither the request nor the endpoint says it."""
+        limits = self.service.config.limits
+        return min(limits.default_max_tokens if most is None else most, limits.max_tokens)
+
+
+def begin(http: HttpRequest, model: str, stream: bool = False) -> Call:
     """Find out who asks and for which delta."""
     service, tenant, facts = service_of(http), admit(http), facts_of(http)
     facts.stream = stream
     delta = service.delta(model, tenant)
     facts.delta = delta or ""
-    return service, tenant, delta, facts
+    return Call(http, service, tenant, delta, facts)
 
 
 Input = str | tuple[int, ...] | tuple[str, ...] | tuple[dict[str, str], ...]
@@ -60,17 +82,9 @@ def as_inputs(value: Any, param: str, most: int) -> list[Input]:
     return inputs
 
 
-def engine_request(
-    service: Service,
-    body: RequestBody,
-    task: Task,
-    tenant: Tenant,
-    delta: str | None,
-    value: Input,
-    **more: Any,
-) -> Request:
+def engine_request(call: Call, body: RequestBody, task: Task, value: Input, **more: Any) -> Request:
     """Return one input, which is not empty, as a request of the engine; `more` are its other fields."""
-    limit = service.config.limits.timeout
+    limit = call.service.config.limits.timeout
     timeout = limit if body.timeout is None else min(limit, body.timeout)
     kind = "text" if isinstance(value, str) else "tokens"
     if not isinstance(value, str) and not isinstance(value[0], int):
@@ -78,49 +92,25 @@ def engine_request(
     fields: dict[str, Any] = {kind: value, **more}
     if isinstance(body, EncodingBody):
         fields["truncate_prompt_tokens"] = body.truncate_prompt_tokens
-    return Request(task, delta=delta, tenant=tenant.name, timeout=timeout, **fields)
+    return Request(task, delta=call.delta, tenant=call.tenant.name, timeout=timeout, **fields)
 
 
 def generation_requests(
-    service: Service,
-    body: StreamBody,
-    tenant: Tenant,
-    delta: str | None,
-    inputs: Sequence[Input],
-    default_max_tokens: int,
-    logprobs: int | None = None,
+    call: Call, body: StreamBody, inputs: Sequence[Input], default_max_tokens: int, logprobs: int | None = None
 ) -> list[Request]:
     """Return `n` requests for each input."""
-    limits, n = service.config.limits, body.n or 1
-    if (max_tokens := body.chosen_max_tokens or 0) > limits.max_tokens:
-        raise ApiError(
-            400, f"max_tokens is {max_tokens:,}; this server generates {limits.max_tokens:,} at most", "invalid_value",
-            "max_tokens",
-        )  # fmt: skip
-    if len(inputs) * n > service.max_inputs:
-        raise ApiError(
-            413, f"{len(inputs):,} inputs with {n} answers each; one request may have {service.max_inputs:,} answers",
-            "too_many", "n",
-        )  # fmt: skip
+    most, max_inputs, n = call.service.config.limits.max_tokens, call.service.max_inputs, body.n or 1
+    if (max_tokens := body.chosen_max_tokens or 0) > most:
+        problem = f"max_tokens is {max_tokens:,}; this server generates {most:,} at most"
+        raise ApiError(400, problem, "invalid_value", "max_tokens")
+    if len(inputs) * n > max_inputs:
+        problem = f"{len(inputs):,} inputs with {n} answers each; one request may have {max_inputs:,} answers"
+        raise ApiError(413, problem, "too_many", "n")
     return [
-        engine_request(
-            service, body, "generate", tenant, delta, one, sampling=body.sampling(default_max_tokens, logprobs, index)
-        )
+        engine_request(call, body, "generate", one, sampling=body.sampling(default_max_tokens, logprobs, index))
         for one in inputs
         for index in range(n)
     ]
-
-
-def default_max_tokens(service: Service, most: int | None = None) -> int:
-    """Return how many tokens an answer has at most where the request does not say."""
-    limits = service.config.limits
-    return min(limits.default_max_tokens if most is None else most, limits.max_tokens)
-
-
-def log_contents(service: Service, facts: Facts, **contents: Any) -> None:
-    """Keep inputs or answers for the log, if it is to have them."""
-    if service.config.log.log_contents:
-        facts.contents |= {name: _excerpts(value, MAX_LOGGED) for name, value in contents.items()}
 
 
 def _excerpts(values: Iterable[Any], room: int) -> list[Any]:
@@ -163,24 +153,17 @@ def count(facts: Facts, answers: Sequence[Answer], per_input: int = 1) -> dict[s
     }
 
 
-async def answer_all(http: HttpRequest, service: Service, requests: Sequence[Request]) -> list[Answer]:
+async def answer_all(call: Call, requests: Sequence[Request]) -> list[Answer]:
     """Answer several inputs of one request; when one fails, all do."""
-    return await unless_disconnected(http, gather([service.engine.asubmit(request) for request in requests]))
+    engine = call.service.engine
+    return await unless_disconnected(call.http, gather([engine.asubmit(request) for request in requests]))
 
 
-async def answer_inputs(
-    http: HttpRequest,
-    service: Service,
-    tenant: Tenant,
-    delta: str | None,
-    facts: Facts,
-    body: EmbeddingBody | TagBody,
-    task: Task,
-) -> list[Answer]:
+async def answer_inputs(call: Call, body: EmbeddingBody | TagBody, task: Task) -> list[Answer]:
     """Answer each input of a body by one task of the engine."""
-    inputs = as_inputs(body.input, "input", service.max_inputs)
-    log_contents(service, facts, input=inputs)
-    return await answer_all(http, service, [engine_request(service, body, task, tenant, delta, one) for one in inputs])
+    inputs = as_inputs(body.input, "input", call.service.max_inputs)
+    call.log_contents(input=inputs)
+    return await answer_all(call, [engine_request(call, body, task, one) for one in inputs])
 
 
 # -- generation
@@ -295,43 +278,31 @@ def _finite(value: float) -> float:
     return max(value, -9999.0)
 
 
-async def respond(
-    http: HttpRequest,
-    service: Service,
-    facts: Facts,
-    body: StreamBody,
-    requests: Sequence[Request],
-    pieces: Pieces,
-) -> Response:
+async def respond(call: Call, body: StreamBody, requests: Sequence[Request], pieces: Pieces) -> Response:
     """Generate, and answer at once or as a stream."""
     firsts = requests[:: body.n or 1]
-    log_contents(service, facts, input=[request.text or request.tokens or request.messages for request in firsts])
+    call.log_contents(input=[request.text or request.tokens or request.messages for request in firsts])
     if body.stream:
-        return await _stream(http, service, facts, body, requests, pieces)
-    answers = await answer_all(http, service, requests)
-    usage = count(facts, answers, body.n or 1)
-    log_contents(service, facts, output=[answer.text for answer in answers])
+        return await _stream(call, body, requests, pieces)
+    answers = await answer_all(call, requests)
+    usage = count(call.facts, answers, body.n or 1)
+    call.log_contents(output=[answer.text for answer in answers])
     choices = [pieces.choice(i, answer) for i, answer in enumerate(answers)]
     return JSONResponse({**pieces.head, "object": pieces.name, "choices": choices, "usage": usage})
 
 
-async def _stream(
-    http: HttpRequest,
-    service: Service,
-    facts: Facts,
-    body: StreamBody,
-    requests: Sequence[Request],
-    pieces: Pieces,
-) -> Response:
+async def _stream(call: Call, body: StreamBody, requests: Sequence[Request], pieces: Pieces) -> Response:
+    """Answer as a stream. What goes wrong before the first token has a status of its own."""
+    service = call.service
     items = merge([service.engine.astream(request) for request in requests])
     begun = time.monotonic()
     try:
-        first = await unless_disconnected(http, _next(items))
+        first = await unless_disconnected(call.http, _next(items))
     except BaseException:
         await items.aclose()  # type: ignore[attr-defined]
         raise
-    service.metrics.observe_first(http.scope["route"].path, time.monotonic() - begun)
-    events = _events(service, facts, body, len(requests), first, items, pieces)
+    service.metrics.observe_first(call.http.scope["route"].path, time.monotonic() - begun)
+    events = _events(call, body, len(requests), first, items, pieces)
     return EventStream(events, items, service.config.limits.send_timeout)
 
 
@@ -340,8 +311,7 @@ async def _next(items: AsyncIterator[Any]) -> Any:
 
 
 async def _events(
-    service: Service,
-    facts: Facts,
+    call: Call,
     body: StreamBody,
     number: int,
     first: tuple[int, TokenChoice | Answer],
@@ -349,7 +319,7 @@ async def _events(
     pieces: Pieces,
 ) -> AsyncIterator[bytes]:
     """Yield the events of a stream; an error ends it with an event of its own."""
-    head = {**pieces.head, "object": pieces.chunk_name}
+    head, facts = {**pieces.head, "object": pieces.chunk_name}, call.facts
     answers: dict[int, Answer] = {}
     sent: dict[int, str] = {}
     waiting: dict[int, list[TokenChoice]] = {}
@@ -379,7 +349,7 @@ async def _events(
                     yield event(pieces.piece(index, part.text, waiting.pop(index), None))
             item = await anext(items, None)
         usage = count(facts, [answers[i] for i in sorted(answers)], body.n or 1)
-        log_contents(service, facts, output=[answers[i].text for i in sorted(answers)])
+        call.log_contents(output=[answers[i].text for i in sorted(answers)])
         if body.stream_options and body.stream_options.include_usage:
             yield _event({**head, "choices": [], "usage": usage})
         yield b"data: [DONE]\n\n"
@@ -390,7 +360,7 @@ async def _events(
         _count_partly(facts, answers, generated, body.n or 1)
         failure = api_error(error)
         facts.status, facts.error = failure.status, error
-        yield _event({**error_body(failure, service.hidden_folder), "status": failure.status})
+        yield _event({**error_body(failure, call.service.hidden_folder), "status": failure.status})
     finally:
         await items.aclose()  # type: ignore[attr-defined]
 

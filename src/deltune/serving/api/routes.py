@@ -18,10 +18,8 @@ from .answers import (
     as_inputs,
     begin,
     count,
-    default_max_tokens,
     engine_request,
     generation_requests,
-    log_contents,
     new_id,
     pack_embedding,
     respond,
@@ -72,46 +70,46 @@ async def model(http: Request, name: str) -> Response:
 async def completions(http: Request) -> Response:
     """Continue texts."""
     body = await read_body(http, CompletionBody)
-    service, tenant, delta, facts = begin(http, body.model, bool(body.stream))
-    inputs = as_inputs(body.prompt, "prompt", service.max_inputs)
-    most = default_max_tokens(service, DEFAULT_COMPLETION)
-    requests = generation_requests(service, body, tenant, delta, inputs, most, body.logprobs)
+    call = begin(http, body.model, bool(body.stream))
+    inputs = as_inputs(body.prompt, "prompt", call.service.max_inputs)
+    most = call.default_max_tokens(DEFAULT_COMPLETION)
+    requests = generation_requests(call, body, inputs, most, body.logprobs)
     pieces = Pieces(body.model, body.logprobs is not None, bool(body.return_tokens_as_token_ids))
-    return await respond(http, service, facts, body, requests, pieces)
+    return await respond(call, body, requests, pieces)
 
 
 @router.post("/v1/chat/completions")
 async def chat(http: Request) -> Response:
     """Answer a chat."""
     body = await read_body(http, ChatBody)
-    service, tenant, delta, facts = begin(http, body.model, bool(body.stream))
+    call = begin(http, body.model, bool(body.stream))
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs is given without logprobs: true", "invalid_value", "top_logprobs")
-    if "generate" not in service.engine.base_tasks():
-        problem = f"{service.config.base_name} does not generate text, so it cannot chat"
+    if "generate" not in call.service.engine.base_tasks():
+        problem = f"{call.service.config.base_name} does not generate text, so it cannot chat"
         raise ApiError(400, f"{problem}; GET /v1/deltas lists the tasks of its deltas", "no_generation", "model")
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         problem = "max_tokens and max_completion_tokens are two names for one option and differ; give one of them"
         raise ApiError(400, problem, "invalid_value", "max_completion_tokens")
     messages = tuple(message.plain() for message in body.messages)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    requests = generation_requests(service, body, tenant, delta, [messages], default_max_tokens(service), logprobs)
+    requests = generation_requests(call, body, [messages], call.default_max_tokens(), logprobs)
     pieces = ChatPieces(body.model, bool(body.logprobs), bool(body.return_tokens_as_token_ids))
-    return await respond(http, service, facts, body, requests, pieces)
+    return await respond(call, body, requests, pieces)
 
 
 @router.post("/v1/embeddings")
 async def embeddings(http: Request) -> Response:
     """Return the mean of the last hidden states of each input."""
     body = await read_body(http, EmbeddingBody)
-    service, tenant, delta, facts = begin(http, body.model)
-    answers = await answer_inputs(http, service, tenant, delta, facts, body, "embed")
+    call = begin(http, body.model)
+    answers = await answer_inputs(call, body, "embed")
     width = len(answers[0].embedding)
     if body.dimensions not in (None, width):
         raise ApiError(
             400, f"dimensions is {body.dimensions}; vectors of {body.model} have {width}", "invalid_value", "dimensions"
         )
-    usage = count(facts, answers)
+    usage = count(call.facts, answers)
     data = [
         {"object": "embedding", "index": i, "embedding": pack_embedding(answer.embedding, body.encoding_format)}
         for i, answer in enumerate(answers)
@@ -125,22 +123,22 @@ async def embeddings(http: Request) -> Response:
 async def classify(http: Request) -> Response:
     """Classify texts by the head of a delta, or of the base model. The answer has the form of vLLM's."""
     body = await read_body(http, ClassifyBody)
-    service, tenant, delta, facts = begin(http, body.model)
-    inputs = as_inputs(body.input, "input", service.max_inputs)
+    call = begin(http, body.model)
+    inputs = as_inputs(body.input, "input", call.service.max_inputs)
     seconds: list[str | None] = [None] * len(inputs)
     if body.pair is not None:
         pairs = [body.pair] if isinstance(body.pair, str) else body.pair
         if len(pairs) != len(inputs):
             raise ApiError(400, f"{len(inputs)} inputs and {len(pairs)} in pair; give one for each", None, "pair")
         seconds = [*pairs]
-    log_contents(service, facts, input=inputs, pair=seconds)
+    call.log_contents(input=inputs, pair=seconds)
     requests = [
-        engine_request(service, body, "classify", tenant, delta, one, second_text=second)
+        engine_request(call, body, "classify", one, second_text=second)
         for one, second in zip(inputs, seconds, strict=True)
     ]
-    answers = await answer_all(http, service, requests)
-    usage = count(facts, answers)
-    log_contents(service, facts, output=[answer.label for answer in answers])
+    answers = await answer_all(call, requests)
+    usage = count(call.facts, answers)
+    call.log_contents(output=[answer.label for answer in answers])
     data = [_classified(i, answer) for i, answer in enumerate(answers)]
     return JSONResponse(_listing("classify", body.model, data, usage))
 
@@ -160,9 +158,9 @@ def _classified(index: int, answer: Answer) -> dict[str, Any]:
 async def tag(http: Request) -> Response:
     """Tag the words of texts by the head of a delta, or of the base model."""
     body = await read_body(http, TagBody)
-    service, tenant, delta, facts = begin(http, body.model)
-    answers = await answer_inputs(http, service, tenant, delta, facts, body, "tag")
-    usage = count(facts, answers)
+    call = begin(http, body.model)
+    answers = await answer_inputs(call, body, "tag")
+    usage = count(call.facts, answers)
     data = [
         {"index": i, "words": [{"word": word, "label": label} for word, label in answer.tags]}
         for i, answer in enumerate(answers)
@@ -175,10 +173,10 @@ async def tag(http: Request) -> Response:
 async def generate(http: Request) -> Response:
     """Answer texts with an encoder-decoder, or continue them; the answer has the form of completions."""
     body = await read_body(http, GenerateBody)
-    service, tenant, delta, facts = begin(http, body.model, bool(body.stream))
-    inputs = as_inputs(body.input, "input", service.max_inputs)
-    requests = generation_requests(service, body, tenant, delta, inputs, default_max_tokens(service))
-    return await respond(http, service, facts, body, requests, Pieces(body.model))
+    call = begin(http, body.model, bool(body.stream))
+    inputs = as_inputs(body.input, "input", call.service.max_inputs)
+    requests = generation_requests(call, body, inputs, call.default_max_tokens())
+    return await respond(call, body, requests, Pieces(body.model))
 
 
 def _listing(kind: str, model: str, data: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
