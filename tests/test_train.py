@@ -224,8 +224,9 @@ def test_what_is_trained_in_bf16_is_float32_and_so_is_the_base(root: Path, tmp_p
     assert cache.read["models"] == 1 and all(torch.equal(after[name], tensor) for name, tensor in base.items())
     assert run.environment["precision"] == "bf16" and evaluate(run.folder) == metrics.scores
     other = train(spec.replace(precision="fp32"), tmp_path / "fp32", cache=cache)
-    bases = [json.loads((tmp_path / name / "delta" / "delta.json").read_text())["base"] for name in ("run", "fp32")]
-    assert bases[0] == bases[1], "the fingerprint is of the base in float32"
+    facts = [json.loads((tmp_path / name / "delta" / "delta.json").read_text()) for name in ("run", "fp32")]
+    assert facts[0]["base"] == facts[1]["base"], "the fingerprint is of the base in float32"
+    assert facts[0]["trained"] == {"max_length": spec.data.max_length, "takes_pairs": False}, "which servers read"
     assert metrics.validation["loss"] == pytest.approx(other.validation["loss"], rel=1e-2)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -378,6 +379,14 @@ def test_a_run_and_an_adapter_of_peft(tmp_path: Path) -> None:
         with pytest.raises(DeltuneError, match="not finished"):
             server.submit(ask("embed", 5, 1, "run"))
         assert "not finished" in {info.name: info.error for info in server.deltas()}["run"]
+        (tmp_path / "run" / "metrics.json").write_text("{}")
+        file = tmp_path / "run" / "delta" / "delta.json"
+        trained = {"max_length": 9, "takes_pairs": False}
+        file.write_text(json.dumps({**json.loads(file.read_text()), "trained": trained}))
+        (info,) = [info for info in server.refresh() if info.name == "run"]
+        assert info.error == "" and info.max_length == 9
+        with pytest.raises(InvalidRequest, match="single texts"):
+            server.submit(Request("classify", text="a", second_text="b", delta="run"))
 
 
 # -- requests that end early
