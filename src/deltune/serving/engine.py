@@ -325,12 +325,7 @@ class Server:
             encoding.result().future.cancel()
 
     def _reserve(self, tenant: str) -> None:
-        """Count a request of a tenant as one that waits.
-
-        Raises:
-            QueueFull: Too many wait.
-            EngineClosed: The server is closing.
-        """
+        """Count a request of a tenant as one that waits, unless too many wait or the server is closing."""
         with self._lock:
             if self._closing:
                 raise EngineClosed("the server is closing and takes no new requests")
