@@ -55,7 +55,8 @@ def keep(report: Report, folder: Path = RESULTS) -> list[Path]:
         parts.setdefault(piece.partition(":")[0], []).append(piece)
     kept = []
     for part, pieces in parts.items():
-        rows, commits = ({piece: of[piece] for piece in pieces} for of in (report.rows, report.commits))
+        rows = {piece: report.rows[piece] for piece in pieces}
+        commits = {piece: report.commits[piece] for piece in pieces}
         seconds = {piece: report.seconds[piece] for piece in pieces if piece in report.seconds}
         kept.append(Report(folder / f"{part}.json", report.machine, rows, seconds, commits))
         kept[-1].write()
