@@ -217,12 +217,13 @@ def _search_rate(state: RunState, resume: bool, device: torch.device, sharded: s
 @contextlib.contextmanager
 def _linear_optimized(state: RunState, device: torch.device) -> Iterator[LinearBackend]:
     """Compute the model's linear layers as the config says, which concerns a CPU alone."""
+    model = state.model  # which a run that has ended does not have any more
     backend = state.config.runtime.linear_backend if device.type == "cpu" else "torch"
-    optimize_linear(state.model, enabled=backend == "onednn")
+    optimize_linear(model, enabled=backend == "onednn")
     try:
         yield backend
     finally:
-        optimize_linear(state.model, enabled=False)
+        optimize_linear(model, enabled=False)
 
 
 def _detach(state: RunState) -> None:
