@@ -27,8 +27,8 @@ class Mutation:
 MUTATIONS = (
     Mutation(
         "counting: indices are not counted",
-        "stored=method + masked + head_size,",
-        "stored=method + head_size,",
+        "stored=stored + selected + masked + head_size,",
+        "stored=stored + selected + head_size,",
         "The file holds an index beside every masked scalar.",
         ("tests/laws/test_life.py",),
     ),
@@ -41,7 +41,7 @@ MUTATIONS = (
     ),
     Mutation(
         "algebra: LoRA's dropout in evaluation",
-        "u = F.dropout(u, self.dropout) if self.dropout and training else u",
+        "u = F.dropout(u, self.dropout) if self.dropout and at.training else u",
         "u = F.dropout(u, self.dropout) if self.dropout else u",
         "A model in evaluation mode is deterministic.",
         ("tests/laws/test_running.py::test_dropout_is_drawn_in_training_alone",),

@@ -60,10 +60,10 @@ class Prefix(Form):
         if self.reparameterise is None:
             return keys_values
         inner, outputs = self.reparameterise, widths.kv_heads * (widths.head_width + widths.value_width)
-        own = {"up": (outputs, inner), "up_bias": (outputs,)}
+        of_place = {"up": (outputs, inner), "up_bias": (outputs,)}
         shared = {"rows": (self.length, widths.in_width), "down": (inner, widths.in_width), "down_bias": (inner,)}
         specs = {name: TensorSpec(spec.shape, trained=False) for name, spec in keys_values.items()}
-        specs |= {name: TensorSpec(shape, saved=False) for name, shape in own.items()}
+        specs |= {name: TensorSpec(shape, saved=False) for name, shape in of_place.items()}
         return specs | {name: TensorSpec(shape, saved=False, shared="group") for name, shape in shared.items()}
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:

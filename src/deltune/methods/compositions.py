@@ -36,10 +36,13 @@ class Composition(MethodPart):
         return False
 
     def tensors(self, widths: Widths) -> Specs:
-        """Return the tensors that it trains at one place, by name.
+        """Return what the tensors are that it trains at one place.
 
         Args:
             widths: The sizes at the place.
+
+        Returns:
+            Their specifications by name.
         """
         return {}
 

@@ -247,7 +247,7 @@ def count_resolved(
     saved += [spec for specs in shared for spec in specs.values() if spec.saved]
     trained = sum(spec.numel for edit in whole for spec in edit.own_tensors(folded=False).values() if spec.trained)
     trained += sum(spec.numel for specs in shared for spec in specs.values() if spec.trained)
-    kept = sum(spec.numel for spec in saved if spec.trained)
+    stored, kept = sum(spec.numel for spec in saved), sum(spec.numel for spec in saved if spec.trained)
     masked = sum(edit.mask.count for edit in resolved.edits if edit.mask is not None)
     masked += sum(mask.count for _, mask in (*resolved.masked, *resolved.common))
     masked += sum(gates.keep for gates in resolved.gated)
@@ -260,10 +260,7 @@ def count_resolved(
         method=method,
         head=head_size if head == "train" else 0,
         training_only=0 if folded else trained - kept,
-        stored=sum(spec.numel for spec in saved)
-        + selected
-        + masked
-        + head_size,  # a masked scalar is stored with its index
+        stored=stored + selected + masked + head_size,  # a masked scalar is stored with its index
         denominator=denominator,
         denominator_size=size,
         scope=(
@@ -429,11 +426,11 @@ def needed_bytes(anatomy: Anatomy, resolved: ResolvedMethod, scalar_bytes: int, 
     added = sum(spec.numel for specs in shared for spec in specs.values())
     dense = masked = 0
     for edit in resolved.edits:
-        own = sum(spec.numel for spec in edit.own_tensors(folded=False).values())
+        of_place = sum(spec.numel for spec in edit.own_tensors(folded=False).values())
         if edit.mask is None:
-            added += own
+            added += of_place
         else:  # a forward pass computes in dense tensors, whatever the mask keeps
-            dense += own
+            dense += of_place
             masked += edit.mask.count
     in_model = sum(t.numel for t in resolved.selected) + sum(2 * gates.size for gates in resolved.gated)
     in_model += sum(t.numel for t in anatomy.tensors if t.area == "head")

@@ -95,28 +95,37 @@ class Place(Protocol):
     """What a form may read where it acts. It is made for each call and keeps nothing.
 
     A form that reads the weight acts at a frozen projection y = W x + c; of a fused projection it sees its own part.
-
-    Attributes:
-        training: Whether dropout acts.
-        weight: W (d_out, d_in), dequantised where it is quantised.
-        bias: c (d_out,), or None.
-        output: W x, as the projection has computed it in this pass; None outside of a pass.
     """
 
     @property
-    def training(self) -> bool: ...
+    def training(self) -> bool:
+        """True while dropout acts."""
+        ...
 
     @property
-    def weight(self) -> torch.Tensor: ...
+    def weight(self) -> torch.Tensor:
+        """The weight W (d_out, d_in), dequantised where it is quantised."""
+        ...
 
     @property
-    def bias(self) -> torch.Tensor | None: ...
+    def bias(self) -> torch.Tensor | None:
+        """The bias c (d_out,), or None."""
+        ...
 
     @property
-    def output(self) -> torch.Tensor | None: ...
+    def output(self) -> torch.Tensor | None:
+        """W x, as the projection has computed it in this pass; None outside of a pass."""
+        ...
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return W x, computed by the module itself where W is quantised."""
+        """Compute W x, by the module itself where W is quantised.
+
+        Args:
+            x: What the projection reads (B, n, d_in).
+
+        Returns:
+            W x (B, n, d_out).
+        """
         ...
 
 
@@ -241,10 +250,13 @@ class Form(MethodPart):
         return to_expression(self)
 
     def tensors(self, widths: Widths) -> Specs:
-        """Return the tensors of the form at one place, by name.
+        """Return what the tensors of the form are at one place.
 
         Args:
             widths: The sizes at the place.
+
+        Returns:
+            Their specifications by name.
         """
         raise NotImplementedError
 
@@ -264,6 +276,9 @@ class Form(MethodPart):
         Args:
             shapes: Their shapes by name.
             generator: A generator with that seed.
+
+        Returns:
+            Their values by name.
         """
         raise NotImplementedError
 
@@ -300,6 +315,9 @@ class Form(MethodPart):
         Args:
             tensors: The trained tensors by name.
             widths: The sizes at the place.
+
+        Returns:
+            The saved tensors by name.
         """
         return tensors
 
@@ -556,10 +574,13 @@ class FactorForm(Form):
     """
 
     def factors(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return D (r, d_in) and U (d_out, r).
+        """Return the two matrices of the product.
 
         Args:
             tensors: The saved and drawn tensors by name.
+
+        Returns:
+            D (r, d_in) and U (d_out, r).
         """
         raise NotImplementedError
 
@@ -591,20 +612,26 @@ class WeightForm(Form):
     """Whether the projection is best computed with W' in place of W; False for a form with a faster `__call__`."""
 
     def weight(self, tensors: Tensors, at: Place) -> torch.Tensor:
-        """Return W' (d_out, d_in).
+        """Compute the weight with the change.
 
         Args:
             tensors: The saved and drawn tensors by name.
             at: The projection.
+
+        Returns:
+            W' (d_out, d_in).
         """
         raise NotImplementedError
 
     def change_of_bias(self, tensors: Tensors, at: Place) -> torch.Tensor | None:
-        """Return what Δh has beside (W' - W) x, of shape (d_out,), or None.
+        """Compute what Δh has beside (W' - W) x.
 
         Args:
             tensors: The saved and drawn tensors by name.
             at: The projection.
+
+        Returns:
+            A vector (d_out,), or None for zero.
         """
         return None
 
@@ -629,10 +656,13 @@ class MatrixForm(WeightForm):
     acts_on_weights: ClassVar[bool] = True
 
     def matrix(self, tensors: Tensors) -> torch.Tensor:
-        """Return A (d_out, d_in).
+        """Compute the matrix.
 
         Args:
             tensors: The saved and drawn tensors by name.
+
+        Returns:
+            A (d_out, d_in).
         """
         raise NotImplementedError
 

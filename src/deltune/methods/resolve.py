@@ -55,10 +55,10 @@ class ResolvedEdit:
         Args:
             folded: Whether nothing is left to fold, as after loading.
         """
-        own = {name: spec for name, spec in self.tensors.items() if not spec.shared}
+        unshared = {name: spec for name, spec in self.tensors.items() if not spec.shared}
         if not self.is_reparameterised:
-            return own
-        return {n: replace(s, trained=True) for n, s in own.items() if (s.saved if folded else s.trained)}
+            return unshared
+        return {n: replace(s, trained=True) for n, s in unshared.items() if (s.saved if folded else s.trained)}
 
     def owner(self, shared: str) -> str:
         """Return the name of the tensors that it shares with other places.

@@ -31,7 +31,7 @@ from ..anatomy.skeleton import HANDLE_NAME, base_modules, base_parameters, base_
 from ..anatomy.snapshot import Snapshot
 from ..anatomy.tracing import CallOrder, all_configs, base_model, call_order, check_takes_embeddings
 from ..anatomy.types import Anatomy, is_inside
-from ..compat import attention_implementation, forget_quantization, parameters_of, submodules_of
+from ..compat import attention_implementation, buffers_of, forget_quantization, parameters_of, submodules_of
 from ..errors import DeltuneError, error_from_problems, excerpt, unknown_name
 from ..filesystem import user_path
 from ..methods.counting import Count, base_size, count_resolved, with_storage
@@ -1047,7 +1047,7 @@ class Tuned(nn.Module):
 
 def _move(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Move a module, unless its parameters are all that it has, and are there."""
-    parameters = [*parameters_of(module).values(), *module._buffers.values()]
+    parameters = [*parameters_of(module).values(), *buffers_of(module).values()]
     if submodules_of(module) or any(p is not None and (p.device != device or p.dtype != dtype) for p in parameters):
         module.to(device, dtype)
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ..anatomy.quantizers import bias_of, dequantized_weight
 from ..anatomy.types import Columns
-from ..compat import parameters_of
+from ..compat import buffers_of, parameters_of
 from ..errors import DeltuneError, excerpt
 from ..methods.compositions import SigmoidGate
 from ..methods.forms import Form, LowRank, Place, Shapes, Specs, WeightPlace
@@ -90,7 +90,7 @@ class TensorTable(nn.Module):
 
     def own_tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors that are not under a mask."""
-        return {n: t for n, t in (*parameters_of(self).items(), *self._buffers.items()) if t is not None}
+        return {n: t for n, t in (*parameters_of(self).items(), *buffers_of(self).items()) if t is not None}
 
     def sparse_parameters(self) -> dict[str, SparseParameter]:
         """Return the tensors under a mask."""
@@ -302,7 +302,7 @@ class Edit(TensorTable):
         modification, source, target = planned.modification, planned.place.source, planned.place.target
         reads_own_input = source is not None and source.path == target.path and target.side == "output"
         folded, is_masked = folded or not planned.is_reparameterised, planned.mask is not None
-        own = planned.own_tensors(folded)
+        unshared = planned.own_tensors(folded)
         names = tuple(modification.compose.tensors(planned.place.widths))
         factor = None if names else modification.compose.factor({})
         self.__dict__.update(  # at once, since nn.Module looks for a parameter and a module in everything that is set
@@ -319,13 +319,13 @@ class Edit(TensorTable):
             composition_names=names,
             factor=float(factor) if isinstance(factor, int | float) else None,
             is_masked=is_masked,
-            is_dense=folded and not (is_masked or names or shared) and all(s.trained for s in own.values()),
+            is_dense=folded and not (is_masked or names or shared) and all(s.trained for s in unshared.values()),
         )
-        if clashing := [name for name in own if hasattr(type(self), name) or name in self.__dict__]:
+        if clashing := [name for name in unshared if hasattr(type(self), name) or name in self.__dict__]:
             raise DeltuneError(
                 f"{self.form!r}: a tensor cannot be called {', '.join(clashing)}, which nn.Module needs; rename it"
             )
-        self._register_tensors(own, None if planned.mask is None else planned.mask.indices())
+        self._register_tensors(unshared, None if planned.mask is None else planned.mask.indices())
 
     def initialize(self, at: Place | None, shared: Mapping[str, torch.Tensor]) -> None:
         """Set the initial values of the form's and the composition's tensors.

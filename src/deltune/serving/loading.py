@@ -33,8 +33,8 @@ def load_server(config: ServeConfig) -> Server:
     options["prompt_cache_bytes"] = options.pop("prompt_cache")
     options["max_concurrent_passes"] = options["max_concurrent_passes"] or min(2, torch.get_num_threads())
     options["watch"] = options["watch"] or None
-    given = {name: value for name, value in options.items() if value is not None}
-    return Server(model, tokenizer, deltas=folder, **given)
+    set_options = {name: value for name, value in options.items() if value is not None}
+    return Server(model, tokenizer, deltas=folder, **set_options)
 
 
 GC_THRESHOLD = 20_000
