@@ -96,8 +96,7 @@ def times() -> list[Outcome]:
 
 
 TIMES = Bars(
-    title="Time of a training step, full = 100", groups="task", bars="method", y="train_step", lower=True,
-    relative_to={"method": "full"}, display_names=NAMES,
+    title="Time of a training step", groups="task", bars="method", y="train_step", lower=True, display_names=NAMES,
 )  # fmt: skip
 
 
