@@ -137,7 +137,9 @@ def test_a_damaged_line_is_named(line: str, tmp_path: Path) -> None:
         read_results(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", gzip.compress(b"{}" * 100, mtime=0)[:-9], gzip.compress(b"\xff\n")])
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", gzip.compress(b"{}" * 100, mtime=0)[:-9], gzip.compress(b"\xff\n", mtime=0)]
+)
 def test_a_damaged_file_is_named(content: bytes, tmp_path: Path) -> None:
     """Cut off, not compressed, or no text; an empty file holds no job."""
     (tmp_path / "s.jsonl.gz").write_bytes(content)

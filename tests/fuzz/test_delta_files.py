@@ -222,7 +222,7 @@ REGRESSIONS: dict[str, tuple[int, Spoil, str]] = {
     ),
     "a negative gated position": (GATED, tensors("index", with_value(0, -3)), "positions from -3"),
     "a tied position out of range": (
-        TIED, tensors("gate.sparse.index", with_value(-1, 32)), r"positions from \d+ to 32",
+        TIED, tensors("gate.index", with_value(-1, 32)), r"positions from \d+ to 32",
     ),
     "positions as floats": (MASKED, tensors("index", lambda t: t.float()), "is of type F32, not I64"),
     "numbers as integers": (PREFIX, tensors("keys", lambda t: t.long()), "is of type I64, not a float"),

@@ -268,7 +268,7 @@ FOUND = {
     " + ".join(["ia3"] * 1001): "1,001 terms",
     " + ".join(["lora"] * 20_000): "characters",
     "x" * 50_000: "unknown name",
-    " + ".join(f"x{i}" for i in range(200)): "and 180 more",
+    " + ".join(f"x{i}" for i in range(200)): "more",
     "\ud800": "cannot be read",
     # what would be counted and not trained
     "three_vectors + three_vectors": "would have no effect",

@@ -8,7 +8,6 @@ cache lengths and beams are not affected.
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -102,10 +101,11 @@ class Call(NamedTuple):
 
 def _parts(edits: EditsOfRows) -> list[int]:
     """Return the part of each prefix: 0 without a gate, i for the i-th gate of its rows."""
-    seen, parts = Counter[DeltaRows](), []
+    seen: dict[DeltaRows, int] = {}
+    parts: list[int] = []
     for edit, group in edits:
         gated = edit.modification.compose.reads_x
-        seen[group] += gated
+        seen[group] = seen.get(group, 0) + gated
         parts.append(seen[group] if gated else 0)
     return parts
 
