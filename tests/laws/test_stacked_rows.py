@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import deltune
-from deltune.methods.forms import Bottleneck, LowRank, Place, Rescale, Widths
+from deltune.methods.forms import Bottleneck, LowRank, Place, Rescale, WeightPlace, Widths
 from deltune.methods.registry import FORMS
 from deltune.runtime import stacked_edits
 from deltune.runtime.handle import inference_rows
@@ -122,13 +122,13 @@ WIDTHS = Widths(in_width=5, out_width=7)
 )
 def test_two_layers_are_what_the_form_computes(form: Any) -> None:
     torch.manual_seed(0)
-    tensors = {name: torch.randn(shape, dtype=torch.float64) for name, shape in form.shapes(WIDTHS).items()}
+    tensors = {name: torch.randn(spec.shape, dtype=torch.float64) for name, spec in form.tensors(WIDTHS).items()}
     u = torch.randn(2, 3, WIDTHS.in_width, dtype=torch.float64)
     two = form.two_layers(tensors)
     inner = torch.nn.functional.linear(u, two.down, two.down_bias)
     inner = inner if two.activation == "identity" else getattr(torch.nn.functional, two.activation)(inner)
     expected = torch.nn.functional.linear(inner, two.up, two.up_bias)
-    assert torch.allclose(form(tensors, u, False), expected, rtol=1e-12)
+    assert torch.allclose(form(tensors, u, WeightPlace(torch.empty(0))), expected, rtol=1e-12)
 
 
 def test_every_form_that_has_two_layers_is_tried() -> None:
