@@ -278,7 +278,7 @@ def test_all_of_a_method_is_the_method(method: str) -> None:
     )
     with torch.no_grad():
         for key, edit in masked.delta().named_edits():
-            for leaf, sparse in edit._sparse_parameters():
+            for leaf, sparse in edit.sparse_parameters().items():
                 sparse.values.copy_(values[f"edit.{key}.{leaf}"].reshape(-1))
     assert equal(forward(model, inputs), expected)
 
