@@ -167,7 +167,7 @@ def several(call: Call, edits: list[Any], x: torch.Tensor, causal: bool) -> torc
         prefix = {name: tensor.detach().transpose(0, 1)[None] for name, tensor in edit.tensors().items()}
         gates = torch.ones_like(x[..., 0])
         if edit.modification.compose.reads_x:
-            (vector,) = (store.get(name) for name, store in edit.common.items())
+            (vector,) = (table.get(name, shape) for name, (table, shape) in edit.shared.items())
             gates = (x @ vector.detach()).sigmoid()
         gates = gates[:, None, :, None]
         columns.append(scores(replace(call, query=call.query * gates), prefix["keys"]))
