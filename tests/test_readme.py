@@ -116,7 +116,7 @@ def test_it_runs(page: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch) ->
             Path(block.file).write_text(block.text, encoding="utf-8")
         elif block.mark == "python":
             with contextlib.redirect_stdout(io.StringIO()) as out:
-                exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), namespace)
+                exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec", dont_inherit=True), namespace)
             lines = iter(squeezed(line) for line in out.getvalue().splitlines())
             for expected in re.findall(r"# ->(.*)", block.text):
                 assert squeezed(expected) in lines, f"{at}: {expected!r} is not among {out.getvalue()!r}"
