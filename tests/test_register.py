@@ -231,13 +231,13 @@ def _form(**functions: Any) -> deltune.Form:
     [
         (_form(__call__=lambda *_: torch.zeros(2, 8, 3)), r"Δh of shape \(2, 8, 3\) .* widths.out_width = "),
         (_form(__call__=lambda *_: None), "__call__ returns a NoneType"),
-        (_form(__call__=lambda self, tensors, u, training: tensors["v"] * u), "__call__ raises KeyError: 'v'"),
-        (_form(__call__=lambda self, tensors, u, training: u @ u), "__call__ raises RuntimeError: .*widths: in_width="),
-        (_form(shapes=lambda self, widths: [3]), r"shapes returns \[3\]"),
-        (_form(shapes=lambda self, widths: {"w": widths.in_width}), "a tuple of whole numbers"),
-        (_form(shapes=lambda self, widths: {"w": (widths.width,)}), "shapes raises AttributeError"),
-        (_form(__call__=lambda self, tensors, u, training: u * (1 if bool(u.sum() > 0) else 2)), None),
-        (_form(__call__=lambda self, tensors, u, training: tensors["b"]), None),
+        (_form(__call__=lambda self, tensors, u, at: tensors["v"] * u), "__call__ raises KeyError: 'v'"),
+        (_form(__call__=lambda self, tensors, u, at: u @ u), "__call__ raises RuntimeError: .*widths: in_width="),
+        (_form(tensors=lambda self, widths: [3]), r"tensors returns \[3\]"),
+        (_form(tensors=lambda self, widths: {"w": (widths.in_width,)}), "not a TensorSpec"),
+        (_form(tensors=lambda self, widths: {"w": (widths.width,)}), "tensors raises AttributeError"),
+        (_form(__call__=lambda self, tensors, u, at: u * (1 if bool(u.sum() > 0) else 2)), None),
+        (_form(__call__=lambda self, tensors, u, at: tensors["b"]), None),
     ],
 )
 def test_what_a_form_returns_is_checked_when_it_is_attached(form: deltune.Form, says: str | None) -> None:
