@@ -50,7 +50,7 @@ def test_a_claim_is_of_one_store_and_ends_with_its_process(tmp_path: Path) -> No
     file = tmp_path / "r.sqlite"
     code = (
         "import sys, time; from deltune.studies.engine.store import ResultStore\n"
-        "print(ResultStore(sys.argv[1]).claim('b'), flush=True); time.sleep(600)"
+        "store = ResultStore(sys.argv[1]); print(store.claim('b'), flush=True); time.sleep(20)"
     )
     with ResultStore(file) as one, ResultStore(file) as two:
         assert one.claim("a") and one.claim("a") and not two.claim("a")
