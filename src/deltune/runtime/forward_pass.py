@@ -46,7 +46,6 @@ class ForwardPass:
         prompt: What a prompt did at the entry of the stack, for its exit.
         states: The hidden states that were collected, by path of the stack's container.
         batch_size: How many rows the batch has, for positions that are looked up once for all of them.
-        report: How each attention computed its prefix, by path.
         called_vocabulary: Whether the projection to the vocabulary was called, where some delta acts at it.
         number: Its turn at the lock; those who came before have lower numbers.
         in_threads: Whether it runs its passes in other threads and waits for them.
@@ -66,7 +65,6 @@ class ForwardPass:
         self.states: dict[str, list[torch.Tensor]] = {}
         self.batch_size = 0
         self.called_vocabulary = False
-        self.report: dict[str, str] = {} if outer is None else outer.report
         self.restore: Any = None  # the tensors and labels to put back, if a nested pass replaced them
         self.number = 0
         self.in_threads = False

@@ -174,7 +174,6 @@ class PassManager:
         kept_assignments: Assignments of passes without gradients, by the delta of each row, by whether the delta of all
             rows is placed in the model, and by the edits that are left out.
         delta_cache: Facts about deltas that every assignment of rows needs.
-        report: How each attention computed its prefix in the last pass, by path.
         vocabulary: The path of the projection to the vocabulary while some attached delta acts at it, else None.
         saves_deltas_alone_below: The output folder of a Trainer, in whose checkpoints `save_pretrained` writes deltas
             without the model; None where it always writes the model.
@@ -191,7 +190,6 @@ class PassManager:
         self.any_scopes = False
         self.saves_deltas_alone_below: Path | None = None
         self.modules = AttachedModules(model)
-        self.report: dict[str, str] = {}
         self._reset(lock)
 
     def _reset(self, lock: PassLock) -> None:
@@ -469,12 +467,9 @@ class PassManager:
                 self.state.place_tensors(forward_pass.restore[0])
                 self.state.set_labels(forward_pass.restore[1])
                 self.lock.set_nested_pass(None)
-            elif self.lock.release(forward_pass):
-                if forward_pass.report:
-                    self.report = forward_pass.report
-                if self.lock.idle and not self.scopes:
-                    self.state.place_tensors(self.default_assignment.placed_delta)
-                    self.state.set_labels(self.default_assignment.labels)
+            elif self.lock.release(forward_pass) and self.lock.idle and not self.scopes:
+                self.state.place_tensors(self.default_assignment.placed_delta)
+                self.state.set_labels(self.default_assignment.labels)
 
     def check_model(self) -> None:
         """Check that the modules deltas act at are in the model."""
