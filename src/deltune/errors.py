@@ -211,7 +211,7 @@ def error_from_problems(title: str, problems: list[str], in_python: str = "", fa
     if len(problems) == 1:
         return DeltuneError(f"{title}: {problems[0]}", in_python, fault)
     room = MAX_MESSAGE_LENGTH - min(len(title), MAX_MESSAGE_LENGTH // 2) - 60
-    shown = _fitting(problems[:MAX_LISTED_PROBLEMS], room, most_of_one=240)
+    shown = _fitting(problems[:MAX_LISTED_PROBLEMS], room, most_of_one=max(100, room // len(problems) - 2))
     lines = [f"  - {problem}" for problem in shown]
     if len(problems) > len(shown):
         lines.append(f"  … and {len(problems) - len(shown):,} more")

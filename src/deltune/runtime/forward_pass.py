@@ -112,14 +112,14 @@ class Scopes(Protocol):
     """The part of `PassManager` that scopes use.
 
     Attributes:
-        scopes: The open scopes of the model, of all threads and tasks.
         scopes_in_event_loops: How many of them were entered in an event loop.
-        any_scopes: Whether there are any, for torch.compile, which cannot read `scopes`.
+        any_scopes: Whether there are any, for torch.compile, which cannot call `open_scopes`.
     """
 
-    scopes: weakref.WeakSet[Scope]
     scopes_in_event_loops: int
     any_scopes: bool
+
+    def open_scopes(self) -> list[Scope]: ...
 
     def passes_in_threads(self) -> bool: ...
 
@@ -283,7 +283,7 @@ def _refuse_unknown_thread(owner: Scopes) -> None:
         chosen, in_other_thread = _thread.chosen, owner.any_scopes
     else:
         here = threading.get_ident()
-        chosen, in_other_thread = _CHOSEN.get(), any(scope.thread != here for scope in list(owner.scopes))
+        chosen, in_other_thread = _CHOSEN.get(), any(scope.thread != here for scope in owner.open_scopes())
         in_other_thread = in_other_thread and not descends_from_import.get() and not owner.passes_in_threads()
     if in_other_thread and not any(reference() is owner for reference in chosen):
         raise DeltuneError(

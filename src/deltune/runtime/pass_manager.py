@@ -195,10 +195,14 @@ class PassManager:
     def _reset(self, lock: PassLock) -> None:
         self.lock = lock
         self.compiled_pass = ForwardPass(self, self.default_assignment)  # that of torch.compile
-        self.scopes: weakref.WeakSet[Scope] = weakref.WeakSet()
+        self._scopes: tuple[weakref.ref[Scope], ...] = ()  # replaced, not changed: threads read it without the mutex
         self.kept_assignments: dict[tuple[tuple[str | None, ...], bool, frozenset[Edit] | None], RowAssignment] = {}
         self.delta_cache = DeltaCache()
         _PASS_MANAGERS[id(self)] = self
+
+    def open_scopes(self) -> list[Scope]:
+        """Return the open scopes of the model, of all threads and tasks."""
+        return [scope for scope in (reference() for reference in self._scopes) if scope is not None]
 
     def passes_in_threads(self) -> bool:
         """Whether passes of threads that entered no scope belong to one that runs its passes in threads of its own."""
@@ -207,12 +211,12 @@ class PassManager:
     def reset_after_fork(self) -> None:
         """Forget the passes, locks and scopes of other threads, which do not exist in the new process."""
         self.lock.reset()
-        self.scopes = weakref.WeakSet(open_scopes_here().intersection(self.scopes))
-        self.scopes_in_event_loops = sum(scope.in_event_loop for scope in self.scopes)
+        self._scopes = tuple(map(weakref.ref, open_scopes_here().intersection(self.open_scopes())))
+        self.scopes_in_event_loops = sum(scope.in_event_loop for scope in self.open_scopes())
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out running passes and scopes; what is in use here is in use in a copy."""
-        excluded = ("lock", "compiled_pass", "scopes", "kept_assignments", "delta_cache")
+        excluded = ("lock", "compiled_pass", "_scopes", "kept_assignments", "delta_cache")
         state = {name: value for name, value in self.__dict__.items() if name not in excluded}
         return state | {"default_assignment": self.assignment()}
 
@@ -385,7 +389,7 @@ class PassManager:
         fixed = assignment if assignment is not None or recomputed is None else recomputed.assignment
         if fixed is not None:
             refuse_frozen(fixed.groups)
-        elif outer is None and carried is None and backward_id() is not None and self.scopes:
+        elif outer is None and carried is None and backward_id() is not None and self.open_scopes():
             raise DeltuneError(
                 "a backward pass recomputes the model in a thread that is not inside rows() or disable() while another "
                 "thread is, and deltune cannot tell in which of them its forward pass ran: give your checkpoint a "
@@ -467,7 +471,7 @@ class PassManager:
                 self.state.place_tensors(forward_pass.restore[0])
                 self.state.set_labels(forward_pass.restore[1])
                 self.lock.set_nested_pass(None)
-            elif self.lock.release(forward_pass) and self.lock.idle and not self.scopes:
+            elif self.lock.release(forward_pass) and self.lock.idle and not self.open_scopes():
                 self.state.place_tensors(self.default_assignment.placed_delta)
                 self.state.set_labels(self.default_assignment.labels)
 
@@ -514,7 +518,7 @@ class PassManager:
         with self.lock.mutex:
             follow_offloading(self.state, every_module=False)
             assignment = make_assignment()  # raises before anything has changed
-            self.scopes.add(scope)
+            self._scopes = (*map(weakref.ref, self.open_scopes()), weakref.ref(scope))
             scope.open(assignment)
             self.update_model(assignment, scope.set_requires_grad)
             for group in assignment.groups if assignment.rows and scope.set_requires_grad else ():
@@ -522,12 +526,12 @@ class PassManager:
 
     def leave_scope(self, scope: Scope) -> None:
         with self.lock.mutex:
-            self.scopes.discard(scope)
+            self._scopes = tuple(weakref.ref(other) for other in self.open_scopes() if other is not scope)
             self.update_model(self.assignment_of_new_pass(), scope.set_requires_grad)
 
     def overridden_modules(self) -> set[str]:
         """The paths of the modules that run with tensors of deltas, in some scope or outside of all."""
-        assignments = [self.default_assignment, *(scope.assignment for scope in list(self.scopes))]
+        assignments = [self.default_assignment, *(scope.assignment for scope in self.open_scopes())]
         return {path for assignment in assignments if assignment is not None for path in assignment.tensors}
 
     def update_model(self, assignment: RowAssignment, set_requires_grad: bool = True) -> None:
@@ -537,9 +541,9 @@ class PassManager:
             assignment: The assignment.
             set_requires_grad: Whether what is trainable may have changed.
         """
-        scopes = [scope.assignment for scope in list(self.scopes) if scope.set_requires_grad]
-        self.scopes_in_event_loops = sum(scope.in_event_loop for scope in list(self.scopes))
-        self.any_scopes = len(self.scopes) > 0
+        scopes = [scope.assignment for scope in self.open_scopes() if scope.set_requires_grad]
+        self.scopes_in_event_loops = sum(scope.in_event_loop for scope in self.open_scopes())
+        self.any_scopes = len(self.open_scopes()) > 0
         if self.lock.idle:
             self.state.place_tensors(assignment.placed_delta)
             self.state.set_labels(assignment.labels)
@@ -572,7 +576,7 @@ class PassManager:
     def refuse_other_scopes(self, operation: str) -> None:
         """Raise an error if another thread or task is inside `rows()` or `disable()`."""
         this_scope = current_scope(self)
-        if any(scope is not this_scope for scope in list(self.scopes)):
+        if any(scope is not this_scope for scope in self.open_scopes()):
             raise DeltuneError(
                 f"{operation}: another thread or task is inside rows() or disable(), which must be left first"
             )
@@ -580,7 +584,7 @@ class PassManager:
     def refuse_in_scopes(self, operation: str, names: Sequence[str]) -> None:
         """Raise an error if a scope of another thread or task uses one of the deltas."""
         this_scope = current_scope(self)
-        other_assignments = [scope.assignment for scope in list(self.scopes) if scope is not this_scope]
+        other_assignments = [scope.assignment for scope in self.open_scopes() if scope is not this_scope]
         if used := [name for name in names if any(a is not None and name in a.rows for a in other_assignments)]:
             raise DeltuneError(
                 f"{operation}: {', '.join(used)} is used inside rows() by another thread or task, which must leave "
