@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from deltune.timing import Ratio, paired_ratio, time_interleaved
+from benchmarks.ratios import Ratio, paired_ratio
+from deltune.timing import time_interleaved
 
 from .frame import Piece
 from .peers import bare, full, ours

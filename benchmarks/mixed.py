@@ -10,7 +10,8 @@ from functools import partial
 import torch
 
 import deltune
-from deltune.timing import paired_ratio, time_interleaved
+from benchmarks.ratios import paired_ratio
+from deltune.timing import time_interleaved
 
 from .frame import Piece
 from .rows import Row, Target, compared

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from deltune.timing import Ratio, paired_ratio
+from benchmarks.ratios import Ratio, paired_ratio
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.ratios import median_interval
 from deltune.models import packaged_minilm
-from deltune.timing import median_interval
 
 from .frame import Piece
 from .life import clocked

@@ -37,9 +37,10 @@ from benchmarks import (
 from benchmarks.__main__ import parts as all_parts
 from benchmarks.frame import Piece, Report, carry_out, chosen
 from benchmarks.peers import PAIRS
+from benchmarks.ratios import median_interval, paired_ratio
 from benchmarks.rows import NOT_SLOWER, Row, Target, compared, missing
 from benchmarks.shapes import batch, build, tiny
-from deltune.timing import median_interval, paired_ratio, time_interleaved
+from deltune.timing import time_interleaved
 from deltune.training.task_setup import ModelCache
 
 

@@ -19,12 +19,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 import tiny
 from deltune.cli.formatting import run_table
 from deltune.errors import DeltuneError
+from deltune.models import tag_all_words
 from deltune.tasks.base import InferenceContext, TaskOptions
 from deltune.tasks.classification import CHOICE
 from deltune.tasks.encoding import IGNORE_INDEX, collate
 from deltune.tasks.generation import CAUSAL_GENERATION, LANGUAGE_MODELING, SEQ2SEQ_GENERATION, fill_template
 from deltune.tasks.registry import TASKS, find_task
-from deltune.tasks.token_classification import TAGGING, tag_all_words
+from deltune.tasks.token_classification import TAGGING
 from deltune.training import checkpoints
 from deltune.training.advice import advice, read_finished
 from deltune.training.config import RunConfig

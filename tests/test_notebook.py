@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 import deltune
-from deltune.notebook import html_table
+from deltune.anatomy.types import html_table
 from tests.laws.families import FAMILIES
 from tests.laws.specimens import config
 

@@ -697,3 +697,38 @@ def forced_bos_options(tokenizer: Any, model: Any) -> dict[str, int | None]:
         return {"forced_bos_token_id": forced}
     start = int(shifted(labels=torch.tensor([empty], device=model.device))[0, 0])
     return {"forced_bos_token_id": forced, "decoder_start_token_id": start}
+
+
+OUTSIDE = "O"
+"""The tag of a word that is in no entity."""
+
+
+def first_sub_words(word_ids: Sequence[int | None]) -> dict[int, int]:
+    """Return the number of each word that has a sub-word, in order, and the place of its first one."""
+    places: dict[int, int] = {}
+    for place, word in enumerate(word_ids):
+        if word is not None:
+            places.setdefault(word, place)
+    return places
+
+
+def tag_all_words(tagged: Mapping[int, str], count: int, labels: Sequence[str]) -> list[str]:
+    """Return a tag for every word of a text, also for those that the model has not seen.
+
+    Such a word has no sub-word or was cut off. It is inside an entity that goes on behind it, and else O. Of tags
+    without an O it has the tag of the word before it, or else of the next one.
+    """
+    next_tags = [""] * (count + 1)
+    for word in reversed(range(count)):
+        next_tags[word] = tagged.get(word, next_tags[word + 1])
+    tags: list[str] = []
+    for word in range(count):
+        before, after = tags[-1] if tags else "", next_tags[word]
+        inside = f"I{after[1:]}"
+        if word in tagged:
+            tags.append(after)
+        elif before[:1] in ("B", "I") and after[:1] in ("I", "E", "L") and before[1:] == after[1:] and inside in labels:
+            tags.append(inside)
+        else:
+            tags.append(OUTSIDE if OUTSIDE in labels else before or after or labels[0])
+    return tags

@@ -7,12 +7,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import cached_property
+from html import escape
 from typing import Any, Literal
-
-from ..notebook import html_table
 
 StackName = Literal["encoder", "decoder"]
 AttentionKind = Literal["self", "cross", "mixer"]
@@ -642,3 +641,10 @@ def _linear(linear: Linear) -> str:
 def _norm(norm: Norm) -> str:
     terms = "gain and bias" if norm.gain and norm.bias else "gain" if norm.gain else "no parameters"
     return f"{norm.place}{' of ' + ' and '.join(norm.of) if norm.of else ''}, {terms}, {norm.width} [{norm.path}]"
+
+
+def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a small table that Jupyter shows in place of the text of an object, with everything in it escaped."""
+    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table><caption>{escape(title)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

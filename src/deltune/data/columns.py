@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import excerpt, unknown_name
+from ..models import OUTSIDE
 from .readers import DataFile, has_lone_surrogate, short_repr
-from .tag_schemes import OUTSIDE, is_entity_tag
+from .tag_schemes import is_entity_tag
 
 logger = logging.getLogger("deltune")
 

@@ -17,7 +17,8 @@ from typing import Any, BinaryIO, TextIO
 
 from ..errors import DeltuneError, error_from_problems, error_summary, excerpt, unknown_name
 from ..filesystem import parse_json
-from .tag_schemes import OUTSIDE, is_entity_tag
+from ..models import OUTSIDE
+from .tag_schemes import is_entity_tag
 
 MAX_LISTED_PROBLEMS = 10
 """The most problems of a data set that an error lists."""

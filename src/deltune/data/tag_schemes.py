@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from ..errors import DeltuneError, counted, excerpt, word_list
+from ..models import OUTSIDE
 
-OUTSIDE = "O"
-"""The tag of a word that is not part of an entity."""
 PLAIN = "plain"
 """Tags that are classes of words, such as parts of speech."""
 SCHEMES: Mapping[str, str] = {"IOB2": "BI", "IOB1": "BI", "BIOES": "BIES", "BILOU": "BILU"}

@@ -29,10 +29,9 @@ from ..anatomy.quantization import quantization_of, stored_bytes
 from ..anatomy.quantized_storage import quantized_storage
 from ..anatomy.skeleton import base_tensors
 from ..anatomy.tracing import meta_model
-from ..anatomy.types import Anatomy
+from ..anatomy.types import Anatomy, html_table
 from ..compat import auto_class_mapping
 from ..errors import DeltuneError, excerpt, unknown_name
-from ..notebook import html_table
 from .parser import MAX_INTEGER, explain_arguments
 from .registry import parse
 from .resolve import ResolvedMethod, resolve

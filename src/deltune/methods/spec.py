@@ -16,8 +16,8 @@ from functools import cache, wraps
 from inspect import signature
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, ParamSpec, TypeVar, cast
 
+from ..anatomy.types import html_table
 from ..errors import DeltuneError, error_from_problems, unknown_name
-from ..notebook import html_table
 from .attention_forms import Prefix
 from .compositions import Add, Composition, Scale, SigmoidGate
 from .forms import Form, Vector, check_form_class, check_frozen, refuse_sum

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ..data.tag_schemes import OUTSIDE, PLAIN, SCHEMES, recognise_scheme
+from ..data.tag_schemes import PLAIN, SCHEMES, recognise_scheme
 from ..errors import DeltuneError, excerpt, unknown_name
+from ..models import OUTSIDE
 from .base import NON_NEGATIVE, CorpusStatistics, Metric, Options, mean_statistics, ratio_statistics
 from .words import CannotScoreError, separate_characters, unspaced_signature, without_punctuation_of_other_scripts
 

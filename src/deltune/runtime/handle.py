@@ -30,7 +30,7 @@ from ..anatomy.quantizers import bias_of, dequantized_weight, plain_linear, set_
 from ..anatomy.skeleton import HANDLE_NAME, base_modules, base_parameters, base_tensors, modules_without_paths
 from ..anatomy.snapshot import Snapshot
 from ..anatomy.tracing import CallOrder, all_configs, base_model, call_order, check_takes_embeddings
-from ..anatomy.types import Anatomy, is_inside
+from ..anatomy.types import Anatomy, html_table, is_inside
 from ..compat import attention_implementation, buffers_of, forget_quantization, parameters_of, submodules_of
 from ..errors import DeltuneError, error_from_problems, excerpt, unknown_name
 from ..filesystem import user_path
@@ -39,7 +39,6 @@ from ..methods.other_names import hint_for_function
 from ..methods.parser import explain_arguments
 from ..methods.resolve import ResolvedMethod, resolve
 from ..methods.spec import MaskedMethod, Method
-from ..notebook import html_table
 from . import hub, merging, serialization
 from .forward_pass import PassLock, Scope, choose_here, current_scope
 from .hooks import ATTRIBUTE, Hook, Hooks, hooks_of_delta, hooks_of_model, install_rank, unreached_edits

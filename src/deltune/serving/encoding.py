@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import DeltuneError
+from ..models import first_sub_words, tag_all_words
 from ..tasks.padding import Side
-from ..tasks.token_classification import first_sub_words, tag_all_words
 from .backbone import Backbone, LoadedDelta
 from .concurrency import ConcurrentPasses, SafeWidths
 from .jobs import Job

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ..data.tag_schemes import OUTSIDE
 from ..errors import DeltuneError
+from ..models import OUTSIDE, first_sub_words, tag_all_words
 from . import generation
 from .base import Columns, InferenceContext, Predictions, TaskKind, TaskOptions
 from .encoding import IGNORE_INDEX, TOKENIZER_BATCH, EncodedRows, row_names, tokenize
@@ -49,37 +49,6 @@ def encode_tags(tokenizer: Any, model: Any, columns: Columns, options: TaskOptio
             truncated += bool(tokenized.encodings[i].overflowing)
             rows.append({**row, "labels": labels, "words": list(places), "num_words": len(tokens)})
     return EncodedRows(rows, truncated)
-
-
-def first_sub_words(word_ids: Sequence[int | None]) -> dict[int, int]:
-    """Return the number of each word that has a sub-word, in order, and the place of its first one."""
-    places: dict[int, int] = {}
-    for place, word in enumerate(word_ids):
-        if word is not None:
-            places.setdefault(word, place)
-    return places
-
-
-def tag_all_words(tagged: Mapping[int, str], count: int, labels: Sequence[str]) -> list[str]:
-    """Return a tag for every word of a text, also for those that the model has not seen.
-
-    Such a word has no sub-word or was cut off. It is inside an entity that goes on behind it, and else O. Of tags
-    without an O it has the tag of the word before it, or else of the next one.
-    """
-    next_tags = [""] * (count + 1)
-    for word in reversed(range(count)):
-        next_tags[word] = tagged.get(word, next_tags[word + 1])
-    tags: list[str] = []
-    for word in range(count):
-        before, after = tags[-1] if tags else "", next_tags[word]
-        inside = f"I{after[1:]}"
-        if word in tagged:
-            tags.append(after)
-        elif before[:1] in ("B", "I") and after[:1] in ("I", "E", "L") and before[1:] == after[1:] and inside in labels:
-            tags.append(inside)
-        else:
-            tags.append(OUTSIDE if OUTSIDE in labels else before or after or labels[0])
-    return tags
 
 
 def _tokenize(tokenizer: Any, texts: list[list[str]], names: Sequence[str], max_length: int) -> Any:
