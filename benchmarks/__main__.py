@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from transformers.utils import logging
 
-from deltune.training.progress import ProgressDisplay
+from deltune.train.progress import ProgressDisplay
 
 from . import (
     adapterhub,

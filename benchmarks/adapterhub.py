@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.ratios import Ratio, paired_ratio
-from deltune.timing import time_interleaved
+from deltune.studies.jobs.timed_model import time_interleaved
 
 from .frame import Piece
 from .peers import bare, full, ours

@@ -16,7 +16,7 @@ import adapters
 
 from benchmarks.allocator import keep_memory
 from benchmarks.shapes import Shape, batch, build
-from deltune.timing import TimedModel
+from deltune.studies.jobs.timed_model import TimedModel
 
 FULL, BARE = "full", "bare"
 CONFIGS: dict[str, Callable[[int], Any]] = {

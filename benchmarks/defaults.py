@@ -27,11 +27,11 @@ from transformers.utils import logging
 from deltune.cli.quickstart import TICKETS
 from deltune.errors import DeltuneError
 from deltune.methods.registry import REGISTRY
-from deltune.training.advice import advice, read_finished
-from deltune.training.config import RunConfig
-from deltune.training.run_dir import RunDir
-from deltune.training.task_setup import ModelCache
-from deltune.training.train import train
+from deltune.train.config import RunConfig
+from deltune.train.report.advice import advice, read_finished
+from deltune.train.run import train
+from deltune.train.run_folder import RunDir
+from deltune.train.setup import ModelCache
 
 from .frame import commit, machine
 

@@ -30,7 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel
 
 import deltune
-from deltune.timing import TimedModel, time_interleaved
+from deltune.studies.jobs.timed_model import TimedModel, time_interleaved
 
 from . import gpu_laws
 from .frame import Piece, Report, carry_out, chosen, machine

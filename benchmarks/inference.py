@@ -6,7 +6,7 @@ import gc
 from dataclasses import replace
 from functools import partial
 
-from deltune.timing import time_interleaved
+from deltune.studies.jobs.timed_model import time_interleaved
 
 from .frame import Piece
 from .peers import bare, merged, ours

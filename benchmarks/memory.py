@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from deltune.timing import TimedModel, time_interleaved
+from deltune.studies.jobs.timed_model import TimedModel, time_interleaved
 
 from .frame import Piece
 from .peers import PAIRS, ours, theirs

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from deltune.studies.engine.timing import time_methods
+from deltune.studies.jobs.timing import time_methods
 
 from .frame import Piece
 from .memory import MIB

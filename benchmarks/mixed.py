@@ -11,7 +11,7 @@ import torch
 
 import deltune
 from benchmarks.ratios import paired_ratio
-from deltune.timing import time_interleaved
+from deltune.studies.jobs.timed_model import time_interleaved
 
 from .frame import Piece
 from .rows import Row, Target, compared

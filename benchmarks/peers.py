@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import deltune
-from deltune.timing import TimedModel
+from deltune.studies.jobs.timed_model import TimedModel
 
 from .shapes import Shape, batch, build
 

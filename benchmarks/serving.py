@@ -33,13 +33,13 @@ from transformers import AutoModelForSequenceClassification
 
 import deltune
 from deltune.models import packaged_minilm
-from deltune.serving.concurrency import release_worker_threads
-from deltune.serving.encoding import EncodingLane
-from deltune.serving.engine import Server
-from deltune.serving.errors import QueueFull
-from deltune.serving.loading import tune_garbage_collection
-from deltune.serving.requests import Answer, Request, Sampling
-from deltune.timing import time_interleaved
+from deltune.serve.engine.concurrency import release_worker_threads
+from deltune.serve.engine.encoding import EncodingLane
+from deltune.serve.engine.requests import Answer, Request, Sampling
+from deltune.serve.engine.server import Server
+from deltune.serve.errors import QueueFull
+from deltune.serve.loading import tune_garbage_collection
+from deltune.studies.jobs.timed_model import time_interleaved
 
 from .frame import Piece
 from .peers import PAIRS, Pair

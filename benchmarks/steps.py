@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable
 from functools import partial
 
-from deltune.timing import TimedModel, time_interleaved
+from deltune.studies.jobs.timed_model import TimedModel, time_interleaved
 
 from .frame import Piece
 from .peers import PAIRS, bare, ours, theirs

@@ -11,14 +11,14 @@ from functools import partial
 from pathlib import Path
 
 from deltune.cli.quickstart import TICKETS
-from deltune.filesystem import CACHE_VARIABLE, cache_folder, read_jsonl
-from deltune.studies.engine.jobs import Job, run_job
-from deltune.studies.engine.scheduler import Scheduler
-from deltune.studies.engine.store import ResultStore
-from deltune.studies.engine.workers import JobResult, WorkerPool, execute_safely
-from deltune.training.config import RunConfig
-from deltune.training.progress import ProgressDisplay
-from deltune.training.task_setup import ModelCache
+from deltune.files import CACHE_VARIABLE, cache_folder, read_jsonl
+from deltune.studies.jobs.job import Job, run_job
+from deltune.studies.jobs.pool import JobResult, WorkerPool, execute_safely
+from deltune.studies.jobs.scheduler import Scheduler
+from deltune.studies.jobs.store import ResultStore
+from deltune.train.config import RunConfig
+from deltune.train.progress import ProgressDisplay
+from deltune.train.setup import ModelCache
 
 from .frame import Piece
 from .rows import Row, Target

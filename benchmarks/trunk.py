@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from deltune.cli.quickstart import TICKETS
-from deltune.training.config import RunConfig
-from deltune.training.run_dir import RunDir
-from deltune.training.train import train
+from deltune.train.config import RunConfig
+from deltune.train.run import train
+from deltune.train.run_folder import RunDir
 
 from .frame import Piece
 from .rows import Row, Target, compared

@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from deltune.studies.engine.jobs import Outcome
+from deltune.studies.jobs.job import Outcome
 from deltune.studies.report.figure_spec import Bars, Curves, HeatMap, Scatter, TableSpec, ViewSpec
 
 METHODS = {

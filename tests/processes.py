@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from deltune.studies.engine.workers import PRELOADED
-from deltune.training.config import RunConfig
+from deltune.studies.jobs.pool import PRELOADED
+from deltune.train.config import RunConfig
 
 HANG = 300.0
 """Seconds after which a process that should take a few counts as hanging."""

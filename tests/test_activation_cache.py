@@ -12,18 +12,18 @@ from safetensors.torch import load_file
 
 import tiny
 from deltune.errors import DeltuneError
-from deltune.filesystem import CACHE_VARIABLE
+from deltune.files import CACHE_VARIABLE
 from deltune.models import align_padding_token, load_model, load_tokenizer
-from deltune.runtime.attaching import attach
-from deltune.runtime.frozen_layers import FrozenLayers
-from deltune.tasks.base import InferenceContext, TaskOptions
-from deltune.tasks.classification import CLASSIFICATION
-from deltune.tasks.encoding import collate
-from deltune.training import checkpoints
-from deltune.training.activation_cache import CachedRows, with_cached_activations
-from deltune.training.config import RunConfig
-from deltune.training.run_dir import RunDir
-from deltune.training.train import train
+from deltune.runtime.attach import attach
+from deltune.train import checkpoints
+from deltune.train.activation_cache import CachedRows, with_cached_activations
+from deltune.train.config import RunConfig
+from deltune.train.frozen_layers import FrozenLayers
+from deltune.train.run import train
+from deltune.train.run_folder import RunDir
+from deltune.train.tasks.base import InferenceContext, TaskOptions
+from deltune.train.tasks.classification import CLASSIFICATION
+from deltune.train.tasks.encoding import collate
 from processes import killed_training
 
 UPPER = "layernorm(layers='upper half')"

@@ -40,8 +40,8 @@ from benchmarks.peers import PAIRS
 from benchmarks.ratios import median_interval, paired_ratio
 from benchmarks.rows import NOT_SLOWER, Row, Target, compared, missing
 from benchmarks.shapes import batch, build, tiny
-from deltune.timing import time_interleaved
-from deltune.training.task_setup import ModelCache
+from deltune.studies.jobs.timed_model import time_interleaved
+from deltune.train.setup import ModelCache
 
 
 def measured(rows: Iterable[Row]) -> list[Row]:

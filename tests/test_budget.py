@@ -8,7 +8,7 @@ from transformers import BertConfig, PreTrainedModel
 import deltune
 from deltune.anatomy.tracing import meta_model
 from deltune.methods.budget import solve
-from deltune.training.config import RunConfig
+from deltune.train.config import RunConfig
 from laws.methods import crossed
 
 CONFIG = BertConfig()

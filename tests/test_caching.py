@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 import tiny
-from deltune.filesystem import CACHE_VARIABLE
+from deltune.files import CACHE_VARIABLE
 from deltune.models import load_model, load_tokenizer
-from deltune.tasks import token_cache
-from deltune.tasks.base import TaskOptions
-from deltune.tasks.classification import CLASSIFICATION
-from deltune.tasks.encoding import EncodedRows
-from deltune.training.train import train
+from deltune.train.run import train
+from deltune.train.tasks import token_cache
+from deltune.train.tasks.base import TaskOptions
+from deltune.train.tasks.classification import CLASSIFICATION
+from deltune.train.tasks.encoding import EncodedRows
 
 LIMITS = TaskOptions(max_length=8)
 

@@ -41,7 +41,7 @@ from deltune.studies.claims.comparisons import (
 from deltune.studies.claims.decisions import Finding, PrintedFinding, PrintedTable, check_printed, decide_claims
 from deltune.studies.claims.selectors import EVERY, LARGEST, SECOND_SMALLEST, SMALLEST, describe_difference
 from deltune.studies.claims.statistics import paired_estimate
-from deltune.studies.engine.jobs import Outcome
+from deltune.studies.jobs.job import Outcome
 from deltune.studies.papers.registry import CLAIMS
 from deltune.studies.report.findings import claim_rows
 

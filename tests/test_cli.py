@@ -23,9 +23,9 @@ import tiny
 from deltune.cli import app as cli
 from deltune.cli.train import train_app
 from deltune.methods import registry
-from deltune.training import run_dir
-from deltune.training.config import PLACES, SECTIONS, RunConfig
-from deltune.training.run_dir import CONTENTS, RunDir
+from deltune.train import run_folder
+from deltune.train.config import PLACES, SECTIONS, RunConfig
+from deltune.train.run_folder import CONTENTS, RunDir
 
 
 class Told(NamedTuple):
@@ -286,8 +286,8 @@ def test_train_evaluate_predict_merge(deltune: Command, root: Path, tmp_path: Pa
     reads: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         for name in ("read_record", "read_jsonl"):  # the path is the last argument of both
-            read = getattr(run_dir, name)
-            patch.setattr(run_dir, name, lambda *args, read=read: reads.append(args[-1].name) or read(*args))
+            read = getattr(run_folder, name)
+            patch.setattr(run_folder, name, lambda *args, read=read: reads.append(args[-1].name) or read(*args))
         again = deltune("train", *options(root, output=run))
     assert again.code == 0 and "is finished" in again.err and "accuracy" in again.out
     assert [reads.count(name) for name in ("metrics.json", "test.jsonl", "log.jsonl")] == [1, 1, 1]

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import tiny
-from deltune.data import loading, readers
 from deltune.errors import DeltuneError
+from deltune.train.data import loading, readers
 
 ROWS = [
     {"text": "Where is my parcel?", "label": "delivery"},

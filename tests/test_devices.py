@@ -9,16 +9,16 @@ import torch
 
 import tiny
 from deltune.errors import DeltuneError
-from deltune.training import distributed, task_setup
-from deltune.training.run_dir import RunDir
-from deltune.training.train import train
+from deltune.train import distributed, setup
+from deltune.train.run import train
+from deltune.train.run_folder import RunDir
 
 ACCELERATED = torch.accelerator.is_available()
 
 
 def test_auto_is_the_accelerator_if_there_is_one() -> None:
-    assert (task_setup.resolve_device().type != "cpu") == ACCELERATED
-    assert task_setup.resolve_device("cpu") == torch.device("cpu")
+    assert (setup.resolve_device().type != "cpu") == ACCELERATED
+    assert setup.resolve_device("cpu") == torch.device("cpu")
 
 
 @pytest.mark.parametrize("name", ["cuba", "cuda:77", "gpu", "", "2 cpus"])
@@ -29,11 +29,11 @@ def test_unknown_devices_are_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_precision_follows_what_the_device_supports() -> None:
-    assert task_setup.resolve_precision("fp32", task_setup.resolve_device()) == "fp32"
-    assert task_setup.resolve_precision("bf16", torch.device("cpu")) == "bf16"
-    assert task_setup.resolve_precision("auto", torch.device("cpu")) == "fp32", "on any processor"
+    assert setup.resolve_precision("fp32", setup.resolve_device()) == "fp32"
+    assert setup.resolve_precision("bf16", torch.device("cpu")) == "bf16"
+    assert setup.resolve_precision("auto", torch.device("cpu")) == "fp32", "on any processor"
     with pytest.raises(DeltuneError, match="meta does not support precision bf16: give fp32, or auto"):
-        task_setup.resolve_precision("bf16", torch.device("meta"))
+        setup.resolve_precision("bf16", torch.device("meta"))
 
 
 @pytest.mark.skipif(not ACCELERATED, reason="no accelerator")

@@ -41,9 +41,9 @@ def generated() -> dict[Path, Callable[[], str]]:
 
 def test_the_reference_of_requests_has_every_path() -> None:
     """Each path to which something is posted, and each of its fields, with a meaning; the first are those required."""
-    from deltune.serving.api import delta_routes
-    from deltune.serving.api import routes as answer_routes
-    from deltune.serving.api.schemas import REQUESTS
+    from deltune.serve.api import delta_routes
+    from deltune.serve.api import routes as answer_routes
+    from deltune.serve.api.schemas import REQUESTS
 
     routes = [route for module in (answer_routes, delta_routes) for route in module.router.routes]
     posted = {route.path for route in routes if "POST" in route.methods} - {"/v1/deltas/refresh"}

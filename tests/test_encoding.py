@@ -10,7 +10,7 @@ import random
 import pytest
 from accelerate.data_loader import BatchSamplerShard
 
-from deltune.tasks.encoding import EncodedRows, LengthGroupedBatches
+from deltune.train.tasks.encoding import EncodedRows, LengthGroupedBatches
 
 LENGTHS = random.Random(3).choices(range(1, 61), k=1003)
 

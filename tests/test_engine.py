@@ -16,14 +16,14 @@ import pytest
 
 import tiny
 from deltune.errors import DeltuneError, DivergedError
-from deltune.filesystem import write_error
-from deltune.studies.engine.jobs import RUNNERS, Job, Outcome
-from deltune.studies.engine.scheduler import Scheduler
-from deltune.studies.engine.store import JobRecord, ResultStore
-from deltune.studies.engine.workers import JobResult, LocalPool, execute_safely
+from deltune.files import write_error
+from deltune.studies.jobs.job import RUNNERS, Job, Outcome
+from deltune.studies.jobs.pool import JobResult, LocalPool, execute_safely
+from deltune.studies.jobs.scheduler import Scheduler
+from deltune.studies.jobs.store import JobRecord, ResultStore
 from deltune.studies.study import Sweep
-from deltune.training.progress import ProgressDisplay
-from deltune.training.task_setup import ModelCache
+from deltune.train.progress import ProgressDisplay
+from deltune.train.setup import ModelCache
 
 
 def row(name: str, value: float = 1.0, error: str | None = None) -> JobRecord:

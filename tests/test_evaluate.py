@@ -12,11 +12,11 @@ import torch
 
 import tiny
 from deltune.errors import DeltuneError
-from deltune.training import prediction_inputs
-from deltune.training.config import RunConfig
-from deltune.training.inference import evaluate, load_run, merge_run, predict, rescore
-from deltune.training.run_dir import RunDir
-from deltune.training.train import train
+from deltune.train import prediction_inputs
+from deltune.train.config import RunConfig
+from deltune.train.inference import evaluate, load_run, merge_run, predict, rescore
+from deltune.train.run import train
+from deltune.train.run_folder import RunDir
 
 
 @pytest.fixture(scope="module")

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from deltune.errors import DeltuneError
-from deltune.studies.engine.jobs import Job, Roots, topological_order
-from deltune.studies.engine.results import exported_studies, read_results, results_file, write_results
-from deltune.studies.engine.scheduler import Scheduler
-from deltune.studies.engine.store import JobRecord, ResultStore
-from deltune.studies.engine.verification import compare, sample_jobs
-from deltune.studies.engine.workers import LocalPool
+from deltune.studies.jobs.job import Job, Roots, topological_order
+from deltune.studies.jobs.pool import LocalPool
+from deltune.studies.jobs.results import exported_studies, read_results, results_file, write_results
+from deltune.studies.jobs.scheduler import Scheduler
+from deltune.studies.jobs.store import JobRecord, ResultStore
+from deltune.studies.jobs.verification import compare, sample_jobs
 from deltune.studies.papers.registry import STUDIES
 from deltune.studies.scales import StudySetup
-from deltune.training.progress import ProgressDisplay
+from deltune.train.progress import ProgressDisplay
 
 HERE = {"commit": "a" * 40, "threads": 1, "processor": "p", "packages": {"torch": "2.13"}}
 

@@ -25,13 +25,13 @@ from peft import (
 from safetensors.torch import save_file
 
 import deltune
-from deltune.data.columns import guess_task_kind
-from deltune.data.readers import DataFile
 from deltune.methods import other_names
 from deltune.methods.registry import REGISTRY, VOCABULARY
 from deltune.methods.spec import SITES
 from deltune.models import load_config
-from deltune.training.config import PLACES, RunConfig
+from deltune.train.config import PLACES, RunConfig
+from deltune.train.data.columns import guess_task_kind
+from deltune.train.data.readers import DataFile
 from tests.laws.families import FAMILIES
 from tests.laws.specimens import batch, build
 

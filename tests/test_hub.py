@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 import deltune
 import hub as stand_in
 import tiny
-from deltune.runtime import attaching
-from deltune.training import inference
+from deltune.runtime import attach
+from deltune.train import inference
 
 METHOD = "lora(rank=2) + layernorm"
 BATCH = {
@@ -261,7 +261,7 @@ def test_a_folder_here_is_never_looked_up(
         lambda: deltune.load(base, Path("someone/delta")),
         lambda: deltune.load(base, "./someone/delta"),
         lambda: deltune.load(base, str(tmp_path / "someone/delta")),
-        lambda: attaching.read_delta(handle, Path("someone/delta")),
+        lambda: attach.read_delta(handle, Path("someone/delta")),
         lambda: inference.load_run("someone/delta"),
         lambda: inference.export_run("someone/delta", tmp_path / "x"),
     )

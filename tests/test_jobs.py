@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import tiny
-from deltune.data import loading as reading
 from deltune.errors import DeltuneError
 from deltune.models import load_model
-from deltune.studies.engine.jobs import Roots, execute, run_job, term_change_job, timing_job, transfer_job
-from deltune.studies.engine.progress import job_progress
-from deltune.studies.engine.timing import time_methods
-from deltune.training.inference import evaluate
-from deltune.training.task_setup import ModelCache
+from deltune.studies.jobs.job import Roots, execute, run_job, term_change_job, timing_job, transfer_job
+from deltune.studies.jobs.progress import job_progress
+from deltune.studies.jobs.timing import time_methods
+from deltune.train.data import loading as reading
+from deltune.train.inference import evaluate
+from deltune.train.setup import ModelCache
 
 
 @pytest.fixture(scope="module")

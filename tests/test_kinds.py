@@ -20,21 +20,21 @@ import tiny
 from deltune.cli.formatting import run_table
 from deltune.errors import DeltuneError
 from deltune.models import tag_all_words
-from deltune.tasks.base import InferenceContext, TaskOptions
-from deltune.tasks.classification import CHOICE
-from deltune.tasks.encoding import IGNORE_INDEX, collate
-from deltune.tasks.generation import CAUSAL_GENERATION, LANGUAGE_MODELING, SEQ2SEQ_GENERATION, fill_template
-from deltune.tasks.registry import TASKS, find_task
-from deltune.tasks.token_classification import TAGGING
-from deltune.training import checkpoints
-from deltune.training.advice import advice, read_finished
-from deltune.training.config import RunConfig
-from deltune.training.error_analysis import analyse
-from deltune.training.inference import evaluate, generate, load_run, predict, predict_rows, rescore
-from deltune.training.prediction_inputs import inputs_from_file
-from deltune.training.run_dir import RunDir
-from deltune.training.search import verdict
-from deltune.training.train import train
+from deltune.train import checkpoints
+from deltune.train.config import RunConfig
+from deltune.train.inference import evaluate, generate, load_run, predict, predict_rows, rescore
+from deltune.train.prediction_inputs import inputs_from_file
+from deltune.train.report.advice import advice, read_finished
+from deltune.train.report.error_analysis import analyse
+from deltune.train.run import train
+from deltune.train.run_folder import RunDir
+from deltune.train.series import verdict
+from deltune.train.tasks.base import InferenceContext, TaskOptions
+from deltune.train.tasks.classification import CHOICE
+from deltune.train.tasks.encoding import IGNORE_INDEX, collate
+from deltune.train.tasks.generation import CAUSAL_GENERATION, LANGUAGE_MODELING, SEQ2SEQ_GENERATION, fill_template
+from deltune.train.tasks.registry import TASKS, find_task
+from deltune.train.tasks.token_classification import TAGGING
 
 KINDS = ("classification", "tagging", "choice", "generation", "language")
 LIMITS = TaskOptions(max_length=16, max_target_length=8)

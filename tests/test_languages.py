@@ -23,12 +23,12 @@ from transformers import (
 import tiny
 from deltune.errors import DeltuneError
 from deltune.models import forced_bos_options, language_code, language_codes, set_languages
-from deltune.tasks.base import TaskOptions
-from deltune.tasks.registry import TASKS
-from deltune.training.inference import load_run, predict
-from deltune.training.run_dir import RunDir
-from deltune.training.task_setup import ModelCache, load_task_tokenizer
-from deltune.training.train import train
+from deltune.train.inference import load_run, predict
+from deltune.train.run import train
+from deltune.train.run_folder import RunDir
+from deltune.train.setup import ModelCache, load_task_tokenizer
+from deltune.train.tasks.base import TaskOptions
+from deltune.train.tasks.registry import TASKS
 
 ROWS = [{"source": f"the cat {i}", "targets": [f"pisica {i}"]} for i in range(12)]
 

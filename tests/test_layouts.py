@@ -10,12 +10,12 @@ import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value
 
 import tiny
-from deltune.data import loading
-from deltune.data.loading import HubLayout, apply_layout
 from deltune.errors import DeltuneError
-from deltune.tasks.registry import TASKS, find_task
-from deltune.training.inference import load_run
-from deltune.training.train import train
+from deltune.train.data import loading
+from deltune.train.data.loading import HubLayout, apply_layout
+from deltune.train.inference import load_run
+from deltune.train.run import train
+from deltune.train.tasks.registry import TASKS, find_task
 
 TEXT, NUMBER = Value("string"), Value("int32")
 NLI = ["entailment", "neutral", "contradiction"]

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltune.data.tag_schemes import SCHEMES, recognise_scheme, to_iob2
 from deltune.errors import DeltuneError
-from deltune.metrics.base import Score
-from deltune.metrics.labels import entities
-from deltune.metrics.registry import METRICS, compute_scores
-from deltune.metrics.words import words
+from deltune.train.data.tag_schemes import SCHEMES, recognise_scheme, to_iob2
+from deltune.train.metrics.base import Score
+from deltune.train.metrics.labels import entities
+from deltune.train.metrics.registry import METRICS, compute_scores
+from deltune.train.metrics.words import words
 
 needs_java = pytest.mark.skipif(shutil.which("java") is None, reason="no java")
 
@@ -234,9 +234,9 @@ def test_a_constant_has_no_correlation() -> None:
 
 def test_missing_parts_are_left_out_by_name_and_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["bertscore", "moverscore", "bleurt", "bleu", "meteor", "cider", "rougeL_coco"]
-    monkeypatch.setattr("deltune.metrics.text.shutil.which", lambda program: None)
+    monkeypatch.setattr("deltune.train.metrics.text.shutil.which", lambda program: None)
     bleu_packages = METRICS["bleu"].packages
-    monkeypatch.setattr("deltune.metrics.base.is_installed", lambda name: name not in bleu_packages)
+    monkeypatch.setattr("deltune.train.metrics.base.is_installed", lambda name: name not in bleu_packages)
     got = compute_scores([*names, "exact_match"], ["a"], ["a"])
     assert list(got) == ["exact_match"] and list(got.omitted) == names
     assert got.omitted["bertscore"] == "needs a model: give the option model (a folder or a hub id)"
@@ -244,7 +244,7 @@ def test_missing_parts_are_left_out_by_name_and_reason(monkeypatch: pytest.Monke
 
 
 def test_without_java(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltune.metrics.text.shutil.which", lambda program: None)
+    monkeypatch.setattr("deltune.train.metrics.text.shutil.which", lambda program: None)
     got = compute_scores(["meteor", "cider"], ["a b"], ["a b"])
     assert got.omitted["meteor"] == "needs Java: there is no java on the PATH"
     assert "tokenizer='13a'" in got.omitted["cider"]

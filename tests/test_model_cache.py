@@ -9,8 +9,8 @@ from transformers import BartConfig, BartForConditionalGeneration
 
 import tiny
 from deltune.models import WeightsCache, load_model
-from deltune.training.task_setup import ModelCache
-from deltune.training.train import train
+from deltune.train.run import train
+from deltune.train.setup import ModelCache
 
 LAYERS = {"layers": 1, "attention_heads": 4, "ffn_dim": 32}
 

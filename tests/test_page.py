@@ -19,8 +19,8 @@ import made
 from deltune.studies.claims.claims import Beats, Claim
 from deltune.studies.claims.comparisons import NOT_RUN, MetricChoice
 from deltune.studies.claims.decisions import ComparisonResult, Finding, PartVerdict, PrintedFinding, SettingResult
-from deltune.studies.engine.jobs import Outcome
-from deltune.studies.engine.store import JobRecord
+from deltune.studies.jobs.job import Outcome
+from deltune.studies.jobs.store import JobRecord
 from deltune.studies.papers.registry import PAPERS, paper_statements
 from deltune.studies.report.charts import draw
 from deltune.studies.report.figure_spec import Bars, FigureSpec, HeatMap, TableSpec

@@ -19,7 +19,7 @@ from transformers import (
 import deltune
 from deltune.anatomy.tracing import meta_model
 from deltune.methods.counting import count
-from deltune.studies.engine.jobs import topological_order
+from deltune.studies.jobs.job import topological_order
 from deltune.studies.papers.paper_scale import (
     SHAPES,
     TRAIN_ROWS,
@@ -31,8 +31,8 @@ from deltune.studies.papers.paper_scale import (
 )
 from deltune.studies.papers.registry import STUDIES
 from deltune.studies.scales import StudySetup
-from deltune.tasks.registry import TASKS
-from deltune.training.config import RunConfig
+from deltune.train.config import RunConfig
+from deltune.train.tasks.registry import TASKS
 
 SIZES = {
     "google-bert/bert-base-uncased": 109_482_240, "google-bert/bert-large-uncased": 335_141_888,

@@ -19,7 +19,7 @@ from matplotlib.transforms import Bbox
 from PIL import Image
 
 import made
-from deltune.studies.engine.jobs import Outcome
+from deltune.studies.jobs.job import Outcome
 from deltune.studies.report.charts import draw, render, save
 from deltune.studies.report.figure_spec import Bars, Curves, FigureSpec, HeatMap, Scatter
 from deltune.studies.report.panels import COLOURS, lay_out, series_style, short_number

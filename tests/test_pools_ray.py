@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from deltune.studies.engine.scheduler import Scheduler
-from deltune.studies.engine.store import ResultStore
-from deltune.training.progress import ProgressDisplay
+from deltune.studies.jobs.scheduler import Scheduler
+from deltune.studies.jobs.store import ResultStore
+from deltune.train.progress import ProgressDisplay
 from test_engine import Here, drive, scores, study
 
 ray = pytest.importorskip("ray", reason="no ray: the extra ray has it")
@@ -20,7 +20,7 @@ ray = pytest.importorskip("ray", reason="no ray: the extra ray has it")
 @pytest.mark.slow  # a cluster starts a dozen processes
 def test_a_study_on_a_cluster(tmp_path: Path) -> None:
     """A worker is killed in the middle, too."""
-    from deltune.studies.engine.workers import RayPool
+    from deltune.studies.jobs.pool import RayPool
 
     jobs = [planned.job for planned in study(tmp_path).cells()]
     with ResultStore(tmp_path / "here.sqlite") as file:

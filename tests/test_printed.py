@@ -10,10 +10,9 @@ import pytest
 from transformers import BertConfig
 
 import deltune
-from deltune.metrics.registry import METRICS
 from deltune.studies.claims.decisions import PrintedFinding, check_printed
 from deltune.studies.claims.statistics import average_ranks
-from deltune.studies.engine.results import read_results
+from deltune.studies.jobs.results import read_results
 from deltune.studies.papers.apet import PAPER_FAMILIES
 from deltune.studies.papers.ln import SIZES
 from deltune.studies.papers.published import (
@@ -35,8 +34,9 @@ from deltune.studies.papers.published import (
 )
 from deltune.studies.papers.registry import CLAIMS, STUDIES, paper_statements
 from deltune.studies.papers.uv import TABLE12_SHARES
+from deltune.studies.report.sections import build_section
 from deltune.studies.scales import StudySetup
-from deltune.studies.sections import build_section
+from deltune.train.metrics.registry import METRICS
 
 RESULTS = Path(__file__).parents[1] / "results"
 

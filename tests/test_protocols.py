@@ -12,13 +12,13 @@ import pytest
 import tiny
 from deltune.errors import DeltuneError
 from deltune.runtime.serialization import delta_folder
-from deltune.tasks.registry import TASKS
-from deltune.training.config import UNSEARCHED, RunConfig, read_config
-from deltune.training.inference import evaluate, predict
-from deltune.training.presets import PROTOCOLS, merge_values
-from deltune.training.run_dir import Best, RunDir, RunMetrics
-from deltune.training.search import aggregate
-from deltune.training.train import train
+from deltune.train.config import UNSEARCHED, RunConfig, read_config
+from deltune.train.inference import evaluate, predict
+from deltune.train.presets import PROTOCOLS, merge_values
+from deltune.train.run import train
+from deltune.train.run_folder import Best, RunDir, RunMetrics
+from deltune.train.series import aggregate
+from deltune.train.tasks.registry import TASKS
 
 
 def spec(**values: Any) -> RunConfig:
@@ -212,7 +212,7 @@ def test_several_runs_go_on_where_they_were(root: Path, tmp_path: Path, monkeypa
         whole = train(grown, tmp_path / "whole")
         assert len(tiny.losses(RunDir(tmp_path / "whole").best_run.folder)) and RunDir(tmp_path / "whole").finished
     assert [line.run for line in whole.runs] == ["seed0", "seed1", "seed2"]
-    import deltune.training.train as module
+    import deltune.train.run as module
 
     once, done = module._train, []
 

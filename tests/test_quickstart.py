@@ -9,7 +9,7 @@ import pytest
 
 import tiny
 from deltune.cli import quickstart
-from deltune.training.run_dir import RunDir
+from deltune.train.run_folder import RunDir
 
 
 def test_its_story_on_a_tiny_model(

@@ -15,13 +15,12 @@ import tiny
 from deltune.cli.quickstart import TICKETS
 from deltune.errors import DeltuneError, DivergedError
 from deltune.methods.registry import REGISTRY, default_learning_rate
-from deltune.metrics.intervals import share_interval
-from deltune.training import rates
-from deltune.training import train as training
-from deltune.training.advice import advice, read_finished
-from deltune.training.config import RunConfig, read_config
-from deltune.training.presets import merge_values
-from deltune.training.rates import (
+from deltune.train import rates
+from deltune.train import run as training
+from deltune.train.config import RunConfig, read_config
+from deltune.train.metrics.intervals import share_interval
+from deltune.train.presets import merge_values
+from deltune.train.rates import (
     CLEARLY_BETTER,
     FACTORS,
     MAX_SHARE,
@@ -31,9 +30,10 @@ from deltune.training.rates import (
     plan_search,
     search_rate,
 )
-from deltune.training.run_dir import RunDir, RunMetrics
-from deltune.training.task_setup import ModelCache
-from deltune.training.train import train
+from deltune.train.report.advice import advice, read_finished
+from deltune.train.run import train
+from deltune.train.run_folder import RunDir, RunMetrics
+from deltune.train.setup import ModelCache
 
 AUTO: dict[str, Any] = {"lr": "auto", "steps": 120, "validate_every": 60, "method": "lora(rank=2)"}
 

@@ -12,7 +12,7 @@ import torch
 
 import deltune
 from deltune.methods import registry
-from deltune.methods.forms import check_form_class
+from deltune.methods.forms.base import check_form_class
 from tests.laws.families import FAMILIES
 from tests.laws.specimens import batch, build, equal, run, stir
 
@@ -122,7 +122,7 @@ def test_what_cannot_be_registered() -> None:
     def plain() -> None: ...
 
     for term, says in (
-        (LowRank, "the name 'LowRank' is taken by deltune.methods.forms.LowRank"),
+        (LowRank, "the name 'LowRank' is taken by deltune.methods.forms.base.LowRank"),
         (Loose, "frozen=True"),
         (Thawed, "frozen=True"),
         (Empty, r"(?s)no tensors and no initialize and no __call__; .*def tensors.*def initialize.*def __call__"),

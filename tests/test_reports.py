@@ -21,12 +21,12 @@ import tiny
 from conftest import MadeOnce
 from deltune.cli import app
 from deltune.errors import DeltuneError
-from deltune.studies.engine.jobs import config_of, run_folder
-from deltune.studies.engine.progress import job_progress, seconds_before
-from deltune.studies.engine.store import folder_of_runs
+from deltune.studies.jobs.job import config_of, run_folder
+from deltune.studies.jobs.progress import job_progress, seconds_before
+from deltune.studies.jobs.store import folder_of_runs
 from deltune.studies.papers.registry import STUDIES
 from deltune.studies.study import select_cells, study_from_file
-from deltune.training.run_dir import RunDir
+from deltune.train.run_folder import RunDir
 from test_engine import study
 
 

@@ -17,8 +17,8 @@ from typing import get_args
 import pytest
 
 from deltune.errors import DeltuneError
-from deltune.studies.engine import store as module
-from deltune.studies.engine.store import JobRecord, ResultStore
+from deltune.studies.jobs import store as module
+from deltune.studies.jobs.store import JobRecord, ResultStore
 
 
 def row(name: str, error: str | None = None, size: int = 1) -> JobRecord:
@@ -49,7 +49,7 @@ def test_a_claim_is_of_one_store_and_ends_with_its_process(tmp_path: Path) -> No
     """Killed or not; of what is not claimed no file is left."""
     file = tmp_path / "r.sqlite"
     code = (
-        "import sys, time; from deltune.studies.engine.store import ResultStore\n"
+        "import sys, time; from deltune.studies.jobs.store import ResultStore\n"
         "store = ResultStore(sys.argv[1]); print(store.claim('b'), flush=True); time.sleep(20)"
     )
     with ResultStore(file) as one, ResultStore(file) as two:
@@ -147,7 +147,7 @@ def test_a_read_only_place(kind: str, file: Path, tmp_path: Path) -> None:
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"no right to run as another user: {error}")
     code = (
-        "import sys; from deltune.studies.engine.store import ResultStore; from deltune.errors import DeltuneError\n"
+        "import sys; from deltune.studies.jobs.store import ResultStore; from deltune.errors import DeltuneError\n"
         "with ResultStore(sys.argv[1], read_only=True) as results: print(len(results.records()))\n"
         "try: ResultStore(sys.argv[1])\n"
         "except DeltuneError as error: print(str(error))"

@@ -28,18 +28,18 @@ from deltune.cli.formatting import comparison_table
 from deltune.cli.output import log_to_stderr
 from deltune.cli.threads import free_threads
 from deltune.errors import DeltuneError
-from deltune.metrics.intervals import difference_interval, interval, standard_error
-from deltune.metrics.registry import compute_scores
 from deltune.models import packaged_minilm, portable_name
-from deltune.pages.charts import Line, line_chart
 from deltune.runtime.model_card import write_card
 from deltune.runtime.serialization import delta_metadata
-from deltune.training import advice as advising
-from deltune.training.error_analysis import MAX_MATRIX, Analysis, analyse
-from deltune.training.progress import ProgressDisplay, format_duration
-from deltune.training.report import build_report, compare, read_all, render_report, run_facts, write_report
-from deltune.training.run_dir import RunDir, command_line
-from deltune.training.train import train
+from deltune.train.metrics.intervals import difference_interval, interval, standard_error
+from deltune.train.metrics.registry import compute_scores
+from deltune.train.progress import ProgressDisplay, format_duration
+from deltune.train.report import advice as advising
+from deltune.train.report.charts import Line, line_chart
+from deltune.train.report.error_analysis import MAX_MATRIX, Analysis, analyse
+from deltune.train.report.page import build_report, compare, read_all, render_report, run_facts, write_report
+from deltune.train.run import train
+from deltune.train.run_folder import RunDir, command_line
 from test_page import EVIL, Reader
 
 LABELS = {"fruit": EVIL, "tool": "<b>tool</b>", "beast": "beast"}

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from deltune.errors import DeltuneError
-from deltune.filesystem import explain_write_errors, write_text
-from deltune.training import run_dir as runs
-from deltune.training.config import RunConfig
-from deltune.training.run_dir import Best, RunDir, RunMetrics
+from deltune.files import explain_write_errors, write_text
+from deltune.train import run_folder as runs
+from deltune.train.config import RunConfig
+from deltune.train.run_folder import Best, RunDir, RunMetrics
 
 SPEC = RunConfig.from_flat(model="owner/model", data="owner/data", method="layernorm")
 METRICS = RunMetrics(seconds=1, best=Best(), count={}, signatures={}, omitted={}, truncated={}, truncated_targets={})

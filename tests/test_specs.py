@@ -12,9 +12,9 @@ import yaml
 from deltune.config import read_values
 from deltune.errors import DeltuneError
 from deltune.methods.registry import default_learning_rate
-from deltune.tasks.registry import TASKS
-from deltune.training.config import DOTTED, ModelSection, RunConfig, flatten, read_config
-from deltune.training.presets import merge_values
+from deltune.train.config import DOTTED, ModelSection, RunConfig, flatten, read_config
+from deltune.train.presets import merge_values
+from deltune.train.tasks.registry import TASKS
 
 LEAST = {"model": "owner/model", "data": "owner/data", "method": "layernorm"}
 

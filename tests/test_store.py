@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 import deltune
 from deltune.runtime import serialization
-from deltune.training.run_dir import RunDir
+from deltune.train.run_folder import RunDir
 from laws.families import FAMILIES
 from laws.specimens import batch, build, differences, equal, facts, run, specimen, stir
 

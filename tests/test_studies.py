@@ -16,26 +16,14 @@ import pytest
 import tiny
 from deltune.errors import DeltuneError
 from deltune.studies.claims.decisions import decidable_effects
-from deltune.studies.engine.jobs import Job, Outcome, run_job
-from deltune.studies.engine.results import read_results
-from deltune.studies.engine.scheduler import Scheduler
-from deltune.studies.engine.store import ErrorKind, JobRecord, ResultStore
+from deltune.studies.jobs.job import Job, Outcome, run_job
+from deltune.studies.jobs.results import read_results
+from deltune.studies.jobs.scheduler import Scheduler
+from deltune.studies.jobs.store import ErrorKind, JobRecord, ResultStore
 from deltune.studies.papers.apet import PAPER_FAMILIES, SMALL_FAMILIES
 from deltune.studies.papers.questions import QUESTIONS
 from deltune.studies.papers.registry import CLAIMS, STUDIES, paper_statements
-from deltune.studies.rates import choose_rates
-from deltune.studies.report.figure_spec import TableSpec
-from deltune.studies.scales import (
-    LEARNING_RATES,
-    StudySetup,
-    cross_product,
-    join_plans,
-    method_variants,
-    small_scale_rate,
-)
-from deltune.studies.sections import build_section, power_lines
-from deltune.studies.study import PlannedCell, Records, Study, job_outcomes
-from deltune.studies.thresholds import (
+from deltune.studies.papers.thresholds import (
     ThresholdSearch,
     bisect_sizes,
     is_above_chance,
@@ -44,9 +32,21 @@ from deltune.studies.thresholds import (
     reaches_full_tuning,
     threshold_outcomes,
 )
-from deltune.tasks.registry import TASKS
-from deltune.training.config import RunConfig
-from deltune.training.progress import ProgressDisplay
+from deltune.studies.rates import choose_rates
+from deltune.studies.report.figure_spec import TableSpec
+from deltune.studies.report.sections import build_section, power_lines
+from deltune.studies.scales import (
+    LEARNING_RATES,
+    StudySetup,
+    cross_product,
+    join_plans,
+    method_variants,
+    small_scale_rate,
+)
+from deltune.studies.study import PlannedCell, Records, Study, job_outcomes
+from deltune.train.config import RunConfig
+from deltune.train.progress import ProgressDisplay
+from deltune.train.tasks.registry import TASKS
 from test_engine import Here
 
 MANY_CELLS = ("ap/thresholds", "ap/transfer", "ln/nlu")

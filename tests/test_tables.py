@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import made
 from deltune.errors import DeltuneError
-from deltune.studies.engine.jobs import Outcome
+from deltune.studies.jobs.job import Outcome
 from deltune.studies.report.aggregate import METRIC, NumberFormat, aggregate
 from deltune.studies.report.figure_spec import TableSpec
 from deltune.studies.report.tables import (

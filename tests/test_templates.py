@@ -19,16 +19,17 @@ from transformers import (
 )
 
 import deltune
+import deltune.serve
 import tiny
 from deltune.models import align_padding_token
-from deltune.serving.jobs import RequestEncoder
-from deltune.serving.requests import Request, Sampling
-from deltune.tasks.base import InferenceContext, TaskOptions
-from deltune.tasks.encoding import IGNORE_INDEX, collate
-from deltune.tasks.generation import CAUSAL_GENERATION, SEQ2SEQ_GENERATION
+from deltune.serve.engine.jobs import RequestEncoder
+from deltune.serve.engine.requests import Request, Sampling
 from deltune.templates import end_tokens, target_end, tokenize_prompts
-from deltune.training.inference import generate, merge_run
-from deltune.training.train import train
+from deltune.train.inference import generate, merge_run
+from deltune.train.run import train
+from deltune.train.tasks.base import InferenceContext, TaskOptions
+from deltune.train.tasks.encoding import IGNORE_INDEX, collate
+from deltune.train.tasks.generation import CAUSAL_GENERATION, SEQ2SEQ_GENERATION
 
 SPECIAL = {"<|end|>": 0, "<|im_end|>": 1, "<|begin|>": 258, "<|pad|>": 259}
 END, TURN, BEGIN, PAD = SPECIAL.values()
@@ -111,7 +112,7 @@ def test_the_tokens_that_end_an_answer(case: str, tmp_path: Path) -> None:
         rows = CAUSAL_GENERATION.encode(tokenizer, model, {"source": ["aaaa", "a"]}, options, False)
         context = InferenceContext(model, tokenizer, (), options, 2)
         assert CAUSAL_GENERATION.predict(context, rows).predictions == [answer] * 2
-        with deltune.Server(model, tokenizer) as server:
+        with deltune.serve.Server(model, tokenizer) as server:
             sampling = Sampling(max_tokens=8, temperature=0.0)
             stream = server.stream(Request("generate", text="aa", sampling=sampling))
             pieces = "".join(one.text for one in stream)
@@ -170,7 +171,7 @@ def test_a_prompt_is_what_its_author_wrote(writes: str, prompt: str, tmp_path: P
         answering.save_pretrained(tmp_path)
         tokenizer.save_pretrained(tmp_path)
         assert generate(tmp_path, [prompt], max_new_tokens=4) == ["q"]
-        with deltune.Server(answering, tokenizer) as server:
+        with deltune.serve.Server(answering, tokenizer) as server:
             sampling = Sampling(max_tokens=4, temperature=0.0)
             for given_input in ({"text": prompt}, {"tokens": tuple(expected)}):
                 answer = server.submit(Request("generate", sampling=sampling, **given_input)).result(60)  # type: ignore[arg-type]

@@ -19,13 +19,13 @@ from safetensors.torch import load_file
 
 import tiny
 from deltune.errors import DeltuneError
-from deltune.training import checkpoints
-from deltune.training import run_dir as runs
-from deltune.training.inference import evaluate
-from deltune.training.run_dir import Best, RunDir
-from deltune.training.task_setup import ModelCache
-from deltune.training.train import train
-from deltune.training.trainer import DeltaTrainer, raise_if_interrupted, watch_interrupts
+from deltune.train import checkpoints
+from deltune.train import run_folder as runs
+from deltune.train.inference import evaluate
+from deltune.train.run import train
+from deltune.train.run_folder import Best, RunDir
+from deltune.train.setup import ModelCache
+from deltune.train.trainer import DeltaTrainer, raise_if_interrupted, watch_interrupts
 from processes import Started, deltune, killed_training
 
 TIMES = ("seconds", "cpu_seconds", "seconds_left", "tokens_per_second")

@@ -22,16 +22,21 @@ from transformers import (
 import tiny
 from deltune.errors import DeltuneError
 from deltune.models import align_padding_token
-from deltune.tasks.base import InferenceContext, TaskOptions
-from deltune.tasks.classification import CAUSAL_CLASSIFICATION, SEQ2SEQ_CHOICE, SEQ2SEQ_CLASSIFICATION, split_candidates
-from deltune.tasks.encoding import IGNORE_INDEX
-from deltune.tasks.generation import CAUSAL_GENERATION, SEQ2SEQ_GENERATION, join_prompt_and_target
-from deltune.tasks.padding import padding_side
-from deltune.tasks.token_classification import entity_type, find_entities, format_entities, parse_entities
+from deltune.runtime.padding import padding_side
 from deltune.templates import surrounding_tokens
-from deltune.training.inference import evaluate, load_run, predict
-from deltune.training.run_dir import RunDir
-from deltune.training.train import train
+from deltune.train.inference import evaluate, load_run, predict
+from deltune.train.run import train
+from deltune.train.run_folder import RunDir
+from deltune.train.tasks.base import InferenceContext, TaskOptions
+from deltune.train.tasks.classification import (
+    CAUSAL_CLASSIFICATION,
+    SEQ2SEQ_CHOICE,
+    SEQ2SEQ_CLASSIFICATION,
+    split_candidates,
+)
+from deltune.train.tasks.encoding import IGNORE_INDEX
+from deltune.train.tasks.generation import CAUSAL_GENERATION, SEQ2SEQ_GENERATION, join_prompt_and_target
+from deltune.train.tasks.token_classification import entity_type, find_entities, format_entities, parse_entities
 from test_kinds import places
 
 __all__ = ["places"]
@@ -246,7 +251,7 @@ def test_tags_that_are_no_entities(places: Path) -> None:
         AutoTokenizer.from_pretrained(places / "t5"),
         AutoModelForSeq2SeqLM.from_pretrained(places / "t5"),
     )
-    from deltune.tasks.token_classification import SEQ2SEQ_TAGGING
+    from deltune.train.tasks.token_classification import SEQ2SEQ_TAGGING
 
     with pytest.raises(DeltuneError, match="the labels are NOUN, VERB"):
         SEQ2SEQ_TAGGING.encode(

@@ -7,8 +7,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from deltune.filesystem import read_jsonl
-from deltune.training.config import RunConfig
+from deltune.files import read_jsonl
+from deltune.train.config import RunConfig
 
 WORDS = {
     "fruit": ("apple", "pear", "plum", "fig", "melon", "peach"),

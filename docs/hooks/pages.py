@@ -54,7 +54,7 @@ def command_line() -> str:
 
 def configuration() -> str:
     """Return the reference of a run's configuration: every field by section."""
-    from deltune.training.config import DOTTED, SECTIONS
+    from deltune.train.config import DOTTED, SECTIONS
 
     lines = [
         "# Configuration of a run",
@@ -70,7 +70,7 @@ def configuration() -> str:
 
 def serve_configuration() -> str:
     """Return the reference of a server's configuration: every field by section."""
-    from deltune.serving.config import DOTTED, SECTIONS
+    from deltune.serve.config import DOTTED, SECTIONS
 
     lines = [
         "# Configuration of a server",
@@ -88,7 +88,7 @@ def serve_requests() -> str:
     """Return the reference of a server's requests: every field of every path to which something is posted."""
     from pydantic import TypeAdapter
 
-    from deltune.serving.api.schemas import INNER_BODIES, REQUESTS
+    from deltune.serve.api.schemas import INNER_BODIES, REQUESTS
 
     lines = [
         "# Requests of a server",
@@ -154,7 +154,7 @@ def _sections(sections: Mapping[str, Any], dotted: Mapping[str, str]) -> list[st
 def studies() -> str:
     """Return the report of the papers' studies: tables, figures and findings of the results that are committed."""
     from deltune.cli.study import report
-    from deltune.studies.engine.results import exported_studies
+    from deltune.studies.jobs.results import exported_studies
 
     names = exported_studies(ROOT / "results")
     if not names:

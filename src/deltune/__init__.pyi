@@ -4,9 +4,6 @@ import contextlib
 
 from .anatomy.inspection import inspect as inspect
 from .errors import DeltuneError as DeltuneError
-from .methods.attention_forms import MultiHead as MultiHead
-from .methods.attention_forms import OwnMultiHead as OwnMultiHead
-from .methods.attention_forms import Prefix as Prefix
 from .methods.budget import fit as fit
 from .methods.compositions import Add as Add
 from .methods.compositions import Composition as Composition
@@ -16,43 +13,46 @@ from .methods.compositions import Scale as Scale
 from .methods.compositions import SigmoidGate as SigmoidGate
 from .methods.counting import Count as Count
 from .methods.counting import count as count
-from .methods.forms import (
+from .methods.forms.attention import MultiHead as MultiHead
+from .methods.forms.attention import OwnMultiHead as OwnMultiHead
+from .methods.forms.attention import Prefix as Prefix
+from .methods.forms.base import (
     Bottleneck as Bottleneck,
 )
-from .methods.forms import (
+from .methods.forms.base import (
     FactorForm as FactorForm,
 )
-from .methods.forms import (
+from .methods.forms.base import (
     Form as Form,
 )
-from .methods.forms import (
+from .methods.forms.base import (
     LowRank as LowRank,
 )
-from .methods.forms import (
+from .methods.forms.base import (
     MatrixForm as MatrixForm,
 )
-from .methods.forms import (
+from .methods.forms.base import (
     Mixture as Mixture,
 )
-from .methods.forms import (
+from .methods.forms.base import (
     Place as Place,
 )
-from .methods.forms import (
+from .methods.forms.base import (
     Prompt as Prompt,
 )
-from .methods.forms import (
+from .methods.forms.base import (
     Rescale as Rescale,
 )
-from .methods.forms import (
+from .methods.forms.base import (
     TensorSpec as TensorSpec,
 )
-from .methods.forms import (
+from .methods.forms.base import (
     Vector as Vector,
 )
-from .methods.forms import (
+from .methods.forms.base import (
     WeightForm as WeightForm,
 )
-from .methods.forms import (
+from .methods.forms.base import (
     Widths as Widths,
 )
 from .methods.library import (
@@ -121,14 +121,13 @@ from .methods.registry import register as register
 from .methods.spec import Modification as Modification
 from .methods.spec import Selection as Selection
 from .methods.spec import named_method as named_method
-from .runtime.attaching import attach as attach
-from .runtime.attaching import export as export
-from .runtime.attaching import load as load
-from .runtime.attaching import tuned as tuned
+from .runtime.attach import attach as attach
+from .runtime.attach import export as export
+from .runtime.attach import load as load
+from .runtime.attach import tuned as tuned
 from .runtime.handle import Tuned as Tuned
-from .runtime.linear_backend import optimize_linear as optimize_linear
+from .runtime.linear import optimize_linear as optimize_linear
 from .runtime.trainer_callback import SaveDeltaCallback as SaveDeltaCallback
-from .serving.engine import Server as Server
 
 __version__: str
 

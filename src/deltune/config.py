@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from .errors import DeltuneError, excerpt, unknown_name
-from .filesystem import user_path
+from .files import user_path
 
 MAX_BYTES = 2**18
 """Size in bytes of the largest YAML file: the config of a run has two thousand bytes, a study a few times as many."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from .errors import DeltuneError, check_booleans, check_extra, error_summary, missing_extra, unknown_name
-from .filesystem import read_json, user_path
+from .files import read_json, user_path
 
 if TYPE_CHECKING:
     import torch

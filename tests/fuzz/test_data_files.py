@@ -16,11 +16,11 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from deltune.data import loading, readers
 from deltune.errors import DeltuneError
-from deltune.training.config import RunConfig
-from deltune.training.prediction_inputs import inputs_from_file
-from deltune.training.run_dir import RunDir, collect_environment
+from deltune.train.config import RunConfig
+from deltune.train.data import loading, readers
+from deltune.train.prediction_inputs import inputs_from_file
+from deltune.train.run_folder import RunDir, collect_environment
 
 from .damage import contents, mutated_bytes, mutated_file, mutated_json, outcome, text_of
 

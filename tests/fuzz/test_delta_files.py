@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import deltune
-from deltune import filesystem
+from deltune import files
 from laws.families import FAMILIES
 from laws.specimens import batch, build, equal, run, specimen, stir
 
@@ -467,7 +467,7 @@ def test_a_file_system_that_flushes_no_folders(tmp_path: Path, monkeypatch: pyte
             raise OSError(errno.EINVAL, "Invalid argument")
 
     monkeypatch.setattr(os, "fsync", fsync)
-    filesystem.fsync_directory(tmp_path)
+    files.fsync_directory(tmp_path)
     deltune.attach(model := specimen("bert"), "lora(rank=2)").save(tmp_path / "delta")
     deltune.tuned(model).detach()
 

@@ -19,7 +19,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import deltune
-from deltune.runtime.attaching import foreign_model_kind
+from deltune.runtime.attach import foreign_model_kind
 from laws.families import FAMILIES
 from laws.specimens import build
 

@@ -17,13 +17,13 @@ import pytest
 
 import tiny
 from deltune.errors import DeltuneError
-from deltune.filesystem import atomic_folder
-from deltune.training import checkpoints, prediction_inputs
-from deltune.training.config import RunConfig
-from deltune.training.inference import evaluate, export_run, merge_run, predict_rows, rescore
-from deltune.training.prediction_inputs import input_columns, inputs_from_file
-from deltune.training.run_dir import RunDir
-from deltune.training.train import train
+from deltune.files import atomic_folder
+from deltune.train import checkpoints, prediction_inputs
+from deltune.train.config import RunConfig
+from deltune.train.inference import evaluate, export_run, merge_run, predict_rows, rescore
+from deltune.train.prediction_inputs import input_columns, inputs_from_file
+from deltune.train.run import train
+from deltune.train.run_folder import RunDir
 
 from .damage import contents, mutated_file, outcome
 

@@ -11,12 +11,12 @@ import pytest
 import yaml
 
 from deltune import models
-from deltune.data import loading
 from deltune.errors import DeltuneError
-from deltune.tasks.registry import find_task
-from deltune.training.config import RunConfig, read_config
-from deltune.training.prediction_inputs import inputs_from_file
-from deltune.training.run_dir import RunDir
+from deltune.train.config import RunConfig, read_config
+from deltune.train.data import loading
+from deltune.train.prediction_inputs import inputs_from_file
+from deltune.train.run_folder import RunDir
+from deltune.train.tasks.registry import find_task
 
 from .damage import mutated_bytes, mutated_json, outcome
 

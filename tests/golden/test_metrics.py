@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deltune.metrics.registry import compute_scores
+from deltune.train.metrics.registry import compute_scores
 
 HERE = Path(__file__).parent / "metrics"
 OURS = json.loads((HERE / "outputs.json").read_text())

@@ -18,8 +18,8 @@ from typing import Any
 import yaml
 from safetensors.torch import load_file
 
-from deltune.training import checkpoints
-from deltune.training.run_dir import LOCK_FILE, RunDir
+from deltune.train import checkpoints
+from deltune.train.run_folder import LOCK_FILE, RunDir
 from processes import deltune
 
 WRITES = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "os.symlink", "tempfile.mkstemp")

@@ -14,9 +14,9 @@ from transformers import AutoModelForSequenceClassification
 import tiny
 from deltune import attach
 from deltune.errors import DeltuneError
-from deltune.training.config import read_config
-from deltune.training.run_dir import RunDir
-from deltune.training.train import train
+from deltune.train.config import read_config
+from deltune.train.run import train
+from deltune.train.run_folder import RunDir
 from processes import Started
 
 PAGE = 4  # kilobytes

@@ -14,7 +14,7 @@ import pytest
 from strikes import chance, content
 
 import tiny
-from deltune.studies.engine.store import ResultStore
+from deltune.studies.jobs.store import ResultStore
 from processes import HANG
 from test_engine import drive, driver, finished, scores, study
 

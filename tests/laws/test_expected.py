@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import deltune
+from deltune.interop.tensor_files import tensor_infos
 from deltune.runtime.delta_schema import check_tensors, expected_tensors
-from deltune.tensor_files import tensor_infos
 
 from .families import Family
 from .methods import Row, cells

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import deltune
 from deltune.errors import DeltuneError
-from deltune.runtime.frozen_layers import FrozenLayers
+from deltune.train.frozen_layers import FrozenLayers
 
 from .families import FAMILIES, Family
 from .specimens import batch, build, differences, facts, layers, main_role, roles, stir

@@ -18,8 +18,8 @@ from transformers.pytorch_utils import Conv1D
 
 import deltune
 from deltune.compat import onednn_linear
-from deltune.runtime import linear_backend
-from deltune.runtime.linear_backend import LinearForward
+from deltune.runtime import linear
+from deltune.runtime.linear import LinearForward
 
 from .families import FAMILIES
 from .specimens import batch, build, differences, distance, facts, forward, loss, main_role
@@ -39,7 +39,7 @@ CLASSES: dict[str, Callable[[int, int], nn.Module]] = {
 @pytest.fixture(autouse=True)
 def small_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of every size are computed by oneDNN."""
-    monkeypatch.setattr(linear_backend, "MIN_OPERATIONS", 1)
+    monkeypatch.setattr(linear, "MIN_OPERATIONS", 1)
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         kinds.append("product")
         return product(*arguments)
 
-    monkeypatch.setattr(linear_backend, "onednn_linear", lambda: counted)
+    monkeypatch.setattr(linear, "onednn_linear", lambda: counted)
     return kinds
 
 
@@ -405,7 +405,7 @@ def test_trained_weights_are_torch_s(calls: list[str]) -> None:
 
 
 def test_small_products_stay_those_of_torch(monkeypatch: pytest.MonkeyPatch, calls: list[str]) -> None:
-    monkeypatch.setattr(linear_backend, "MIN_OPERATIONS", 2 * 3 * 24 * 40 + 1)
+    monkeypatch.setattr(linear, "MIN_OPERATIONS", 2 * 3 * 24 * 40 + 1)
     pair()[0](torch.ones(3, 24))
     assert not calls
 

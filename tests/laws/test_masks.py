@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import deltune
-from deltune.methods.forms import Widths
+from deltune.methods.forms.base import Widths
 from deltune.methods.masks import Factor, MaskUnit, draw_indices, split_budget
 from deltune.methods.spec import MaskedMethod
 

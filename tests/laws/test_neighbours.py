@@ -10,10 +10,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from deltune.errors import DeltuneError
-from deltune.tasks import classification, generation, token_classification
-from deltune.tasks.base import InferenceContext, TaskKind, TaskOptions
-from deltune.tasks.encoding import IGNORE_INDEX, LengthGroupedBatches, collate
-from deltune.tasks.padding import padding_side, pads_prompts
+from deltune.runtime.padding import padding_side, pads_prompts
+from deltune.train.tasks import classification, generation, token_classification
+from deltune.train.tasks.base import InferenceContext, TaskKind, TaskOptions
+from deltune.train.tasks.encoding import IGNORE_INDEX, LengthGroupedBatches, collate
 from tests.identity import specimens as identity
 
 from .families import FAMILIES, Family

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 import deltune
 from deltune.methods.compositions import Composition
-from deltune.methods.forms import Form, LowRank, Place, Rescale, TensorSpec
+from deltune.methods.forms.base import Form, LowRank, Place, Rescale, TensorSpec
 from deltune.methods.spec import Modification
 from deltune.runtime.modules import Edit
 

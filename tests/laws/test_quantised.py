@@ -600,9 +600,9 @@ def test_what_cannot_be_counted_quantised(folder: Path) -> None:
 
 def test_a_run_on_a_quantised_model(tmp_path: Path) -> None:
     """`deltune train --quantize`, and everything that is done with its folder."""
-    from deltune.training.config import RunConfig
-    from deltune.training.inference import evaluate, merge_run
-    from deltune.training.train import train
+    from deltune.train.config import RunConfig
+    from deltune.train.inference import evaluate, merge_run
+    from deltune.train.run import train
     from tests import tiny
 
     values = {"model": str(tiny.model(tmp_path / "model", "bert")), "data": str(tiny.data(tmp_path / "data"))}
@@ -617,7 +617,7 @@ def test_a_run_on_a_quantised_model(tmp_path: Path) -> None:
 
 def test_ways_of_quantising_that_do_not_exist(folder: Path) -> None:
     from deltune.models import QUANTIZATIONS, load_model
-    from deltune.training.config import RunConfig
+    from deltune.train.config import RunConfig
 
     for name in QUANTIZATIONS:
         assert quantization_config(name, ["classifier"]).quant_method

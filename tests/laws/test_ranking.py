@@ -14,14 +14,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import deltune
-from deltune.tasks.base import InferenceContext, TaskOptions
-from deltune.tasks.classification import (
+from deltune.train.tasks.base import InferenceContext, TaskOptions
+from deltune.train.tasks.classification import (
     append_end_to_prefixes,
     candidate_log_likelihoods,
     encode_candidates,
     shared_sequences,
 )
-from deltune.tasks.token_classification import entity_type, find_entities, format_entities, parse_entities
+from deltune.train.tasks.token_classification import entity_type, find_entities, format_entities, parse_entities
 
 from .families import FAMILIES, Family
 from .specimens import main_role, specimen, stir

@@ -21,8 +21,9 @@ import pytest
 import torch
 
 import deltune
-from deltune.runtime import frozen_layers, handle
+from deltune.runtime import handle
 from deltune.runtime.forward_pass import PassLock
+from deltune.train import frozen_layers
 
 from .families import FAMILIES
 from .specimens import Outputs, batch, build, differences, distance, equal, facts, run, stir

@@ -21,7 +21,7 @@ import torch
 from transformers import BertConfig, BertModel, DebertaV2Config, DebertaV2ForMaskedLM, PreTrainedModel
 
 import deltune
-from deltune.runtime.frozen_layers import find_boundary
+from deltune.train.frozen_layers import find_boundary
 from tests.identity.configurations import tiny
 from tests.identity.specimens import random_model
 

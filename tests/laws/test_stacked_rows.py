@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import deltune
-from deltune.methods.forms import Bottleneck, LowRank, Place, Rescale, WeightPlace, Widths
+from deltune.methods.forms.base import Bottleneck, LowRank, Place, Rescale, WeightPlace, Widths
 from deltune.methods.registry import FORMS
 from deltune.runtime import stacked_edits
 from deltune.runtime.handle import inference_rows

@@ -22,9 +22,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import deltune
 import tiny
 from deltune.models import align_padding_token, load_model, load_tokenizer
-from deltune.serving.api.app import create_app
-from deltune.serving.config import ServeConfig
-from deltune.serving.process import DrainingServer, bind, build_engine, uvicorn_config
+from deltune.serve.api.app import create_app
+from deltune.serve.config import ServeConfig
+from deltune.serve.process import DrainingServer, bind, build_engine, uvicorn_config
 
 METHODS = {
     "mood": "lora(rank=4)",

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 import deltune
 from deltune.errors import DeltuneError
-from deltune.serving.requests import Answer, Request, Sampling
+from deltune.serve.engine.requests import Answer, Request, Sampling
 from laws.families import FAMILIES
 from laws.methods import METHODS
 from laws.specimens import build, stir

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import deltune
-from deltune.serving.requests import Request, Sampling
+import deltune.serve
+from deltune.serve.engine.requests import Request, Sampling
 from laws.methods import METHODS
 from tests.identity import specimens as identity
 
@@ -30,7 +31,7 @@ def mixed(deltas: Deltas, each: int, seed: int = 0, **values: object) -> list[Re
 
 
 def served(of: Deltas, requests: list[Request], **options: object) -> None:
-    with deltune.Server(of.model(), deltas=of.folder, **{"max_batch_size": 8, **options}) as server:  # type: ignore[arg-type]
+    with deltune.serve.Server(of.model(), deltas=of.folder, **{"max_batch_size": 8, **options}) as server:  # type: ignore[arg-type]
         futures = [server.submit(request) for request in requests]
         answers = [future.result(120) for future in futures]
         stats = server.stats()
@@ -74,7 +75,7 @@ def test_rows_that_arrive_while_others_run() -> None:
     """Requests join a running batch one by one and leave it at different times."""
     of = deltas("gpt2", "causal")
     requests = mixed(of, each=2, sampling=Sampling(max_tokens=9, temperature=0.0))
-    with deltune.Server(of.model(), deltas=of.folder, max_batch_size=6) as server:
+    with deltune.serve.Server(of.model(), deltas=of.folder, max_batch_size=6) as server:
         futures = []
         for request in requests:
             futures.append(server.submit(request))
@@ -96,7 +97,7 @@ def test_prompts_with_the_same_beginning(cached: int) -> None:
                 sampling=Sampling(max_tokens=4, temperature=0.0))
         for name in of.names for n in range(3)
     ]  # fmt: skip
-    with deltune.Server(of.model(), deltas=of.folder, prompt_cache_bytes=cached) as server:
+    with deltune.serve.Server(of.model(), deltas=of.folder, prompt_cache_bytes=cached) as server:
         first = [server.submit(request).result(60) for request in requests]
         again = [server.submit(request) for request in requests]
         second = [future.result(60) for future in again]
@@ -121,7 +122,7 @@ def test_draws_do_not_depend_on_neighbours(family: str) -> None:
     requests = [
         ask("generate", 5 + n, n, name, sampling=sampling[n % 3]) for n, name in enumerate(of.names) for _ in range(2)
     ]
-    with deltune.Server(of.model(), deltas=of.folder) as server:
+    with deltune.serve.Server(of.model(), deltas=of.folder) as server:
         alone = [server.submit(request).result(60).tokens for request in requests]
         futures = [server.submit(request) for request in requests]
         assert [future.result(60).tokens for future in futures] == alone
@@ -137,7 +138,7 @@ def test_heads_of_several_classes_share_the_weights() -> None:
     for part in parts[1:]:  # these specimens were made with weights of their own
         assert part.model().base_model.config.hidden_size == base.config.hidden_size
     of = parts[0]
-    with deltune.Server(of.model(), deltas=of.folder) as server:
+    with deltune.serve.Server(of.model(), deltas=of.folder) as server:
         first = server._backbones.first.model
         other = server._backbones.for_head("base").model
         shared = {id(parameter) for parameter in first.base_model.parameters()}
@@ -153,7 +154,7 @@ def test_the_model_is_given_back() -> None:
     model = of.model().train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     flags = [parameter.requires_grad for parameter in model.parameters()]
-    with deltune.Server(model, deltas=of.folder) as server:
+    with deltune.serve.Server(model, deltas=of.folder) as server:
         for name in of.names:
             server.submit(ask("classify", 4, 1, name)).result(60)
     assert model.training and "deltune" not in dict(model.named_children())
@@ -173,7 +174,7 @@ def test_padding_is_where_the_family_has_it(family: str, task: str) -> None:
     generator = random.Random(0)
     texts = [tuple(generator.choices(range(5, 90), k=n)) for n in (2, 30, 9, 9, 17, 5, 2, 40)]
     requests = [Request(task, tokens=tokens) for tokens in texts]  # type: ignore[arg-type]
-    with deltune.Server(model, max_wait=0.2) as server:
+    with deltune.serve.Server(model, max_wait=0.2) as server:
         alone = [server.submit(request).result(60) for request in requests]
         in_batch = [future.result(60) for future in [server.submit(request) for request in requests]]
     for one, other in zip(in_batch, alone, strict=True):

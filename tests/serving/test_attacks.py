@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import deltune
-from deltune.filesystem import atomic_folder
+from deltune.files import atomic_folder
 from deltune.models import align_padding_token, load_model, load_tokenizer
 
 from .served import METHODS, Served, ServeProcess, save_delta, served, wait_until

@@ -21,11 +21,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltune.errors import DeltuneError
-from deltune.serving.concurrency import ConcurrentPasses, SafeWidths, _openmp_libraries, release_worker_threads
-from deltune.serving.encoding import PASS_OVERHEAD, EncodingLane, split_by_length, split_evenly
-from deltune.serving.engine import Server
-from deltune.serving.errors import InvalidRequest, UnknownDelta
-from deltune.serving.requests import Answer, Request
+from deltune.serve.engine.concurrency import ConcurrentPasses, SafeWidths, _openmp_libraries, release_worker_threads
+from deltune.serve.engine.encoding import PASS_OVERHEAD, EncodingLane, split_by_length, split_evenly
+from deltune.serve.engine.requests import Answer, Request
+from deltune.serve.engine.server import Server
+from deltune.serve.errors import InvalidRequest, UnknownDelta
 
 from .served import wait_until
 from .specimens import Deltas, ask, check, deltas

@@ -12,8 +12,8 @@ import yaml
 
 from deltune.cli.app import app
 from deltune.cli.serve import serve_app
-from deltune.serving.api import operation_routes
-from deltune.serving.config import ServeConfig
+from deltune.serve.api import operation_routes
+from deltune.serve.config import ServeConfig
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 

@@ -12,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import deltune
-from deltune.serving.encoding import PASS_OVERHEAD
-from deltune.serving.engine import Server
-from deltune.serving.generation import QUANTUM
-from deltune.serving.jobs import Job
-from deltune.serving.lifecycle import Lifecycle
-from deltune.serving.queue import FairQueue, FairShare
-from deltune.serving.requests import Answer, Request, Sampling
+import deltune.serve
+from deltune.serve.engine.encoding import PASS_OVERHEAD
+from deltune.serve.engine.generation import QUANTUM
+from deltune.serve.engine.jobs import Job
+from deltune.serve.engine.lifecycle import Lifecycle
+from deltune.serve.engine.queue import FairQueue, FairShare
+from deltune.serve.engine.requests import Answer, Request, Sampling
+from deltune.serve.engine.server import Server
 
 from .specimens import ask, check, deltas
 from .test_lifecycle import Gate, warm
@@ -306,4 +307,4 @@ def test_who_waits_for_a_delta_pulls_nobody_down(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_server_is_public() -> None:
-    assert deltune.Server is Server
+    assert deltune.serve.Server is Server

@@ -17,11 +17,11 @@ import pytest
 
 import deltune
 from deltune.errors import DeltuneError
-from deltune.serving import catalog, lifecycle, registry
-from deltune.serving.engine import Server
-from deltune.serving.errors import EngineClosed, RequestTimeout
-from deltune.serving.registry import read_facts
-from deltune.serving.requests import Sampling
+from deltune.serve.engine import catalog, folders, lifecycle
+from deltune.serve.engine.folders import read_facts
+from deltune.serve.engine.requests import Sampling
+from deltune.serve.engine.server import Server
+from deltune.serve.errors import EngineClosed, RequestTimeout
 from laws.specimens import stir
 
 from .specimens import ask, check, deltas
@@ -197,7 +197,7 @@ def test_only_the_files_of_a_delta_are_read_for_its_facts(tmp_path: Path, monkey
         opened.append(file.name)
         return builtins.open(file, mode)
 
-    monkeypatch.setattr(registry, "open", noted, raising=False)
+    monkeypatch.setattr(folders, "open", noted, raising=False)
     assert read_facts(tmp_path / "peft").version == version
     assert set(opened) == {"adapter_config.json", "adapter_model.safetensors"}
     options = tmp_path / "peft" / "adapter_config.json"
@@ -219,7 +219,7 @@ def test_no_request_reads_files_in_the_thread_that_asks(tmp_path: Path, monkeypa
 
             return call
 
-        for module in (catalog, lifecycle, registry):
+        for module in (catalog, lifecycle, folders):
             for name in ("signature", "read_facts"):
                 if hasattr(module, name):
                     monkeypatch.setattr(module, name, counted(getattr(module, name)))

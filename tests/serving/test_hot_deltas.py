@@ -20,11 +20,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import deltune
+import deltune.serve
 from deltune.errors import DeltuneError
 from deltune.models import load_model
-from deltune.serving.api.delta_routes import delta_folder
-from deltune.serving.errors import OPERATOR_ADVICE, InvalidRequest
-from deltune.serving.requests import Request
+from deltune.serve.api.delta_routes import delta_folder
+from deltune.serve.engine.requests import Request
+from deltune.serve.errors import OPERATOR_ADVICE, InvalidRequest
 
 from .served import METHODS, Served, save_delta, served
 
@@ -341,7 +342,7 @@ def test_a_caller_of_python_reads_its_own_advice_too(decoder: tuple[Path, Path],
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "trainer_state.json").write_text("{}")
     other_weights(tmp_path / "other", source)
-    with deltune.Server(str(source), deltas=tmp_path) as server:
+    with deltune.serve.Server(str(source), deltas=tmp_path) as server:
         with pytest.raises(DeltuneError, match=r"(?s)whole checkpoint.*deltune train.*SaveDeltaCallback") as missing:
             server.load("checkpoint", tmp_path / "checkpoint")
         assert missing.value.without_python.endswith(OPERATOR_ADVICE["folder"])

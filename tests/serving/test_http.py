@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
-from deltune.serving.api.tenants import add_key
-from deltune.serving.config import SECTIONS, ServeConfig
-from deltune.serving.loading import load_server
+from deltune.serve.api.tenants import add_key
+from deltune.serve.config import SECTIONS, ServeConfig
+from deltune.serve.loading import load_server
 
 from .served import Served, served
 
@@ -102,7 +102,7 @@ def test_every_setting_of_the_engine_reaches_it(decoder: tuple[Path, Path], monk
     for section in ("deltas", "batching"):
         values |= {name: next(numbers) for name in SECTIONS[section].model_fields if name != "folder"}
     got: dict[str, Any] = {}
-    monkeypatch.setattr("deltune.serving.engine.Server", lambda *_, **options: got.update(options))
+    monkeypatch.setattr("deltune.serve.engine.server.Server", lambda *_, **options: got.update(options))
     load_server(ServeConfig.from_values(values))
     renamed = {"prompt_cache_bytes": "prompt_cache"}
     assert str(got.pop("deltas")) == values["deltas"]

@@ -26,13 +26,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import deltune
 from deltune.errors import DeltuneError
 from deltune.models import load_model, load_tokenizer
-from deltune.runtime.attaching import find_tuned
-from deltune.serving import jobs, runners
-from deltune.serving.api.schemas import EmbeddingBody
-from deltune.serving.engine import Server
-from deltune.serving.errors import InvalidRequest, QueueFull, RequestTimeout
-from deltune.serving.jobs import LONG_TEXT, RequestEncoder
-from deltune.serving.requests import Request, Sampling
+from deltune.runtime.attach import find_tuned
+from deltune.serve.api.schemas import EmbeddingBody
+from deltune.serve.engine import jobs, runners
+from deltune.serve.engine.jobs import LONG_TEXT, RequestEncoder
+from deltune.serve.engine.requests import Request, Sampling
+from deltune.serve.engine.server import Server
+from deltune.serve.errors import InvalidRequest, QueueFull, RequestTimeout
 from laws.families import FAMILIES
 from laws.specimens import build, stir
 

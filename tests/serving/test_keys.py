@@ -16,8 +16,8 @@ import torch
 
 from deltune.errors import DeltuneError
 from deltune.models import align_padding_token, load_model, load_tokenizer
-from deltune.serving.api import tenants
-from deltune.serving.api.tenants import KeyFile, KeyFileContents, add_key, read_keys, revoke_key
+from deltune.serve.api import tenants
+from deltune.serve.api.tenants import KeyFile, KeyFileContents, add_key, read_keys, revoke_key
 
 from .served import METHODS, Served, decoder_with_deltas, save_delta, served
 
@@ -82,7 +82,7 @@ def test_keys_that_are_made_at_the_same_time_are_all_kept(tmp_path: Path) -> Non
 
 
 def test_a_running_server_notices_new_and_revoked_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltune.serving.api.tenants.LOOK_AGAIN", 0.0)
+    monkeypatch.setattr("deltune.serve.api.tenants.LOOK_AGAIN", 0.0)
     file = tmp_path / "keys.json"
     first = add_key(file, "acme", {})
     known = KeyFile(file)
@@ -155,8 +155,8 @@ def ask(server: Served, method: str, path: str, body: Any, headers: dict[str, st
 
 
 def test_the_table_has_every_route_that_needs_a_key(guarded: Served) -> None:
-    from deltune.serving.api import delta_routes, operation_routes
-    from deltune.serving.api import routes as answer_routes
+    from deltune.serve.api import delta_routes, operation_routes
+    from deltune.serve.api import routes as answer_routes
 
     open_to_all = {"/health", "/ready", "/version", "/"}
     routes = {

@@ -16,9 +16,9 @@ import torch
 
 import deltune
 from deltune.errors import DeltuneError
-from deltune.serving.engine import Server
-from deltune.serving.errors import EngineClosed, InvalidRequest, QueueFull, RequestTimeout, UnknownDelta
-from deltune.serving.requests import Answer, DeltaInfo, Request, Sampling, TokenChoice
+from deltune.serve.engine.requests import Answer, DeltaInfo, Request, Sampling, TokenChoice
+from deltune.serve.engine.server import Server
+from deltune.serve.errors import EngineClosed, InvalidRequest, QueueFull, RequestTimeout, UnknownDelta
 from laws.families import FAMILIES
 from laws.specimens import build, stir
 
@@ -266,7 +266,7 @@ def test_a_delta_of_another_base_is_refused_when_it_is_first_seen(
     """The list says why, and so does the log, once; its tensors are not read for that, and others are served."""
     of, root = deltas(*BERT), folder(BERT, "d0", "d2")
     of_another_model(root / "d2")
-    monkeypatch.setattr("deltune.serving.backbone.read_delta", lambda *_: pytest.fail("the tensors were read"))
+    monkeypatch.setattr("deltune.serve.engine.backbone.read_delta", lambda *_: pytest.fail("the tensors were read"))
     with Server(of.model(), deltas=root) as server:
         for _ in range(2):
             infos = {info.name: info for info in server.deltas()}

@@ -18,14 +18,14 @@ import numpy
 import openai
 import pytest
 
-from deltune.serving.api.errors import ApiError
-from deltune.serving.api.metrics import DeltaLoad, Metrics
-from deltune.serving.api.schemas import ChatBody, ClassifyBody, CompletionBody, TagBody
-from deltune.serving.api.service import parse_body
-from deltune.serving.api.tenants import RateLimits, Tenant
-from deltune.serving.config import MAX_INPUTS, LimitsSection
-from deltune.serving.errors import RequestTimeout
-from deltune.serving.requests import EngineStats
+from deltune.serve.api.errors import ApiError
+from deltune.serve.api.metrics import DeltaLoad, Metrics
+from deltune.serve.api.schemas import ChatBody, ClassifyBody, CompletionBody, TagBody
+from deltune.serve.api.service import parse_body
+from deltune.serve.api.tenants import RateLimits, Tenant
+from deltune.serve.config import MAX_INPUTS, LimitsSection
+from deltune.serve.engine.requests import EngineStats
+from deltune.serve.errors import RequestTimeout
 
 from .served import Served, served, wait_until
 
@@ -241,10 +241,10 @@ def test_a_line_of_json_for_each_request(
     decoder: tuple[Path, Path], contents: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Lines have counts and times; inputs and answers only where they are asked for."""
-    from deltune.serving.api.app import JsonFormatter
+    from deltune.serve.api.app import JsonFormatter
 
     model, deltas = decoder
-    caplog.set_level(logging.INFO, "deltune.serving")
+    caplog.set_level(logging.INFO, "deltune.serve")
     with served(model=str(model), deltas=str(deltas), watch=0, log_contents=contents) as running:
         answer = running.post(
             "/v1/completions", {"model": "mood", "prompt": "the hammer", "max_tokens": 3, "temperature": 0}
@@ -284,7 +284,7 @@ def test_a_stream_that_fails_counts_as_an_error(
     decoder: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its answer began with 200, and the error is in its last event: numbers and log have the status of the error."""
-    caplog.set_level(logging.INFO, "deltune.serving")
+    caplog.set_level(logging.INFO, "deltune.serve")
     with served(model=str(decoder[0]), deltas=str(decoder[1]), watch=0) as running:
         whole = type(running.engine).astream
 
@@ -335,7 +335,7 @@ def test_a_percentile_is_the_least_value_that_a_share_does_not_exceed(percent: i
 
 def test_metrics_forget_deltas_that_were_not_asked_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names of deltas come and go, and what is counted for each must not grow for ever."""
-    monkeypatch.setattr("deltune.serving.api.metrics.MAX_DELTAS", 3)
+    monkeypatch.setattr("deltune.serve.api.metrics.MAX_DELTAS", 3)
     metrics = Metrics(EngineStats, list)
     for number in range(20):
         for status in (200, 400):

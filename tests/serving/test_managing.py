@@ -14,12 +14,12 @@ from typing import Any
 import httpx
 import pytest
 
-from deltune.serving.api.errors import ApiError
-from deltune.serving.api.managing import AT_ONCE, PER_TENANT, Management
-from deltune.serving.api.tenants import NUMBERS_PER_MINUTE, Tenant, add_key
-from deltune.serving.errors import RequestTimeout
-from deltune.serving.registry import check_delta_name
-from deltune.serving.requests import Request, Sampling
+from deltune.serve.api.errors import ApiError
+from deltune.serve.api.managing import AT_ONCE, PER_TENANT, Management
+from deltune.serve.api.tenants import NUMBERS_PER_MINUTE, Tenant, add_key
+from deltune.serve.engine.folders import check_delta_name
+from deltune.serve.engine.requests import Request, Sampling
+from deltune.serve.errors import RequestTimeout
 
 from .served import METHODS, Served, served
 from .test_keys import ASKS

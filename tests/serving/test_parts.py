@@ -17,17 +17,18 @@ from transformers import AutoTokenizer, LogitsProcessorList
 from transformers.cache_utils import DynamicCache
 
 import deltune
+import deltune.serve
 import tiny
 from deltune.errors import DeltuneError, error_from_problems
 from deltune.models import load_model, load_tokenizer
-from deltune.serving.cache import assemble, columns, new_cache, row_of, set_columns
-from deltune.serving.catalog import Catalog, Entry
-from deltune.serving.engine import Server
-from deltune.serving.errors import OPERATOR_ADVICE, InvalidRequest, QueueFull, UnknownDelta, refusal
-from deltune.serving.prompt_cache import BLOCK, PromptCache
-from deltune.serving.queue import Admission
-from deltune.serving.requests import Request, Sampling
-from deltune.serving.sampling import TextBuilder, TokenChooser, check_sampling, config_processors
+from deltune.serve.engine.cache import assemble, columns, new_cache, row_of, set_columns
+from deltune.serve.engine.catalog import Catalog, Entry
+from deltune.serve.engine.prompt_cache import BLOCK, PromptCache
+from deltune.serve.engine.queue import Admission
+from deltune.serve.engine.requests import Request, Sampling
+from deltune.serve.engine.sampling import TextBuilder, TokenChooser, check_sampling, config_processors
+from deltune.serve.engine.server import Server
+from deltune.serve.errors import OPERATOR_ADVICE, InvalidRequest, QueueFull, UnknownDelta, refusal
 from laws.families import FAMILIES
 from laws.specimens import build, stir
 
@@ -394,7 +395,7 @@ def test_a_refusal_has_no_calls_of_python() -> None:
         assert str(one) == "a.bin is damaged. load(a, check=False) loads it"
         refused = refusal(one)
         assert refused.without_python == f"a.bin is damaged. {advice}"
-        assert str(refused) == f"a.bin is damaged. {advice} load(a, check=False) loads it", "for deltune.Server"
+        assert str(refused) == f"a.bin is damaged. {advice} load(a, check=False) loads it", "for deltune.serve.Server"
         assert str(refusal(refused)) == str(refused), "the advice is there once"
     several = error_from_problems("a.bin", ["one", "two"], "load(a) loads it", "model")
     assert str(several).splitlines()[-2:] == ["  - two", "load(a) loads it"]

@@ -24,7 +24,7 @@ import yaml
 from deltune.cli.app import app
 from deltune.cli.serve import serve_app
 from deltune.errors import DeltuneError
-from deltune.serving.config import DOTTED, PLACES, SECTIONS, ServeConfig
+from deltune.serve.config import DOTTED, PLACES, SECTIONS, ServeConfig
 
 from .served import METHODS, SOURCE, Served, ServeProcess, wait_until
 
@@ -325,7 +325,7 @@ def test_mistakes_end_before_anything_is_loaded(decoder: tuple[Path, Path], tmp_
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
 def test_wrong_files_end_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of keys, a certificate or its key that is missing, damaged or another's: no model is read."""
-    monkeypatch.setattr("deltune.serving.process.build_engine", lambda config: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("deltune.serve.process.build_engine", lambda config: pytest.fail("the model was loaded"))
     for name in ("a", "b", "locked"):
         protection = ["-passout", "pass:x"] if name == "locked" else ["-nodes"]
         made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-days", "2", "-subj", "/CN=localhost", *protection]

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 import deltune
 from deltune.errors import DeltuneError
-from deltune.filesystem import atomic_folder
-from deltune.serving.encoding import PASS_OVERHEAD
-from deltune.serving.engine import Server
-from deltune.serving.requests import Answer, Request, Sampling
+from deltune.files import atomic_folder
+from deltune.serve.engine.encoding import PASS_OVERHEAD
+from deltune.serve.engine.requests import Answer, Request, Sampling
+from deltune.serve.engine.server import Server
 from laws.specimens import stir
 
 from .specimens import Deltas, ask, check, check_one, deltas
@@ -202,7 +202,7 @@ def request_of(request: Request) -> Request:
 
 @functools.cache
 def _digest_of(folder: Path) -> str:
-    from deltune.serving.registry import read_facts
+    from deltune.serve.engine.folders import read_facts
 
     return read_facts(folder).version
 

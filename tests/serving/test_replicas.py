@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from deltune.serving.errors import EngineClosed, InvalidRequest, QueueFull, ReplicaLost, RequestTimeout, UnknownDelta
-from deltune.serving.replicas import Failure
+from deltune.serve.errors import EngineClosed, InvalidRequest, QueueFull, ReplicaLost, RequestTimeout, UnknownDelta
+from deltune.serve.replicas import Failure
 
 from .served import METHODS, Served, ServeProcess, served, wait_until
 
@@ -187,7 +187,7 @@ def test_a_replica_that_ends_is_a_503_and_waiting_has_an_end(replicas: Served) -
 @pytest.mark.slow
 def test_replicas_that_say_nothing_for_long_are_dead(replicas: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     assert replicas.get("/health").status_code == 200
-    monkeypatch.setattr("deltune.serving.replicas.LOST_AFTER", 0.0)
+    monkeypatch.setattr("deltune.serve.replicas.LOST_AFTER", 0.0)
     assert {answer.status_code for answer in (replicas.get("/health"), replicas.get("/ready"))} == {503}
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import deltune
-from deltune.serving import backbone as backbone_module
-from deltune.serving.backbone import Backbone, sibling
+from deltune.serve.engine import backbone as backbone_module
+from deltune.serve.engine.backbone import Backbone, sibling
 from laws.specimens import stir
 
 from .specimens import deltas

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from browser import MISSING, Browser, executable
-from deltune.serving.api.tenants import add_key
+from deltune.serve.api.tenants import add_key
 
 from .served import METHODS, Served, served
 

@@ -10,9 +10,10 @@ import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 import deltune
+import deltune.serve
 import tiny
 from deltune.models import align_padding_token, load_model, load_tokenizer
-from deltune.serving.requests import Request, Sampling
+from deltune.serve.engine.requests import Request, Sampling
 
 from .served import Served, save_delta, served
 
@@ -191,7 +192,7 @@ def test_an_answer_whose_end_is_forced_was_cut(tmp_path: Path) -> None:
         model = AutoModelForSeq2SeqLM.from_config(config)
     model.generation_config.forced_eos_token_id = 3
     model.generation_config.suppress_tokens = None
-    with deltune.Server(model.eval(), tokenizer) as server:
+    with deltune.serve.Server(model.eval(), tokenizer) as server:
         for most in (1, 2, 9):
             sampling = Sampling(max_tokens=most, temperature=0.0)
             answer = server.submit(Request("generate", text=TEXTS[0], sampling=sampling)).result(60)

@@ -13,8 +13,9 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 import deltune
-from deltune.serving.jobs import RequestEncoder
-from deltune.serving.requests import Request, Sampling
+import deltune.serve
+from deltune.serve.engine.jobs import RequestEncoder
+from deltune.serve.engine.requests import Request, Sampling
 from test_templates import END, SPECIAL, TURN, byte_tokenizer, chain
 
 from .served import Served, served
@@ -160,7 +161,7 @@ def test_a_stop_that_is_a_special_token(stop: tuple[str, ...], text: str, reason
     """The model writes ab<|im_end|>c<|end|>, of which only the last ends every answer; whole and as a stream."""
     tokenizer = byte_tokenizer(eos_token="<|end|>")
     model = chain(tokenizer, {"x": "a", "a": "b", "b": TURN, TURN: "c", "c": END}, eos_token_id=None)
-    with deltune.Server(model, tokenizer) as server:
+    with deltune.serve.Server(model, tokenizer) as server:
         for logprobs in (None, 2):
             sampling = Sampling(max_tokens=8, temperature=0.0, stop=stop, logprobs=logprobs)
             stream = server.stream(Request("generate", text="x", sampling=sampling))

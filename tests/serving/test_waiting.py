@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from deltune.serving.api.errors import ClientDisconnected
-from deltune.serving.api.service import EventStream, gather, merge, unless_disconnected
-from deltune.serving.errors import EngineClosed
+from deltune.serve.api.errors import ClientDisconnected
+from deltune.serve.api.service import EventStream, gather, merge, unless_disconnected
+from deltune.serve.errors import EngineClosed
 
 
 class Work:

@@ -44,7 +44,15 @@ def documented() -> Iterator[tuple[str, Any]]:
         yield from ((n, v) for n, v in public.items() if n[0] != "_")
 
 
-STUDIES = ("study", "scales", "sections", "thresholds", "engine.store", "claims.decisions", "claims.comparisons")
+STUDIES = (
+    "study",
+    "scales",
+    "report.sections",
+    "papers.thresholds",
+    "jobs.store",
+    "claims.decisions",
+    "claims.comparisons",
+)
 STUDIES += ("report.findings", "report.provenance")
 """The modules that a study is written with, decided and shown."""
 
@@ -85,9 +93,9 @@ BOOLEANS = booleans()
 
 
 def test_the_table_has_functions_methods_forms_and_studies() -> None:
-    for name in ("load", "Tuned.merge", "Tuned.save", "Server.load", "prefix", "Bottleneck", "optimize_linear"):
+    for name in ("load", "Tuned.merge", "Tuned.save", "prefix", "serve.Server.load", "Bottleneck", "optimize_linear"):
         assert f"deltune.{name}" in BOOLEANS
-    assert {"deltune.models.load_model", "deltune.training.train.train", "cross_product"} <= BOOLEANS.keys()
+    assert {"deltune.models.load_model", "deltune.train.run.train", "cross_product"} <= BOOLEANS.keys()
 
 
 @pytest.mark.parametrize("name", BOOLEANS)

@@ -12,11 +12,11 @@ SOURCE = Path(deltune.__file__).parent
 
 ALLOWED = {
     (
-        "training/trainer.py",
+        "train/trainer.py",
         "_prepare_inputs",
     ): "a method for subclasses of the Trainer, which this is",
     ("cli/train.py", "_exit"): "os._exit, which the standard library documents",
-    ("studies/engine/workers.py", "_exit"): "os._exit, which the standard library documents",
+    ("studies/jobs/pool.py", "_exit"): "os._exit, which the standard library documents",
 }
 """File and attribute -> why it may stay."""
 

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from deltune.cli.train import exit_with_launcher
-from deltune.training.config import RunConfig
-from deltune.training.train import train
+from deltune.train.config import RunConfig
+from deltune.train.run import train
 
 if __name__ == "__main__":
     exit_with_launcher()

@@ -27,14 +27,14 @@ from transformers import (
 
 import deltune
 from deltune import models
-from deltune.data import loading
+from deltune.train.data import loading
 from tests.laws.families import FAMILIES
 from tests.laws.specimens import batch, build
 
 
 @pytest.fixture(scope="module")
 def tickets() -> loading.TaskData:
-    return loading.load_data(str(Path(deltune.__file__).parent / "demo" / "tickets"))
+    return loading.load_data(str(Path(deltune.__file__).parent / "train" / "demo" / "tickets"))
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 
 import tiny
 from deltune.cli.train import launch
-from deltune.training import checkpoints
-from deltune.training import run_dir as runs
-from deltune.training.run_dir import RunDir
-from deltune.training.train import train
+from deltune.train import checkpoints
+from deltune.train import run_folder as runs
+from deltune.train.run import train
+from deltune.train.run_folder import RunDir
 
 DRIVER = Path(__file__).with_name("several.py")
 SHARDED = ("none", "fsdp")

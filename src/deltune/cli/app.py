@@ -193,7 +193,7 @@ def evaluate(
         raise DeltuneError("--metrics is for --rescore; those of a run are in its config")
     with log_to_stderr(quiet):
         with fast_imports():
-            from ..training import inference
+            from ..train import inference
 
         if rescore:
             scores = inference.rescore(run, [name.strip() for name in (metrics or "").split(",") if name.strip()])
@@ -244,8 +244,8 @@ def predict(
         raise DeltuneError(f"{len(text or ())} --text and {len(pair)} --pair; give one --pair for each --text")
     with log_to_stderr(quiet):
         with fast_imports():
-            from ..training import prediction_inputs
-            from ..training.inference import predict_rows
+            from ..train import prediction_inputs
+            from ..train.inference import predict_rows
 
         rows = (
             prediction_inputs.inputs_from_texts(text or [], pair or [])
@@ -279,7 +279,7 @@ def generate(
     """Let a run's model go on with a text, or answer it. The text is printed as it is generated."""
     with log_to_stderr(quiet):
         with fast_imports():
-            from ..training.inference import generate as generate_texts
+            from ..train.inference import generate as generate_texts
 
         texts = generate_texts(str(run), prompt, max_new_tokens, temperature, top_p, seed, stream=not as_json)
     if as_json:
@@ -293,8 +293,8 @@ def cache(
 ) -> None:
     """Show or remove what runs keep on the disk. It is tokenised rows and activations of frozen layers."""
     with fast_imports():
-        from ..filesystem import CACHE_VARIABLE, cache_folder
-        from ..tasks import token_cache
+        from ..files import CACHE_VARIABLE, cache_folder
+        from ..train.tasks import token_cache
 
     folder = cache_folder()
     files = {} if folder is None else token_cache.cached_files(folder)
@@ -325,7 +325,7 @@ def merge(
 ) -> None:
     """Fold a run's delta into the weights. It becomes a plain transformers checkpoint, where the method allows it."""
     with log_to_stderr(quiet):
-        from ..training import inference
+        from ..train import inference
 
         target = inference.merge_run(run, to, dequantize=dequantize)
     console.print_json(data={"to": str(target)}) if as_json else console.print(f"merged into {target}")
@@ -342,7 +342,7 @@ def export(
 ) -> None:
     """Write a run's delta as an adapter for PEFT, vLLM or llama.cpp. What they cannot express is refused by name."""
     with log_to_stderr(quiet):
-        from ..training import inference
+        from ..train import inference
 
         target = inference.export_run(run, to, format)
     console.print_json(data={"to": str(target)}) if as_json else console.print(f"written for {format} into {target}")
@@ -361,7 +361,7 @@ def import_folder(
 ) -> None:
     """Turn an adapter of PEFT or AdapterHub into a delta. What has no translation is refused with the reason."""
     with log_to_stderr(quiet):
-        from ..training import inference
+        from ..train import inference
 
         handle = inference.import_adapter(folder, model, output, kind)
     facts = {"method": repr(handle.method), "count": handle.count().method, "to": str(output)}
@@ -380,13 +380,13 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Show a finished run as a page, or compare several. It has scores with intervals, curves, errors and examples."""
-    from ..filesystem import explain_write_errors, user_path, write_text
+    from ..files import explain_write_errors, user_path, write_text
     from . import formatting
 
     with fast_imports():
-        from ..training import report as reports
-        from ..training.advice import advice
-        from ..training.run_dir import RunDir
+        from ..train.report import page as reports
+        from ..train.report.advice import advice
+        from ..train.run_folder import RunDir
 
     finished = reports.read_all([RunDir(run) for run in runs])
     first = finished[0].run.report_file if len(finished) == 1 else Path("report.html")

@@ -11,14 +11,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from ..methods.compositions import Composition
-from ..methods.forms import Form, Widths
+from ..methods.forms.base import Form, Widths
 from ..methods.parser import signature_text
 from ..methods.registry import LONG_STEPS, REGISTRY, SHORT_STEPS, VOCABULARY
 from ..methods.spec import AREAS, ROLES, SITES
 
 if TYPE_CHECKING:
-    from ..training.advice import FinishedRun
-    from ..training.report import Comparison
+    from ..train.report.advice import FinishedRun
+    from ..train.report.page import Comparison
 
 LETTERS = "d width, m inner width of the FFN, r rank, l length, b bottleneck, L layers, N_h heads"
 
@@ -112,7 +112,7 @@ def method_table(facts: Mapping[str, Mapping[str, Any]], terms: Mapping[str, Any
 
 def task_facts() -> dict[str, dict[str, Any]]:
     """Return every known task: name, kind, folder, hub id, columns by role, metrics and version."""
-    from ..tasks.registry import TASKS
+    from ..train.tasks.registry import TASKS
 
     return {
         name: {
@@ -165,7 +165,7 @@ def score_table(
 
 def run_table(finished: FinishedRun, folder: str) -> RenderableType:
     """Return the outcome of a run: what was trained, which epoch is kept, and the scores."""
-    from ..training.search import value_text, verdict
+    from ..train.series import value_text, verdict
 
     config, kept, metrics = finished.config, finished.best_config, finished.metrics
     count, best, search = metrics.count, metrics.best, config.runtime.search

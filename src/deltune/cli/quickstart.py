@@ -11,13 +11,13 @@ from rich.table import Table
 from ..methods.counting import count
 from ..methods.registry import default_learning_rate
 from ..models import load_config
-from ..training.config import RunConfig
-from ..training.inference import predict
-from ..training.run_dir import RunDir
-from ..training.train import train
+from ..train.config import RunConfig
+from ..train.inference import predict
+from ..train.run import train
+from ..train.run_folder import RunDir
 
 MODEL = "minilm"
-TICKETS = Path(__file__).parents[1] / "demo" / "tickets"
+TICKETS = Path(__file__).parents[1] / "train" / "demo" / "tickets"
 METHODS = ("head", "prefix(length=16) + layernorm")
 EPOCHS, BATCH = 6, 8
 SENTENCE = "I was charged twice for March, and I would like the second payment back."

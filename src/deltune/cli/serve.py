@@ -34,7 +34,7 @@ EPILOG = (
 def serve_app() -> typer.Typer:
     """Build the command with all of its options: those of `run`, then one for each field of the config."""
     with fast_imports():
-        from ..serving.config import PLACES, SECTIONS
+        from ..serve.config import PLACES, SECTIONS
         from .options import config_parameters
 
     def command(**values: Any) -> None:
@@ -89,7 +89,7 @@ def run(
     check_extra("serve", "deltune serve needs")
     with fast_imports():
         from ..config import read_values
-        from ..serving.config import SECTIONS, ServeConfig
+        from ..serve.config import SECTIONS, ServeConfig
 
     values = {} if config is None else read_values(config)
     named_model = {} if model is None else {"model": model}
@@ -103,7 +103,7 @@ def run(
         return
     with log_to_stderr(quiet):
         with fast_imports():
-            from ..serving.process import serve as start
+            from ..serve.process import serve as start
 
         start(resolved, quiet)
 
@@ -150,11 +150,11 @@ def serve_key(
     The key is printed once; the file keeps a salted hash. A running server notices within a second. FILE alone lists
     the tenants with their rights, their rates and the ids of their keys.
     """
-    from ..filesystem import user_path
+    from ..files import user_path
 
     check_extra("serve", "deltune serve-key needs")
     with fast_imports():
-        from ..serving.api import tenants as keys
+        from ..serve.api import tenants as keys
 
     file = user_path(file, "FILE")
     if revoke is not None:

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import DeltuneError, counted, error_from_problems, error_summary, unknown_name
-from ..filesystem import user_path
+from ..files import user_path
 from .output import Json, Quiet, console, log_to_stderr
 
 if TYPE_CHECKING:
-    from ..studies.engine.scheduler import Scheduler
-    from ..studies.engine.store import JobRecord, ResultStore
-    from ..studies.engine.verification import Verification
+    from ..studies.jobs.scheduler import Scheduler
+    from ..studies.jobs.store import JobRecord, ResultStore
+    from ..studies.jobs.verification import Verification
     from ..studies.study import Study
-    from ..training.progress import ProgressDisplay
+    from ..train.progress import ProgressDisplay
 
 app = typer.Typer(help="Run the studies of the papers, or one's own, and report.", no_args_is_help=True)
 
@@ -93,8 +93,8 @@ def _rows(store: Path) -> dict[str, JobRecord]:
     Raises:
         DeltuneError: There is no such store or folder; none is made.
     """
-    from ..studies.engine.results import read_results
-    from ..studies.engine.store import ResultStore
+    from ..studies.jobs.results import read_results
+    from ..studies.jobs.store import ResultStore
 
     path = user_path(store, "--store")
     if not path.exists():
@@ -107,7 +107,7 @@ def _rows(store: Path) -> dict[str, JobRecord]:
 
 def _claimed_jobs(store: Path) -> set[str]:
     """Return the names of the jobs that processes are doing now; none for a folder of exported results."""
-    from ..studies.engine.store import ResultStore
+    from ..studies.jobs.store import ResultStore
 
     if user_path(store, "--store").is_dir():
         return set()
@@ -204,9 +204,9 @@ def run(
 
     The exit code is 1 if something failed.
     """
-    from ..studies.engine.results import write_results
-    from ..studies.engine.store import ResultStore
-    from ..training.progress import ProgressDisplay
+    from ..studies.jobs.results import write_results
+    from ..studies.jobs.store import ResultStore
+    from ..train.progress import ProgressDisplay
 
     if engine not in ("local", "ray"):
         raise DeltuneError(unknown_name("engine", engine, ("local", "ray")))
@@ -258,8 +258,8 @@ def run_jobs(
     Returns:
         The scheduler that has done them.
     """
-    from ..studies.engine import workers as pools
-    from ..studies.engine.scheduler import Scheduler
+    from ..studies.jobs import pool as pools
+    from ..studies.jobs.scheduler import Scheduler
 
     pool = pools.RayPool if engine == "ray" else pools.LocalPool
     scheduler = Scheduler(plan, stored, pool(workers, stored.runs, threads), retry)
@@ -269,7 +269,7 @@ def run_jobs(
 
 def _records_of(study: Study, rows: Mapping[str, JobRecord]) -> list[JobRecord]:
     """Return the records of all jobs of a study that are done, those included that other jobs require."""
-    from ..studies.engine.jobs import topological_order
+    from ..studies.jobs.job import topological_order
 
     return [rows[job.name] for job in topological_order(study.jobs(rows)) if job.name in rows]
 
@@ -294,10 +294,10 @@ def _outlook(
         workers: How many jobs run at once.
         scale: "paper" or "small".
     """
-    from ..studies.engine.jobs import topological_order
+    from ..studies.jobs.job import topological_order
     from ..studies.papers.paper_scale import describe_needs
     from ..studies.papers.registry import CLAIMS
-    from ..studies.sections import power_lines
+    from ..studies.report.sections import power_lines
 
     seconds_of: dict[tuple[Any, ...], list[float]] = {}
     for row in timed.values():
@@ -374,7 +374,7 @@ def export(
     scale: Scale = "small",
 ) -> None:
     """Write the results of studies as text, a line for each job, to be kept in a repository."""
-    from ..studies.engine.results import write_results
+    from ..studies.jobs.results import write_results
 
     to, rows, requested, written = user_path(to, "--to"), _rows(store), load_studies(names, scale, None, None), 0
     for study in requested:
@@ -390,8 +390,8 @@ def import_results(
     store: Store = Path("results.sqlite"),
 ) -> None:
     """Read exported results into a file of results, so that `deltune study run` goes on from them."""
-    from ..studies.engine.results import read_results, replaces
-    from ..studies.engine.store import ResultStore
+    from ..studies.jobs.results import read_results, replaces
+    from ..studies.jobs.store import ResultStore
 
     folder = user_path(folder, "FOLDER")
     if not folder.is_dir():
@@ -426,9 +426,9 @@ def verify(
     """
     import tempfile
 
-    from ..studies.engine.store import ResultStore
-    from ..studies.engine.verification import compare, sample_jobs
-    from ..training.progress import ProgressDisplay
+    from ..studies.jobs.store import ResultStore
+    from ..studies.jobs.verification import compare, sample_jobs
+    from ..train.progress import ProgressDisplay
 
     rows = _rows(store)
     requested = load_studies(names, scale, data_root, model_root, only, runs=True)
@@ -495,9 +495,9 @@ def status(
     as_json: Json = False,
 ) -> None:
     """Show how far studies are: what is done, what has begun, what is waiting, what failed and why."""
-    from ..studies.engine.jobs import topological_order
-    from ..studies.engine.progress import job_progress
-    from ..studies.engine.store import folder_of_runs
+    from ..studies.jobs.job import topological_order
+    from ..studies.jobs.progress import job_progress
+    from ..studies.jobs.store import folder_of_runs
 
     requested = load_studies(names, scale, data_root, model_root, only)
     rows, runs, claimed = _rows(store), folder_of_runs(store), _claimed_jobs(store)
@@ -543,10 +543,9 @@ def report(
     paper: Annotated[bool, typer.Option("--paper", help="The papers' own numbers beside ours.")] = False,
 ) -> None:
     """Print tables, figures and findings of studies, or write them as files or as one page."""
-    from ..filesystem import explain_write_errors, write_text
-    from ..studies import sections
+    from ..files import explain_write_errors, write_text
     from ..studies.papers.registry import STUDIES, paper_statements
-    from ..studies.report import page
+    from ..studies.report import page, sections
 
     to = None if to is None else user_path(to, "--to")
     order = list(STUDIES)  # that of the papers; studies of one's own come last

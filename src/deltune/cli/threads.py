@@ -10,7 +10,7 @@ import os
 import time
 
 from ..errors import DeltuneError
-from ..training.run_dir import RunDir
+from ..train.run_folder import RunDir
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Environment variables by which the user, or a launcher, decides."""

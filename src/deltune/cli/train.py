@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 import typer
 
 from ..errors import DeltuneError
-from ..filesystem import user_path
+from ..files import user_path
 from ..methods.other_names import hint_for_option
 from .imports import Imports
 from .output import Json, Quiet, console, fast_imports, log_to_stderr
 
 if TYPE_CHECKING:
-    from ..training.config import RunConfig
-    from ..training.run_dir import RunMetrics
+    from ..train.config import RunConfig
+    from ..train.run_folder import RunMetrics
 
 
 GRACE = 5.0  # seconds in which the other processes may end by themselves
@@ -203,7 +203,7 @@ EPILOG = (
 def _config_parameters() -> list[inspect.Parameter]:
     """Return a parameter for each field of the config."""
     with fast_imports():
-        from ..training.config import PLACES, SECTIONS
+        from ..train.config import PLACES, SECTIONS
         from .options import config_parameters
 
     return config_parameters(SECTIONS, PLACES, repeatable=("search",))
@@ -261,8 +261,8 @@ def run(
     """
     with fast_imports():
         from ..config import read_values
-        from ..training.config import RunConfig, flatten
-        from ..training.presets import merge_values
+        from ..train.config import RunConfig, flatten
+        from ..train.presets import merge_values
 
     values = {} if file is None else read_values(file)
     folder = values.pop("output", None)
@@ -281,8 +281,8 @@ def run(
     metrics = _train(config, folder, fresh, quiet or not is_main_process(), devices, sharding)
     if not is_main_process():
         return
-    from ..training.advice import advice, read_finished
-    from ..training.run_dir import RunDir
+    from ..train.report.advice import advice, read_finished
+    from ..train.run_folder import RunDir
     from . import formatting
 
     finished = read_finished(RunDir(folder), metrics)
@@ -298,7 +298,7 @@ def _commented(config: RunConfig) -> str:
     """Return a config as YAML with comments for what has no value; a null that undoes a protocol's value is written."""
     from ..config import parse_yaml
     from ..methods.registry import LONG_STEPS, SHORT_STEPS, default_learning_rate
-    from ..training.config import DOTTED, SECTIONS, RunConfig
+    from ..train.config import DOTTED, SECTIONS, RunConfig
     from .options import commented_yaml
 
     values = config.flat(mode="json")
@@ -315,12 +315,12 @@ def _commented(config: RunConfig) -> str:
 def _train(config: RunConfig, folder: Path, fresh: bool, quiet: bool, devices: str, sharding: str | None) -> RunMetrics:
     with log_to_stderr(quiet):
         with fast_imports():
-            from ..training.run_dir import RunDir
+            from ..train.run_folder import RunDir
             from .threads import LoadMeter, set_threads
 
             meter = LoadMeter()
-            from ..training import train as training
-            from ..training.trainer import watch_interrupts
+            from ..train import run as training
+            from ..train.trainer import watch_interrupts
 
         set_threads(meter, None if fresh else RunDir(folder))
         watch_interrupts()
@@ -353,7 +353,7 @@ def _parse_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parse_settings(settings: list[str]) -> dict[str, Any]:
     """Return the values of --set by their dotted names."""
-    from ..training.config import DOTTED
+    from ..train.config import DOTTED
 
     values = {}
     for item in settings:
@@ -368,7 +368,7 @@ def _parse_settings(settings: list[str]) -> dict[str, Any]:
 def _parse_value(name: str, text: str) -> Any:
     """Return the value of an option: null is none, lists and mappings are YAML, anything else is checked as text."""
     from ..config import parse_yaml
-    from ..training.config import PLACES, SECTIONS
+    from ..train.config import PLACES, SECTIONS
 
     if text.strip() == "null":
         return None

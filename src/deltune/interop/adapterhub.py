@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from ..anatomy.types import Anatomy, Layer, is_inside
 from ..errors import DeltuneError, error_from_problems
-from ..methods.attention_forms import Prefix
 from ..methods.compositions import Add, Composition, Gate, Scale
-from ..methods.forms import Bottleneck, LowRank
+from ..methods.forms.attention import Prefix
+from ..methods.forms.base import Bottleneck, LowRank
 from ..methods.library import adapter, lora, parallel_adapter, prefix, scaled_parallel_adapter
 from ..methods.sites import resolve_locations
 from ..methods.spec import PROJECTIONS, Method, MethodSum, Modification

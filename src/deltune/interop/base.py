@@ -19,11 +19,11 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 
 from ..anatomy.types import Anatomy, Columns
 from ..errors import DeltuneError, error_from_problems, validation_problems
-from ..filesystem import find_file, read_json_object
+from ..files import find_file, read_json_object
 from ..methods.resolve import ResolvedEdit, resolve, selected_tensors
 from ..methods.sites import EditLocation, resolve_locations
 from ..methods.spec import ATTENTIONS, Method, MethodSum, Modification, Selection
-from ..tensor_files import load_float_tensors
+from .tensor_files import load_float_tensors
 
 FiniteNumber = Annotated[float, Field(strict=True, allow_inf_nan=False, gt=-1e30, lt=1e30)]
 Probability = Annotated[float, Field(strict=True, ge=0, lt=1)]

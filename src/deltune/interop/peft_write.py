@@ -15,9 +15,9 @@ import torch
 
 from ..anatomy.types import Anatomy, Columns
 from ..errors import DeltuneError, error_from_problems
-from ..methods.attention_forms import Prefix
 from ..methods.compositions import Add, Gate, Scale
-from ..methods.forms import LowRank, Prompt, Rescale
+from ..methods.forms.attention import Prefix
+from ..methods.forms.base import LowRank, Prompt, Rescale
 from ..methods.resolve import ResolvedEdit
 from ..methods.spec import Modification
 from .base import ExportedDelta

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from ..errors import DeltuneError, excerpt
-from .forms import MethodPart, Specs, TensorSpec, Widths
+from .forms.base import MethodPart, Specs, TensorSpec, Widths
 from .parser import check_fields, to_expression
 
 if TYPE_CHECKING:

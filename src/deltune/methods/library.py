@@ -13,9 +13,9 @@ from typing import Any, Literal, ParamSpec
 
 from ..errors import DeltuneError, excerpt, unknown_name
 from . import spec
-from .attention_forms import MultiHead, OwnMultiHead, Prefix
 from .compositions import Add, Composition, Gate, PrefixGate, Scale, SigmoidGate
-from .forms import Bottleneck, Form, Init, LowRank, Mixture, Prompt, Rescale, Vector
+from .forms.attention import MultiHead, OwnMultiHead, Prefix
+from .forms.base import Bottleneck, Form, Init, LowRank, Mixture, Prompt, Rescale, Vector
 from .other_names import hint_for_site
 from .parser import NUMERAL
 from .spec import ADD, ExpertsArg, LayersArg, MaskedMethod, Method, Modification, NamedMethod, Selection, named_method

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 from ..errors import DeltuneError, error_from_problems, excerpt
 from . import parser, spec
-from .attention_forms import MultiHead, OwnMultiHead, Prefix
 from .compositions import Add, Composition, Gate, PrefixGate, Scale, SigmoidGate
-from .forms import (
+from .forms.attention import MultiHead, OwnMultiHead, Prefix
+from .forms.base import (
     Bottleneck,
     Form,
     LowRank,

@@ -8,8 +8,8 @@ from typing import Any
 
 from ..anatomy.types import Anatomy, Norm, Tensor, is_inside
 from ..errors import DeltuneError, error_from_problems, excerpt
-from .form_checks import check_form
-from .forms import Specs
+from .forms.base import Specs
+from .forms.checks import check_form
 from .masks import Mask, MaskUnit, RowMask, split_budget
 from .sites import EditLocation, ModuleSide, resolve_locations, select_layers
 from .spec import MaskedMethod, Method, Modification, NamedMethod, Selection

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 
 from ..anatomy.types import FFN, Anatomy, Attention, Columns, Experts, ExpertWeight, Layer, Linear, is_inside
 from ..errors import DeltuneError
-from .forms import LowRank, Prompt, Vector, WeightForm, Widths
+from .forms.base import LowRank, Prompt, Vector, WeightForm, Widths
 from .spec import OUTER_LAYERS, OUTSIDE_LAYERS, PROJECTIONS, LayersArg, Modification, is_pattern
 
 

@@ -18,9 +18,9 @@ from typing import Annotated, Any, ClassVar, Literal, NoReturn, ParamSpec, TypeV
 
 from ..anatomy.types import html_table
 from ..errors import DeltuneError, error_from_problems, unknown_name
-from .attention_forms import Prefix
 from .compositions import Add, Composition, Scale, SigmoidGate
-from .forms import Form, Vector, check_form_class, check_frozen, refuse_sum
+from .forms.attention import Prefix
+from .forms.base import Form, Vector, check_form_class, check_frozen, refuse_sum
 from .other_names import hint_for_site
 from .parser import (
     argument_types,

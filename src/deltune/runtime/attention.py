@@ -18,7 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from ..errors import DeltuneError
-from ..methods.attention_forms import Prefix
+from ..methods.forms.attention import Prefix
 from .modules import Delta, Edit
 from .rows import DeltaRows, stack_by_row
 

@@ -17,12 +17,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from ..anatomy.types import Anatomy
 from ..compat import norms_are_finite
 from ..errors import MAX_NAME_LENGTH, DeltuneError, error_from_problems, excerpt, validation_problems
-from ..filesystem import parse_json_file, read_json_bytes
+from ..files import parse_json_file, read_json_bytes
+from ..interop.tensor_files import FLOAT_DTYPES, INDEX_DTYPE, TensorInfo
 from ..methods.other_names import registration_hint
 from ..methods.registry import parse, unregistered_names
 from ..methods.resolve import ResolvedMethod, resolve
 from ..methods.spec import MaskedMethod, Method, explicit_expression
-from ..tensor_files import FLOAT_DTYPES, INDEX_DTYPE, TensorInfo
 
 FORMAT = 1
 

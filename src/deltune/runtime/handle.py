@@ -33,7 +33,7 @@ from ..anatomy.tracing import CallOrder, all_configs, base_model, call_order, ch
 from ..anatomy.types import Anatomy, html_table, is_inside
 from ..compat import attention_implementation, buffers_of, forget_quantization, parameters_of, submodules_of
 from ..errors import DeltuneError, error_from_problems, excerpt, unknown_name
-from ..filesystem import user_path
+from ..files import user_path
 from ..methods.counting import Count, base_size, count_resolved, with_storage
 from ..methods.other_names import hint_for_function
 from ..methods.parser import explain_arguments

@@ -16,8 +16,8 @@ from torch import nn
 from ..anatomy.quantizers import dequantized_weight, find_quantizer, quantized_copy
 from ..anatomy.types import Anatomy
 from ..errors import error_from_problems
-from ..methods.form_checks import affine_difference
-from ..methods.forms import Affine, Form, Place
+from ..methods.forms.base import Affine, Form, Place
+from ..methods.forms.checks import affine_difference
 from .modules import Delta, Edit
 
 Values = Callable[[str], torch.Tensor]

@@ -20,7 +20,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 from ..anatomy.skeleton import HANDLE_NAME, base_modules, modules_without_paths
 from ..compat import buffers_of, parameters_of, submodules_of
 from ..errors import DeltuneError, error_from_problems
-from ..filesystem import explain_write_errors
+from ..files import explain_write_errors
 from .forward_pass import choose_here
 from .offloading import refuse_offloaded
 from .pass_manager import PassManager, claim_modules

@@ -20,7 +20,7 @@ from ..anatomy.types import Columns
 from ..compat import buffers_of, parameters_of
 from ..errors import DeltuneError, excerpt
 from ..methods.compositions import SigmoidGate
-from ..methods.forms import Form, LowRank, Place, Shapes, Specs, WeightPlace
+from ..methods.forms.base import Form, LowRank, Place, Shapes, Specs, WeightPlace
 from ..methods.resolve import ResolvedEdit, ResolvedMethod
 from ..methods.sites import EditLocation
 from ..methods.spec import Method, Modification

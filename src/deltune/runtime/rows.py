@@ -29,7 +29,7 @@ from ..compat import (
 )
 from ..errors import DeltuneError
 from .hard_concrete import GatedDifference
-from .linear_backend import LinearForward, linear_forward
+from .linear import LinearForward, linear_forward
 from .modules import Delta, Edit, SparseParameter
 
 TensorGetters = Mapping[str, Callable[[], torch.Tensor]]

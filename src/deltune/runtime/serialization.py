@@ -21,12 +21,11 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from .. import tensor_files
 from .._version import __version__
 from ..anatomy.types import Anatomy, Tensor
 from ..compat import config_revision
 from ..errors import MAX_NAME_LENGTH, DeltuneError, excerpt, unknown_name
-from ..filesystem import (
+from ..files import (
     MAX_JSON_BYTES,
     atomic_folder,
     file_sha256,
@@ -35,11 +34,12 @@ from ..filesystem import (
     user_path,
     write_error,
 )
+from ..interop import tensor_files
+from ..interop.tensor_files import TensorInfo
 from ..methods.masks import RowMask
 from ..methods.registry import check_registered
 from ..methods.spec import explicit_expression
 from ..models import name_without_path, portable_name
-from ..tensor_files import TensorInfo
 from .delta_schema import FORMAT, BaseFacts, DeltaMetadata, check_against_metadata, read_metadata_file
 from .model_card import HUB_ID, README, update_card
 from .modules import Delta

@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional as F
 
 from ..compat import is_plain_inference
-from ..methods.forms import TwoLayers
+from ..methods.forms.base import TwoLayers
 from ..methods.registry import FORMS
 from .modules import Delta, Edit
 from .rows import DeltaRows, KeptByRow, OverrideCache

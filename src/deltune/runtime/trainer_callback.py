@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from .attaching import tuned
+from .attach import tuned
 
 
 class SaveDeltaCallback(TrainerCallback):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..training.rates import finalists
-from ..training.run_dir import Best
+from ..train import Best, finalists
 from .study import CellPlan, PlannedCell, Records, labels_without_seed
 
 LADDER = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)

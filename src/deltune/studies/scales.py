@@ -10,8 +10,8 @@ from typing import Any
 from ..errors import DeltuneError, check_booleans, error_from_problems, unknown_name
 from ..methods.registry import parse
 from ..methods.spec import MaskedMethod, Method, NamedMethod
-from ..tasks.registry import TASKS
-from .engine.jobs import Cell, Roots
+from ..train import TASKS
+from .jobs.job import Cell, Roots
 from .rates import choose_rates, rates_to_try
 from .study import SEED_PLACEHOLDER, CellPlan, PlannedCell, Records, Sweep, plan_sweep
 

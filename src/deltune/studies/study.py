@@ -30,10 +30,9 @@ from ..methods import budget as budgets
 from ..methods.counting import count
 from ..methods.registry import default_learning_rate
 from ..models import load_config
-from ..training.config import PLACES, RunConfig, flatten
-from ..training.presets import merge_values
-from .engine.jobs import NO_ROOTS, Cell, Job, Outcome, Roots, run_job
-from .engine.store import JobRecord
+from ..train import PLACES, RunConfig, flatten, merge_values
+from .jobs.job import NO_ROOTS, Cell, Job, Outcome, Roots, run_job
+from .jobs.store import JobRecord
 from .report.figure_spec import Bars, Numbers, TableSpec, ViewSpec
 
 Values = dict[str, Any]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import DeltuneError
-from ..engine.jobs import Cell, Outcome
+from ..jobs.job import Cell, Outcome
 from .comparisons import (
     COUNT,
     SCORE,

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from ...errors import DeltuneError, check_booleans
-from ...metrics.registry import METRICS
-from ..engine.jobs import Cell, Outcome
+from ...train import METRICS
+from ..jobs.job import Cell, Outcome
 from .selectors import (
     DATA_AXES,
     EVERY,

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from ...errors import check_booleans, number_range
-from ..engine.jobs import Outcome
+from ..jobs.job import Outcome
 from .claims import Claim
 from .comparisons import (
     Cells,

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ...training.config import RunConfig
+from ...train import RunConfig
 from ..claims.claims import AllOf, AllWithin, Beats, Claim, Falls, GapShrinks, InEach, Rises, Within
 from ..claims.comparisons import RELATIVE, STEPS, threshold
 from ..claims.selectors import EVERY, LARGEST, SMALLEST, CellSelector
-from ..engine.jobs import Cell, Job, run_job, transfer_job
+from ..jobs.job import Cell, Job, run_job, transfer_job
 from ..rates import choose_rates
 from ..report.figure_spec import Bars, Curves, HeatMap, TableSpec
 from ..scales import (
@@ -25,9 +25,9 @@ from ..scales import (
     method_variants,
 )
 from ..study import SEED_PLACEHOLDER, CellPlan, PlannedCell, Records, Study
-from ..thresholds import ThresholdSearch, plan_searches, powers_of_two, threshold_outcomes
 from .published import AP_TABLE2
 from .questions import QUESTIONS
+from .thresholds import ThresholdSearch, plan_searches, powers_of_two, threshold_outcomes
 
 PARITY = 1.0
 """Points within which two scores count as the same performance."""

@@ -7,12 +7,12 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from ...training.config import RunConfig
+from ...train import RunConfig
 from ..claims.claims import AllOf, Beats, Best, Between, Claim, FewerParameters, InEach, Within
 from ..claims.comparisons import RANK, score
 from ..claims.selectors import EVERY, LARGEST, SMALLEST
-from ..engine.jobs import Job, Outcome, term_change_job, timing_job
-from ..engine.store import JobRecord
+from ..jobs.job import Job, Outcome, term_change_job, timing_job
+from ..jobs.store import JobRecord
 from ..report.figure_spec import Bars, HeatMap, Scatter, TableSpec
 from ..scales import SEEDS, StudySetup, Values, cross_product, join_plans, method_variants
 from ..study import CellPlan, PlannedCell, Records, Study

@@ -17,9 +17,8 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ...anatomy.tracing import meta_model
 from ...methods.counting import count
-from ...tasks.registry import TASKS
-from ...training.config import RunConfig
-from ..engine.jobs import topological_order
+from ...train import TASKS, RunConfig
+from ..jobs.job import topological_order
 from ..study import PlannedCell, Study, labels_without_seed
 
 T5_SHAPE: Mapping[str, Any] = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from ..claims.comparisons import points
 from ..claims.decisions import PrintedTable
-from ..engine.jobs import Outcome
+from ..jobs.job import Outcome
 from .published import (
     AP_LOW_THRESHOLDS,
     AP_TABLE2,

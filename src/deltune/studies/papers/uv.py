@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...tasks.registry import TASKS
+from ...train import TASKS
 from ..claims.claims import (
     AllOf,
     Beats,

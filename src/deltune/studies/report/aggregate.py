@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...errors import DeltuneError
-from ...metrics.registry import METRICS
+from ...train import METRICS
 from ..claims.comparisons import has_labels, is_at_chance
 from ..claims.selectors import describe_cell
-from ..engine.jobs import Cell, Outcome
+from ..jobs.job import Cell, Outcome
 from .figure_spec import DISPLAY_NAMES, Label, LabelFilter, Numbers, ViewSpec, as_tuple
 
 SEED, METRIC, CURVE = "seed", "metric", "curve"

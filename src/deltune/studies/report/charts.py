@@ -21,8 +21,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from ...filesystem import atomic_open
-from ..engine.jobs import Outcome
+from ...files import atomic_open
+from ..jobs.job import Outcome
 from .aggregate import CURVE, METRIC, SEED, Aggregates, Labels, NumberFormat, Spread, relative_spreads, select_outcomes
 from .figure_spec import Bars, Curves, FigureSpec, HeatMap, Label, Scatter, as_tuple
 from .panels import (

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..claims.selectors import SEED
-from ..engine.jobs import Outcome
+from ..jobs.job import Outcome
 from .tables import format_percent
 
 NOT_OF_METHODS = ("model", "task", "target", "family", "kind", "N", "try", SEED)

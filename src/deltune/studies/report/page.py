@@ -10,16 +10,17 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import yaml
 from markupsafe import Markup
 
 from ...errors import counted
-from ...pages.rendering import render as render_template
+from ...train import render as render_template
 from ..claims.decisions import Finding, Paper, PrintedFinding
-from ..engine.jobs import Outcome
-from ..engine.store import JobRecord
+from ..jobs.job import Outcome
+from ..jobs.store import JobRecord
 from .aggregate import SEED
 from .charts import DrawnFigure, render
 from .findings import ClaimRow, claim_rows, has_no_result
@@ -227,7 +228,8 @@ def render_page(sections: Sequence[Section], title: str = "") -> str:
     parts = [_paper_context(paper, studies, i) for i, (paper, studies) in enumerate(papers.items())]
     small = any(section.small for section in sections)
     return render_template(
-        "study.html", title=title or _title(sections, list(papers), small), parts=parts, small=small,
+        Path(__file__).with_name("study.html"),
+        title=title or _title(sections, list(papers), small), parts=parts, small=small,
         summary=_runs_in_words(sections), in_words=findings_in_words(sections), n_studies=len(sections),
         about_papers=printed_in_words(sections),
         disagree=[

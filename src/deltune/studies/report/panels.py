@@ -24,7 +24,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 from matplotlib.transforms import Bbox
 
 from ...errors import number_range
-from ..engine.jobs import Outcome
+from ..jobs.job import Outcome
 from .aggregate import SEED, Aggregates, Labels, NumberFormat, Spread, aggregate, number_format, select_outcomes
 from .figure_spec import FigureSpec, Label, Numbers, as_tuple
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from ..._version import __version__
 from ...errors import check_booleans, counted, number_range
-from ..engine.jobs import Outcome
-from ..engine.store import JobRecord
+from ..jobs.job import Outcome
+from ..jobs.store import JobRecord
 from .aggregate import SEED
 
 PACKAGES = ("torch", "transformers")

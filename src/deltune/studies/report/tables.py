@@ -22,8 +22,8 @@ from typing import Literal
 
 from scipy.stats import rankdata
 
-from ...tasks.registry import TASKS
-from ..engine.jobs import Outcome
+from ...train import TASKS
+from ..jobs.job import Outcome
 from .aggregate import METRIC, Aggregates, Labels, NumberFormat, Spread, aggregate, number_format, select_outcomes
 from .figure_spec import Label, TableSpec
 

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ...errors import counted, number_range, word_list
-from ...training.config import OptimSection
+from ...train import OptimSection
 from ..claims.comparisons import MetricChoice, points
-from ..engine.jobs import Outcome
+from ..jobs.job import Outcome
 
 DEFAULT_BATCH, DEFAULT_EPOCHS = (int(OptimSection.model_fields[name].default) for name in ("batch_size", "epochs"))
 """The defaults of a run, which its spec leaves out."""

@@ -1,0 +1,1 @@
+"""Forms, the f of a modification, which compute a change from activations or from a weight."""

@@ -1,0 +1,786 @@
+"""`attach`, `load`, `export` and `tuned`: put a method or a saved delta on a model, and write one for other libraries.
+
+Adapter folders of PEFT and AdapterHub are read and written here, by `interop`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import safetensors
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..anatomy.inspection import describe_wrapped, inspect, wrapped_model
+from ..anatomy.offloading import loaded_devices
+from ..anatomy.quantization import check_gradients_pass, check_quantization
+from ..anatomy.skeleton import HANDLE_NAME
+from ..anatomy.snapshot import Snapshot
+from ..anatomy.tracing import all_configs
+from ..anatomy.types import Anatomy
+from ..compat import attention_implementation, copy_tensors, set_in_parameter_dict, submodules_of
+from ..errors import DeltuneError, describe_value, excerpt, unknown_name
+from ..files import atomic_folder, user_path, write_error
+from ..interop import adapterhub, peft_read, peft_write
+from ..interop.base import (
+    CONFIG_FILE,
+    AdapterHubHead,
+    AdapterHubOptions,
+    ExportedDelta,
+    ForeignFolder,
+    PeftOptions,
+    Translation,
+    check_options,
+    has_file,
+    is_foreign,
+    read_options,
+    read_tensors,
+)
+from ..interop.tensor_files import TensorInfo, tensor_infos
+from ..methods.counting import TRAINING_COPIES, base_size, check_memory
+from ..methods.forms.base import Prompt
+from ..methods.masks import RowMask
+from ..methods.parser import explain_arguments
+from ..methods.registry import parse
+from ..methods.resolve import ResolvedMethod, resolve
+from ..methods.spec import Method
+from ..models import HEADS, HEADS_WITH_LABELS, head_of_class, head_of_class_name, load_model
+from . import hub, serialization
+from .attention import prefix_implementation
+from .delta_schema import (
+    BaseFacts,
+    Expected,
+    check_finite,
+    check_positions,
+    check_shapes,
+    check_tensors,
+    expected_tensors,
+    parse_saved_method,
+)
+from .handle import Tuned
+from .modules import Delta, HeadLabels, parameter_key
+from .offloading import check_offloading, follow_offloading
+from .pass_manager import refuse_inference_tensors, refuse_shared_modules
+
+FORMATS = ("peft", *peft_write.SERVERS)
+"""The formats that `export` writes: PEFT's own, and what other programs read of it."""
+
+
+def open_folder(folder: str | Path) -> ForeignFolder:
+    """Read an adapter folder of PEFT or AdapterHub, and validate its options.
+
+    Raises:
+        DeltuneError: The folder belongs to neither or is incomplete, or a file is not in its format.
+    """
+    where = Path(folder)
+    options = read_options(where)
+    if "peft_type" in options:
+        check_options(PeftOptions, options, where / CONFIG_FILE)
+        return ForeignFolder(where, options, read_tensors(where, peft_read.WEIGHT_FILES))
+    if "config" not in options or "model_type" not in options:
+        raise DeltuneError(f"{where / CONFIG_FILE} is neither PEFT's (no peft_type) nor AdapterHub's (no model_type)")
+    check_options(AdapterHubOptions, options, where / CONFIG_FILE)
+    tensors = read_tensors(where, adapterhub.WEIGHT_FILES)
+    if not has_file(where, adapterhub.HEAD_CONFIG):
+        return ForeignFolder(where, options, tensors)
+    head_options = read_options(where, adapterhub.HEAD_CONFIG)
+    check_options(AdapterHubHead, head_options, where / adapterhub.HEAD_CONFIG)
+    return ForeignFolder(where, options, tensors, head_options, read_tensors(where, adapterhub.HEAD_WEIGHTS))
+
+
+def read_foreign(handle: Tuned, folder: str | Path) -> Translation:
+    """Translate an adapter folder of PEFT or AdapterHub into a method and tensors for this model.
+
+    Raises:
+        DeltuneError: An option has no translation; the message says why.
+    """
+    contents = open_folder(folder)
+    if "peft_type" in contents.options:
+        modules = [path for path, _ in handle.model.named_modules()]
+        windowed = has_sliding_window(handle.model)
+        return peft_read.read_peft(handle.anatomy, contents, handle._base_value, modules, windowed)
+    relative = hasattr(handle.model.config, "relative_attention_num_buckets")
+    return adapterhub.read_adapterhub(handle.anatomy, contents, relative)
+
+
+def foreign_model_kind(folder: str | Path) -> tuple[str, int | None]:
+    """Return the kind of model that an adapter folder is for, and the number of labels of its head or None."""
+    contents = open_folder(folder)
+    mapping = contents.options.get("auto_mapping")  # PEFT writes it where no task type was given
+    model_class = mapping.get("base_model_class") if isinstance(mapping, dict) else None
+    task = contents.options.get("task_type")
+    if task:
+        kind = next((name for name, head in HEADS.items() if head.peft_task == task), "base")
+    else:
+        kind = head_of_class_name(str(contents.options.get("model_class") or model_class)) or "base"
+    head_weights = [
+        t for n, t in {**contents.tensors, **contents.head}.items() if n.endswith(".weight") and _of_head(n)
+    ]
+    return kind, next(iter(head_weights[0].shape), 1) if kind in HEADS_WITH_LABELS and head_weights else None
+
+
+def foreign_base(folder: str | Path) -> tuple[str, str, int | None]:
+    """Return the kind of model that an adapter folder is for, the name of its base model, and how many labels it has.
+
+    The name is empty where the folder has none.
+    """
+    options = read_options(Path(folder))
+    kind, labels = foreign_model_kind(folder)
+    return kind, str(options.get("base_model_name_or_path") or options.get("model_name") or ""), labels
+
+
+def _of_head(name: str) -> bool:
+    """Whether a tensor belongs to the last linear of a classification head, by the names that transformers gives it."""
+    stem = name.removeprefix(peft_read.NAME_PREFIX).rpartition(".")[0]
+    return stem.partition(".")[0] in ("classifier", "score", "classification_head", "qa_outputs") and (
+        "." not in stem or stem.endswith("out_proj")
+    )
+
+
+def content(handle: Tuned, name: str | None = None) -> ExportedDelta:
+    """Collect a delta for a writer of another format: the one of this name, or the one in use."""
+    delta = handle.delta(name)
+    with torch.no_grad():
+        values = {n: handle._delta_value(delta, n).detach() for n in delta.selected if n not in delta.head}
+        values |= {n: sparse.final(handle._base_value(n).detach()) for n, sparse in delta.masked_tensors()}
+        full = {key: {leaf: t.detach() for leaf, t in edit.full_tensors().items()} for key, edit in delta.named_edits()}
+    head = {n: handle._delta_value(delta, n).detach() for n in delta.head}
+    return ExportedDelta(
+        handle.anatomy, delta.planned.edits, full, values, head, lambda n: handle._dense_value(n).detach(),
+        has_sliding_window(handle.model),
+    )  # fmt: skip
+
+
+def export_delta(handle: Tuned, folder: str | Path, format: str = "peft", name: str | None = None) -> Path:
+    """Write a delta in the format of another library, completely or not at all; see `deltune.export`."""
+    if format not in FORMATS:
+        raise DeltuneError(unknown_name("format", format, FORMATS))
+    model, exported = handle.model, content(handle, name)
+    task = HEADS[head_of_class_name(type(model).__name__) or "base"].peft_task
+    if format == "peft":
+        options, tensors = peft_write.write_peft(exported)
+    else:
+        options, tensors = peft_write.write_for_server(exported, format, task)
+    options |= {
+        "task_type": task, "base_model_name_or_path": model.config.name_or_path,
+        "inference_mode": True,
+    }  # fmt: skip
+    target = user_path(folder, "folder")
+    with atomic_new_folder(target) as fresh:
+        whole = {n: t.detach().to("cpu", copy=True).contiguous() for n, t in tensors.items()}
+        save_file(whole, fresh / peft_read.WEIGHT_FILES[0], metadata={"format": "pt"})
+        (fresh / CONFIG_FILE).write_text(json.dumps(options, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return target
+
+
+@contextlib.contextmanager
+def atomic_new_folder(folder: str | Path) -> Iterator[Path]:
+    """Give a temporary folder to fill, which is renamed to `folder` if the block succeeds.
+
+    Raises:
+        DeltuneError: The folder exists and is not empty, no space is left, or there is no permission.
+    """
+    target = Path(folder).expanduser()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise DeltuneError(f"{target} exists and is not an empty folder; choose another")
+    try:
+        with atomic_folder(target) as fresh:
+            yield fresh
+    except (OSError, safetensors.SafetensorError) as error:
+        raise write_error(target, error, "nothing was changed there") from error
+
+
+def has_sliding_window(model: PreTrainedModel) -> bool:
+    """Return whether some attention of a model sees a part of the text alone: its last tokens, or a chunk of it."""
+    config: Any = getattr(model.config, "text_config", None) or model.config
+    kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None) or ()  # GPT-Neo's name
+    if kinds:
+        return any(word in kind for kind in kinds for word in ("sliding", "chunked", "local"))
+    return bool(getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None))
+
+
+@explain_arguments
+def attach(
+    model: PreTrainedModel, method: str | Method, name: str = "default", head: Literal["train", "freeze"] = "train"
+) -> Tuned:
+    """Attach a method to a model and put it in use. The model is changed in place, and all other weights are frozen.
+
+    Initial values are drawn from torch's global random generator.
+
+    Args:
+        model: A model of transformers.
+        method: An expression, such as "prefix(length=16) + layernorm", or a method object.
+        name: The name of the delta on this model: letters, digits, "-" and "_".
+        head: "train" trains the task head, "freeze" does not. The head is saved with the delta either way.
+
+    Returns:
+        The handle of the model.
+
+    Raises:
+        DeltuneError: The method is unknown or needs a place that this model does not have, the name is taken, the model
+            is quantised in a way that cannot be tuned, a part of it belongs to another model with deltas,
+            or there is too little memory. The model stays as it was.
+    """
+    snapshot = _check_model(model)
+    with _default_modes():
+        if snapshot is None:
+            check_gradients_pass(model)
+        parsed = _parse_or_explain(method)
+        if head not in ("train", "freeze"):
+            raise DeltuneError(unknown_name("head", head, ("train", "freeze")))
+        handle = find_tuned(model)
+        check_name(name, handle.names if handle else ())
+        anatomy = handle.anatomy if handle else inspect(model)
+        _check_head_plain(anatomy)
+        planned = handle._resolve(parsed) if handle else resolve(anatomy, parsed, lambda: base_size(model)[1])
+        check_memory(model, anatomy, planned, parsed, TRAINING_COPIES)
+        if any(edit.modification.form.needs == "attention" for edit in planned.edits):
+            for config in all_configs(model):
+                prefix_implementation(attention_implementation(config))
+        handle = handle or Tuned(model)
+        _attach(handle, parsed, planned, name, head, snapshot)
+    return handle
+
+
+def _parse_or_explain(method: str | Method) -> Method:
+    """Parse a method; of what is a folder and no method, say how a delta is loaded."""
+    try:
+        return parse(method)
+    except DeltuneError:
+        if isinstance(method, str | Path) and os.path.isdir(method):
+            raise DeltuneError(
+                f"{excerpt(str(method))} is a folder, and a method is an expression such as 'lora(rank=8)': a saved "
+                f"delta is attached by deltune.load(model, {excerpt(str(method))})"
+            ) from None
+        raise
+
+
+@contextlib.contextmanager
+def _default_modes() -> Iterator[None]:
+    """Make tensors on the CPU and with gradients, also inside `torch.device("meta")` and torch.inference_mode().
+
+    Tensors that are made in inference mode cannot be trained later, and a delta is moved to the model's devices.
+    """
+    on_cpu = torch.get_default_device() == torch.device("cpu")
+    with torch.inference_mode(False), contextlib.nullcontext() if on_cpu else torch.device("cpu"):
+        yield
+
+
+def _attach(
+    handle: Tuned, parsed: Method, planned: ResolvedMethod, name: str, head: str, snapshot: Snapshot | None
+) -> None:
+    heads = tuple(t.name for t in handle.anatomy.tensors if t.area == "head")
+    delta = handle._move_to_model(Delta(parsed, planned, heads, head))
+    delta.initialize(handle._place_of)
+    for name_in_model, sparse in delta.masked_tensors():
+        sparse.initialize(handle._base_value(name_in_model).detach())
+    _start_rows(handle, delta)
+    owned = delta.owned_tensors
+    for owned_name, value in zip(owned, handle._state.base_values(owned), strict=True):
+        set_in_parameter_dict(delta.held, parameter_key(owned_name), nn.Parameter(value.detach().clone()))
+    low_precision = [n for n in delta.selected if handle._base_value(n).dtype in (torch.bfloat16, torch.float16)]
+    if low_precision:
+        dtype = handle._base_value(low_precision[0]).dtype
+        warnings.warn(
+            f"{parsed!r} trains {len(low_precision)} tensors of {dtype} in place, where small updates are lost to "
+            "rounding: load the model in float32 and use autocast",
+            stacklevel=4,
+        )
+    for waste in (*planned.wasteful_parts(), *_padding_rows(handle.model, planned)):
+        warnings.warn(waste, stacklevel=4)
+    handle._add_delta(name, delta, handle._base_labels, snapshot=snapshot)
+
+
+def _padding_rows(model: PreTrainedModel, planned: ResolvedMethod) -> Iterator[str]:
+    """Yield for each table of embeddings whose padding token is chosen that its row gets no gradient."""
+    for tensor, mask in planned.masked:
+        if not isinstance(mask, RowMask) or tensor.aliases:  # a tied row gets one from the vocabulary
+            continue
+        padding = getattr(model.get_submodule(tensor.name.rpartition(".")[0]), "padding_idx", None)
+        if padding in mask.rows:
+            yield (
+                f"token {padding} is the padding token of {tensor.name}, whose row gets no gradient, so that it stays "
+                "as it is: leave it out of tokens="
+            )
+
+
+@torch.no_grad()
+def _start_rows(handle: Tuned, delta: Delta) -> None:
+    """Initialize prompt rows with the embeddings of given token ids, repeated up to the prompt's length."""
+    for edit in delta.all_edits():
+        form = edit.modification.form
+        if isinstance(form, Prompt) and form.init_from:
+            embeddings = handle.model.get_submodule(handle.anatomy.stacks[0].words or "")
+            ids = [form.init_from[i % len(form.init_from)] for i in range(form.length)]
+            device = next(device for _, _, device in loaded_devices(embeddings, handle._state.offloaded))
+            with handle.disable():  # the base model's embeddings, whatever delta is in use
+                edit.set_initial_value("rows", embeddings(torch.tensor(ids, device=device)))
+
+
+@explain_arguments
+def load(
+    model: PreTrainedModel | str | Path,
+    folder: str | Path | None = None,
+    name: str = "default",
+    *,
+    allow_nonfinite: bool = False,
+    use: bool = True,
+    base: Literal["same", "any"] = "same",
+    revision: str | None = None,
+    token: str | bool | None = None,
+) -> Tuned:
+    """Attach a saved delta under a name, whatever it was called when it was saved, and put it in use.
+
+    `load(folder)` loads the base model too, by the name that the folder has for it, and `tuned.model` is that model.
+
+    `load(model, "user/name")` fetches a delta from the Hugging Face Hub if there is no such folder here. Only the files
+    of a delta, of PEFT or of AdapterHub are downloaded.
+
+    The folder may come from a stranger: nothing in it is executed, every size in it is compared with the model and with
+    the length of its file before anything is allocated, and a symbolic link is only followed inside the folder (and to
+    the blobs of a Hugging Face cache).
+
+    Args:
+        model: The base model that the delta was trained on; or the folder alone, to load that base model as well.
+        folder: A run, its `delta` folder, any folder that `save` wrote, a Trainer's checkpoint that was written with
+            `SaveDeltaCallback`, or an adapter folder of PEFT or AdapterHub. Or a hub id, OWNER/NAME; a `Path` is never
+            one.
+        name: What the delta is called on this model.
+        allow_nonfinite: Load values that are NaN or infinite as they are, instead of refusing them.
+        use: Whether the delta is put in use, in place of the one that is in use now. False: that one stays in use.
+        base: "same" loads the delta only on the base model that it was tuned on. "any" takes every model with the same
+            names and shapes of tensors, such as a quantised form of it, and warns of what differs.
+        revision: For a hub id: a branch, a tag or a commit. Default: the branch main.
+        token: For a hub id: an access token. Default: the one of `hf auth login`.
+
+    Returns:
+        The handle of the model.
+
+    Raises:
+        DeltuneError: The folder holds no delta; the hub does not have it or cannot be reached; a file is truncated,
+            altered or not what its format says; the delta is of another base model, of other tensors, or of a head that
+            this model class does not have; another library's options have no translation here. The model stays as it
+            was.
+    """
+    if folder is None and isinstance(model, str | Path):
+        where = _folder_or_fetched(model, revision, token)
+        model = _load_base_of(where)
+        snapshot = _check_model(model)
+    elif folder is not None:
+        snapshot = _check_model(model)
+        where = _folder_or_fetched(folder, revision, token)
+    else:
+        raise DeltuneError("no folder is given: load(model, folder), or load(folder) with the base model as well")
+    assert isinstance(model, PreTrainedModel)
+    with _default_modes():
+        saved = None if _is_foreign_delta(where) else serialization.open_delta(where)
+        handle = find_tuned(model)
+        check_name(name, handle.names if handle else ())
+        handle = handle or Tuned(model)
+        if saved is None:
+            delta, labels = _read_foreign_delta(handle, where, allow_nonfinite)
+        else:
+            delta, own_labels = _read_delta(handle, saved, allow_nonfinite, base, snapshot)
+            labels = own_labels or handle._base_labels
+        handle._add_delta(name, delta, labels, use, snapshot)
+        return handle if snapshot is not None else _without_gradients(handle, name)
+
+
+def _without_gradients(handle: Tuned, name: str) -> Tuned:
+    """Freeze a loaded delta on a quantised model that lets no gradient through, and say so."""
+    try:
+        check_gradients_pass(handle.model)
+    except DeltuneError as error:
+        delta = handle.delta(name)
+        parameters = handle._state.parameters_by_name(delta)
+        for parameter in parameters.values():
+            parameter.requires_grad_(False)
+        if delta.saved_requires_grad is not None:  # what use() gives them back
+            delta.saved_requires_grad = dict.fromkeys(parameters, False)
+        warnings.warn(f"delta {name!r} can be used but not trained here: {error}", stacklevel=4)
+    return handle
+
+
+def read_delta(handle: Tuned, folder: Path, *, allow_nonfinite: bool = False) -> tuple[Delta, HeadLabels]:
+    """Read a saved delta for a model without attaching it; other threads may use the model meanwhile.
+
+    Args:
+        handle: The handle of the model.
+        folder: As for `load`.
+        allow_nonfinite: As for `load`.
+
+    Returns:
+        The delta, for `add_delta`, and its labels.
+
+    Raises:
+        DeltuneError: As `load`.
+    """
+    with _default_modes():
+        if _is_foreign_delta(folder):
+            return _read_foreign_delta(handle, folder, allow_nonfinite)
+        delta, labels = _read_delta(handle, serialization.open_delta(folder), allow_nonfinite)
+        return delta, labels or handle._base_labels
+
+
+def check_base_of_delta(
+    handle: Tuned, base: BaseFacts, where: Path, allowed: str = "same", quantization: str | None = None
+) -> None:
+    """Check that a saved delta was tuned on this model, by what its folder says, without reading its tensors.
+
+    Other threads may use the model meanwhile.
+
+    Args:
+        handle: The handle of the model.
+        base: The base model of the delta, as its folder describes it.
+        where: The folder.
+        allowed: As `base` of `load`.
+        quantization: How the model is quantised, where that is known.
+
+    Raises:
+        DeltuneError: It was tuned on another base model.
+    """
+    compared = base.tokens if base.compared_tokens is None else base.compared_tokens
+    serialization.check_base(base, where, handle._base_compared(compared, quantization), allowed)
+
+
+def add_delta(handle: Tuned, name: str, delta: Delta, labels: HeadLabels) -> None:
+    """Attach a delta that `read_delta` has read, and leave in use what is in use.
+
+    Args:
+        handle: The handle of the model.
+        name: What the delta is called on this model.
+        delta: The delta.
+        labels: Its labels.
+
+    Raises:
+        DeltuneError: The name is taken or cannot be one, or the model's forward pass does not reach all of the delta.
+    """
+    check_name(name, handle.names)
+    with _default_modes():
+        handle._add_delta(name, delta, labels, use=False)
+
+
+def _folder_or_fetched(folder: str | Path, revision: str | None, token: str | bool | None) -> Path:
+    """The folder of a delta: on this machine, or fetched from the hub."""
+    if hub.names_repository(folder):
+        return hub.fetch_delta(str(folder), revision, token)
+    where = user_path(folder, "folder")
+    if revision is not None:
+        raise DeltuneError(
+            f"revision={revision!r} is for a delta on the hub, and {str(where)!r} "
+            f"{'is a folder here' if where.exists() else 'is no hub id, OWNER/NAME'}: leave revision out"
+        )
+    return where
+
+
+def _is_foreign_delta(where: Path) -> bool:
+    return is_foreign(where) and not has_file(where, serialization.FACTS)
+
+
+def _load_base_of(where: Path) -> PreTrainedModel:
+    """Load the base model that a folder names, with the head that its delta was tuned with."""
+    labels: list[str] | None
+    if _is_foreign_delta(where):
+        head, base, count = foreign_base(where)
+        labels = None if count is None else [f"LABEL_{i}" for i in range(count)]
+    else:
+        facts = serialization.read_metadata(where)
+        head, base = "", facts.base.name
+        labels = [label for _, label in facts.labels.pairs] if facts.labels else None
+    if not base:
+        raise DeltuneError(f"{where} does not name its base model: load that model, and give it as load(model, folder)")
+    try:
+        head = head or head_of_class(base, facts.base.model)
+        return load_model(base, head, labels if head in HEADS_WITH_LABELS else None)
+    except DeltuneError as error:
+        raise DeltuneError(
+            f"the base model of {where}, {base!r}, cannot be loaded: {error} Or load it yourself: load(model, folder)"
+        ) from error
+
+
+def _read_delta(
+    handle: Tuned,
+    saved: serialization.SavedDelta,
+    allow_nonfinite: bool,
+    base: str = "same",
+    snapshot: Snapshot | None = None,
+) -> tuple[Delta, HeadLabels | None]:
+    """Make the delta of a folder for this model, after all checks.
+
+    Args:
+        handle: The handle of the model.
+        saved: The folder.
+        allow_nonfinite: As for `load`.
+        base: As for `load`.
+        snapshot: A current snapshot of the model, if there is one.
+    """
+    facts, where, anatomy = saved.facts, saved.where, handle.anatomy
+    quantization = None if snapshot is None else ""  # every weight of a model that has one is plain
+    check_base_of_delta(handle, facts.base, where, base, quantization)
+    head = tuple(facts.head.tensors)
+    head_tensors = tuple(t.name for t in anatomy.tensors if t.area == "head")
+    if head and head != head_tensors:
+        raise DeltuneError(
+            f"{where} holds a head of {facts.base.model} ({', '.join(head[:8])}); {type(handle.model).__name__} has "
+            f"{', '.join(head_tensors) or 'none'}: load the base model as {facts.base.model}"
+        )
+    if head:
+        _check_purpose(facts.base.model, handle.model, where)
+    method, explicit = parse_saved_method(anatomy, facts, len(saved.tensors), where)
+    planned = handle._resolve(explicit)
+    labels = (
+        None
+        if facts.labels is None or (head_tensors and not head)
+        else HeadLabels(facts.labels.pairs, facts.labels.problem_type)
+    )
+    needed = _check_file(handle, planned, head, saved.tensors, labels, where)
+    check_memory(handle.model, anatomy, planned, explicit)
+    delta = handle._move_to_model(Delta(method, planned, head, facts.head.mode, folded=True), snapshot)
+    delta.draw()
+    _fill(handle, delta, needed, saved.numbers(), where, allow_nonfinite)
+    return delta, labels
+
+
+def _check_purpose(saved_class: str, model: PreTrainedModel, where: Path) -> None:
+    """Raise an error for a model whose head has tensors of the same names and another purpose, such as to tag tokens.
+
+    Args:
+        saved_class: The class of the model that the delta was tuned on.
+        model: The model that it is loaded on; it may be of a class that is derived from that one.
+        where: The folder, for the message.
+    """
+    here = {match[0] for kind in type(model).__mro__ if (match := _PURPOSE.search(kind.__name__))}
+    saved = _PURPOSE.search(saved_class)
+    if saved and here and saved[0] not in here:
+        raise DeltuneError(
+            f"{where} holds a head of {saved_class}, and this model is a {type(model).__name__}: load the base model "
+            f"as {saved_class}"
+        )
+
+
+_PURPOSE = re.compile(r"For[A-Z][A-Za-z]*$")
+"""The end of the name of a class of transformers, which says what its head is for."""
+
+
+def _check_file(
+    handle: Tuned,
+    planned: ResolvedMethod,
+    head: tuple[str, ...],
+    facts: dict[str, TensorInfo],
+    labels: HeadLabels | None,
+    where: Path,
+) -> Expected:
+    """Check, before anything is allocated, that a file has the tensors of a resolved method on this model.
+
+    Returns:
+        These tensors.
+    """
+    owned = tuple(dict.fromkeys((*(t.name for t in planned.selected), *head)))
+    needed = expected_tensors(handle.anatomy, planned, owned, head)
+    check_tensors(needed, facts, where)
+    shapes = {t.name: t.shape for t in handle.anatomy.tensors}
+    has_labels = handle.anatomy.output_kind == "labels"
+    _check_head(
+        len(labels.id2label) if labels else 0, len(handle._base_labels.id2label) if has_labels and labels else None,
+        {name: (facts[f"base.{name}"].shape, tuple(shapes[name])) for name in head}, where,
+    )  # fmt: skip
+    return needed
+
+
+def _fill(
+    handle: Tuned,
+    delta: Delta,
+    needed: Expected,
+    numbers: dict[str, torch.Tensor],
+    where: Path,
+    allow_nonfinite: bool = False,
+) -> None:
+    """Copy the tensors of a file, which has the expected ones, into a new delta."""
+    check_positions(needed, numbers, where)
+    parameters = delta.tensors_to_save()
+    shapes: dict[str, tuple[int, ...] | None] = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
+    check_shapes(shapes | {f"base.{name}": None for name in delta.owned_tensors}, tensor_infos(numbers), where)
+    filled = dict(parameters)
+    with torch.no_grad():
+        copy_tensors(list(parameters.values()), [numbers[name] for name in parameters])
+        owned = delta.owned_tensors
+        for name, like in zip(owned, handle._state.base_values(owned), strict=True):
+            # the file's memory is unaligned, which would change the last bits of results
+            value = numbers[f"base.{name}"].to(device=like.device, dtype=like.dtype, copy=True)
+            filled[f"base.{name}"] = parameter = nn.Parameter(value)
+            set_in_parameter_dict(delta.held, parameter_key(name), parameter)
+        if not allow_nonfinite:
+            check_finite(filled, where)
+
+
+def _read_foreign_delta(handle: Tuned, where: Path, allow_nonfinite: bool) -> tuple[Delta, HeadLabels]:
+    """Make a delta of a folder of PEFT or AdapterHub; if it has no head, the model's own stays and is frozen."""
+    model = handle.model
+    adapter = read_foreign(handle, where)
+    planned = resolve(handle.anatomy, adapter.method, lambda: base_size(model)[1])
+    head = tuple(t.name for t in handle.anatomy.tensors if t.area == "head")
+    if adapter.head and (missing := [n for n in head if n not in adapter.head]):
+        raise DeltuneError(f"{where} has only a part of a head; missing: {', '.join(missing)}")
+    head_tensors = {n: adapter.head.get(n, handle._base_value(n).detach()) for n in head}
+    labels = handle._base_labels
+    if adapter.head:
+        width = next(iter(head_tensors[head[-1]].shape), 0)  # the last linear's outputs
+        names = adapter.labels or tuple(label for _, label in labels.id2label)
+        names = names if len(names) == width else tuple(f"LABEL_{i}" for i in range(width))
+        labels = HeadLabels(tuple(enumerate(names)), labels.problem_type)
+    numbers = adapter.tensors | {f"base.{n}": t for n, t in head_tensors.items()}
+    untouched = {
+        f"base.{n}": TensorInfo("F32", tuple(t.shape)) for n, t in head_tensors.items() if n not in adapter.head
+    }
+    try:
+        needed = _check_file(handle, planned, head, tensor_infos(numbers) | untouched, labels, where)
+    except DeltuneError as error:
+        if error.fault == "files":
+            error.fault = "model"  # such a folder does not identify its base, which is more often another one
+        raise
+    check_memory(model, handle.anatomy, planned, adapter.method)
+    delta = handle._move_to_model(
+        Delta(adapter.method, planned, head, "train" if adapter.head else "freeze", folded=True)
+    )
+    delta.draw()
+    _fill(handle, delta, needed, numbers, where, allow_nonfinite)
+    return delta, labels
+
+
+@explain_arguments
+def export(model: PreTrainedModel, folder: str | Path, format: str = "peft", name: str | None = None) -> Path:
+    """Write a delta in the format of another library, completely or not at all.
+
+    Args:
+        model: A model with attached deltas.
+        folder: A new or empty folder.
+        format: "peft", the adapter folder that PEFT loads. "vllm", such a folder that vLLM serves, and "llama.cpp", one
+            that its script convert_lora_to_gguf.py converts: both for LoRA on a causal language model.
+        name: The delta's name. Default: the delta in use.
+
+    Returns:
+        The folder.
+
+    Raises:
+        DeltuneError: The folder is not empty, the format is unknown, nothing is attached under this name, or the
+            format cannot express a part of the method; the message lists all such parts with the reasons.
+    """
+    if not isinstance(model, nn.Module):
+        raise DeltuneError(
+            f"export takes a model with a delta attached, and then the new folder; its first argument is "
+            f"{describe_value(model)}. Load the model and the delta first, as in export(model, 'DIR'), or export the "
+            "folder of a run on the command line: deltune export RUN --to DIR"
+        )
+    return export_delta(tuned(model), folder, format, name)
+
+
+def _check_head_plain(anatomy: Anatomy) -> None:
+    """Raise an error for a task head with quantised tensors, which is saved with every delta."""
+    if quantized := [t for t in anatomy.tensors if t.area == "head" and t.quantized]:
+        raise DeltuneError(
+            f"the task head of {anatomy.model} is quantised ({quantized[0].name}: {quantized[0].quantized}), and a "
+            "delta has a head of its own that is trained: leave the head in floating point (llm_int8_skip_modules of "
+            "BitsAndBytesConfig, modules_to_not_convert of other configurations)"
+        )
+
+
+def _check_head(labels: int, model_labels: int | None, shapes: dict[str, tuple[Any, Any]], where: Path) -> None:
+    """Check that a head fits this model; only its last linear may have another number of labels, its first axis.
+
+    Args:
+        labels: The number of labels that the file names.
+        model_labels: The number of labels of this model, or None where its outputs are no labels.
+        shapes: For each tensor of the head, its shape in the file and its shape in this model.
+        where: The folder, for error messages.
+    """
+    last = next(reversed(shapes), "").rpartition(".")[0]
+    widths = {shape[:1] for name, (shape, _) in shapes.items() if name.rpartition(".")[0] == last}
+    for name, (shape, here) in shapes.items():
+        relabelled = name.rpartition(".")[0] == last and len(shape) == len(here) > 0 and shape[1:] == here[1:]
+        if shape != here and not (relabelled and shape[0] == labels):
+            raise DeltuneError(
+                f"{where}: head tensor {name} has shape {tuple(shape)}, this model's head has {tuple(here)}; only the "
+                f"number of labels may differ, and the file names {labels}"
+            )
+        if shape == here and relabelled and model_labels not in (None, labels) and shape[0] == model_labels:
+            raise DeltuneError(f"{where} names {labels} labels, but its head tensor {name} has {shape[0]} outputs")
+    if len(widths) > 1:
+        raise DeltuneError(f"{where}: the tensors of its head's {last} have different numbers of outputs")
+
+
+def _check_model(model: object) -> Snapshot | None:
+    """Raise an error for anything that is not a plain model of transformers, such as a model wrapped by PEFT.
+
+    Returns:
+        A snapshot of a tuned model with plain weights, else None.
+    """
+    if isinstance(model, PreTrainedModel):
+        handle = find_tuned(model)
+        snapshot = None if handle is None or handle._state.offloaded else handle._current_snapshot()
+        if snapshot is None:
+            check_quantization(model)
+            check_offloading(model)
+            refuse_inference_tensors(model)
+            if handle is not None:
+                follow_offloading(handle._state)
+        refuse_shared_modules(model)
+        return snapshot
+    advice = f"; {wrapped}" if (wrapped := describe_wrapped(model)) else ", as in attach(model, method)"
+    if hasattr(model, "peft_config"):
+        advice = ": take PEFT's layers off first (its unload()), or save it and deltune.load its folder"
+    elif isinstance(model, Tuned):
+        advice = ": give its model, as in attach(tuned.model, method)"
+    elif isinstance(model, str | Path | PreTrainedConfig):
+        advice = ": load the model first, with transformers' Auto class for its task or deltune.models.load_model"
+    raise DeltuneError(f"a method is attached to a model of transformers, not to {describe_value(model)}{advice}")
+
+
+def check_name(name: str, taken: Iterable[str]) -> None:
+    """Raise an error for a name that a delta cannot have, or that is taken."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name) or hasattr(nn.ModuleDict(), name):
+        raise DeltuneError(
+            f"name {excerpt(name)} cannot name a delta: use letters, digits, '-' and '_', and no name that torch's "
+            "ModuleDict uses itself"
+        )
+    if name in taken:
+        raise DeltuneError(f"a delta named {name!r} is already attached; detach it or choose another name")
+
+
+def find_tuned(model: nn.Module) -> Tuned | None:
+    """Return the handle of a model, or None if nothing is attached."""
+    handle: Any = submodules_of(model).get(HANDLE_NAME)
+    return handle if isinstance(handle, Tuned) else None
+
+
+def tuned(model: nn.Module) -> Tuned:
+    """Return the handle of a model with attached deltas.
+
+    Args:
+        model: The model, the handle itself, or a module that wraps the model, as torch.compile and
+            DistributedDataParallel do.
+
+    Returns:
+        The handle, the same object that `attach` or `load` returned.
+
+    Raises:
+        DeltuneError: Nothing is attached to the model.
+    """
+    if isinstance(model, Tuned):
+        return model
+    if not isinstance(model, nn.Module):
+        raise DeltuneError(f"deltune.tuned takes a model that deltas are attached to, not {describe_value(model)}")
+    handle = find_tuned(wrapped_model(model) or model)
+    if handle is None:
+        raise DeltuneError(
+            f"nothing is attached to this {type(model).__name__}; call deltune.attach(model, method) first"
+        )
+    return handle

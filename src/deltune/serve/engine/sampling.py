@@ -1,0 +1,243 @@
+"""The next token of one row: chosen with the row's own settings and random numbers, and turned into text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process
+
+from ...errors import DeltuneError
+from ..errors import InvalidRequest
+from .requests import Sampling, TokenChoice, TokenLogprob
+
+TokenText = Callable[[int, int | None], tuple[str, bytes | None]]
+"""Returns the text and the bytes of a token, given the token before it."""
+MAX_LOGPROBS = 100
+GREEDY_BELOW = 1e-5
+"""Temperatures below this take the most likely token: scores divided by them would not be finite."""
+
+
+def check_sampling(sampling: Sampling, has_tokenizer: bool) -> None:
+    """Check the settings of a request."""
+    problems = []
+    numbers = {"temperature": sampling.temperature, "top_p": sampling.top_p}
+    if not _is_whole(sampling.max_tokens) or sampling.max_tokens < 1:
+        problems.append(f"max_tokens={sampling.max_tokens} is not a whole number from 1")
+    problems += [f"{name}={value} is not a number" for name, value in numbers.items() if not _is_number(value)]
+    if _is_number(sampling.temperature) and sampling.temperature < 0:
+        problems.append(f"temperature={sampling.temperature} is below 0")
+    if _is_number(sampling.top_p) and not 0 < sampling.top_p <= 1:
+        problems.append(f"top_p={sampling.top_p} is not above 0 and at most 1")
+    if not _is_whole(sampling.top_k) or sampling.top_k < 0:
+        problems.append(f"top_k={sampling.top_k} is not a whole number from 0")
+    if sampling.logprobs is not None and not (_is_whole(sampling.logprobs) and 0 <= sampling.logprobs <= MAX_LOGPROBS):
+        problems.append(f"logprobs={sampling.logprobs!r} is not a whole number from 0 to {MAX_LOGPROBS}")
+    if not _is_boolean(sampling.shorten):
+        problems.append(f"shorten={sampling.shorten!r} is not True or False")
+    if sampling.seed is not None and not _is_whole(sampling.seed):
+        problems.append(f"seed={sampling.seed!r} is not a whole number")
+    if not isinstance(sampling.stop, tuple | list) or not all(isinstance(s, str) and s for s in sampling.stop):
+        problems.append(f"stop={sampling.stop!r} is not a tuple of texts that are not empty")
+    elif sampling.stop and not has_tokenizer:
+        problems.append("stop needs texts, and this server has no tokenizer")
+    if problems:
+        raise InvalidRequest("the sampling settings cannot be used: " + "; ".join(problems))
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_boolean(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+class TokenChooser:
+    def __init__(self, sampling: Sampling, processors: LogitsProcessorList, token_text: TokenText) -> None:
+        self.sampling, self.processors, self.token_text = sampling, processors, token_text
+        self.generator: torch.Generator | None = None
+        if sampling.temperature:
+            self.generator = torch.Generator()
+            if sampling.seed is None:
+                self.generator.seed()
+            else:
+                self.generator.manual_seed(sampling.seed % (1 << 63))
+
+    @property
+    def is_plain(self) -> bool:
+        """Takes the most likely token and tells nothing else."""
+        return self.generator is None and not self.processors and self.sampling.logprobs is None
+
+    @property
+    def forces_end(self) -> bool:
+        """The model's generation config forces an answer of full length to end with an end token."""
+        return any(isinstance(one, logits_process.ForcedEOSTokenLogitsProcessor) for one in self.processors)
+
+    def choose(self, logits: torch.Tensor, tokens: Sequence[int]) -> TokenChoice:
+        """Return the next token, without its text."""
+        scores = logits
+        if self.processors:
+            ids: Any = torch.tensor([list(tokens)])
+            scores = self.processors(ids, logits[None].clone())[0]
+        token = int(scores.argmax()) if self.generator is None else self._draw(scores)
+        if self.sampling.logprobs is None:
+            return TokenChoice(token, "")
+        logprobs = logits.log_softmax(-1)
+        likeliest = logprobs.topk(min(self.sampling.logprobs, len(logprobs))).indices.tolist()
+        before = tokens[-1] if tokens else None
+        chosen, *top = (TokenLogprob(i, float(logprobs[i]), *self.token_text(i, before)) for i in (token, *likeliest))
+        return TokenChoice(token, "", chosen, tuple(top))
+
+    def _draw(self, scores: torch.Tensor) -> int:
+        sampling = self.sampling
+        if sampling.temperature < GREEDY_BELOW:
+            return int(scores.argmax())
+        scores = scores / sampling.temperature
+        if 0 < sampling.top_k < len(scores):
+            scores = scores.masked_fill(scores < scores.topk(sampling.top_k).values[-1], -torch.inf)
+        probabilities = scores.softmax(-1)
+        if sampling.top_p < 1:
+            ordered, order = probabilities.sort(descending=True, stable=True)
+            outside = ordered.cumsum(-1) - ordered >= sampling.top_p
+            outside[0] = False  # also where top_p is so small that it is 0 in float32
+            probabilities = probabilities.index_fill(0, order[outside], 0.0)
+        return int(torch.multinomial(probabilities, 1, generator=self.generator))
+
+
+def config_processors(
+    model: Any, prompt_length: int, max_tokens: int, ends: Sequence[int], forced: Mapping[str, Any] | None = None
+) -> LogitsProcessorList:
+    """Return what a model's generation config does to the scores of greedy decoding and sampling."""
+    config = model.generation_config
+    made: list[Any] = []
+    eos = list(ends)
+
+    def value(name: str, neutral: Any = None) -> Any:
+        matches = (forced or {}).get(name, getattr(config, name, None))
+        return None if matches == neutral else matches
+
+    if (penalty := value("repetition_penalty", 1.0)) is not None:
+        made.append(logits_process.RepetitionPenaltyLogitsProcessor(penalty))
+    if ngram := value("no_repeat_ngram_size", 0):
+        made.append(logits_process.NoRepeatNGramLogitsProcessor(ngram))
+    if bad := value("bad_words_ids"):
+        made.append(logits_process.NoBadWordsLogitsProcessor(bad, eos or None))
+    if (shortest := value("min_length", 0)) and eos:
+        made.append(logits_process.MinLengthLogitsProcessor(shortest, eos))
+    if (shortest := value("min_new_tokens", 0)) and eos:
+        made.append(logits_process.MinNewTokensLengthLogitsProcessor(prompt_length, shortest, eos))
+    if (first := value("forced_bos_token_id")) is not None:
+        made.append(logits_process.ForcedBOSTokenLogitsProcessor(first))
+    if (last := value("forced_eos_token_id")) is not None:
+        made.append(logits_process.ForcedEOSTokenLogitsProcessor(prompt_length + max_tokens, last))
+    if suppressed := value("suppress_tokens"):
+        made.append(logits_process.SuppressTokensLogitsProcessor(suppressed))
+    if suppressed := value("begin_suppress_tokens"):
+        begin = prompt_length + (1 if prompt_length <= 1 and value("forced_bos_token_id") is not None else 0)
+        made.append(logits_process.SuppressTokensAtBeginLogitsProcessor(suppressed, begin))
+    if unknown := [name for name in ("encoder_repetition_penalty", "guidance_scale") if value(name, 1.0) is not None]:
+        raise DeltuneError(
+            f"the model's generation config has {', '.join(unknown)}, which a server does not apply; set it to 1.0 in "
+            "its generation_config.json"
+        )
+    return LogitsProcessorList(made)
+
+
+DECODED_BEFORE = 8
+"""Tokens of a prompt that are decoded together with the first token of its continuation."""
+
+
+class TextBuilder:
+    """Makes the text of tokens that come one by one, and finds where it is to stop.
+
+    A special token is no part of the text, but a stop may contain its name. A tokenizer may drop a blank before the
+    first token that it is given, so the first one is decoded behind the last ones of the prompt.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        stop: Sequence[str],
+        prompt: Sequence[int] = (),
+        special: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
+        self.decode, self.stop = decode, tuple(stop)
+        self.text = ""
+        self.stopped = False
+        self._ids = list(prompt[-DECODED_BEFORE:])
+        self._begin, self._read, self._given = 0, len(self._ids), 0
+        self._read_text = decode(self._ids) if self._ids else ""
+        self._marks: dict[int, str] = {}
+        self._marked = ""  # the text with a mark for each special token that a stop contains: half a surrogate pair
+        marked = self.stop
+        for token, name in sorted(special.items(), key=lambda item: -len(item[1])):
+            if any(name in one for one in marked):
+                mark = self._marks[token] = chr(0xD800 + len(self._marks))
+                marked = tuple(one.replace(name, mark) for one in marked)
+        self._marked_stop = tuple(one for one in marked if one not in self.stop)
+
+    def add(self, token: int) -> None:
+        """Add a token. A character that is not whole, such as a part of an emoji, waits for the next one."""
+        if token in self._marks:
+            self._extend("", self._marks[token])
+            return
+        self._ids.append(token)
+        new = self.decode(self._ids[self._begin :])
+        if len(new) > len(self._read_text) and not new.endswith("\ufffd"):
+            self._accept(new)
+
+    def _accept(self, new: str) -> None:
+        piece = new[len(self._read_text) :]
+        self._begin, self._read = self._read, len(self._ids)
+        self._read_text = self.decode(self._ids[self._begin :]) if self._begin < self._read else ""
+        self._extend(piece, piece)
+
+    def _extend(self, piece: str, marked: str) -> None:
+        """Add a piece, without and with the marks of special tokens, and end the text at the first stop."""
+        before, before_marked = len(self.text), len(self._marked)
+        self.text += piece
+        self._marked += marked
+        ends = [at for stop in self.stop if (at := self.text.find(stop, max(0, before - len(stop) + 1))) >= 0]
+        for stop in self._marked_stop:
+            if (at := self._marked.find(stop, max(0, before_marked - len(stop) + 1))) >= 0:
+                ends.append(len(self._unmarked(self._marked[:at])))
+        if ends:
+            self.text, self.stopped = self.text[: min(ends)], True
+
+    def _unmarked(self, text: str) -> str:
+        return text.translate({ord(mark): None for mark in self._marks.values()})
+
+    def end(self, token: int | None = None) -> None:
+        """Take what waits for further tokens as it is."""
+        if not self.stopped and self._read < len(self._ids):
+            self._accept(self.decode(self._ids[self._begin :]))
+        if not self.stopped and token in self._marks:
+            self._extend("", self._marks[token])
+
+    def take(self, final: bool = False) -> str:
+        """Return the text since the last call, without an end that may be the beginning of a stop."""
+        end = len(self.text) if final or self.stopped else len(self.text) - self._held()
+        new = self.text[self._given : end] if end > self._given else ""
+        self._given = max(self._given, end)
+        return new
+
+    def _held(self) -> int:
+        """The number of characters at the end that may be the beginning of a stop."""
+        marked = _beginning_of(self._marked_stop, self._marked)
+        return max(len(_beginning_of(self.stop, self.text)), len(self._unmarked(marked)))
+
+
+def _beginning_of(stops: Sequence[str], text: str) -> str:
+    """Return the longest end of a text that is the beginning of a stop, and not all of it."""
+    longest = min(max(map(len, stops), default=1) - 1, len(text))
+    tails = (text[len(text) - length :] for length in range(longest, 0, -1))
+    return next((tail for tail in tails if any(stop.startswith(tail) for stop in stops)), "")

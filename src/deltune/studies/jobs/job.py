@@ -1,0 +1,388 @@
+"""The jobs of a study: what each kind does, a name that follows from its content, and the outcome of one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypedDict, cast
+
+import torch
+
+from ...anatomy.inspection import inspect
+from ...errors import DeltuneError
+from ...models import load_config, load_model
+from ...runtime.attach import load
+from ...train import (
+    TASKS,
+    ModelCache,
+    RunConfig,
+    RunDir,
+    RunMetrics,
+    collect_environment,
+    evaluate,
+    rescore_with_statistics,
+    task_kind_for,
+    train,
+)
+from .timing import time_methods
+
+Cell = Mapping[str, Any]
+"""A place in a study's grid, axis -> label: {"model": "minilm", "task": "sick", "method": "lora", "seed": 0}."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of one job, or the reason why there is none.
+
+    Attributes:
+        cell: Where the job stands in the study's grid.
+        spec: The run's configuration, as JSON values.
+        scores: Metric -> value on the test split.
+        count: `Count.as_dict()` of the method.
+        examples: Metric -> a number for each example of the test split, for metrics that are the mean of such numbers.
+        curve: Lines of the training log.
+        seconds: Duration of the job.
+        error: Why there is no result; None if there is one.
+        waiting: Whether the job has not run yet, as opposed to having failed.
+        extra: What only this kind of job reports, such as the changes of each norm.
+    """
+
+    cell: Cell
+    spec: Mapping[str, Any] = field(default_factory=dict)
+    scores: Mapping[str, float] = field(default_factory=dict)
+    count: Mapping[str, Any] = field(default_factory=dict)
+    examples: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    curve: Sequence[Mapping[str, Any]] = ()
+    seconds: float = 0.0
+    error: str | None = None
+    waiting: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+class NormChange(TypedDict):
+    """The change of one gain or bias of a norm.
+
+    `layer` is None for norms outside the layers; `module` is what the norm belongs to, such as "attention"; `value` is
+    the mean absolute change.
+    """
+
+    layer: int | None
+    module: str
+    term: str
+    value: float
+
+
+class RunResult(TypedDict):
+    """The result of a job that trains and scores a run, as JSON values.
+
+    `examples` has a number for each example, for metrics that are the mean of such numbers; `best` is the validation
+    that the delta is of, with the values that a search chose; `omitted` says why a metric was not computed.
+    """
+
+    split: str
+    scores: Mapping[str, float]
+    validation: Mapping[str, float]
+    examples: Mapping[str, Sequence[float]]
+    count: Mapping[str, Any]
+    seconds: float
+    cpu_seconds: float | None
+    best: Mapping[str, Any]
+    curve: Sequence[Mapping[str, Any]]
+    signatures: Mapping[str, str]
+    omitted: Mapping[str, str]
+    environment: Mapping[str, Any]
+    data: str | None
+
+
+class TransferResult(TypedDict):
+    """The result of a job that evaluates a run's delta on another task: its scores there, and the method's count."""
+
+    scores: Mapping[str, float]
+    count: Mapping[str, Any]
+    seconds: float
+
+
+class NormChangesResult(TypedDict):
+    """The result of a job that measures how far a run moved the norms."""
+
+    changes: Sequence[NormChange]
+    seconds: float
+
+
+class TimingResult(TypedDict):
+    """The result of a job that times methods: label -> what `time_methods` returns for it."""
+
+    turns: Mapping[str, Any]
+    seconds: float
+
+
+ResultValues = RunResult | TransferResult | NormChangesResult | TimingResult
+"""The result of a job of any kind; `execute` adds the environment."""
+
+
+def norm_changes(model: str, kind: str, delta: str | Path) -> list[NormChange]:
+    """Measure how far a delta moved each gain and bias of the norms (LN figure 3)."""
+    base = load_model(model, kind, None, "float32")
+    anatomy = inspect(base)
+    norms = {norm.path: norm for layer in anatomy.layers for norm in layer.norms}
+    norms |= {norm.path: norm for norm in anatomy.norms}
+    terms = {"norm.gain": "gain", "norm.bias": "bias"}
+    before = {t.name: base.get_parameter(t.name).detach().clone() for t in anatomy.tensors if t.role in terms}
+    tuned = load(base, delta)
+    changes: list[NormChange] = []
+    for tensor in anatomy.tensors:
+        if tensor.role not in terms:
+            continue
+        after = base.get_parameter(tensor.name).detach()
+        if torch.equal(after, before[tensor.name]):
+            continue
+        norm = norms[tensor.name.rpartition(".")[0]]
+        changes.append(
+            {
+                "layer": tensor.layer,
+                "module": " and ".join(dict.fromkeys(norm.of)) or norm.place,
+                "term": terms[tensor.role],
+                "value": (after - before[tensor.name]).abs().mean().item(),
+            }
+        )
+    tuned.detach()
+    return changes
+
+
+CURVE_PREFIXES = ("loss", "eval_")
+"""Prefixes of the log fields that a curve keeps."""
+
+CURVE_LOSSES = 20
+"""The most losses of training steps that a curve keeps; validations are all kept."""
+
+ENVIRONMENT_FIELDS = (
+    "deltune", "commit", "python", "packages", "platform", "processor", "cpus", "device", "precision",
+    "linear_backend", "threads", "processes",
+)  # fmt: skip
+"""The fields of environment.json that are stored with a result: where they are equal, so are results of one spec."""
+
+
+@dataclass(frozen=True)
+class Roots:
+    """Where this machine has the models and data that specs name. It is no part of what a job is.
+
+    A model in the folder of models is called by the name of its folder.
+    """
+
+    models: str | None = None
+    data_root: str | None = None
+
+    def locate(self, spec: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a job's spec with the folders of this machine in it; what is not here keeps its name."""
+        located = {name: self.locate(value) if name in ("run", "other") else value for name, value in spec.items()}
+        model, task = str(spec.get("model")), spec.get("task")
+        if self.models is not None and (Path(self.models) / model / "config.json").is_file():
+            located["model"] = str(Path(self.models) / model)
+        if self.data_root is not None and task in TASKS and spec.get("data") is None:
+            folder = Path(self.data_root) / TASKS[str(task)].folder
+            located |= {"data_root": self.data_root} if folder.is_dir() else {}
+        return located
+
+    def relative(self, spec: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a run's spec without these folders, so that it is the same on every machine."""
+        named = {name: value for name, value in spec.items() if (name, value) != ("data_root", self.data_root)}
+        model = Path(str(spec.get("model")))
+        return {**named, "model": model.name} if self.models is not None and str(model.parent) == self.models else named
+
+
+NO_ROOTS = Roots()
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One unit of work of a study.
+
+    Attributes:
+        kind: A key of `RUNNERS`.
+        spec: Its arguments, as JSON values.
+        requires: Jobs that must be done before this one.
+        roots: Where this machine has what the spec names.
+        cell: The labels of the cell that it fills, by which progress and reports call it. They are no part of what
+            the job is: several studies may have it in cells of different names.
+    """
+
+    kind: str
+    spec: Mapping[str, Any]
+    requires: tuple[Job, ...] = ()
+    roots: Roots = NO_ROOTS
+    cell: Cell | None = None
+
+    @cached_property
+    def name(self) -> str:
+        """The first 16 digits of the SHA-256 of kind and spec, so that equal jobs have equal names."""
+        text = json.dumps([self.kind, self.spec], sort_keys=True, ensure_ascii=False)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Job) and self.name == other.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    @property
+    def label(self) -> str:
+        """The job in a few words: the labels of its cell; without one its kind, method, model, data and seed."""
+        if self.cell is not None:
+            labels = {axis: str(label) for axis, label in self.cell.items()}
+            return " · ".join(f"{axis} {text}" if text[:1].isdigit() else text for axis, text in labels.items())
+        spec = self.spec.get("run", self.spec)
+        source = spec.get("task") if spec.get("data") is None else Path(str(spec["data"])).name
+        seed = f"seed {spec.get('seed', 0)}" if "method" in spec else ""
+        model = Path(str(spec.get("model", ""))).name
+        parts = ("" if self.kind == "run" else self.kind, spec.get("method", ""), model, source, seed)
+        return " · ".join(str(part) for part in parts if part)
+
+    @property
+    def affinity(self) -> tuple[Any, ...]:
+        """Jobs of equal affinity share a backbone and data; a worker does them one after the other."""
+        return tuple(self.spec.get(key) for key in ("model", "data", "task", "max_train_rows", "seed"))
+
+    def with_requirements(self) -> list[Job]:
+        """Return every job that this one requires, directly or not, and then the job itself."""
+        return [*(job for required in self.requires for job in required.with_requirements()), self]
+
+
+def topological_order(jobs: Iterable[Job]) -> list[Job]:
+    """Return the jobs and all that they require, each once and after what it requires."""
+    return list(dict.fromkeys(one for job in jobs for one in job.with_requirements()))
+
+
+def run_job(spec: RunConfig, roots: Roots = NO_ROOTS) -> Job:
+    """Return the job that trains and scores one run."""
+    return Job("run", roots.relative(spec.canonical()), roots=roots)
+
+
+def run_folder(runs: Path, spec: RunConfig) -> Path:
+    """Return the run directory of a spec inside a study's folder of runs."""
+    return runs / spec.name
+
+
+def config_of(job: Job) -> RunConfig:
+    """Return the configuration that a job of kind "run" trains, with the folders of this machine in it."""
+    return RunConfig.from_canonical(job.roots.locate(job.spec))
+
+
+def _run(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> RunResult:
+    spec = RunConfig.from_canonical(values)  # as in config_of: execute() has located the values
+    folder = run_folder(runs, spec)
+    metrics = _train(spec, folder, model_cache)
+    run = RunDir(folder).best_run
+    scores = rescore_with_statistics(run.folder)
+    split = next((s for s in ("test", "validation") if s in metrics.scores), None)
+    if split is None:
+        raise DeltuneError(
+            f"data of {folder} has neither a test nor a validation split, so there is nothing to compare"
+        )
+    environment = run.environment
+    return {
+        "split": split,
+        "scores": metrics.scores[split],
+        "validation": metrics.validation,
+        "examples": {
+            name: [round(value, 6) for value in score.per_example]
+            for name, score in scores[split].items()
+            if score.per_example is not None
+        },
+        "count": metrics.count,
+        "seconds": metrics.seconds,
+        "cpu_seconds": metrics.cpu_seconds,
+        "best": metrics.best.as_json(),
+        "curve": _curve(run.read_log()),
+        "signatures": metrics.signatures,
+        "omitted": metrics.omitted,
+        "environment": _stored_environment(environment),
+        "data": environment.get("data", {}).get("fingerprint"),
+    }
+
+
+def _train(spec: RunConfig, folder: Path, model_cache: ModelCache) -> RunMetrics:
+    return train(spec, folder, progress=False, cache=model_cache, report=False)
+
+
+def _curve(log: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the validations of a log and some of its losses, evenly spaced."""
+    lines = [
+        {key: value for key, value in line.items() if key == "step" or key.startswith(CURVE_PREFIXES)}
+        for line in log
+        if any(key.startswith(CURVE_PREFIXES) for key in line)
+    ]
+    losses = [line for line in lines if "loss" in line]
+    count = min(len(losses), CURVE_LOSSES)
+    kept = {id(losses[i * (len(losses) - 1) // max(1, count - 1)]) for i in range(count)}
+    return [line for line in lines if "loss" not in line or id(line) in kept]
+
+
+def _stored_environment(environment: Mapping[str, Any]) -> dict[str, Any]:
+    return {field: environment[field] for field in ENVIRONMENT_FIELDS if field in environment}
+
+
+def _trained_run(spec: RunConfig, runs: Path, model_cache: ModelCache) -> Path:
+    """Return the folder of a run whose delta is needed. One whose result was imported has none yet and is trained."""
+    folder = run_folder(runs, spec)
+    if not folder.exists():
+        _train(spec, folder, model_cache)
+    return folder
+
+
+def _transfer(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> TransferResult:
+    """Evaluate a run's delta on another task without further training."""
+    folder = _trained_run(RunConfig.from_canonical(values["run"]), runs, model_cache)
+    results = evaluate(folder, splits=("test",), other=values["other"])
+    return {"scores": results["test"], "count": RunDir(folder).metrics.count, "seconds": 0.0}
+
+
+def _measure_norm_changes(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> NormChangesResult:
+    """Measure how far a run moved each gain and bias."""
+    spec = RunConfig.from_canonical(values["run"])
+    run = RunDir(_trained_run(spec, runs, model_cache)).best_run
+    kind = task_kind_for(run.environment["data"]["kind"], load_config(spec.model.name), spec.generation.answer)
+    return {"changes": norm_changes(spec.model.name, kind.head, run.delta), "seconds": 0.0}
+
+
+def _time_methods(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> TimingResult:
+    """Time methods side by side."""
+    return {"turns": time_methods(**values), "seconds": 0.0}
+
+
+def transfer_job(spec: RunConfig, other: Mapping[str, Any], roots: Roots = NO_ROOTS) -> Job:
+    """Return the job that evaluates a run's delta on another task."""
+    run = run_job(spec, roots)
+    return Job("transfer", {"run": run.spec, "other": dict(other)}, (run,), roots)
+
+
+def term_change_job(spec: RunConfig, roots: Roots = NO_ROOTS) -> Job:
+    """Return the job that measures how far a run moved each gain and bias of the norms."""
+    run = run_job(spec, roots)
+    return Job("terms", {"run": run.spec}, (run,), roots)
+
+
+def timing_job(model: str, methods: Mapping[str, str], roots: Roots = NO_ROOTS, **options: Any) -> Job:
+    """Return the job that times methods side by side (`time_methods`)."""
+    return Job("time", {"model": model, "methods": dict(methods), **options}, roots=roots)
+
+
+RUNNERS: dict[str, Callable[[Mapping[str, Any], Path, ModelCache], ResultValues]] = {
+    "run": _run,
+    "transfer": _transfer,
+    "terms": _measure_norm_changes,
+    "time": _time_methods,
+}
+"""Kind of job -> the function that does it: (spec, folder of runs, the worker's model cache) -> result."""
+
+
+def execute(job: Job, runs: Path, model_cache: ModelCache) -> ResultValues:
+    """Do a job and return its result."""
+    result: Any = RUNNERS[job.kind](job.roots.locate(job.spec), runs, model_cache)
+    if "environment" not in result:
+        facts = {"device": "cpu", "threads": torch.get_num_threads()}
+        result = {**result, "environment": _stored_environment(collect_environment(facts))}
+    return cast(ResultValues, result)

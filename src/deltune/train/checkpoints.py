@@ -1,0 +1,255 @@
+"""Checkpoints that training resumes from: tensors in safetensors, everything else in JSON, with checksums; no pickle.
+
+The folder `checkpoint/STEP` of a run holds tensors.safetensors (trained.NAME, optimizer.I.NAME, rng.RANK.NAME),
+facts.json, the Trainer's own trainer_state.json, and SHA256SUMS, which `sha256sum --check` reads. It is written whole
+and synced to the disk before older checkpoints are removed. `find_resumable` checks it before anything is restored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import safetensors
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import TrainerState
+
+from ..errors import DeltuneError, error_from_problems, error_summary, excerpt
+from ..files import atomic_folder, file_sha256, write_error, write_json, write_text
+from . import distributed, run_folder
+
+TENSORS_FILE, PROGRESS_FILE, STATE_FILE = "tensors.safetensors", "facts.json", "trainer_state.json"
+CHECKSUMS_FILE = "SHA256SUMS"
+CHECKED_FILES = (TENSORS_FILE, PROGRESS_FILE, STATE_FILE)
+"""The files that a resumed run reads."""
+
+ADVICE = "bring back a copy of the folder, or start afresh (--fresh)"
+"""Advice about a damaged checkpoint; error messages end with it."""
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """Return the checkpoint of the highest step in a run's checkpoint folder, or None if there is none."""
+    steps = [p for p in folder.glob("*") if p.name.isdecimal() and p.is_dir()] if folder.is_dir() else []
+    return max(steps, key=lambda p: int(p.name), default=None)
+
+
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    trained: Mapping[str, nn.Parameter],
+    optimizer: Any,
+    scheduler: Any,
+    progress: dict[str, Any],
+    save_state: Callable[[str], None],
+) -> Path:
+    """Write the checkpoint of a step and remove older ones.
+
+    All processes must call this function, with their own random states and their shards of tensors; rank 0 writes.
+    """
+    optimizer_state = optimizer.state_dict()
+    tensors: dict[str, torch.Tensor] = {f"trained.{name}": distributed.gather_shards(p) for name, p in trained.items()}
+    scalars: dict[str, dict[str, Any]] = {}
+    for index, values in optimizer_state["state"].items():
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"optimizer.{index}.{name}"] = distributed.gather_shards(value)
+            else:
+                scalars.setdefault(str(index), {})[name] = value
+    random_states = distributed.all_gather_objects(_random_state())
+    for rank, (random_tensors, _) in enumerate(random_states):
+        tensors |= {f"rng.{rank}.{name}": value for name, value in random_tensors.items()}
+    progress = progress | {
+        "optimizer": {"groups": optimizer_state["param_groups"], "scalars": scalars},
+        "scheduler": scheduler.state_dict(),
+        "rng": [values for _, values in random_states],
+    }
+    return distributed.broadcast_from_main(lambda: _write(folder, step, tensors, progress, save_state))
+
+
+def _write(
+    folder: Path,
+    step: int,
+    tensors: dict[str, torch.Tensor],
+    progress: dict[str, Any],
+    save_state: Callable[[str], None],
+) -> Path:
+    """Write a checkpoint whole or not at all, and then remove older ones and what interrupted writes left."""
+    target = folder / str(step)
+    try:
+        with atomic_folder(target) as fresh:
+            save_file(
+                {n: t.detach().to("cpu", copy=True).contiguous() for n, t in tensors.items()}, fresh / TENSORS_FILE
+            )
+            write_json(fresh / PROGRESS_FILE, progress)
+            save_state(str(fresh / STATE_FILE))
+            write_checksums(fresh)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise write_error(folder.parent, error) from error
+    for older in folder.iterdir():
+        if older != target:
+            shutil.rmtree(older, ignore_errors=True)
+    return target
+
+
+def write_checksums(checkpoint: Path) -> None:
+    """Write the checksums of a checkpoint's files beside them, in the format of `sha256sum`."""
+    lines = [f"{file_sha256(checkpoint / name)}  {name}\n" for name in CHECKED_FILES]
+    write_text(checkpoint / CHECKSUMS_FILE, "".join(lines))
+
+
+def verify_checksums(checkpoint: Path) -> None:
+    """Compare every file of a checkpoint with its checksum."""
+    try:
+        text = (checkpoint / CHECKSUMS_FILE).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise DeltuneError(
+            f"{checkpoint} has no {CHECKSUMS_FILE}, so it is not known whether it is whole; {ADVICE}"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise _unreadable(checkpoint, error) from error
+    lines = [line.split("  ", 1) for line in text.split("\n") if line]
+    checksums = {line[-1]: line[0] for line in lines}
+    problems = []
+    for name in CHECKED_FILES:
+        try:
+            if file_sha256(checkpoint / name) != checksums.get(name):
+                problems.append(f"{name} is not the file that was written: its checksum differs")
+        except FileNotFoundError:
+            problems.append(f"{name} is missing")
+        except OSError as error:
+            problems.append(f"{name} cannot be read: {error}")
+    if set(checksums) != set(CHECKED_FILES):
+        problems.append(f"{CHECKSUMS_FILE} is not the file that was written: it lists other files")
+    if problems:
+        raise error_from_problems(f"{checkpoint} is damaged and is not used; {ADVICE}", problems)
+
+
+def find_resumable(folder: Path) -> Path | None:
+    """Return the latest checkpoint of a run's checkpoint folder after checking it, or None if there is none."""
+    checkpoint = latest_checkpoint(folder)
+    if checkpoint is not None:
+        verify_checksums(checkpoint)
+        read_progress(checkpoint)
+        with _restoring(checkpoint):
+            run_folder.read_record(run_folder.TrainerStateFile, checkpoint / STATE_FILE)
+            state = TrainerState.load_from_json(str(checkpoint / STATE_FILE))
+            if state.global_step != int(checkpoint.name) or not isinstance(state.epoch, float | int):
+                raise ValueError(
+                    f"{STATE_FILE} is that of step {excerpt(state.global_step)} and epoch {excerpt(state.epoch)}"
+                )
+    return checkpoint
+
+
+def read_progress(checkpoint: Path) -> dict[str, Any]:
+    """Read facts.json of a checkpoint; its fields are those of `run_folder.CheckpointProgress`."""
+    try:
+        return run_folder.read_record(run_folder.CheckpointProgress, checkpoint / PROGRESS_FILE)
+    except DeltuneError as error:
+        raise _unreadable(checkpoint, error) from error
+
+
+@contextlib.contextmanager
+def _restoring(checkpoint: Path) -> Iterator[None]:
+    """Turn every error inside the context into a DeltuneError about the checkpoint.
+
+    torch and NumPy report values that do not fit by errors of many types.
+    """
+    try:
+        yield
+    except DeltuneError:
+        raise
+    except Exception as error:
+        raise _unreadable(checkpoint, error) from error
+
+
+def restore_trained(checkpoint: Path, trained: Mapping[str, nn.Parameter]) -> None:
+    """Copy the trained values of a checkpoint into the parameters."""
+    values = _read_tensors(checkpoint, "trained.")
+    if set(values) != set(trained) or any(values[n].shape != p.shape for n, p in trained.items()):
+        raise DeltuneError(
+            f"{checkpoint} was written by another model or method: its tensors have other names or shapes; {ADVICE}"
+        )
+    with torch.no_grad():
+        for name, parameter in trained.items():
+            parameter.copy_(values[name])
+
+
+def restore_optimizer(checkpoint: Path, optimizer: Any, scheduler: Any) -> None:
+    """Load the states of the optimizer and of the learning-rate scheduler."""
+    progress = read_progress(checkpoint)
+    with _restoring(checkpoint):
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        states: dict[int, dict[str, Any]] = {int(k): dict(v) for k, v in progress["optimizer"]["scalars"].items()}
+        for key, value in _read_tensors(checkpoint, "optimizer.").items():
+            index, name = key.split(".", 1)
+            states.setdefault(int(index), {})[name] = distributed.shard_like(value, parameters[int(index)])
+        optimizer.load_state_dict({"state": states, "param_groups": progress["optimizer"]["groups"]})
+        if not _is_alike(progress["scheduler"], scheduler.state_dict()):
+            raise ValueError("the state of the learning-rate scheduler is not as it was written")
+        scheduler.load_state_dict(progress["scheduler"])
+
+
+def _is_alike(value: Any, other: Any) -> bool:
+    """Return whether two values of JSON have the same keys and lengths, and numbers at the same places."""
+    if isinstance(other, dict):
+        return (
+            isinstance(value, dict) and set(value) == set(other) and all(_is_alike(value[k], other[k]) for k in other)
+        )
+    if isinstance(other, list | tuple):
+        alike = isinstance(value, list | tuple) and len(value) == len(other)
+        return alike and all(_is_alike(a, b) for a, b in zip(value, other, strict=True))
+    numbers = isinstance(value, int | float) and isinstance(other, int | float)
+    return type(value) is type(other) or (numbers and not isinstance(value, bool) and not isinstance(other, bool))
+
+
+def restore_random(checkpoint: Path) -> None:
+    """Restore the states of the random generators of Python, NumPy and torch, on each rank its own.
+
+    A rank that did not exist when the checkpoint was written keeps the state that it was seeded with.
+    """
+    rank, random_states = distributed.rank(), read_progress(checkpoint)["rng"]
+    if rank < len(random_states):
+        with _restoring(checkpoint):
+            _set_random_state(random_states[rank], _read_tensors(checkpoint, f"rng.{rank}."))
+
+
+def _set_random_state(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    version, python_state, gauss = values["python"]
+    random.setstate((version, tuple(python_state), gauss))
+    kind, keys, *rest = values["numpy"]
+    numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
+    torch.set_rng_state(tensors["cpu"])
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            if f"cuda.{i}" in tensors:
+                torch.cuda.set_rng_state(tensors[f"cuda.{i}"], i)
+
+
+def _random_state() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return this rank's random states: those that are tensors, and those that JSON can hold."""
+    tensors = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        tensors |= {f"cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+    state: Any = numpy.random.get_state()
+    kind, keys, *rest = state
+    return tensors, {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest]}
+
+
+def _read_tensors(checkpoint: Path, prefix: str) -> dict[str, torch.Tensor]:
+    """Read the tensors whose names begin with a prefix, under the rest of their names."""
+    try:
+        tensors = load_file(checkpoint / TENSORS_FILE)
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise _unreadable(checkpoint, error) from error
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _unreadable(checkpoint: Path, error: Exception) -> DeltuneError:
+    return DeltuneError(f"{checkpoint} cannot be read ({type(error).__name__}: {error_summary(error)}); {ADVICE}")

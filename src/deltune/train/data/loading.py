@@ -1,0 +1,648 @@
+"""Loading a task's data from a folder of train, validation and test files, or from the hub, and checking all of it.
+
+How a particular data set of the hub is laid out (`HubLayout`: its splits, columns and labels) is translated into ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import random
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ...errors import DeltuneError, check_booleans, closest_match, error_summary, excerpt, unknown_name
+from ...files import explain_write_errors, parse_json, user_path
+from ...models import why_not_on_hub
+from .columns import (
+    TASK_COLUMNS,
+    Column,
+    ColumnNames,
+    check_columns,
+    choose_columns,
+    doubts_of_columns,
+    doubts_of_kind,
+    guess_task_kind,
+    how_to_name_columns,
+    row_problems,
+    unread_columns,
+)
+from .readers import READERS, DataFile, Row, data_suffix, file_error, has_lone_surrogate, read_rows, short_repr
+from .tag_schemes import PLAIN, check_entity_tags, recognise_scheme, to_iob2
+
+if TYPE_CHECKING:
+    from datasets import Dataset, DatasetDict
+
+
+RowFunction = Callable[[Row], Any]
+"""Computes a value from a row of the hub's data set."""
+
+PARQUET_REVISION = "refs/convert/parquet"
+"""The revision with the hub's own Parquet copy of a data set, CONFIGURATION/SPLIT/0000.parquet, which runs no code."""
+
+
+@dataclass(frozen=True)
+class HubLayout:
+    """Where the hub has a data set, and how it differs from what `load_data` expects.
+
+    Attributes:
+        source: OWNER/NAME or OWNER/NAME@REVISION, either with :CONFIGURATION at its end.
+        files: Split -> its files in the repository, for repositories whose splits `datasets` cannot find.
+        splits: Our split -> the hub's. Default: those with the usual names.
+        columns: Role -> the hub's column, or a function that computes its value.
+        labels: Names in the order of their ids. Default: the hub's.
+        grouped_splits: Splits in which rows with the same source become one row with all their targets.
+        held_out: How many rows of train, always the same, become the validation split. For data sets without a
+            validation split, or whose validation split replaces a test split without labels.
+    """
+
+    source: str
+    files: Mapping[str, str] = field(default_factory=dict)
+    splits: Mapping[str, str] = field(default_factory=dict)
+    columns: Mapping[str, str | RowFunction] = field(default_factory=dict)
+    labels: tuple[str, ...] = ()
+    grouped_splits: tuple[str, ...] = ()
+    held_out: int = 0
+
+    @property
+    def column_names(self) -> dict[str, str]:
+        """Role -> column, after `apply_layout`."""
+        return {role: column if isinstance(column, str) else role for role, column in self.columns.items()}
+
+
+def parquet_files(*splits: str, configuration: str = "default") -> dict[str, str]:
+    """Return split -> its files in the hub's own Parquet copy, for `HubLayout.files`."""
+    return {split: f"{configuration}/{split}/*.parquet" for split in splits}
+
+
+def apply_layout(files: dict[str, DataFile], layout: HubLayout, problems: list[str]) -> None:
+    """Compute columns, group targets and hold rows out for validation, as a layout says, in place."""
+    computed = {role: function for role, function in layout.columns.items() if not isinstance(function, str)}
+    for file in files.values():
+        for number, row in file.rows:
+            try:
+                row |= {role: function(row) for role, function in computed.items()}
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                problems.append(
+                    f"{file.location(number)} is not laid out as it was ({short_repr(error)}). Its columns: "
+                    f"{', '.join(row)}. Give data and columns instead of the task"
+                )
+                return
+    for split in layout.grouped_splits:
+        if split in files:
+            files[split].rows = _group_targets(files[split].rows, layout.column_names)
+    if layout.held_out and "train" in files:
+        train = files["train"]
+        sample = set(random.Random(0).sample(range(len(train.rows)), min(layout.held_out, len(train.rows) // 2)))
+        held_out = [row for i, row in enumerate(train.rows) if i in sample]
+        files["validation"] = DataFile("train (held out)", held_out, train.unit)
+        train.rows = [row for i, row in enumerate(train.rows) if i not in sample]
+
+
+def _group_targets(rows: Sequence[tuple[int, Row]], columns: Mapping[str, str]) -> list[tuple[int, Row]]:
+    """Join the rows of each source into one, with all their targets."""
+    source, targets = columns["source"], columns["targets"]
+    groups: dict[str, tuple[int, Row]] = {}
+    for number, row in rows:
+        _, group = groups.setdefault(row[source], (number, {**row, targets: []}))
+        group[targets] += [row[targets]] if isinstance(row[targets], str) else row[targets]
+    return list(groups.values())
+
+
+def nested_field(column: str, name: str) -> RowFunction:
+    """Return a function of a row: the field `name` of the mapping in `column`, or of every mapping of a list there."""
+
+    def field_of(row: Row) -> Any:
+        value = row[column]
+        return [item[name] for item in value] if isinstance(value, list) else value[name]
+
+    return field_of
+
+
+def list_of_columns(*columns: str) -> RowFunction:
+    """Return a function of a row: the list of the values of several columns."""
+    return lambda row: [row[column] for column in columns]
+
+
+def first_non_empty(*columns: str) -> RowFunction:
+    """Return a function of a row: the first value that is not empty among several columns, else the last one."""
+    return lambda row: next(row[column] for column in columns if row[column] or column == columns[-1])
+
+
+def index_in(column: str, order: Sequence[str]) -> RowFunction:
+    """Return a function of a row: the index of the column's value in `order`; of B in A, B, C it is 1."""
+    return lambda row: list(order).index(str(row[column]))
+
+
+def format_triples(column: str) -> RowFunction:
+    """Return a function of a row: its triples as "subject : relation : object | …"."""
+
+    def joined(row: Row) -> str:
+        triples = [triple.split(" | ") if isinstance(triple, str) else triple for triple in row[column]]
+        return " | ".join(" : ".join(triple) for triple in triples)
+
+    return joined
+
+
+def spans_to_bio_tags(tokens: str, spans: str, types: Mapping[str, str]) -> RowFunction:
+    """Return a function of a row: the BIO tags of its tokens.
+
+    Args:
+        tokens: The column of tokens.
+        spans: The column of entities, each {start, end, type} with an exclusive end.
+        types: The hub's type of an entity -> ours.
+    """
+
+    def bio_tags(row: Row) -> list[str]:
+        tags = ["O"] * len(row[tokens])
+        for span in row[spans]:
+            start, end, name = span["start"], span["end"], types[span["type"]]
+            tags[start:end] = [f"B-{name}", *[f"I-{name}"] * (end - start - 1)]
+        return tags
+
+    return bio_tags
+
+
+LabelIds = dict[str, list[list[int]]]
+"""Split -> the label ids of every row: one for a class, one for each token for tags."""
+
+SPLITS = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}
+"""Split -> the names that its file may have, without the suffix."""
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """The data of a task: splits with a column "id" and one column for each role of the task kind.
+
+    Attributes:
+        splits: Split -> its rows. Labels and tags are indices into `labels`.
+        labels: The names of the labels, in the order of their ids; empty for task kinds without labels.
+        columns: Role -> column of the source.
+        source: The folder or hub id.
+        fingerprint: Hash of the labels and of every split's contents, the same for the same content in any format.
+        kind: The kind of task.
+        digests: Split -> hash of its contents alone.
+        tag_scheme: The scheme of tags, a key of `tag_schemes.SCHEMES` or "plain"; None if they show none.
+        unread: Columns that were neither chosen nor named by anyone, and are not read.
+    """
+
+    splits: dict[str, Dataset]
+    labels: tuple[str, ...]
+    columns: dict[str, str]
+    source: str
+    fingerprint: str
+    kind: str = "classification"
+    digests: Mapping[str, str] = field(default_factory=dict)
+    tag_scheme: str | None = None
+    unread: tuple[str, ...] = ()
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The facts that a run records about its data, as JSON values."""
+        fields = ("source", "fingerprint", "kind", "columns", "digests")
+        rows = {split: len(dataset) for split, dataset in self.splits.items()}
+        scheme = {} if self.tag_scheme is None else {"tag_scheme": self.tag_scheme}
+        return {**{name: getattr(self, name) for name in fields}, "labels": list(self.labels), "rows": rows, **scheme}
+
+
+@dataclass
+class _RawData:
+    """A source as it was read, before columns are chosen.
+
+    Attributes:
+        files: Split -> its rows.
+        column_names: The columns that meta.json lists, if it does.
+        label_names: Column -> the names of its labels; "" for the labels of any column.
+        hidden: Columns in which -1 says that a row has no label.
+    """
+
+    files: dict[str, DataFile]
+    column_names: ColumnNames | None = None
+    label_names: dict[str, Sequence[str]] = field(default_factory=dict)
+    hidden: frozenset[str] = frozenset()
+
+
+@check_booleans
+def load_data(
+    source: str,
+    columns: ColumnNames | None = None,
+    labels: Sequence[str] | None = None,
+    max_rows: Mapping[str, int] | None = None,
+    seed: int = 0,
+    *,
+    training: bool = True,
+    kind: str | None = None,
+    layout: HubLayout | None = None,
+    tag_scheme: Literal["iob2", "plain"] | None = None,
+    iob2_labels: Sequence[str] | None = None,
+) -> TaskData:
+    """Load the data of a task and check every row of it.
+
+    Args:
+        source: A folder of train, validation and test files (.jsonl, .json, .csv, .txt, .conll, .bio, also with .gz, or
+            .parquet), or a hub id, which may name a revision and a configuration: OWNER/NAME@REVISION:CONFIGURATION.
+        columns: The columns, as {"text": …, "pair": …, "label": …} or in the order of the kind's roles. Default: those
+            of meta.json, else those that have usual names.
+        labels: Names of the labels in the order of their ids. Default: `label_names` of meta.json, else the labels of
+            train, sorted.
+        max_rows: Split -> the size of a sample of it. The sample of train is drawn with `seed`; the samples of the
+            others are always the same.
+        seed: Seed of the sample of train.
+        training: Whether there must be a train split. If not, which needs `labels`, any split is enough.
+        kind: A key of `TASK_COLUMNS`. Default: what the columns' names tell, else classification.
+        layout: How a hub id is laid out, where `columns` and `labels` do not say otherwise.
+        tag_scheme: "iob2" converts tags of entities to IOB2, whose labels are then sorted; "plain" takes tags for
+            classes of words. Default: the tags are as they are, and their scheme is recognised.
+        iob2_labels: Names of the labels after that conversion, in the order of their ids.
+
+    Raises:
+        DeltuneError: Something is wrong with the source or its rows; one error lists all, with file and line.
+    """
+    problems: list[str] = []
+    for split, count in (max_rows or {}).items():
+        if count < 1:
+            problems.append(f"max_rows of {split} must be at least 1, not {count}")
+    if kind is not None and kind not in TASK_COLUMNS:
+        raise DeltuneError(unknown_name("kind of task", kind, TASK_COLUMNS))
+    folder = user_path(source, "data")
+    if folder.is_file():
+        suffix = data_suffix(folder) or ".jsonl"
+        raise DeltuneError(
+            f"data {source} is a file: give a folder with the rows of each split in a file of its own, "
+            + (
+                f"train{suffix}, and validation{suffix} and test{suffix} if there are any"
+                if training
+                else f"such as test{suffix} alone"
+            )
+        )
+    needed = ("train",) if training else tuple(SPLITS)
+    if folder.is_dir():
+        raw = _read_folder(folder, needed, problems)
+    else:
+        raw = _read_hub(source, needed, layout or HubLayout(source))
+    files = raw.files
+    if layout is not None:
+        apply_layout(files, layout, problems)
+        columns, labels = columns or layout.column_names, labels or layout.labels
+    first = next((files[split] for split in needed if split in files), None)
+    is_guess, guesses_columns = kind is None, columns is None and not isinstance(raw.column_names, Mapping)
+    kind = kind or (guess_task_kind(first, raw.column_names, columns) if first else "classification")
+    chosen = choose_columns(kind, first, columns, raw.column_names, problems) if first else {}
+    if not chosen or not first or not first.rows:
+        raise file_error(f"data {source}", problems)
+    unread = unread_columns(first, raw.column_names, chosen) if guesses_columns else ()
+    if doubts := doubts_of_columns(first, kind, chosen, unread):
+        raise file_error(f"data {source}", [*problems, *doubts])
+    check_columns(files, kind, chosen, problems)
+    if is_guess and problems and row_problems(first.rows[0][1], chosen, kind):
+        problems.append(how_to_name_columns(kind))
+    label_role = next((c.role for c in TASK_COLUMNS[kind] if c.type in ("label", "labels")), None)
+    label_names: tuple[str, ...] = ()
+    label_ids: LabelIds = {split: [] for split in files}
+    if label_role is not None:
+        label_column = chosen[label_role]
+        if label_column in raw.hidden:
+            files = {split: drop_unlabelled_rows(file, label_column) for split, file in files.items()}
+        known = labels or raw.label_names.get(label_column) or raw.label_names.get("")
+        inner: set[str] = set()
+        if kind == "tagging" and tag_scheme == "iob2" and not problems:
+            files, known = _with_iob2_tags(files, label_column, known, problems), iob2_labels
+            train = files["train"].rows if "train" in files and not problems else []
+            inner = {f"I{tag[1:]}" for _, row in train for tag in row[label_column] if tag[0] == "B"}
+        label_names, label_ids = encode_labels(files, label_column, known, problems, inner)
+    is_guess &= not isinstance(columns or raw.column_names, Mapping)
+    if is_guess and (doubts := doubts_of_kind(first, kind, chosen, label_names)):
+        raise file_error(f"data {source}", doubts)
+    scheme = None
+    if kind == "tagging" and not problems:
+        scheme = PLAIN if tag_scheme == "plain" else _recognise_scheme(files, label_names, label_ids, problems)
+    if problems:
+        raise file_error(f"data {source}", problems)
+
+    splits: dict[str, dict[str, list]] = {}
+    for split, row_label_ids in label_ids.items():
+        rows = [row for _, row in files[split].rows]
+        row_ids = [str(row["id"]) for row in rows if "id" in row]
+        if len(set(row_ids)) < len(rows):
+            row_ids = [f"{split}-{i + 1}" for i in range(len(rows))]
+        values = {
+            c.role: [_normalized_value(c, row[chosen[c.role]]) for row in rows]
+            for c in TASK_COLUMNS[kind]
+            if c.role in chosen
+        }
+        if label_role is not None:
+            values[label_role] = [ids if label_role == "tags" else ids[0] for ids in row_label_ids]
+        splits[split] = {"id": row_ids, **values}
+    for split, count in (max_rows or {}).items():
+        if split in splits and count < len(splits[split]["id"]):
+            rng = random.Random(seed if split == "train" else 0)
+            sample = sorted(rng.sample(range(len(splits[split]["id"])), count))
+            splits[split] = {role: [values[i] for i in sample] for role, values in splits[split].items()}
+    content = {split: {role: values for role, values in s.items() if role != "id"} for split, s in splits.items()}
+    digests = {split: _digest(values)[:16] for split, values in content.items()}
+
+    from datasets import Dataset
+
+    return TaskData(
+        splits={split: Dataset.from_dict(columns) for split, columns in splits.items()},
+        labels=label_names,
+        columns=chosen,
+        source=source,
+        fingerprint=_digest([label_names, content]),
+        kind=kind,
+        digests=digests,
+        tag_scheme=scheme,
+        unread=unread,
+    )
+
+
+def _with_iob2_tags(
+    files: Mapping[str, DataFile], column: str, known: Sequence[str] | None, problems: list[str]
+) -> dict[str, DataFile]:
+    """Return files whose tags of entities are in IOB2; a number is an index into the known names."""
+    names = dict(enumerate(known or ())) | {str(i): name for i, name in enumerate(known or ())}
+    tags = {
+        split: [[str(names.get(tag, tag)) for tag in row[column]] for _, row in f.rows] for split, f in files.items()
+    }
+    places = [file.location(number) for file in files.values() for number, _ in file.rows]
+    try:
+        if check_entity_tags([row for rows in tags.values() for row in rows], places.__getitem__) == set():
+            numbers = all(tag.isdigit() for rows in tags.values() for row in rows for tag in row)
+            advice = "; numbers need names first (--labels B-PER,I-PER,O in their order)" if numbers else ""
+            problems.append(f"plain tags, which are not of entities, cannot be converted by --tag-scheme iob2{advice}")
+    except DeltuneError as error:
+        problems.append(str(error))
+    if problems:
+        return dict(files)
+    return {
+        split: replace(
+            file,
+            rows=[
+                (number, {**row, column: to_iob2(converted)})
+                for (number, row), converted in zip(file.rows, tags[split], strict=True)
+            ],
+        )
+        for split, file in files.items()
+    }
+
+
+def _recognise_scheme(
+    files: Mapping[str, DataFile], names: Sequence[str], ids: LabelIds, problems: list[str]
+) -> str | None:
+    """Return the scheme of the tags of all splits; what is wrong with them is appended to the problems."""
+    rows = [[names[i] for i in row] for split in ids for row in ids[split]]
+    places = [files[split].location(number) for split in ids for number, _ in files[split].rows]
+    try:
+        return recognise_scheme(rows, places.__getitem__)
+    except DeltuneError as error:
+        problems.append(str(error))
+        return None
+
+
+def rename_labels(data: TaskData, names: Mapping[str, str]) -> TaskData:
+    """Return the data with other names for its labels; several labels may become one."""
+    problems = [unknown_name("label", name, data.labels) for name in names if name not in data.labels]
+    problems += [f"label {name!r} has no new name" for name in data.labels if name not in names]
+    labels = tuple(sorted(set(names.values())))
+    if data.kind != "classification":
+        problems = [f"{data.kind} has no labels that could be renamed"]
+    elif len(labels) < 2 and not problems:
+        problems.append(f"all labels become {labels[0]!r}; two are needed")
+    if problems:
+        raise file_error(f"relabel {data.source}", problems)
+    new_ids = [labels.index(names[name]) for name in data.labels]
+    splits = {
+        split: rows.remove_columns("label").add_column("label", [new_ids[old] for old in rows["label"]])
+        for split, rows in data.splits.items()
+    }
+    fingerprint = _digest([data.fingerprint, sorted(names.items())])
+    return replace(data, splits=splits, labels=labels, fingerprint=fingerprint)
+
+
+def encode_labels(
+    files: Mapping[str, DataFile],
+    column: str,
+    known: Sequence[str] | None,
+    problems: list[str],
+    others: Collection[str] = (),
+) -> tuple[tuple[str, ...], LabelIds]:
+    """Turn labels into ids, and check that train has every label.
+
+    Args:
+        files: Split -> its rows.
+        column: The column of labels.
+        known: Names of the labels in the order of their ids. Default: the labels of train, sorted.
+        problems: What goes wrong is appended to it.
+        others: Labels that count as labels of train, whether they occur there or not.
+
+    Returns:
+        The names of the labels, and split -> the ids of every row. A split whose labels are all -1, and so hidden as
+        in GLUE's test splits, is left out.
+    """
+    values = {split: _row_labels(file, column, problems) for split, file in files.items()}
+    for split in [
+        s for s, rows in values.items() if rows and {label for _, label in _label_occurrences(rows)} == {"-1"}
+    ]:
+        warnings.warn(f"every label in {files[split].name} is -1, so hidden; the split is left out", stacklevel=3)
+        del values[split]
+    train = {label for _, label in _label_occurrences(values.get("train", []))} | {*others}
+    numeric = all(map(_is_integer, train))
+    names = tuple(known or sorted(train, key=lambda label: (int(label) if numeric else 0, label != "O", label)))
+    if len(set(map(str, names))) < len(names) or not all(isinstance(name, str) for name in names):
+        problems.append(f"label names must be different strings, not {excerpt(list(names))}")
+        return (), {}
+    if "train" not in values and not known:
+        problems.append("there is no train file, from which the labels are known: name them in the order of their ids")
+        return (), {}
+    if not known and "train" in values and all(map(_is_number, train)) and not all(map(_is_integer, train)):
+        fraction = next(label for label in sorted(train) if not _is_integer(label))
+        problems.append(f"{files['train'].name}: a label must be text or a whole number, not {excerpt(fraction)}")
+        return (), {}
+    if len(train) == 1:
+        problems.append(
+            f"{files['train'].name} has one label only, {excerpt(train.pop())}; a classifier needs two or more"
+        )
+        return (), {}
+    ids = {name: i for i, name in enumerate(names)}
+    if not any(map(_is_integer, names)):  # then a number in the data is an index into the names
+        ids |= {str(i): i for i in range(len(names))}
+    trained_ids = {ids.get(label) for label in train} if "train" in values else set(ids.values())
+    for split, rows in values.items():
+        file, occurrences = files[split], _label_occurrences(rows)
+        first_number = {label: number for number, label in reversed(occurrences)}
+        for label, count in Counter(label for _, label in occurrences).items():
+            where = file.location(first_number[label]) + (f" and {count - 1} more" if count > 1 else "")
+            if label not in ids and known:
+                problems.append(unknown_name("label", label, names, where=where))
+            elif ids.get(label) not in trained_ids or label not in ids:
+                guess = closest_match(label, train)
+                hint = f" Did you mean {guess!r}?" if guess else f" Labels there: {', '.join(sorted(train)[:20])}"
+                problems.append(f"label {excerpt(label)} is in {where} but nowhere in {files['train'].name}.{hint}")
+    return names, {split: [[ids.get(label, -1) for label in row] for _, row in rows] for split, rows in values.items()}
+
+
+def drop_unlabelled_rows(file: DataFile, column: str) -> DataFile:
+    """Return a file without the rows whose label is -1, with a warning; the whole file if no row has a label."""
+    labelled = [(number, row) for number, row in file.rows if row.get(column) != -1]
+    if not labelled or len(labelled) == len(file.rows):
+        return file
+    dropped = f"{len(file.rows) - len(labelled)} of {len(file.rows)} rows of {file.name}"
+    warnings.warn(f"{dropped} have no label (-1) and are left out", stacklevel=3)
+    return replace(file, rows=labelled)
+
+
+def _row_labels(file: DataFile, column: str, problems: list[str]) -> list[tuple[int, list[str]]]:
+    """Return the number and the labels, as strings, of each row that has valid ones."""
+    labels = []
+    for number, row in file.rows:
+        value = row.get(column)
+        values = [_whole(v) for v in (value if isinstance(value, list) else [value])]
+        if all(isinstance(v, str | int) and v != "" for v in values):
+            labels.append((number, [str(v) for v in values]))
+        elif column in row:
+            problems.append(f"{file.location(number)}: a label must be text or a whole number, not {short_repr(value)}")
+    return labels
+
+
+def _whole(label: Any) -> Any:
+    """Return a whole number without a point: pandas writes 1.0 for 1 where a label is missing."""
+    return str(label)[:-2] if re.fullmatch(r"-?\d{1,18}\.0", str(label)) else label
+
+
+def _label_occurrences(rows: Sequence[tuple[int, list[str]]]) -> list[tuple[int, str]]:
+    return [(number, label) for number, labels in rows for label in labels]
+
+
+def _is_integer(label: str) -> bool:
+    return re.fullmatch(r"-?\d{1,18}", label) is not None
+
+
+def _is_number(label: str) -> bool:
+    return re.fullmatch(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*", label) is not None
+
+
+def _digest(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _normalized_value(column: Column, value: Any) -> Any:
+    """Return answers as a list and an index as an integer; any other value as it is."""
+    if column.type == "answers":
+        return [value] if isinstance(value, str) else value
+    return int(value) if column.type == "index" else value
+
+
+def _read_folder(folder: Path, needed: Sequence[str], problems: list[str]) -> _RawData:
+    """Read the files of a folder, which has at least one of the `needed` splits, and its meta.json."""
+    with explain_write_errors(folder):
+        entries = sorted(folder.iterdir())
+    raw = _RawData({})
+    paths = {
+        split: [p for p in entries if data_suffix(p) in READERS and p.name.removesuffix(data_suffix(p)) in stems]
+        for split, stems in SPLITS.items()
+    }
+    for split, matches in paths.items():
+        if len(matches) > 1:
+            problems.append(f"more than one file for {split}: {', '.join(p.name for p in matches)}. Keep one")
+        elif matches:
+            raw.files[split] = read_rows(matches[0], problems)
+    if not any(paths[split] for split in needed):
+        contents = ", ".join(p.name for p in entries[:20]) or "nothing"
+        names = f"{needed[0]}{f', {needed[0]}'.join(READERS)}"
+        problems.append(f"no {' or '.join(needed)} file ({names}); the folder holds: {contents}")
+    meta = folder / "meta.json"
+    if meta.is_file():
+        _read_meta(meta, raw, problems)
+    return raw
+
+
+def _read_meta(path: Path, raw: _RawData, problems: list[str]) -> None:
+    """Read the columns (`fields`) and the labels (`label_names`) from meta.json into `raw`."""
+    try:
+        meta = parse_json(path.read_text(encoding="utf-8-sig"))
+        columns, labels = meta.get("fields"), meta.get("label_names")
+    except (OSError, ValueError, AttributeError) as error:
+        problems.append(f"meta.json is not a JSON object: {error_summary(error)}")
+        return
+    names = columns.values() if isinstance(columns, dict) else columns if isinstance(columns, list) else ()
+    if isinstance(columns, str):
+        raw.column_names = _split_names(columns)
+    elif columns is None or (isinstance(columns, list | dict) and all(isinstance(name, str) for name in names)):
+        raw.column_names = columns
+    else:
+        problems.append(f"meta.json: fields must name the columns, but it is {short_repr(columns)}")
+    if isinstance(labels, list) and not any(isinstance(name, str) and has_lone_surrogate(name) for name in labels):
+        raw.label_names[""] = labels
+    elif labels is not None:
+        problems.append(f"meta.json: label_names must be a list, not {short_repr(labels)}")
+
+
+def _split_names(listed: str) -> list[str]:
+    """Return the names in a list such as "context, answer (index)"."""
+    return [name.strip() for name in re.sub(r"\([^)]*\)", "", listed).split(",") if name.strip()]
+
+
+def _read_hub(source: str, needed: Sequence[str], layout: HubLayout) -> _RawData:
+    """Read the splits of a data set of the hub, or of the copy in the cache of `datasets` if the hub is unreachable."""
+    name = source.partition(":")[0].partition("@")[0]
+    reason = why_not_on_hub(name, "dataset")
+    try:
+        with _hub_offline() if reason else contextlib.nullcontext():
+            datasets = _load_from_hub(source, layout.files)
+    except Exception as error:  # the hub's errors and the HTTP client's have no common ancestor
+        parent = user_path(source, "data").parent
+        nearby = sorted(str(p) for p in parent.iterdir() if p.is_dir())[:20] if parent.is_dir() else []
+        reason = reason or f"the hub's copy cannot be read ({error_summary(error)})"
+        todo = "Give a folder with train.jsonl (or .csv, .parquet) or a hub id"
+        problem = f"{unknown_name('data set', source, nearby)} There is no such folder here, and {reason}. {todo}."
+        raise DeltuneError(problem) from error
+    hub_splits = layout.splits or {split: stem for split, stems in SPLITS.items() for stem in stems if stem in datasets}
+    if missing := [split for split in hub_splits.values() if split not in datasets]:
+        raise DeltuneError(f"data {source} has no {' and no '.join(missing)} split; it has: {', '.join(datasets)}.")
+    raw = _RawData(
+        {
+            split: DataFile(hub_split, list(enumerate(datasets[hub_split].to_list(), 1)), "row")
+            for split, hub_split in hub_splits.items()
+        }
+    )
+    if not any(split in raw.files for split in needed):
+        raise DeltuneError(f"data {source} has no {' or '.join(needed)} split; it has: {', '.join(datasets)}.")
+    features = {
+        column: getattr(feature, "feature", feature)
+        for dataset in datasets.values()
+        for column, feature in dataset.features.items()
+    }
+    raw.label_names = {column: feature.names for column, feature in features.items() if hasattr(feature, "names")}
+    raw.hidden = frozenset(raw.label_names)
+    return raw
+
+
+def _load_from_hub(source: str, files: Mapping[str, str]) -> DatasetDict:
+    """Load a hub id, or some of its files, by `datasets`, which runs no code of the repository."""
+    from datasets import load_dataset
+
+    repository, _, configuration = source.partition(":")
+    if files:
+        file_format = data_suffix(Path(next(iter(files.values())))).lstrip(".")
+        urls = {split: f"hf://datasets/{repository}/{file}" for split, file in files.items()}
+        return load_dataset(file_format, data_files=urls)
+    name, _, revision = repository.partition("@")
+    return load_dataset(name, configuration or None, revision=revision or None)
+
+
+@contextlib.contextmanager
+def _hub_offline() -> Iterator[None]:
+    """Let the hub's client read only its caches, so that it does not try an unreachable hub again and again."""
+    from huggingface_hub import constants
+
+    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before

@@ -1,0 +1,800 @@
+"""A finished run in use: its model with the delta attached, its scores on any data, its predictions, its export.
+
+A run is written as a plain checkpoint or for another library, and other libraries' adapters are read.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import TextStreamer
+
+from ..compat import silent_loading
+from ..errors import DeltuneError, check_booleans, error_from_problems, error_summary, excerpt, unknown_name
+from ..files import explain_write_errors, user_path, write_jsonl
+from ..interop.base import is_foreign
+from ..models import (
+    HEADS,
+    HEADS_WITH_LABELS,
+    LANGUAGE_MODEL_HEADS,
+    align_padding_token,
+    forced_bos_options,
+    has_trained_head,
+    language_codes,
+    load_config,
+    load_model,
+    load_tokenizer,
+    tokenizer_languages,
+)
+from ..runtime import attach
+from ..runtime.attach import atomic_new_folder, foreign_model_kind, load, tuned
+from ..runtime.handle import Tuned
+from ..runtime.linear import optimize_linear
+from ..runtime.serialization import read_metadata
+from ..templates import cut_at_end, end_tokens, tokenize_prompts
+from . import setup as task_setup
+from .config import RunConfig
+from .data import loading
+from .data.tag_schemes import PLAIN
+from .metrics.base import Score, Scores
+from .metrics.intervals import score_intervals
+from .metrics.registry import METRICS, compute_scores
+from .prediction_inputs import Input, columns_from_inputs
+from .presets import merge_values
+from .progress import ProgressDisplay
+from .run_folder import RunDir
+from .setup import (
+    TaskSetup,
+    check_fits,
+    fit_lengths,
+    length_limits,
+    load_task_tokenizer,
+    set_up_task,
+    task_kind_by_name,
+    task_kind_for,
+)
+from .tasks import token_cache
+from .tasks.base import Columns, InferenceContext, TaskKind, TaskOptions
+from .tasks.classification import CLASSIFICATION, predict_logits
+from .tasks.encoding import EncodedRows, check_causal, longest_length, tokenize
+from .tasks.generation import truncate_prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+logger = logging.getLogger("deltune")
+
+SPLITS = ("validation", "test")
+
+MetricOptions = Mapping[str, Mapping[str, Any]]
+"""Options of metrics, by the names of the metrics."""
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """The model's answers to a split, row by row, and what they measure.
+
+    Attributes:
+        metrics: The scores by metric, the loss included.
+        scores: What the model says of its prediction, by row: probabilities, a likelihood or nothing.
+        statistics: The scores with the statistics of their examples; empty where only the loss was computed.
+    """
+
+    metrics: dict[str, float]
+    signatures: dict[str, str]
+    omitted: dict[str, str]
+    predictions: list[Any]
+    references: list[Any]
+    scores: list[Any]
+    statistics: Mapping[str, Score] = field(default_factory=dict)
+
+    def intervals(self) -> dict[str, list[float]]:
+        """Return the 95 % intervals of those scores that have one, by metric."""
+        return score_intervals(self.statistics, {name: METRICS[name].range for name in self.statistics})
+
+
+def score_split(
+    kind: TaskKind,
+    context: InferenceContext,
+    encoded: EncodedRows,
+    columns: Columns,
+    metrics: Sequence[str],
+    options: MetricOptions | None = None,
+) -> EvalResult:
+    """Answer a split and measure the answers."""
+    answers = kind.predict(context, encoded)
+    if context.loss_only:
+        return EvalResult({} if answers.loss is None else {"loss": answers.loss}, {}, {}, [], [], [])
+    references = answers.references or kind.references(columns, context.labels)
+    scores = measure(kind, metrics, answers.predictions, references, len(context.labels), options)
+    values = ({} if answers.loss is None else {"loss": answers.loss}) | {n: one.value for n, one in scores.items()}
+    signatures = {name: one.signature for name, one in scores.items()}
+    return EvalResult(values, signatures, scores.omitted, answers.predictions, references, answers.scores, scores)
+
+
+def log_omitted(omitted: Mapping[str, str]) -> None:
+    """Warn of the metrics that were not computed, those of one reason together."""
+    for reason in dict.fromkeys(omitted.values()):
+        names = ", ".join(name for name in omitted if omitted[name] == reason)
+        logger.warning("%s not computed: %s", names, reason)
+
+
+def measure(
+    kind: TaskKind,
+    metrics: Sequence[str],
+    predictions: Sequence[Any],
+    references: Sequence[Any],
+    labels: int,
+    options: MetricOptions | None = None,
+) -> Scores:
+    """Measure predictions against references."""
+    scores = Scores({}, {})
+    for compared in dict.fromkeys(METRICS[name].input_type for name in metrics):
+        names = [name for name in metrics if METRICS[name].input_type == compared]
+        chosen = {name: values for name, values in (options or {}).items() if name in names}
+        some = compute_scores(
+            names, predictions, references, list(range(labels)) if kind.predicts_label_ids else None, chosen
+        )
+        scores.update(some)
+        scores.omitted |= some.omitted
+    return scores
+
+
+def with_tag_scheme(options: MetricOptions, scheme: str | None) -> MetricOptions:
+    """Return options of metrics with the scheme of a run's tags, by which entities are read."""
+    if scheme in (None, PLAIN):
+        return options
+    return {**options, "entity_f1": {"scheme": scheme, **options.get("entity_f1", {})}}
+
+
+def prediction_lines(
+    kind: TaskKind, columns: Columns, result: EvalResult, labels: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Return the predictions of a split as lines of JSON: id, input, prediction, reference and scores."""
+
+    def label_name(value: Any) -> Any:
+        return labels[value] if kind.predicts_label_ids else value
+
+    return [
+        {
+            "id": columns["id"][i],
+            "input": kind.row_input(columns, i),
+            "prediction": label_name(prediction),
+            "reference": label_name(result.references[i]),
+            "scores": result.scores[i],
+        }
+        for i, prediction in enumerate(result.predictions)
+    ]
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A base model with the deltas of one or several runs attached, by name, and what is needed to use them.
+
+    Attributes:
+        model: The model; the delta of the first run is in use.
+        tokenizer: Its tokenizer.
+        kind: The kind of task.
+        runs: The folders of the runs, by name.
+        labels_of: The label names of every run, in the order of their ids.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    kind: TaskKind
+    runs: Mapping[str, RunDir]
+    labels_of: Mapping[str, tuple[str, ...]]
+
+    @property
+    def run(self) -> RunDir:
+        """The folder of the first run."""
+        return next(iter(self.runs.values()))
+
+    @property
+    def config(self) -> RunConfig:
+        """The config of the first run."""
+        return self.run.config
+
+    @property
+    def precision(self) -> str:
+        """The precision of the first run on this device."""
+        return task_setup.resolve_precision(self.config.runtime.precision, self.model.device)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The label names of the first run."""
+        return next(iter(self.labels_of.values()))
+
+
+def load_run(run: str | Path | Mapping[str, str | Path]) -> LoadedRun:
+    """Load the base model of a run and its delta, or the deltas of several runs on one base.
+
+    Args:
+        run: The folder of a run, or folders by name.
+
+    Raises:
+        DeltuneError: A folder is no run, has no delta yet, or is of another base model or other languages.
+    """
+    folders = run.items() if isinstance(run, Mapping) else [("default", run)]
+    runs = {name: RunDir(folder).best_run for name, folder in folders}
+    if not runs:
+        raise DeltuneError("no run is named")
+    name, first = next(iter(runs.items()))
+    config = first.config
+    labels = {name: _labels(folder) for name, folder in runs.items()}
+    kind = task_kind_for(first.data.kind, load_config(config.model.name), config.generation.answer)
+    tokenizer = load_task_tokenizer(config.model.name, config.data)
+    if len(runs) > 1 and language_codes(tokenizer):
+        _check_same_languages(runs)
+    head_labels = labels[name] if kind.name in HEADS_WITH_LABELS else None
+    model = load_model(
+        config.model.name, kind.head, head_labels, "float32", config.runtime.seed, quantize=config.model.quantize
+    )
+    align_padding_token(model, tokenizer)
+    for delta, folder in runs.items():
+        if not folder.finished:
+            warnings.warn(f"{folder.folder} is not finished: this is its best delta so far", stacklevel=2)
+        load(model, folder.folder, name=delta)
+    tuned(model).use(name)
+    model.to(task_setup.resolve_device())  # type: ignore[arg-type]
+    loaded = LoadedRun(model, tokenizer, kind, runs, labels)
+    optimize_linear(model, enabled=config.runtime.linear_backend == "onednn")
+    return loaded
+
+
+def _check_same_languages(runs: Mapping[str, RunDir]) -> None:
+    configs = {name: folder.config for name, folder in runs.items()}
+    languages = {name: tokenizer_languages(load_task_tokenizer(c.model.name, c.data)) for name, c in configs.items()}
+    if len(set(languages.values())) > 1:
+        listed = "; ".join(f"{name}: {' to '.join(map(str, pair))}" for name, pair in languages.items())
+        raise DeltuneError(f"one tokenizer serves all runs, and these have other languages ({listed}); use them apart")
+
+
+def _labels(run: RunDir) -> tuple[str, ...]:
+    """Return the label names of a run's head, in the order of their ids."""
+    if not run.delta.is_dir():
+        raise DeltuneError(f"{run.folder} has no delta yet; run the same `deltune train` again, it resumes")
+    labels = read_metadata(run.folder).labels
+    return tuple(name for _, name in labels.pairs) if labels else ()
+
+
+def is_run(folder: str | Path) -> bool:
+    """Return whether a folder holds a run, and not a model or nothing."""
+    return RunDir(folder).exists or (not (Path(folder) / "config.json").is_file() and Path(folder).is_dir())
+
+
+@check_booleans
+def evaluate(
+    run: str | Path,
+    data: str | None = None,
+    splits: Sequence[str] | None = None,
+    output: str | Path | None = None,
+    *,
+    progress: bool = False,
+    other: Mapping[str, Any] | None = None,
+    columns: str | None = None,
+    data_root: str | None = None,
+) -> dict[str, dict[str, float]]:
+    """Score the delta of a run on its own data, or on other data with the same labels.
+
+    Args:
+        run: The folder of the run.
+        data: Another folder or hub id, laid out as the run's own data; all of its rows are scored.
+        splits: The splits to score; by default validation and test, as far as they exist.
+        output: A folder for the predictions, SPLIT.jsonl each.
+        progress: Show a progress bar on a terminal.
+        other: A known task in place of the run's, as flat values of a config: {"task": …, "data_root": …,
+            "relabel": …}; as many of its rows are scored as of the run's own.
+        columns: The columns of the other data, such as "text=a,label=b"; by default the run's.
+        data_root: The folder that now holds the folder of the run's known task.
+
+    Returns:
+        The metrics of every split.
+
+    Raises:
+        DeltuneError: The folder is no run, the data lacks a split, or the run does not know the labels.
+    """
+    folder = RunDir(run).best_run
+    config = folder.config
+    if data_root is not None:
+        if config.data.source is not None:
+            raise DeltuneError(f"{run} was trained on {config.data.source}, which is no known task; give --data")
+        config = config.replace(data_root=data_root)
+    loaded = load_run(run)
+    if data is not None:  # it is laid out as the run's own, unless it says otherwise
+        chosen = columns or config.data.columns or folder.data.columns or None
+        config = config.replace(data=data, task=loaded.kind.name, columns=chosen, validation_rows=None, test_rows=None)
+    if other is not None:
+        values = {n: v for n, v in config.flat().items() if n not in ("data", "columns", "labels", "metric")}
+        config = RunConfig.from_flat(**merge_values(values, other))
+    setup = set_up_task(
+        config.model.name, config.data, config.generation.answer, config.evaluation, config.runtime.seed,
+        training=False, labels=loaded.labels if loaded.kind.name in HEADS_WITH_LABELS else None,
+    )  # fmt: skip
+    rows = setup.data
+    if rows.labels != loaded.labels and loaded.kind.name in HEADS_WITH_LABELS:
+        raise DeltuneError(f"the run's labels are {', '.join(loaded.labels)}, here are {', '.join(rows.labels)}")
+    lengths_of = folder.config if other is None else config
+    limits = length_limits(lengths_of.data, lengths_of.generation, loaded.kind, rows.labels)
+    context = InferenceContext(
+        loaded.model, loaded.tokenizer, rows.labels, fit_lengths(loaded.model, loaded.kind, limits),
+        config.optim.rows_per_device(), loaded.precision,
+    )  # fmt: skip
+    trained_scheme = folder.data.tag_scheme
+    if None not in (rows.tag_scheme, trained_scheme) and rows.tag_scheme != trained_scheme:
+        raise DeltuneError(
+            f"the run's tags are {trained_scheme}, those of {rows.source} are {rows.tag_scheme}; a run whose tags were "
+            "converted (--tag-scheme iob2) reads all schemes"
+        )
+    setup = replace(setup, kind=loaded.kind, data=replace(rows, tag_scheme=trained_scheme or rows.tag_scheme))
+    return _score_splits(context, setup, config.evaluation.metric_options, splits, output, progress)
+
+
+@check_booleans
+def evaluate_model(
+    model: str,
+    data: str | None = None,
+    task: str | None = None,
+    columns: str | None = None,
+    answer: str = "head",
+    splits: Sequence[str] | None = None,
+    output: str | Path | None = None,
+    *,
+    progress: bool = False,
+    max_length: int | None = None,
+    data_root: str | None = None,
+) -> dict[str, dict[str, float]]:
+    """Score a model as it is, before any tuning.
+
+    Args:
+        model: A hub id, a folder, or `minilm`.
+        data: A folder or hub id; by default the known task's.
+        task: The kind of task, or a known task; by default what the columns show.
+        columns: The columns, such as "text=a,label=b"; by default those with usual names.
+        answer: "head" or "words".
+        splits: The splits to score; by default validation and test, as far as they exist.
+        output: A folder for the predictions, SPLIT.jsonl each.
+        progress: Show a progress bar on a terminal.
+        max_length: To how many tokens texts are cut, and running text into pieces. Default: as when training.
+        data_root: The folder that holds the folder of the known task. Default: the hub.
+
+    Returns:
+        The metrics of every split.
+
+    Raises:
+        DeltuneError: There is no such model, its checkpoint has no trained head for the task, or the data is wrong.
+    """
+    lengths = {} if max_length is None else {"max_length": max_length}
+    config = RunConfig.from_flat(
+        model=model, data=data, task=task, columns=columns, answer=answer, method="head", data_root=data_root, **lengths
+    )
+    name, configuration = config.model.name, load_config(config.model.name)
+    arguments = (name, config.data, answer, config.evaluation, 0, False)
+    setup = set_up_task(*arguments)
+    labels: tuple[str, ...] | None = None
+    head = setup.kind.head
+    if head not in LANGUAGE_MODEL_HEADS and not has_trained_head(configuration, head):
+        raise DeltuneError(
+            f"{model} has no trained head for {setup.kind.name}, so it has no score before it is tuned: give --answer "
+            "words for a language model, or train the head alone (deltune train --method head)"
+        )
+    if head in HEADS_WITH_LABELS:
+        labels = tuple(str(label) for _, label in sorted((configuration.id2label or {}).items()))
+        setup = set_up_task(*arguments, labels)
+    tokenizer = load_task_tokenizer(name, config.data)
+    backbone = load_model(name, head, labels, "float32", quantize=config.model.quantize)
+    align_padding_token(backbone, tokenizer)
+    if head == "causal-lm":
+        check_causal(backbone)
+    backbone.to(task_setup.resolve_device())  # type: ignore[arg-type]
+    optimize_linear(backbone, enabled=config.runtime.linear_backend == "onednn")
+    limits = length_limits(config.data, config.generation, setup.kind, setup.data.labels)
+    context = InferenceContext(
+        backbone, tokenizer, setup.data.labels, fit_lengths(backbone, setup.kind, limits),
+        config.optim.rows_per_device(),
+    )  # fmt: skip
+    return _score_splits(context, setup, {}, splits, output, progress)
+
+
+def _score_splits(
+    context: InferenceContext,
+    setup: TaskSetup,
+    options: MetricOptions,
+    splits: Sequence[str] | None,
+    output: str | Path | None,
+    progress: bool,
+) -> dict[str, dict[str, float]]:
+    """Score splits of a task, and write the predictions where a folder is given."""
+    rows, kind, results = setup.data, setup.kind, {}
+    options = with_tag_scheme(options, rows.tag_scheme)
+    requested = _requested_splits(rows, splits)
+    target = None if output is None else user_path(output, "output")
+    columns_of = {s: {name: list(rows.splits[s][name]) for name in rows.splits[s].column_names} for s in requested}
+    encoded_splits = token_cache.encode_splits(
+        kind, context.tokenizer, context.model, columns_of, context.options, (), rows.fingerprint
+    )
+    with ProgressDisplay(progress) as bar, explain_write_errors(target or rows.source):
+        for split, encoded in encoded_splits.items():
+            columns = columns_of[split]
+            bar.start(split, len(encoded))
+            result = score_split(
+                kind, replace(context, on_progress=bar.advance), encoded, columns, setup.metrics, options
+            )
+            results[split] = result.metrics
+            if not results.keys() - {split}:
+                log_omitted(result.omitted)
+            if target is not None:
+                target.mkdir(parents=True, exist_ok=True)
+                write_jsonl(target / f"{split}.jsonl", prediction_lines(kind, columns, result, rows.labels))
+    return results
+
+
+@check_booleans
+def generate(
+    source: str | Path,
+    prompts: Sequence[str],
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    *,
+    stream: bool = False,
+) -> list[str]:
+    """Generate a text for each prompt.
+
+    A run that was trained to answer answers the prompt, which its template surrounds; any other language model goes on
+    with it.
+
+    Args:
+        source: The folder of a run, or a language model: a hub id or a folder.
+        prompts: The prompts.
+        max_new_tokens: Tokens of a text, at most.
+        temperature: 0 takes the likeliest token each time; above, tokens are drawn.
+        top_p: Tokens are drawn from the likeliest ones of this share.
+        seed: The seed of the draws.
+        stream: Print each text while it is generated; of several prompts, each before its text.
+
+    Returns:
+        The texts, without their prompts.
+
+    Raises:
+        DeltuneError: There are no prompts, the source is no language model, or the model has too few positions for a
+            prompt and its text.
+    """
+    if not prompts:
+        raise DeltuneError("no prompts are given")
+    loaded = load_run(source) if is_run(source) else None
+    if loaded is not None and loaded.kind.head not in LANGUAGE_MODEL_HEADS:
+        raise DeltuneError(f"{source} answers {loaded.kind.name} by a head and generates no text: deltune predict")
+    model, tokenizer = _language_model(str(source)) if loaded is None else (loaded.model, loaded.tokenizer)
+    is_encoder_decoder = model.config.is_encoder_decoder
+    encoded = [_prompt_ids(loaded, tokenizer, prompt, is_encoder_decoder) for prompt in prompts]
+    if not is_encoder_decoder:
+        _check_room(model, [len(ids) for ids in encoded], max_new_tokens)
+    texts: list[str] = []
+    options: dict[str, Any] = {"max_length": None, "max_new_tokens": max_new_tokens, "num_beams": 1}
+    options |= {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
+    options |= forced_bos_options(tokenizer, model) if is_encoder_decoder else {}
+    ends = end_tokens(tokenizer, model)
+    options["eos_token_id"] = list(ends) or None
+    model.eval()
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(seed)
+        for prompt, ids in zip(prompts, encoded, strict=True):
+            inputs = torch.tensor([ids], device=model.device)
+            if stream and len(prompts) > 1:
+                print(f"> {prompt}", flush=True)
+            streamer = TextStreamer(tokenizer, not is_encoder_decoder, skip_special_tokens=True) if stream else None
+            generated = model.generate(  # type: ignore[operator]
+                input_ids=inputs, attention_mask=torch.ones_like(inputs), streamer=streamer, **options
+            )[0]
+            before = [] if is_encoder_decoder else ids
+            answer = cut_at_end(generated[1 if is_encoder_decoder else len(ids) :].tolist(), ends)
+            texts.append(_continuation(tokenizer, before, answer))
+    return texts
+
+
+def _continuation(tokenizer: Any, prompt: list[int], answer: list[int]) -> str:
+    """Return the text of an answer behind its prompt, with the blank that some tokenizers drop at the beginning."""
+    before, text, alone = (
+        str(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in (prompt, prompt + answer, answer)
+    )
+    return text[len(before) :] if text.startswith(before) else alone
+
+
+def _check_room(model: PreTrainedModel, prompt_tokens: Sequence[int], max_new_tokens: int) -> None:
+    """Check that a decoder has positions for each prompt and what it generates; the error names all long ones."""
+    longest = max(prompt_tokens, default=0)
+    available = longest_length(model, longest + max_new_tokens)
+    too_long = [(n, tokens) for n, tokens in enumerate(prompt_tokens, 1) if tokens + max_new_tokens > available]
+    if too_long:
+        room = max(0, available - longest)
+        problems = [
+            f"prompt {n} of {len(prompt_tokens)}: its {tokens} tokens and max_new_tokens={max_new_tokens} take "
+            f"{tokens + max_new_tokens} positions, and {type(model).__name__} has {available}"
+            for n, tokens in too_long
+        ]
+        if room:
+            advice = f"give max_new_tokens={room} or less"
+        elif available > max_new_tokens:
+            advice = f"give prompts of at most {available - max_new_tokens} tokens"
+        else:
+            advice = "give shorter prompts and a smaller max_new_tokens"
+        raise error_from_problems(f"nothing was generated ({advice})", problems)
+
+
+def _language_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a language model as it is, with its tokenizer."""
+    head = "seq2seq-lm" if load_config(name).is_encoder_decoder else "causal-lm"
+    tokenizer = load_tokenizer(name)
+    model = load_model(name, head, dtype="float32")
+    align_padding_token(model, tokenizer)
+    if head == "causal-lm":
+        check_causal(model)
+    return model.to(task_setup.resolve_device()), tokenizer  # type: ignore[arg-type]
+
+
+def _prompt_ids(loaded: LoadedRun | None, tokenizer: Any, prompt: str, is_encoder_decoder: bool) -> list[int]:
+    """Return the token ids of a prompt, as the run was trained to read it."""
+    if loaded is not None and loaded.kind.name == "generation":
+        row = _encode(loaded, next(iter(loaded.runs)), {0: prompt})[0].rows[0]
+        return list(row["input_ids"])
+    if is_encoder_decoder:
+        return list(tokenize(tokenizer, [prompt], names=[repr(prompt)])["input_ids"][0])
+    ids = tokenize_prompts(tokenizer, [prompt])[0]
+    return list(truncate_prompt(tokenizer, ids, len(ids), repr(prompt)))
+
+
+def _requested_splits(data: loading.TaskData, splits: Sequence[str] | None) -> list[str]:
+    """Return the splits to score; other usual names of a split, such as dev, stand for it."""
+    usual = {stem: split for split, stems in loading.SPLITS.items() for stem in stems}
+    requested = [s for s in SPLITS if s in data.splits] if splits is None else [usual.get(s, s) for s in splits]
+    problems = [unknown_name("split", s, data.splits) for s in requested if s not in data.splits]
+    if problems or not requested:
+        raise DeltuneError(" ".join(problems) or f"data {data.source} has neither a validation nor a test split")
+    return requested
+
+
+def rescore(run: str | Path, metrics: Sequence[str] = ()) -> dict[str, dict[str, float]]:
+    """Compute metrics of a finished run from its prediction files, without any model.
+
+    Args:
+        run: The folder of the run.
+        metrics: The names of the metrics; by default the run's.
+
+    Returns:
+        The metrics of every split.
+
+    Raises:
+        DeltuneError: The folder is no run, is not finished, has no predictions, or a metric does not fit its task.
+    """
+    results = rescore_with_statistics(run, metrics)
+    log_omitted({name: reason for scores in results.values() for name, reason in scores.omitted.items()})
+    return {split: {name: one.value for name, one in scores.items()} for split, scores in results.items()}
+
+
+def rescore_with_statistics(run: str | Path, metrics: Sequence[str] = ()) -> dict[str, Scores]:
+    """Do as `rescore` does, and return the scores with the statistics of every example."""
+    folder = RunDir(run).best_run
+    stored = folder.metrics.scores
+    files = {split: folder.predictions / f"{split}.jsonl" for split in SPLITS}
+    if not any(file.is_file() for file in files.values()):
+        raise DeltuneError(f"{folder.folder} has no predictions; a finished run has them")
+    kind = task_kind_by_name(folder.data.kind)
+    labels = {name: i for i, name in enumerate(_labels(folder))} if kind.predicts_label_ids else {}
+    results: dict[str, Scores] = {}
+    for split, file in files.items():
+        if file.is_file():
+            lines = folder.read_predictions(split)
+            predictions, references = (
+                [_answer(line[key], labels, f"{file} line {i}") for i, line in lines]
+                for key in ("prediction", "reference")
+            )
+            names = tuple(metrics) or tuple(name for name in stored.get(split, {}) if name != "loss")
+            check_fits(kind, names)
+            options = with_tag_scheme(folder.config.evaluation.metric_options, folder.data.tag_scheme)
+            try:
+                results[split] = measure(kind, names, predictions, references, len(labels), options)
+            except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+                raise DeltuneError(
+                    f"{file} holds what {kind.name} is not measured by ({error_summary(error)})"
+                ) from error
+    return results
+
+
+def _answer(value: Any, labels: Mapping[str, int], where: str) -> Any:
+    """Return a prediction or reference as metrics compare it: the id of a label, where there are labels."""
+    if not labels:
+        return value
+    if not isinstance(value, str) or value not in labels:
+        raise DeltuneError(f"{where}: {excerpt(value)} is no label of this run")
+    return labels[value]
+
+
+def predict(
+    run: str | Path | Mapping[str, str | Path] | LoadedRun, texts: Sequence[Input], rows: Sequence[str] | None = None
+) -> list[dict[str, Any]]:
+    """Answer inputs with a run.
+
+    Args:
+        run: The folder of a run, folders by name, or runs that are loaded.
+        texts: The inputs: a text; of pairs (text, pair); of tagging a text, split at blanks, or its tokens; of
+            multiple choice {"question", "choices"}; or any of them by role. Texts longer than the run's max_length are
+            cut, as in training.
+        rows: Of classification by heads: for each text the name of the run whose delta it uses, where `run` names
+            several. They are computed in the same batches.
+
+    Returns:
+        For each input {"prediction", "scores"} as in prediction files, of a classification {"label", "scores"}. Of
+        running text the prediction is its log-likelihood and the score its perplexity.
+
+    Raises:
+        DeltuneError: There are no texts, an input is of another kind, or a name is no run's.
+    """
+    loaded = run if isinstance(run, LoadedRun) else load_run(run)
+    if isinstance(texts, str):
+        raise DeltuneError(f"texts is a list, and here it is one text: predict(run, [{excerpt(texts, 40)}])")
+    if not texts:
+        raise DeltuneError("no texts to predict")
+    if isinstance(rows, str):
+        raise DeltuneError(f"rows is a list with the name of a run for each text: rows=[{excerpt(rows, 40)}, …]")
+    if rows is not None:
+        return _predict_mixed(loaded, texts, list(rows))
+    if len(loaded.runs) > 1:
+        raise DeltuneError(
+            f"several runs are given ({', '.join(loaded.runs)}): say with rows=[…] which of them answers each text"
+        )
+    encoded, limits = _encode(loaded, next(iter(loaded.runs)), dict(enumerate(texts)))
+    if encoded.truncated:
+        unseen = "; no entity is found beyond them" if loaded.kind.name == "tagging" else ""
+        cut = f"{encoded.truncated} of {len(texts)} inputs are cut to the {limits.max_length} tokens of the run{unseen}"
+        warnings.warn(cut, stacklevel=2)
+    answers = loaded.kind.predict(_inference_context(loaded, limits), encoded)
+    labelled = loaded.kind.predicts_label_ids
+    predictions = [loaded.labels[p] for p in answers.predictions] if labelled else answers.predictions
+    return [
+        {"label" if labelled else "prediction": prediction, "scores": scores}
+        for prediction, scores in zip(predictions, answers.scores, strict=True)
+    ]
+
+
+def predict_rows(run: str | Path, inputs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Answer inputs that have ids."""
+    loaded = load_run(run)
+    texts = [row["input"] for row in inputs]
+    columns = columns_from_inputs(loaded.kind.name, loaded.run, texts)
+    return [
+        {
+            "id": row["id"],
+            "input": loaded.kind.row_input(columns, i),
+            "prediction": answer[next(iter(answer))],
+            "scores": answer["scores"],
+        }
+        for i, (row, answer) in enumerate(zip(inputs, predict(loaded, texts), strict=True))
+    ]
+
+
+def _predict_mixed(loaded: LoadedRun, texts: Sequence[Input], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Classify each text by the delta of its own run, with that run's labels."""
+    if loaded.kind is not CLASSIFICATION:
+        raise DeltuneError(
+            f"rows= is for classification by heads, and {loaded.run.folder} is not for that; "
+            "predict with one run a call"
+        )
+    if len(names) != len(texts):
+        raise DeltuneError(f"rows names the run of {len(names)} texts, and there are {len(texts)}")
+    problems = [unknown_name("run", name, loaded.runs) for name in dict.fromkeys(names) if name not in loaded.runs]
+    if problems:
+        raise error_from_problems("these rows cannot be predicted", problems)
+    encoded: list[Any] = [None] * len(texts)
+    for name in dict.fromkeys(names):
+        places = [i for i, other in enumerate(names) if other == name]
+        rows = _encode(loaded, name, {i: texts[i] for i in places})[0].rows
+        for i, row in zip(places, rows, strict=True):
+            encoded[i] = row
+    probabilities = predict_logits(_inference_context(loaded, TaskOptions(), names), EncodedRows(encoded, 0)).softmax(
+        -1
+    )
+    predictions = []
+    for name, row in zip(names, probabilities, strict=True):
+        labels = loaded.labels_of[name]
+        scores = dict(zip(labels, row.tolist(), strict=False))  # a wider head of another run has more columns
+        predictions.append({"label": labels[int(row.argmax())], "scores": scores})
+    return predictions
+
+
+def _inference_context(loaded: LoadedRun, limits: TaskOptions, deltas: Sequence[str] | None = None) -> InferenceContext:
+    rows = loaded.config.optim.rows_per_device()
+    return InferenceContext(loaded.model, loaded.tokenizer, loaded.labels, limits, rows, loaded.precision, None, deltas)
+
+
+def _encode(loaded: LoadedRun, name: str, texts: Mapping[int, Input]) -> tuple[EncodedRows, TaskOptions]:
+    """Encode one run's inputs, by their place in all, cut as the run cuts them; return them and the run's limits."""
+    run = loaded.runs[name]
+    columns = columns_from_inputs(loaded.kind.name, run, list(texts.values()), [i + 1 for i in texts])
+    limits = length_limits(run.config.data, run.config.generation, loaded.kind, loaded.labels_of[name])
+    handle = tuned(loaded.model)
+    before = handle.active
+    try:
+        limits = fit_lengths(handle.use(name).model, loaded.kind, limits)
+    finally:
+        handle.use(before)
+    return loaded.kind.encode(loaded.tokenizer, loaded.model, columns, limits, False), limits
+
+
+@check_booleans
+def merge_run(run: str | Path, to: str | Path, *, dequantize: bool = False) -> Path:
+    """Write the model with the run's delta merged into its weights, and its tokenizer; all or nothing.
+
+    Args:
+        run: The folder of the run.
+        to: A new folder, which transformers loads without deltune.
+        dequantize: Write a quantised model in floating point, so that the merged weights are not rounded.
+
+    Returns:
+        The new folder.
+
+    Raises:
+        DeltuneError: The folder is not empty, or no weights can express the method.
+    """
+    to = user_path(to, "to")
+    with atomic_new_folder(to) as fresh, silent_loading():
+        loaded = load_run(run)
+        merged = tuned(loaded.model).merge(dequantize=dequantize)
+        if loaded.kind.head in LANGUAGE_MODEL_HEADS:  # whoever loads it is to stop where training has written an end
+            merged.generation_config.eos_token_id = list(end_tokens(loaded.tokenizer, merged)) or None
+        merged.save_pretrained(fresh)
+        loaded.tokenizer.save_pretrained(fresh)
+    return to
+
+
+def export_run(run: str | Path, to: str | Path, format: str = "peft") -> Path:
+    """Write a run's delta for another library; all or nothing.
+
+    Args:
+        run: The folder of the run.
+        to: A new folder.
+        format: The format: "peft", "vllm" or "llama.cpp".
+
+    Returns:
+        The new folder.
+
+    Raises:
+        DeltuneError: The folder is no run or is not empty, or the format cannot express the method.
+    """
+    return attach.export(load_run(run).model, user_path(to, "to"), format)
+
+
+def import_adapter(folder: str | Path, model: str, to: str | Path, kind: str | None = None) -> Tuned:
+    """Turn a folder of PEFT or AdapterHub into a delta folder for a base model.
+
+    Args:
+        folder: The folder that PEFT or AdapterHub saved.
+        model: Hub id or folder of the base model.
+        to: A new folder for the delta.
+        kind: What the model is loaded as; by default what the folder says.
+
+    Returns:
+        The handle on the model with the delta attached.
+
+    Raises:
+        DeltuneError: The folder is of neither library, or something in it has no translation.
+    """
+    folder, to = user_path(folder, "folder"), user_path(to, "output")
+    if not is_foreign(folder):
+        raise DeltuneError(f"{str(folder)!r} holds no adapter_config.json, which PEFT and AdapterHub both write")
+    if kind is not None and kind not in HEADS:
+        raise DeltuneError(unknown_name("kind of model", kind, HEADS))
+    default_kind, count = foreign_model_kind(folder)
+    load_config(model)
+    labels = [f"LABEL_{i}" for i in range(count)] if count is not None and kind in (None, default_kind) else None
+    handle = attach.load(load_model(model, kind or default_kind, labels), folder)
+    handle.save(to)
+    return handle

@@ -1,0 +1,129 @@
+"""Inputs to predict, from Python, the command line or a file, as the columns that a kind of task reads."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import DeltuneError, unknown_name
+from ..files import explain_write_errors, user_path, write_jsonl
+from .data.columns import INPUT_TYPES, TASK_COLUMNS, TYPE_DESCRIPTIONS, value_fits
+from .data.readers import STDIN, UnreadableFileError, data_suffix, has_lone_surrogate, read_rows, text_lines
+from .run_folder import RunDir
+
+Input = str | Sequence[str] | Mapping[str, Any]
+"""A text; a text and its pair, or tokens; or every input by its role."""
+
+DESCRIPTIONS = {("text",): "one text, no pair,", ("text", "pair"): "a text and its pair"}
+"""The content of a row, by the roles of its inputs, where the names of the roles would say less."""
+
+MAX_ROWS_LISTED = 10
+
+
+def input_columns(kind: str, run: RunDir) -> dict[str, str]:
+    """Return the columns of the inputs that a run was trained on, by role."""
+    columns = run.data.columns
+    roles = [c.role for c in TASK_COLUMNS[kind] if c.role in INPUT_TYPES and (c.role in columns or not c.optional)]
+    return {role: columns.get(role, role) for role in roles}
+
+
+def columns_from_inputs(
+    kind: str, run: RunDir, inputs: Sequence[Input], numbers: Sequence[int] = ()
+) -> dict[str, list[Any]]:
+    """Return the values of inputs by role."""
+    roles = list(input_columns(kind, run))
+    rows = [_by_role(value, roles) for value in inputs]
+    numbered = list(zip(numbers or range(1, len(rows) + 1), rows, strict=True))
+    misfits = [
+        str(number)
+        for number, row in numbered
+        if set(row) != set(roles) or not all(value_fits(INPUT_TYPES[role], row[role]) for role in roles)
+    ]
+    if misfits:
+        expected = DESCRIPTIONS.get(tuple(roles)) or ", ".join(
+            f"{role} ({TYPE_DESCRIPTIONS[INPUT_TYPES[role]]})" for role in roles
+        )
+        listed = ", ".join(misfits[:MAX_ROWS_LISTED])
+        raise DeltuneError(f"run {run.folder.name} takes {expected} in every row; row {listed} has something else")
+    texts = [(number, row[role]) for number, row in numbered for role in roles]
+    if broken := [
+        str(number) for number, text in texts if any(map(has_lone_surrogate, [text] if isinstance(text, str) else text))
+    ]:
+        raise DeltuneError(
+            f"row {', '.join(broken[:MAX_ROWS_LISTED])} holds half a character (a lone surrogate); give whole texts"
+        )
+    return {role: [row[role] for row in rows] for role in roles}
+
+
+def _by_role(value: Input, roles: Sequence[str]) -> dict[str, Any]:
+    """Return an input by its roles, whether it has all of them or not; a text for a list of texts is split into words.
+
+    Values beyond the roles are named by their numbers, so that they are noticed.
+    """
+    words = len(roles) == 1 and INPUT_TYPES[roles[0]] == "texts"
+    if isinstance(value, Mapping):
+        row = dict(value)
+    elif words or isinstance(value, str) or not isinstance(value, Sequence):
+        row = {roles[0]: value}
+    else:
+        row = dict(zip([*roles, *map(str, range(len(value)))], value, strict=False))
+    if words and isinstance(row.get(roles[0]), str):
+        row[roles[0]] = row[roles[0]].split()
+    return row
+
+
+def inputs_from_texts(texts: Sequence[str], pairs: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the texts of the command line as inputs with ids."""
+    inputs: list[Input] = [list(both) for both in zip(texts, pairs, strict=True)] if pairs else list(texts)
+    return [{"id": str(i), "input": value} for i, value in enumerate(inputs, 1)]
+
+
+def inputs_from_file(path: Path, run: Path) -> list[dict[str, Any]]:
+    """Read inputs from a file."""
+    path = path if path == STDIN else user_path(path, "file")
+    if data_suffix(path).partition(".gz")[0] in ("", ".txt"):
+        return _inputs_from_lines(path)
+    table, run_dir = read_rows(path), RunDir(run)
+    columns = input_columns(run_dir.data.kind, run_dir)
+    missing = [
+        unknown_name("column", column, table.columns, where=path.name)
+        for column in columns.values()
+        if column not in table.columns
+    ]
+    if missing:
+        raise DeltuneError(" ".join(missing))
+    inputs = []
+    for line, row in table.rows:
+        value = _by_role({role: row.get(column) for role, column in columns.items()}, list(columns))
+        for role, column in columns.items():
+            if not value_fits(INPUT_TYPES[role], value[role]):
+                raise DeltuneError(
+                    f"{table.location(line)}: column {column!r} must be {TYPE_DESCRIPTIONS[INPUT_TYPES[role]]}"
+                )
+        inputs.append({"id": str(row.get("id", line)), "input": value})
+    return inputs
+
+
+def _inputs_from_lines(path: Path) -> list[dict[str, Any]]:
+    """Read an input from each line that is not blank."""
+    try:
+        lines = [(number, line.rstrip("\r\n")) for number, line in text_lines(path)]
+    except (OSError, UnreadableFileError) as error:
+        raise DeltuneError(f"{path} cannot be read: {error}") from error
+    inputs = [{"id": str(number), "input": line} for number, line in lines if line.strip()]
+    if not inputs:
+        raise DeltuneError(f"{path} is empty: it has no texts")
+    if len(inputs) < len(lines):
+        skipped = len(lines) - len(inputs)
+        warnings.warn(f"{path}: {skipped} blank lines are left out; the ids are the numbers of lines", stacklevel=3)
+    return inputs
+
+
+def write_predictions(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write predictions as JSON lines, whole or not at all."""
+    path = user_path(path, "output")
+    with explain_write_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_jsonl(path, rows)

@@ -1,0 +1,483 @@
+"""Training one run: a method tuned on a data set by transformers' Trainer; only the delta is checkpointed."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import TrainingArguments, set_seed
+from transformers.trainer_callback import PrinterCallback
+
+from ..compat import set_training_device, use_one_gpu
+from ..errors import DeltuneError, check_booleans, counted, unknown_name
+from ..files import explain_write_errors
+from ..models import align_padding_token
+from ..runtime.attach import attach, load
+from ..runtime.linear import LinearBackend, optimize_linear
+from ..runtime.padding import padding_side
+from ..runtime.serialization import open_delta
+from . import activation_cache, checkpoints, distributed
+from . import setup as task_setup
+from .config import ModelSection, OptimSection, RunConfig
+from .data.columns import INPUT_TYPES, TASK_COLUMNS
+from .data.tag_schemes import PLAIN
+from .frozen_layers import FrozenLayers
+from .inference import SPLITS
+from .presets import AUTO, DEFAULT
+from .progress import ProgressDisplay
+from .rates import Slice, plan_search, search_rate, with_default_rate
+from .report.page import write_report
+from .run_folder import Best, RunDir, RunMetrics, collect_environment
+from .series import run_series
+from .setup import ModelCache, TaskSetup, fit_lengths, length_limits, load_task_data, set_up_task
+from .tasks import token_cache
+from .tasks.encoding import EncodedRows, LengthGroupedBatches, check_causal
+from .trainer import DeltaTrainer, ReportCallback, RunState, total_steps
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+SHARDING_MODES = ("none", "fsdp")
+TRAINER_SCHEDULES = {"constant": "constant_with_warmup"}
+"""Schedules that transformers calls by another name."""
+LOG_LINES_PER_EPOCH = 20
+
+logger = logging.getLogger("deltune")
+
+
+@check_booleans
+def train(
+    config: RunConfig,
+    output: str | Path,
+    *,
+    resume: bool = True,
+    progress: bool = True,
+    devices: str = "auto",
+    sharded: str = "none",
+    cache: ModelCache | None = None,
+    report: bool = True,
+) -> RunMetrics:
+    """Tune the method of a config on its data, keep the best delta, and score it.
+
+    The folder `output` becomes the RUN. A finished run of the same config is not repeated; an unfinished one goes on
+    where it stopped and ends with the same numbers. The best epoch has the best validation score by
+    `evaluation.metric`; of equal ones the lower validation loss decides, then the order. Without a validation
+    split it is the last epoch. A config of several runs (seeds, search) makes a folder of these runs and their
+    aggregate (`search.run_series`).
+
+    In several processes (torchrun, accelerate launch, `deltune train --launch N`) each process calls this function;
+    rank 0 writes.
+
+    Args:
+        config: What is trained, on what, and how.
+        output: The folder of the run.
+        resume: False discards the run in the folder and starts anew.
+        progress: Show a live table on a terminal, and elsewhere log a line now and then.
+        devices: "auto" (the accelerator where there is one), "cpu", "cuda", "cuda:1" or "mps".
+        sharded: "none" (each process has the whole model, DDP) or "fsdp" (each has a share of it).
+        cache: What several runs in one process share.
+        report: Write report.html, the page about the run, at the end.
+
+    Returns:
+        What metrics.json holds.
+
+    Raises:
+        DeltuneError: The config, the data, the model, the method or the folder is wrong (nothing is written then); the
+            loss is not finite; no space is left on the disk.
+    """
+    device = task_setup.resolve_device(devices)
+    distributed.init_processes(device)
+    run = RunDir(output, writer=distributed.is_main())
+    shared = cache or ModelCache()
+    finished = distributed.broadcast_from_main(lambda: _finished_metrics(config, run, resume, shared))
+    if finished is not None:
+        logger.info("%s is finished; nothing to do", run.folder)
+        if report and not run.report_file.exists():  # the run was interrupted while it wrote the page
+            distributed.broadcast_from_main(lambda: _write_missing_report(run))
+        return finished
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(explain_write_errors(run.folder))
+        distributed.broadcast_from_main(lambda: stack.enter_context(run.locked()))
+        if config.is_series:
+            if not resume:
+                run.clear()
+            metrics = run_series(
+                config,
+                run,
+                lambda one, folder: train(
+                    one, folder, progress=progress, devices=devices, sharded=sharded, cache=shared, report=report
+                ),
+            )
+        else:
+            try:
+                metrics = _train(config, run, resume, progress, device, sharded, shared)
+            except BaseException:
+                shared.drop()
+                raise
+        if report:
+            distributed.broadcast_from_main(lambda: str(write_report(run)))
+        return metrics
+
+
+def _write_missing_report(run: RunDir) -> None:
+    """Write the page of a finished run, and remove what an interrupted attempt left."""
+    with explain_write_errors(run.folder), run.locked():
+        run.remove_leftovers()
+        write_report(run)
+
+
+def _finished_metrics(config: RunConfig, run: RunDir, resume: bool, cache: ModelCache) -> RunMetrics | None:
+    """Return the metrics of a run that needs no training."""
+    before = run.check_config(config) if resume or not run.exists else None
+    if before is None or not run.finished or before.name != config.name:
+        return None
+    kept, trained = (run.best_run, run.best_run.config) if before.is_series else (run, before)
+    try:
+        facts = load_task_data(trained.data, trained.runtime.seed, read=cache.data)[1].summary
+    except DeltuneError as error:
+        logger.info("the data of %s cannot be compared with what it was: %s", run.folder, error)
+    else:
+        kept.check_data(facts)
+    return run.metrics
+
+
+def _train(
+    config: RunConfig, run: RunDir, resume: bool, progress: bool, device: torch.device, sharded: str, cache: ModelCache
+) -> RunMetrics:
+    """Train a single run in its locked folder."""
+    if resume:
+        config = distributed.broadcast_from_main(lambda: config.with_rate_of(run.config) if run.exists else config)
+    state = distributed.run_on_all(lambda: _prepare(config, run, device, sharded, cache))
+    if config.optim.lr == AUTO:
+        config, resume = _search_rate(state, resume, device, sharded, cache), True
+        state = distributed.run_on_all(lambda: _prepare(config, run, device, sharded, cache))
+    arguments = _training_arguments(state, device)
+    checkpoint = distributed.broadcast_from_main(lambda: _resumable_checkpoint(run)) if resume else None
+    with (
+        ProgressDisplay(progress and distributed.is_main()) as bar,
+        _linear_optimized(state, device) as linear_backend,
+        _frozen_layers_cached(state, arguments.device, bar),
+    ):
+        if not resume:  # only now can nothing be refused any more
+            run.clear()
+        facts = {
+            "device": str(arguments.device),
+            "precision": state.precision,
+            "linear_backend": linear_backend,
+            "threads": torch.get_num_threads(),
+            "processes": distributed.world_size(),
+            "sharded": sharded,
+            "data": state.data.summary,
+        }
+        distributed.broadcast_from_main(lambda: run.begin(state.config, collect_environment(facts)))
+        if checkpoint is None:
+            run.truncate_log(-1)
+            _log_start(state)
+        _fit(state, arguments, bar, checkpoint)
+        return _finish(state, bar)
+
+
+def _search_rate(state: RunState, resume: bool, device: torch.device, sharded: str, cache: ModelCache) -> RunConfig:
+    """Find the learning rate of a run that asks for it, and leave the model as it was."""
+    config, run, batches = state.config, state.run, state.batches
+    plan = plan_search(config, len(state.data.splits["train"]), state.total_steps, batches.steps_per_epoch)
+    if state.frozen_layers is not None:
+        state.frozen_layers.remove()
+    _detach(state)
+    if not resume:
+        run.clear()
+    distributed.broadcast_from_main(lambda: run.write_config(config))
+
+    def loss_of(one: RunConfig, part: Slice) -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            trial = RunDir(folder)
+            attempt = distributed.run_on_all(lambda: _prepare(one, trial, device, sharded, cache, part))
+            arguments = _training_arguments(attempt, device, validates=False)
+            try:
+                with (
+                    ProgressDisplay(False) as bar,
+                    _linear_optimized(attempt, device),
+                    _frozen_layers_cached(attempt, arguments.device, bar),
+                ):
+                    _fit(attempt, arguments, bar, None)
+                    loss = attempt.score("validation", bar, loss_only=True).metrics["loss"]
+            except BaseException:
+                cache.drop()
+                raise
+            _detach(attempt)
+            return loss
+
+    return search_rate(config, plan, state.data.fingerprint, run, loss_of)
+
+
+@contextlib.contextmanager
+def _linear_optimized(state: RunState, device: torch.device) -> Iterator[LinearBackend]:
+    """Compute the model's linear layers as the config says, which concerns a CPU alone."""
+    model = state.model  # which a run that has ended does not have any more
+    backend = state.config.runtime.linear_backend if device.type == "cpu" else "torch"
+    optimize_linear(model, enabled=backend == "onednn")
+    try:
+        yield backend
+    finally:
+        optimize_linear(model, enabled=False)
+
+
+def _detach(state: RunState) -> None:
+    """Leave the model of the cache as it was before a method was attached."""
+    if not distributed.is_sharded(state.model):  # a sharded one was never the cache's
+        state.tuned.detach()
+
+
+def _prepare(
+    config: RunConfig, run: RunDir, device: torch.device, sharded: str, cache: ModelCache, part: Slice | None = None
+) -> RunState:
+    """Read, check and encode everything, and attach the method; of the rows only a part, where one is given."""
+    precision = task_setup.resolve_precision(config.runtime.precision, device)
+    rows = config.optim.rows_per_device(distributed.world_size())
+    seed = config.runtime.seed
+    if sharded not in SHARDING_MODES:
+        raise DeltuneError(unknown_name("sharding", sharded, SHARDING_MODES))
+    setup = set_up_task(
+        config.model.name, config.data, config.generation.answer, config.evaluation, seed, read=cache.data
+    )
+    data, kind = setup.data if part is None else part(setup.data), setup.kind
+    needs_validation = config.evaluation.patience is not None or config.evaluation.metric is not None
+    if "validation" not in data.splits and needs_validation:
+        raise DeltuneError(f"data {data.source} has no validation split, so neither patience nor metric can be used")
+    limits = length_limits(config.data, config.generation, kind, data.labels)
+    tokenizer = cache.tokenizer(config.model.name, config.data)
+    model = _base_model(config.model, setup, tokenizer, seed, cache)
+    if kind.head == "causal-lm":
+        check_causal(model)
+    same_length = padding_side(model) is None
+    set_seed(seed)
+    tuned = attach(model, config.method.expression, head=config.method.head)
+    if not any(True for _ in tuned.named_trainable_parameters()):
+        raise DeltuneError(f"{config.method.expression!r} with head={config.method.head!r} trains nothing")
+    frozen_layers = None if config.method.trunk_dropout == "on" else FrozenLayers(tuned)
+    limits = fit_lengths(model, kind, limits)
+    pairs = "pair" in (data.columns or {}) if kind.name == "classification" else None
+    tuned.delta().trained = {"max_length": limits.max_length, "takes_pairs": pairs}
+    columns = {s: {name: list(rows[name]) for name in rows.column_names} for s, rows in data.splits.items()}
+    encoded = token_cache.encode_splits(kind, tokenizer, model, columns, limits, ("train",), data.fingerprint)
+    if not len(encoded["train"]):
+        raise DeltuneError(f"data {data.source}: no text of train has two tokens, so there is none to predict")
+    if sharded == "fsdp":
+        distributed.shard_model(tuned, device)
+        cache.drop()  # its weights are sharded now
+    batches = _batches(config.optim, encoded["train"], rows, seed, same_length)
+    config = with_default_rate(config, total_steps(config.optim, batches))
+    return RunState(
+        config, run, tuned, tokenizer, data, kind, setup.metrics, limits, columns, encoded, batches, precision,
+        frozen_layers,
+    )  # fmt: skip
+
+
+def _base_model(
+    section: ModelSection, setup: TaskSetup, tokenizer: PreTrainedTokenizerBase, seed: int, cache: ModelCache
+) -> PreTrainedModel:
+    """Load a model as it is before any tuning."""
+    model = cache.model(section.name, setup.kind.head, setup.data.labels or None, seed, section.quantize)
+    align_padding_token(model, tokenizer)
+    return model
+
+
+def _batches(optim: OptimSection, train: EncodedRows, rows: int, seed: int, same_length: bool) -> LengthGroupedBatches:
+    """Deal the training rows out to steps, each cut for the devices into batches of so many rows."""
+    if optim.batch_tokens is not None:
+        return LengthGroupedBatches(train.sizes, 0, seed, distributed.world_size(), optim.batch_tokens, same_length)
+    return LengthGroupedBatches(train.lengths, optim.batch_size, seed, optim.batch_size // rows, None, same_length)
+
+
+def _training_arguments(state: RunState, device: torch.device, validates: bool = True) -> TrainingArguments:
+    """Translate the config for the Trainer; without validations nothing is saved either."""
+    optim, batches, steps = state.config.optim, state.batches, state.config.evaluation.validate_every
+    strategy = "no" if not validates else "epoch" if steps is None else "steps"
+    arguments = TrainingArguments(
+        output_dir=str(state.run.folder),
+        num_train_epochs=optim.epochs,
+        max_steps=optim.steps or -1,
+        per_device_train_batch_size=optim.rows_per_device(distributed.world_size()),
+        gradient_accumulation_steps=batches.num_chunks // distributed.world_size(),
+        learning_rate=optim.rate,
+        lr_scheduler_type=TRAINER_SCHEDULES.get(optim.schedule, optim.schedule),
+        warmup_steps=optim.warmup,
+        weight_decay=optim.weight_decay,
+        max_grad_norm=optim.clip,
+        adam_beta1=optim.adam_betas[0],
+        adam_beta2=optim.adam_betas[1],
+        adam_epsilon=optim.adam_epsilon,
+        label_smoothing_factor=optim.label_smoothing,
+        bf16=state.precision == "bf16",
+        use_cpu=device.type == "cpu",
+        seed=state.config.runtime.seed,
+        eval_strategy=strategy if "validation" in state.encoded else "no",
+        eval_steps=steps,
+        save_strategy=strategy,
+        save_steps=steps or 500,
+        logging_steps=max(1, batches.steps_per_epoch // LOG_LINES_PER_EPOCH),
+        logging_nan_inf_filter=False,  # a loss that is not finite is an error here
+        disable_tqdm=True,
+        report_to=list(state.config.runtime.report_to) or "none",
+        remove_unused_columns=False,
+        accelerator_config={"even_batches": False},  # steps are cut evenly already, and no row is repeated
+        dataloader_pin_memory=device.type != "cpu",
+    )
+    if device.index is not None:  # the Trainer takes the first one
+        torch.accelerator.set_device_index(device.index)
+        set_training_device(arguments, device)
+    if arguments.n_gpu > 1:
+        use_one_gpu(arguments)  # DataParallel would copy the model, and hooks stay with the first copy
+    return arguments
+
+
+@contextlib.contextmanager
+def _frozen_layers_cached(state: RunState, device: torch.device, bar: ProgressDisplay) -> Iterator[None]:
+    """Compute the frozen layers once for each row, where they run without dropout; restore the model at the end."""
+    if state.frozen_layers is None:
+        yield
+        return
+    if distributed.is_sharded(state.model):
+        logger.info("the frozen layers run in every pass, because sharding=fsdp distributes them")
+    else:
+        state.model.to(device)  # type: ignore[arg-type]
+        bar.start("frozen layers", sum(map(len, state.encoded.values())))
+        state.encoded = activation_cache.with_cached_activations(
+            state.frozen_layers, state.inference_context(bar), state.encoded, state.config.runtime.trunk_cache
+        )
+    try:
+        yield
+    finally:
+        state.frozen_layers.remove()
+
+
+def _resumable_checkpoint(run: RunDir) -> Path | None:
+    """Return the checkpoint that a run goes on from, or None for a run from its start."""
+    checkpoint = checkpoints.find_resumable(run.checkpoint)
+    if checkpoint is not None and checkpoints.read_progress(checkpoint)["best"]:
+        run.recover_delta()
+        try:
+            open_delta(run.delta).numbers()
+        except DeltuneError as error:
+            raise DeltuneError(f"the best delta so far is damaged ({error}); {checkpoints.ADVICE}") from error
+    return checkpoint
+
+
+def _fit(state: RunState, arguments: TrainingArguments, bar: ProgressDisplay, checkpoint: Path | None) -> None:
+    """Train from a checkpoint, or from the start, to the last epoch or until patience ends."""
+    if checkpoint is not None:
+        progress = checkpoints.read_progress(checkpoint)
+        state.best, state.stale, state.seconds_before = progress["best"], progress["stale"], progress["seconds"]
+        state.cpu_seconds_before = progress.get("cpu_seconds")
+        state.run.truncate_log(int(checkpoint.name))
+        logger.info("resuming %s after step %s", state.run.folder, checkpoint.name)
+        steps = state.config.optim.steps
+        if steps is not None and int(checkpoint.name) >= steps:
+            return  # the Trainer would take one more step, since it looks at their number only after a step
+    if state.out_of_patience:
+        return
+    trainer = DeltaTrainer(state, arguments, bar)
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(ReportCallback(state, bar))
+    distributed.seed_by_rank(state.config.runtime.seed)
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    trainer.accelerator.unwrap_model(state.model, keep_fp32_wrapper=False)
+
+
+def _log_start(state: RunState) -> None:
+    """Log what was assumed of the data and of training, each with the option that changes it, and what is cut."""
+    data, optim = state.config.data, state.config.optim
+    roles = " and ".join(role for role in state.data.columns if role in INPUT_TYPES)
+    labels = f" into {len(state.data.labels)} labels ({_listed(state.data.labels)})" if state.data.labels else ""
+    assumed = ""
+    if data.source is not None and data.task is None:
+        others = ", ".join(kind for kind in TASK_COLUMNS if kind != state.kind.name)
+        assumed = f", assumed from the columns; --task says another kind: {others}"
+    elif data.source is None:
+        assumed = f" (task {data.task})"
+    logger.info("task: %s of %s%s%s", state.kind.name, roles, labels, assumed)
+    if data.columns is None and data.source is not None:
+        pairs = ",".join(f"{role}={name}" for role, name in state.data.columns.items())
+        logger.info("columns: %s; --columns names others", pairs)
+    if state.data.unread:
+        logger.warning("not read: %s; --columns says which columns are", _listed(state.data.unread))
+    if state.data.tag_scheme is not None:
+        logger.info("tags: %s", _tags_line(state))
+    sources = {DEFAULT: f", the default of the method for {state.total_steps:,} steps", AUTO: ", found by lr auto"}
+    steps = state.batches.steps_per_epoch
+    length = f"{counted(optim.epochs, 'epoch')} of {counted(steps, 'step')}"
+    length = length if optim.steps is None else counted(optim.steps, "step")
+    logger.info(
+        "training: %s rows, %s; rate %g%s (--epochs, --batch-size, --lr)",
+        f"{len(state.encoded['train']):,}", length, optim.rate, sources.get(optim.lr_source or "", ""),
+    )  # fmt: skip
+    for split, rows in state.encoded.items():
+        for cut, texts, option, tokens in (
+            (rows.truncated, "inputs", "--max-length", state.limits.max_length),
+            (rows.truncated_targets, "targets", "--target-length", state.limits.max_target_length),
+        ):
+            if cut:
+                logger.info("%d of %d %s %s are cut to %d tokens (%s)", cut, len(rows), split, texts, tokens, option)
+    state.run.log({"step": 0, "event": "start", **state.truncated})
+
+
+def _tags_line(state: RunState) -> str:
+    """Say which scheme the tags are of, how they are scored, and which option says otherwise."""
+    scheme, chosen = state.data.tag_scheme, state.config.data.tag_scheme
+    if scheme != PLAIN:
+        todo = (
+            ", converted (--tag-scheme)"
+            if chosen
+            else "; --tag-scheme iob2 converts others, plain takes all for classes"
+        )
+        return f"{scheme}, entities are right if type and both ends are{todo}"
+    if all(label.isdecimal() for label in state.data.labels):
+        return "numbers, each a class; --labels O,B-PER,… names them in the order of their numbers"
+    return "plain, each a class (--tag-scheme)" if chosen else "plain, each a class, as none looks like B-PER"
+
+
+def _listed(names: Sequence[str], most: int = 8) -> str:
+    """Return names with commas between them, only the first of many."""
+    return ", ".join(names[:most]) + (", …" if len(names) > most else "")
+
+
+def _finish(state: RunState, bar: ProgressDisplay) -> RunMetrics:
+    """Score the best delta as it is on the disk, on the splits it has not answered yet, and write the metrics."""
+    seconds, cpu_seconds = state.seconds, state.cpu_seconds
+    count = state.tuned.count().as_dict()
+    sharded, device = distributed.is_sharded(state.model), state.model.device
+    if sharded:
+        seed, setup = state.config.runtime.seed, TaskSetup(state.data, state.kind, state.metrics)
+        model = _base_model(state.config.model, setup, state.tokenizer, seed, ModelCache())
+    else:
+        model = state.tuned.detach()
+    state.tuned = load(model, state.run.delta)
+    if sharded:
+        distributed.shard_model(state.tuned, device)
+    splits = [split for split in SPLITS if split in state.encoded]
+    answered = state.reusable_predictions()
+    remaining = [split for split in splits if split not in answered]
+    bar.start("scoring", sum(len(state.encoded[split]) for split in remaining))
+    answered |= {split: state.write_predictions(split, state.score(split, bar)) for split in remaining}
+    last: dict[str, Any] = answered[splits[-1]] if splits else {"signatures": {}, "omitted": {}}
+    metrics = RunMetrics(
+        **{split: answered[split]["metrics"] for split in splits},
+        seconds=round(seconds, 3),
+        cpu_seconds=None if cpu_seconds is None else round(cpu_seconds, 3),
+        count=count,
+        best=Best(**{key: value for key, value in state.best.items() if key not in ("rank", "answered")}),
+        truncated=state.truncated["truncated"],
+        truncated_targets=state.truncated["truncated_targets"],
+        signatures=last["signatures"],
+        omitted=last["omitted"],
+        rate_search=state.run.rate_search,
+        intervals={split: answered[split].get("intervals", {}) for split in splits},
+    )
+    state.tuned.detach()
+    state.run.finish(metrics)
+    return metrics

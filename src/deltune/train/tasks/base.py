@@ -1,0 +1,151 @@
+"""Kinds of tasks: how rows become batches and how a model's outputs become predictions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...runtime.attach import tuned
+from ...runtime.padding import eval_mode, padding_side
+from .encoding import EncodedRows, collate, longest_first
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Columns = Mapping[str, Sequence[Any]]
+"""Role -> the values of all rows."""
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """Options by which rows are encoded and answers are generated.
+
+    Attributes:
+        max_length: Longest input, in tokens.
+        max_target_length: Longest answer, in tokens.
+        template: The prompt of a language model, with roles in braces. Default: a row's texts, with blanks between.
+        label_words: Label -> the word that stands for it in the answer of a language model, in the order of their ids.
+        generate_kwargs: Options of transformers' `generate`.
+    """
+
+    max_length: int = 128
+    max_target_length: int = 64
+    template: str = ""
+    label_words: Mapping[str, str] = field(default_factory=dict)
+    generate_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
+    """Return the context in which a forward pass runs in a precision: torch.autocast for "bf16", none for "fp32"."""
+    return torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else contextlib.nullcontext()
+
+
+@dataclass(frozen=True)
+class InferenceContext:
+    """Everything that a pass over a split needs.
+
+    Attributes:
+        model: The model, on its device.
+        tokenizer: Its tokenizer.
+        labels: The names of the labels, in the order of their ids.
+        options: How answers are generated.
+        batch_size: Rows in a batch.
+        precision: "fp32" or "bf16".
+        on_progress: Called after each batch with its number of rows.
+        deltas: The name of the delta that each row uses. Default: the delta in use.
+        loss_only: Whether only the loss is needed, so that nothing is generated.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    labels: Sequence[str] = ()
+    options: TaskOptions = TaskOptions()
+    batch_size: int = 32
+    precision: str = "fp32"
+    on_progress: Callable[[int], None] | None = None
+    deltas: Sequence[str | None] | None = None
+    loss_only: bool = False
+
+    @torch.no_grad()
+    def for_each_batch(
+        self, encoded: EncodedRows, process: Callable[[list[int], dict[str, torch.Tensor]], None]
+    ) -> None:
+        """Call `process(indices, batch)` for every batch of a split, with the model in eval mode.
+
+        Args:
+            encoded: The rows. Batches have rows of similar length, the longest rows first, or of the same length where
+                padding would change the answers.
+            process: Called with the indices of a batch's rows and with its tensors on the model's device.
+        """
+        model = self.model
+        device = next(model.parameters()).device
+        batches = longest_first(encoded.lengths, self.batch_size, same_length=padding_side(model) is None)
+        cast = autocast(device, self.precision)
+        with eval_mode(model):
+            for indices in batches:
+                batch = collate(self.tokenizer, model, encoded.__getitems__(indices))
+                batch = {name: tensor.to(device) for name, tensor in batch.items()}
+                deltas = [self.deltas[i] for i in indices] if self.deltas else None
+                with cast, tuned(model).rows(deltas) if deltas else contextlib.nullcontext():
+                    process(indices, batch)
+                if self.on_progress is not None:
+                    self.on_progress(len(indices))
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """A model's answers to the rows of a split.
+
+    Attributes:
+        predictions: The answer to each row, as metrics compare it.
+        scores: For each row what the predictions file records of the answer's scores.
+        loss: The mean loss over rows, or over tokens for token sequences; None without references.
+        references: What predictions are compared with, where the columns do not hold it.
+    """
+
+    predictions: list[Any]
+    scores: list[Any]
+    loss: float | None
+    references: list[Any] | None = None
+
+
+@dataclass(frozen=True)
+class TaskKind:
+    """A kind of task as done by a model with a particular head.
+
+    Attributes:
+        name: The kind, a key of `data.columns.TASK_COLUMNS`.
+        head: The head with which the model is loaded, a key of `models.HEADS`.
+        default_metrics: The metrics where none are named; the first one chooses the best epoch.
+        metric_inputs: The input types of the metrics that fit (`metrics.base.InputType`).
+        encode: encode(tokenizer, model, columns, options, training) returns the encoded rows, with `labels` where the
+            columns have references. The model's `forward` tells which inputs it takes; `options` holds the lengths and
+            the prompt; with `training` every reference becomes a row, else the rows are those to predict.
+        predict: predict(context, encoded) returns the model's answers.
+        references: references(columns, labels) returns what predictions are compared with.
+        row_input: row_input(columns, i) returns the input of row i for the predictions file.
+        predicts_label_ids: Whether predictions and references are ids of labels.
+        target_follows_input: Whether the answer stands in the same sequence as the input, as with decoders.
+        word_key: word_key(label) returns the name under which the user gives a label's word, "" for a label without
+            one. None if no label words are used: a head answers, or there are no labels.
+    """
+
+    name: str
+    head: str
+    default_metrics: tuple[str, ...]
+    metric_inputs: tuple[str, ...]
+    encode: Callable[..., EncodedRows]
+    predict: Callable[[InferenceContext, EncodedRows], Predictions]
+    references: Callable[[Columns, Sequence[str]], list[Any]]
+    row_input: Callable[[Columns, int], Any]
+    predicts_label_ids: bool = False
+    target_follows_input: bool = False
+    word_key: Callable[[str], str] | None = None
+
+    def max_input_tokens(self, options: TaskOptions) -> int:
+        """Return the most tokens of an example in the model's input, which has the answer too if it is decoder-only."""
+        return options.max_length + (options.max_target_length if self.target_follows_input else 0)

@@ -1,0 +1,221 @@
+"""A cache of tokenized rows on the disk, in Arrow files named by a hash of the data, tokenizer and task options."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from inspect import signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import pyarrow
+
+from ...files import CACHE_VARIABLE, atomic_open, cache_folder, file_lock
+from ...templates import end_tokens
+from .base import Columns, TaskKind, TaskOptions
+from .encoding import EncodedRows, Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+VERSION = 6
+"""Raised when an encoder returns other rows for the same input."""
+NAME_LENGTH = 32
+"""Hexadecimal digits of the name of a cached file."""
+TEMPORARY_PREFIX = ".deltune-"
+"""Begins the names of files that are still being written."""
+METADATA_FIELDS = ("truncated", "num_texts", "truncated_targets")
+"""Fields of `EncodedRows` that are stored beside the rows."""
+ACTIVATIONS = "trunk"
+"""The folder in the cache that holds the activations of frozen layers."""
+MAX_BYTES = 8 * 2**30
+"""Size of the cache beyond which the files used longest ago are removed."""
+
+
+class ArrowRows(Sequence[Row]):
+    """The rows of a memory-mapped Arrow table, converted to Python when they are read."""
+
+    def __init__(self, table: pyarrow.Table) -> None:
+        self.table = table
+
+    def __len__(self) -> int:
+        return int(self.table.num_rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self.take(range(len(self))[index])
+        return self.take([index])[0]
+
+    def __iter__(self) -> Iterator[Row]:
+        for batch in self.table.to_batches():
+            yield from batch.to_pylist()
+
+    def take(self, indices: Sequence[int]) -> list[Row]:
+        """Return several rows at once."""
+        rows: list[Row] = self.table.take(pyarrow.array(indices, pyarrow.int64())).to_pylist()
+        return rows
+
+
+def encode_splits(
+    kind: TaskKind,
+    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel,
+    splits: Mapping[str, Columns],
+    options: TaskOptions,
+    training: Collection[str],
+    content: str,
+) -> dict[str, EncodedRows]:
+    """Encode the rows of several splits as `encode_cached` does; the tokenizer is hashed once for all of them."""
+    tokenizer_hash = None if cache_folder() is None else _hash(tokenizer)
+    return {
+        split: encode_cached(
+            kind, tokenizer, model, columns, options, split in training, f"{content} {split}", tokenizer_hash
+        )
+        for split, columns in splits.items()
+    }
+
+
+def cached_files(folder: Path) -> dict[str, list[Path]]:
+    """Return the files of the cache: tokenised rows, activations and leftovers of broken writes."""
+    name = "[0-9a-f]" * NAME_LENGTH
+    return {
+        "tokenised rows": sorted(folder.glob(f"{name}.arrow")),
+        "activations of frozen layers": sorted(folder.glob(f"{ACTIVATIONS}/{name}.safetensors")),
+        "locks and unfinished files": sorted(folder.rglob(f"{TEMPORARY_PREFIX}*")),
+    }
+
+
+def encode_cached(
+    kind: TaskKind,
+    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel,
+    columns: Columns,
+    options: TaskOptions,
+    training: bool,
+    content: str,
+    tokenizer_hash: str | None = None,
+) -> EncodedRows:
+    """Encode rows, or read them from the cache if they were encoded before.
+
+    A folder that cannot be written is a warning; a file that cannot be read is written again.
+    """
+    folder = cache_folder()
+    if folder is None:
+        return kind.encode(tokenizer, model, columns, options, training)
+    ends = end_tokens(tokenizer, model)
+    key = _cache_key(kind, tokenizer_hash or _hash(tokenizer), ends, model, options, training, content)
+    path = folder / f"{key}.arrow"
+    if (cached := _read_rows(path)) is not None:
+        return cached
+    with exclusive_creation(path):
+        if (cached := _read_rows(path)) is not None:  # another process has written it meanwhile
+            return cached
+        encoded = kind.encode(tokenizer, model, columns, options, training)
+        try:
+            _write_rows(path, encoded)
+        except (OSError, pyarrow.ArrowException) as error:
+            warnings.warn(
+                f"tokenized rows cannot be kept in {folder} ({error}); {CACHE_VARIABLE}=off turns the cache off",
+                stacklevel=2,
+            )
+            return encoded
+        cached = _read_rows(path)
+        return encoded if cached is None else cached
+
+
+def _hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    from datasets.fingerprint import Hasher
+
+    return Hasher.hash(tokenizer)
+
+
+def _cache_key(
+    kind: TaskKind,
+    tokenizer_hash: str,
+    ends: Sequence[int],
+    model: PreTrainedModel,
+    options: TaskOptions,
+    training: bool,
+    content: str,
+) -> str:
+    """Return a hash of everything that the rows depend on."""
+    dependencies = {
+        "version": VERSION, "kind": [kind.name, kind.head], "content": content, "training": training,
+        "options": {name: value for name, value in asdict(options).items() if name != "generate_kwargs"},
+        "model_inputs": sorted(signature(model.forward).parameters), "tokenizer": tokenizer_hash,
+        "ends": list(ends),
+    }  # fmt: skip
+    return hashlib.sha256(json.dumps(dependencies, sort_keys=True, default=str).encode()).hexdigest()[:NAME_LENGTH]
+
+
+def exclusive_creation(path: Path) -> contextlib.AbstractContextManager[None]:
+    """Lock a file, so that a second process waits inside this context and then finds what the first has written.
+
+    Where the file system has no locks, every process writes the file, and the last one replaces it.
+    """
+    return file_lock(path.parent / f"{TEMPORARY_PREFIX}{path.stem}.lock")
+
+
+@contextlib.contextmanager
+def write_complete(path: Path) -> Iterator[BinaryIO]:
+    """Open a file that appears under its name only once it is complete on the disk, since cached files are trusted."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_open(path, TEMPORARY_PREFIX) as file:
+        yield file
+
+
+def _write_rows(path: Path, encoded: EncodedRows) -> None:
+    """Write rows as one file, atomically."""
+    rows = [{**row, "length": length} for row, length in zip(encoded.rows, encoded.lengths, strict=True)]
+    table = pyarrow.Table.from_pylist(rows)
+    table = table.replace_schema_metadata({name: str(getattr(encoded, name)) for name in METADATA_FIELDS})
+    with write_complete(path) as file, pyarrow.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=10_000)
+    evict_old_files(path.parent, ".arrow", [path], MAX_BYTES)
+
+
+def _read_rows(path: Path) -> EncodedRows | None:
+    """Read cached rows; None if there is no file or it cannot be read."""
+    if not path.is_file():
+        return None
+    try:
+        table = pyarrow.ipc.open_file(pyarrow.memory_map(str(path))).read_all()
+        counts = {name: int(table.schema.metadata[name.encode()]) for name in METADATA_FIELDS}
+        lengths = table["length"].to_pylist()
+        os.utime(path)
+    except (OSError, KeyError, TypeError, ValueError, pyarrow.ArrowException):
+        return None
+    encoded = EncodedRows(ArrowRows(table.drop_columns(["length"])), **counts)
+    encoded.__dict__["lengths"] = lengths  # fills the cached property, so that the rows need not be read
+    return encoded
+
+
+def evict_old_files(folder: Path, suffix: str, newest: Collection[Path], max_bytes: float) -> None:
+    """Remove the cached files that were used longest ago, until the others fit into `max_bytes`.
+
+    Temporary files that a killed process left more than a day ago are removed too. Files with other names stay.
+    """
+
+    def newest_first(paths: Iterable[Path]) -> list[tuple[float, int, Path]]:
+        files = []
+        for path in paths:
+            with contextlib.suppress(OSError):  # another process may remove it
+                status = path.stat()
+                files.append((status.st_mtime, status.st_size, path))
+        return sorted(files, reverse=True)
+
+    total = sum(size for _, size, _ in newest_first(newest))
+    cached = folder.glob(f"{'[0-9a-f]' * NAME_LENGTH}{suffix}")
+    for _, size, path in newest_first(p for p in cached if p not in newest):
+        total += size
+        if total > max_bytes:
+            path.unlink(missing_ok=True)
+    for used, _, path in newest_first(folder.glob(f"{TEMPORARY_PREFIX}*")):
+        if time.time() - used > 24 * 3600:
+            path.unlink(missing_ok=True)
