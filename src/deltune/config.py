@@ -117,13 +117,7 @@ class Layout:
         further: Iterable[str] = (),
         hint: Callable[[str], str | None] = lambda name: None,
     ) -> list[str]:
-        """List names of no field, sections that are no mappings, and fields that are given twice.
-
-        Args:
-            flat: Values as `flatten` returns them.
-            further: Names that exist beside the fields.
-            hint: Returns what an unknown name stands for.
-        """
+        """List names of no field, sections that are no mappings, and fields that are given twice."""
         problems = []
         for name in flat:
             if name in self.places:
@@ -145,11 +139,7 @@ class Layout:
 
 
 def read_values(path: str | Path) -> dict[str, Any]:
-    """Read the mapping of a YAML file; whether its values are right is not checked.
-
-    Raises:
-        DeltuneError: There is no such file, it is broken or no mapping, or it is beyond the bounds above.
-    """
+    """Read the mapping of a YAML file; whether its values are right is not checked."""
     try:
         with user_path(path, "file").open("rb") as file:
             text = file.read(MAX_BYTES + 1)
@@ -169,15 +159,7 @@ def read_values(path: str | Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """Parse a YAML document within bounds.
-
-    Args:
-        text: The document.
-        where: The file or the option that it was given in, which a message begins with.
-
-    Raises:
-        DeltuneError: It is broken, repeats a key of a mapping, or is beyond the bounds above.
-    """
+    """Parse a YAML document within bounds."""
     try:
         return _load(text)
     except yaml.YAMLError as error:

@@ -121,12 +121,7 @@ _BOUNDED_REPR = _BoundedRepr()
 
 
 def excerpt(value: object, length: int = 80) -> str:
-    """Return the repr of a value for a message, with its middle left out where it is long.
-
-    Args:
-        value: Any value.
-        length: The longest result, in characters.
-    """
+    """Return the repr of a value for a message, with its middle left out where it is long."""
     text = _BOUNDED_REPR.repr(value)
     return text if len(text) <= length else f"{text[: length - 11]}...{text[-8:]}"
 
@@ -168,15 +163,7 @@ def closest_match(name: str, known: Iterable[str]) -> str | None:
 
 
 def unknown_name(kind: str, name: object, known: Iterable[str], where: str = "", hint: str | None = None) -> str:
-    """Return the message for an unknown name: the name, the closest one that exists, and all that exist.
-
-    Args:
-        kind: What the name should be the name of, such as "metric".
-        name: The unknown name.
-        known: All names that exist.
-        where: Where the name was given, such as "train.jsonl line 3". Default: left out.
-        hint: What the name stands for, a sentence in place of the closest name. Default: the closest name.
-    """
+    """Return the message for an unknown name: the name, the closest one that exists, and all that exist."""
     names = sorted(str(other) for other in known)
     shown = _fitting((other if len(other) <= MAX_NAME_LENGTH else excerpt(other) for other in names), 500)
     listed = ", ".join(shown) or "nothing"
@@ -199,14 +186,7 @@ def _fitting(texts: Iterable[str], room: int, most_of_one: int = MAX_NAME_LENGTH
 
 
 def error_from_problems(title: str, problems: list[str], in_python: str = "", fault: Fault = "") -> DeltuneError:
-    """Return one error that lists every problem, so that all of them can be mended at once.
-
-    Args:
-        title: What has the problems; the message begins with it.
-        problems: At least one. One that stands there several times is listed once, and of many the first.
-        in_python: As for `DeltuneError`.
-        fault: As for `DeltuneError`.
-    """
+    """Return one error that lists every problem, so that all of them can be mended at once."""
     problems = list(dict.fromkeys(problems))
     if len(problems) == 1:
         return DeltuneError(f"{title}: {problems[0]}", in_python, fault)
@@ -253,13 +233,7 @@ def refuse_others(name: str, booleans: Mapping[str, tuple[object, ...]], argumen
 
 
 def validation_problems(error: ValidationError, most: int = 10, show_values: bool = False) -> list[str]:
-    """Return what pydantic found wrong, a line for each field, with the field's path.
-
-    Args:
-        error: What pydantic raised.
-        most: How many lines to return; one more line gives the number of the others.
-        show_values: Whether each line ends with the value that was given.
-    """
+    """Return what pydantic found wrong, a line for each field, with the field's path."""
     lines = []
     for details in error.errors(include_url=False, include_input=show_values, include_context=False):
         path = ".".join(str(key)[:60] for key in details["loc"])
@@ -283,25 +257,12 @@ def missing_extra(purpose: str, packages: Iterable[str], extra: str) -> str:
     """Return the message for packages that are not installed.
 
     For example: "figures need matplotlib: pip install 'deltune[studies]'".
-
-    Args:
-        purpose: What needs them, with its verb: "figures need", "needs".
-        packages: The distributions that are missing.
-        extra: The extra of deltune that brings them.
     """
     return f"{purpose} {', '.join(packages)}: pip install 'deltune[{extra}]'"  # quoted, because zsh expands brackets
 
 
 def check_extra(extra: str, purpose: str) -> None:
-    """Raise unless every package of one of deltune's extras is installed.
-
-    Args:
-        extra: The extra, as in `pip install 'deltune[extra]'`.
-        purpose: What needs it, with its verb: "deltune study needs".
-
-    Raises:
-        DeltuneError: Packages are missing. The message names them and the extra.
-    """
+    """Raise unless every package of one of deltune's extras is installed."""
     missing = _missing_packages(extra)
     if missing:
         raise DeltuneError(missing_extra(purpose, missing, extra))

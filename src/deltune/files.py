@@ -28,13 +28,7 @@ FSYNC_UNSUPPORTED_ERRNOS = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACC
 
 
 def write_error(where: str | Path, error: Exception, whole: str = "what is there is whole") -> DeltuneError:
-    """Return the error for a write that failed in the system, in safetensors or in SQLite.
-
-    Args:
-        where: The file or folder that was being written.
-        error: What was raised.
-        whole: What is not lost, as the end of the message.
-    """
+    """Return the error for a write that failed in the system, in safetensors or in SQLite."""
     number = getattr(error, "errno", None)
     is_full = any(phrase in str(error).lower() for phrase in FULL_DISK_PHRASES) if number is None else False
     if is_full or number in FULL_DISK_ERRNOS:
@@ -44,14 +38,7 @@ def write_error(where: str | Path, error: Exception, whole: str = "what is there
 
 @contextlib.contextmanager
 def explain_write_errors(where: str | Path) -> Iterator[None]:
-    """Turn an error of the file system inside the context, such as a full disk, into a `DeltuneError`.
-
-    Args:
-        where: The file or folder that is being written, for the message.
-
-    Raises:
-        DeltuneError: The file system refused to read or write.
-    """
+    """Turn an error of the file system inside the context, such as a full disk, into a `DeltuneError`."""
     try:
         yield
     except (ConnectionError, TimeoutError):  # raised by an experiment tracker, not by the disk
@@ -64,19 +51,7 @@ def explain_write_errors(where: str | Path) -> Iterator[None]:
 
 
 def user_path(path: object, option: str = "path") -> Path:
-    """Expand `~` in a path that a user gave, and check that the file system accepts it; it need not exist.
-
-    Args:
-        path: The path, a string or a `Path`.
-        option: The option by which the path was given, for the message.
-
-    Returns:
-        The expanded path.
-
-    Raises:
-        DeltuneError: The path is neither a string nor a `Path`, names an unknown user, contains a NUL, is too long,
-            leads in a circle, or leads through a folder that may not be entered.
-    """
+    """Expand `~` in a path that a user gave, and check that the file system accepts it; it need not exist."""
     if not isinstance(path, str | os.PathLike):
         raise DeltuneError(f"{option} must be a path, not {excerpt(path)}")
     shown = excerpt(str(path))
@@ -99,11 +74,7 @@ CACHE_VARIABLE = "DELTUNE_CACHE"
 
 
 def cache_folder() -> Path | None:
-    """Return the folder of all caches: $DELTUNE_CACHE, else deltune/rows in the user's cache; None if it is `off`.
-
-    Raises:
-        DeltuneError: The variable does not hold a path.
-    """
+    """Return the folder of all caches: $DELTUNE_CACHE, else deltune/rows in the user's cache; None if it is `off`."""
     folder = os.environ.get(CACHE_VARIABLE)
     if folder == "off":
         return None
@@ -119,10 +90,6 @@ def find_file(folder: Path, name: str) -> Path | None:
 
     A symbolic link is followed if its target lies inside the folder. In a snapshot of the Hugging Face cache, whose
     files are links, it is also followed to the blobs of the same repository.
-
-    Raises:
-        DeltuneError: The name is that of a folder, a device or a broken link, of a link that leads out of the folder,
-            or of something that the system does not let us read.
     """
     path = folder / name
     try:
@@ -157,15 +124,7 @@ def _hub_cache_blob_folders(home: Path) -> list[Path]:
 
 
 def parse_json(text: str | bytes, unique_keys: bool = True) -> Any:
-    """Parse JSON strictly.
-
-    Args:
-        text: The JSON text.
-        unique_keys: Refuse an object that repeats a key, which other readers allow.
-
-    Raises:
-        ValueError: The text is not JSON, repeats a key of an object, or is nested too deeply.
-    """
+    """Parse JSON strictly."""
     try:
         return json.loads(text, object_pairs_hook=_object_without_duplicates if unique_keys else None)
     except RecursionError:
@@ -173,11 +132,7 @@ def parse_json(text: str | bytes, unique_keys: bool = True) -> Any:
 
 
 def parse_json_object(text: str | bytes) -> dict[str, Any]:
-    """Parse one JSON object strictly.
-
-    Raises:
-        ValueError: As `parse_json`, or the text is JSON but not an object.
-    """
+    """Parse one JSON object strictly."""
     value = parse_json(text)
     if not isinstance(value, dict):
         raise ValueError(f"not a JSON object but {excerpt(value)}")
@@ -194,24 +149,12 @@ def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_json(path: Path, unique_keys: bool = True) -> Any:
-    """Read a JSON file of at most `MAX_JSON_BYTES` bytes.
-
-    Args:
-        path: The file.
-        unique_keys: Refuse an object that repeats a key.
-
-    Raises:
-        DeltuneError: The file cannot be read, is not JSON (the message names the line), or is beyond the bounds.
-    """
+    """Read a JSON file of at most `MAX_JSON_BYTES` bytes."""
     return parse_json_file(read_json_bytes(path), path, unique_keys)
 
 
 def read_json_bytes(path: Path) -> bytes:
-    """Read a file of at most `MAX_JSON_BYTES` bytes.
-
-    Raises:
-        DeltuneError: The file cannot be read, or is longer.
-    """
+    """Read a file of at most `MAX_JSON_BYTES` bytes."""
     try:
         with open(path, "rb") as file:
             raw = file.read(MAX_JSON_BYTES + 1)
@@ -238,11 +181,7 @@ def parse_json_file(raw: bytes, path: Path, unique_keys: bool = True) -> Any:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Read a file that holds one JSON object.
-
-    Raises:
-        DeltuneError: There is no such file, or it does not hold a JSON object.
-    """
+    """Read a file that holds one JSON object."""
     value = read_json(path)
     if not isinstance(value, dict):
         raise DeltuneError(f"{path} does not hold a JSON object but {type(value).__name__}")
@@ -253,12 +192,6 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Read a file of JSON lines, as `write_jsonl` writes it.
 
     Only a line feed ends a line: texts contain U+2028 and similar characters, at which `str.splitlines` would cut.
-
-    Yields:
-        The number of each line, from 1, and its object.
-
-    Raises:
-        DeltuneError: The file cannot be read, or a line is not a JSON object; the message names the line.
     """
     number = 0
     try:
@@ -317,9 +250,6 @@ def file_lock(path: Path) -> Iterator[None]:
     """Hold a lock inside this context, for which other processes wait.
 
     Where the file system has no locks, nobody waits.
-
-    Args:
-        path: The file of the lock, which stays there. Its folder is created.
     """
     from filelock import FileLock
 
@@ -332,16 +262,7 @@ def file_lock(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def atomic_open(path: Path, prefix: str | None = None, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """Open a file that replaces `path` when the context ends without an error; otherwise `path` stays as it was.
-
-    Args:
-        path: The file to replace or create; its folder must exist.
-        prefix: Begins the name of the temporary file, beside `path`. Default: a dot and the name of `path`.
-        mode: The permissions of the file, from which the umask takes.
-
-    Yields:
-        The open temporary file. It is synced to the disk before it replaces `path`.
-    """
+    """Open a file that replaces `path` when the context ends without an error; otherwise `path` stays as it was."""
     temporary = path.parent / f"{prefix or _sibling_prefix(path)}{secrets.token_hex(8)}"
     handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode)
     try:
@@ -378,17 +299,6 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
     The files get the permissions that the process's umask leaves, like every file it creates. They, their folders and
     the renaming are synced to the disk, so that a power failure leaves the old folder or the new one.
-
-    Args:
-        target: The folder to replace or create, or a link to it, which stays a link.
-
-    Yields:
-        A new, empty folder beside `target`, or beside the folder that the link leads to.
-
-    Raises:
-        DeltuneError: The target is the working folder or a root, which cannot be replaced.
-        OSError: The folder cannot be written. Then, and after any error inside the context, the target is what it was
-            and nothing else is left.
     """
     if not target.name:
         raise DeltuneError(f"'{target}' cannot be replaced by a new folder; name a folder inside it")

@@ -118,11 +118,7 @@ class WeightsCache:
 
 
 def check_transformers() -> None:
-    """Check that the installed transformers is recent enough.
-
-    Raises:
-        DeltuneError: It is older than `MIN_TRANSFORMERS`.
-    """
+    """Check that the installed transformers is recent enough."""
     import transformers
     from packaging.version import Version
 
@@ -151,33 +147,17 @@ def _minilm_folder() -> Path | None:
 
 @functools.lru_cache(maxsize=64)  # it looks through the folders of installed packages
 def portable_name(name: str) -> str:
-    """Return the name of a model that other machines understand: `minilm` for the folder of the packaged model.
-
-    Args:
-        name: A hub id or a folder, as in a configuration's `name_or_path`.
-    """
+    """Return the name of a model that other machines understand: `minilm` for the folder of the packaged model."""
     return "minilm" if Path(name) == _minilm_folder() else name
 
 
 def name_without_path(name: str) -> str:
-    """Return the name of a model for a message that strangers may read: of a folder's path only the last part.
-
-    Args:
-        name: A hub id, which is returned as it is, or a folder, as in a configuration's `name_or_path`.
-    """
+    """Return the name of a model for a message that strangers may read: of a folder's path only the last part."""
     return name if NAME_ON_HUB.fullmatch(name) else Path(name).name or name
 
 
 def why_not_on_hub(name: str, repo_type: str = "model") -> str:
-    """Ask the hub once, without retries, for a repository, and return why it does not provide it.
-
-    Args:
-        name: The hub id, OWNER/NAME.
-        repo_type: "model" or "dataset".
-
-    Returns:
-        The reason, as part of a sentence; an empty string if the hub has the repository.
-    """
+    """Ask the hub once, without retries, for a repository, and return why it does not provide it."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
@@ -194,15 +174,7 @@ def why_not_on_hub(name: str, repo_type: str = "model") -> str:
 
 
 def locate_model(name: str) -> ModelSource:
-    """Find a model by its name.
-
-    Args:
-        name: `minilm` for the packaged model (./minilm for a folder of that name), an existing folder or config.json
-            file, or a hub id. Without a network a hub id is read from the hub's local cache.
-
-    Raises:
-        DeltuneError: There is no such model; the message lists the models that exist.
-    """
+    """Find a model by its name."""
     from huggingface_hub import constants, hf_hub_download
 
     path = packaged_minilm() if name == "minilm" else user_path(name, "model")
@@ -382,16 +354,7 @@ NO_MODULE = "(?!)"
 
 
 def quantization_config(quantize: str, kept: Sequence[str] = ()) -> Any:
-    """Return transformers' configuration for a way of quantising.
-
-    Args:
-        quantize: One of `QUANTIZATIONS`.
-        kept: Paths of modules that stay in floating point, or `NO_MODULE`. Without any, transformers keeps a vocabulary
-            projection.
-
-    Raises:
-        DeltuneError: There is no such way, or its library is not installed.
-    """
+    """Return transformers' configuration for a way of quantising."""
     import torch
     import transformers
 
@@ -420,15 +383,7 @@ def quantization_config(quantize: str, kept: Sequence[str] = ()) -> Any:
 
 
 def head_of_class(name: str, model_class: str) -> str:
-    """Return the head with which a model is loaded as a class of transformers.
-
-    Args:
-        name: A hub id, a folder, or `minilm`.
-        model_class: The name of the class.
-
-    Raises:
-        DeltuneError: There is no such model, or its family has no head of this class.
-    """
+    """Return the head with which a model is loaded as a class of transformers."""
     config = load_config(name)
     for head in HEADS:
         if model_class in _class_names(config, head):
@@ -477,19 +432,7 @@ def _class_names(config: PreTrainedConfig, head: str) -> list[str]:
 def load_with_tokenizer(
     name: str, head: str | None = None, dtype: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model and its tokenizer, to answer requests with.
-
-    Args:
-        name: A hub id, a folder, or `minilm`.
-        head: The head, one of `HEADS`. Default: that which the checkpoint was saved with, or none.
-        dtype: As for `load_model`.
-
-    Returns:
-        The model, which pads with the token of the tokenizer, and the tokenizer.
-
-    Raises:
-        DeltuneError: One of them is missing or cannot be loaded.
-    """
+    """Load a model and its tokenizer, to answer requests with."""
     head = head or trained_head(load_config(name)) or "base"
     tokenizer = load_tokenizer(name)
     model = load_model(name, head, dtype=dtype)
@@ -502,13 +445,6 @@ def align_padding_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBa
 
     A tokenizer without a padding token uses its end-of-text token. A decoder-only classifier reads the last token that
     is not padding, so its configuration must have the id too.
-
-    Args:
-        model: The model, whose configurations are changed.
-        tokenizer: Its tokenizer, whose `pad_token` is set if it has none.
-
-    Raises:
-        DeltuneError: The tokenizer has neither a padding nor an end-of-text token.
     """
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
@@ -621,15 +557,7 @@ def language_codes(tokenizer: Any) -> list[str]:
 
 
 def language_code(language: str, codes: list[str]) -> str:
-    """Return a tokenizer's code for a language.
-
-    Args:
-        language: ISO 639-1 or 639-3 (en, eng), or one of the codes itself.
-        codes: The tokenizer's codes, such as en_XX or eng_Latn.
-
-    Raises:
-        DeltuneError: No code fits, or several do, as for languages with two scripts.
-    """
+    """Return a tokenizer's code for a language."""
     if language in codes:
         return language
     iso_codes = {language, ISO_639_3.get(language, language)}
@@ -647,16 +575,7 @@ def tokenizer_languages(tokenizer: Any) -> tuple[str | None, str | None]:
 
 
 def set_languages(tokenizer: Any, source: str | None, target: str | None) -> None:
-    """Set the languages of a tokenizer, in place.
-
-    Args:
-        tokenizer: The tokenizer of a multilingual model.
-        source: The language of the texts; None leaves it as it is.
-        target: The language of the targets; None leaves it as it is.
-
-    Raises:
-        DeltuneError: The tokenizer is not multilingual, or does not have the language.
-    """
+    """Set the languages of a tokenizer, in place."""
     codes = language_codes(tokenizer)
     for name, option, language in (("src_lang", "source", source), ("tgt_lang", "target", target)):
         if language is not None and not codes:
@@ -672,13 +591,6 @@ def forced_bos_options(tokenizer: Any, model: Any) -> dict[str, int | None]:
 
     The language of a target is its first token, which is then forced, or its last one, which the model moves to the
     front.
-
-    Args:
-        tokenizer: A tokenizer, with its languages set.
-        model: The encoder-decoder.
-
-    Returns:
-        Options of `generate`; none if the tokenizer is not multilingual.
     """
     if not language_codes(tokenizer):
         return {}

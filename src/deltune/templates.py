@@ -14,12 +14,7 @@ Tokens = tuple[int, ...]
 
 
 def surrounding_tokens(tokenizer: Any, side: str = "text") -> tuple[Tokens, Tokens]:
-    """Return the tokens that a tokenizer writes before and behind every text.
-
-    Args:
-        tokenizer: The tokenizer.
-        side: "text", or "text_target" to tokenize as the tokenizer does for a decoder.
-    """
+    """Return the tokens that a tokenizer writes before and behind every text."""
     text = string.ascii_letters + string.digits
     whole = tokenizer(**{side: text})["input_ids"]
     inner = tokenizer(**{side: text}, add_special_tokens=False)["input_ids"]
@@ -32,11 +27,6 @@ def tokenize_prompts(tokenizer: Any, prompts: Sequence[str], side: str = "text")
 
     What the tokenizer writes before a text stands before each prompt once, also where its author wrote it. Nothing
     stands behind a prompt but what its author wrote.
-
-    Args:
-        tokenizer: The tokenizer.
-        prompts: The texts.
-        side: "text", or "text_target" to tokenize as the tokenizer does for a decoder.
     """
     before, _ = surrounding_tokens(tokenizer, side)
     tokenized = tokenizer(**{side: list(prompts)}, add_special_tokens=False, verbose=False)["input_ids"]
@@ -56,13 +46,6 @@ def end_tokens(tokenizer: Any, model: Any) -> Tokens:
     They are the tokenizer's end-of-text token, the token that it writes behind texts, the `eos_token_id` of the model's
     generation config and configuration, and the token that the chat template writes behind an answer. A number that
     only the configuration's class gives is none of them where the tokenizer has an ordinary text for it.
-
-    Args:
-        tokenizer: The tokenizer, or None: the generation config alone decides then, as in transformers' `generate`.
-        model: The model that answers.
-
-    Returns:
-        Token ids; the first is the one that training writes.
     """
     declared = as_ids(getattr(getattr(model, "generation_config", None), "eos_token_id", None))
     if tokenizer is None:
@@ -82,11 +65,6 @@ def target_end(tokenizer: Any, model: Any, side: str = "text") -> Tokens:
     """Return what training writes behind a target: what the tokenizer writes there, else the first of `end_tokens`.
 
     It is empty where neither tokenizer nor model has a token that ends a text.
-
-    Args:
-        tokenizer: The tokenizer.
-        model: The model that is trained.
-        side: "text", or "text_target" to tokenize as the tokenizer does for a decoder.
     """
     return surrounding_tokens(tokenizer, side)[1] or end_tokens(tokenizer, model)[:1]
 

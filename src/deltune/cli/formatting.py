@@ -26,12 +26,7 @@ PAPERS = "LN: LN-tuning · UV: Towards a Unified View of Parameter-Efficient Tra
 
 
 def method_facts() -> dict[str, dict[str, Any]]:
-    """Return formula, usage, default rates, paper and example of every named method, by name.
-
-    Returns:
-        name, formula, text, usage, rate and short_rate (the default learning rates of long and short runs), scalars (a
-        layer), paper, example and point (its parts in the design space).
-    """
+    """Return formula, usage, default rates, paper and example of every named method, by name."""
     return {
         name: {
             "name": name,
@@ -50,11 +45,7 @@ def method_facts() -> dict[str, dict[str, Any]]:
 
 
 def term_facts() -> dict[str, dict[str, Any]]:
-    """Return what there is to know of every term of the algebra that is no named method, by name.
-
-    Returns:
-        name, formula, text, usage, and choices: the values that some arguments may have, with what they mean.
-    """
+    """Return what there is to know of every term of the algebra that is no named method, by name."""
     terms = {name: make for name, make in VOCABULARY.items() if name not in REGISTRY}
     facts: dict[str, dict[str, Any]] = {}
     for name, make in terms.items():
@@ -71,11 +62,7 @@ def term_facts() -> dict[str, dict[str, Any]]:
 
 
 def base_facts() -> dict[str, dict[str, Any]]:
-    """Return what there is to know of the classes that parts of the user's own derive from, and of what they get.
-
-    Returns:
-        name, formula, text and usage, by name.
-    """
+    """Return what there is to know of the classes that parts of the user's own derive from, and of what they get."""
     usages = {Form: "class Wave(deltune.Form)", Composition: "class Halved(deltune.Composition)", Widths: "Widths"}
     usages[Widths] += signature_text(Widths)
     texts = {kind: inspect.getdoc(kind) or "" for kind in usages}
@@ -149,12 +136,7 @@ def method_page(fact: Mapping[str, Any]) -> str:
 def score_table(
     scores: Mapping[str, Mapping[str, float]], std: Mapping[str, Mapping[str, float]] | None = None
 ) -> RenderableType:
-    """Return a table with one line a split and one column a metric.
-
-    Args:
-        scores: The metrics by split.
-        std: Their standard deviations by split, where there are some.
-    """
+    """Return a table with one line a split and one column a metric."""
     names = list(dict.fromkeys(name for metrics in scores.values() for name in metrics))
     table = _table("split", *names, right=len(names))
     for split, metrics in scores.items():
@@ -191,10 +173,6 @@ def comparison_table(comparison: Comparison, fold: bool) -> RenderableType:
     """Return a table with one line a run: its options, size and time, its main score, and its difference from the best.
 
     Nothing is cut: cells that do not fit are folded, or the lines are as long as they need to be.
-
-    Args:
-        comparison: The runs.
-        fold: Whether methods and options are folded where the lines would not fit, which is for terminals.
     """
     main, several = comparison.main, len(comparison.runs) > 1
     titles = [] if main is None else [f"{comparison.split} {main}", "95 % interval"]

@@ -20,17 +20,7 @@ from ..errors import DeltuneError, error_summary
 
 
 def import_user_code(names: Sequence[str] | None) -> Sequence[str] | None:
-    """Import Python files and modules, in their order, each once.
-
-    Args:
-        names: Paths that end in .py, or names of modules on Python's path. They are executed.
-
-    Returns:
-        The names.
-
-    Raises:
-        DeltuneError: There is no such file or module, or it raises something; the message has the line.
-    """
+    """Import Python files and modules, in their order, each once."""
     for name in names or ():
         try:
             _import_file(name) if name.endswith(".py") else importlib.import_module(name)
@@ -49,11 +39,7 @@ def import_user_code(names: Sequence[str] | None) -> Sequence[str] | None:
 
 
 def _import_file(name: str) -> None:
-    """Import a file as a module that is called by its whole path, so that it hides no other module.
-
-    Raises:
-        DeltuneError: There is no such file.
-    """
+    """Import a file as a module that is called by its whole path, so that it hides no other module."""
     path = Path(name).expanduser().resolve()
     if str(path) in sys.modules:
         return

@@ -16,13 +16,7 @@ Places = Mapping[str, tuple[str, str]]
 
 
 def config_parameters(sections: Sections, places: Places, repeatable: tuple[str, ...] = ()) -> list[inspect.Parameter]:
-    """Return a parameter for each field of a configuration; what is not common is hidden from --help.
-
-    Args:
-        sections: The models of the sections, by name.
-        places: Flat name -> section and field.
-        repeatable: Flat names of the fields whose option may be given several times.
-    """
+    """Return a parameter for each field of a configuration; what is not common is hidden from --help."""
     parameters = []
     for name, (section, field) in places.items():
         info = sections[section].model_fields[field]
@@ -50,14 +44,7 @@ def commented_yaml(
     needed: Collection[str] = (),
     notes: Mapping[str, str] | None = None,
 ) -> str:
-    """Return a configuration as YAML that reads back as the same; fields without a value are comments.
-
-    Args:
-        configuration: Section -> field -> value, of every field.
-        sections: The models of the sections, by name.
-        needed: Fields as "section.field" that are written out though they have no value.
-        notes: By "section.field", what a field without a value stands for, in place of its description.
-    """
+    """Return a configuration as YAML that reads back as the same; fields without a value are comments."""
     lines = []
     for section, values in configuration.items():
         written: list[str] = []

@@ -24,15 +24,7 @@ SENTENCE = "I was charged twice for March, and I would like the second payment b
 
 
 def quickstart(text: str = SENTENCE, output: str | Path = "runs/quickstart") -> dict[str, RunDir]:
-    """Train two methods, compare them, and classify a sentence; a run that is finished is used again.
-
-    Args:
-        text: The sentence to classify at the end.
-        output: The folder of the two runs.
-
-    Returns:
-        The runs by method.
-    """
+    """Train two methods, compare them, and classify a sentence; a run that is finished is used again."""
     console = Console(highlight=False, soft_wrap=True)
     console.print(
         "MiniLM-L6, a model of 22.7 million parameters, learns to sort support tickets into 8 kinds.\n"

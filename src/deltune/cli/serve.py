@@ -75,17 +75,7 @@ def run(
     *,
     options: Mapping[str, Any],
 ) -> None:
-    """Serve as a file and options say.
-
-    Args:
-        model: The base model.
-        config: A YAML file with values of the config.
-        settings: Values of the config as "section.field=value".
-        print_config: Print the config instead.
-        imports: Files and modules of the user's own, which are imported by now.
-        quiet: Say nothing but errors.
-        options: Values of the config by flat name.
-    """
+    """Serve as a file and options say."""
     check_extra("serve", "deltune serve needs")
     with fast_imports():
         from ..config import read_values

@@ -48,19 +48,7 @@ def load_studies(
     only: list[str] | None = None,
     runs: bool = False,
 ) -> list[Study]:
-    """Make the studies of names or files.
-
-    Args:
-        names: Names of studies, "all" for every study of the papers, or YAML files.
-        scale: "paper" or "small".
-        data_root: The folder with the folders of known tasks.
-        model_root: The folder of small models.
-        only: AXIS=LABEL each; only such cells are kept.
-        runs: Whether they are to be run, so that models and data must be there.
-
-    Raises:
-        DeltuneError: A folder or a study does not exist, or a file is wrong.
-    """
+    """Make the studies of names or files."""
     from ..studies.papers.registry import FIRST, STUDIES
     from ..studies.scales import StudySetup
     from ..studies.study import select_cells, study_from_file
@@ -88,11 +76,7 @@ def load_studies(
 
 
 def _rows(store: Path) -> dict[str, JobRecord]:
-    """Return the results of a store or of a folder of exported results, by the names of the jobs.
-
-    Raises:
-        DeltuneError: There is no such store or folder; none is made.
-    """
+    """Return the results of a store or of a folder of exported results, by the names of the jobs."""
     from ..studies.jobs.results import read_results
     from ..studies.jobs.store import ResultStore
 
@@ -244,20 +228,7 @@ def run(
 def run_jobs(
     plan: Any, stored: ResultStore, workers: int, threads: int, engine: str, retry: bool, bar: ProgressDisplay
 ) -> Scheduler:
-    """Do the jobs of a plan that are not done yet.
-
-    Args:
-        plan: Finished jobs by name -> all jobs.
-        stored: Where results are read and written.
-        workers: How many processes do jobs.
-        threads: The threads of each.
-        engine: "local" or "ray".
-        retry: Whether jobs that failed before are done again.
-        bar: Shows the progress.
-
-    Returns:
-        The scheduler that has done them.
-    """
+    """Do the jobs of a plan that are not done yet."""
     from ..studies.jobs import pool as pools
     from ..studies.jobs.scheduler import Scheduler
 
@@ -286,13 +257,6 @@ def _outlook(
     At the papers' scale it also says, by computation, what the hub is asked for and what devices need.
 
     A job of several studies counts for the first of them. Cells whose jobs follow from results are counted apart.
-
-    Args:
-        studies: The studies.
-        rows: The results so far.
-        timed: Results that tell how long jobs take, those of elsewhere included.
-        workers: How many jobs run at once.
-        scale: "paper" or "small".
     """
     from ..studies.jobs.job import topological_order
     from ..studies.papers.paper_scale import describe_needs

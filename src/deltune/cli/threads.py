@@ -40,23 +40,12 @@ class LoadMeter:
 
 
 def free_threads(cores: int, busy: float) -> int:
-    """Return the number of cores that other work leaves free, one at least.
-
-    Args:
-        cores: How many cores there are.
-        busy: How many of them are busy with other work, on average.
-    """
+    """Return the number of cores that other work leaves free, one at least."""
     return max(1, cores - round(busy))
 
 
 def set_threads(meter: LoadMeter, run: RunDir | None = None) -> None:
-    """Set the number of threads of this process and say so, unless an environment variable decides.
-
-    Args:
-        meter: Knows how busy the machine is.
-        run: A run that may go on: it keeps the number that it was started with, since sums in another order round
-            otherwise, and it is to end with the same numbers.
-    """
+    """Set the number of threads of this process and say so, unless an environment variable decides."""
     import torch
 
     if any(name in os.environ for name in THREAD_VARIABLES):

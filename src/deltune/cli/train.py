@@ -42,13 +42,6 @@ def launch(count: int, command: Sequence[str]) -> int:
     """Run a command in several processes, with the environment variables that torchrun sets.
 
     The processes end with this one, however it ends.
-
-    Args:
-        count: How many processes.
-        command: The command and its arguments.
-
-    Returns:
-        The exit code: 0, or that of the first process that failed, after which the others are ended; 130 after Ctrl-C.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -74,17 +67,7 @@ def launch(count: int, command: Sequence[str]) -> int:
 
 
 def launch_if_requested(count: int | None) -> int | None:
-    """Run this very command in several processes, if that is requested and has not happened yet.
-
-    Args:
-        count: How many processes are requested; None or 1 for none but this.
-
-    Returns:
-        The exit code of the processes, or None if this process does the work itself.
-
-    Raises:
-        DeltuneError: The number is no positive one, or differs from that of the processes which are running already.
-    """
+    """Run this very command in several processes, if that is requested and has not happened yet."""
     running = int(os.environ.get("WORLD_SIZE", "1"))
     if count is not None and count < 1:
         raise DeltuneError(f"--launch {count}: give 1 or more")
@@ -243,22 +226,7 @@ def run(
     *,
     options: Mapping[str, Any],
 ) -> None:
-    """Train the run that a file and options describe.
-
-    Args:
-        file: A YAML file with values of the config, and perhaps `output`.
-        output: The folder of the run.
-        settings: Values of the config as "section.field=value".
-        print_config: Print the config instead.
-        devices: A device, or a number of processes.
-        launch: A number of processes.
-        sharding: "none" or "fsdp".
-        fresh: Discard the run in the folder.
-        imports: Files and modules of the user's own, which are imported by now.
-        quiet: Show neither progress nor notes.
-        as_json: Print the metrics as JSON.
-        options: Values of the config by flat name, as texts.
-    """
+    """Train the run that a file and options describe."""
     with fast_imports():
         from ..config import read_values
         from ..train.config import RunConfig, flatten

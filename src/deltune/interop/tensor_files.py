@@ -67,16 +67,7 @@ def tensor_infos(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorInfo]:
 
 
 def read_header(path: Path, raw: bytes | None = None) -> dict[str, TensorInfo]:
-    """Read the names, types and shapes of a safetensors file, after checking that its bytes can hold them.
-
-    Args:
-        path: The file.
-        raw: Its bytes, where they were read.
-
-    Raises:
-        DeltuneError: The file is truncated or not a safetensors file, its header is longer than `MAX_HEADER_BYTES`, or
-            a tensor has more than `MAX_DIMENSIONS` dimensions.
-    """
+    """Read the names, types and shapes of a safetensors file, after checking that its bytes can hold them."""
     try:
         if raw is None:
             with open(path, "rb") as file:
@@ -103,11 +94,7 @@ def read_header(path: Path, raw: bytes | None = None) -> dict[str, TensorInfo]:
 
 
 def read_small(path: Path) -> bytes | None:
-    """Read a file of at most `MAX_READ_BYTES` at once; None for a longer one, which is better read in parts.
-
-    Raises:
-        DeltuneError: The file cannot be read.
-    """
+    """Read a file of at most `MAX_READ_BYTES` at once; None for a longer one, which is better read in parts."""
     try:
         with open(path, "rb") as file:
             return file.read() if os.fstat(file.fileno()).st_size <= MAX_READ_BYTES else None
@@ -116,15 +103,7 @@ def read_small(path: Path) -> bytes | None:
 
 
 def load_tensors(path: Path, raw: bytes | None = None) -> dict[str, torch.Tensor]:
-    """Load all tensors of a safetensors file, by name. Call `read_header` first: this function checks nothing.
-
-    Args:
-        path: The file.
-        raw: Its bytes, where they were read.
-
-    Raises:
-        DeltuneError: The file cannot be read.
-    """
+    """Load all tensors of a safetensors file, by name. Call `read_header` first: this function checks nothing."""
     try:
         return load_file(path) if raw is None else load(raw)
     except (safetensors.SafetensorError, OSError, ValueError) as error:
@@ -136,9 +115,6 @@ def load_float_tensors(path: Path) -> dict[str, torch.Tensor]:
 
     A file of torch.save is mapped into memory, so that nothing in it can claim more than the file has, and only
     tensors are taken from it (weights_only).
-
-    Raises:
-        DeltuneError: The file is truncated, holds anything but floating-point tensors by name, or an empty tensor.
     """
     if path.suffix == ".safetensors":  # checked before anything is loaded
         _check_float(path, read_header(path))

@@ -80,21 +80,7 @@ def solve(
     denominator: str | int = "model",
     weights: Sequence[float] | None = None,
 ) -> FitResult:
-    """Solve sizes as `fit` does, and return the count and the budget too.
-
-    Args:
-        model: A live model or a configuration.
-        method: An expression with a ? in place of each size to solve.
-        budget: As in `fit`, or a method whose count is the budget.
-        denominator: As in `fit`.
-        weights: As in `fit`.
-
-    Returns:
-        The method, its count and the budget.
-
-    Raises:
-        DeltuneError: As `fit`, or the count does not grow evenly with the sizes.
-    """
+    """Solve sizes as `fit` does, and return the count and the budget too."""
     check_model_or_config(model, "fit")
     anatomy_of = cache(partial(counted_anatomy, model))
 

@@ -196,13 +196,7 @@ def acts_at_vocabulary(method: Method) -> bool:
 
 
 def counted_anatomy(model: PreTrainedModel | PreTrainedConfig, with_vocabulary: bool) -> Anatomy:
-    """Return the anatomy that a method is counted on.
-
-    Args:
-        model: A live model, or a configuration, of which it is that of the base model (AutoModel).
-        with_vocabulary: Whether it is that of a language model instead, where the configuration has one: of the
-            class that the configuration names, or else the first of `LANGUAGE_MODELS`.
-    """
+    """Return the anatomy that a method is counted on."""
     if not isinstance(model, PreTrainedConfig) or not with_vocabulary:
         return inspect(model)
     classes = [auto_class for auto_class in LANGUAGE_MODELS if type(model) in auto_class_mapping(auto_class)]
@@ -226,20 +220,7 @@ def count_resolved(
     folded: bool = False,
     head_size: int | None = None,
 ) -> Count:
-    """Count a resolved method.
-
-    Args:
-        anatomy: The model's anatomy.
-        resolved: The method resolved on the model.
-        denominator: The name of the denominator.
-        size: The scalars of the denominator.
-        head: "train" or "freeze".
-        folded: Whether the method was loaded, so that nothing is trained beyond what is saved.
-        head_size: Scalars of a head that differs from the anatomy's, as that of a loaded delta with other labels may.
-
-    Returns:
-        The count.
-    """
+    """Count a resolved method."""
     whole = [edit for edit in resolved.edits if edit.mask is None]
     shared = replace(resolved, edits=tuple(whole)).shared_tensors(folded=False).values()
     saved = [spec for edit in whole for spec in edit.own_tensors(folded=True).values() if spec.saved]
@@ -350,11 +331,7 @@ def unrecognized_left_out(resolved: ResolvedMethod) -> Iterator[str]:
 
 
 def base_size(model: PreTrainedModel | PreTrainedConfig, denominator: str | int = "model") -> tuple[str, int]:
-    """Return the name and the number of scalars of a denominator, of AutoModel of the configuration where there is one.
-
-    Raises:
-        DeltuneError: The denominator does not exist, or is out of range.
-    """
+    """Return the name and the number of scalars of a denominator: AutoModel of the configuration where there is one."""
     size = denominator if isinstance(denominator, int) and not isinstance(denominator, bool) else None
     if isinstance(denominator, str) and re.fullmatch(r"[0-9][0-9,]{0,30}", denominator):
         size = int(denominator.replace(",", ""))
@@ -414,12 +391,6 @@ def needed_bytes(anatomy: Anatomy, resolved: ResolvedMethod, scalar_bytes: int, 
     These are the parameters, the positions of masked ones, and the dense tensors that masked entries are drawn from and
     computed in. The model's own tensors, those of its head and those that the method selects, count once: their size
     does not depend on the method's arguments, and sharding or another optimizer trains them in less than Adam takes.
-
-    Args:
-        anatomy: The model's anatomy.
-        resolved: The resolved method.
-        scalar_bytes: The bytes of a trained scalar: 4, or 8 in a float64 model.
-        copies: How often a scalar that the method adds counts: 1, or `TRAINING_COPIES`.
     """
     shared = resolved.shared_tensors(folded=False).values()
     added = sum(spec.numel for specs in shared for spec in specs.values())
@@ -445,16 +416,6 @@ def check_memory(
 
     The limit is DELTUNE_MEMORY_LIMIT where it is set. Otherwise it is what is free on the model's devices, and on the
     CPU for a model on the meta device.
-
-    Args:
-        model: The model.
-        anatomy: Its anatomy.
-        resolved: The resolved method.
-        method: The method, for the message.
-        copies: 1 for a delta that is loaded, `TRAINING_COPIES` for one that will be trained.
-
-    Raises:
-        DeltuneError: The method does not fit; the message has its exact count.
     """
     needed = needed_bytes(anatomy, resolved, 8, copies)
     if needed <= NEGLIGIBLE_BYTES and not os.environ.get(LIMIT_VARIABLE, "").strip():

@@ -151,20 +151,7 @@ class RowMask:
 def split_budget(
     units: Sequence[MaskUnit], total: int, depends_on: Mapping[int, Sequence[int]] | None = None
 ) -> list[int]:
-    """Split a number of scalars over units in proportion to their sizes, by largest remainder.
-
-    Args:
-        units: The units.
-        total: The number of scalars.
-        depends_on: For units that act only through others (a gate, a learned scale), the indices of those others, of
-            which one must get scalars. What such a unit cannot use goes to units that can be trained.
-
-    Returns:
-        The scalars of each unit; a product gets none or at least two.
-
-    Raises:
-        DeltuneError: `total` is more than there is, or too few to train anything; the message has the bounds.
-    """
+    """Split a number of scalars over units in proportion to their sizes, by largest remainder."""
     depends_on = depends_on or {}
     available = sum(unit.size for unit in units)
     minimum = min((unit.least for i, unit in enumerate(units) if i not in depends_on), default=1)

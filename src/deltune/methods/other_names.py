@@ -215,15 +215,7 @@ def simplified(name: str) -> str:
 
 
 def hint_for_name(name: object, vocabulary: Collection[str] = ()) -> str | None:
-    """Return what a name in an expression is called here.
-
-    Args:
-        name: The unknown name.
-        vocabulary: The names that may be called.
-
-    Returns:
-        A sentence, or None for a name of no library.
-    """
+    """Return what a name in an expression is called here."""
     if not isinstance(name, str):
         return None
     key = simplified(name)
@@ -249,12 +241,6 @@ def unknown_term(kind: str, name: str, known: Collection[str], vocabulary: Colle
 
     It says what the name is called here, or which name is nearest. It also says that parts of the user's own are
     registered first, but for a name in small letters that is near one of ours: that is a method misspelt.
-
-    Args:
-        kind: What the name should be the name of, such as "method".
-        name: The unknown name.
-        known: All names that exist.
-        vocabulary: The names that may be called. Default: `known`.
     """
     hint = hint_for_name(name, known if vocabulary is None else vocabulary)
     if hint is None:
@@ -276,15 +262,7 @@ def hint_for_site(name: object) -> str | None:
 
 
 def hint_for_argument(key: str, parameters: Collection[str]) -> str | None:
-    """Return what an argument of another library is called here.
-
-    Args:
-        key: The unknown argument.
-        parameters: The arguments that exist.
-
-    Returns:
-        A sentence, or None for a name of no library.
-    """
+    """Return what an argument of another library is called here."""
     name = next((name for name in ARGUMENT_NAMES.get(key, ()) if name in parameters), None)
     note = ARGUMENT_NOTES.get(key) if name is not None or key not in ARGUMENT_NAMES else None
     return " ".join(filter(None, (name and f"Here it is called {name!r}.", note and f"{note}.")))
@@ -299,15 +277,7 @@ def argument_of_methods(key: str) -> str | None:
 
 
 def hint_for_option(name: object, written: str = "{}") -> str | None:
-    """Return what an option of another library's training is called here.
-
-    Args:
-        name: The unknown option, with underscores.
-        written: How an option is written, such as "--{}".
-
-    Returns:
-        A sentence, or None for a name of no library.
-    """
+    """Return what an option of another library's training is called here."""
     option = OPTION_NAMES.get(str(name))
     if written != "{}" and option is not None:
         option = option.replace("_", "-")
@@ -317,14 +287,7 @@ def hint_for_option(name: object, written: str = "{}") -> str | None:
 
 
 def expression_of(config: Any) -> str | None:
-    """Return the expression that does what a configuration object of PEFT or AdapterHub does, as far as it shows.
-
-    Args:
-        config: Any object.
-
-    Returns:
-        The expression, or None for an object that is no such configuration.
-    """
+    """Return the expression that does what a configuration object of PEFT or AdapterHub does, as far as it shows."""
     kind = getattr(config, "peft_type", None) or getattr(config, "architecture", None)
     if kind is None:
         return None

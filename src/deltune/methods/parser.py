@@ -57,11 +57,7 @@ def argument_types(make: Callable[..., Any]) -> dict[str, Any]:
 
 
 def check_fields(value: Any) -> None:
-    """Check the fields of a frozen dataclass against their types; lists become tuples, so that the value can be hashed.
-
-    Raises:
-        DeltuneError: A field does not fit its type.
-    """
+    """Check the fields of a frozen dataclass against their types; lists become tuples, which can be hashed."""
     kind: Any = type(value)
     hints = argument_types(kind)
     for field in dataclasses.fields(value):
@@ -227,16 +223,7 @@ class _TermFailed(Exception):
 
 
 def parse_expression(text: object, vocabulary: Vocabulary, words: typing.Collection[str] = ()) -> Any:
-    """Return the value of an expression.
-
-    Args:
-        text: The expression.
-        vocabulary: What may be called, by name.
-        words: Names that stand for themselves, such as sites.
-
-    Raises:
-        DeltuneError: The expression has mistakes; the message has all of them, each with a caret under its place.
-    """
+    """Return the value of an expression."""
     if not isinstance(text, str):
         translation = expression_of(text)
         kind = type(text).__name__

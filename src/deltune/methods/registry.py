@@ -210,11 +210,7 @@ def unregistered_names(text: str) -> list[str]:
 
 
 def check_registered(method: Method) -> None:
-    """Check that an expression can name everything that a method consists of.
-
-    Raises:
-        DeltuneError: It cannot; the message shows the lines to write.
-    """
+    """Check that an expression can name everything that a method consists of."""
     terms: dict[str, Any] = {}
     for term in method.terms:
         inner = term.method.terms if isinstance(term, MaskedMethod) else (term,)
@@ -272,10 +268,6 @@ def default_learning_rate(method: str | Method, steps: int | None = None) -> flo
     that is 5e-5 for full and diff_pruning, 1e-2 for layernorm and prefix and so for their sum, 3e-2 for prompt, and
     1e-3 for everything else. Short runs need more, of 50 steps or fewer `RegistryEntry.short_rate`. In between the
     logarithm of the rate falls with that of the number of steps.
-
-    Args:
-        method: The method.
-        steps: How many steps it is trained; without a number it is the rate of long runs.
     """
     return min(_term_rate(term, steps) for term in parse(method).terms)
 

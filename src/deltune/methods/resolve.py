@@ -50,22 +50,14 @@ class ResolvedEdit:
         return any(spec.trained and not spec.saved for spec in self.tensors.values())
 
     def own_tensors(self, folded: bool) -> Specs:
-        """Return the tensors that a delta holds for this place alone.
-
-        Args:
-            folded: Whether nothing is left to fold, as after loading.
-        """
+        """Return the tensors that a delta holds for this place alone."""
         unshared = {name: spec for name, spec in self.tensors.items() if not spec.shared}
         if not self.is_reparameterised:
             return unshared
         return {n: replace(s, trained=True) for n, s in unshared.items() if (s.saved if folded else s.trained)}
 
     def owner(self, shared: str) -> str:
-        """Return the name of the tensors that it shares with other places.
-
-        Args:
-            shared: Which places share them, as in `TensorSpec`.
-        """
+        """Return the name of the tensors that it shares with other places."""
         if shared == "group":
             return f"{self.term}_{self.place.group}"
         if shared == "term":
@@ -115,11 +107,7 @@ class ResolvedMethod:
     unrecognized: tuple[Tensor, ...] = ()
 
     def shared_tensors(self, folded: bool) -> dict[str, Specs]:
-        """Return the tensors that several places share, by owner and name.
-
-        Args:
-            folded: Whether nothing is left to fold, so that those of a reparameterisation are gone.
-        """
+        """Return the tensors that several places share, by owner and name."""
         shared: dict[str, Specs] = {}
         for edit in self.edits:
             for name, spec in edit.tensors.items():
@@ -151,19 +139,7 @@ class ResolvedMethod:
 
 
 def resolve(anatomy: Anatomy, method: Method, base_size: Callable[[], int]) -> ResolvedMethod:
-    """Resolve a method on a model.
-
-    Args:
-        anatomy: The model's anatomy.
-        method: The method.
-        base_size: Returns the scalars of AutoModel; called only for a mask that is a share of it.
-
-    Returns:
-        The resolved method.
-
-    Raises:
-        DeltuneError: The model does not have what the method needs; the message lists every such term and why.
-    """
+    """Resolve a method on a model."""
     problems: list[str] = []
     plans: list[ResolvedMethod] = []
     index = 0
@@ -279,11 +255,7 @@ def _resolve_term(anatomy: Anatomy, term: Method, index: int, problems: list[str
 
 
 def token_rows(anatomy: Anatomy, selection: Selection, tokens: tuple[int, ...]) -> list[tuple[Tensor, RowMask]]:
-    """Return the tables with a row for each token, in the areas of a selection, with the rows of the tokens.
-
-    Raises:
-        DeltuneError: The word embeddings cannot be seen, or have no such rows.
-    """
+    """Return the tables with a row for each token, in the areas of a selection, with the rows of the tokens."""
     tables = [stack.embedding for stack in anatomy.stacks if stack.embedding is not None]
     if not tables:
         raise DeltuneError("the word embeddings of this model cannot be seen")
@@ -377,11 +349,7 @@ def _mask_units(edit: ResolvedEdit) -> list[MaskUnit]:
 
 
 def selected_tensors(anatomy: Anatomy, selection: Selection) -> list[Tensor]:
-    """Return the parameters of a selection, each once, in the towers that it names.
-
-    Raises:
-        DeltuneError: There is none; the message says which roles exist.
-    """
+    """Return the parameters of a selection, each once, in the towers that it names."""
     matching = _selected_in_towers(anatomy, selection, selection.roles)
     tensors = [t for t in matching if t.receives_gradient or t.tower == anatomy.tower]  # see `Anatomy.unread`
     if matching and not tensors:
@@ -433,11 +401,7 @@ def _looks_like_norm(tensors: Sequence[Tensor]) -> bool:
 
 
 def _selected_in_towers(anatomy: Anatomy, selection: Selection, roles: Sequence[str]) -> list[Tensor]:
-    """Return the parameters of some roles where a selection acts, in the towers that it names.
-
-    Raises:
-        DeltuneError: The model has no such tower.
-    """
+    """Return the parameters of some roles where a selection acts, in the towers that it names."""
     of_parts = {tensor.name for part in anatomy.other_towers for tensor in part.tensors}
     named = anatomy.tower if selection.tower == "main" else selection.tower
     if named not in ("all", *anatomy.towers):

@@ -122,11 +122,7 @@ class SiteLocation:
 
 
 def select_layers(anatomy: Anatomy, layers: LayersArg, stack: str = "all") -> list[Layer]:
-    """Return the layers that `layers` and `stack` choose; indices count within each stack.
-
-    Raises:
-        DeltuneError: The model has no such layer or stack, or shares its modules between the layers.
-    """
+    """Return the layers that `layers` and `stack` choose; indices count within each stack."""
     if not anatomy.layers:
         raise DeltuneError(f"the layers of this model cannot be seen: {'; '.join(anatomy.unobserved)}")
     names = [s.name for s in anatomy.stacks]
@@ -167,11 +163,7 @@ def _listed_layers(stack_layers: list[Layer], layers: LayersArg, stack: str) -> 
 
 
 def resolve_locations(anatomy: Anatomy, modification: Modification) -> list[EditLocation]:
-    """Return every place of a modification, in the order of execution, in the towers that it names.
-
-    Raises:
-        DeltuneError: The model has no such place, or it cannot be observed.
-    """
+    """Return every place of a modification, in the order of execution, in the towers that it names."""
     named = anatomy.tower if modification.tower == "main" else modification.tower
     locations: list[EditLocation] = []
     reasons: list[DeltuneError] = []
@@ -196,11 +188,7 @@ def resolve_locations(anatomy: Anatomy, modification: Modification) -> list[Edit
 
 
 def _read_by_the_rest(anatomy: Anatomy, part: Anatomy, locations: list[EditLocation]) -> list[EditLocation]:
-    """Return the places of another tower from which the output of the model is reached.
-
-    Raises:
-        DeltuneError: There are places, and none of them is.
-    """
+    """Return the places of another tower from which the output of the model is reached."""
     read = [x for x in locations if part.is_read(x.linear.path if x.linear is not None else x.target.path)]
     if locations and not read:
         raise DeltuneError(
@@ -220,16 +208,7 @@ def _in_projector(anatomy: Anatomy, modification: Modification) -> list[EditLoca
 
 
 def tower_prefix(anatomy: Anatomy, part: Anatomy) -> str:
-    """Return how the names of the places of a tower begin, which is different for each.
-
-    Args:
-        anatomy: The model's anatomy.
-        part: That anatomy itself, or one of its parts.
-
-    Returns:
-        "" for the main tower, "vision." for the only part of that name, and "vision_model_vision_model." for the part
-        at model.vision_model where another part has the same name.
-    """
+    """Return how the names of the places of a tower begin, which is different for each."""
     if part is anatomy:
         return ""
     alone = sum(other.tower == part.tower for other in anatomy.other_towers) == 1
@@ -237,11 +216,7 @@ def tower_prefix(anatomy: Anatomy, part: Anatomy) -> str:
 
 
 def towers_of(anatomy: Anatomy, tower: str) -> list[Anatomy]:
-    """Return the anatomies of the towers that an argument names.
-
-    Raises:
-        DeltuneError: The model has no such tower, or its layers could not be observed.
-    """
+    """Return the anatomies of the towers that an argument names."""
     parts = anatomy.in_tower(tower)
     if parts:
         return parts
@@ -383,11 +358,7 @@ def _expert_count(site: SiteLocation) -> int:
 
 
 def _check_acts_on_weight(weight: ExpertWeight, modification: Modification) -> None:
-    """Check that a modification is a change of a weight: there its module's input and output are no hidden states.
-
-    Raises:
-        DeltuneError: It is none; the message says why.
-    """
+    """Check that a modification is a change of a weight: there its module's input and output are no hidden states."""
     form, where = modification.form, f"{weight.path}.{weight.leaf} is a weight that its module reads itself"
     if not form.acts_on_weights or modification.insertion != "parallel":
         raise DeltuneError(f"{where}, so that only a form that is a change of a weight acts there, such as LowRank")
@@ -575,11 +546,7 @@ def _router_site(stem: str, layer: Layer, scores: Linear | ExpertWeight) -> Site
 
 
 def _outer_sites(anatomy: Anatomy, modification: Modification) -> list[SiteLocation]:
-    """Return the places of a linear outside of the layers: word embeddings, pooler or output embeddings.
-
-    Raises:
-        DeltuneError: The model has none, or it cannot be seen.
-    """
+    """Return the places of a linear outside of the layers: word embeddings, pooler or output embeddings."""
     site = modification.site
     if site == "embedding":
         by_path = {
@@ -610,11 +577,7 @@ def _outer_site(name: str, linear: Linear) -> SiteLocation:
 
 
 def _matching_sites(anatomy: Anatomy, modification: Modification) -> list[SiteLocation]:
-    """Return the linears whose paths match a pattern, in the layers that are chosen, and outside of them by default.
-
-    Raises:
-        DeltuneError: No linear matches; the message has the last parts of the paths that exist.
-    """
+    """Return the linears whose paths match a pattern, in the layers that are chosen, and outside of them by default."""
     pattern, everywhere = modification.site, (modification.layers, modification.stack) == ("all", "all")
     chosen = [] if everywhere else select_layers(anatomy, modification.layers, modification.stack)
     matching = [x for x in anatomy.linears if fnmatchcase(x.path, pattern)]

@@ -76,11 +76,7 @@ FORMATS = ("peft", *peft_write.SERVERS)
 
 
 def open_folder(folder: str | Path) -> ForeignFolder:
-    """Read an adapter folder of PEFT or AdapterHub, and validate its options.
-
-    Raises:
-        DeltuneError: The folder belongs to neither or is incomplete, or a file is not in its format.
-    """
+    """Read an adapter folder of PEFT or AdapterHub, and validate its options."""
     where = Path(folder)
     options = read_options(where)
     if "peft_type" in options:
@@ -98,11 +94,7 @@ def open_folder(folder: str | Path) -> ForeignFolder:
 
 
 def read_foreign(handle: Tuned, folder: str | Path) -> Translation:
-    """Translate an adapter folder of PEFT or AdapterHub into a method and tensors for this model.
-
-    Raises:
-        DeltuneError: An option has no translation; the message says why.
-    """
+    """Translate an adapter folder of PEFT or AdapterHub into a method and tensors for this model."""
     contents = open_folder(folder)
     if "peft_type" in contents.options:
         modules = [path for path, _ in handle.model.named_modules()]
@@ -184,11 +176,7 @@ def export_delta(handle: Tuned, folder: str | Path, format: str = "peft", name: 
 
 @contextlib.contextmanager
 def atomic_new_folder(folder: str | Path) -> Iterator[Path]:
-    """Give a temporary folder to fill, which is renamed to `folder` if the block succeeds.
-
-    Raises:
-        DeltuneError: The folder exists and is not empty, no space is left, or there is no permission.
-    """
+    """Give a temporary folder to fill, which is renamed to `folder` if the block succeeds."""
     target = Path(folder).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise DeltuneError(f"{target} exists and is not an empty folder; choose another")
@@ -411,19 +399,7 @@ def _without_gradients(handle: Tuned, name: str) -> Tuned:
 
 
 def read_delta(handle: Tuned, folder: Path, *, allow_nonfinite: bool = False) -> tuple[Delta, HeadLabels]:
-    """Read a saved delta for a model without attaching it; other threads may use the model meanwhile.
-
-    Args:
-        handle: The handle of the model.
-        folder: As for `load`.
-        allow_nonfinite: As for `load`.
-
-    Returns:
-        The delta, for `add_delta`, and its labels.
-
-    Raises:
-        DeltuneError: As `load`.
-    """
+    """Read a saved delta for a model without attaching it; other threads may use the model meanwhile."""
     with _default_modes():
         if _is_foreign_delta(folder):
             return _read_foreign_delta(handle, folder, allow_nonfinite)
@@ -437,33 +413,13 @@ def check_base_of_delta(
     """Check that a saved delta was tuned on this model, by what its folder says, without reading its tensors.
 
     Other threads may use the model meanwhile.
-
-    Args:
-        handle: The handle of the model.
-        base: The base model of the delta, as its folder describes it.
-        where: The folder.
-        allowed: As `base` of `load`.
-        quantization: How the model is quantised, where that is known.
-
-    Raises:
-        DeltuneError: It was tuned on another base model.
     """
     compared = base.tokens if base.compared_tokens is None else base.compared_tokens
     serialization.check_base(base, where, handle._base_compared(compared, quantization), allowed)
 
 
 def add_delta(handle: Tuned, name: str, delta: Delta, labels: HeadLabels) -> None:
-    """Attach a delta that `read_delta` has read, and leave in use what is in use.
-
-    Args:
-        handle: The handle of the model.
-        name: What the delta is called on this model.
-        delta: The delta.
-        labels: Its labels.
-
-    Raises:
-        DeltuneError: The name is taken or cannot be one, or the model's forward pass does not reach all of the delta.
-    """
+    """Attach a delta that `read_delta` has read, and leave in use what is in use."""
     check_name(name, handle.names)
     with _default_modes():
         handle._add_delta(name, delta, labels, use=False)
@@ -514,15 +470,7 @@ def _read_delta(
     base: str = "same",
     snapshot: Snapshot | None = None,
 ) -> tuple[Delta, HeadLabels | None]:
-    """Make the delta of a folder for this model, after all checks.
-
-    Args:
-        handle: The handle of the model.
-        saved: The folder.
-        allow_nonfinite: As for `load`.
-        base: As for `load`.
-        snapshot: A current snapshot of the model, if there is one.
-    """
+    """Make the delta of a folder for this model, after all checks."""
     facts, where, anatomy = saved.facts, saved.where, handle.anatomy
     quantization = None if snapshot is None else ""  # every weight of a model that has one is plain
     check_base_of_delta(handle, facts.base, where, base, quantization)
@@ -551,13 +499,7 @@ def _read_delta(
 
 
 def _check_purpose(saved_class: str, model: PreTrainedModel, where: Path) -> None:
-    """Raise an error for a model whose head has tensors of the same names and another purpose, such as to tag tokens.
-
-    Args:
-        saved_class: The class of the model that the delta was tuned on.
-        model: The model that it is loaded on; it may be of a class that is derived from that one.
-        where: The folder, for the message.
-    """
+    """Raise an error for a model whose head has tensors of these names for another purpose, such as tagging."""
     here = {match[0] for kind in type(model).__mro__ if (match := _PURPOSE.search(kind.__name__))}
     saved = _PURPOSE.search(saved_class)
     if saved and here and saved[0] not in here:
@@ -579,11 +521,7 @@ def _check_file(
     labels: HeadLabels | None,
     where: Path,
 ) -> Expected:
-    """Check, before anything is allocated, that a file has the tensors of a resolved method on this model.
-
-    Returns:
-        These tensors.
-    """
+    """Check, before anything is allocated, that a file has the tensors of a resolved method on this model."""
     owned = tuple(dict.fromkeys((*(t.name for t in planned.selected), *head)))
     needed = expected_tensors(handle.anatomy, planned, owned, head)
     check_tensors(needed, facts, where)
@@ -694,14 +632,7 @@ def _check_head_plain(anatomy: Anatomy) -> None:
 
 
 def _check_head(labels: int, model_labels: int | None, shapes: dict[str, tuple[Any, Any]], where: Path) -> None:
-    """Check that a head fits this model; only its last linear may have another number of labels, its first axis.
-
-    Args:
-        labels: The number of labels that the file names.
-        model_labels: The number of labels of this model, or None where its outputs are no labels.
-        shapes: For each tensor of the head, its shape in the file and its shape in this model.
-        where: The folder, for error messages.
-    """
+    """Check that a head fits this model; only its last linear may have another number of labels, its first axis."""
     last = next(reversed(shapes), "").rpartition(".")[0]
     widths = {shape[:1] for name, (shape, _) in shapes.items() if name.rpartition(".")[0] == last}
     for name, (shape, here) in shapes.items():
@@ -718,11 +649,7 @@ def _check_head(labels: int, model_labels: int | None, shapes: dict[str, tuple[A
 
 
 def _check_model(model: object) -> Snapshot | None:
-    """Raise an error for anything that is not a plain model of transformers, such as a model wrapped by PEFT.
-
-    Returns:
-        A snapshot of a tuned model with plain weights, else None.
-    """
+    """Raise an error for anything that is not a plain model of transformers, such as a model wrapped by PEFT."""
     if isinstance(model, PreTrainedModel):
         handle = find_tuned(model)
         snapshot = None if handle is None or handle._state.offloaded else handle._current_snapshot()

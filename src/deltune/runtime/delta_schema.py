@@ -129,12 +129,7 @@ class DeltaMetadata(_Part):
 
 
 def read_metadata_file(path: Path) -> DeltaMetadata:
-    """Read and validate a delta.json.
-
-    Raises:
-        DeltuneError: The file cannot be read, was written by a newer deltune, or is not what deltune writes; every
-            field that is missing or wrong is listed.
-    """
+    """Read and validate a delta.json."""
     raw = read_json_bytes(path)
     return _metadata_cached(raw, path) if len(raw) <= LARGEST_KEPT else _metadata(raw, path)
 
@@ -193,14 +188,7 @@ class Expected:
 def expected_tensors(
     anatomy: Anatomy, planned: ResolvedMethod, owned: tuple[str, ...], head: tuple[str, ...]
 ) -> Expected:
-    """Return the tensors that the file of a resolved method holds.
-
-    Args:
-        anatomy: The model's anatomy.
-        planned: The resolved method.
-        owned: The names of the model's tensors for which the delta has its own values.
-        head: The names of those that belong to the head, whose shapes may differ.
-    """
+    """Return the tensors that the file of a resolved method holds."""
     needed = Expected()
     for edit in planned.edits:
         saved = {leaf: spec for leaf, spec in edit.own_tensors(folded=True).items() if spec.saved}
@@ -227,11 +215,7 @@ def expected_tensors(
 
 
 def check_tensors(needed: Expected, facts: Mapping[str, TensorInfo], where: Path) -> None:
-    """Compare the tensors of a file with those that are expected.
-
-    Raises:
-        DeltuneError: A tensor is missing, extra, or of another shape or type; up to ten of them are listed.
-    """
+    """Compare the tensors of a file with those that are expected."""
     expected_names = set(needed.shapes)
     problems = list(_misfits(needed.shapes, facts))
     for drawn in needed.drawn:
@@ -270,11 +254,7 @@ def _misfits(shapes: Shapes, facts: Mapping[str, TensorInfo], source: str = "thi
 
 
 def check_against_metadata(described: DeltaMetadata, facts: Mapping[str, TensorInfo], where: Path) -> None:
-    """Compare the tensors of a file with those that delta.json describes.
-
-    Raises:
-        DeltuneError: They differ.
-    """
+    """Compare the tensors of a file with those that delta.json describes."""
     shapes: Shapes = {name: tuple(shape) for name, shape in described.tensors.items()}
     check_shapes(shapes, facts, where, "is not the file that delta.json describes", "delta.json says")
 
@@ -282,11 +262,7 @@ def check_against_metadata(described: DeltaMetadata, facts: Mapping[str, TensorI
 def check_shapes(
     shapes: Shapes, facts: Mapping[str, TensorInfo], where: Path, title: str = "", source: str = "this model needs"
 ) -> None:
-    """Compare names and shapes only.
-
-    Raises:
-        DeltuneError: They differ.
-    """
+    """Compare names and shapes only."""
     problems = [*_misfits(shapes, facts, source)]
     problems += [f"extra tensor {name[:200]}" for name in facts if name not in shapes]
     if problems:
@@ -303,11 +279,7 @@ def misfit(
 
 
 def check_positions(needed: Expected, numbers: Mapping[str, torch.Tensor], where: Path) -> None:
-    """Check that the positions under masks are sorted, unique and inside their tensors.
-
-    Raises:
-        DeltuneError: The positions of some tensor are not.
-    """
+    """Check that the positions under masks are sorted, unique and inside their tensors."""
     problems = []
     for name, size in needed.bounds.items():
         index = numbers.get(name)
@@ -324,11 +296,7 @@ def check_positions(needed: Expected, numbers: Mapping[str, torch.Tensor], where
 
 
 def check_finite(values: Mapping[str, torch.Tensor], where: Path) -> None:
-    """Check that all values are finite in the precision that they are loaded in.
-
-    Raises:
-        DeltuneError: Some are not; their tensors are listed.
-    """
+    """Check that all values are finite in the precision that they are loaded in."""
     numbers = {name: value for name, value in values.items() if value.is_floating_point()}
     if all(value.itemsize > 1 for value in numbers.values()) and norms_are_finite(numbers.values()):
         return
@@ -345,14 +313,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def parse_saved_method(anatomy: Anatomy, facts: DeltaMetadata, tensors: int, where: Path) -> tuple[Method, Method]:
-    """Parse the method of a file, as the user wrote it and with every argument.
-
-    Args:
-        tensors: The number of tensors in the file, which bounds the number of parts that its method can have.
-
-    Raises:
-        DeltuneError: An expression is wrong, the two differ, or they mean more than a file of this size can hold.
-    """
+    """Parse the method of a file, as the user wrote it and with every argument."""
     limit = tensors + SPARE_PARTS
     if max(text.count("(") + text.count("+") for text in (facts.method, facts.explicit)) > 8 * limit:
         raise DeltuneError(

@@ -33,10 +33,6 @@ from .row_assignment import RowAssignment
 class ForwardPass:
     """One forward pass: which delta each row uses, and what its hooks keep for each other.
 
-    Args:
-        owner: The pass manager of the model.
-        outer: The pass of the same model that it is a part of, such as the model's for the encoder's.
-
     Attributes:
         assignment: Which delta each row uses, fixed for the whole pass.
         scope: The `rows()` or `disable()` that the pass began in, or None. The pass keeps its assignment also when that
@@ -132,12 +128,6 @@ class Scope:
     """A `with` block in which rows use given deltas, in the thread or asyncio task that entered it and nowhere else.
 
     It holds as long as the block runs: even if its exit is interrupted, it ends with the block.
-
-    Args:
-        owner: The pass manager of the model.
-        value: What `with ... as` gives.
-        make_assignment: Returns the assignment inside the block; what it raises is raised before anything changes.
-        set_requires_grad: Whether the deltas in use are made trainable inside the block.
     """
 
     def __init__(
@@ -236,12 +226,7 @@ Owners = tuple[weakref.ref[Scopes], ...]
 
 
 def carried_scope(owner: Scopes) -> CarriedScope | None:
-    """Return the innermost scope of a model that this context refers to, open or left elsewhere.
-
-    Raises:
-        DeltuneError: torch.compile traces, which sees only the scopes of the thread, while one is open in an event
-            loop.
-    """
+    """Return the innermost scope of a model that this context refers to, open or left elsewhere."""
     entered = _SCOPES.get() if not torch.compiler.is_dynamo_compiling() else _thread.scopes
     if torch.compiler.is_dynamo_compiling() and owner.scopes_in_event_loops:
         raise DeltuneError(
@@ -409,13 +394,7 @@ class PassLock:
         return self._block is not None and self._block() is not None
 
     def admit(self, forward_pass: ForwardPass, fits: Callable[[], bool], prepare: Callable[[], None]) -> None:
-        """Wait until the model holds the tensors that a pass needs, or until they can be put there.
-
-        Args:
-            forward_pass: The pass.
-            fits: Whether the model holds the tensors.
-            prepare: Puts them there.
-        """
+        """Wait until the model holds the tensors that a pass needs, or until they can be put there."""
         with self.mutex:
             forward_pass.number = next(self._numbers)
             if self._queue or self._nested_pass_runs() or not fits():

@@ -801,12 +801,7 @@ class Tuned(nn.Module):
         return serialization.write_delta(folder, metadata, tensors, text), text
 
     def _base_compared(self, tokens: int | None, quantization: str | None = None) -> dict[str, Any]:
-        """The facts about the base model, of so many of its token embeddings, to compare a saved delta with.
-
-        Args:
-            tokens: How many; None for all.
-            quantization: How it is quantised, where that is known.
-        """
+        """The facts about the base model, of so many of its token embeddings, to compare a saved delta with."""
         remembered = self._base_metadata
         if remembered is not None:
             every = (None, remembered["tokens"])
@@ -849,12 +844,7 @@ class Tuned(nn.Module):
         return planned
 
     def _move_to_model(self, delta: Delta, snapshot: Snapshot | None = None) -> Delta:
-        """Move a new delta to the devices of the modules it acts at, in float32, or float64 in a float64 model.
-
-        Args:
-            delta: The delta.
-            snapshot: A current snapshot of the model, if there is one.
-        """
+        """Move a new delta to the devices of the modules it acts at, in float32, or float64 in a float64 model."""
         placement = self._fixed_placement or self._placement(snapshot)
         default, dtype = placement.default, placement.dtype
         for edit in delta.all_edits():
@@ -888,13 +878,6 @@ class Tuned(nn.Module):
         """Register a delta under a name and put it in use; if anything fails, the model is as it was.
 
         Whether a forward pass reaches all of its edits is checked first, on a copy of the model's structure.
-
-        Args:
-            name: The name.
-            delta: The delta.
-            labels: Its labels.
-            use: Whether it is put in use; otherwise what is in use stays in use.
-            snapshot: That of the model, if it was current when the call of `attach` or `load` began.
         """
         self._check_reached(delta, snapshot)
         with self._exclusive("attach or load"):
@@ -994,9 +977,6 @@ class Tuned(nn.Module):
         """Which modules a forward pass of the base model calls, looked up again when the model has changed.
 
         It is looked up once where the metadata of the base model are remembered.
-
-        Args:
-            snapshot: A current snapshot, if there is one.
         """
         if self._base_order is not None:
             return self._base_order
@@ -1011,12 +991,7 @@ class Tuned(nn.Module):
         return order
 
     def _check_reached(self, delta: Delta, snapshot: Snapshot | None) -> None:
-        """Check on the model's structure that a forward pass reaches every edit of a delta.
-
-        Args:
-            delta: The delta.
-            snapshot: A current snapshot of the model, if there is one.
-        """
+        """Check on the model's structure that a forward pass reaches every edit of a delta."""
         for edit in delta.all_edits():
             if edit.place.target.side == "tokens":
                 check_takes_embeddings(self.model, edit.place.widths.out_width)
@@ -1060,41 +1035,17 @@ def _replace_modules(model: PreTrainedModel, modules: dict[nn.Module, nn.Module]
 
 
 def base_value(tuned: Tuned, name: str) -> nn.Parameter:
-    """Return the base model's own value of a tensor, whether the delta in use replaces it or not.
-
-    Args:
-        tuned: The handle of the model.
-        name: The tensor's name in the model.
-
-    Returns:
-        The parameter, which training does not change.
-    """
+    """Return the base model's own value of a tensor, whether the delta in use replaces it or not."""
     return tuned._base_value(name)
 
 
 def base_parameter(tuned: Tuned, module: nn.Module, leaf: str) -> nn.Parameter | None:
-    """Return the base model's own parameter of a module, while other threads may run passes with any delta.
-
-    Args:
-        tuned: The handle of the model.
-        module: A module of the model.
-        leaf: The parameter's name in it.
-
-    Returns:
-        The parameter, or None if the module has none of this name.
-    """
+    """Return the base model's own parameter of a module, while other threads may run passes with any delta."""
     return tuned._state.base_parameter(module, leaf)
 
 
 def base_config(tuned: Tuned) -> PreTrainedConfig:
-    """Return a copy of a model's configuration with the base model's labels, whatever delta is in use.
-
-    Args:
-        tuned: The handle of the model.
-
-    Returns:
-        The copy.
-    """
+    """Return a copy of a model's configuration with the base model's labels, whatever delta is in use."""
     with tuned._state.mutex:  # in which passes write the labels of their deltas
         config = copy.deepcopy(tuned.model.config)
     tuned._base_labels.write_to(config)
@@ -1119,21 +1070,6 @@ def inference_rows(
     No tensor of a delta may change as long as it is attached: what is stacked by row is kept for further passes. Where
     all names are the same, the delta's tensors are put into the model for the block, which also serves deltas
     that `rows` refuses because they train what all rows share.
-
-    Args:
-        tuned: The handle of the model.
-        names: For each row of the batch the name of its delta, or None for the base model.
-        place: Whether the tensors of a delta that all rows use are put into the model. Passes of other threads that
-            need other tensors there wait until the block is left; with False they run meanwhile.
-        left_out: Edits that are not applied, since the cache of the passes holds what they put before the text: the
-            keys and values of a prompt or a prefix. If it is given, even if it is empty, the caller gives a mask with a
-            column for each of the cache's, and the positions of the text with its prompt, which it has checked.
-
-    Returns:
-        A context manager, which gives the handle.
-
-    Raises:
-        DeltuneError: As `Tuned.rows`, when the block is entered.
     """
     return Scope(
         tuned._passes,
@@ -1144,12 +1080,7 @@ def inference_rows(
 
 
 def shares_rows(tuned: Tuned, name: str) -> bool:
-    """Return whether some rows of a batch can use a delta while others do not, as `Tuned.rows` needs it.
-
-    Args:
-        tuned: The handle of the model.
-        name: The delta's name.
-    """
+    """Return whether some rows of a batch can use a delta while others do not, as `Tuned.rows` needs it."""
     with tuned._state.mutex:
         facts = tuned._passes.delta_cache.of(tuned.delta(name), tuned.anatomy, tuned._state)
     return not facts.shared and not facts.not_by_row
@@ -1176,9 +1107,6 @@ def fix_base(tuned: Tuned) -> None:
     Loading, attaching and detaching then take less time: besides what `remember_base_metadata` does, nothing looks for
     the devices and the type of the base's weights any more, or for weights that accelerate offloads by now. The handle
     stays when its last delta is detached.
-
-    Args:
-        tuned: The handle of the model.
     """
     remember_base_metadata(tuned)
     tuned._fixed_placement = tuned._placement(None)
@@ -1186,11 +1114,7 @@ def fix_base(tuned: Tuned) -> None:
 
 
 def release_base(tuned: Tuned) -> None:
-    """Undo `fix_base`: the base model may change again, and `detach()` of the last delta removes the handle.
-
-    Args:
-        tuned: The handle of the model.
-    """
+    """Undo `fix_base`: the base model may change again, and `detach()` of the last delta removes the handle."""
     tuned._state.base_is_fixed, tuned._fixed_placement = False, None
     tuned._base_metadata = tuned._base_order = None
 
@@ -1200,9 +1124,6 @@ def remember_base_metadata(tuned: Tuned) -> None:
 
     From then on the base model counts as fixed: neither its weights nor its structure are compared with what they
     were. It reads a sample of every weight, so it must be called before the weights are sharded over processes.
-
-    Args:
-        tuned: The handle of the model.
     """
     tuned._base_metadata = tuned._metadata_of_base(tuned.delta() if tuned.active is not None else None)
 

@@ -105,11 +105,7 @@ class HardConcreteGates(nn.Module):
         return (torch.sigmoid(logits) * (ZETA - GAMMA) + GAMMA).clamp(0, 1)
 
     def advance(self, share: float) -> None:
-        """Raise the penalty, or fix the gates once FIXED_AFTER of the training is done.
-
-        Args:
-            share: The share of the training that is done, from 0 to 1.
-        """
+        """Raise the penalty, or fix the gates once FIXED_AFTER of the training is done."""
         self.advanced = True
         if self.folded or self.is_fixed:
             return

@@ -39,20 +39,7 @@ def names_repository(folder: object) -> bool:
 
 
 def fetch_delta(repo_id: str, revision: str | None = None, token: str | bool | None = None) -> Path:
-    """Download a delta from the hub into its cache, where it is found again without a network.
-
-    Args:
-        repo_id: The repository, OWNER/NAME.
-        revision: A branch, a tag or a commit. Default: the branch main.
-        token: An access token. True and None take the one of `hf auth login`, where there is one; False takes none.
-
-    Returns:
-        A folder with the files.
-
-    Raises:
-        DeltuneError: The hub does not have it or cannot be reached, and its cache does not have it either; or the
-            repository has no delta.
-    """
+    """Download a delta from the hub into its cache, where it is found again without a network."""
     from huggingface_hub import snapshot_download
 
     at = f" at revision {revision!r}" if revision else ""
@@ -78,22 +65,7 @@ class Commit:
 def push_delta(
     folder: Path, card: str, repo_id: str, commit: Commit, private: bool | None, token: str | bool | None
 ) -> CommitInfo:
-    """Upload a saved delta and its model card in one commit.
-
-    Args:
-        folder: The folder of the delta.
-        card: The text of the model card. What a card on the hub has besides is kept.
-        repo_id: The repository, which is made if it does not exist.
-        commit: The commit; a branch that it names is made if it does not exist.
-        private: As for `Tuned.push_to_hub`.
-        token: As for `Tuned.push_to_hub`.
-
-    Returns:
-        What huggingface_hub says about the commit.
-
-    Raises:
-        DeltuneError: The hub refuses or cannot be reached, or the repository is public and `private` is True.
-    """
+    """Upload a saved delta and its model card in one commit."""
     from huggingface_hub import CommitOperationAdd, HfApi
 
     if re.fullmatch(HUB_ID, repo_id) is None:

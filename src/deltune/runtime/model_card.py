@@ -43,11 +43,7 @@ def pipeline_of_class(model_class: str) -> str | None:
 
 
 def hub_id_of_base(base: Mapping[str, Any]) -> str | None:
-    """Return the hub id of a base model, or None for one that was loaded from elsewhere.
-
-    Args:
-        base: What delta.json says about the base model.
-    """
+    """Return the hub id of a base model, or None for one that was loaded from elsewhere."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -63,17 +59,7 @@ def hub_id_of_base(base: Mapping[str, Any]) -> str | None:
 
 
 def write_card(title: str, metadata: Mapping[str, Any], count: Count, source: str) -> str:
-    """Return the model card of a delta.
-
-    Args:
-        title: Its heading.
-        metadata: The contents of delta.json.
-        count: How many parameters the delta trains.
-        source: The folder or hub id from which the reader loads it.
-
-    Returns:
-        The text of README.md: metadata in YAML, then what the delta is and how to load it.
-    """
+    """Return the model card of a delta."""
     from huggingface_hub import ModelCardData
 
     base = metadata["base"]
@@ -129,14 +115,6 @@ def update_card(old: str | None, new: str, where: str) -> str:
 
     Of the old card's metadata everything stays that the new one does not have; of its text everything outside of the
     lines that deltune writes. A card without such lines keeps its text.
-
-    Args:
-        old: The text of the README.md that is there, or None.
-        new: The text of the new card.
-        where: The place of the old one, for the error message.
-
-    Raises:
-        DeltuneError: The metadata of the old card are not valid YAML.
     """
     if old is None or not old.strip():
         return new

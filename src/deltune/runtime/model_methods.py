@@ -30,13 +30,7 @@ CHECKPOINT_PREFIX = "checkpoint-"
 
 
 class ModelMethod:
-    """Replaces a method of the tuned model, or of a model inside it.
-
-    Args:
-        passes: The pass manager of the tuned model.
-        path: The path of the model whose method it is; "" for the tuned model itself.
-        method: The method's name.
-    """
+    """Replaces a method of the tuned model, or of a model inside it."""
 
     of_live_model = True
 

@@ -150,11 +150,7 @@ class ModelState:
         return first
 
     def check_slots(self, name: str | None) -> None:
-        """Check that the tensors of a delta, or of none, can be put into the model's slots.
-
-        Raises:
-            DeltuneError: A slot is no parameter any more.
-        """
+        """Check that the tensors of a delta, or of none, can be put into the model's slots."""
         if self.placed_delta != name:
             incoming = self.delta(name).owned_tensors if name is not None else ()
             for tensor in (*incoming, *(parameter_name(key) for key in parameters_of_dict(self.base))):
@@ -196,12 +192,6 @@ class ModelState:
         """Put the tensors of a delta into the model's slots.
 
         Every tensor is put into its new place before it leaves the old one, so that an interruption loses nothing.
-
-        Args:
-            name: The delta's name, or None for the base's own tensors.
-
-        Raises:
-            DeltuneError: The delta was detached, or a slot is no parameter any more.
         """
         if self.placed_delta == name:
             return
@@ -254,11 +244,7 @@ class ModelState:
         delta.saved_requires_grad = None
 
     def forget(self, delta: Delta) -> None:
-        """Leave a delta that is detached as it is from now on.
-
-        Args:
-            delta: The delta.
-        """
+        """Leave a delta that is detached as it is from now on."""
         self._trainable.discard(delta)
 
     def parameters_by_name(self, delta: Delta) -> dict[str, nn.Parameter]:

@@ -60,12 +60,7 @@ class SparseParameter(nn.Module):
 
 
 class TensorTable(nn.Module):
-    """Tensors by name: parameters, buffers, or under a mask some entries of a tensor (`sparse`).
-
-    Args:
-        specs: What the tensors are.
-        masks: The positions of the trained entries of each tensor under a mask; None without a mask.
-    """
+    """Tensors by name: parameters, buffers, or under a mask some entries of a tensor (`sparse`)."""
 
     specs: Specs
     sparse: nn.ModuleDict | None
@@ -143,11 +138,7 @@ class HeadLabels:
         return cls(tuple(pairs), getattr(config, "problem_type", None))
 
     def check_ids(self) -> None:
-        """Check that the ids are those of outputs, so that a file with these labels can be loaded.
-
-        Raises:
-            DeltuneError: The ids are not 0, 1, …, n - 1.
-        """
+        """Check that the ids are those of outputs, so that a file with these labels can be loaded."""
         ids = [label_id for label_id, _ in self.id2label]
         if ids != list(range(len(ids))):
             raise DeltuneError(
@@ -270,11 +261,6 @@ class Edit(TensorTable):
 
     Its tensors are those of the form and of the composition.
 
-    Args:
-        planned: The modification and its place.
-        shared: The tensors that several edits share, by name, each with its table and its shape here.
-        folded: Whether it holds the tensors of the saved file, without a reparameterisation.
-
     Attributes:
         source_path: The path of the module whose input is x, where that is another one.
         factor: The number s if the composition is h + s Δh, else None.
@@ -328,12 +314,7 @@ class Edit(TensorTable):
         self._register_tensors(unshared, None if planned.mask is None else planned.mask.indices())
 
     def initialize(self, at: Place | None, shared: Mapping[str, torch.Tensor]) -> None:
-        """Set the initial values of the form's and the composition's tensors.
-
-        Args:
-            at: The projection at the place, with its weight; None where there is none.
-            shared: The shared tensors of which this is the first place.
-        """
+        """Set the initial values of the form's and the composition's tensors."""
         with torch.no_grad():
             dense = {**self.dense_tensors(), **shared}
             self.form.initialize({n: t for n, t in dense.items() if n not in self.composition_names}, at)
@@ -396,12 +377,7 @@ class Edit(TensorTable):
         return self._tensors_of(of_form=False)
 
     def apply_to_weight(self, value: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-        """Return the weight that the place is at with the change of the form.
-
-        Args:
-            value: The weight, with the changes of earlier edits.
-            base: The base model's weight, which a form reads whatever the other edits are.
-        """
+        """Return the weight that the place is at with the change of the form."""
         weight, columns, experts = self.place.weight, self.place.target.columns, self.place.experts
         assert weight is not None
         chosen = None if experts is None else torch.tensor(experts, device=base.device)
@@ -435,17 +411,7 @@ class Edit(TensorTable):
         return inputs.pop(self)
 
     def apply_to(self, h: torch.Tensor, call: ModuleCall, read: ReadInput, out: torch.Tensor | None) -> torch.Tensor:
-        """Return compose(h, form(u)), where u is x (parallel) or h (sequential, or the input of a projection).
-
-        Args:
-            h: The tensor to change.
-            call: The call of the module that h belongs to.
-            read: Returns x, with the rows of h.
-            out: h itself where it may be overwritten, else None.
-
-        Returns:
-            The changed tensor.
-        """
+        """Return compose(h, form(u)), where u is x (parallel) or h (sequential, or the input of a projection)."""
         x = read(self)
         if not self.parallel:
             u = call.rerun(h) if self.place.apply_norm_first else h
@@ -468,16 +434,6 @@ class Delta(nn.Module):
 
     Tensors that it owns are in the model while the delta is in use and in `held` while it is not, so that each is
     registered exactly once at any time and follows .to(), state_dict and deepcopy like any parameter.
-
-    Args:
-        method: The method.
-        planned: The method resolved for one model.
-        head: The names of the head's tensors.
-        head_mode: "train" or "freeze".
-        folded: Whether it holds the tensors of the saved file, without reparameterisations.
-
-    Raises:
-        DeltuneError: Two edits have one key, so that one of them would be lost.
     """
 
     def __init__(
@@ -531,11 +487,7 @@ class Delta(nn.Module):
         return tables
 
     def initialize(self, place_of: Callable[[Edit], Place | None]) -> None:
-        """Set the initial values of all trained tensors of the edits, drawn from torch's global random generator.
-
-        Args:
-            place_of: Returns the projection that an edit acts at.
-        """
+        """Set the initial values of all trained tensors of the edits, drawn from torch's global random generator."""
         self.draw()
         first = self._tables()
         for edit in self.all_edits():
@@ -599,11 +551,7 @@ class Delta(nn.Module):
             )
 
     def freeze(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Make nothing of it trainable, and remember what was. The call may be repeated after an interruption.
-
-        Args:
-            parameters: Its parameters by name, wherever they are.
-        """
+        """Make nothing of it trainable, and remember what was. The call may be repeated after an interruption."""
         if self.saved_requires_grad is None:
             self.saved_requires_grad = self.trainable_when_used(parameters)
         self.freezes += 1
@@ -611,11 +559,7 @@ class Delta(nn.Module):
             parameter.requires_grad_(False)
 
     def unfreeze(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Make the parameters trainable again that were before `freeze`; at first all but a head with head="freeze".
-
-        Args:
-            parameters: Its parameters by name, wherever they are.
-        """
+        """Make the parameters trainable again that were before `freeze`; at first all but a head with head="freeze"."""
         if self.saved_requires_grad is None:
             return
         for name, trainable in self.trainable_when_used(parameters).items():
@@ -623,11 +567,7 @@ class Delta(nn.Module):
         self.saved_requires_grad = None
 
     def trainable_when_used(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, bool]:
-        """Return by name which of its parameters train while it is in use.
-
-        Args:
-            parameters: Its parameters by name, wherever they are.
-        """
+        """Return by name which of its parameters train while it is in use."""
         saved = self.saved_requires_grad
         if saved is None:
             return {name: parameter.requires_grad for name, parameter in parameters.items()}

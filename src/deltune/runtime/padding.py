@@ -34,12 +34,6 @@ def padding_side(model: PreTrainedModel) -> Side | None:
     the left a decoder counts positions from the first column unless it is told them. XLNet's classifier reads the last
     column and has the left one. Where padding changes the answers on both sides (FNet, ConvBERT, Funnel), only rows of
     equal length can share a batch.
-
-    Args:
-        model: A model with any head.
-
-    Returns:
-        The side, the right one where both will do or the model cannot be tried; None if neither will do.
     """
     if model not in _SIDES:
         _SIDES[model] = (

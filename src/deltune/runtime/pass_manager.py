@@ -48,11 +48,7 @@ from .rows import refuse_frozen, refuse_late_gradients
 
 
 class AttachedModules:
-    """The modules that deltas act at and all modules around them, each with its parent and its name in it.
-
-    Args:
-        model: The model.
-    """
+    """The modules that deltas act at and all modules around them, each with its parent and its name in it."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -63,12 +59,7 @@ class AttachedModules:
         self.parameters: list[tuple[str, str, nn.Module]] = []
 
     def keep(self, paths: set[str], places: set[tuple[str, str]]) -> None:
-        """Keep the modules at some paths, and those around them; new ones are looked up in the model as it is now.
-
-        Args:
-            paths: The paths of the modules.
-            places: The parameters for which deltas have their own values, as (path of the module, name in it).
-        """
+        """Keep the modules at some paths, and those around them; new ones are looked up in the model as it is now."""
         if paths == self.paths and places == self.places:
             return
         inside = {path.rsplit(".", n)[0]: None for path in paths if path for n in range(path.count(".") + 1)}
@@ -83,11 +74,7 @@ class AttachedModules:
         self.parameters = [(path, leaf, entries[path][2]) for path, leaf in sorted(places)]
 
     def check(self) -> None:
-        """Check that all of them are still in the model, with plain weights.
-
-        Raises:
-            DeltuneError: A module was replaced, its weight was quantised, or a parameter is no parameter any more.
-        """
+        """Check that all of them are still in the model, with plain weights."""
         exporting = torch.compiler.is_compiling()  # torch.export replaces all weights by tensors without values
         for path, leaf, module in self.parameters:
             if parameters_of(module).get(leaf) is None:
@@ -113,9 +100,6 @@ def refuse_shared_modules(model: nn.Module) -> None:
     """Check that no module with tensors of the model belongs to another model that has deltas.
 
     A module without tensors may: transformers has one activation module for every OpenAI GPT of a process.
-
-    Raises:
-        DeltuneError: One does. Each model would take the other's tensors for the base's, and keep them.
     """
     if len(_PASS_MANAGERS) == (HANDLE_NAME in submodules_of(model)):
         return  # there is no other model
@@ -137,11 +121,7 @@ def _has_tensors(module: nn.Module) -> bool:
 
 
 def refuse_inference_tensors(model: nn.Module) -> None:
-    """Check that the model was not made inside torch.inference_mode().
-
-    Raises:
-        DeltuneError: It was, so torch cannot compute gradients through its weights.
-    """
+    """Check that the model was not made inside torch.inference_mode()."""
     if any(parameter.is_inference() for parameter in base_tensors(model)):
         raise DeltuneError(
             f"the weights of this {type(model).__name__} were made inside torch.inference_mode(), and torch cannot "
@@ -243,9 +223,6 @@ class PassManager:
         """Return the assignment of the running pass, or outside of one that of a pass which would begin here.
 
         In a backward pass that computes a part of the model again, it is the assignment of the forward pass.
-
-        Raises:
-            DeltuneError: The model no longer holds the tensors of that forward pass.
         """
         if torch.compiler.is_dynamo_compiling():
             return self.assignment_of_new_pass()
@@ -322,12 +299,6 @@ class PassManager:
         """Run a part of the model for gradient checkpointing.
 
         The first time it runs in the forward pass, and later, in the backward pass, in a pass of its own.
-
-        Args:
-            assignment: The assignment of the forward pass.
-            function: The part of the model.
-            *args: Its arguments.
-            **kwargs: Its keyword arguments.
         """
         running = None if torch.compiler.is_dynamo_compiling() else current_pass(self)
         if torch.compiler.is_dynamo_compiling() or (running is not None and running.assignment is assignment):
@@ -337,11 +308,7 @@ class PassManager:
     def generate(
         self, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], in_threads: bool = False
     ) -> Any:
-        """Run `generate` as one long pass, so that the deltas in use are the same from its first step to its last.
-
-        Args:
-            in_threads: Whether it runs its passes in other threads and waits for them.
-        """
+        """Run `generate` as one long pass, so that the deltas in use are the same from its first step to its last."""
         self.assignment_of_new_pass().check_prompts(args, kwargs)
         return self._run_in(self._begin({}, in_threads=in_threads), generate, args, kwargs)
 
@@ -374,14 +341,7 @@ class PassManager:
     def _begin(
         self, arguments: dict[str, Any], assignment: RowAssignment | None = None, in_threads: bool = False
     ) -> ForwardPass:
-        """Begin a pass as soon as the model holds the tensors that it needs.
-
-        Args:
-            arguments: The arguments of the model's call, by name.
-            assignment: What the pass uses. Default: the assignment of the pass around it, or of the forward pass whose
-                backward pass is running, or what is in use here.
-            in_threads: Whether it runs its passes in other threads and waits for them.
-        """
+        """Begin a pass as soon as the model holds the tensors that it needs."""
         carried, outer, enclosing = carried_scope(self), current_pass(self), innermost_pass()
         if assignment is None and outer is not None and outer.scope is carried:
             return ForwardPass(self, outer.assignment, carried, enclosing, outer)
@@ -420,14 +380,7 @@ class PassManager:
         outer: ForwardPass | None = None,
         with_labels: bool = True,
     ) -> None:
-        """Wait until a pass may run, and put the tensors that it needs into the model.
-
-        Args:
-            forward_pass: The pass.
-            choose: Returns what the pass uses, which may change while it waits.
-            outer: The pass of the same model that it is a part of.
-            with_labels: Whether it also needs its labels in the model's configuration.
-        """
+        """Wait until a pass may run, and put the tensors that it needs into the model."""
         state = self.state
 
         def fits() -> bool:
@@ -483,11 +436,7 @@ class PassManager:
     # -- attention
 
     def set_prefix_attention(self, enabled: bool) -> None:
-        """Switch the attention functions to the versions with prefixes, or back.
-
-        Args:
-            enabled: Whether any delta acts inside attentions.
-        """
+        """Switch the attention functions to the versions with prefixes, or back."""
         self.has_prefixes = enabled
         for number, (config, implementation) in enumerate(self.attention_configs):
             now = attention_implementation(config)
@@ -508,13 +457,7 @@ class PassManager:
     # -- scopes and changes
 
     def enter_scope(self, scope: Scope, make_assignment: Callable[[], RowAssignment]) -> None:
-        """Begin a scope, and put its tensors into the model if no pass is running.
-
-        Args:
-            scope: The scope.
-            make_assignment: Returns the assignment inside the scope. No delta is attached or detached between this
-                call and the scope's beginning.
-        """
+        """Begin a scope, and put its tensors into the model if no pass is running."""
         with self.lock.mutex:
             follow_offloading(self.state, every_module=False)
             assignment = make_assignment()  # raises before anything has changed
@@ -535,12 +478,7 @@ class PassManager:
         return {path for assignment in assignments if assignment is not None for path in assignment.tensors}
 
     def update_model(self, assignment: RowAssignment, set_requires_grad: bool = True) -> None:
-        """Put the tensors of an assignment in place if no pass runs, and make all deltas in use trainable.
-
-        Args:
-            assignment: The assignment.
-            set_requires_grad: Whether what is trainable may have changed.
-        """
+        """Put the tensors of an assignment in place if no pass runs, and make all deltas in use trainable."""
         scopes = [scope.assignment for scope in self.open_scopes() if scope.set_requires_grad]
         self.scopes_in_event_loops = sum(scope.in_event_loop for scope in self.open_scopes())
         self.any_scopes = len(self.open_scopes()) > 0
@@ -554,14 +492,7 @@ class PassManager:
 
     @contextlib.contextmanager
     def exclusive(self, operation: str) -> Iterator[None]:
-        """Wait until no pass runs, and keep passes from starting inside the block, in which the model is changed.
-
-        Args:
-            operation: The name of the change, for error messages.
-
-        Raises:
-            DeltuneError: The call is inside `rows()`, or inside a pass of this model, for which it would wait forever.
-        """
+        """Wait until no pass runs, and keep passes from starting inside the block, in which the model is changed."""
         scope = current_scope(self)
         if scope is not None and scope.assignment is not None and scope.assignment.rows:
             raise DeltuneError(f"{operation} cannot be called inside rows(): leave the block first")

@@ -151,15 +151,7 @@ class EditChain:
         module_input: torch.Tensor | None = None,
         in_place: bool = False,
     ) -> torch.Tensor:
-        """Return h with the edits applied, each to the rows that use it.
-
-        Args:
-            h: The input or output of the module.
-            module: The module.
-            inputs: The inputs of other modules in this pass.
-            module_input: The input of the module itself.
-            in_place: Whether h may be overwritten.
-        """
+        """Return h with the edits applied, each to the rows that use it."""
 
         def read(edit: Edit) -> torch.Tensor | None:
             return edit.resolve_input(inputs, module_input)
@@ -195,12 +187,7 @@ class EditChain:
 
 
 class _RowReader:
-    """Reads the x of edits for the rows of one group.
-
-    Args:
-        group: The group.
-        read: Reads the x of an edit for all rows.
-    """
+    """Reads the x of edits for the rows of one group."""
 
     def __init__(self, group: DeltaRows, read: ReadInput) -> None:
         self.group, self.read = group, read
@@ -318,21 +305,7 @@ class RowAssignment:
         constant: bool = False,
         left_out: Collection[Edit] | None = None,
     ) -> RowAssignment:
-        """Assign a delta to each row.
-
-        Args:
-            names: The name of each row's delta, or None.
-            deltas: The attached deltas, by name.
-            base_labels: The labels of the base model's head.
-            anatomy: The model's anatomy.
-            state: Where the tensors of deltas are.
-            cache: Facts about the deltas, kept for the next assignment.
-            constant: Whether no tensor of a delta changes as long as the assignment is used.
-            left_out: As for `inference_rows`.
-
-        Raises:
-            DeltuneError: A name is not attached, or a delta cannot be used by some rows only.
-        """
+        """Assign a delta to each row."""
         groups = _group_rows(names, deltas, anatomy, state, cache)
         labels = [group.delta.labels or base_labels for group in groups]
         labels += [base_labels] if None in names else []
@@ -352,11 +325,7 @@ class RowAssignment:
         return assignment
 
     def check_batch(self, arguments: Mapping[str, Any]) -> None:
-        """Check the arguments of a model call.
-
-        Raises:
-            DeltuneError: The batch has another number of rows than names were given, or its labels have no common loss.
-        """
+        """Check the arguments of a model call."""
         if not self.rows:
             return
         encoded = arguments.get("encoder_outputs")
@@ -376,11 +345,7 @@ class RowAssignment:
             )
 
     def check_prompts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Check the arguments of `generate`, before beams are made.
-
-        Raises:
-            DeltuneError: The number of prompts is not the number of names.
-        """
+        """Check the arguments of `generate`, before beams are made."""
         if not self.rows:
             return
         encoded = kwargs.get("encoder_outputs")
@@ -457,34 +422,19 @@ class DeltaCache:
         self._of: dict[Delta, DeltaFacts] = {}
 
     def forget(self, delta: Delta) -> None:
-        """Forget a delta that is detached.
-
-        Args:
-            delta: The delta.
-        """
+        """Forget a delta that is detached."""
         self._of.pop(delta, None)
         for place in [place for place, stack in self.stacks.items() if delta in stack.number_of]:
             del self.stacks[place]
 
     def paths_of(self, modules: Iterable[nn.Module], state: ModelState) -> Mapping[nn.Module, str]:
-        """Return the paths of at least some modules of the model.
-
-        Args:
-            modules: The modules. The model is walked again if one of them is new.
-            state: The state of the model.
-        """
+        """Return the paths of at least some modules of the model."""
         if any(module not in self._paths for module in modules):
             self._paths = {module: path for path, module in base_modules(state.model)}
         return self._paths
 
     def of(self, delta: Delta, anatomy: Anatomy, state: ModelState) -> DeltaFacts:
-        """Return the facts about a delta.
-
-        Args:
-            delta: The delta.
-            anatomy: The model's anatomy.
-            state: Where the tensors of deltas are.
-        """
+        """Return the facts about a delta."""
         if delta not in self._of:
             names = {*delta.owned_tensors, *(tensor for tensor, _ in delta.masked_tensors())}
             by_token = {tensor.name for tensor, mask in delta.planned.masked if isinstance(mask, RowMask)}
@@ -501,13 +451,7 @@ class DeltaCache:
 
 
 def _modules_not_by_row(delta: Delta, names: Iterable[str], anatomy: Anatomy) -> tuple[str, ...]:
-    """Return the modules that a delta changes whose tensors do not have the rows of the batch as their first axis.
-
-    Args:
-        delta: The delta.
-        names: The names of the tensors that it has values of.
-        anatomy: The model's anatomy.
-    """
+    """Return the modules that a delta changes whose tensors do not have the rows of the batch as their first axis."""
     parts = (anatomy, *anatomy.other_towers)
     changed = [path for name in names for path, _ in owning_modules(anatomy, name)]
     for edit in delta.all_edits():

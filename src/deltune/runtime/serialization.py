@@ -62,19 +62,6 @@ def write_delta(
     """Write one delta into `folder`, replacing a delta that is there, completely or not at all.
 
     Files and folders are flushed to the disk, and have the permissions that the umask leaves.
-
-    Args:
-        folder: The folder.
-        facts: The contents of delta.json, but for what it says about the tensors.
-        numbers: The tensors.
-        card: A model card, to which the README.md of the folder is brought up to date. None: it has none.
-
-    Returns:
-        The folder.
-
-    Raises:
-        DeltuneError: The folder holds anything else, no space is left, or there is no permission; what was there
-            before is whole.
     """
     target = user_path(folder, "folder")
     try:
@@ -111,11 +98,7 @@ def write_delta(
 
 
 def delta_metadata(delta: Delta, base: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of delta.json: the method, the head and its labels, and the base model.
-
-    Raises:
-        DeltuneError: The method has a part of the user's own that is not registered.
-    """
+    """Return the content of delta.json: the method, the head and its labels, and the base model."""
     check_registered(delta.method)
     labels = delta.labels
     return {
@@ -137,15 +120,7 @@ def base_metadata(
     original: Callable[[Sequence[str]], Sequence[torch.Tensor]],
     quantization: str,
 ) -> dict[str, Any]:
-    """Return what identifies a base model.
-
-    Args:
-        model: The model.
-        anatomy: Its anatomy.
-        digest: The digest of this anatomy, over as many token embeddings as are compared.
-        original: Returns the base's own values of tensors.
-        quantization: How it is quantised, as `quantization_of` says.
-    """
+    """Return what identifies a base model."""
     return {
         "family": anatomy.family,
         "model": type(model).__name__,
@@ -181,10 +156,6 @@ def tokens_of_base(anatomy: Anatomy, delta: Delta) -> int | None:
 class BaseDigest:
     """Reads what identifies the weights of base models of one anatomy. What does not depend on weights is known.
 
-    Args:
-        anatomy: The anatomy.
-        tokens: How many rows of the word embeddings are read, from the first, as if there were no others; None: all.
-
     Attributes:
         tokens: The same.
         rows: How many rows the word embeddings have; None where they cannot be seen.
@@ -215,12 +186,6 @@ class BaseDigest:
         It is the same in float32 and bfloat16, with any head, and with any delta in use. Of a quantised tensor it has
         the name and the shape: what its numbers are depends on the device, and reading them takes long. The values are
         read each time, since nothing tells of every change of a weight.
-
-        Args:
-            original: Returns the base's own values of tensors.
-
-        Returns:
-            The digests by area; empty for a model on the meta device.
         """
         read = [b""] * len(self._titles)
         with torch.no_grad():
@@ -258,11 +223,7 @@ def _sampled_positions(size: int, device: torch.device) -> torch.Tensor:
 
 
 def delta_folder(folder: str | Path) -> Path:
-    """Return the folder that holds delta.json: the given one, or its sub-folder `delta`.
-
-    Raises:
-        DeltuneError: Neither holds one, or what holds it is a link that leads out of the folder.
-    """
+    """Return the folder that holds delta.json: the given one, or its sub-folder `delta`."""
     root = Path(folder)
     for inside in ("", "delta"):
         if find_file(root, str(Path(inside, FACTS))) is not None:
@@ -317,11 +278,7 @@ def _no_folder(path: Path) -> DeltuneError:
 
 
 def read_metadata(folder: str | Path) -> DeltaMetadata:
-    """Read and validate the delta.json of a folder.
-
-    Raises:
-        DeltuneError: There is none, or deltune did not write it.
-    """
+    """Read and validate the delta.json of a folder."""
     return read_metadata_file(delta_folder(folder) / FACTS)
 
 
@@ -342,11 +299,7 @@ class SavedDelta:
     raw: bytes | None
 
     def numbers(self) -> dict[str, torch.Tensor]:
-        """Read the tensors.
-
-        Raises:
-            DeltuneError: The file was changed since it was saved.
-        """
+        """Read the tensors."""
         path = self.where / NUMBERS
         digest = file_sha256(path) if self.raw is None else hashlib.sha256(self.raw).hexdigest()
         if digest != self.facts.sha256:
@@ -361,10 +314,6 @@ def open_delta(folder: str | Path) -> SavedDelta:
     """Open a delta's folder and check all of it but the values of its tensors.
 
     Symbolic links are followed inside the folder, and to the blobs of a Hugging Face cache, but not elsewhere.
-
-    Raises:
-        DeltuneError: The folder is incomplete, a file is damaged or was not written by deltune, the two files do not
-            describe the same tensors, or one of them is a link that leads out of the folder.
     """
     where = delta_folder(folder)
     facts, path = read_metadata_file(where / FACTS), find_file(where, NUMBERS)
@@ -380,16 +329,6 @@ def check_base(base: BaseFacts, where: Path, model_metadata: dict[str, Any], all
     """Compare the base model of a delta with the model that it is loaded on, which `model_metadata` describes.
 
     A pooler may be missing on one side, since some classes of a family have none.
-
-    Args:
-        base: The base model of the delta, as its folder describes it.
-        where: The folder.
-        model_metadata: What `base_metadata` returns of the model.
-        allowed: One of `BASES`. "any" needs the same names and shapes of tensors, and warns of everything that differs.
-
-    Raises:
-        DeltuneError: It is another one, or nothing could be compared: the file does not say which one it is, or the
-            model has no numbers yet.
     """
     if allowed not in BASES:
         raise DeltuneError(unknown_name("base", allowed, BASES))

@@ -52,9 +52,5 @@ OPERATOR_ADVICE: dict[Fault, str] = {
 
 
 def refusal(error: DeltuneError) -> DeltuneError:
-    """Return why a server refuses a delta, with what its operator can do; a caller of Python reads its own advice too.
-
-    Args:
-        error: Why the delta cannot be loaded.
-    """
+    """Return why a server refuses a delta, with what its operator can do; for Python, the caller's own advice too."""
     return DeltuneError(with_advice(error.without_python, OPERATOR_ADVICE.get(error.fault, "")), error.in_python)

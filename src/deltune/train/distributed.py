@@ -68,12 +68,7 @@ def is_main() -> bool:
 
 
 def run_on_all(work: Callable[[], T]) -> T:
-    """Run `work` on every rank and return each rank's own result.
-
-    Raises:
-        Whatever `work` raises, on every rank, so that no rank waits in a collective. The other ranks raise a
-        DeltuneError with the same message, or the same error if it is a DeltuneError.
-    """
+    """Run `work` on every rank and return each rank's own result."""
     if not is_distributed():
         return work()
     results: list[T] = []
@@ -92,11 +87,7 @@ def run_on_all(work: Callable[[], T]) -> T:
 
 
 def broadcast_from_main(work: Callable[[], T]) -> T:
-    """Run `work` on rank 0 and broadcast its result.
-
-    Raises:
-        Whatever `work` raises, on every rank, as `run_on_all` does.
-    """
+    """Run `work` on rank 0 and broadcast its result."""
     if not is_distributed():
         return work()
     values = [run_on_all(lambda: work() if is_main() else None)]

@@ -351,26 +351,7 @@ def evaluate_model(
     max_length: int | None = None,
     data_root: str | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Score a model as it is, before any tuning.
-
-    Args:
-        model: A hub id, a folder, or `minilm`.
-        data: A folder or hub id; by default the known task's.
-        task: The kind of task, or a known task; by default what the columns show.
-        columns: The columns, such as "text=a,label=b"; by default those with usual names.
-        answer: "head" or "words".
-        splits: The splits to score; by default validation and test, as far as they exist.
-        output: A folder for the predictions, SPLIT.jsonl each.
-        progress: Show a progress bar on a terminal.
-        max_length: To how many tokens texts are cut, and running text into pieces. Default: as when training.
-        data_root: The folder that holds the folder of the known task. Default: the hub.
-
-    Returns:
-        The metrics of every split.
-
-    Raises:
-        DeltuneError: There is no such model, its checkpoint has no trained head for the task, or the data is wrong.
-    """
+    """Score a model as it is, before any tuning."""
     lengths = {} if max_length is None else {"max_length": max_length}
     config = RunConfig.from_flat(
         model=model, data=data, task=task, columns=columns, answer=answer, method="head", data_root=data_root, **lengths
@@ -451,22 +432,6 @@ def generate(
 
     A run that was trained to answer answers the prompt, which its template surrounds; any other language model goes on
     with it.
-
-    Args:
-        source: The folder of a run, or a language model: a hub id or a folder.
-        prompts: The prompts.
-        max_new_tokens: Tokens of a text, at most.
-        temperature: 0 takes the likeliest token each time; above, tokens are drawn.
-        top_p: Tokens are drawn from the likeliest ones of this share.
-        seed: The seed of the draws.
-        stream: Print each text while it is generated; of several prompts, each before its text.
-
-    Returns:
-        The texts, without their prompts.
-
-    Raises:
-        DeltuneError: There are no prompts, the source is no language model, or the model has too few positions for a
-            prompt and its text.
     """
     if not prompts:
         raise DeltuneError("no prompts are given")
@@ -563,18 +528,7 @@ def _requested_splits(data: loading.TaskData, splits: Sequence[str] | None) -> l
 
 
 def rescore(run: str | Path, metrics: Sequence[str] = ()) -> dict[str, dict[str, float]]:
-    """Compute metrics of a finished run from its prediction files, without any model.
-
-    Args:
-        run: The folder of the run.
-        metrics: The names of the metrics; by default the run's.
-
-    Returns:
-        The metrics of every split.
-
-    Raises:
-        DeltuneError: The folder is no run, is not finished, has no predictions, or a metric does not fit its task.
-    """
+    """Compute metrics of a finished run from its prediction files, without any model."""
     results = rescore_with_statistics(run, metrics)
     log_omitted({name: reason for scores in results.values() for name, reason in scores.omitted.items()})
     return {split: {name: one.value for name, one in scores.items()} for split, scores in results.items()}
@@ -731,19 +685,7 @@ def _encode(loaded: LoadedRun, name: str, texts: Mapping[int, Input]) -> tuple[E
 
 @check_booleans
 def merge_run(run: str | Path, to: str | Path, *, dequantize: bool = False) -> Path:
-    """Write the model with the run's delta merged into its weights, and its tokenizer; all or nothing.
-
-    Args:
-        run: The folder of the run.
-        to: A new folder, which transformers loads without deltune.
-        dequantize: Write a quantised model in floating point, so that the merged weights are not rounded.
-
-    Returns:
-        The new folder.
-
-    Raises:
-        DeltuneError: The folder is not empty, or no weights can express the method.
-    """
+    """Write the model with the run's delta merged into its weights, and its tokenizer; all or nothing."""
     to = user_path(to, "to")
     with atomic_new_folder(to) as fresh, silent_loading():
         loaded = load_run(run)
@@ -756,37 +698,12 @@ def merge_run(run: str | Path, to: str | Path, *, dequantize: bool = False) -> P
 
 
 def export_run(run: str | Path, to: str | Path, format: str = "peft") -> Path:
-    """Write a run's delta for another library; all or nothing.
-
-    Args:
-        run: The folder of the run.
-        to: A new folder.
-        format: The format: "peft", "vllm" or "llama.cpp".
-
-    Returns:
-        The new folder.
-
-    Raises:
-        DeltuneError: The folder is no run or is not empty, or the format cannot express the method.
-    """
+    """Write a run's delta for another library; all or nothing."""
     return attach.export(load_run(run).model, user_path(to, "to"), format)
 
 
 def import_adapter(folder: str | Path, model: str, to: str | Path, kind: str | None = None) -> Tuned:
-    """Turn a folder of PEFT or AdapterHub into a delta folder for a base model.
-
-    Args:
-        folder: The folder that PEFT or AdapterHub saved.
-        model: Hub id or folder of the base model.
-        to: A new folder for the delta.
-        kind: What the model is loaded as; by default what the folder says.
-
-    Returns:
-        The handle on the model with the delta attached.
-
-    Raises:
-        DeltuneError: The folder is of neither library, or something in it has no translation.
-    """
+    """Turn a folder of PEFT or AdapterHub into a delta folder for a base model."""
     folder, to = user_path(folder, "folder"), user_path(to, "output")
     if not is_foreign(folder):
         raise DeltuneError(f"{str(folder)!r} holds no adapter_config.json, which PEFT and AdapterHub both write")

@@ -291,16 +291,7 @@ def resolve_device(name: str = "auto") -> torch.device:
 
 
 def resolve_precision(name: str, device: torch.device) -> str:
-    """Return "fp32" or "bf16".
-
-    Args:
-        name: "fp32", "bf16", or "auto": bf16 on an accelerator that supports it, else fp32. On a CPU it is fp32 even
-            where bf16 is faster, because processors differ in that, and the same config should give the same result.
-        device: The device of the run.
-
-    Raises:
-        DeltuneError: bf16 is asked for, and the device does not support it.
-    """
+    """Return "fp32" or "bf16"."""
     supported = device.type == "cpu" or _supports_bf16(device)
     if name == "bf16" and not supported:
         raise DeltuneError(

@@ -23,9 +23,6 @@ def check_form(form: Form, place: EditLocation) -> None:
     """Check, on the meta device, that a form has tensors at a place and that its Δh has the width of the place.
 
     The library's own forms pass at once. Forms that act elsewhere than on hidden states are checked for their tensors.
-
-    Raises:
-        DeltuneError: It has not; the message says what is returned, and what should be.
     """
     if type(form) in FORMS:
         return
@@ -64,15 +61,6 @@ def affine_difference(form: Form, tensors: Tensors, widths: Widths, at: Place | 
     Both are computed in float64 on the CPU; in float32 where the form cannot be computed in float64. Rows of u are
     zero, of the size of hidden states, and a hundred times as large, so that a form which is only nearly affine is
     seen.
-
-    Args:
-        form: The form.
-        tensors: The saved and drawn tensors by name, with the values that are merged.
-        widths: The sizes at the place.
-        at: The projection, for forms that read its weight.
-
-    Returns:
-        What differs and by how much; None where nothing does, and for the library's own forms.
     """
     if type(form) in FORMS:
         return None
@@ -110,11 +98,7 @@ def affine_difference(form: Form, tensors: Tensors, widths: Widths, at: Place | 
 def _sample(
     form: Form, tensors: Tensors, widths: Widths, at: WeightPlace
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return u (1, 9, d_in), A u and b; u is token ids where the place reads ids.
-
-    Raises:
-        DeltuneError: A or b has another shape than the place.
-    """
+    """Return u (1, 9, d_in), A u and b; u is token ids where the place reads ids."""
     generator, dtype = torch.Generator().manual_seed(0), at.weight.dtype
     affine = form.affine(tensors, at)
     gain, shift = affine if affine is not None else (None, None)
@@ -168,11 +152,7 @@ def _try(name: str, form: Form, shapes: dict[str, Any], widths: Widths, compute:
 def _call(
     name: str, form: Form, widths: Widths, compute: Callable[[], Any], shapes: dict[str, Any] | None = None
 ) -> Any:
-    """Call something of a form, and say of what it raises where that was.
-
-    Raises:
-        DeltuneError: It raises something.
-    """
+    """Call something of a form, and say of what it raises where that was."""
     try:
         return compute()
     except DeltuneError:

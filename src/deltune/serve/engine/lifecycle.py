@@ -335,11 +335,7 @@ class Lifecycle:
         return True
 
     def _checked(self, arrival: Arrival) -> PreparedDelta:
-        """Return what was read, if it may be served under its name.
-
-        Raises:
-            DeltuneError: It was refused, its name was taken or unloaded meanwhile, or it is too large.
-        """
+        """Return what was read, if it may be served under its name."""
         entry, prepared = arrival.entry, arrival.prepared
         if not arrival.replace:
             self._check_free(entry.name, arrival.folder)

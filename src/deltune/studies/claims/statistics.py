@@ -146,14 +146,6 @@ def paired_estimate(strata: Sequence[np.ndarray], tests: Sequence[Hashable] | No
     S about normal (with 3 seeds that cannot be seen, and no test without it gives p < 0.25: a sign flip of 3 pairs has
     8 outcomes); examples independent and many enough for a normal mean. The model has random readers (seeds)
     and cases (examples): Gallas 2006, Hillis 2007. Seeds without any spread (all gave the same) leave no parts.
-
-    Args:
-        strata: For each fixed setting (a task, a model) the differences of its seeds, (seeds,), or of its seeds on each
-            example of its test split, (seeds, examples), with an example in the same column for every seed.
-        tests: For each stratum the name of its test split, if several strata (two models on one task) share theirs.
-
-    Raises:
-        ValueError: There are no strata, or a stratum has one seed or one example.
     """
     _check_shapes(strata)
     seeds: list[tuple[float, int]] = []

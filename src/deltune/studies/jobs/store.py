@@ -90,15 +90,6 @@ class ResultStore:
 
     A process claims a job before it does it, by a locked file in the folder `claims`. The lock ends with the process,
     however it ends.
-
-    Args:
-        path: The file. It is created if it is missing, with its folder.
-        read_only: Change nothing. A file that is on a read-only disk, or in a folder that
-            cannot be written, is read from a temporary copy, because SQLite would write beside it.
-
-    Raises:
-        DeltuneError: The file is not an SQLite file, is damaged, has another schema or belongs to another program; it
-            cannot be read, or not written; no space is left.
     """
 
     @check_booleans

@@ -21,14 +21,6 @@ def time_interleaved(cases: Mapping[Case, Callable[[], object]], rounds: int, wa
 
     The order is random, but the same in every run, and no case follows itself, because what a case finds in the CPU's
     caches depends on its predecessor.
-
-    Args:
-        cases: Case -> what is timed.
-        rounds: How many rounds are timed.
-        warm: How many rounds come before, untimed.
-
-    Returns:
-        Case -> seconds in each round.
     """
     for _ in range(warm):
         for turn in cases.values():
@@ -49,14 +41,7 @@ def time_interleaved(cases: Mapping[Case, Callable[[], object]], rounds: int, wa
 
 
 class TimedModel:
-    """A model with a batch, and what can be timed of it: a training step, a forward pass, inference.
-
-    Args:
-        model: The model.
-        batch: Its inputs, by name.
-        labels: The labels of the batch.
-        trained: The parameters to train; none for a model that is never trained.
-    """
+    """A model with a batch, and what can be timed of it: a training step, a forward pass, inference."""
 
     def __init__(
         self, model: nn.Module, batch: Mapping[str, torch.Tensor], labels: torch.Tensor, trained: Sequence[nn.Parameter]

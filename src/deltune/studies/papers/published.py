@@ -15,13 +15,7 @@ TASKS = ("conll04", "broad_twitter", "sick", "snli", "sst2", "cb", "commonsense_
 
 
 def parse_table(rows: Mapping[str, str], group: str, columns: tuple[str, ...]) -> Published:
-    """Parse a group of rows of a paper's table.
-
-    Args:
-        rows: Label of a row -> its numbers, separated by spaces; a dash for a number that is not printed.
-        group: The label of the group; empty if there are no groups.
-        columns: The label of each column; a dot separates a task from a metric.
-    """
+    """Parse a group of rows of a paper's table."""
     return {
         (*((group,) if group else ()), method, *column.split(".")): float(number)
         for method, line in rows.items()

@@ -103,17 +103,7 @@ KINDS_GUESSED_BY_NAME = ("tagging", "choice", "generation")
 
 
 def guess_task_kind(first: DataFile, names: ColumnNames | None, requested: ColumnNames | None = None) -> str:
-    """Guess the kind of task from the columns of a file.
-
-    Args:
-        first: A file with the data's columns.
-        names: The columns that meta.json lists, if it does.
-        requested: The columns that the user gave, if any; by role they say which kind it is.
-
-    Returns:
-        A key of `TASK_COLUMNS`: running text of a .txt file, the first kind whose columns all have usual names, else
-        classification.
-    """
+    """Guess the kind of task from the columns of a file."""
     available = [c for c in names or first.columns if c in first.columns] or first.columns
     if ".txt" in Path(first.name).suffixes:
         return "language"
@@ -258,18 +248,7 @@ def choose_columns(
     names: ColumnNames | None,
     problems: list[str],
 ) -> dict[str, str]:
-    """Choose the column for each role of a kind of task.
-
-    Args:
-        kind: A key of `TASK_COLUMNS`.
-        first: A file with the data's columns.
-        requested: The columns that the user gave, if any; they decide.
-        names: What meta.json says of the columns: a mapping decides, a list restricts the guess.
-        problems: What goes wrong is appended to it.
-
-    Returns:
-        Role -> column; empty if a required column cannot be found.
-    """
+    """Choose the column for each role of a kind of task."""
     columns = TASK_COLUMNS[kind]
     explicit = requested or (names if isinstance(names, Mapping) else None)
     if explicit:

@@ -151,13 +151,7 @@ def format_triples(column: str) -> RowFunction:
 
 
 def spans_to_bio_tags(tokens: str, spans: str, types: Mapping[str, str]) -> RowFunction:
-    """Return a function of a row: the BIO tags of its tokens.
-
-    Args:
-        tokens: The column of tokens.
-        spans: The column of entities, each {start, end, type} with an exclusive end.
-        types: The hub's type of an entity -> ours.
-    """
+    """Return a function of a row: the BIO tags of its tokens."""
 
     def bio_tags(row: Row) -> list[str]:
         tags = ["O"] * len(row[tokens])
@@ -432,19 +426,7 @@ def encode_labels(
     problems: list[str],
     others: Collection[str] = (),
 ) -> tuple[tuple[str, ...], LabelIds]:
-    """Turn labels into ids, and check that train has every label.
-
-    Args:
-        files: Split -> its rows.
-        column: The column of labels.
-        known: Names of the labels in the order of their ids. Default: the labels of train, sorted.
-        problems: What goes wrong is appended to it.
-        others: Labels that count as labels of train, whether they occur there or not.
-
-    Returns:
-        The names of the labels, and split -> the ids of every row. A split whose labels are all -1, and so hidden as
-        in GLUE's test splits, is left out.
-    """
+    """Turn labels into ids, and check that train has every label."""
     values = {split: _row_labels(file, column, problems) for split, file in files.items()}
     for split in [
         s for s, rows in values.items() if rows and {label for _, label in _label_occurrences(rows)} == {"-1"}

@@ -24,19 +24,7 @@ def is_entity_tag(text: str) -> bool:
 
 
 def recognise_scheme(rows: Sequence[Sequence[str]], where: Callable[[int], str]) -> str | None:
-    """Recognise the scheme of tags: that in which every tag of every row is part of a whole entity, or O.
-
-    Args:
-        rows: The tags of each row.
-        where: Returns the place of a row, for messages.
-
-    Returns:
-        A key of `SCHEMES`, or `PLAIN`; None if there is no tag but O.
-
-    Raises:
-        DeltuneError: Rows are of different schemes or not well formed, which the message names, or the scheme is
-            another one.
-    """
+    """Recognise the scheme of tags: that in which every tag of every row is part of a whole entity, or O."""
     entity_tags = check_entity_tags(rows, where)
     if entity_tags is None:
         return None

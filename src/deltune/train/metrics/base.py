@@ -126,12 +126,7 @@ def ratio_statistics(rows: Sequence[tuple[float, float]], signature: Options) ->
 
 
 def group_statistics(statistics: CorpusStatistics, sizes: Sequence[int]) -> CorpusStatistics:
-    """Return statistics whose rows are groups of rows, such as the words of a text, so that these are drawn together.
-
-    Args:
-        statistics: The statistics of all rows, group by group.
-        sizes: The number of rows of each group.
-    """
+    """Return statistics whose rows are groups of rows, such as the words of a text, which are drawn together."""
     groups = np.split(statistics.rows, np.cumsum(sizes)[:-1])
 
     def compute_score(chosen: np.ndarray) -> float:
@@ -143,13 +138,7 @@ def group_statistics(statistics: CorpusStatistics, sizes: Sequence[int]) -> Corp
 def reduce_references(
     values: Sequence[float], references: Sequence[Sequence[str]], how: Literal["max", "mean"]
 ) -> list[float]:
-    """Reduce one number for each reference to one for each example.
-
-    Args:
-        values: The numbers of all references of the first example, then of the second, and so on.
-        references: The references of each example.
-        how: Whether an example gets the maximum or the mean of its numbers.
-    """
+    """Reduce one number for each reference to one for each example."""
     reduced, start = [], 0
     for accepted in references:
         numbers = values[start : start + len(accepted)]

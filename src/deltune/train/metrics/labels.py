@@ -130,15 +130,7 @@ def _compute_entity_f1(predictions: Sequence[Any], references: Sequence[Any], op
 
 
 def normalize_answer(answer: str, rules: str) -> str:
-    """Normalize an answer before it is compared.
-
-    Args:
-        answer: The answer.
-        rules: "squad", as SQuAD's evaluation script 1.1: lower case, without ASCII punctuation, English articles and
-            repeated blanks; without the punctuation of other scripts too, as in the script of MLQA. "nq_open": as
-            language/orqa/utils/eval_utils.py, which first converts to Unicode's NFD. "none": only blanks at the ends
-            are removed.
-    """
+    """Normalize an answer before it is compared."""
     if rules == "none":
         return answer.strip()
     if rules == "nq_open":

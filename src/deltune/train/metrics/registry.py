@@ -23,25 +23,7 @@ def compute_scores(
     labels: Sequence[Any] | None = None,
     options: Mapping[str, Options] | None = None,
 ) -> Scores:
-    """Score predictions against references with several metrics.
-
-    Args:
-        names: Metrics of `METRICS`. None means accuracy.
-        predictions: One for each example, of the metrics' `input_type`. Metrics of classes also take tags: a list of
-            classes for each example, all of which count alike.
-        references: One for each example, likewise.
-        labels: For classes: all of them, in order, the positive one second; f1_macro averages over all of them.
-            Default: those that occur, sorted.
-        options: Metric -> values for its options. Default: the metric's own.
-
-    Returns:
-        The scores. A metric that is unavailable here (its package, Java or a model is missing), or that has no meaning
-        for these texts, is left out, and `omitted` says why.
-
-    Raises:
-        DeltuneError: A metric or an option is unknown, there are no examples, the lists are of unequal length, or an
-            example is not of a metric's input type.
-    """
+    """Score predictions against references with several metrics."""
     names, options = list(names) or ["accuracy"], options or {}
     problems = [unknown_name("metric", name, METRICS) for name in (*names, *options) if name not in METRICS]
     for name in options.keys() & METRICS.keys():

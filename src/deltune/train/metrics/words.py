@@ -104,19 +104,7 @@ WORDLESS = "have no word in their references, so that identical texts would scor
 def refuse_rows(
     references: Sequence[Sequence[str]], fits: Callable[[str], Any], problem: str = WORDLESS
 ) -> dict[str, int]:
-    """Refuse to score references none of which a metric can read.
-
-    Args:
-        references: The references of each example.
-        fits: Returns something true for a reference that can be scored.
-        problem: What is wrong with the others, after "3 of 10 rows".
-
-    Returns:
-        What the signature says of examples that cannot be read where others can: their number.
-
-    Raises:
-        CannotScoreError: There is no example that can be read.
-    """
+    """Refuse to score references none of which a metric can read."""
     rows = [i for i, accepted in enumerate(references) if not any(map(fits, accepted))]
     if rows and len(rows) == len(references):
         raise CannotScoreError(f"{len(rows):,} of {len(rows):,} rows {problem}, such as {excerpt(references[0][0])}")

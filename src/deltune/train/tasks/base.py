@@ -74,13 +74,7 @@ class InferenceContext:
     def for_each_batch(
         self, encoded: EncodedRows, process: Callable[[list[int], dict[str, torch.Tensor]], None]
     ) -> None:
-        """Call `process(indices, batch)` for every batch of a split, with the model in eval mode.
-
-        Args:
-            encoded: The rows. Batches have rows of similar length, the longest rows first, or of the same length where
-                padding would change the answers.
-            process: Called with the indices of a batch's rows and with its tensors on the model's device.
-        """
+        """Call `process(indices, batch)` for every batch of a split, with the model in eval mode."""
         model = self.model
         device = next(model.parameters()).device
         batches = longest_first(encoded.lengths, self.batch_size, same_length=padding_side(model) is None)

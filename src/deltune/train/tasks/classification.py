@@ -37,12 +37,7 @@ from .generation import (
 
 
 def predict_logits(context: InferenceContext, encoded: EncodedRows) -> torch.Tensor:
-    """Return the logits of all rows.
-
-    Returns:
-        Of shape (rows, labels), in float32, on the CPU. Where rows use heads of different widths, logits beyond the
-        width of a row's own head are -inf.
-    """
+    """Return the logits of all rows."""
     parts: list[torch.Tensor] = []
     order: list[int] = []
 
@@ -156,15 +151,7 @@ CHOICE = TaskKind(
 
 
 def split_candidates(prompt: Tokens, joined: Sequence[Tokens]) -> tuple[Tokens, list[Tokens]]:
-    """Split joined texts into what all have in common with the prompt, and their candidates.
-
-    Args:
-        prompt: The tokens of the prompt alone.
-        joined: The tokens of the prompt with each candidate.
-
-    Returns:
-        The longest common beginning of all, and the tokens of each candidate after it.
-    """
+    """Split joined texts into what all have in common with the prompt, and their candidates."""
     start = common_prefix_length([prompt, *joined])
     return prompt[:start], [tokens[start:] for tokens in joined]
 
@@ -185,9 +172,6 @@ def shared_sequences(candidates: tuple[Tokens, ...]) -> list[tuple[Tokens, dict[
     The likelihood of a token depends only on the tokens before it. One sequence therefore gives the likelihood of every
     candidate that equals its beginning, apart from the candidate's last token. Candidates of one token each need one
     sequence in all.
-
-    Returns:
-        Each sequence, with the candidates that it scores, by index.
     """
     sequences: list[tuple[Tokens, dict[int, Tokens]]] = []
     for index in sorted(range(len(candidates)), key=lambda i: -len(candidates[i])):
@@ -214,21 +198,6 @@ def encode_candidates(
     In training there is a row for each prompt, with its correct candidate and the end, as in generation. Otherwise
     there is a row for each of the `shared_sequences` of its candidates. A decoder's long prompt loses its beginning,
     an encoder's its end.
-
-    Args:
-        tokenizer: The tokenizer.
-        model: An encoder-decoder or a decoder.
-        columns: The inputs.
-        options: Lengths and template.
-        candidates: The candidates of each prompt.
-        correct: The index of each prompt's correct candidate, if known; training needs it.
-        training: Whether the rows are for training.
-
-    Returns:
-        Rows with `text_index`, `prompt_length`, `candidates`, `candidate_indices` and, if known, `correct`.
-
-    Raises:
-        DeltuneError: A candidate has no tokens.
     """
     is_encoder_decoder, names = bool(model.config.is_encoder_decoder), row_names(columns)
     prompts = fill_template(columns, options.template)

@@ -145,19 +145,7 @@ IGNORE_INDEX = -100
 
 
 def collate(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-    """Make a batch of rows, padded to the longest on the side that leaves the model's answers as they are.
-
-    Args:
-        tokenizer: The tokenizer, which pads.
-        model: The model.
-        rows: Encoded rows.
-
-    Returns:
-        Tensors of shape (rows, tokens), or (rows, choices, tokens) where rows have choices, and `labels`.
-
-    Raises:
-        DeltuneError: Padding on either side would change the answers.
-    """
+    """Make a batch of rows, padded to the longest on the side that leaves the model's answers as they are."""
     inputs = [{name: value for name, value in row.items() if name not in ("labels", *NOT_MODEL_INPUTS)} for row in rows]
     choices = 0 if isinstance(inputs[0]["input_ids"][0], int) else len(inputs[0]["input_ids"])
     if choices:
@@ -237,15 +225,6 @@ class LengthGroupedBatches(Sampler[list[int]]):
 
     Seed and epoch decide the rows of a step, and `num_chunks` does not: process p of N takes the batches p, p + N, … A
     step with fewer rows than chunks has empty batches.
-
-    Args:
-        lengths: The number of tokens of every row.
-        rows_per_step: Rows in a step; not used if there is `max_tokens`. (It is not called batch_size, which accelerate
-            would take for the size of every batch.)
-        seed: Seed of the order.
-        num_chunks: Batches in a step.
-        max_tokens: The most tokens in a step, padding included. Default: no such limit.
-        same_length: Whether all rows of a step must have the same length.
     """
 
     def __init__(

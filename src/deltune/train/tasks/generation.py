@@ -53,15 +53,6 @@ def join_prompt_and_target(
     joined text is tokenized as a whole: a tokenizer may attach the blank to the next word, or join the last letters of
     the prompt and the first of the target to one token, so that the tokens of the joined text need not begin with the
     prompt's.
-
-    Args:
-        tokenizer: The tokenizer.
-        prompts: One for each row.
-        targets: The targets of each row.
-        side: "text", or "text_target" to tokenize as the tokenizer does for a decoder.
-
-    Yields:
-        For each row the tokens of its prompt, and of the prompt with each target, without an end.
     """
     for first in range(0, len(prompts), TOKENIZER_BATCH):
         chunk = slice(first, first + TOKENIZER_BATCH)
@@ -92,16 +83,7 @@ def truncate_prompt(tokenizer: Any, prompt: Tokens, max_length: int, name: str) 
 
 
 def fill_template(columns: Columns, template: str) -> list[str]:
-    """Fill a template with the inputs of every row; a list of texts is joined with blanks.
-
-    Args:
-        columns: Role -> values.
-        template: Text with roles in braces; a literal brace is doubled. Empty: the texts of a row, or its tokens if it
-            has no texts, with blanks between.
-
-    Raises:
-        DeltuneError: The template has a lone brace or a format, or names a role that is not an input of the rows.
-    """
+    """Fill a template with the inputs of every row; a list of texts is joined with blanks."""
     inputs = {role: columns[role] for role in INPUT_TYPES if role in columns}
     text_roles = [role for role in inputs if INPUT_TYPES[role] == "text"] or list(inputs)
     template = template or " ".join(f"{{{role}}}" for role in text_roles)
