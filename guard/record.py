@@ -60,7 +60,7 @@ def cell(family: Any, text: str) -> Digests:
     import torch
 
     import deltune
-    from tests.laws import specimens as made
+    from tests.tables import specimens as made
 
     model = made.build(family, made.main_role(family))
     inputs = made.batch(model)
@@ -160,7 +160,7 @@ def mixed(model: Any, tuned: Any, inputs: Mapping[str, Any]) -> str:
     import torch
 
     import deltune
-    from tests.laws import specimens as made
+    from tests.tables import specimens as made
 
     torch.manual_seed(4)
     other = deltune.attach(model, "lora(rank=2) + layernorm", name="b")
@@ -183,7 +183,7 @@ def mixed(model: Any, tuned: Any, inputs: Mapping[str, Any]) -> str:
 
 def threads(model: Any, tuned: Any, inputs: Mapping[str, Any]) -> str:
     """Passes with the delta and without it beside each other."""
-    from tests.laws import specimens as made
+    from tests.tables import specimens as made
 
     def off() -> str:
         with tuned.disable():
@@ -215,8 +215,8 @@ def record(source: str, tables: str, output: str, part: str, every: int) -> None
     import deltune
 
     assert Path(deltune.__file__).resolve().is_relative_to(Path(source).resolve()), deltune.__file__
-    from tests.laws.families import FAMILIES
-    from tests.laws.methods import ROWS
+    from tests.tables.families import FAMILIES
+    from tests.tables.methods import ROWS
 
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)

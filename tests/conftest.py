@@ -15,6 +15,8 @@ import pytest
 from filelock import FileLock
 from hypothesis import settings
 
+from tables.cells import mark_cells
+
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 REQUIRED = "DELTUNE_REQUIRED"
 """The variable that names, with commas, what this machine must have; a test that is skipped for want of it fails."""
@@ -31,7 +33,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the cases that `@pytest.mark.sample(number)` leaves out of `make test` as slow."""
+    """Mark as slow what `make test` leaves out: cells of laws, and cases beyond the N of `@pytest.mark.sample(N)`."""
+    mark_cells(items)
     tests: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("sample") and not item.get_closest_marker("slow"):

@@ -16,8 +16,8 @@ from deltune.errors import (
     error_from_problems,
     unknown_name,
 )
-from tests.laws.families import FAMILIES
-from tests.laws.specimens import build
+from tables.families import FAMILIES
+from tables.specimens import build
 
 NEARLY = MAX_MESSAGE_LENGTH + 60
 

@@ -48,7 +48,11 @@ def test_what_was_missing_stands_above_the_last_line(required: str, workers: str
         tmp_path,
     ]
     ran = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "DELTUNE_REQUIRED": required}, capture_output=True, text=True
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "DELTUNE_REQUIRED": required, "PYTHONPATH": str(Path(__file__).parent)},
+        capture_output=True,
+        text=True,
     )
     lines = ran.stdout.strip().splitlines()
     browser = "" if required == "Chromium" else "Chromium (2), "

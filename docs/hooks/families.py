@@ -33,8 +33,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # 
 import deltune  # noqa: E402
 from deltune.methods.resolve import resolve  # noqa: E402
 from tests.alarm import time_limit  # noqa: E402
-from tests.identity.configurations import sizes, tiny  # noqa: E402
-from tests.identity.specimens import random_model  # noqa: E402
+from tests.runtime.identity.configurations import sizes, tiny  # noqa: E402
+from tests.runtime.identity.specimens import random_model  # noqa: E402
 
 RESULTS = ROOT / "build" / "families.json"
 CLASSES = {
@@ -71,7 +71,7 @@ SMALLER: dict[str, Any] = {
     "output_hidden_size": 32, "image_token_id": 7, "image_token_index": 7, "video_token_id": 8, "video_token_index": 8,
     "audio_token_id": 9, "audio_token_index": 9, "vision_start_token_id": 10, "vision_end_token_id": 11,
 }  # fmt: skip
-"""Small values for what models of images and sounds have, beside those of tests/identity/configurations.py."""
+"""Small values for what models of images and sounds have, beside those of tests/runtime/identity/configurations.py."""
 
 
 _ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}

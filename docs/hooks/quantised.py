@@ -30,7 +30,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel  # 
 import deltune  # noqa: E402
 from deltune.anatomy.quantization import stored_bytes  # noqa: E402
 from deltune.models import packaged_minilm  # noqa: E402
-from tests.laws.quantized import FORMS, Form, changed, snapshot  # noqa: E402
+from tests.tables.quantized import FORMS, Form, changed, snapshot  # noqa: E402
 
 RESULTS = ROOT / "build" / "quantised.json"
 PAGE = ROOT / "docs" / "library" / "quantised.md"

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 import deltune
 from alarm import time_limit
-from laws.families import FAMILIES
-from laws.specimens import batch, build, differences, equal, facts, run, specimen, stir
+from tables.families import FAMILIES
+from tables.specimens import batch, build, differences, equal, facts, run, specimen, stir
 
 HANG = 20
 """Seconds after which a load counts as hanging; a refusal takes some hundredths, on a loaded machine some tenths."""

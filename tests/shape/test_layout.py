@@ -14,8 +14,8 @@ import deltune
 from deltune.methods.registry import REGISTRY
 from deltune.studies.papers.registry import PAPERS
 from deltune.studies.report.provenance import CITATION
-from laws.families import FAMILIES
 from mutation.mutations import MUTATIONS
+from tables.families import FAMILIES
 
 SOURCE = Path(__file__).parents[2] / "src" / "deltune"
 

@@ -115,8 +115,8 @@ ENDS = os.environ.get("DELTUNE_ENDS", "").split()
 """`make test-ends ENDS="python3.13 python3.13@2.15.0"`: interpreters, each with the torch to try, or the pinned one."""
 
 LAWS = (
-    "tests/shape", "tests/laws/test_equivalences.py", "tests/laws/test_prefix_equation.py",
-    "tests/laws/test_threads.py", "tests/laws/test_rest_of_life.py::test_compiled",
+    "tests/shape", "tests/runtime/test_equivalences.py", "tests/runtime/test_prefix_equation.py",
+    "tests/runtime/test_threads.py", "tests/runtime/test_rest_of_life.py::test_compiled",
 )  # fmt: skip
 """The architecture, formulas, kernels, threads and torch.compile: what another Python or torch may change."""
 

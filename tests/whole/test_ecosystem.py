@@ -28,8 +28,8 @@ from transformers import (
 import deltune
 from deltune import models
 from deltune.train.data import loading
-from tests.laws.families import FAMILIES
-from tests.laws.specimens import batch, build
+from tables.families import FAMILIES
+from tables.specimens import batch, build
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,524 @@
+"""Every study of the papers at both scales: it builds, its cells decide its claims, its views can be drawn."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import pytest
+
+import tiny
+from deltune.errors import DeltuneError
+from deltune.studies.claims.decisions import decidable_effects
+from deltune.studies.jobs.job import Job, Outcome, run_job
+from deltune.studies.jobs.results import read_results
+from deltune.studies.jobs.scheduler import Scheduler
+from deltune.studies.jobs.store import ErrorKind, JobRecord, ResultStore
+from deltune.studies.papers.apet import PAPER_FAMILIES, SMALL_FAMILIES
+from deltune.studies.papers.questions import QUESTIONS
+from deltune.studies.papers.registry import CLAIMS, STUDIES, paper_statements
+from deltune.studies.papers.thresholds import (
+    ThresholdSearch,
+    bisect_sizes,
+    is_above_chance,
+    plan_searches,
+    powers_of_two,
+    reaches_full_tuning,
+    threshold_outcomes,
+)
+from deltune.studies.rates import choose_rates
+from deltune.studies.report.figure_spec import TableSpec
+from deltune.studies.report.sections import build_section, power_lines
+from deltune.studies.scales import (
+    LEARNING_RATES,
+    StudySetup,
+    cross_product,
+    join_plans,
+    method_variants,
+    small_scale_rate,
+)
+from deltune.studies.study import PlannedCell, Records, Study, job_outcomes
+from deltune.train.config import RunConfig
+from deltune.train.progress import ProgressDisplay
+from deltune.train.tasks.registry import TASKS
+from studies.test_engine import Here
+
+MANY_CELLS = ("ap/thresholds", "ap/transfer", "ln/nlu")
+"""Studies that take seconds to build at the scale of the paper."""
+BOTH = [
+    pytest.param(name, scale, marks=pytest.mark.slow if scale == "paper" and name in MANY_CELLS else ())
+    for name in STUDIES
+    for scale in ("small", "paper")
+]
+SHARED = Path(__file__).parents[3] / "shared"
+RESULTS = Path(__file__).parents[2] / "results"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> StudySetup:
+    """Folders by their names alone: to build a study nothing in them is read."""
+    root = tmp_path_factory.mktemp("shared")
+    for task in TASKS.values():
+        (root / "data" / task.folder).mkdir(parents=True)
+    for name in ("minilm-d128", "minilm-d192", "minilm-d256", "g2p-en-us-bart", "stories260k-llama"):
+        (root / "models" / name).mkdir(parents=True)
+        (root / "models" / name / "config.json").write_text("{}")
+    return StudySetup("small", str(root / "data"))
+
+
+def built(name: str, scale: str, place: StudySetup) -> Study:
+    return STUDIES[name](place if scale == "small" else StudySetup())
+
+
+# -- made-up results
+
+
+def result(job: Job) -> dict[str, Any]:
+    """What a work of each kind would answer."""
+    chance = random.Random(job.name)
+    if job.kind == "time":
+        turns = {
+            label: {
+                "turns": {
+                    what: [0.1 * (1 + chance.random()) for _ in range(9)] for what in ("step", "forward", "inference")
+                },
+                "percent": 1.0, "kept": 1000, "parameters": len(job.spec["model"]) * 1_000_000,
+            }
+            for label in job.spec["methods"]
+        }  # fmt: skip
+        return {"turns": turns, "seconds": 0.0}
+    run = job.spec.get("run", job.spec)
+    if job.kind == "terms":
+        changes = [
+            {"layer": layer, "module": module, "term": term, "value": (1 + layer) * (1 + chance.random())}
+            for layer in range(4) for module in ("attention", "ffn") for term in ("gain", "bias")
+        ]  # fmt: skip
+        return {"changes": changes, "seconds": 0.0}
+    task = job.spec.get("other", run)["task"]
+    drawn = re.search(r"parameters=(\d+)", run["method"])
+    value = 0.8 + 0.03 * chance.random()
+    if drawn and job.kind == "run":
+        value = 0.5 + 0.4 / (1 + math.exp(-2.5 * (math.log10(int(drawn[1])) - 2.5)))
+    scores = {
+        metric: value * (1 if metric in ("accuracy", "entity_f1", "exact") else 50)
+        for metric in (*TASKS[task].metrics, *(run.get("metrics") or ()))
+    }
+    right = [float(i < value * 400) for i in range(400)]
+    curve = [{"step": step, "eval_loss": 1 / step, "eval_accuracy": value - 1 / step} for step in (10, 20, 30, 40)]
+    size = {"d128": 4e6, "d192": 7e6, "d256": 1e7, "small": 3e7, "base": 1e8, "large": 3e8, "xxl": 1e10}
+    whole = next((n for key, n in size.items() if key in run["model"]), 2e7)
+    count = {"method": 100, "trained": 200, "percent": 0.1, "denominator_size": int(whole)}
+    examples = {"accuracy": right} if "accuracy" in scores else {}
+    best = {field: values[0] for field, values in run.get("search", {}).items()}
+    if "accuracy" in scores:
+        scores["accuracy"] = sum(right) / 400
+    return {"scores": scores, "examples": examples, "count": count, "seconds": 1.0, "curve": curve, "best": best}
+
+
+def driven(made: Study) -> dict[str, JobRecord]:
+    """All that a study asks for, answered, until it asks for nothing more."""
+    rows: dict[str, JobRecord] = {}
+    while left := [job for job in made.jobs(rows) for job in job.with_requirements() if job.name not in rows]:
+        for job in left:
+            rows[job.name] = JobRecord(job.name, job.kind, dict(job.spec), result(job), None, 1.0)
+    return rows
+
+
+@pytest.mark.parametrize(("name", "scale"), BOTH)
+@pytest.mark.sample(20)
+def test_a_study_is_whole(name: str, scale: str, place: StudySetup) -> None:
+    """Specs are valid, cells are one of a kind, claims find their axes and labels, views can be drawn."""
+    made = built(name, scale, place)
+    assert made.name == name and made.question and made.views
+    assert scale == "paper" or made.notes, "what is other than in the paper"
+    rows = driven(made)
+    outcomes = made.outcomes(rows)
+    assert not [outcome for outcome in outcomes if outcome.error]
+    cells = [json.dumps(dict(outcome.cell), sort_keys=True) for outcome in outcomes]
+    assert len(set(cells)) == len(cells) > 1
+    for row in rows.values():
+        run = row.spec.get("run", row.spec)
+        if row.kind != "time":
+            assert RunConfig.from_canonical(run).canonical() == run, "a spec and what it says are one"
+            assert "?" not in run["method"]
+    if name == "ap/thresholds":
+        for outcome in outcomes:
+            assert "N" in outcome.cell or set(outcome.extra) >= {"low", "high"}
+    section = build_section(made, rows, paper_statements(name), paper=True, small=scale == "small")
+    assert len(section.findings) == len(CLAIMS[name])
+    for finding in section.findings:
+        assert finding.effect is not None, f"{finding.claim.text}: {finding.note}"
+        for compared in finding.comparisons:
+            assert not re.search(r"\w=\w|None|_", compared.text), f"not in words: {compared.text}"
+    tables = [view for view in made.views if isinstance(view, TableSpec)]
+    assert len(tables) == len(section.tables) and len(tables) + len(section.figures) == len(made.views)
+    for view, grid in zip(tables, section.tables, strict=True):
+        assert grid.rows and not grid.excluded, grid.excluded
+        assert scale == "small" or not view.published or grid.has_published
+        entries = {key for key in view.published if not any(part in ("percent", "average", "rank") for part in key)}
+        shown = [entry.published for row in grid.rows for entry in row.cells if entry.published is not None]
+        assert scale == "small" or len(shown) >= 0.7 * len(entries)
+    for figure in section.figures:
+        assert figure.text
+        assert not figure.notes or name == "ap/thresholds", figure.notes
+        plt.close(figure.figure)
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_what_is_not_run_yet(name: str, place: StudySetup) -> None:
+    made = built(name, "small", place)
+    assert all(outcome.error == "not run yet" for outcome in made.outcomes({}))
+    assert made.jobs({})
+
+
+def test_a_name_that_is_none() -> None:
+    with pytest.raises(DeltuneError, match="Did you mean 'small'"):
+        StudySetup("smal")  # type: ignore[arg-type]
+
+
+def test_small_says_what_to_give(tmp_path: Path) -> None:
+    for name in STUDIES:
+        message = "--model-root" if name == "ln/time" else "(?s)--data-root.*--model-root"
+        with pytest.raises(DeltuneError, match=message):
+            STUDIES[name](StudySetup("small"))
+    (tmp_path / "data" / "sick").mkdir(parents=True)
+    with pytest.raises(DeltuneError, match=r"(?s)no folder sst2.*has no model minilm-d128: give --model-root"):
+        STUDIES["ln/unified"](StudySetup("small", str(tmp_path / "data")))
+
+
+def test_the_hub_is_asked_only_for_what_a_folder_lacks(tmp_path: Path) -> None:
+    (tmp_path / "sick").mkdir()
+    place = StudySetup("paper", str(tmp_path))
+    located = {task: place.roots.locate(place.task(task)) for task in ("sick", "sst2")}
+    assert located == {"sick": {"task": "sick", "data_root": str(tmp_path)}, "sst2": {"task": "sst2"}}
+
+
+def test_jobs_are_the_same_wherever_models_and_data_are(place: StudySetup, tmp_path: Path) -> None:
+    """Nothing in the spec of a job is of this machine, and no folder need be there to say what is stored."""
+    anywhere = StudySetup("small", runs=False)
+    for name in STUDIES:
+        here, there = (STUDIES[name](setup).jobs({}) for setup in (place, anywhere))
+        assert [job.name for job in here] == [job.name for job in there]
+        assert str(place.data_root) not in json.dumps([job.spec for job in here])
+        if name != "ln/time":
+            located = here[0].roots.locate(here[0].spec)
+            run = located.get("run", located)
+            assert run["data_root"] == place.data_root and Path(run["model"]).is_dir()
+
+
+def test_models_in_the_working_folder_keep_their_names(place: StudySetup, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [job.name for job in STUDIES["ln/unified"](place).jobs({})]
+    monkeypatch.chdir(str(place.models))
+    assert [job.name for job in STUDIES["ln/unified"](place).jobs({})] == expected
+
+
+@pytest.mark.parametrize(("method", "rate"), [
+    ("full", LEARNING_RATES["full"]), ("prefix(length=4) + lora", LEARNING_RATES["lora"]),
+    ("apet(bitfit, parameters=9)", LEARNING_RATES["bitfit"]), ("Modification('ffn', Vector())", 1e-2),
+])  # fmt: skip
+def test_a_sum_learns_at_the_lowest_rate(method: str, rate: float) -> None:
+    assert small_scale_rate(method) == rate
+
+
+def test_sizes_of_the_groups() -> None:
+    """The N of every group is what its method trains, but for BitFit: there it is the paper's number."""
+    from transformers import BertConfig, T5Config
+
+    from deltune.anatomy.tracing import meta_model
+    from deltune.methods.counting import count
+
+    bert = {"minilm-d128": (128, 2), "minilm-d192": (192, 3), "minilm-d256": (256, 4), "bert-small": (512, 4),
+            "bert-base": (768, 12)}  # fmt: skip
+    for family in (SMALL_FAMILIES["MiniLM"], PAPER_FAMILIES["BERT"]):
+        for model, (width, layers) in bert.items():
+            if model in family.models:
+                config = BertConfig(hidden_size=width, num_hidden_layers=layers, num_attention_heads=width // 64,
+                                    intermediate_size=4 * width)  # fmt: skip
+                base = meta_model(config)
+                sizes = [count(base, method).method for method in family.methods_of(model).values()]
+                prompt, bitfit, *rest = family.models[model].sizes
+                assert (sizes[0], *sizes[2:]) == (prompt, *rest)
+                assert bitfit == (sizes[1] if family is SMALL_FAMILIES["MiniLM"] else 7 * width * layers)
+                assert count(base, family.everything).method >= max(sizes)
+    family = PAPER_FAMILIES["T5"]
+    small = meta_model(T5Config(d_model=512, d_ff=1024, num_layers=8, num_heads=6, feed_forward_proj="gated-gelu"))
+    prompt, bitfit, lora, adapter = (count(small, m).method for m in family.methods_of("t5-small").values())
+    assert (prompt, 121_216, lora, adapter) == family.models["t5-small"].sizes and bitfit == 101_376
+    assert count(small, family.everything).method >= max(family.models["t5-small"].sizes)
+
+
+# -- thresholds
+
+
+@pytest.mark.parametrize("count", range(1, 18))
+def test_bisection_finds_every_place(count: int) -> None:
+    sizes = powers_of_two(4 * 2 ** (count - 1))
+    assert len(sizes) == count
+    for place in range(count + 1):
+        tried, bracket = bisect_sizes(sizes, lambda n, place=place: sizes.index(n) >= place)  # type: ignore[misc]
+        assert len(tried) == len(set(tried)) <= math.ceil(math.log2(count + 1)) and tried[0] == sizes[(count - 1) // 2]
+        if place == count:
+            assert bracket == (sizes[-1], None)
+        else:
+            assert bracket == (sizes[place - 1] if place else 0, sizes[place])
+
+
+def climb(seed: int = 0, most: int = 2**14) -> ThresholdSearch:
+    def job(n: int) -> Job:
+        return Job("score", {"n": n, "seed": seed})
+
+    return ThresholdSearch({"model": "m", "method": "lora", "seed": seed}, powers_of_two(most), job, job(-1), 0.5)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_thresholds_of_a_noisy_curve(seed: int) -> None:
+    """Above chance from about 100 on, at full tuning's 0.9 from 4,000 on."""
+    chance, one = random.Random(seed), climb(seed)
+    rows: dict[str, JobRecord] = {}
+    made = Study("t", "?", plan_searches([one]), read_outcomes=threshold_outcomes)
+    while left := [job for job in made.jobs(rows) if job.name not in rows]:
+        for job in left:
+            n = job.spec["n"]
+            truth = 0.9 if n < 0 or n >= 4000 else 0.5 if n < 100 else 0.7 + 0.15 * math.log10(n / 100) / 1.6
+            right = [float(i < 1000 * (truth + chance.uniform(-0.004, 0.004))) for i in range(1000)]
+            held = {"scores": {"accuracy": sum(right) / 1000}, "examples": {"accuracy": right},
+                    "count": {"denominator_size": 10**6}}  # fmt: skip
+            rows[job.name] = JobRecord(job.name, "score", dict(job.spec), held, None, 1.0)
+    (thresholds,) = [outcome for outcome in made.outcomes(rows) if "N" not in outcome.cell]
+    assert thresholds.extra == {"low": [64, 128], "high": [2048, 4096]}
+    assert len(rows) <= 1 + 2 * math.ceil(math.log2(len(one.sizes) + 1))
+
+
+DIVERGED = "at every rate the loss is nan"
+"""A message that does not have the words of the usual one."""
+
+
+def answered(one: ThresholdSearch, value: Callable[[int], float | str]) -> dict[str, JobRecord]:
+    """All runs that a search asks for: an accuracy for each N (full tuning: -1), or the error that it ends with."""
+    rows: dict[str, JobRecord] = {}
+    while left := [job for job in Study("t", "?", plan_searches([one])).jobs(rows) if job.name not in rows]:
+        for job in left:
+            score = value(job.spec["n"])
+            held = {"scores": {"accuracy": score}, "examples": {}, "count": {"denominator_size": 9}}
+            failed = isinstance(score, str)
+            kind: ErrorKind | None = None if not failed else "diverged" if score == DIVERGED else "error"
+            rows[job.name] = JobRecord(
+                job.name, "score", dict(job.spec), None if failed else held, str(score) if failed else None, 1.0, kind
+            )
+    return rows
+
+
+def brackets(one: ThresholdSearch, rows: Mapping[str, JobRecord]) -> Outcome:
+    made = Study("t", "?", plan_searches([one]), read_outcomes=threshold_outcomes)
+    (outcome,) = [outcome for outcome in made.outcomes(rows) if "N" not in outcome.cell]
+    return outcome
+
+
+def test_what_is_never_reached_has_no_bracket() -> None:
+    """Beyond every size."""
+    one = climb()
+    outcome = brackets(one, answered(one, lambda n: 0.9 if n < 0 else 0.6))
+    assert outcome.error is None and outcome.extra == {"low": [0, 4], "high": [2**14, None]}
+
+
+def test_a_run_that_diverged_has_reached_nothing() -> None:
+    """Above 1,000 parameters training diverges: the search goes on below. Its record tells so, not its message."""
+    one, diverged = climb(), DIVERGED
+    outcome = brackets(
+        one, answered(one, lambda n: 0.9 if n < 0 else diverged if n > 1000 else 0.89 if n > 99 else 0.5)
+    )
+    assert outcome.error is None and outcome.extra == {"low": [64, 128], "high": [64, 128]}
+    outcome = brackets(one, answered(one, lambda n: 0.9 if n < 0 else diverged))
+    assert outcome.error is None and outcome.extra == {"low": [2**14, None], "high": [2**14, None]}
+
+
+@pytest.mark.parametrize("where", [256, -1])
+def test_a_failed_run_is_told(where: int) -> None:
+    """Of the search, or full tuning."""
+    one = climb()
+    for message in ("it broke", "read after training diverged: no such file"):
+        rows = answered(one, lambda n, message=message: message if n == where else 0.9)
+        assert brackets(one, rows).error == message
+
+
+@pytest.mark.parametrize(("examples", "truth"), [
+    ([1.0] * 60 + [0.0] * 40, True), ([1.0] * 55 + [0.0] * 45, False), ([0.6, 0.7, 0.65] * 9, True),
+    ([0.4, 0.7, 0.5] * 9, False), ([0.9], False),
+])  # fmt: skip
+def test_above_chance(examples: list[float], truth: bool) -> None:
+    scores: Mapping[str, float] = {"accuracy": sum(examples) / len(examples)}
+    assert is_above_chance({"scores": scores, "examples": {"accuracy": examples}}, "accuracy", 0.5) is truth
+
+
+def test_within_a_point() -> None:
+    held = [{"scores": {"accuracy": value}} for value in (0.9, 0.89, 0.889)]
+    assert [reaches_full_tuning(one, held[0], "accuracy") for one in held] == [True, True, False]
+
+
+# -- for real
+
+
+def test_a_study_from_end_to_end(tmp_path: Path) -> None:
+    """Tiny models in folders, methods, thresholds: planned, run, told, drawn, and nothing left to do."""
+    tiny.model(tmp_path / "a")
+    tiny.data(tmp_path / "data", train=64, others=48)
+
+    def spec(method: str, seed: int) -> RunConfig:
+        return RunConfig.from_flat(
+            model=str(tmp_path / "a"), data=str(tmp_path / "data"), method=method, head="freeze", seed=seed,
+            epochs=1, batch_size=8, max_length=16, lr=1e-2,
+        )  # fmt: skip
+
+    def made(seed: int) -> ThresholdSearch:
+        return ThresholdSearch({"model": "a", "task": "words", "method": "lora", "seed": seed}, powers_of_two(64),
+                     lambda n: run_job(spec(f"apet(lora(rank=4), parameters={n})", seed)),
+                     run_job(spec("full", seed)), 1 / 3)  # fmt: skip
+
+    climbing = Study("tiny/thresholds", "?", plan_searches([made(0), made(1)]), read_outcomes=threshold_outcomes)
+    with ResultStore(tmp_path / "r.sqlite") as file, ProgressDisplay(False) as bar:
+        drive = Scheduler(climbing.jobs, file, Here(file.runs))
+        drive.run(bar)
+        assert not drive.failed and drive.done <= 2 * (2 + 2 * 3)
+        outcomes = climbing.outcomes(drive._records)
+    assert not [outcome.error for outcome in outcomes if outcome.error]
+    assert {outcome.cell["N"] for outcome in outcomes if outcome.cell["method"] == "full"} == {outcomes[0].cell["N"]}
+    with pytest.raises(DeltuneError, match="give --data-root"):
+        cross_product(StudySetup("small"), "x", {"a": "a"}, ("sst2",), method_variants({"full": "full"}))
+    assert not join_plans()({})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"scores": 5}, {"scores": {"accuracy": "<b>"}}, {"scores": {"accuracy": None}}, {"count": []},
+        {"examples": {"accuracy": 1}}, {"curve": {}}, {"curve": [1]}, {"seconds": "1"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_result_of_another_shape_is_an_error_of_its_cell(wrong: dict[str, Any]) -> None:
+    """As of a file that another program, or somebody's hand, has written rightly but for this."""
+    right = {"scores": {"accuracy": 0.5}, "count": {}, "examples": {"accuracy": [1]}, "curve": [], "seconds": 1.0}
+    (outcome,) = job_outcomes(
+        PlannedCell({"seed": 0}, None), JobRecord("a", "run", {}, {**right, "more": 1}, None, 0.0)
+    )
+    assert outcome.error is None and outcome.scores == {"accuracy": 0.5} and outcome.extra == {"more": 1}
+    (outcome,) = job_outcomes(PlannedCell({"seed": 0}, None), JobRecord("a", "run", {}, {**right, **wrong}, None, 0.0))
+    assert str(outcome.error).endswith(f"not written by deltune: {next(iter(wrong))}") and not outcome.scores
+
+
+def test_the_outlook_adds_studies_up_and_counts_a_shared_job_once() -> None:
+    from deltune.cli.study import _outlook
+
+    jobs = [Job("run", {"model": "m", "task": task, "seed": seed}) for task in ("a", "b") for seed in range(3)]
+    rows = {jobs[0].name: JobRecord(jobs[0].name, "run", dict(jobs[0].spec), {}, None, 7200.0)}
+    plans = {"one": jobs[:3], "two": jobs[2:]}
+    made = [
+        Study(name, "?", lambda records, part=part: [PlannedCell({"seed": n}, job) for n, job in enumerate(part)])
+        for name, part in plans.items()
+    ]
+    one, two, both = _outlook(made, rows, rows, 2).splitlines()
+    assert one == "one: 3 jobs, 1 done; 2 left, about 2.0 hours"
+    assert two.startswith("two: 4 jobs, 0 done; 3 left, how long 3 of them take") and "1 more are counted above" in two
+    assert both.startswith("in all: 6 jobs, 1 done; 5 left, about 2.0 hours and how long 3 of them")
+
+
+def test_the_outlook_takes_times_from_results_of_elsewhere_and_counts_what_follows() -> None:
+    from deltune.cli.study import _outlook
+
+    jobs = [Job("run", {"model": "m", "task": "a", "seed": seed}) for seed in range(2)]
+    other = Job("run", {"model": "m", "task": "a", "seed": 9})
+    timed = {other.name: JobRecord(other.name, "run", dict(other.spec), {}, None, 3600.0)}
+    cells = [*(PlannedCell({"seed": n}, job) for n, job in enumerate(jobs)), PlannedCell({"seed": 2}, None)]
+    made = Study("one", "?", lambda records: cells)
+    assert _outlook([made], {}, timed, 1) == (
+        "one: 2 jobs, 0 done; 2 left, about 2.0 hours; jobs of 1 more cell follow from the results of these"
+    )
+    assert "nothing like them is in the store or in --results FOLDER" in _outlook([made], {}, {}, 1)
+
+
+def test_more_seeds_decide_smaller_effects() -> None:
+    """Judged by the committed results; a run as large as they are decides what a report says of an undecided claim."""
+    name = "uv/insertion"
+    made, claims = STUDIES[name](StudySetup("small", runs=False)), CLAIMS[name]
+    outcomes = made.outcomes(_read(name))
+    metric = {"g2p_us_to_gb": "exact", "conll04": "entity_f1"}
+    by_seeds = [decidable_effects(claims, outcomes, metric, seeds) for seeds in (8, 12, 100)]
+    for of_claim in zip(*by_seeds, strict=True):
+        sizes = [effect[0] for effect in of_claim if effect is not None]
+        assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 3
+    ((largest, unit), _) = (effect for effect in by_seeds[0] if effect is not None)
+    assert f"    {largest:.2g} {unit}: {claims[0].text}" in power_lines(made, _read(name), claims)
+    assert decidable_effects(claims, [o for o in outcomes if o.cell["seed"] == 0], metric, 8) == [None, None]
+
+
+def _read(name: str) -> dict[str, JobRecord]:
+    return {record.name: record for record in read_results(RESULTS, [name])}
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_a_job_is_called_by_the_labels_of_its_cell(name: str, place: StudySetup) -> None:
+    """A reader of the progress sees labels that `--only` takes, and no expression; tries of a rate are numbered."""
+    made = built(name, "small", place)
+    axes = made.axes()
+    for job in made.jobs({}):
+        assert job.cell is not None and "(" not in job.label.replace(" (", ""), job.label
+        others = {"try", "method", "N"} if "try" in job.cell else set()
+        assert all(str(label) in axes[axis] for axis, label in job.cell.items() if axis not in others)
+
+
+def test_the_list_of_studies_has_the_questions_of_the_studies(place: StudySetup) -> None:
+    assert list(QUESTIONS) == list(STUDIES)
+    assert {name: built(name, "small", place).question for name in STUDIES} == QUESTIONS
+
+
+def test_rates_are_chosen_on_validation_under_two_seeds() -> None:
+    """Every rate is tried once, and the two best again; a diverged try is worse than any, a failed one is an error."""
+    rates = (1e-2, 3e-3, 3e-2)
+    Tries = dict[tuple[int, float], float | None]
+
+    def plan(rate: float) -> Callable[[Records], list[PlannedCell]]:
+        cells = [PlannedCell({"method": "lora", "seed": s}, Job("run", {"lr": rate, "seed": s})) for s in (0, 1, 2)]
+        return lambda records: cells
+
+    def record(seed: int, rate: float, value: float | None, error_kind: Any) -> JobRecord:
+        job = Job("run", {"lr": rate, "seed": seed})
+        result = None if value is None else {"best": {"metric": "accuracy", "value": value}}
+        error = "no" if value is None else None
+        return JobRecord(job.name, "run", dict(job.spec), result, error, 1.0, error_kind if error else None)
+
+    study = Study("s", "?", choose_rates([plan(rate) for rate in rates]))
+
+    def planned(tries: Tries, error_kind: str = "diverged") -> tuple[set[float], list[PlannedCell], set[Any]]:
+        records = {one.name: one for one in (record(*at, value, error_kind) for at, value in tries.items())}
+        cells = list(study.plan_cells(records))
+        missing = {(j.spec["seed"], j.spec["lr"]) for j in study.jobs(records) if j.name not in records}
+        return {cell.job.spec["lr"] for cell in cells if cell.job is not None}, cells, missing
+
+    def first(*values: float | None) -> Tries:
+        return {(0, rate): value for rate, value in zip(rates, values, strict=False)}
+
+    assert [(job.spec["lr"], job.cell) for job in study.jobs({})] == [
+        (rate, {"method": "lora", "seed": 0, "try": i}) for i, rate in enumerate(rates, 1)
+    ]
+    assert planned(first(0.7, 0.8))[::2] == (set(), {(0, 3e-2)}), "one try is missing"
+    assert planned(first(0.7, 0.8, 0.6))[::2] == (set(), {(1, 1e-2), (1, 3e-3)}), "the two best are tried again"
+    assert planned(first(0.7, 0.7, 0.7))[2] == {(1, 1e-2), (1, 3e-3)}, "of equal ones the first"
+    second = {(1, 1e-2): 0.75, (1, 3e-3): 0.6}
+    assert planned(first(0.7, 0.8, 0.6) | second)[::2] == ({1e-2}, {(2, 1e-2)}), "1.45 against 1.4"
+    assert planned(first(0.7, 0.8, 0.6) | second | {(1, 3e-3): 0.66})[0] == {3e-3}
+    assert planned(first(0.7, 0.8, 0.6) | {(1, 1e-2): 0.2, (1, 3e-3): None})[0] == {1e-2}, (
+        "it diverges under the second"
+    )
+    assert planned(first(None, 0.2, None) | {(1, 3e-3): 0.2, (1, 1e-2): 0.9})[0] == {3e-3}
+    for tries in (first(None, None, None), first(0.7, 0.8, 0.6) | {(1, 1e-2): None, (1, 3e-3): None}):
+        chosen, cells, _ = planned(tries)
+        assert not chosen and all(cell.lost and "at every learning rate" in cell.why for cell in cells)
+    for tries in (first(0.7, None, 0.8), first(0.7, 0.8, 0.6) | {(1, 1e-2): 0.7, (1, 3e-3): None}):
+        chosen, cells, _ = planned(tries, error_kind="exception")
+        assert not chosen and all(cell.lost and "failed: no" in cell.why for cell in cells)
