@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import copy
 import hashlib
+import importlib
 import json
 import os
 import sys
@@ -30,6 +32,14 @@ EXCEPTIONS: dict[str, str] = {}
 """Parts of keys (`family: method: quantity`) whose digests may differ, and why."""
 
 Digests = dict[str, str]
+
+
+def tables(name: str) -> Any:
+    """A module of the law tables, which were in `tests/laws` before the moves."""
+    for folder in ("tables", "laws"):
+        with contextlib.suppress(ModuleNotFoundError):
+            return importlib.import_module(f"tests.{folder}.{name}")
+    raise SystemExit("there are no law tables in the checkout that --tables names")
 
 
 def digest(values: Mapping[str, Any]) -> str:
@@ -60,7 +70,8 @@ def cell(family: Any, text: str) -> Digests:
     import torch
 
     import deltune
-    from tests.tables import specimens as made
+
+    made = tables("specimens")
 
     model = made.build(family, made.main_role(family))
     inputs = made.batch(model)
@@ -160,7 +171,8 @@ def mixed(model: Any, tuned: Any, inputs: Mapping[str, Any]) -> str:
     import torch
 
     import deltune
-    from tests.tables import specimens as made
+
+    made = tables("specimens")
 
     torch.manual_seed(4)
     other = deltune.attach(model, "lora(rank=2) + layernorm", name="b")
@@ -183,7 +195,7 @@ def mixed(model: Any, tuned: Any, inputs: Mapping[str, Any]) -> str:
 
 def threads(model: Any, tuned: Any, inputs: Mapping[str, Any]) -> str:
     """Passes with the delta and without it beside each other."""
-    from tests.tables import specimens as made
+    made = tables("specimens")
 
     def off() -> str:
         with tuned.disable():
@@ -215,8 +227,8 @@ def record(source: str, tables: str, output: str, part: str, every: int) -> None
     import deltune
 
     assert Path(deltune.__file__).resolve().is_relative_to(Path(source).resolve()), deltune.__file__
-    from tests.tables.families import FAMILIES
-    from tests.tables.methods import ROWS
+    FAMILIES = tables("families").FAMILIES
+    ROWS = tables("methods").ROWS
 
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
