@@ -381,7 +381,7 @@ def int8_codes_and_scales(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return codes, scales
 
 
-def quantize_int8_like(old: Any, weight: torch.Tensor, module: Any) -> Any:
+def requantize_int8(old: Any, weight: torch.Tensor, module: Any) -> Any:
     """Return a weight in floating point as an 8-bit weight, which a module's next call takes its codes from."""
     new = type(old)(weight.to(torch.float16).contiguous().cpu(), requires_grad=False, has_fp16_weights=False)
     module.state.CB = module.state.SCB = None

@@ -12,7 +12,7 @@ import torch
 
 import deltune
 from deltune.methods.forms.base import Widths
-from deltune.methods.masks import Factor, MaskUnit, draw_indices, split_budget
+from deltune.methods.masks import Factor, MaskGroup, draw_indices, split_budget
 from deltune.methods.spec import MaskedMethod
 from tables.families import FAMILIES
 from tables.specimens import batch, build, differences, equal, facts, forward, loss, specimen, stir
@@ -20,17 +20,17 @@ from tables.specimens import batch, build, differences, equal, facts, forward, l
 PATTERNS = [(p, a) for p in ("discrete", "adjacent") for a in ("rows", "columns")]
 
 
-def pair(name: str, rank: int, wide: int, high: int) -> MaskUnit:
-    return MaskUnit(name, rank=rank, down=(Factor("down", wide, wide, 1),), up=(Factor("up", high, 1, rank),))
+def pair(name: str, rank: int, wide: int, high: int) -> MaskGroup:
+    return MaskGroup(name, rank=rank, down=(Factor("down", wide, wide, 1),), up=(Factor("up", high, 1, rank),))
 
 
 @pytest.mark.parametrize(("pattern", "along"), PATTERNS)
 @pytest.mark.parametrize(("rank", "wide", "high"), [(4, 6, 5), (1, 3, 3), (8, 32, 16)])
 def test_a_product_keeps_exactly_n_live_scalars(rank: int, wide: int, high: int, pattern: str, along: str) -> None:
     """Every kept entry of one factor has a kept partner of its rank in the other, for every N."""
-    unit = pair("w", rank, wide, high)
-    for count in range(2, unit.size + 1):
-        indices = draw_indices(unit, count, pattern, along, seed=3)
+    group = pair("w", rank, wide, high)
+    for count in range(2, group.size + 1):
+        indices = draw_indices(group, count, pattern, along, seed=3)
         down, up = indices["down"], indices["up"]
         assert len(set(down)) + len(set(up)) == len(down) + len(up) == count
         assert set(down // wide) == set(up % rank)
@@ -43,11 +43,13 @@ def test_a_product_keeps_exactly_n_live_scalars(rank: int, wide: int, high: int,
 @pytest.mark.sample(20)
 def test_what_n_keeps_n_plus_one_keeps(rank: int, wide: int, high: int, pattern: str, along: str, seed: int) -> None:
     """As far as exactness allows: one more rank takes two scalars, so one of the others is given up for it."""
-    unit = pair("w", rank, wide, high)
+    group = pair("w", rank, wide, high)
     before: set[tuple[str, int]] = set()
-    for count in range(2, unit.size + 1):
+    for count in range(2, group.size + 1):
         indices = {
-            (leaf, i) for leaf, index in draw_indices(unit, count, pattern, along, seed).items() for i in index.tolist()
+            (leaf, i)
+            for leaf, index in draw_indices(group, count, pattern, along, seed).items()
+            for i in index.tolist()
         }
         by_rank = pattern == "adjacent" and along == "rows"
         opens = count % (wide + high) in (1, 2) if by_rank else count <= 2 * rank
@@ -62,17 +64,17 @@ def test_what_n_keeps_n_plus_one_keeps(rank: int, wide: int, high: int, pattern:
 @pytest.mark.parametrize("shape", [(7,), (5, 4), (3, 2, 4)])
 def test_a_plain_weight(shape: tuple[int, ...], pattern: str, along: str) -> None:
     """Exactly N entries; discrete draws are nested in N; adjacent ones are one run of rows or columns."""
-    unit = MaskUnit("x", shape, "w")
+    group = MaskGroup("x", shape, "w")
     before: set[int] = set()
-    for count in range(1, unit.size + 1):
-        indices = draw_indices(unit, count, pattern, along, seed=1)["w"]
-        assert len(set(indices)) == count and indices.max() < unit.size
+    for count in range(1, group.size + 1):
+        indices = draw_indices(group, count, pattern, along, seed=1)["w"]
+        assert len(set(indices)) == count and indices.max() < group.size
         if pattern in ("discrete", "uniform"):
             assert before <= set(indices)
         elif along == "rows" or len(shape) == 1:
             assert indices.max() - indices.min() == count - 1
         else:
-            rows, columns = shape[0], unit.size // shape[0]
+            rows, columns = shape[0], group.size // shape[0]
             flat = np.sort(indices % columns * rows + indices // columns)
             assert flat.max() - flat.min() == count - 1
         before = set(indices)
@@ -80,10 +82,10 @@ def test_a_plain_weight(shape: tuple[int, ...], pattern: str, along: str) -> Non
 
 def test_discrete_is_uniform_and_known() -> None:
     """Golden indices (the same on every machine), and every entry of a weight is as likely as any other."""
-    assert draw_indices(MaskUnit("x", (100,), "w"), 5, "discrete", "rows", 0)["w"].tolist() == GOLDEN
+    assert draw_indices(MaskGroup("x", (100,), "w"), 5, "discrete", "rows", 0)["w"].tolist() == GOLDEN
     hits = np.zeros(50)
     for seed in range(2000):
-        hits[draw_indices(MaskUnit("x", (50,), "w"), 10, "discrete", "rows", seed)["w"]] += 1
+        hits[draw_indices(MaskGroup("x", (50,), "w"), 10, "discrete", "rows", seed)["w"]] += 1
     # 2000 draws of share 1/5: 400 each, standard deviation 18; five of them bound 50 entries
     assert abs(hits - 400).max() < 90
 
@@ -93,16 +95,16 @@ GOLDEN = [2, 17, 44, 58, 65]
 
 def test_uniform_is_uniform_in_products_too() -> None:
     """Exactly N entries, nested in N, each as likely as any other; the discrete ones are not, since all live."""
-    unit = pair("w", 8, 16, 16)
+    group = pair("w", 8, 16, 16)
     before: set[tuple[str, int]] = set()
-    for count in range(1, unit.size + 1):
-        drawn = draw_indices(unit, count, "uniform", "rows", seed=3)
+    for count in range(1, group.size + 1):
+        drawn = draw_indices(group, count, "uniform", "rows", seed=3)
         indices = {(leaf, i) for leaf, index in drawn.items() for i in index.tolist()}
         assert len(indices) == count and before <= indices
         before = indices
     dead, alone = [], []
     for seed in range(300):
-        drawn = draw_indices(unit, 16, "uniform", "rows", seed)
+        drawn = draw_indices(group, 16, "uniform", "rows", seed)
         down, up = (drawn.get(leaf, np.array([], dtype=int)) for leaf in ("down", "up"))
         dead.append(sum(i // 16 not in set(up % 8) for i in down) + sum(i % 8 not in set(down // 16) for i in up))
         alone.append(len(down))
@@ -129,29 +131,29 @@ def test_a_uniform_mask_trains(tmp_path: Path) -> None:
 
 
 def test_the_split_is_exact() -> None:
-    units = [pair(f"w{i}", 4, 6, 5) for i in range(5)] + [MaskUnit("s", (3,), "v")]
-    available = sum(unit.size for unit in units)
+    groups = [pair(f"w{i}", 4, 6, 5) for i in range(5)] + [MaskGroup("s", (3,), "v")]
+    available = sum(group.size for group in groups)
     for total in range(1, available + 1):
-        quotas = split_budget(units, total)
+        quotas = split_budget(groups, total)
         assert sum(quotas) == total
-        assert all(q == 0 or unit.least <= q <= unit.size for q, unit in zip(quotas, units, strict=True))
+        assert all(q == 0 or group.min_scalars <= q <= group.size for q, group in zip(quotas, groups, strict=True))
     for wrong in (0, available + 1):
         with pytest.raises(deltune.DeltuneError, match=f"give 1 to {available}"):
-            split_budget(units, wrong)
+            split_budget(groups, wrong)
 
 
 def test_what_acts_through_others_gets_none_without_them() -> None:
     """Gates and learned scales, for every total."""
-    units = [pair("a", 2, 3, 3), pair("b", 1, 5, 4), MaskUnit("gate", (6,), "gate"), MaskUnit("scale", (), "scale")]
+    groups = [pair("a", 2, 3, 3), pair("b", 1, 5, 4), MaskGroup("gate", (6,), "gate"), MaskGroup("scale", (), "scale")]
     needs = {2: [0, 1], 3: [1]}
-    available = sum(unit.size for unit in units)
+    available = sum(group.size for group in groups)
     for total in range(2, available + 1):
-        quotas = split_budget(units, total, needs)
+        quotas = split_budget(groups, total, needs)
         assert sum(quotas) == total
-        assert all(q == 0 or unit.least <= q <= unit.size for q, unit in zip(quotas, units, strict=True))
+        assert all(q == 0 or group.min_scalars <= q <= group.size for q, group in zip(quotas, groups, strict=True))
         assert all(not quotas[i] or any(quotas[j] for j in others) for i, others in needs.items())
     with pytest.raises(deltune.DeltuneError, match=f"give 2 to {available}"):
-        split_budget(units, 1, needs)
+        split_budget(groups, 1, needs)
 
 
 @pytest.mark.parametrize("pattern", ["discrete", "adjacent"])
@@ -161,9 +163,9 @@ def test_no_rank_is_kept_by_its_bias_alone(pattern: str, along: str) -> None:
     rank, wide, high = 4, 3, 2
     down = (Factor("down", wide, wide, 1), Factor("down_bias", 1, 1, 1, constant=True))
     for seed in range(20):
-        unit = MaskUnit(f"w{seed}", rank=rank, down=down, up=(Factor("up", high, 1, rank),))
-        for count in range(2, unit.size + 1):
-            indices = draw_indices(unit, count, pattern, along, seed)
+        group = MaskGroup(f"w{seed}", rank=rank, down=down, up=(Factor("up", high, 1, rank),))
+        for count in range(2, group.size + 1):
+            indices = draw_indices(group, count, pattern, along, seed)
             assert sum(map(len, indices.values())) == count
             assert set(indices["down"] // wide) == set(indices["up"] % rank) >= set(indices.get("down_bias", ()))
 
@@ -210,7 +212,7 @@ def test_a_head_keeps_keys_and_values(form: deltune.MultiHead | deltune.Prefix, 
     widths = Widths(8, 8, heads=4, kv_heads=2, head_width=5, value_width=3)
     rank, down, up = form.product(widths)
     for count in range(2, rank * 8 + 1):
-        indices = draw_indices(MaskUnit("w", rank=rank, down=down, up=up), count, pattern, along, seed=2)
+        indices = draw_indices(MaskGroup("w", rank=rank, down=down, up=up), count, pattern, along, seed=2)
         assert set(indices["keys"] // 5) == set(indices["values"] // 3)
         assert sum(map(len, indices.values())) == count
 
@@ -241,7 +243,7 @@ def test_what_the_model_computes_is_not_trained(name: str) -> None:
 
 def test_ten_thousand_of_seven_billion() -> None:
     """Drawing costs what is drawn, not what it is drawn from."""
-    indices = draw_indices(MaskUnit("big", (4096 * 32, 11008 * 5), "w"), 10_000, "discrete", "rows", 0)["w"]
+    indices = draw_indices(MaskGroup("big", (4096 * 32, 11008 * 5), "w"), 10_000, "discrete", "rows", 0)["w"]
     assert len(set(indices)) == 10_000 and indices.max() > 2**32
 
 

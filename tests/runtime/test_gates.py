@@ -34,7 +34,7 @@ def trained(share: float = 1.0, steps: int = 20) -> tuple[deltune.Tuned, dict[st
 
 
 def gates(tuned: deltune.Tuned) -> HardConcreteGates:
-    return dict(tuned.delta().all_gates())["0"]
+    return dict(tuned.delta().learned_masks())["0"]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])

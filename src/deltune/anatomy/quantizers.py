@@ -22,9 +22,9 @@ from ..compat import (
     int8_codes_and_scales,
     parameters_of,
     quantize_4bit_like,
-    quantize_int8_like,
     replace_layer_of_4bit,
     replace_parameters,
+    requantize_int8,
 )
 from ..errors import DeltuneError, error_summary
 
@@ -213,7 +213,7 @@ def _dequantize_8bit(module: Any) -> torch.Tensor:
 
 
 def _quantize_8bit(module: Any, weight: torch.Tensor) -> None:
-    parameters_of(module)["weight"] = quantize_int8_like(module.weight, weight, module)
+    parameters_of(module)["weight"] = requantize_int8(module.weight, weight, module)
 
 
 # -- torchao: what is read of its weights here is described by the docstrings of their classes

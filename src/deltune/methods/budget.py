@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..anatomy.inspection import check_model_or_config
 from ..errors import DeltuneError, excerpt
-from .counting import acts_at_vocabulary, base_size, count_resolved, counted_anatomy
+from .counting import acts_at_vocabulary, anatomy_to_count, base_size, count_resolved
 from .parser import MAX_INTEGER, explain_arguments, fits_type, parse_percentage
 from .registry import parse
 from .resolve import resolve
@@ -82,7 +82,7 @@ def solve(
 ) -> FitResult:
     """Solve sizes as `fit` does, and return the count and the budget too."""
     check_model_or_config(model, "fit")
-    anatomy_of = cache(partial(counted_anatomy, model))
+    anatomy_of = cache(partial(anatomy_to_count, model))
 
     def cost(candidate: Method) -> int:
         anatomy = anatomy_of(acts_at_vocabulary(candidate))

@@ -177,7 +177,7 @@ def count(
                 "quantised: load the quantised model, and count the method on it"
             )
         storage = quantized_storage(model, quantization_config)
-    anatomy = counted_anatomy(model, acts_at_vocabulary(parsed)) if storage is None else storage.anatomy
+    anatomy = anatomy_to_count(model, acts_at_vocabulary(parsed)) if storage is None else storage.anatomy
     if head not in ("train", "freeze"):
         raise DeltuneError(unknown_name("head", head, ("train", "freeze")))
     resolved = resolve(anatomy, parsed, lambda: base_size(model)[1])
@@ -195,7 +195,7 @@ def acts_at_vocabulary(method: Method) -> bool:
     return any(part.site == "lm_head" if isinstance(part, Modification) else bool(part.tokens) for part in method.parts)
 
 
-def counted_anatomy(model: PreTrainedModel | PreTrainedConfig, with_vocabulary: bool) -> Anatomy:
+def anatomy_to_count(model: PreTrainedModel | PreTrainedConfig, with_vocabulary: bool) -> Anatomy:
     """Return the anatomy that a method is counted on."""
     if not isinstance(model, PreTrainedConfig) or not with_vocabulary:
         return inspect(model)

@@ -1,6 +1,6 @@
 """Draws by seed which N scalars of a method are trained (APET §5.1), on the CPU in time and memory O(N).
 
-N is split over units in proportion to their size by largest remainder. A unit is one weight, or the two factors of a
+N is split over groups in proportion to their size by largest remainder. A group is one weight, or the two factors of a
 product with the rank that they share: there, ranks are drawn first and then entries of both factors within these ranks,
 so that every chosen scalar can change the output; only the pattern "uniform" draws all entries of a product alike.
 Draws depend on (seed, name) alone and are the same on every device.
@@ -58,7 +58,7 @@ class Factor:
 
 
 @dataclass(frozen=True)
-class MaskUnit:
+class MaskGroup:
     """What a mask is drawn on at once: a plain weight, or a product of two sides that share ranks.
 
     Attributes:
@@ -79,13 +79,13 @@ class MaskUnit:
 
     @property
     def size(self) -> int:
-        """All scalars of the unit."""
+        """All scalars of the group."""
         if not self.rank:
             return math.prod(self.shape)
         return self.rank * (_total_width(self.down) + _total_width(self.up))
 
     @property
-    def least(self) -> int:
+    def min_scalars(self) -> int:
         """The fewest scalars that can be trained: one, or one on each side of a product."""
         return 2 if self.rank else 1
 
@@ -96,16 +96,16 @@ def _total_width(sides: Sequence[Factor]) -> int:
 
 @dataclass(frozen=True)
 class Mask:
-    """A mask as the number of scalars of each unit; the indices are drawn when they are needed.
+    """A mask as the number of scalars of each group; the indices are drawn when they are needed.
 
     Attributes:
-        quotas: The units with their numbers of scalars.
+        quotas: The groups with their numbers of scalars.
         pattern: "discrete", "uniform" or "adjacent".
         along: "rows" or "columns".
         seed: The seed of the draw.
     """
 
-    quotas: tuple[tuple[MaskUnit, int], ...]
+    quotas: tuple[tuple[MaskGroup, int], ...]
     pattern: str
     along: str
     seed: int
@@ -118,8 +118,8 @@ class Mask:
     def indices(self) -> Indices:
         """Return sorted flat indices by tensor; tensors without any are left out."""
         indices: Indices = {}
-        for unit, count in self.quotas:
-            indices |= draw_indices(unit, count, self.pattern, self.along, self.seed)
+        for group, count in self.quotas:
+            indices |= draw_indices(group, count, self.pattern, self.along, self.seed)
         return indices
 
 
@@ -149,22 +149,22 @@ class RowMask:
 
 
 def split_budget(
-    units: Sequence[MaskUnit], total: int, depends_on: Mapping[int, Sequence[int]] | None = None
+    groups: Sequence[MaskGroup], total: int, depends_on: Mapping[int, Sequence[int]] | None = None
 ) -> list[int]:
-    """Split a number of scalars over units in proportion to their sizes, by largest remainder."""
+    """Split a number of scalars over groups in proportion to their sizes, by largest remainder."""
     depends_on = depends_on or {}
-    available = sum(unit.size for unit in units)
-    minimum = min((unit.least for i, unit in enumerate(units) if i not in depends_on), default=1)
+    available = sum(group.size for group in groups)
+    minimum = min((group.min_scalars for i, group in enumerate(groups) if i not in depends_on), default=1)
     if not minimum <= total <= available:
         raise DeltuneError(
             f"parameters={total:,}: this method has {available:,} scalars here; give {minimum} to {available:,}"
         )
-    shares = [(unit.size * total // available, unit.size * total % available) for unit in units]
+    shares = [(group.size * total // available, group.size * total % available) for group in groups]
     quotas = [share for share, _ in shares]
-    order = sorted(range(len(units)), key=lambda i: (-shares[i][1], i))
+    order = sorted(range(len(groups)), key=lambda i: (-shares[i][1], i))
     for i in order[: total - sum(quotas)]:
         quotas[i] += 1
-    too_small = [i for i in order if 0 < quotas[i] < units[i].least]
+    too_small = [i for i in order if 0 < quotas[i] < groups[i].min_scalars]
     while len(too_small) > 1:  # two products with one scalar each make one with two
         quotas[too_small.pop(0)] += 1
         quotas[too_small.pop()] -= 1
@@ -173,29 +173,29 @@ def split_budget(
     idle = [i for i, others in depends_on.items() if quotas[i] and not any(quotas[j] for j in others)]
     for i in idle:
         quotas[i] = 0
-    _place_remainder(units, quotas, total - sum(quotas), order, depends_on, too_small)
+    _place_remainder(groups, quotas, total - sum(quotas), order, depends_on, too_small)
     return quotas
 
 
 def _place_remainder(
-    units: Sequence[MaskUnit],
+    groups: Sequence[MaskGroup],
     quotas: list[int],
     remaining: int,
     order: Sequence[int],
     depends_on: Mapping[int, Sequence[int]],
     too_small: Sequence[int],
 ) -> None:
-    """Give the remaining scalars to units that can be trained, in the order of `order`; `too_small` ones come last."""
+    """Give the remaining scalars to groups that can be trained, in the order of `order`; `too_small` ones come last."""
     for open_too_small in (False, True, True):
         for i in order:
-            room = units[i].size - quotas[i]
+            room = groups[i].size - quotas[i]
             live = any(quotas[j] for j in depends_on[i]) if i in depends_on else open_too_small or i not in too_small
-            if remaining and live and room and quotas[i] + remaining >= units[i].least:
+            if remaining and live and room and quotas[i] + remaining >= groups[i].min_scalars:
                 added = min(remaining, room)
                 quotas[i], remaining = quotas[i] + added, remaining - added
     if remaining:  # one scalar is left over and nobody else can be opened: take one more from another
         i = next(i for i in (*too_small, *order) if not quotas[i] and i not in depends_on)
-        donor = next((j for j in order if quotas[j] > units[j].least), None)
+        donor = next((j for j in order if quotas[j] > groups[j].min_scalars), None)
         if donor is None:
             raise DeltuneError(
                 f"parameters={sum(quotas) + remaining:,}: every product takes two scalars; give one more or less"
@@ -203,29 +203,29 @@ def _place_remainder(
         quotas[donor], quotas[i] = quotas[donor] - 1, remaining + 1
 
 
-def draw_indices(unit: MaskUnit, count: int, pattern: str, along: str, seed: int) -> Indices:
-    """Return the flat indices that a unit keeps, by tensor, `count` in all.
+def draw_indices(group: MaskGroup, count: int, pattern: str, along: str, seed: int) -> Indices:
+    """Return the flat indices that a group keeps, by tensor, `count` in all.
 
     Pattern "discrete" draws entries without replacement, those of a product so that each has a partner on the other
     side; "uniform" draws every entry with equal probability, partner or not; "adjacent" takes consecutive whole rows
     (along="rows") or columns, the last of them in part.
     """
-    stream = _RandomStream(seed, unit.name)
-    if not unit.rank:
-        return {unit.leaf: _draw_plain(unit.shape, count, pattern, along, stream)}
-    if count == unit.size:
-        entries = {side.leaf: _all_positions(side, unit.rank) for side in (*unit.down, *unit.up)}
+    stream = _RandomStream(seed, group.name)
+    if not group.rank:
+        return {group.leaf: _draw_plain(group.shape, count, pattern, along, stream)}
+    if count == group.size:
+        entries = {side.leaf: _all_positions(side, group.rank) for side in (*group.down, *group.up)}
         return {leaf: np.sort(index) for leaf, index in entries.items()}
     if pattern == "uniform":
-        return _draw_uniform(unit, count, stream)
-    return _draw_product(unit, count, pattern, along, stream)
+        return _draw_uniform(group, count, stream)
+    return _draw_product(group, count, pattern, along, stream)
 
 
-def _draw_uniform(unit: MaskUnit, count: int, stream: _RandomStream) -> Indices:
+def _draw_uniform(group: MaskGroup, count: int, stream: _RandomStream) -> Indices:
     """Return entries of a product without regard to their ranks."""
-    sides = (*unit.down, *unit.up)
+    sides = (*group.down, *group.up)
     width = _total_width(sides)
-    flat = stream.distinct(unit.size, count)
+    flat = stream.distinct(group.size, count)
     positions: dict[str, list[np.ndarray]] = {}
     _add_positions(positions, sides, flat // width, flat % width)
     return {leaf: np.sort(np.concatenate(index)) for leaf, index in positions.items()}
@@ -249,24 +249,24 @@ def _consecutive(size: int, block: int, count: int, stream: _RandomStream) -> np
     return np.arange(start, start + count, dtype=np.int64)
 
 
-def _draw_product(unit: MaskUnit, count: int, pattern: str, along: str, stream: _RandomStream) -> Indices:
-    down_width, up_width = _total_width(unit.down), _total_width(unit.up)
+def _draw_product(group: MaskGroup, count: int, pattern: str, along: str, stream: _RandomStream) -> Indices:
+    down_width, up_width = _total_width(group.down), _total_width(group.up)
     by_rank = pattern == "adjacent" and along == "rows"
-    ranks = min(unit.rank, -(-count // (down_width + up_width)) if by_rank else count // 2)
+    ranks = min(group.rank, -(-count // (down_width + up_width)) if by_rank else count // 2)
     if pattern == "adjacent":  # from a random rank on; past the end it grows backwards
-        start = int(stream.number(0) % unit.rank)
-        after = min(ranks, unit.rank - start)
+        start = int(stream.number(0) % group.rank)
+        after = min(ranks, group.rank - start)
         chosen = np.concatenate(
             [np.arange(start, start + after), np.arange(start - 1, start - 1 - (ranks - after), -1)]
         )
     else:
-        chosen = stream.distinct(unit.rank, ranks)
+        chosen = stream.distinct(group.rank, ranks)
     if by_rank:
-        return _draw_whole_ranks(unit, chosen, count, down_width, up_width)
+        return _draw_whole_ranks(group, chosen, count, down_width, up_width)
     down = min(max(round(count * down_width / (down_width + up_width)), ranks), ranks * down_width, count - ranks)
     down = max(down, count - ranks * up_width)
     positions: dict[str, list[np.ndarray]] = {}
-    for sides, part in ((unit.down, down), (unit.up, count - down)):
+    for sides, part in ((group.down, down), (group.up, count - down)):
         if pattern == "adjacent":
             rank, entry = _draw_columns(sides, ranks, part, stream)
         else:
@@ -305,7 +305,7 @@ def _varying_width(sides: Sequence[Factor]) -> int:
     return sum(side.width for side in sides if not side.constant)
 
 
-def _draw_whole_ranks(unit: MaskUnit, chosen: np.ndarray, count: int, down_width: int, up_width: int) -> Indices:
+def _draw_whole_ranks(group: MaskGroup, chosen: np.ndarray, count: int, down_width: int, up_width: int) -> Indices:
     """Return consecutive whole ranks; the last is taken in part, with entries on both sides."""
     positions: dict[str, list[np.ndarray]] = {}
     last, in_last = len(chosen) - 1, count - (len(chosen) - 1) * (down_width + up_width)
@@ -318,7 +318,7 @@ def _draw_whole_ranks(unit: MaskUnit, chosen: np.ndarray, count: int, down_width
         )
         down = min(max(round(quota * down_width / (down_width + up_width)), 1), down_width, quota - 1)
         down = max(down, quota - up_width)
-        for sides, part in ((unit.down, down), (unit.up, quota - down)):
+        for sides, part in ((group.down, down), (group.up, quota - down)):
             _add_positions(positions, sides, np.full(part, rank), np.arange(part))
     return {leaf: np.sort(np.concatenate(index)) for leaf, index in positions.items()}
 

@@ -10,7 +10,7 @@ from ..anatomy.types import Anatomy, Norm, Tensor, is_inside
 from ..errors import DeltuneError, error_from_problems, excerpt
 from .forms.base import Specs
 from .forms.checks import check_form
-from .masks import Mask, MaskUnit, RowMask, split_budget
+from .masks import Mask, MaskGroup, RowMask, split_budget
 from .sites import EditLocation, ModuleSide, resolve_locations, select_layers
 from .spec import MaskedMethod, Method, Modification, NamedMethod, Selection
 
@@ -292,60 +292,60 @@ def _draw_masks(unmasked: ResolvedMethod, masked: MaskedMethod, base_size: Calla
     A learned scale acts through the form of its edit, and a gate through the edits that share it: where these get no
     scalars, the scale or gate gets none either.
     """
-    owners: list[tuple[str, Any, MaskUnit]] = []
+    owners: list[tuple[str, Any, MaskGroup]] = []
     depends_on: dict[int, list[int]] = {}
-    users: dict[tuple[str, str], list[int]] = {}  # of a tensor that places share, the units of those places
+    users: dict[tuple[str, str], list[int]] = {}  # of a tensor that places share, the groups of those places
     for edit in unmasked.edits:
-        units, of_compose = _mask_units(edit), edit.modification.compose.tensors(edit.place.widths)
-        numbered = dict(enumerate(units, len(owners)))
-        form_units = [i for i, unit in numbered.items() if unit.leaf not in of_compose]
-        depends_on |= {i: form_units for i, unit in numbered.items() if unit.leaf in of_compose}
+        groups, of_compose = _mask_groups(edit), edit.modification.compose.tensors(edit.place.widths)
+        numbered = dict(enumerate(groups, len(owners)))
+        form_groups = [i for i, group in numbered.items() if group.leaf not in of_compose]
+        depends_on |= {i: form_groups for i, group in numbered.items() if group.leaf in of_compose}
         for name, spec in edit.tensors.items():
             if spec.shared and spec.trained and spec.saved:
                 of_shared = users.setdefault((edit.owner(spec.shared), name), [])
-                of_shared += form_units if name in of_compose else []
-        owners += [("edit", edit.key, unit) for unit in units]
+                of_shared += form_groups if name in of_compose else []
+        owners += [("edit", edit.key, group) for group in groups]
     shared = unmasked.shared_tensors(folded=False)
     for (owner, name), needed in users.items():
         if needed:  # a gate opens and closes them, and is nothing without them
             depends_on[len(owners)] = needed
-        unit = MaskUnit(f"common.{owner}.{name}", shared[owner][name].shape, name)
-        owners.append(("common", (owner, name), unit))
-    owners += [("base", t.name, MaskUnit(t.name, t.shape, t.name)) for t in unmasked.selected]
-    quotas = split_budget([unit for _, _, unit in owners], masked.target_count(base_size), depends_on)
-    kept_units: dict[tuple[str, Any], list[tuple[MaskUnit, int]]] = {}
-    for (kind, key, unit), count in zip(owners, quotas, strict=True):
+        group = MaskGroup(f"common.{owner}.{name}", shared[owner][name].shape, name)
+        owners.append(("common", (owner, name), group))
+    owners += [("base", t.name, MaskGroup(t.name, t.shape, t.name)) for t in unmasked.selected]
+    quotas = split_budget([group for _, _, group in owners], masked.target_count(base_size), depends_on)
+    kept: dict[tuple[str, Any], list[tuple[MaskGroup, int]]] = {}
+    for (kind, key, group), count in zip(owners, quotas, strict=True):
         if count:
-            kept_units.setdefault((kind, key), []).append((unit, count))
+            kept.setdefault((kind, key), []).append((group, count))
 
     def mask(kind: str, key: Any) -> Mask:
-        return Mask(tuple(kept_units.get((kind, key), ())), masked.pattern, masked.along, masked.seed)
+        return Mask(tuple(kept.get((kind, key), ())), masked.pattern, masked.along, masked.seed)
 
     def acts(edit: ResolvedEdit) -> bool:
         """The mask keeps something of the edit itself, or of what its form shares with other places."""
         of_form = edit.modification.form.tensors(edit.place.widths).items()
-        return ("edit", edit.key) in kept_units or any(
-            spec.shared and ("common", (edit.owner(spec.shared), name)) in kept_units for name, spec in of_form
+        return ("edit", edit.key) in kept or any(
+            spec.shared and ("common", (edit.owner(spec.shared), name)) in kept for name, spec in of_form
         )
 
     return ResolvedMethod(
         tuple(replace(edit, mask=mask("edit", edit.key)) for edit in unmasked.edits if acts(edit)), (),
-        tuple((t, mask("base", t.name)) for t in unmasked.selected if ("base", t.name) in kept_units),
+        tuple((t, mask("base", t.name)) for t in unmasked.selected if ("base", t.name) in kept),
         tuple((key, mask("common", key)) for key in users),
         unrecognized=unmasked.unrecognized,
     )  # fmt: skip
 
 
-def _mask_units(edit: ResolvedEdit) -> list[MaskUnit]:
-    """Return the units that a mask is drawn on: the product of an edit, if it has one, and every other tensor."""
+def _mask_groups(edit: ResolvedEdit) -> list[MaskGroup]:
+    """Return the groups that a mask is drawn on: the product of an edit, if it has one, and every other tensor."""
     shapes = {n: spec.shape for n, spec in edit.tensors.items() if spec.trained and spec.saved and not spec.shared}
     product = edit.modification.form.product(edit.place.widths)
-    units = []
+    groups = []
     if product is not None:
         rank, down, up = product
-        units.append(MaskUnit(edit.key, rank=rank, down=down, up=up))
+        groups.append(MaskGroup(edit.key, rank=rank, down=down, up=up))
         shapes = {leaf: s for leaf, s in shapes.items() if leaf not in {side.leaf for side in (*down, *up)}}
-    return units + [MaskUnit(f"{edit.key}.{leaf}", shape, leaf) for leaf, shape in shapes.items()]
+    return groups + [MaskGroup(f"{edit.key}.{leaf}", shape, leaf) for leaf, shape in shapes.items()]
 
 
 def selected_tensors(anatomy: Anatomy, selection: Selection) -> list[Tensor]:

@@ -143,7 +143,7 @@ def content(handle: Tuned, name: str | None = None) -> ExportedDelta:
     delta = handle.delta(name)
     with torch.no_grad():
         values = {n: handle._delta_value(delta, n).detach() for n in delta.selected if n not in delta.head}
-        values |= {n: sparse.final(handle._base_value(n).detach()) for n, sparse in delta.masked_tensors()}
+        values |= {n: sparse.pruned_value(handle._base_value(n).detach()) for n, sparse in delta.masked_tensors()}
         full = {key: {leaf: t.detach() for leaf, t in edit.full_tensors().items()} for key, edit in delta.named_edits()}
     head = {n: handle._delta_value(delta, n).detach() for n in delta.head}
     return ExportedDelta(

@@ -524,7 +524,7 @@ class Tuned(nn.Module):
                 f"advance takes the share of the training that is done, a number from 0 to 1, not {excerpt(share)}: "
                 "advance(step / steps)"
             )
-        for _, gates in self.delta().all_gates():
+        for _, gates in self.delta().learned_masks():
             gates.advance(share)
 
     @explain_arguments
@@ -669,7 +669,9 @@ class Tuned(nn.Module):
             delta.warn_if_never_advanced()
             values: dict[str, torch.Tensor] = {name: self._delta_value(delta, name) for name in delta.owned_tensors}
             with torch.no_grad():
-                values |= {name: part.final(self._base_value(name).detach()) for name, part in delta.masked_tensors()}
+                values |= {
+                    name: part.pruned_value(self._base_value(name).detach()) for name, part in delta.masked_tensors()
+                }
             merged = merging.merged_weights(self.anatomy, delta, self._dense_value, values, self._place_of)
             labels = delta.labels or self._base_labels
             linears = self._plain_linears(merged) if dequantize else {}

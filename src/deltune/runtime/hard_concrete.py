@@ -84,9 +84,9 @@ class HardConcreteGates(nn.Module):
                 return changed
             with_penalty: torch.Tensor = _Penalised.apply(changed, logits, self, name)
             return with_penalty
-        return self.final(name, base)
+        return self.pruned_value(name, base)
 
-    def final(self, name: str, base: torch.Tensor) -> torch.Tensor:
+    def pruned_value(self, name: str, base: torch.Tensor) -> torch.Tensor:
         """Return the tensor `name` with the entries of its difference that are kept, in any mode."""
         if torch.compiler.is_exporting():
             raise DeltuneError(
@@ -149,8 +149,8 @@ class GatedDifference:
     def apply_to_parameter(self, base: torch.Tensor) -> torch.Tensor:
         return self.gates.apply_to_parameter(self.name, base)
 
-    def final(self, base: torch.Tensor) -> torch.Tensor:
-        return self.gates.final(self.name, base)
+    def pruned_value(self, base: torch.Tensor) -> torch.Tensor:
+        return self.gates.pruned_value(self.name, base)
 
 
 class _Penalised(torch.autograd.Function):

@@ -54,7 +54,7 @@ class SparseParameter(nn.Module):
         """Return `base` with the trained values in their positions."""
         return base.reshape(-1).index_copy(0, self.index, self.values.to(base.dtype)).view(self.shape)
 
-    def final(self, base: torch.Tensor) -> torch.Tensor:
+    def pruned_value(self, base: torch.Tensor) -> torch.Tensor:
         """Return the same as `apply_to_parameter`: it does not depend on the training mode."""
         return self.apply_to_parameter(base)
 
@@ -507,11 +507,11 @@ class Delta(nn.Module):
             result |= {f"common.{key}.{leaf}": t for leaf, t in common.tensors_to_save().items()}
         partly = {parameter_name(key): sparse for key, sparse in self.partly.items()}
         result |= {f"partly.{name}": t for name, t in _sparse_to_save(partly).items()}  # type: ignore[arg-type]
-        for key, gates in self.all_gates():
+        for key, gates in self.learned_masks():
             result |= {f"gated.{key}.{leaf}": t for leaf, t in gates.tensors_to_save().items()}
         return result
 
-    def all_gates(self) -> Iterator[tuple[str, HardConcreteGates]]:
+    def learned_masks(self) -> Iterator[tuple[str, HardConcreteGates]]:
         """Iterate over the learned masks with their keys."""
         for key, gates in self.gated.items():
             assert isinstance(gates, HardConcreteGates)
@@ -532,7 +532,7 @@ class Delta(nn.Module):
         for key, sparse in self.partly.items():
             assert isinstance(sparse, SparseParameter)
             yield parameter_name(key), sparse
-        for _, gates in self.all_gates():
+        for _, gates in self.learned_masks():
             yield from gates.differences()
 
     def weight_edits(self) -> Iterator[tuple[str, Edit]]:
@@ -543,7 +543,7 @@ class Delta(nn.Module):
 
     def warn_if_never_advanced(self) -> None:
         """Warn if the delta has learned gates and `advance` was never called while they were trained."""
-        if not all(gates.advanced for _, gates in self.all_gates()):
+        if not all(gates.advanced for _, gates in self.learned_masks()):
             warnings.warn(
                 f"{self.method!r} needs tuned.advance(step / steps) before every training step, but it was never "
                 "called, so the mask was not learned",

@@ -103,7 +103,7 @@ class _Product:
                 self.activations.append((name, slice(start, end)))
         self.is_finite = bool(self.up.isfinite().all())
 
-    def inner(self, u: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    def before_up(self, u: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
         """Return m ⊙ f(u Dᵀ + d); `others` says for each row which ranks are not its own."""
         inner = F.linear(u.to(self.down.dtype), self.down, self.down_bias)
         for name, columns in self.activations:
@@ -237,7 +237,7 @@ class StackedEdits:
         self, stack: EditStack, h: torch.Tensor, product: _Product, u: torch.Tensor, in_place: bool
     ) -> torch.Tensor:
         owners = self._by_row(product, stack, product.others, u)
-        inner = product.inner(u, owners).flatten(0, -2)
+        inner = product.before_up(u, owners).flatten(0, -2)
         if in_place and h.is_contiguous():
             h.view(-1, h.shape[-1]).addmm_(inner, product.up)
         else:

@@ -19,7 +19,7 @@ from . import distributed
 from .config import RunConfig
 from .data.loading import TaskData
 from .presets import AUTO, DEFAULT
-from .run_folder import Number, RateSearch, RateTry, RunDir
+from .run_folder import Number, RateSearch, RateTrial, RunDir
 
 FACTORS = (0.1, 0.3, 1.0, 3.0)
 """The rates that are tried, as multiples of the method's default."""
@@ -171,7 +171,7 @@ def search_rate(config: RunConfig, plan: SearchPlan, data: str, run: RunDir, los
     for rate in plan.rates:
         tried = next((one for one in record.tries if one.lr == rate), None)
         if tried is None:
-            tried = RateTry(lr=rate, loss=_loss_or_none(config, plan, rate, loss_of))
+            tried = RateTrial(lr=rate, loss=_loss_or_none(config, plan, rate, loss_of))
             record = record.model_copy(update={"tries": [*record.tries, tried]})
             run.write_rate_search(record)
         logger.info("lr %g: %s", rate, "diverged" if tried.loss is None else f"loss {tried.loss:.4f}")

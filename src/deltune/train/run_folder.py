@@ -130,7 +130,7 @@ class SeriesRun(Record):
     best: Best | None = None
 
 
-class RateTry(Record):
+class RateTrial(Record):
     """A learning rate that was tried, and the loss on the rows that were held out; None if it diverged."""
 
     lr: Number
@@ -151,7 +151,7 @@ class RateSearch(Record):
     steps: int
     rows: int
     held_out: int
-    tries: list[RateTry] = []
+    tries: list[RateTrial] = []
     lr: Number | None = None
 
 

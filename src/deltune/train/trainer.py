@@ -427,7 +427,7 @@ class ReportCallback(TrainerCallback):
         self.bar.advance(0)  # here and not after the step before, whose losses are logged later, as is its validation
         self.step_start = time.monotonic()
         # gates may be fixed in this step, which needs all of their values
-        gated = any(True for _ in self.run_state.tuned.delta().all_gates())
+        gated = any(True for _ in self.run_state.tuned.delta().learned_masks())
         with distributed.unsharded(self.run_state.tuned, write=True) if gated else contextlib.nullcontext():
             self.run_state.tuned.advance(state.global_step / state.max_steps)
 

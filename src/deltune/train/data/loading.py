@@ -135,7 +135,7 @@ def first_non_empty(*columns: str) -> RowFunction:
     return lambda row: next(row[column] for column in columns if row[column] or column == columns[-1])
 
 
-def index_in(column: str, order: Sequence[str]) -> RowFunction:
+def label_index(column: str, order: Sequence[str]) -> RowFunction:
     """Return a function of a row: the index of the column's value in `order`; of B in A, B, C it is 1."""
     return lambda row: list(order).index(str(row[column]))
 

@@ -13,7 +13,7 @@ from ..data.loading import (
     HubLayout,
     first_non_empty,
     format_triples,
-    index_in,
+    label_index,
     list_of_columns,
     nested_field,
     parquet_files,
@@ -152,7 +152,7 @@ TASKS: Mapping[str, Task] = {
         "choice", "commonsense_qa", {"question": "question", "choices": "choices", "answer": "answer"}, ("accuracy",),
         HubLayout(
             "tau/commonsense_qa", splits=VALIDATION_AS_TEST, held_out=1000,
-            columns={"choices": nested_field("choices", "text"), "answer": index_in("answerKey", "ABCDE")},
+            columns={"choices": nested_field("choices", "text"), "answer": label_index("answerKey", "ABCDE")},
         ),
     ),
     "social_iqa": Task(
@@ -160,7 +160,9 @@ TASKS: Mapping[str, Task] = {
         {"context": "context", "question": "question", "choices": "choices", "answer": "answer"}, ("accuracy",),
         HubLayout(
             "lighteval/siqa", splits=VALIDATION_AS_TEST, held_out=1000,
-            columns={"choices": list_of_columns("answerA", "answerB", "answerC"), "answer": index_in("label", "123")},
+            columns={
+                "choices": list_of_columns("answerA", "answerB", "answerC"), "answer": label_index("label", "123"),
+            },
         ),
     ),
     "e2e_nlg": Task(
