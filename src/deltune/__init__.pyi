@@ -16,105 +16,39 @@ from .methods.counting import count as count
 from .methods.forms.attention import MultiHead as MultiHead
 from .methods.forms.attention import OwnMultiHead as OwnMultiHead
 from .methods.forms.attention import Prefix as Prefix
-from .methods.forms.base import (
-    Bottleneck as Bottleneck,
-)
-from .methods.forms.base import (
-    FactorForm as FactorForm,
-)
-from .methods.forms.base import (
-    Form as Form,
-)
-from .methods.forms.base import (
-    LowRank as LowRank,
-)
-from .methods.forms.base import (
-    MatrixForm as MatrixForm,
-)
-from .methods.forms.base import (
-    Mixture as Mixture,
-)
-from .methods.forms.base import (
-    Place as Place,
-)
-from .methods.forms.base import (
-    Prompt as Prompt,
-)
-from .methods.forms.base import (
-    Rescale as Rescale,
-)
-from .methods.forms.base import (
-    TensorSpec as TensorSpec,
-)
-from .methods.forms.base import (
-    Vector as Vector,
-)
-from .methods.forms.base import (
-    WeightForm as WeightForm,
-)
-from .methods.forms.base import (
-    Widths as Widths,
-)
-from .methods.library import (
-    adapter as adapter,
-)
-from .methods.library import (
-    apet as apet,
-)
-from .methods.library import (
-    bitfit as bitfit,
-)
-from .methods.library import (
-    diff_pruning as diff_pruning,
-)
-from .methods.library import (
-    full as full,
-)
-from .methods.library import (
-    head as head,
-)
-from .methods.library import (
-    ia3 as ia3,
-)
-from .methods.library import (
-    layernorm as layernorm,
-)
-from .methods.library import (
-    lora as lora,
-)
-from .methods.library import (
-    mam as mam,
-)
-from .methods.library import (
-    multi_head_parallel_adapter as multi_head_parallel_adapter,
-)
-from .methods.library import (
-    p_tuning_v2 as p_tuning_v2,
-)
-from .methods.library import (
-    parallel_adapter as parallel_adapter,
-)
-from .methods.library import (
-    prefix as prefix,
-)
-from .methods.library import (
-    prefix_layernorm as prefix_layernorm,
-)
-from .methods.library import (
-    prompt as prompt,
-)
-from .methods.library import (
-    scaled_parallel_adapter as scaled_parallel_adapter,
-)
-from .methods.library import (
-    three_vectors as three_vectors,
-)
-from .methods.library import (
-    trainable_tokens as trainable_tokens,
-)
-from .methods.library import (
-    unipelt as unipelt,
-)
+from .methods.forms.base import FactorForm as FactorForm
+from .methods.forms.base import Form as Form
+from .methods.forms.base import MatrixForm as MatrixForm
+from .methods.forms.base import Place as Place
+from .methods.forms.base import TensorSpec as TensorSpec
+from .methods.forms.base import WeightForm as WeightForm
+from .methods.forms.base import Widths as Widths
+from .methods.forms.hidden import Bottleneck as Bottleneck
+from .methods.forms.hidden import Mixture as Mixture
+from .methods.forms.hidden import Rescale as Rescale
+from .methods.forms.hidden import Vector as Vector
+from .methods.forms.low_rank import LowRank as LowRank
+from .methods.forms.prompt import Prompt as Prompt
+from .methods.library import adapter as adapter
+from .methods.library import apet as apet
+from .methods.library import bitfit as bitfit
+from .methods.library import diff_pruning as diff_pruning
+from .methods.library import full as full
+from .methods.library import head as head
+from .methods.library import ia3 as ia3
+from .methods.library import layernorm as layernorm
+from .methods.library import lora as lora
+from .methods.library import mam as mam
+from .methods.library import multi_head_parallel_adapter as multi_head_parallel_adapter
+from .methods.library import p_tuning_v2 as p_tuning_v2
+from .methods.library import parallel_adapter as parallel_adapter
+from .methods.library import prefix as prefix
+from .methods.library import prefix_layernorm as prefix_layernorm
+from .methods.library import prompt as prompt
+from .methods.library import scaled_parallel_adapter as scaled_parallel_adapter
+from .methods.library import three_vectors as three_vectors
+from .methods.library import trainable_tokens as trainable_tokens
+from .methods.library import unipelt as unipelt
 from .methods.registry import methods as methods
 from .methods.registry import parse as parse
 from .methods.registry import register as register

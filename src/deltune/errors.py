@@ -8,7 +8,7 @@ import inspect
 import math
 import os
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Literal, ParamSpec, TypeVar
 
@@ -174,6 +174,12 @@ def unknown_name(kind: str, name: object, known: Iterable[str], where: str = "",
     return f"unknown {kind} {excerpt(name, MAX_NAME_LENGTH)}{place}.{hint and ' '}{hint} Known: {listed}{more}."
 
 
+def check_choice(kind: str, value: object, known: Collection[str], hint: str | None = None) -> None:
+    """Raise a DeltuneError for a value that is none of the known names."""
+    if value not in known:
+        raise DeltuneError(unknown_name(kind, value, known, hint=hint))
+
+
 def _fitting(texts: Iterable[str], room: int, most_of_one: int = MAX_NAME_LENGTH) -> list[str]:
     """The first of some texts that fit into so many characters, of which each takes at most `most_of_one`."""
     shown: list[str] = []
@@ -203,33 +209,23 @@ T = TypeVar("T")
 
 
 def check_booleans(function: Callable[P, T]) -> Callable[P, T]:
-    """Make a function refuse values other than True and False for its keyword-only arguments of type bool."""
-    booleans = boolean_arguments(function)
+    """Make a function refuse values other than True and False, such as 1 and 0, for its arguments of type bool."""
+    annotations = {name: str(p.annotation) for name, p in inspect.signature(function).parameters.items()}
+    values: dict[str, tuple[object, ...]] = {"bool": (True, False), "bool | None": (True, False, None)}
+    booleans = {name: values[annotation] for name, annotation in annotations.items() if annotation in values}
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        refuse_others(function.__name__, booleans, kwargs)
+        problems = [
+            f"{key}={excerpt(kwargs[key])} is not {' or '.join(map(str, allowed))}"
+            for key, allowed in booleans.items()
+            if key in kwargs and not any(kwargs[key] is value for value in allowed)
+        ]
+        if problems:
+            raise error_from_problems(function.__name__, problems)
         return function(*args, **kwargs)
 
     return call
-
-
-def boolean_arguments(function: Callable[..., object]) -> dict[str, tuple[object, ...]]:
-    """Return the values that the arguments of type bool can have, None where their type says so."""
-    annotations = {name: str(p.annotation) for name, p in inspect.signature(function).parameters.items()}
-    values = {"bool": (True, False), "bool | None": (True, False, None)}
-    return {name: values[annotation] for name, annotation in annotations.items() if annotation in values}
-
-
-def refuse_others(name: str, booleans: Mapping[str, tuple[object, ...]], arguments: Mapping[str, object]) -> None:
-    """Raise a DeltuneError for arguments of a function that should be booleans; 1 and 0 are none."""
-    problems = [
-        f"{key}={excerpt(arguments[key])} is not {' or '.join(map(str, values))}"
-        for key, values in booleans.items()
-        if key in arguments and not any(arguments[key] is value for value in values)
-    ]
-    if problems:
-        raise error_from_problems(name, problems)
 
 
 def validation_problems(error: ValidationError, most: int = 10, show_values: bool = False) -> list[str]:

@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from .errors import DeltuneError, check_booleans, check_extra, error_summary, missing_extra, unknown_name
+from .errors import DeltuneError, check_booleans, check_choice, check_extra, error_summary, missing_extra, unknown_name
 from .files import read_json, user_path
 
 if TYPE_CHECKING:
@@ -277,8 +277,7 @@ def load_model(
 
     from .compat import auto_class_mapping, silent_loading
 
-    if head not in HEADS:
-        raise DeltuneError(unknown_name("model head", head, HEADS))
+    check_choice("model head", head, HEADS)
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise DeltuneError(unknown_name("dtype", dtype, DTYPES))
     if quantize is not None and quantize not in QUANTIZATIONS:
@@ -358,8 +357,7 @@ def quantization_config(quantize: str, kept: Sequence[str] = ()) -> Any:
     import torch
     import transformers
 
-    if quantize not in QUANTIZATIONS:
-        raise DeltuneError(unknown_name("quantize", quantize, QUANTIZATIONS))
+    check_choice("quantize", quantize, QUANTIZATIONS)
     check_extra("quant", f"quantize={quantize!r} needs")
     left = list(kept) or None
     library, _, kind = quantize.rpartition("-") if quantize != "nf4-double" else ("", "", quantize)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import deltune
-from deltune.methods.forms.base import ACTIVATIONS
+from deltune.methods.forms.hidden import ACTIVATIONS
 from deltune.methods.registry import REGISTRY
 from deltune.methods.spec import ATTENTIONS, LAYERS, STACKS, TOWERS, Method, explicit_expression, expressions_apart
 

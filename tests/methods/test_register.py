@@ -122,7 +122,7 @@ def test_what_cannot_be_registered() -> None:
     def plain() -> None: ...
 
     for term, says in (
-        (LowRank, "the name 'LowRank' is taken by deltune.methods.forms.base.LowRank"),
+        (LowRank, "the name 'LowRank' is taken by deltune.methods.forms.low_rank.LowRank"),
         (Loose, "frozen=True"),
         (Thawed, "frozen=True"),
         (Empty, r"(?s)no tensors and no initialize and no __call__; .*def tensors.*def initialize.*def __call__"),

@@ -19,7 +19,9 @@ from transformers import PreTrainedModel
 
 import deltune
 from deltune.methods.compositions import Composition
-from deltune.methods.forms.base import Form, LowRank, Place, Rescale, TensorSpec
+from deltune.methods.forms.base import Form, Place, TensorSpec
+from deltune.methods.forms.hidden import Rescale
+from deltune.methods.forms.low_rank import LowRank
 from deltune.methods.spec import Modification
 from deltune.runtime.modules import Edit
 from tables.families import FAMILIES

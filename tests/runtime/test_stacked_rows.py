@@ -12,7 +12,9 @@ import pytest
 import torch
 
 import deltune
-from deltune.methods.forms.base import Bottleneck, LowRank, Place, Rescale, WeightPlace, Widths
+from deltune.methods.forms.base import Place, WeightPlace, Widths
+from deltune.methods.forms.hidden import Bottleneck, Rescale
+from deltune.methods.forms.low_rank import LowRank
 from deltune.methods.registry import FORMS
 from deltune.runtime import stacked_edits
 from deltune.runtime.handle import inference_rows

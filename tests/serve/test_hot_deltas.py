@@ -360,7 +360,7 @@ def test_a_limit_of_memory_is_its_own_advice(
 ) -> None:
     server, folder, source = changeable
     save_delta(load_model(str(source), "causal-lm"), folder / "large", "full()", seed=1)
-    monkeypatch.setattr(importlib.import_module("deltune.methods.counting"), "NEGLIGIBLE_BYTES", 0)
+    monkeypatch.setattr(importlib.import_module("deltune.methods.memory"), "NEGLIGIBLE_BYTES", 0)
     monkeypatch.setenv("DELTUNE_MEMORY_LIMIT", "1KB")
     try:
         message = server.post("/v1/deltas", {"name": "large"}).json()["error"]["message"]

@@ -16,44 +16,30 @@ Read = tuple[torch.Tensor, "Node"]
 
 @dataclass(eq=False)
 class Node:
-    """One recorded step of the forward pass: a call of a module, or an operation outside of such modules.
+    """One recorded step of the forward pass: a call of a module, or an operation outside of such modules."""
 
-    Attributes:
-        kind: "linear", "norm", "embedding", "attention", "experts" (weights of three dimensions, one FFN for each
-            index of the first), "add" (of two activations), "mix" (a product of two activations), "view", "pass" (a
-            change of scale, or dropout), "input", or "op" (anything else).
-        parents: The nodes whose outputs are its inputs.
-        order: Its number in the order of execution.
-        path: The path of the module that was called, "" for an operation.
-        operation: The name of the operation, such as "add"; "" for a module.
-        argument: For an "input", the name of the argument of the model's forward.
-        module: The module of the live model that was called, None for an operation.
-        inputs: Its input tensors.
-        sources: The node that returned each input, None for tensors such as parameters, which no node has returned.
-            Later writes to the same tensor do not count.
-        outputs: Its output tensors.
-        transposed: Whether the weight of a "linear" has the shape (in, out).
-        children: The nodes whose inputs are its outputs.
-        steps: For a module, how many operations ran inside, without views.
-        picks: Of an operation that picks by indices or by a condition, the first axis that it picks from; else None.
-        other_reads: Of an attention, what it reads beside query, key and value, such as a bias that is added to its
-            scores: tensors, each with the node that returned it. These nodes are not among the parents.
-    """
-
+    # "linear", "norm", "embedding", "attention", "experts" (weights of three dimensions, one FFN for each index of the
+    # first), "add" (of two activations), "mix" (a product of two activations), "view", "pass" (a change of scale, or
+    # dropout), "input", or "op" (anything else)
     kind: str
-    parents: list[Node]
-    order: int
-    path: str = ""
-    operation: str = ""
-    argument: str = ""
-    module: Any = None
+    parents: list[Node]  # the nodes whose outputs are its inputs
+    order: int  # its number in the order of execution
+    path: str = ""  # the path of the module that was called, "" for an operation
+    operation: str = ""  # the name of the operation, such as "add"; "" for a module
+    argument: str = ""  # for an "input", the name of the argument of the model's forward
+    module: Any = None  # the module of the live model that was called, None for an operation
     inputs: list[torch.Tensor] = field(default_factory=list)
+    # the node that returned each input, None for tensors such as parameters, which no node has returned. Later writes
+    # to the same tensor do not count.
     sources: list[Node | None] = field(default_factory=list)
     outputs: list[torch.Tensor] = field(default_factory=list)
-    transposed: bool = False
-    children: list[Node] = field(default_factory=list)
-    steps: int = 0
+    transposed: bool = False  # whether the weight of a "linear" has the shape (in, out)
+    children: list[Node] = field(default_factory=list)  # the nodes whose inputs are its outputs
+    steps: int = 0  # for a module, how many operations ran inside, without views
+    # of an operation that picks by indices or by a condition, the first axis that it picks from; else None
     picks: int | None = None
+    # of an attention, what it reads beside query, key and value, such as a bias that is added to its scores: tensors,
+    # each with the node that returned it. These nodes are not among the parents.
     other_reads: list[tuple[torch.Tensor, Node | None]] = field(default_factory=list)
 
     @property
@@ -82,40 +68,32 @@ class Node:
 
 @dataclass
 class Trace:
-    """A recorded forward pass.
+    """A recorded forward pass."""
 
-    Attributes:
-        nodes: All steps, in the order of execution.
-        entered: The modules that were called, by path, each with the names of the arguments of its first call.
-        runs: The number of calls of each module, by path.
-        began: The number of nodes recorded before the first call of each module, by path.
-        ended: The number of nodes recorded up to the end of the last call of each module, by path.
-        attended: The paths of the modules that called transformers' attention interface.
-        parameters: The names of the model's parameters, by the `id` of the tensor that stands for each in this pass.
-        returned: The paths of the modules that returned a tensor, by the tensor's `id`, inner modules first. Modules
-            that are recorded as one node are left out.
-        results: The nodes that returned the outputs of the pass; of one that `trace_tower` stopped short, every node
-            after the tower.
-        on_zeros: Why the pass ran on zeros instead of the meta device; "" if it ran on the meta device.
-        stopped: Whether the pass raised an error after the tower that it was to run through.
-        compared: The numbers that the pass compared the token ids with.
-        arguments: The first tensor that each module was called with, by path.
-        outputs: The first tensor that each module has returned, by path.
-    """
-
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)  # all steps, in the order of execution
+    # the modules that were called, by path, each with the names of the arguments of its first call
     entered: dict[str, tuple[torch.nn.Module, set[str]]] = field(default_factory=dict)
-    runs: dict[str, int] = field(default_factory=dict)
+    runs: dict[str, int] = field(default_factory=dict)  # the number of calls of each module, by path
+    # the number of nodes recorded before the first call of each module, by path
     began: dict[str, int] = field(default_factory=dict)
+    # the number of nodes recorded up to the end of the last call of each module, by path
     ended: dict[str, int] = field(default_factory=dict)
+    # the paths of the modules that called transformers' attention interface
     attended: set[str] = field(default_factory=set)
+    # the names of the model's parameters, by the `id` of the tensor that stands for each in this pass
     parameters: dict[int, str] = field(default_factory=dict)
+    # the paths of the modules that returned a tensor, by the tensor's `id`, inner modules first. Modules that are
+    # recorded as one node are left out.
     returned: dict[int, list[str]] = field(default_factory=dict)
+    # the nodes that returned the outputs of the pass; of one that `trace_tower` stopped short, every node after the
+    # tower
     results: list[Node] = field(default_factory=list)
-    on_zeros: str = ""
-    stopped: bool = False
-    compared: list[int] = field(default_factory=list)
+    on_zeros: str = ""  # why the pass ran on zeros instead of the meta device; "" if it ran on the meta device
+    stopped: bool = False  # whether the pass raised an error after the tower that it was to run through
+    compared: list[int] = field(default_factory=list)  # the numbers that the pass compared the token ids with
+    # the first tensor that each module was called with, by path
     arguments: dict[str, torch.Tensor] = field(default_factory=dict)
+    # the first tensor that each module has returned, by path
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def around(self, paths: Sequence[str], proper: bool = False) -> str:

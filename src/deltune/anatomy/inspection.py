@@ -195,27 +195,33 @@ class _Inspector:
     def _groups(self, subs: list[SubLayer], stacks: dict[SubLayer, StackName]) -> list[tuple[str, list[SubLayer]]]:
         """Return the sub-layers of each layer with the layer's path, once for each time that the layer runs."""
         groups: list[tuple[str, list[SubLayer]]] = []
-        for part in (part for group in self._by_element(subs) for part in _by_mixer(group, stacks)):
-            paths = [path for sub in part for path in sub.paths]
-            path = (self._elements(paths) or [self.trace.around(paths)])[-1]
-            if groups and groups[-1][0] == path and self.trace.runs.get(path) == 1:
-                groups[-1][1].extend(part)  # two mixers side by side
-            else:
-                groups.append((path, part))
+        for element in self._split_by_lists(subs):
+            for part in _by_mixer(element, stacks):
+                paths = [path for sub in part for path in sub.paths]
+                path = (self._elements(paths) or [self.trace.around(paths)])[-1]
+                if groups and groups[-1][0] == path and self.trace.runs.get(path) == 1:
+                    groups[-1][1].extend(part)  # two mixers side by side
+                else:
+                    groups.append((path, part))
         # an attention that pools the states is in no list of modules, and no layer
         groups = [(path, group) for path, group in groups if self._elements([path])] or groups
         return [(path, self._once_each(path, group)) for path, group in groups]
 
-    def _by_element(self, subs: list[SubLayer], level: int = 0) -> list[list[SubLayer]]:
-        """Split sub-layers by the element of a list of modules that each is in, the outermost lists first.
+    def _split_by_lists(self, subs: list[SubLayer], level: int = 0) -> list[list[SubLayer]]:
+        """Split sub-layers by the element of a list of modules that each is in.
 
-        A stage, of which each element has a mixer of tokens of its own, is split by the lists inside of it.
+        An element of the outermost lists is a layer, or a stage of several layers, of which each mixes tokens. A stage
+        is split by the lists inside of it, where each of their elements mixes tokens.
         """
-        split = [list(group) for _, group in groupby(subs, lambda s: self._elements(s.paths)[: level + 1])]
-        if level and (len(split) == 1 or not all(any(s.mixes_tokens for s in group) for group in split)):
+        elements = [list(group) for _, group in groupby(subs, lambda s: self._elements(s.paths)[: level + 1])]
+        are_layers = len(elements) > 1 and all(any(s.mixes_tokens for s in element) for element in elements)
+        if level and not are_layers:
             return [subs]
-        stages = (self._by_element(group, level + 1) if sum(map(_opens, group)) > 1 else [group] for group in split)
-        return [group for stage in stages for group in stage]
+        layers: list[list[SubLayer]] = []
+        for element in elements:
+            is_stage = sum(map(_opens, element)) > 1
+            layers += self._split_by_lists(element, level + 1) if is_stage else [element]
+        return layers
 
     def _with_gradient(self, groups: list[tuple[str, list[SubLayer]]]) -> list[tuple[str, list[SubLayer]]]:
         """Return the layers that the outputs depend on by numbers, and note the others.

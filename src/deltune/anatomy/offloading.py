@@ -23,15 +23,10 @@ Place = tuple[nn.Module, str]
 
 @dataclass(frozen=True)
 class OffloadedTensor:
-    """A parameter that a hook of accelerate loads for the call of a module.
-
-    Attributes:
-        hook: The hook.
-        name: The name of the value in the hook's `weights_map`.
-    """
+    """A parameter that a hook of accelerate loads for the call of a module."""
 
     hook: Any
-    name: str
+    name: str  # the name of the value in the hook's `weights_map`
 
     @property
     def device(self) -> torch.device:

@@ -27,17 +27,11 @@ from .types import Anatomy
 
 @dataclass(frozen=True)
 class QuantizedStorage:
-    """A model as a quantiser would load it, with everything else in float32.
+    """A model as a quantiser would load it, with everything else in float32."""
 
-    Attributes:
-        anatomy: The anatomy of AutoModel, in which the quantised weights are marked.
-        quantization: How the linears are quantised, such as "bitsandbytes nf4".
-        stored_bytes: The bytes that the model stores.
-    """
-
-    anatomy: Anatomy
-    quantization: str
-    stored_bytes: int
+    anatomy: Anatomy  # the anatomy of AutoModel, in which the quantised weights are marked
+    quantization: str  # how the linears are quantised, such as "bitsandbytes nf4"
+    stored_bytes: int  # the bytes that the model stores
 
 
 class _OneLinearConfig(PreTrainedConfig):

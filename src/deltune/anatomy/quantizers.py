@@ -31,31 +31,21 @@ from ..errors import DeltuneError, error_summary
 
 @dataclass(frozen=True)
 class Quantizer:
-    """One way of quantising a linear layer.
+    """One way of quantising a linear layer."""
 
-    Attributes:
-        library: The library that made the layer.
-        matches: Whether a module is such a layer.
-        kind: What the weight is stored as, such as "nf4".
-        dequantize: Returns the weight in floating point (out_features, in_features), as products are
-            computed with. It changes nothing.
-        quantize: Quantises a weight in floating point and sets it in a copy of the layer, which shares no dictionary
-            with it.
-        state: The attributes of a layer beside its parameters that `quantize` changes.
-        no_gradient: Why no gradient passes from the output of a layer to its input; "" where one does.
-        trainable_weight: Whether the stored weight is a plain one that can itself be trained.
-        weight_name: The name of the parameter that holds the stored weight.
-    """
-
-    library: str
-    matches: Callable[[nn.Module], bool]
-    kind: Callable[[Any], str]
+    library: str  # the library that made the layer
+    matches: Callable[[nn.Module], bool]  # whether a module is such a layer
+    kind: Callable[[Any], str]  # what the weight is stored as, such as "nf4"
+    # returns the weight in floating point (out_features, in_features), as products are computed with. It changes
+    # nothing.
     dequantize: Callable[[Any], torch.Tensor]
+    # quantises a weight in floating point and sets it in a copy of the layer, which shares no dictionary with it
     quantize: Callable[[Any, torch.Tensor], None]
-    state: tuple[str, ...] = ()
+    state: tuple[str, ...] = ()  # the attributes of a layer beside its parameters that `quantize` changes
+    # why no gradient passes from the output of a layer to its input; "" where one does
     no_gradient: Callable[[Any], str] = lambda module: ""
-    trainable_weight: bool = False
-    weight_name: str = "weight"
+    trainable_weight: bool = False  # whether the stored weight is a plain one that can itself be trained
+    weight_name: str = "weight"  # the name of the parameter that holds the stored weight
 
     def name(self, module: nn.Module) -> str:
         """Return the library and the kind of a layer, such as "bitsandbytes nf4"."""

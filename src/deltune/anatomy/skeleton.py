@@ -89,27 +89,13 @@ def base_modules(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tu
 
 
 def modules_without_paths(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of `base_modules`, each once and without its path, in less time."""
-    modules, seen = [model], {model}
-    for module in modules:
-        for name, child in list(submodules_of(module).items()):
-            if child is not None and child not in seen and name != HANDLE_NAME:
-                seen.add(child)
-                modules.append(child)
-    return modules
+    """Return the modules of `base_modules`, each once and without its path."""
+    return [module for _, module in base_modules(model)]
 
 
 def base_tensors(model: nn.Module) -> Iterator[nn.Parameter]:
     """Iterate over the parameters of the model's own modules; tied ones come once for each of their names."""
-    stack = [model]
-    while stack:
-        module = stack.pop()
-        for parameter in list(parameters_of(module).values()):
-            if parameter is not None:
-                yield parameter
-        for name, child in reversed(list(submodules_of(module).items())):
-            if child is not None and name != HANDLE_NAME:
-                stack.append(child)
+    return (parameter for _, parameter in base_parameters(model))
 
 
 def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -196,15 +182,12 @@ def _copied_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class Stamp:
-    """Everything that a copy of a live module's structure depends on. Equal stamps were taken of the same structure.
+    """Everything that a copy of a live module's structure depends on. Equal stamps were taken of the same structure."""
 
-    Attributes:
-        structure: The types of its modules, the names and shapes of their parameters and buffers, which of them are one
-            tensor, and the values of all other attributes and of the configurations.
-        functions: The functions among the attributes of its modules, and everything that their classes define.
-    """
-
+    # the types of its modules, the names and shapes of their parameters and buffers, which of them are one tensor, and
+    # the values of all other attributes and of the configurations
     structure: tuple[Any, ...]
+    # the functions among the attributes of its modules, and everything that their classes define
     functions: tuple[Any, ...]
 
 

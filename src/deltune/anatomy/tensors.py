@@ -22,27 +22,16 @@ _OF_WEIGHTS = {"norm", "linear", "experts"}
 
 @dataclass(frozen=True)
 class Regions:
-    """The places of a model's parts, by which the area of a tensor is known.
+    """The places of a model's parts, by which the area of a tensor is known."""
 
-    Attributes:
-        base: The path of the base model.
-        layers: The paths of the layers.
-        embedding: The paths of the modules that the first layers depend on.
-        pooler: The path of the pooler.
-        head: The paths of the modules of the head.
-        vocabulary: The path of the projection to the vocabulary.
-        tower: The tower that the main input enters.
-        towers: By path, the towers that it does not enter.
-    """
-
-    base: str
-    layers: tuple[str, ...]
-    embedding: Collection[str]
-    pooler: str | None
-    head: tuple[str, ...]
-    vocabulary: str | None
-    tower: str
-    towers: Mapping[str, str]
+    base: str  # the path of the base model
+    layers: tuple[str, ...]  # the paths of the layers
+    embedding: Collection[str]  # the paths of the modules that the first layers depend on
+    pooler: str | None  # the path of the pooler
+    head: tuple[str, ...]  # the paths of the modules of the head
+    vocabulary: str | None  # the path of the projection to the vocabulary
+    tower: str  # the tower that the main input enters
+    towers: Mapping[str, str]  # by path, the towers that it does not enter
 
 
 def tensors_of(

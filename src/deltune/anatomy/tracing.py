@@ -44,17 +44,11 @@ from .skeleton import Stamp, base_modules, fill_with_zeros, structural_copy, str
 
 @dataclass(frozen=True)
 class CallOrder:
-    """Which modules a forward pass calls, and in what order.
+    """Which modules a forward pass calls, and in what order."""
 
-    Attributes:
-        attended: Paths of the modules that called the attention interface.
-        began: How many steps there were when each module was first entered.
-        ended: How many steps there were when each module last returned.
-    """
-
-    attended: frozenset[str]
-    began: dict[str, int]
-    ended: dict[str, int]
+    attended: frozenset[str]  # paths of the modules that called the attention interface
+    began: dict[str, int]  # how many steps there were when each module was first entered
+    ended: dict[str, int]  # how many steps there were when each module last returned
 
     def including(self, other: CallOrder, path: str) -> CallOrder:
         """Return the order with the calls inside another model, at a path of this one, that a pass may enter too."""

@@ -17,7 +17,8 @@ from ..anatomy.types import Anatomy, Layer, is_inside
 from ..errors import DeltuneError, error_from_problems
 from ..methods.compositions import Add, Composition, Gate, Scale
 from ..methods.forms.attention import Prefix
-from ..methods.forms.base import Bottleneck, LowRank
+from ..methods.forms.hidden import Bottleneck
+from ..methods.forms.low_rank import LowRank
 from ..methods.library import adapter, lora, parallel_adapter, prefix, scaled_parallel_adapter
 from ..methods.sites import resolve_locations
 from ..methods.spec import PROJECTIONS, Method, MethodSum, Modification

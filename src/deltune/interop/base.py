@@ -21,7 +21,7 @@ from ..anatomy.types import Anatomy, Columns
 from ..errors import DeltuneError, error_from_problems, validation_problems
 from ..files import find_file, read_json_object
 from ..methods.resolve import ResolvedEdit, resolve, selected_tensors
-from ..methods.sites import EditLocation, resolve_locations
+from ..methods.sites import Location, resolve_locations
 from ..methods.spec import ATTENTIONS, Method, MethodSum, Modification, Selection
 from .tensor_files import load_float_tensors
 
@@ -256,7 +256,7 @@ class PlacedTensors:
     """
 
     modification: Modification
-    place: EditLocation
+    place: Location
     tensors: NamedTensors
 
 
@@ -384,7 +384,7 @@ def read_tensors(folder: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
 # -- a method from its places -----------------------------------------------------------------------------------------
 
 
-def locations_or_none(anatomy: Anatomy, modification: Modification) -> list[EditLocation]:
+def locations_or_none(anatomy: Anatomy, modification: Modification) -> list[Location]:
     """Return the places of a modification; none where the model does not have it."""
     try:
         return resolve_locations(anatomy, modification)

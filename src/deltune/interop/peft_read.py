@@ -18,7 +18,8 @@ import torch
 from ..anatomy.types import Anatomy
 from ..errors import DeltuneError, error_from_problems, unknown_name, word_list
 from ..methods.compositions import Add, Scale
-from ..methods.forms.base import LowRank, Rescale
+from ..methods.forms.hidden import Rescale
+from ..methods.forms.low_rank import LowRank
 from ..methods.library import ia3, layernorm, lora, prefix, prompt
 from ..methods.resolve import resolve
 from ..methods.spec import OTHER_PROJECTIONS, PROJECTIONS, Method, Modification, Selection

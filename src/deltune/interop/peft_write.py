@@ -17,7 +17,9 @@ from ..anatomy.types import Anatomy, Columns
 from ..errors import DeltuneError, error_from_problems
 from ..methods.compositions import Add, Gate, Scale
 from ..methods.forms.attention import Prefix
-from ..methods.forms.base import LowRank, Prompt, Rescale
+from ..methods.forms.hidden import Rescale
+from ..methods.forms.low_rank import LowRank
+from ..methods.forms.prompt import Prompt
 from ..methods.resolve import ResolvedEdit
 from ..methods.spec import Modification
 from .base import ExportedDelta

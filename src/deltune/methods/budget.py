@@ -25,17 +25,11 @@ MAX_STEPS = 1_000
 
 @dataclass(frozen=True)
 class FitResult:
-    """A method with its sizes solved.
+    """A method with its sizes solved."""
 
-    Attributes:
-        method: The method.
-        count: Its scalars.
-        budget: The budget in scalars.
-    """
-
-    method: Method
-    count: int
-    budget: int
+    method: Method  # the method
+    count: int  # its scalars
+    budget: int  # the budget in scalars
 
     @property
     def left(self) -> int:

@@ -15,7 +15,10 @@ from ..errors import DeltuneError, excerpt, unknown_name
 from . import spec
 from .compositions import Add, Composition, Gate, PrefixGate, Scale, SigmoidGate
 from .forms.attention import MultiHead, OwnMultiHead, Prefix
-from .forms.base import Bottleneck, Form, Init, LowRank, Mixture, Prompt, Rescale, Vector
+from .forms.base import Form
+from .forms.hidden import Bottleneck, Mixture, Rescale, Vector
+from .forms.low_rank import Init, LowRank
+from .forms.prompt import Prompt
 from .other_names import hint_for_site
 from .parser import NUMERAL
 from .spec import ADD, ExpertsArg, LayersArg, MaskedMethod, Method, Modification, NamedMethod, Selection, named_method
@@ -26,6 +29,9 @@ P = ParamSpec("P")
 
 _SHARED_ARGUMENTS = {
     "rank": "The inner width r, at least 1.",
+    "at": 'One or more of "ffn", "attention" and "heads".',
+    "scale": 's: a number, "learned" (starts at 1), or as in "learned(4)" (starts at 4).',
+    "x": '"input" (what the sub-layer reads) or "residual" (the residual stream before its norm).',
     "bias": "Whether both projections have biases.",
     "activation": 'f: "relu", "gelu", "silu", "tanh", "sigmoid" or "identity".',
     "layer_norm": "Whether a LayerNorm of its own stands before the down projection.",
@@ -267,13 +273,7 @@ def parallel_adapter(
     attention: Literal["all", "self", "cross"] = "all",
     tower: Tower = "main",
 ) -> tuple[Modification | Selection, ...]:
-    """Add h + s f(x W_down) W_up at "ffn", "attention" or "heads" (before W_o), or several of them (UV §3.3).
-
-    Args:
-        at: One or more of "ffn", "attention" and "heads".
-        scale: s: a number, "learned" (starts at 1), or as in "learned(4)" (starts at 4).
-        x: "input" (what the sub-layer reads) or "residual" (the residual stream before its norm).
-    """
+    """Add h + s f(x W_down) W_up at "ffn", "attention" or "heads" (before W_o), or several of them (UV §3.3)."""
     form = Bottleneck(rank, activation, bias=bias, layer_norm=layer_norm, dropout=dropout, init=init, zero_up=zero_up)
     sites = _checked_sites(at, ("ffn", "attention", "heads"))
     return _at_each(sites, form, "parallel", _compose(scale), layers, stack, attention, tower, x)
@@ -297,13 +297,7 @@ def scaled_parallel_adapter(
     attention: Literal["all", "self", "cross"] = "all",
     tower: Tower = "main",
 ) -> tuple[Modification | Selection, ...]:
-    """Add h + s f(x W_down) W_up with s = 4 and LoRA's initialisation (UV §3.3, §4.5).
-
-    Args:
-        at: One or more of "ffn", "attention" and "heads".
-        scale: s: a number, "learned" (starts at 1), or as in "learned(4)" (starts at 4).
-        x: "input" (what the sub-layer reads) or "residual" (the residual stream before its norm).
-    """
+    """Add h + s f(x W_down) W_up with s = 4 and LoRA's initialisation (UV §3.3, §4.5)."""
     return parallel_adapter(
         at, rank, scale, bias=bias, activation=activation, layer_norm=layer_norm, dropout=dropout, init=init,
         zero_up=zero_up, x=x, layers=layers, stack=stack, attention=attention, tower=tower,
@@ -476,9 +470,6 @@ def trainable_tokens(tokens: tuple[int, ...]) -> tuple[Modification | Selection,
 
     Args:
         tokens: The token ids, such as the ids of added tokens.
-
-    Returns:
-        The method, to attach, count or add to others.
     """
     return (Selection(("embedding",), ("embedding", "vocabulary"), tokens=tokens),)
 
@@ -501,12 +492,7 @@ def mam(
         length: The length of the prefix.
         rank: The inner width of the adapter.
         scale: The adapter's scale.
-        layers: "all", "lower half", "upper half", "first N", "last N", or indices within each stack (-1 is the last).
-        stack: "all", "encoder" or "decoder".
         attention: Which attentions have a prefix, "all", "self" or "cross".
-
-    Returns:
-        The method, to attach, count or add to others.
     """
     at_heads = prefix(length, layers=layers, stack=stack, attention=attention)
     return (at_heads + scaled_parallel_adapter("ffn", rank, scale, layers=layers, stack=stack)).parts
@@ -520,11 +506,6 @@ def prefix_layernorm(
 
     Args:
         length: The length of the prefix.
-        layers: "all", "lower half", "upper half", "first N", "last N", or indices within each stack (-1 is the last).
-        stack: "all", "encoder" or "decoder".
-
-    Returns:
-        The method, to attach, count or add to others.
     """
     return (prefix(length, layers=layers, stack=stack) + layernorm(layers=layers, stack=stack)).parts
 
@@ -548,11 +529,6 @@ def unipelt(
         length: The length of the prefix.
         rank: The rank of LoRA.
         bottleneck: The inner width of the adapter.
-        layers: "all", "lower half", "upper half", "first N", "last N", or indices within each stack (-1 is the last).
-        stack: "all", "encoder" or "decoder".
-
-    Returns:
-        The method, to attach, count or add to others.
     """
     low_rank = LowRank(rank)
     return (
@@ -575,14 +551,6 @@ def ia3(
     """Multiply keys, values and the FFN's inner activation by trained vectors w, w ⊙ h (Liu et al. 2022).
 
     Every w is 1 at first, so that the model is unchanged.
-
-    Args:
-        layers: "all", "lower half", "upper half", "first N", "last N", or indices within each stack (-1 is the last).
-        stack: "all", "encoder" or "decoder".
-        attention: Which attentions, "all", "self" or "cross"; it does not restrict the FFNs.
-
-    Returns:
-        The method, to attach, count or add to others.
     """
     return _at_each(("key", "value", "ffn_inner"), Rescale(), "sequential", ADD, layers, stack, attention)
 

@@ -30,24 +30,16 @@ class Factor:
     Entry j of rank k lies at k * step + j * stride. With `block`, ranks come in blocks of that many whose first ranks
     are `outer` apart: entry j of rank k lies at k % block * step + k // block * outer + j * stride. As this is a
     formula and no table, a mask on a huge rank costs what it keeps.
-
-    Attributes:
-        leaf: The name of the tensor.
-        width: The entries of each rank.
-        step: The distance between ranks.
-        stride: The distance between entries of a rank.
-        block: The ranks in a block; 0 without blocks.
-        outer: The distance between blocks.
-        constant: Whether its entries are added to what the rank computes (a bias), so that a rank with
-            nothing else would have no effect.
     """
 
-    leaf: str
-    width: int
-    step: int
-    stride: int
-    block: int = 0
-    outer: int = 0
+    leaf: str  # the name of the tensor
+    width: int  # the entries of each rank
+    step: int  # the distance between ranks
+    stride: int  # the distance between entries of a rank
+    block: int = 0  # the ranks in a block; 0 without blocks
+    outer: int = 0  # the distance between blocks
+    # whether its entries are added to what the rank computes (a bias), so that a rank with nothing else would have no
+    # effect
     constant: bool = False
 
     def positions(self, ranks: np.ndarray, entries: np.ndarray) -> np.ndarray:
@@ -59,23 +51,14 @@ class Factor:
 
 @dataclass(frozen=True)
 class MaskGroup:
-    """What a mask is drawn on at once: a plain weight, or a product of two sides that share ranks.
+    """What a mask is drawn on at once: a plain weight, or a product of two sides that share ranks."""
 
-    Attributes:
-        name: The name that seeds the draw.
-        shape: The shape of a plain weight.
-        leaf: The name of a plain weight.
-        rank: The shared rank of a product; 0 for a plain weight.
-        down: The factors below the rank.
-        up: The factors above the rank.
-    """
-
-    name: str
-    shape: tuple[int, ...] = ()
-    leaf: str = ""
-    rank: int = 0
-    down: tuple[Factor, ...] = ()
-    up: tuple[Factor, ...] = ()
+    name: str  # the name that seeds the draw
+    shape: tuple[int, ...] = ()  # the shape of a plain weight
+    leaf: str = ""  # the name of a plain weight
+    rank: int = 0  # the shared rank of a product; 0 for a plain weight
+    down: tuple[Factor, ...] = ()  # the factors below the rank
+    up: tuple[Factor, ...] = ()  # the factors above the rank
 
     @property
     def size(self) -> int:
@@ -96,19 +79,12 @@ def _total_width(sides: Sequence[Factor]) -> int:
 
 @dataclass(frozen=True)
 class Mask:
-    """A mask as the number of scalars of each group; the indices are drawn when they are needed.
+    """A mask as the number of scalars of each group; the indices are drawn when they are needed."""
 
-    Attributes:
-        quotas: The groups with their numbers of scalars.
-        pattern: "discrete", "uniform" or "adjacent".
-        along: "rows" or "columns".
-        seed: The seed of the draw.
-    """
-
-    quotas: tuple[tuple[MaskGroup, int], ...]
-    pattern: str
-    along: str
-    seed: int
+    quotas: tuple[tuple[MaskGroup, int], ...]  # the groups with their numbers of scalars
+    pattern: str  # "discrete", "uniform" or "adjacent"
+    along: str  # "rows" or "columns"
+    seed: int  # the seed of the draw
 
     @property
     def count(self) -> int:
@@ -125,17 +101,11 @@ class Mask:
 
 @dataclass(frozen=True)
 class RowMask:
-    """A mask that keeps whole rows of a matrix, those of chosen tokens.
+    """A mask that keeps whole rows of a matrix, those of chosen tokens."""
 
-    Attributes:
-        name: The name of the matrix.
-        rows: The numbers of the rows.
-        width: The entries of a row.
-    """
-
-    name: str
-    rows: tuple[int, ...]
-    width: int
+    name: str  # the name of the matrix
+    rows: tuple[int, ...]  # the numbers of the rows
+    width: int  # the entries of a row
 
     @property
     def count(self) -> int:
@@ -186,13 +156,13 @@ def _place_remainder(
     too_small: Sequence[int],
 ) -> None:
     """Give the remaining scalars to groups that can be trained, in the order of `order`; `too_small` ones come last."""
-    for open_too_small in (False, True, True):
-        for i in order:
-            room = groups[i].size - quotas[i]
-            live = any(quotas[j] for j in depends_on[i]) if i in depends_on else open_too_small or i not in too_small
-            if remaining and live and room and quotas[i] + remaining >= groups[i].min_scalars:
-                added = min(remaining, room)
-                quotas[i], remaining = quotas[i] + added, remaining - added
+    already_open = [i for i in order if i in depends_on or i not in too_small]
+    for i in (*already_open, *order, *order):  # twice, since what opens at the end brings what depends on it to life
+        room = groups[i].size - quotas[i]
+        is_live = i not in depends_on or any(quotas[j] for j in depends_on[i])
+        if remaining and is_live and room and quotas[i] + remaining >= groups[i].min_scalars:
+            added = min(remaining, room)
+            quotas[i], remaining = quotas[i] + added, remaining - added
     if remaining:  # one scalar is left over and nobody else can be opened: take one more from another
         i = next(i for i in (*too_small, *order) if not quotas[i] and i not in depends_on)
         donor = next((j for j in order if quotas[j] > groups[j].min_scalars), None)

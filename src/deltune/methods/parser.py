@@ -29,12 +29,11 @@ from pydantic import ConfigDict, InstanceOf, TypeAdapter, ValidationError
 
 from ..errors import (
     DeltuneError,
-    boolean_arguments,
+    check_booleans,
     closest_match,
     counted,
     error_from_problems,
     excerpt,
-    refuse_others,
     with_advice,
 )
 from .other_names import (
@@ -178,15 +177,14 @@ def explain_arguments(function: Callable[P, T]) -> Callable[P, T]:
     Arguments of type bool must be True or False. The error is a DeltuneError, as in expressions; every other wrong call
     is a TypeError, as in any function.
     """
-    known, booleans = frozenset(signature(function).parameters), boolean_arguments(function)
+    known, checked = frozenset(signature(function).parameters), check_booleans(function)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if not kwargs.keys() <= known:
             unknown = [unknown_argument(function.__name__, key, function) for key in kwargs if key not in known]
             raise error_from_problems(f"{function.__name__} was called with arguments that it does not have", unknown)
-        refuse_others(function.__name__, booleans, kwargs)
-        return function(*args, **kwargs)
+        return checked(*args, **kwargs)
 
     return call
 

@@ -11,42 +11,13 @@ from math import log
 from typing import Any, TypeVar
 
 from ..errors import DeltuneError, error_from_problems, excerpt
-from . import parser, spec
+from . import library, parser, spec
 from .compositions import Add, Composition, Gate, PrefixGate, Scale, SigmoidGate
 from .forms.attention import MultiHead, OwnMultiHead, Prefix
-from .forms.base import (
-    Bottleneck,
-    Form,
-    LowRank,
-    Mixture,
-    Prompt,
-    Rescale,
-    Vector,
-    check_form_class,
-    check_frozen,
-)
-from .library import (
-    adapter,
-    apet,
-    bitfit,
-    diff_pruning,
-    full,
-    head,
-    ia3,
-    layernorm,
-    lora,
-    mam,
-    multi_head_parallel_adapter,
-    p_tuning_v2,
-    parallel_adapter,
-    prefix,
-    prefix_layernorm,
-    prompt,
-    scaled_parallel_adapter,
-    three_vectors,
-    trainable_tokens,
-    unipelt,
-)
+from .forms.base import Form, check_form_class, check_frozen
+from .forms.hidden import Bottleneck, Mixture, Rescale, Vector
+from .forms.low_rank import LowRank
+from .forms.prompt import Prompt
 from .spec import MaskedMethod, Method, Modification, NamedMethod, Selection
 
 DEFAULT_RATE, DEFAULT_SHORT_RATE = 1e-3, 1e-2
@@ -57,25 +28,17 @@ SHORT_STEPS, LONG_STEPS = 50, 5000
 
 @dataclass(frozen=True)
 class RegistryEntry:
-    """What is known of a named method.
+    """What is known of a named method."""
 
-    Attributes:
-        make: The function that makes the method.
-        paper: Where it was published.
-        scalars: What it trains in a layer with one self-attention and a plain FFN, biases apart, as a formula: d is the
-            width, m the inner width of the FFN, r the rank, l the length, b the bottleneck, L the number of layers, and
-            N_h the number of heads.
-        example: An expression with it.
-        rate: The learning rate of long runs where the user gives none.
-        short_rate: That of short runs.
-    """
-
-    make: Callable[..., Method]
-    paper: str
+    make: Callable[..., Method]  # the function that makes the method
+    paper: str  # where it was published
+    # what it trains in a layer with one self-attention and a plain FFN, biases apart, as a formula: d is the width, m
+    # the inner width of the FFN, r the rank, l the length, b the bottleneck, L the number of layers, and N_h the number
+    # of heads
     scalars: str
-    example: str
-    rate: float = DEFAULT_RATE
-    short_rate: float = DEFAULT_SHORT_RATE
+    example: str  # an expression with it
+    rate: float = DEFAULT_RATE  # the learning rate of long runs where the user gives none
+    short_rate: float = DEFAULT_SHORT_RATE  # that of short runs
 
     @property
     def plain(self) -> Method:
@@ -89,60 +52,69 @@ class RegistryEntry:
         return " ".join((self.make.__doc__ or "").split("\n\n")[0].split())
 
 
-REGISTRY: Mapping[str, RegistryEntry] = {
-    "full": RegistryEntry(full, "all three", "all", "full", rate=5e-5, short_rate=3e-4),
-    "head": RegistryEntry(head, "LN, table 1", "0", "head", short_rate=3e-2),
-    "layernorm": RegistryEntry(
-        layernorm, "LN §3.1", "4d (+ 2d)", "layernorm(terms='gain')", rate=1e-2, short_rate=2e-2
+_ENTRIES = (
+    RegistryEntry(library.full, "all three", "all", "full", rate=5e-5, short_rate=3e-4),
+    RegistryEntry(library.head, "LN, table 1", "0", "head", short_rate=3e-2),
+    RegistryEntry(library.layernorm, "LN §3.1", "4d (+ 2d)", "layernorm(terms='gain')", rate=1e-2, short_rate=2e-2),
+    RegistryEntry(library.bitfit, "Ben Zaken et al. 2022", "7d + m", "bitfit(which='query+ffn_up')"),
+    RegistryEntry(
+        library.adapter,
+        "UV eq. 4; Houlsby et al. 2019; Pfeiffer et al. 2021",
+        "4dr",
+        "adapter(style='pfeiffer', rank=32)",
     ),
-    "bitfit": RegistryEntry(bitfit, "Ben Zaken et al. 2022", "7d + m", "bitfit(which='query+ffn_up')"),
-    "adapter": RegistryEntry(
-        adapter, "UV eq. 4; Houlsby et al. 2019; Pfeiffer et al. 2021", "4dr", "adapter(style='pfeiffer', rank=32)"
-    ),
-    "parallel_adapter": RegistryEntry(parallel_adapter, "UV §3.3", "2dr", "parallel_adapter(at='attention', rank=32)"),
-    "scaled_parallel_adapter": RegistryEntry(
-        scaled_parallel_adapter,
+    RegistryEntry(library.parallel_adapter, "UV §3.3", "2dr", "parallel_adapter(at='attention', rank=32)"),
+    RegistryEntry(
+        library.scaled_parallel_adapter,
         "UV §3.3, §4.5",
         "2dr",
         "scaled_parallel_adapter(rank=512, scale='learned')",
         short_rate=3e-3,  # 1e-2, times the scale of 4, diverges on MiniLM
     ),
-    "multi_head_parallel_adapter": RegistryEntry(
-        multi_head_parallel_adapter,
+    RegistryEntry(
+        library.multi_head_parallel_adapter,
         "UV §3.3, table 4",
         "2ld; (N_h + 1)·l·d with own_down",
         "multi_head_parallel_adapter(length=30)",
     ),
-    "prefix": RegistryEntry(
-        prefix, "UV eq. 5; Li and Liang 2021", "2ld", "prefix(length=16) + layernorm", rate=1e-2, short_rate=3e-2
+    RegistryEntry(
+        library.prefix,
+        "UV eq. 5; Li and Liang 2021",
+        "2ld",
+        "prefix(length=16) + layernorm",
+        rate=1e-2,
+        short_rate=3e-2,
     ),
-    "p_tuning_v2": RegistryEntry(
-        p_tuning_v2, "Liu et al. 2022", "2ld", "p_tuning_v2(length=20)", rate=1e-2, short_rate=3e-2
+    RegistryEntry(library.p_tuning_v2, "Liu et al. 2022", "2ld", "p_tuning_v2(length=20)", rate=1e-2, short_rate=3e-2),
+    RegistryEntry(library.prompt, "Lester et al. 2021", "l·d once", "prompt(length=20)", rate=3e-2, short_rate=1e-1),
+    RegistryEntry(library.lora, "UV eq. 6; Hu et al. 2021", "4dr", "lora(rank=8, at=('query', 'value'))"),
+    RegistryEntry(library.trainable_tokens, "ours", "d for each token, once", "trainable_tokens(tokens=(5, 7)) + lora"),
+    RegistryEntry(library.mam, "UV §4.6", "2ld + 2dr", "mam(length=30, rank=512)", short_rate=3e-3),
+    RegistryEntry(
+        library.prefix_layernorm,
+        "LN §3.2",
+        "2ld + 4d (+ 2d)",
+        "prefix_layernorm(length=16)",
+        rate=1e-2,
+        short_rate=2e-2,
     ),
-    "prompt": RegistryEntry(prompt, "Lester et al. 2021", "l·d once", "prompt(length=20)", rate=3e-2, short_rate=1e-1),
-    "lora": RegistryEntry(lora, "UV eq. 6; Hu et al. 2021", "4dr", "lora(rank=8, at=('query', 'value'))"),
-    "trainable_tokens": RegistryEntry(
-        trainable_tokens, "ours", "d for each token, once", "trainable_tokens(tokens=(5, 7)) + lora"
+    RegistryEntry(
+        library.unipelt, "Mao et al. 2022", "2ld + 4dr + 2db + 3d", "unipelt(length=10, rank=8, bottleneck=48)"
     ),
-    "mam": RegistryEntry(mam, "UV §4.6", "2ld + 2dr", "mam(length=30, rank=512)", short_rate=3e-3),
-    "prefix_layernorm": RegistryEntry(
-        prefix_layernorm, "LN §3.2", "2ld + 4d (+ 2d)", "prefix_layernorm(length=16)", rate=1e-2, short_rate=2e-2
-    ),
-    "unipelt": RegistryEntry(
-        unipelt, "Mao et al. 2022", "2ld + 4dr + 2db + 3d", "unipelt(length=10, rank=8, bottleneck=48)"
-    ),
-    "three_vectors": RegistryEntry(three_vectors, "LN, table 1", "2d + L + 1 once", "three_vectors", short_rate=3e-2),
-    "ia3": RegistryEntry(ia3, "Liu et al. 2022", "2d + m", "ia3 + layernorm", short_rate=3e-2),
-    "diff_pruning": RegistryEntry(
-        diff_pruning,
+    RegistryEntry(library.three_vectors, "LN, table 1", "2d + L + 1 once", "three_vectors", short_rate=3e-2),
+    RegistryEntry(library.ia3, "Liu et al. 2022", "2d + m", "ia3 + layernorm", short_rate=3e-2),
+    RegistryEntry(
+        library.diff_pruning,
         "Guo et al. 2021",
         "share of 4d² + 2dm + 5d + m",
         "diff_pruning(sparsity=0.01)",
         rate=5e-5,
         short_rate=1e-3,
     ),
-    "apet": RegistryEntry(apet, "AP §5.1, §C", "N in all", "apet(lora(rank=8), parameters='0.05%')"),
-}
+    RegistryEntry(library.apet, "AP §5.1, §C", "N in all", "apet(lora(rank=8), parameters='0.05%')"),
+)
+
+REGISTRY: Mapping[str, RegistryEntry] = {entry.make.__name__: entry for entry in _ENTRIES}
 """Every named method, by name."""
 
 FORMS = (Bottleneck, LowRank, Prefix, MultiHead, OwnMultiHead, Prompt, Vector, Rescale, Mixture)

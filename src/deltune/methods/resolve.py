@@ -11,27 +11,19 @@ from ..errors import DeltuneError, error_from_problems, excerpt
 from .forms.base import Specs
 from .forms.checks import check_form
 from .masks import Mask, MaskGroup, RowMask, split_budget
-from .sites import EditLocation, ModuleSide, resolve_locations, select_layers
+from .sites import Location, ModuleSide, resolve_locations, select_layers
 from .spec import MaskedMethod, Method, Modification, NamedMethod, Selection
 
 
 @dataclass(frozen=True)
 class ResolvedEdit:
-    """A modification at one place of a model.
+    """A modification at one place of a model."""
 
-    Attributes:
-        key: Its name in modules and files.
-        modification: The modification.
-        place: Where it acts.
-        origin: The number of its term's first part among all parts of the method.
-        mask: Which of its scalars are trained; None for all of them.
-    """
-
-    key: str
+    key: str  # its name in modules and files
     modification: Modification
-    place: EditLocation
-    origin: int
-    mask: Mask | None = None
+    place: Location  # where it acts
+    origin: int  # the number of its term's first part among all parts of the method
+    mask: Mask | None = None  # which of its scalars are trained; None for all of them
 
     @property
     def term(self) -> str:
@@ -67,17 +59,11 @@ class ResolvedEdit:
 
 @dataclass(frozen=True)
 class ResolvedGates:
-    """Parameters of which exactly `keep` scalars change in the end; training finds which.
+    """Parameters of which exactly `keep` scalars change in the end; training finds which."""
 
-    Attributes:
-        key: The number of its part among all parts of the method.
-        tensors: The parameters.
-        keep: The number of scalars that change.
-    """
-
-    key: str
+    key: str  # the number of its part among all parts of the method
     tensors: tuple[Tensor, ...]
-    keep: int
+    keep: int  # the number of scalars that change
 
     @property
     def size(self) -> int:
@@ -87,23 +73,16 @@ class ResolvedGates:
 
 @dataclass(frozen=True)
 class ResolvedMethod:
-    """A method on one model.
+    """A method on one model."""
 
-    Attributes:
-        edits: The modifications, each at one place.
-        selected: The parameters that are trained whole.
-        masked: The parameters that are trained under a fixed mask.
-        common: Masks on tensors that several places share, by owner and name.
-        gated: The parameters whose mask is learned.
-        unrecognized: Parameters that look like those of a selection and are not trained, since what they do is not
-            observed: gains of norms over other axes, biases that are not those of a linear or a norm.
-    """
-
-    edits: tuple[ResolvedEdit, ...]
-    selected: tuple[Tensor, ...]
-    masked: tuple[tuple[Tensor, Mask | RowMask], ...] = ()
+    edits: tuple[ResolvedEdit, ...]  # the modifications, each at one place
+    selected: tuple[Tensor, ...]  # the parameters that are trained whole
+    masked: tuple[tuple[Tensor, Mask | RowMask], ...] = ()  # the parameters that are trained under a fixed mask
+    # masks on tensors that several places share, by owner and name
     common: tuple[tuple[tuple[str, str], Mask], ...] = ()
-    gated: tuple[ResolvedGates, ...] = ()
+    gated: tuple[ResolvedGates, ...] = ()  # the parameters whose mask is learned
+    # parameters that look like those of a selection and are not trained, since what they do is not observed: gains of
+    # norms over other axes, biases that are not those of a linear or a norm
     unrecognized: tuple[Tensor, ...] = ()
 
     def shared_tensors(self, folded: bool) -> dict[str, Specs]:

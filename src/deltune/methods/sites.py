@@ -1,78 +1,68 @@
 """Finds the places of a model at which a modification acts.
 
 Only the anatomy is read, no weights, so that counting, attaching and refusing agree by construction. For each site a
-function says where it is in one layer (a SiteLocation). What is read there follows from insertion and composition, in
-the same way for all sites.
+function says where it is in one layer. What is read there follows from insertion and composition, in the same way for
+all sites.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from typing import Any
 
 from ..anatomy.types import FFN, Anatomy, Attention, Columns, Experts, ExpertWeight, Layer, Linear, is_inside
 from ..errors import DeltuneError
-from .forms.base import LowRank, Prompt, Vector, WeightForm, Widths
-from .spec import OUTER_LAYERS, OUTSIDE_LAYERS, PROJECTIONS, LayersArg, Modification, is_pattern
+from .forms.base import WeightForm, Widths
+from .forms.hidden import Vector
+from .forms.low_rank import LowRank
+from .forms.prompt import Prompt
+from .spec import (
+    ATTENTION_SITES,
+    FFN_LINEARS,
+    OUTER_LAYERS,
+    OUTSIDE_LAYERS,
+    PROJECTIONS,
+    LayersArg,
+    Modification,
+    is_pattern,
+)
 
 
 @dataclass(frozen=True)
 class ModuleSide:
-    """One side of one module, where hidden states can be read or changed.
+    """One side of one module, where hidden states can be read or changed."""
 
-    Attributes:
-        path: The path of the module.
-        side: "input" (its first argument), "output", "attention" (inside the call of the attention), "tokens" (the
-            input embeddings of a stack), "states" (all hidden states of a stack) or "weight" (a weight that the module
-            reads itself).
-        columns: The part of a fused projection; None for all of it.
-    """
-
-    path: str
+    path: str  # the path of the module
+    # "input" (its first argument), "output", "attention" (inside the call of the attention), "tokens" (the input
+    # embeddings of a stack), "states" (all hidden states of a stack) or "weight" (a weight that the module reads
+    # itself)
     side: str
-    columns: Columns | None = None
+    columns: Columns | None = None  # the part of a fused projection; None for all of it
 
 
 @dataclass(frozen=True)
-class EditLocation:
-    """One place of a model at which a modification acts.
+class Location:
+    """The position of an edit in a model."""
 
-    Attributes:
-        name: A unique and stable name, such as "encoder.3.self.query".
-        target: Where h is changed.
-        source: Where x is read; None where only h is read.
-        widths: The sizes there.
-        sublayer: The name of the sub-module that it is in.
-        group: The name of what shares a reparameterisation.
-        apply_norm_first: Whether the target is a norm that is applied to h before the form reads it (x="normed").
-        linear: The projection, at a site that is one.
-        has_bias: Whether the projection or norm has a bias.
-        shifted_stack: The stack whose positions are shifted, or "".
-        weight: The weight that is changed, at a site of experts or of a router that no linear computes.
-        experts: The numbers of the experts whose matrices of that weight are changed; None for all of it.
-        layer: The path of the layer that it is in; "" outside of the layers.
-        tower: The tower that it is in, such as "text".
-        of_input: Whether the form changes what the projection reads.
-    """
-
-    name: str
-    target: ModuleSide
-    source: ModuleSide | None
+    name: str  # unique and stable, such as "encoder.3.self.query"
+    target: ModuleSide  # where h is changed
     widths: Widths
-    sublayer: str
-    group: str
-    apply_norm_first: bool = False
-    linear: Linear | None = None
-    has_bias: bool = False
-    shifted_stack: str = ""
-    weight: ExpertWeight | None = None
-    experts: tuple[int, ...] | None = None
-    layer: str = ""
-    tower: str = ""
-    of_input: bool = False
+    sublayer: str  # the name of the sub-module that it is in
+    group: str  # the name of what shares a reparameterisation
+    source: ModuleSide | None = None  # where x is read; None where only h is read
+    apply_norm_first: bool = False  # the target is a norm that is applied to h before the form reads it (x="normed")
+    linear: Linear | None = None  # the projection, at a site that is one
+    has_bias: bool = False  # the projection or norm has a bias
+    shifted_stack: str = ""  # the stack whose positions are shifted
+    weight: ExpertWeight | None = None  # what is changed where experts or a router that no linear computes are the site
+    experts: tuple[int, ...] | None = None  # the experts whose matrices of that weight are changed; None for all of it
+    layer: str = ""  # the path of the layer that it is in
+    tower: str = ""  # the tower that it is in, such as "text"
+    of_input: bool = False  # the form changes what the projection reads
 
     @property
     def can_differ_by_row(self) -> bool:
@@ -80,45 +70,6 @@ class EditLocation:
         if self.weight is not None and not self.weight.in_batch_order:
             return False
         return self.linear is None or not self.linear.batch_independent
-
-
-@dataclass(frozen=True)
-class SiteLocation:
-    """A site in one layer, before insertion and composition.
-
-    Attributes:
-        name: A unique and stable name, such as "encoder.3.self.query".
-        target: Where h is.
-        h_width: The width of h.
-        sublayer: The name of the sub-module that it is in.
-        group: The name of what shares a reparameterisation.
-        x: Where x is read; None at a site without an input of its own.
-        x_width: The width of x.
-        apply_norm_first: Whether the target is a norm that is applied to h before the form reads it (x="normed").
-        linear: The projection, at a site that is one.
-        has_bias: Whether the projection or norm has a bias.
-        attention: The attention, at sites of its heads.
-        weight: The weight of experts or of a router, at a site that is one.
-        experts: The numbers of the experts that are chosen there; None for all.
-        lookup: Whether x is token ids.
-        layer: The path of the layer that it is in; "" outside of the layers.
-    """
-
-    name: str
-    target: ModuleSide
-    h_width: int
-    sublayer: str
-    group: str
-    x: ModuleSide | None = None
-    x_width: int = 0
-    apply_norm_first: bool = False
-    linear: Linear | None = None
-    has_bias: bool = False
-    attention: Attention | None = None
-    weight: ExpertWeight | None = None
-    experts: tuple[int, ...] | None = None
-    lookup: bool = False
-    layer: str = ""
 
 
 def select_layers(anatomy: Anatomy, layers: LayersArg, stack: str = "all") -> list[Layer]:
@@ -162,10 +113,10 @@ def _listed_layers(stack_layers: list[Layer], layers: LayersArg, stack: str) -> 
     return [layer for number, layer in enumerate(stack_layers) if number in numbers]
 
 
-def resolve_locations(anatomy: Anatomy, modification: Modification) -> list[EditLocation]:
+def resolve_locations(anatomy: Anatomy, modification: Modification) -> list[Location]:
     """Return every place of a modification, in the order of execution, in the towers that it names."""
     named = anatomy.tower if modification.tower == "main" else modification.tower
-    locations: list[EditLocation] = []
+    locations: list[Location] = []
     reasons: list[DeltuneError] = []
     if is_pattern(modification.site) and named in ("all", "projector"):
         locations = [_in_tower(place, "projector", "projector.") for place in _in_projector(anatomy, modification)]
@@ -187,7 +138,7 @@ def resolve_locations(anatomy: Anatomy, modification: Modification) -> list[Edit
     return locations
 
 
-def _read_by_the_rest(anatomy: Anatomy, part: Anatomy, locations: list[EditLocation]) -> list[EditLocation]:
+def _read_by_the_rest(anatomy: Anatomy, part: Anatomy, locations: list[Location]) -> list[Location]:
     """Return the places of another tower from which the output of the model is reached."""
     read = [x for x in locations if part.is_read(x.linear.path if x.linear is not None else x.target.path)]
     if locations and not read:
@@ -198,13 +149,13 @@ def _read_by_the_rest(anatomy: Anatomy, part: Anatomy, locations: list[EditLocat
     return read
 
 
-def _in_projector(anatomy: Anatomy, modification: Modification) -> list[EditLocation]:
+def _in_projector(anatomy: Anatomy, modification: Modification) -> list[Location]:
     """Return the places of a pattern among the linears between two towers, which are in no layer and no stack."""
     if (modification.layers, modification.stack) != ("all", "all"):
         return []
     matching = [x for x in anatomy.projector if fnmatchcase(x.path, modification.site)]
-    sites = [_projection_site(linear.path, linear, "projector", "projector") for linear in matching]
-    return [_edit_location(site, modification) for site in sites]
+    sites = [_at_projection(linear.path, linear, "projector", "projector") for linear in matching]
+    return [_with_reading(site, modification) for site in sites]
 
 
 def tower_prefix(anatomy: Anatomy, part: Anatomy) -> str:
@@ -232,7 +183,7 @@ def _listed(anatomy: Anatomy) -> str:
     return " and ".join(dict.fromkeys((anatomy.tower, *(part.tower for part in anatomy.other_towers))))
 
 
-def _in_tower(location: EditLocation, tower: str, prefix: str) -> EditLocation:
+def _in_tower(location: Location, tower: str, prefix: str) -> Location:
     """Return a place of a tower, with the prefix of the tower before its names."""
     return replace(
         location,
@@ -243,7 +194,7 @@ def _in_tower(location: EditLocation, tower: str, prefix: str) -> EditLocation:
     )
 
 
-def _resolve_in_tower(anatomy: Anatomy, modification: Modification) -> list[EditLocation]:
+def _resolve_in_tower(anatomy: Anatomy, modification: Modification) -> list[Location]:
     if modification.form.needs in ("tokens", "states"):
         locate = _embedding_location if modification.form.needs == "tokens" else _hidden_states_location
         return [locate(anatomy, modification)]
@@ -269,7 +220,7 @@ def _resolve_in_tower(anatomy: Anatomy, modification: Modification) -> list[Edit
             requested = modification.attention
             raise DeltuneError(f"attention={requested!r}: this model has {' and '.join(kinds)} attention only")
         raise DeltuneError(_no_such_site(anatomy, modification))
-    return [_with_position_shift(anatomy, _edit_location(site, modification), site, modification) for site in sites]
+    return [_with_reading(site, modification) for site in sites]
 
 
 def _no_such_site(anatomy: Anatomy, modification: Modification) -> str:
@@ -300,61 +251,53 @@ def _what_exists(anatomy: Anatomy) -> str:
     return text + (f"; any linear can be named by its path, such as {patterns[0]!r}" if patterns else "")
 
 
-def _edit_location(site: SiteLocation, modification: Modification) -> EditLocation:
+def _with_reading(location: Location, modification: Modification) -> Location:
     """Return the place of an edit: the form reads x (parallel) or h (sequential), and a gate reads x in either case."""
     form, of_input = modification.form, modification.insertion == "input"
-    if (form.reads_weight and site.linear is None and site.weight is None) or (of_input and site.linear is None):
-        raise DeltuneError(f"{form!r} acts at a projection, and {site.name} is none: take {', '.join(PROJECTIONS)}")
+    if (form.reads_weight and location.linear is None and location.weight is None) or (
+        of_input and location.linear is None
+    ):
+        raise DeltuneError(f"{form!r} acts at a projection, and {location.name} is none: take {', '.join(PROJECTIONS)}")
     if of_input or (isinstance(form, WeightForm) and form.through_weight):
-        site = _weight_or_input(site, modification)
+        location = _weight_or_input(location, modification)
     parallel = modification.insertion == "parallel"
     reads_x = parallel or modification.compose.reads_x
-    if reads_x and site.x is None:
-        raise DeltuneError(f"{site.name} has no input of its own to read")
-    if site.weight is not None and site.linear is None:
-        _check_acts_on_weight(site.weight, modification)
-    attention = site.attention
-    widths = Widths(
-        site.x_width if parallel else site.h_width, site.h_width, site.x_width, (attention.heads or 0) if attention else
-        0, (attention.kv_heads or 0) if attention else 0, (attention.head_width or 0) if attention else 0,
-        (attention.value_width or 0) if attention else 0, experts=_expert_count(site),
-        lookup=site.lookup and parallel,
-    )  # fmt: skip
-    if problem := modification.form.incompatibility(widths):
+    if reads_x and location.source is None:
+        raise DeltuneError(f"{location.name} has no input of its own to read")
+    if location.weight is not None and location.linear is None:
+        _check_acts_on_weight(location.weight, modification)
+    widths = location.widths
+    widths = replace(
+        widths, in_width=widths.x_width if parallel else widths.out_width, lookup=widths.lookup and parallel
+    )
+    if problem := form.incompatibility(widths):
         raise DeltuneError(problem)
-    inside_attention = modification.form.needs == "attention" and not modification.compose.reads_x
-    return EditLocation(
-        site.name, site.target, site.x if reads_x and not inside_attention else None, widths, site.sublayer, site.group,
-        site.apply_norm_first, site.linear, site.has_bias, weight=site.weight, experts=site.experts, layer=site.layer,
-        of_input=of_input,
-    )  # fmt: skip
+    inside_attention = form.needs == "attention" and not modification.compose.reads_x
+    source = location.source if reads_x and not inside_attention else None
+    return replace(location, source=source, widths=widths, of_input=of_input)
 
 
-def _weight_or_input(site: SiteLocation, modification: Modification) -> SiteLocation:
-    """Return the weight or the input of a projection as the place of a modification; the site as it is elsewhere.
+def _weight_or_input(location: Location, modification: Modification) -> Location:
+    """Return the weight or the input of a projection as the place of a modification; elsewhere the place as it is.
 
     A form that is best computed with W' changes the weight. One that changes the input does so there, or in the weight
     where the other parts of a fused projection read the same input.
     """
-    linear, compose = site.linear, modification.compose
-    if linear is None or site.lookup:
-        return site
+    linear, compose, widths = location.linear, modification.compose, location.widths
+    if linear is None or widths.lookup:
+        return location
     of_input = modification.insertion == "input"
     if of_input and linear.columns is None:
-        return replace(site, target=ModuleSide(linear.path, "input"), h_width=site.x_width)
+        target = ModuleSide(linear.path, "input")
+        return replace(location, target=target, widths=replace(widths, out_width=widths.x_width))
     if linear.quantized or compose.reads_x or compose.in_softmax:
         if of_input:
-            raise DeltuneError(f"{site.name} is a part of a projection whose other parts read the same input")
-        return site
-    width = site.x_width if of_input else linear.out_width
+            raise DeltuneError(f"{location.name} is a part of a projection whose other parts read the same input")
+        return location
+    width = widths.x_width if of_input else linear.out_width
     weight = ExpertWeight(linear.path, "weight", 0, linear.in_width, width, linear.transposed, True)
-    return replace(site, target=replace(site.target, side="weight"), h_width=width, weight=weight)
-
-
-def _expert_count(site: SiteLocation) -> int:
-    if site.weight is None or not site.weight.number:
-        return 0
-    return site.weight.number if site.experts is None else len(site.experts)
+    target, widths = replace(location.target, side="weight"), replace(widths, out_width=width)
+    return replace(location, target=target, widths=widths, weight=weight)
 
 
 def _check_acts_on_weight(weight: ExpertWeight, modification: Modification) -> None:
@@ -368,135 +311,159 @@ def _check_acts_on_weight(weight: ExpertWeight, modification: Modification) -> N
         raise DeltuneError(f"{where}, so that there is no x whose values could be dropped: give dropout=0")
 
 
-def _with_position_shift(
-    anatomy: Anatomy, location: EditLocation, site: SiteLocation, modification: Modification
-) -> EditLocation:
-    """Return the place of a form that shifts positions with its stack, if it is in the stack's self-attention."""
-    if not modification.form.shift or site.attention is None or site.attention.kind != "self":
-        return location
-    stack = anatomy.stack(location.name.partition(".")[0])
-    if not stack.position_ids and stack.positions is None:
+def _at(
+    name: str,
+    target: ModuleSide,
+    width: int,
+    sublayer: str,
+    group: str,
+    x: tuple[ModuleSide, int] | None = None,
+    **fields: Any,
+) -> Location:
+    """Return a site by where h is and how wide it is, and where x is read and how wide that is."""
+    source, x_width = x or (None, 0)
+    return Location(name, target, Widths(x_width, width, x_width), sublayer, group, source, **fields)
+
+
+def _at_projection(name: str, linear: Linear, sublayer: str, group: str) -> Location:
+    target, x = ModuleSide(linear.path, "output", linear.columns), ModuleSide(linear.path, "input")
+    return _at(
+        name, target, linear.out_width, sublayer, group, (x, linear.in_width), linear=linear, has_bias=linear.bias
+    )
+
+
+def _blocks(anatomy: Anatomy, layer: Layer, modification: Modification, stem: str) -> Iterator[Location]:
+    if not layer.out_width:
         raise DeltuneError(
-            f"shift_positions moves absolute positions, which the {stack.name} of this model does not have"
+            f"site 'block': what {layer.path} returns has its features in another axis than the last one, such as "
+            "images of (batch, features, rows, columns), on which no form acts: take 'ffn'"
         )
-    return replace(location, shifted_stack=stack.name)
+    name, x = f"{stem}.block", (ModuleSide(layer.path, "input"), layer.in_width) if layer.in_width else None
+    yield _at(name, ModuleSide(layer.path, "output"), layer.out_width, name, layer.stack, x)
 
 
-def _layer_sites(anatomy: Anatomy, layer: Layer, modification: Modification) -> Iterator[SiteLocation]:
-    site, stem = modification.site, f"{layer.stack}.{layer.index}"
-    if site == "block":
-        if not layer.out_width:
-            raise DeltuneError(
-                f"site 'block': what {layer.path} returns has its features in another axis than the last one, such as "
-                "images of (batch, features, rows, columns), on which no form acts: take 'ffn'"
-            )
-        name, x = f"{stem}.block", ModuleSide(layer.path, "input") if layer.in_width else None
-        target = ModuleSide(layer.path, "output")
-        yield SiteLocation(name, target, layer.out_width, name, layer.stack, x, layer.in_width)
-    elif site == "norm":
-        for number, norm in enumerate(layer.norms):
-            name = f"{stem}.norm{number}"
-            yield SiteLocation(name, ModuleSide(norm.path, "output"), norm.width, name, layer.stack, has_bias=norm.bias)
-    elif site == "router":
-        for number, experts in enumerate(layer.experts, len(layer.ffns)):
-            if experts.scores is not None:
-                yield _router_site(f"{stem}.{number}" if number else stem, layer, experts.scores)
-    elif site.startswith("ffn") or site in ("gate_proj", "up_proj"):
-        for number, ffn in enumerate(layer.ffns if modification.experts == "all" else ()):
-            yield from _ffn_sites(f"{stem}.{number}" if number else stem, layer, ffn, modification)
-        for number, experts in enumerate(layer.experts, len(layer.ffns)):
-            inner = f"{stem}.{number}" if number else stem
-            if site == "ffn":
-                yield _experts_site(inner, layer, experts, modification)
-            else:
-                yield from _sites_in_experts(inner, anatomy, layer, experts, modification)
-    else:
-        for attention in layer.attentions:
-            is_mixer = attention.kind == "mixer"
-            if site in attention.reused:
-                continue
-            if modification.attention in ("all", attention.kind) and (site in ("attention", "output") or not is_mixer):
-                alike = [other for other in layer.attentions if other.kind == attention.kind]
-                number = alike.index(attention)  # a layer may have two, as those of LongCat-Flash
-                yield _attention_site(f"{stem}.{attention.kind}{number or ''}", layer, attention, modification)
+def _norms(anatomy: Anatomy, layer: Layer, modification: Modification, stem: str) -> Iterator[Location]:
+    for number, norm in enumerate(layer.norms):
+        name = f"{stem}.norm{number}"
+        yield _at(name, ModuleSide(norm.path, "output"), norm.width, name, layer.stack, has_bias=norm.bias)
 
 
-def _attention_site(stem: str, layer: Layer, attention: Attention, modification: Modification) -> SiteLocation:
+def _routers(anatomy: Anatomy, layer: Layer, modification: Modification, stem: str) -> Iterator[Location]:
+    for number, experts in enumerate(layer.experts, len(layer.ffns)):
+        stem_of_experts = f"{stem}.{number}" if number else stem
+        name, sublayer = f"{stem_of_experts}.router", f"{stem_of_experts}.ffn"
+        if isinstance(experts.scores, Linear):
+            yield _at_projection(name, experts.scores, sublayer, layer.stack)
+        elif experts.scores is not None:
+            yield _at_weight(name, sublayer, layer, experts.scores)
+
+
+def _attentions(anatomy: Anatomy, layer: Layer, modification: Modification, stem: str) -> Iterator[Location]:
+    site = modification.site
+    for attention in layer.attentions:
+        is_mixer = attention.kind == "mixer"
+        if site in attention.reused:
+            continue
+        if modification.attention in ("all", attention.kind) and (site in ("attention", "output") or not is_mixer):
+            alike = [other for other in layer.attentions if other.kind == attention.kind]
+            number = alike.index(attention)  # a layer may have two, as those of LongCat-Flash
+            yield _at_attention(anatomy, f"{stem}.{attention.kind}{number or ''}", layer, attention, modification)
+
+
+def _at_attention(
+    anatomy: Anatomy, stem: str, layer: Layer, attention: Attention, modification: Modification
+) -> Location:
     site, output = modification.site, attention.output
     name, group = f"{stem}.{site}", f"{layer.stack}_{attention.kind}"
-    x = ModuleSide(_x_path(attention, modification), "input")
-    first = attention.query or next(iter(attention.inputs), None)
-    x_width = first.in_width if first else output.out_width
-    if site == "output":
-        return _projection_site(name, output, stem, group)
-    if site == "attention":
-        return SiteLocation(name, ModuleSide(output.path, "output"), output.out_width, stem, group, x, x_width)
-    if site == "heads" and modification.form.needs == "hidden":
-        return SiteLocation(
-            name, ModuleSide(output.path, "input"), output.in_width, stem, group, x, x_width, attention=attention
-        )
-    if site == "heads":
-        if attention.heads is None:
+    if site in ("query", "key", "value", "output"):
+        linear: Linear | None = getattr(attention, site)
+        if linear is None:
             raise DeltuneError(
-                f"site {site!r} needs the attention {attention.path!r}, whose inside is hidden: this family does not "
-                "call transformers' attention interface"
+                f"the {site} of the attention {attention.path!r} is not the output of one linear of its own"
             )
-        target = ModuleSide(attention.path, "attention")
-        return SiteLocation(name, target, output.in_width, stem, group, x, x_width, attention=attention)
-    linear = {"query": attention.query, "key": attention.key, "value": attention.value}[site]
-    if linear is None:
-        raise DeltuneError(f"the {site} of the attention {attention.path!r} is not the output of one linear of its own")
-    return _projection_site(name, linear, stem, group)
+        return _at_projection(name, linear, stem, group)
+    first = attention.query or next(iter(attention.inputs), None)
+    x = ModuleSide(_x_path(attention, modification), "input"), first.in_width if first else output.out_width
+    if site == "attention":
+        return _at(name, ModuleSide(output.path, "output"), output.out_width, stem, group, x)
+    inside = modification.form.needs == "attention"
+    if inside and attention.heads is None:
+        raise DeltuneError(
+            f"site {site!r} needs the attention {attention.path!r}, whose inside is hidden: this family does not "
+            "call transformers' attention interface"
+        )
+    target = ModuleSide(attention.path, "attention") if inside else ModuleSide(output.path, "input")
+    location = _at(name, target, output.in_width, stem, group, x)
+    widths = replace(
+        location.widths,
+        heads=attention.heads or 0,
+        kv_heads=attention.kv_heads or 0,
+        head_width=attention.head_width or 0,
+        value_width=attention.value_width or 0,
+    )
+    shifts = modification.form.shift and attention.kind == "self"
+    return replace(location, widths=widths, shifted_stack=_shifted_stack(anatomy, layer.stack) if shifts else "")
 
 
-def _projection_site(name: str, linear: Linear, sublayer: str, group: str) -> SiteLocation:
-    target, x = ModuleSide(linear.path, "output", linear.columns), ModuleSide(linear.path, "input")
-    return SiteLocation(
-        name, target, linear.out_width, sublayer, group, x, linear.in_width, linear=linear, has_bias=linear.bias
-    )  # fmt: skip
+def _shifted_stack(anatomy: Anatomy, name: str) -> str:
+    stack = anatomy.stack(name)
+    if not stack.position_ids and stack.positions is None:
+        raise DeltuneError(f"shift_positions moves absolute positions, which the {name} of this model does not have")
+    return name
 
 
-def _ffn_sites(stem: str, layer: Layer, ffn: FFN, modification: Modification) -> Iterator[SiteLocation]:
-    site, sublayer, group = modification.site, f"{stem}.ffn", layer.stack
-    hidden, x_width = ffn.output.out_width, ffn.inputs[0].in_width
-    x = ModuleSide(_x_path(ffn, modification), "input")
-    if site == "ffn_up":
-        for number, linear in enumerate(ffn.inputs):
-            yield _projection_site(f"{stem}.ffn_up{number or ''}", linear, sublayer, group)
-    elif site in ("gate_proj", "up_proj"):
-        part = ffn.gate if site == "gate_proj" else ffn.up
-        if part is not None:
-            yield _projection_site(f"{stem}.{site}", part, sublayer, group)
-    elif site == "ffn_down":
-        yield _projection_site(f"{stem}.ffn_down", ffn.output, sublayer, group)
+def _ffns(anatomy: Anatomy, layer: Layer, modification: Modification, stem: str) -> Iterator[Location]:
+    for number, ffn in enumerate(layer.ffns if modification.experts == "all" else ()):
+        yield from _at_ffn(f"{stem}.{number}" if number else stem, layer, ffn, modification)
+    for number, experts in enumerate(layer.experts, len(layer.ffns)):
+        stem_of_experts = f"{stem}.{number}" if number else stem
+        if modification.site == "ffn":
+            yield _at_experts(stem_of_experts, layer, experts, modification)
+        else:
+            yield from _inside_experts(stem_of_experts, anatomy, layer, experts, modification)
+
+
+_LINEARS_OF_FFN: Mapping[str, Callable[[FFN], Sequence[Linear | None]]] = {
+    "ffn_up": lambda ffn: ffn.inputs,
+    "gate_proj": lambda ffn: [ffn.gate],
+    "up_proj": lambda ffn: [ffn.up],
+    "ffn_down": lambda ffn: [ffn.output],
+}
+"""The sites that are linears of an FFN, each with the linears."""
+
+
+def _at_ffn(stem: str, layer: Layer, ffn: FFN, modification: Modification) -> Iterator[Location]:
+    site, name, sublayer, group = modification.site, f"{stem}.{modification.site}", f"{stem}.ffn", layer.stack
+    hidden, output = ffn.output.out_width, ffn.output
+    x = ModuleSide(_x_path(ffn, modification), "input"), ffn.inputs[0].in_width
+    if site in _LINEARS_OF_FFN:
+        for number, linear in enumerate(_LINEARS_OF_FFN[site](ffn)):
+            if linear is not None:
+                yield _at_projection(f"{name}{number or ''}", linear, sublayer, group)
     elif site == "ffn_inner":
-        target = ModuleSide(ffn.output.path, "input")
-        yield SiteLocation(f"{stem}.ffn_inner", target, ffn.output.in_width, sublayer, group, linear=ffn.output)
+        yield _at(name, ModuleSide(output.path, "input"), output.in_width, sublayer, group, linear=output)
     elif modification.x == "normed" and ffn.post is not None:
         # z = A(y) + h with y = LN(h + x), out = LN(z + x): Δh joins the sum that the norm reads
-        yield SiteLocation(
-            f"{stem}.ffn", ModuleSide(ffn.post, "input"), hidden, sublayer, group, x, x_width, apply_norm_first=True
-        )
+        yield _at(name, ModuleSide(ffn.post, "input"), hidden, sublayer, group, x, apply_norm_first=True)
     else:
-        yield SiteLocation(f"{stem}.ffn", ModuleSide(ffn.output.path, "output"), hidden, sublayer, group, x, x_width)
+        yield _at(name, ModuleSide(output.path, "output"), hidden, sublayer, group, x)
 
 
-def _experts_site(stem: str, layer: Layer, experts: Experts, modification: Modification) -> SiteLocation:
+def _at_experts(stem: str, layer: Layer, experts: Experts, modification: Modification) -> Location:
     """Return the place of a mixture of experts as a whole, which is where an FFN would be."""
     path = experts.pre if modification.x == "residual" and experts.pre is not None else experts.path
-    target, x = ModuleSide(experts.path, "output"), ModuleSide(path, "input")
-    sublayer = f"{stem}.ffn"
-    return SiteLocation(sublayer, target, experts.out_width, sublayer, layer.stack, x, experts.in_width)
+    target, x, sublayer = ModuleSide(experts.path, "output"), ModuleSide(path, "input"), f"{stem}.ffn"
+    return _at(sublayer, target, experts.out_width, sublayer, layer.stack, (x, experts.in_width))
 
 
-def _sites_in_experts(
+def _inside_experts(
     stem: str, anatomy: Anatomy, layer: Layer, experts: Experts, modification: Modification
-) -> Iterator[SiteLocation]:
+) -> Iterator[Location]:
     """Yield the linears of shared experts, and the weights of those that the router chooses from."""
     site, chosen = modification.site, modification.experts
     if chosen in ("all", "shared"):
         for number, ffn in enumerate(experts.shared):
-            yield from _ffn_sites(f"{stem}.shared{number or ''}", layer, ffn, modification)
+            yield from _at_ffn(f"{stem}.shared{number or ''}", layer, ffn, modification)
     if chosen == "shared" or modification.optional:
         return
     if site == "ffn_inner":
@@ -525,27 +492,36 @@ def _sites_in_experts(
             f"{out_of_range[0]}"
         )
     for number, weight in enumerate(weights):
-        yield _weight_site(f"{stem}.experts.{site}{number or ''}", f"{stem}.ffn", layer, weight, numbers)
+        yield _at_weight(f"{stem}.experts.{site}{number or ''}", f"{stem}.ffn", layer, weight, numbers)
 
 
-def _weight_site(
+def _at_weight(
     name: str, sublayer: str, layer: Layer, weight: ExpertWeight, experts: tuple[int, ...] | None = None
-) -> SiteLocation:
+) -> Location:
     """Return the place of a weight that its module reads itself."""
     target, x = ModuleSide(weight.path, "weight"), ModuleSide(weight.path, "input")
-    return SiteLocation(
-        name, target, weight.out_width, sublayer, layer.stack, x, weight.in_width, weight=weight, experts=experts
-    )  # fmt: skip
+    location = _at(
+        name, target, weight.out_width, sublayer, layer.stack, (x, weight.in_width), weight=weight, experts=experts
+    )
+    number = weight.number if experts is None or not weight.number else len(experts)
+    return replace(location, widths=replace(location.widths, experts=number))
 
 
-def _router_site(stem: str, layer: Layer, scores: Linear | ExpertWeight) -> SiteLocation:
-    name, sublayer = f"{stem}.router", f"{stem}.ffn"
-    if isinstance(scores, Linear):
-        return _projection_site(name, scores, sublayer, layer.stack)
-    return _weight_site(name, sublayer, layer, scores)
+_SITES_IN_LAYERS: Mapping[str, Callable[[Anatomy, Layer, Modification, str], Iterator[Location]]] = {
+    "block": _blocks,
+    "norm": _norms,
+    "router": _routers,
+    **dict.fromkeys(("ffn", "ffn_inner", *FFN_LINEARS), _ffns),
+    **dict.fromkeys(ATTENTION_SITES, _attentions),
+}
+"""The function that yields the places of a site in one layer, whose names begin with the stem that it is given."""
 
 
-def _outer_sites(anatomy: Anatomy, modification: Modification) -> list[SiteLocation]:
+def _layer_sites(anatomy: Anatomy, layer: Layer, modification: Modification) -> Iterator[Location]:
+    yield from _SITES_IN_LAYERS[modification.site](anatomy, layer, modification, f"{layer.stack}.{layer.index}")
+
+
+def _outer_sites(anatomy: Anatomy, modification: Modification) -> list[Location]:
     """Return the places of a linear outside of the layers: word embeddings, pooler or output embeddings."""
     site = modification.site
     if site == "embedding":
@@ -555,8 +531,9 @@ def _outer_sites(anatomy: Anatomy, modification: Modification) -> list[SiteLocat
         if not by_path:
             raise DeltuneError(_no_words(anatomy))
         return [
-            replace(_outer_site(f"{name}.embedding", linear), lookup=True)
+            replace(place, widths=replace(place.widths, lookup=True))
             for name, linear in list(by_path.values())[::-1]
+            for place in [_outer_site(f"{name}.embedding", linear)]
         ]
     stack = anatomy.stacks[-1].name if anatomy.stacks else "model"
     if site == "lm_head":
@@ -572,11 +549,11 @@ def _outer_sites(anatomy: Anatomy, modification: Modification) -> list[SiteLocat
     return [_outer_site(f"{stack}.pooler", linear)]
 
 
-def _outer_site(name: str, linear: Linear) -> SiteLocation:
-    return _projection_site(name, linear, name, name.partition(".")[0])
+def _outer_site(name: str, linear: Linear) -> Location:
+    return _at_projection(name, linear, name, name.partition(".")[0])
 
 
-def _matching_sites(anatomy: Anatomy, modification: Modification) -> list[SiteLocation]:
+def _matching_sites(anatomy: Anatomy, modification: Modification) -> list[Location]:
     """Return the linears whose paths match a pattern, in the layers that are chosen, and outside of them by default."""
     pattern, everywhere = modification.site, (modification.layers, modification.stack) == ("all", "all")
     chosen = [] if everywhere else select_layers(anatomy, modification.layers, modification.stack)
@@ -596,7 +573,7 @@ def _matching_sites(anatomy: Anatomy, modification: Modification) -> list[SiteLo
             stack = anatomy.stacks[-1].name if anatomy.stacks else "model"
             stem = f"{layer.stack}.{layer.index}" if layer else stack
             inner = linear.path.removeprefix(f"{layer.path}.") if layer else linear.path
-            site = _projection_site(f"{stem}.{inner}", linear, stem, layer.stack if layer else stack)
+            site = _at_projection(f"{stem}.{inner}", linear, stem, layer.stack if layer else stack)
             sites.append(replace(site, layer=layer.path if layer else ""))
     return sites
 
@@ -623,7 +600,7 @@ def _no_words(anatomy: Anatomy) -> str:
     return "this model reads no token ids first"
 
 
-def _embedding_location(anatomy: Anatomy, modification: Modification) -> EditLocation:
+def _embedding_location(anatomy: Anatomy, modification: Modification) -> Location:
     stack = next(iter(anatomy.stacks), None)
     if stack is None or stack.words is None:
         raise DeltuneError(_no_words(anatomy))
@@ -637,10 +614,10 @@ def _embedding_location(anatomy: Anatomy, modification: Modification) -> EditLoc
             f"init_from={init_from!r}: {out_of_range} are no token ids of this model, which has 0 to {rows - 1}"
         )
     name = f"{stack.name}.embedding"
-    return EditLocation(name, ModuleSide(stack.entry, "tokens"), None, Widths(width, width), name, stack.name)
+    return Location(name, ModuleSide(stack.entry, "tokens"), Widths(width, width), name, stack.name)
 
 
-def _hidden_states_location(anatomy: Anatomy, modification: Modification) -> EditLocation:
+def _hidden_states_location(anatomy: Anatomy, modification: Modification) -> Location:
     if not anatomy.stacks:
         raise DeltuneError(f"not visible: {'; '.join(anatomy.unobserved)}")
     stack = anatomy.stacks[-1]
@@ -648,7 +625,6 @@ def _hidden_states_location(anatomy: Anatomy, modification: Modification) -> Edi
         raise DeltuneError(
             f"all hidden states are read together by a head of labels; {anatomy.model} answers in {anatomy.output_kind}"
         )
-    width = stack.width
-    widths = replace(Widths(width, width), states=stack.depth + 1)
+    widths = Widths(stack.width, stack.width, states=stack.depth + 1)
     name = f"{stack.name}.hidden_states"
-    return EditLocation(name, ModuleSide(stack.container, "states"), None, widths, name, stack.name)
+    return Location(name, ModuleSide(stack.container, "states"), widths, name, stack.name)

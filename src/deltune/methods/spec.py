@@ -17,10 +17,11 @@ from inspect import signature
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, ParamSpec, TypeVar, cast
 
 from ..anatomy.types import html_table
-from ..errors import DeltuneError, error_from_problems, unknown_name
+from ..errors import DeltuneError, check_choice, error_from_problems, unknown_name
 from .compositions import Add, Composition, Scale, SigmoidGate
 from .forms.attention import Prefix
-from .forms.base import Form, Vector, check_form_class, check_frozen, refuse_sum
+from .forms.base import Form, check_form_class, check_frozen, refuse_sum
+from .forms.hidden import Vector
 from .other_names import hint_for_site
 from .parser import (
     argument_types,
@@ -294,14 +295,12 @@ class Selection(Method):
         if self.sparsity is not None and not 0 < self.sparsity < 1:
             raise DeltuneError(f"sparsity={self.sparsity}: the share that changes lies between 0 and 1")
         for role in self.roles:
-            if role not in ROLES:
-                raise DeltuneError(unknown_name("role", role, ROLES))
+            check_choice("role", role, ROLES)
         for area in self.areas:
             if area not in AREAS:
                 hint = f"It is a part of the layers: give of={area!r}." if area in ("attention", "ffn") else None
                 raise DeltuneError(unknown_name("area", area, AREAS, hint=hint))
-        if self.of not in ("both", "attention", "ffn"):
-            raise DeltuneError(unknown_name("of", self.of, ("both", "attention", "ffn")))
+        check_choice("of", self.of, ("both", "attention", "ffn"))
 
     @property
     def parts(self) -> tuple[Modification | Selection, ...]:
@@ -326,19 +325,12 @@ AREAS = ("layers", "embedding", "final", "pooler", "vocabulary", "other")
 
 @dataclass(frozen=True, repr=False)
 class NamedMethod(Method):
-    """A method of the registry, such as `lora(rank=8)`.
+    """A method of the registry, such as `lora(rank=8)`."""
 
-    Attributes:
-        name: Its name.
-        non_defaults: The arguments that differ from their defaults.
-        arguments: All arguments as they act, those that follow from others included.
-        built_parts: The modifications and selections that it consists of.
-    """
-
-    name: str
-    non_defaults: tuple[tuple[str, Any], ...]
-    arguments: tuple[tuple[str, Any], ...]
-    built_parts: tuple[Modification | Selection, ...]
+    name: str  # its name
+    non_defaults: tuple[tuple[str, Any], ...]  # the arguments that differ from their defaults
+    arguments: tuple[tuple[str, Any], ...]  # all arguments as they act, those that follow from others included
+    built_parts: tuple[Modification | Selection, ...]  # the modifications and selections that it consists of
 
     @property
     def parts(self) -> tuple[Modification | Selection, ...]:
@@ -446,8 +438,7 @@ class MaskedMethod(Method):
             ("pattern", self.pattern, ("discrete", "uniform", "adjacent")),
             ("along", self.along, ("rows", "columns")),
         ):
-            if value not in allowed:
-                raise DeltuneError(unknown_name(name, value, allowed))
+            check_choice(name, value, allowed)
         if any(isinstance(term, MaskedMethod) for term in self.method.terms):
             raise DeltuneError("a mask on a mask: give one apet(...) a method with all terms")
         if any(isinstance(part, Selection) and part.sparsity is not None for part in self.method.parts):
@@ -569,9 +560,6 @@ def check_scope(layers: LayersArg, stack: str = "all", attention: str = "all", t
     elif not layers or any(not isinstance(i, int) or isinstance(i, bool) for i in layers):
         choices = ", ".join(map(repr, (*LAYERS, "first N", "last N")))
         raise DeltuneError(f"layers={layers!r}: give {choices} or a list of indices, of which -1 is the last")
-    if stack not in STACKS:
-        raise DeltuneError(unknown_name("stack", stack, STACKS))
-    if attention not in ATTENTIONS:
-        raise DeltuneError(unknown_name("attention", attention, ATTENTIONS))
-    if tower not in TOWERS:
-        raise DeltuneError(unknown_name("tower", tower, TOWERS))
+    check_choice("stack", stack, STACKS)
+    check_choice("attention", attention, ATTENTIONS)
+    check_choice("tower", tower, TOWERS)

@@ -46,9 +46,10 @@ from ..interop.base import (
     read_tensors,
 )
 from ..interop.tensor_files import TensorInfo, tensor_infos
-from ..methods.counting import TRAINING_COPIES, base_size, check_memory
-from ..methods.forms.base import Prompt
+from ..methods.counting import TRAINING_COPIES, base_size
+from ..methods.forms.prompt import Prompt
 from ..methods.masks import RowMask
+from ..methods.memory import check_memory
 from ..methods.parser import explain_arguments
 from ..methods.registry import parse
 from ..methods.resolve import ResolvedMethod, resolve

@@ -20,9 +20,10 @@ from ..anatomy.types import Columns
 from ..compat import buffers_of, parameters_of
 from ..errors import DeltuneError, excerpt
 from ..methods.compositions import SigmoidGate
-from ..methods.forms.base import Form, LowRank, Place, Shapes, Specs, WeightPlace
+from ..methods.forms.base import Form, Place, Shapes, Specs, WeightPlace
+from ..methods.forms.low_rank import LowRank
 from ..methods.resolve import ResolvedEdit, ResolvedMethod
-from ..methods.sites import EditLocation
+from ..methods.sites import Location
 from ..methods.spec import Method, Modification
 from .hard_concrete import GatedDifference, HardConcreteGates
 
@@ -191,7 +192,7 @@ def part_of(whole: torch.Tensor, columns: Columns | None, dim: int = 0) -> torch
 class ModulePlace:
     """The place of an edit in a call of its module; see `Place`. W is read where a form asks for it."""
 
-    def __init__(self, call: ModuleCall, location: EditLocation, training: bool) -> None:
+    def __init__(self, call: ModuleCall, location: Location, training: bool) -> None:
         self._call, self._location, self.training = call, location, training
 
     @property
@@ -233,7 +234,7 @@ class BasePlace:
         read_bias: Returns its bias, or None.
     """
 
-    location: EditLocation
+    location: Location
     read_weight: Callable[[], torch.Tensor]
     read_bias: Callable[[], torch.Tensor | None]
     training: bool = False
@@ -267,7 +268,7 @@ class Edit(TensorTable):
     """
 
     modification: Modification
-    place: EditLocation
+    place: Location
     origin: int
     shared: dict[str, tuple[TensorTable, tuple[int, ...]]]
     folded: bool

@@ -21,7 +21,7 @@ from ..anatomy.offloading import call_with_weights
 from ..anatomy.skeleton import base_modules
 from ..anatomy.types import Anatomy, is_inside
 from ..errors import DeltuneError, error_from_problems, excerpt, unknown_name
-from ..methods.forms.base import Prompt
+from ..methods.forms.prompt import Prompt
 from ..methods.masks import RowMask
 from .model_state import ModelState
 from .modules import Delta, Edit, HeadLabels, ModuleCall, ReadInput

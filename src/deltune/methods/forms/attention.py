@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ...errors import DeltuneError
 from ..masks import Factor
-from .base import Form, Place, Product, Specs, Tensors, TensorSpec, Widths, check_positive, init_down_up, trained
+from .base import Form, Place, Product, Specs, Tensors, TensorSpec, Widths, check_positive, trained
+from .low_rank import init_down_up
 
 if TYPE_CHECKING:
     import torch

@@ -1,7 +1,7 @@
-"""The functional forms of a change Δh of hidden states: bottleneck, low rank, vector, rescaling, mixture and prompt.
+"""The base of functional forms of a change Δh of hidden states, and of forms that are products, weights or matrices.
 
 u is what a form reads: the input x of a frozen sub-module (parallel insertion) or the hidden states h that it changes
-(sequential insertion). Forms that act inside an attention are in `attention_forms`.
+(sequential insertion).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, NoReturn, Protocol, TypeAlias
 
-from ...errors import DeltuneError, excerpt, unknown_name
+from ...errors import DeltuneError, excerpt
 from ..masks import Factor
 from ..parser import check_fields, to_expression
 
@@ -20,10 +20,6 @@ if TYPE_CHECKING:
 
 Tensors: TypeAlias = "Mapping[str, torch.Tensor]"
 Shapes = dict[str, tuple[int, ...]]
-Init = Literal["lora", "bert"]
-
-ACTIVATIONS = ("relu", "gelu", "silu", "tanh", "sigmoid", "identity")
-"""The activations of a bottleneck, as `torch.nn.functional` calls them but for the last one, which does nothing."""
 
 
 @dataclass(frozen=True)
@@ -514,12 +510,6 @@ Product = tuple[int, tuple[Factor, ...], tuple[Factor, ...]]
 """A shared rank, the factors below it, and the factors above it."""
 
 
-def _down_up_product(rank: int, widths: Widths) -> Product:
-    """Return the product of down (r, d_in) and up (d_out, r)."""
-    down, up = Factor("down", widths.in_width, widths.in_width, 1), Factor("up", widths.out_width, 1, rank)
-    return rank, (down,), (up,)
-
-
 def _up_projection(v: torch.Tensor, up: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Return v Uᵀ + e."""
     from torch.nn import functional as F
@@ -546,25 +536,6 @@ def check_share(name: str, value: float) -> None:
     """
     if not 0 <= value < 1:
         raise DeltuneError(f"{name}={value}: must lie in [0, 1)")
-
-
-def init_down_up(down: torch.Tensor, up: torch.Tensor, init: Init, zero_up: bool) -> None:
-    """Initialise the two projections of a bottleneck in place.
-
-    Args:
-        down: The down projection.
-        up: The up projection.
-        init: "lora": down Kaiming uniform with a = sqrt 5 (Hu et al. 2021). "bert": down N(0, 0.02).
-        zero_up: Whether the up projection is 0; else it is N(0, 0.02).
-    """
-    import torch
-
-    if init == "lora":
-        for matrix in down if down.dim() == 3 else (down,):  # one for each expert
-            torch.nn.init.kaiming_uniform_(matrix, a=math.sqrt(5))
-    else:
-        torch.nn.init.normal_(down, std=0.02)
-    torch.nn.init.zeros_(up) if zero_up else torch.nn.init.normal_(up, std=0.02)
 
 
 class FactorForm(Form):
@@ -671,295 +642,3 @@ class MatrixForm(WeightForm):
 
     def affine(self, tensors: Tensors, at: Place | None) -> Affine:
         return self.matrix(tensors), None
-
-
-@dataclass(frozen=True, repr=False)
-class Bottleneck(Form):
-    """Two projections with an activation between them, Δh = f(u W_down + b_down) W_up + b_up (UV eq. 4).
-
-    Tensors: down (r, d_in) and up (d_out, r); with `bias` down_bias (r,) and up_bias (d_out,), 0 at the start; with
-    `layer_norm` norm_gain and norm_bias (d_in,).
-
-    Args:
-        rank: r, at least 1.
-        activation: f: "relu", "gelu", "silu", "tanh", "sigmoid" or "identity".
-        bias: Whether both projections have biases.
-        layer_norm: Whether a LayerNorm stands before the down projection.
-        dropout: The probability of dropping an output of f while training.
-        init: "bert" (down N(0, 0.02)) or "lora" (down Kaiming uniform).
-        zero_up: Whether W_up starts at 0, so that Δh = 0 at the start; else N(0, 0.02).
-
-    Raises:
-        DeltuneError: An argument is out of its range, or the activation does not exist.
-    """
-
-    rank: int
-    activation: str = "relu"
-    bias: bool = field(default=False, kw_only=True)
-    layer_norm: bool = field(default=False, kw_only=True)
-    dropout: float = 0.0
-    init: Init = "bert"
-    zero_up: bool = field(default=True, kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(rank=self.rank)
-        check_share("dropout", self.dropout)
-        if self.activation not in ACTIVATIONS:
-            raise DeltuneError(unknown_name("activation", self.activation, ACTIVATIONS))
-
-    @property
-    def starts_at_zero(self) -> bool:
-        return self.zero_up
-
-    def tensors(self, widths: Widths) -> Specs:
-        shapes: Shapes = {"down": (self.rank, widths.in_width), "up": (widths.out_width, self.rank)}
-        if self.bias:
-            shapes |= {"down_bias": (self.rank,), "up_bias": (widths.out_width,)}
-        if self.layer_norm:
-            shapes |= {"norm_gain": (widths.in_width,), "norm_bias": (widths.in_width,)}
-        return trained(shapes)
-
-    def initialize(self, tensors: Tensors, at: Place | None) -> None:
-        import torch
-
-        init_down_up(tensors["down"], tensors["up"], self.init, self.zero_up)
-        for name, tensor in tensors.items():
-            if name not in ("down", "up"):
-                torch.nn.init.constant_(tensor, 1.0 if name == "norm_gain" else 0.0)
-
-    def product(self, widths: Widths) -> Product:
-        if self.layer_norm:
-            raise DeltuneError("a masked adapter has no LayerNorm of its own: give layer_norm=False")
-        rank, down, up = _down_up_product(self.rank, widths)
-        biases = (Factor("down_bias", 1, 1, 1, constant=True),) if self.bias else ()
-        return rank, (*down, *biases), up
-
-    def two_layers(self, tensors: Tensors) -> TwoLayers | None:
-        if self.layer_norm:
-            return None
-        biases = tensors.get("down_bias"), tensors.get("up_bias")
-        return TwoLayers(tensors["down"], biases[0], self.activation, tensors["up"], biases[1])
-
-    def before_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp:
-        from torch.nn import functional as F
-
-        t = {name: tensor.to(u.dtype) for name, tensor in tensors.items() if not name.startswith("up")}
-        if self.layer_norm:
-            u = F.layer_norm(u, u.shape[-1:], t["norm_gain"], t["norm_bias"])
-        inner = F.linear(u, t["down"], t.get("down_bias"))
-        inner = inner if self.activation == "identity" else getattr(F, self.activation)(inner)
-        inner = F.dropout(inner, self.dropout) if self.dropout and at.training else inner
-        return inner, tensors["up"], tensors.get("up_bias")
-
-
-@dataclass(frozen=True, repr=False)
-class LowRank(FactorForm):
-    """Two projections without an activation, Δh = dropout(u) W_down W_up (UV eq. 6; Hu et al. 2021).
-
-    Tensors: down (r, d_in) and up (d_out, r), which is 0 at the start; at the weights of E experts (E, r, d_in) and
-        (E, d_out, r).
-
-    Args:
-        rank: r, at least 1.
-        dropout: The probability of dropping a value of u while training.
-        init: "lora" (down Kaiming uniform) or "bert" (down N(0, 0.02)).
-
-    Raises:
-        DeltuneError: An argument is out of its range.
-    """
-
-    acts_on_weights: ClassVar[bool] = True
-    reads_ids: ClassVar[bool] = True
-    rank: int
-    dropout: float = 0.0
-    init: Init = "lora"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(rank=self.rank)
-        check_share("dropout", self.dropout)
-
-    def incompatibility(self, widths: Widths) -> str | None:
-        if self.dropout and widths.lookup:
-            return "dropout drops values of x, and token ids have none: give dropout=0 at the embedding"
-        return None
-
-    def waste(self, widths: Widths) -> str | None:
-        full = min(widths.in_width, widths.out_width)
-        if self.rank <= full:
-            return None
-        return (
-            f"a matrix of {widths.out_width} × {widths.in_width} has a rank of {full} at most, so that rank={full} "
-            "reaches every change that this one reaches, with fewer parameters"
-        )
-
-    def tensors(self, widths: Widths) -> Specs:
-        experts = (widths.experts,) if widths.experts else ()
-        return trained({"down": (*experts, self.rank, widths.in_width), "up": (*experts, widths.out_width, self.rank)})
-
-    def initialize(self, tensors: Tensors, at: Place | None) -> None:
-        init_down_up(tensors["down"], tensors["up"], self.init, zero_up=True)
-
-    def product(self, widths: Widths) -> Product:
-        if widths.experts:
-            raise DeltuneError("a mask is drawn on one product, and experts have one each: mask other sites")
-        return _down_up_product(self.rank, widths)
-
-    def factors(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        return tensors["down"], tensors["up"]
-
-    def before_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp:
-        from torch.nn import functional as F
-
-        u = F.dropout(u, self.dropout) if self.dropout and at.training else u
-        return super().before_up(tensors, u, at)
-
-
-@dataclass(frozen=True, repr=False)
-class Vector(Form):
-    """A trained vector, Δh = b (d_out,), which is 0 at the start (a bias).
-
-    Args:
-        where: "all" places, "biased" (those that have a bias already) or "unbiased" (those that have none).
-    """
-
-    reads_ids: ClassVar[bool] = True
-    where: Literal["all", "biased", "unbiased"] = "all"
-
-    def tensors(self, widths: Widths) -> Specs:
-        return trained({"vector": (widths.out_width,)})
-
-    def initialize(self, tensors: Tensors, at: Place | None) -> None:
-        import torch
-
-        torch.nn.init.zeros_(tensors["vector"])
-
-    def affine(self, tensors: Tensors, at: Place | None) -> Affine:
-        return None, tensors["vector"]
-
-    def __call__(self, tensors: Tensors, u: torch.Tensor, at: Place) -> torch.Tensor:
-        return tensors["vector"].to(u.dtype) if u.is_floating_point() else tensors["vector"]
-
-
-@dataclass(frozen=True, repr=False)
-class Rescale(Form):
-    """Multiply by a trained vector, Δh = w ⊙ u - u, so that h + Δh = w ⊙ h where u is h (Liu et al. 2022).
-
-    Tensor: gain w (d,), which is 1 at the start.
-    """
-
-    multiplies: ClassVar[str | None] = "gain"
-
-    def tensors(self, widths: Widths) -> Specs:
-        return trained({"gain": (widths.out_width,)})
-
-    def initialize(self, tensors: Tensors, at: Place | None) -> None:
-        import torch
-
-        torch.nn.init.ones_(tensors["gain"])
-
-    def incompatibility(self, widths: Widths) -> str | None:
-        if widths.in_width == widths.out_width:
-            return None
-        return f"Rescale needs u as wide as h, here they are {widths.in_width} and {widths.out_width}"
-
-    def fill_untrained(self, tensors: Tensors, buffers: Tensors) -> None:
-        self.initialize(tensors, None)
-
-    def affine(self, tensors: Tensors, at: Place | None) -> Affine:
-        return tensors["gain"] - 1, None
-
-    def __call__(self, tensors: Tensors, u: torch.Tensor, at: Place) -> torch.Tensor:
-        return tensors["gain"].to(u.dtype) * u - u
-
-
-@dataclass(frozen=True, repr=False)
-class Mixture(Form):
-    """Mix all hidden states in place of the last, γ ⊙ Σ_l α_l h_l + β over the L + 1 of them (3V; LN table 1).
-
-    Tensors: layers α (L + 1,), 1 for the last state and 0 for the others at the start; gain γ (d,), 1 at the start;
-        bias β
-    (d,), 0 at the start. So the last hidden state is unchanged at the start.
-    """
-
-    needs: ClassVar[str] = "states"
-    replaces: ClassVar[bool] = True
-
-    def tensors(self, widths: Widths) -> Specs:
-        return trained({"layers": (widths.states,), "gain": (widths.out_width,), "bias": (widths.out_width,)})
-
-    def initialize(self, tensors: Tensors, at: Place | None) -> None:
-        import torch
-
-        torch.nn.init.zeros_(tensors["layers"])
-        tensors["layers"][-1] = 1
-        torch.nn.init.ones_(tensors["gain"])
-        torch.nn.init.zeros_(tensors["bias"])
-
-    def fill_untrained(self, tensors: Tensors, buffers: Tensors) -> None:
-        self.initialize(tensors, None)
-
-    def __call__(self, tensors: Tensors, u: torch.Tensor, at: Place) -> torch.Tensor:
-        """Compute Δh of the last hidden state.
-
-        Args:
-            tensors: The saved and drawn tensors by name.
-            u: All hidden states (L + 1, B, n, d).
-            at: Not used.
-
-        Returns:
-            Δh (B, n, d).
-        """
-        import torch
-
-        t = {name: tensor.to(u.dtype) for name, tensor in tensors.items()}
-        return t["gain"] * torch.einsum("l,l...->...", t["layers"], u) + t["bias"] - u[-1]
-
-
-@dataclass(frozen=True, repr=False)
-class Prompt(Form):
-    """l trained vectors before the input embeddings (Lester et al. 2021).
-
-    Tensor: rows (l, d).
-
-    Args:
-        length: l, at least 1.
-        init_from: Token ids whose embeddings the vectors start from, repeated up to l; None: N(0, 0.02).
-        positions: "shift": the vectors take positions 0 to l - 1 and the text follows. "none": they have no position
-            and the text keeps its own, as in UV's code; for absolute positions only.
-
-    Raises:
-        DeltuneError: An argument is out of its range.
-    """
-
-    needs: ClassVar[str] = "tokens"
-    length: int
-    init_from: tuple[int, ...] | None = None
-    positions: Literal["shift", "none"] = "shift"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(length=self.length)
-        if self.positions not in ("shift", "none"):
-            raise DeltuneError(unknown_name("positions", self.positions, ("shift", "none")))
-        if self.init_from == ():
-            raise DeltuneError("init_from is empty; give token ids, or None for random rows")
-
-    @property
-    def starts_at_zero(self) -> bool:
-        return False
-
-    def tensors(self, widths: Widths) -> Specs:
-        return trained({"rows": (self.length, widths.in_width)})
-
-    def initialize(self, tensors: Tensors, at: Place | None) -> None:
-        """Fill `rows` with N(0, 0.02), in place; `init_from` is applied later, when the delta is attached.
-
-        Args:
-            tensors: The form's tensors by name.
-            at: Not used.
-        """
-        import torch
-
-        torch.nn.init.normal_(tensors["rows"], std=0.02)

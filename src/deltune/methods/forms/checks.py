@@ -10,7 +10,7 @@ import torch
 
 from ...errors import DeltuneError, error_summary, excerpt
 from ..registry import FORMS
-from ..sites import EditLocation
+from ..sites import Location
 from .base import Form, Place, Tensors, TensorSpec, WeightPlace, Widths
 
 LEADING = (2, 8)
@@ -19,7 +19,7 @@ TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
 """By how much of Δh, A u + b may differ from what `__call__` returns in a dtype."""
 
 
-def check_form(form: Form, place: EditLocation) -> None:
+def check_form(form: Form, place: Location) -> None:
     """Check, on the meta device, that a form has tensors at a place and that its Δh has the width of the place.
 
     The library's own forms pass at once. Forms that act elsewhere than on hidden states are checked for their tensors.

@@ -24,7 +24,7 @@ from ...anatomy.skeleton import base_modules, base_tensors
 from ...anatomy.types import Stack
 from ...compat import attention_implementation, auto_class_mapping, buffers_of, parameters_of
 from ...errors import DeltuneError, error_summary
-from ...methods.forms.base import Prompt
+from ...methods.forms.prompt import Prompt
 from ...methods.registry import parse
 from ...models import HEADS
 from ...runtime.attach import add_delta, check_base_of_delta, find_tuned, has_sliding_window, read_delta
