@@ -16,7 +16,7 @@ import pytest
 
 import deltune
 
-SECTION = re.compile(r"^(Args|Attributes|Returns|Raises):\n((?:[ \t]+.*\n|\n)*)", re.MULTILINE)
+SECTION = re.compile(r"^(Args|Arguments of its methods|Attributes|Returns|Raises):\n((?:[ \t]+.*\n|\n)*)", re.MULTILINE)
 
 
 def sections(docstring: str) -> dict[str, str]:
@@ -43,14 +43,14 @@ def raises_directly(function: Callable[..., Any]) -> bool:
     return False
 
 
-def problems_of_function(function: Callable[..., Any], label: str) -> Iterator[str]:
-    """What is missing in the docstring of a function or method."""
+def problems_of_function(function: Callable[..., Any], label: str, known: set[str] | None = None) -> Iterator[str]:
+    """What is missing in the docstring of a function or method, of whose parameters its class describes some."""
     docstring = inspect.getdoc(function) or ""
     if not docstring:
         yield f"{label} has no docstring"
     parts, signature = sections(docstring), inspect.signature(function)
     parameters = set(signature.parameters) - {"self", "cls"}
-    if difference := parameters ^ described(parts.get("Args", "")):
+    if difference := (parameters - (known or set())) ^ described(parts.get("Args", "")):
         yield f"{label}: Args and parameters differ in {', '.join(sorted(difference))}"
     if signature.return_annotation not in (None, "None") and "Returns" not in parts:
         yield f"{label} has no Returns"
@@ -71,6 +71,8 @@ def problems_of_class(kind: type) -> Iterator[str]:
         checks = kind.__dict__.get("__post_init__")
         if checks and raises_directly(checks) and "DeltuneError" not in described(parts.get("Raises", "")):
             yield f"{kind.__name__} raises DeltuneError, which its Raises does not describe"
+    bases = (sections(inspect.cleandoc(base.__doc__ or "")) for base in kind.__mro__)
+    known = {name for base in bases for name in described(base.get("Arguments of its methods", ""))}
     for name in dir(kind):
         owner = next(base for base in kind.__mro__ if name in vars(base) or base is object)
         if name.startswith("_") or not owner.__module__.startswith("deltune"):
@@ -83,7 +85,7 @@ def problems_of_class(kind: type) -> Iterator[str]:
         if isinstance(member, property) and not inspect.getdoc(member):
             yield f"{label} has no docstring"
         elif inspect.isroutine(member):
-            yield from problems_of_function(member, label)
+            yield from problems_of_function(member, label, known)
 
 
 def problems_of(name: str) -> list[str]:

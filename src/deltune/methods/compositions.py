@@ -19,7 +19,15 @@ if TYPE_CHECKING:
 
 
 class Composition(MethodPart):
-    """How Δh joins h. The base class adds it; subclasses may have tensors of their own."""
+    """How Δh joins h. The base class adds it; subclasses may have tensors of their own.
+
+    Arguments of its methods:
+        widths: The sizes at the place.
+        tensors: Its tensors by name; in `initialize`, some or all of them.
+        h: The hidden states (B, n, ...).
+        delta: Δh, of the shape of h.
+        x: What the frozen sub-module reads (B, n, d); None where `reads_x` is false.
+    """
 
     in_softmax: ClassVar[bool] = False
     """Whether it joins a prefix inside the attention function, by one softmax over the prefix and the model's keys."""
@@ -38,26 +46,16 @@ class Composition(MethodPart):
     def tensors(self, widths: Widths) -> Specs:
         """Return what the tensors are that it trains at one place.
 
-        Args:
-            widths: The sizes at the place.
-
         Returns:
             Their specifications by name.
         """
         return {}
 
     def initialize(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Fill its tensors with their initial values, in place.
-
-        Args:
-            tensors: Some or all of its tensors by name.
-        """
+        """Fill its tensors with their initial values, in place."""
 
     def factor(self, tensors: Mapping[str, torch.Tensor]) -> float | torch.Tensor | None:
         """Return s where the result is h + s Δh with one s for every input, so that Δh can be merged into a weight.
-
-        Args:
-            tensors: Its tensors by name.
 
         Returns:
             s as a number or a tensor of shape (); None for other compositions.
@@ -68,12 +66,6 @@ class Composition(MethodPart):
         self, h: torch.Tensor, delta: torch.Tensor, tensors: Mapping[str, torch.Tensor], x: torch.Tensor | None
     ) -> torch.Tensor:
         """Join Δh to h.
-
-        Args:
-            h: The hidden states (B, n, ...).
-            delta: Δh, of the shape of h.
-            tensors: Its tensors by name.
-            x: What the frozen sub-module reads (B, n, d); None where `reads_x` is false.
 
         Returns:
             The new hidden states, of the shape of h.
@@ -184,10 +176,6 @@ class SigmoidGate(Composition):
 
     def gates(self, tensors: Mapping[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         """Return the gates.
-
-        Args:
-            tensors: Its tensors by name.
-            x: What the frozen sub-module reads (B, n, d).
 
         Returns:
             g (B, n).

@@ -118,7 +118,7 @@ REGISTRY: Mapping[str, RegistryEntry] = {entry.make.__name__: entry for entry in
 """Every named method, by name."""
 
 FORMS = (Bottleneck, LowRank, Prefix, MultiHead, OwnMultiHead, Prompt, Vector, Rescale, Mixture)
-"""The forms of the library. Any other is a user's own, and checked before it acts (`form_checks`)."""
+"""The forms of the library. Any other is a user's own, and checked before it acts (`forms.checks`)."""
 
 VOCABULARY: dict[str, Callable[..., Any]] = {
     **{name: entry.make for name, entry in REGISTRY.items()},

@@ -221,6 +221,15 @@ class Form(MethodPart):
     A form that is a product of two matrices derives from `FactorForm`, one that is a matrix from `MatrixForm`, and one
     that is any function of the frozen weight from `WeightForm`; each of them writes one method in place of `__call__`.
 
+    Arguments of its methods:
+        widths: The sizes at the place.
+        tensors: The form's tensors at one place by name: the saved and the drawn ones, in `fold` and `fill_untrained`
+            the trained ones. In `initialize`, those that several places share are among them once, at the first of
+            these places, and those with a seed never are.
+        u: What the form reads (B, n, d_in).
+        at: The place, through which a form reads the frozen projection. In `affine` and `initialize` it is None where
+            there is no projection, and in `affine` of forms that do not read its weight.
+
     Class attributes:
         needs: What a site must offer: "hidden" (hidden states at one point), "attention" (the inside of an attention),
             "tokens" (the input embeddings) or "states" (the outputs of all layers).
@@ -248,22 +257,13 @@ class Form(MethodPart):
     def tensors(self, widths: Widths) -> Specs:
         """Return what the tensors of the form are at one place.
 
-        Args:
-            widths: The sizes at the place.
-
         Returns:
             Their specifications by name.
         """
         raise NotImplementedError
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
-        """Fill tensors with their initial values, in place.
-
-        Args:
-            tensors: The tensors of one place by name. Those that several places share are among them once, at the first
-                of these places; those with a seed never are.
-            at: The projection at the place, or None where there is none.
-        """
+        """Fill tensors with their initial values, in place."""
         raise NotImplementedError
 
     def draw(self, shapes: Shapes, generator: torch.Generator) -> Tensors:
@@ -281,9 +281,6 @@ class Form(MethodPart):
     def incompatibility(self, widths: Widths) -> str | None:
         """Return why the form cannot act at a place.
 
-        Args:
-            widths: The sizes at the place.
-
         Returns:
             The reason, or None where the form can act.
         """
@@ -291,9 +288,6 @@ class Form(MethodPart):
 
     def waste(self, widths: Widths) -> str | None:
         """Return what the form trains beyond what can matter at a place.
-
-        Args:
-            widths: The sizes at the place.
 
         Returns:
             The reason, or None where all of it can matter.
@@ -308,10 +302,6 @@ class Form(MethodPart):
     def fold(self, tensors: Tensors, widths: Widths) -> Tensors:
         """Compute the saved tensors of a reparameterisation.
 
-        Args:
-            tensors: The trained tensors by name.
-            widths: The sizes at the place.
-
         Returns:
             The saved tensors by name.
         """
@@ -325,9 +315,6 @@ class Form(MethodPart):
     def product(self, widths: Widths) -> Product | None:
         """Return the factors that share a rank, so that a mask keeps or drops the two sides of a rank jointly.
 
-        Args:
-            widths: The sizes at the place.
-
         Returns:
             The rank and the factors on both of its sides; None where each tensor acts alone.
 
@@ -340,7 +327,6 @@ class Form(MethodPart):
         """Fill tensors, in place, with the values of entries that a mask leaves out, which change nothing.
 
         Args:
-            tensors: The trained tensors by name.
             buffers: The other tensors by name.
         """
         for tensor in tensors.values():
@@ -348,10 +334,6 @@ class Form(MethodPart):
 
     def affine(self, tensors: Tensors, at: Place | None) -> Affine | None:
         """Return (A, b) where Δh = A u + b, so that Δh can be merged into a weight.
-
-        Args:
-            tensors: The saved and drawn tensors by name.
-            at: The projection, for forms that read its weight; None for others.
 
         Returns:
             A of shape (d_out, d_in), or (d,) for a diagonal matrix, and b (d_out,); either is None for zero. None for
@@ -361,11 +343,6 @@ class Form(MethodPart):
 
     def before_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp | None:
         """Return (v, U, e) where Δh = v Uᵀ + e, so that the last product can be added to h as it is computed.
-
-        Args:
-            tensors: The saved and drawn tensors by name.
-            u: What the form reads (B, n, d_in).
-            at: The place.
 
         Returns:
             v (B, n, r), U (d_out, r), and e (d_out,) or None; None for forms that do not end in such a product.
@@ -377,9 +354,6 @@ class Form(MethodPart):
 
         Those of several deltas are computed in two products for a whole batch. Nothing asks it of a user's own forms.
 
-        Args:
-            tensors: The saved and drawn tensors by name.
-
         Returns:
             The layers, or None for other forms.
         """
@@ -387,11 +361,6 @@ class Form(MethodPart):
 
     def __call__(self, tensors: Tensors, u: torch.Tensor, at: Place) -> torch.Tensor:
         """Compute Δh.
-
-        Args:
-            tensors: The saved and drawn tensors by name.
-            u: What the form reads (B, n, d_in).
-            at: The place.
 
         Returns:
             Δh (B, n, d_out).
@@ -415,9 +384,6 @@ class Form(MethodPart):
 
         Args:
             h: The hidden states (B, n, d_out).
-            tensors: The saved and drawn tensors by name.
-            u: What the form reads (B, n, d_in); it may be h itself.
-            at: The place.
             scale: s.
             out: h itself where it may be overwritten, else None.
 
@@ -441,7 +407,6 @@ class Form(MethodPart):
         """Compute Δh inside an attention, for forms that need one.
 
         Args:
-            tensors: The saved and drawn tensors by name.
             query: The model's own query (B, N_h, n, d_h).
             scaling: The factor by which the model scales q kᵀ.
 
@@ -547,9 +512,6 @@ class FactorForm(Form):
     def factors(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the two matrices of the product.
 
-        Args:
-            tensors: The saved and drawn tensors by name.
-
         Returns:
             D (r, d_in) and U (d_out, r).
         """
@@ -585,10 +547,6 @@ class WeightForm(Form):
     def weight(self, tensors: Tensors, at: Place) -> torch.Tensor:
         """Compute the weight with the change.
 
-        Args:
-            tensors: The saved and drawn tensors by name.
-            at: The projection.
-
         Returns:
             W' (d_out, d_in).
         """
@@ -596,10 +554,6 @@ class WeightForm(Form):
 
     def change_of_bias(self, tensors: Tensors, at: Place) -> torch.Tensor | None:
         """Compute what Δh has beside (W' - W) x.
-
-        Args:
-            tensors: The saved and drawn tensors by name.
-            at: The projection.
 
         Returns:
             A vector (d_out,), or None for zero.
@@ -628,9 +582,6 @@ class MatrixForm(WeightForm):
 
     def matrix(self, tensors: Tensors) -> torch.Tensor:
         """Compute the matrix.
-
-        Args:
-            tensors: The saved and drawn tensors by name.
 
         Returns:
             A (d_out, d_in).

@@ -195,16 +195,7 @@ class Mixture(Form):
         self.initialize(tensors, None)
 
     def __call__(self, tensors: Tensors, u: torch.Tensor, at: Place) -> torch.Tensor:
-        """Compute Δh of the last hidden state.
-
-        Args:
-            tensors: The saved and drawn tensors by name.
-            u: All hidden states (L + 1, B, n, d).
-            at: Not used.
-
-        Returns:
-            Δh (B, n, d).
-        """
+        """Compute Δh (B, n, d) of the last hidden state from all of them (L + 1, B, n, d)."""
         import torch
 
         t = {name: tensor.to(u.dtype) for name, tensor in tensors.items()}

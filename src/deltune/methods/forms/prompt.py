@@ -45,12 +45,7 @@ class Prompt(Form):
         return trained({"rows": (self.length, widths.in_width)})
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
-        """Fill `rows` with N(0, 0.02), in place; `init_from` is applied later, when the delta is attached.
-
-        Args:
-            tensors: The form's tensors by name.
-            at: Not used.
-        """
+        """Fill `rows` with N(0, 0.02), in place; `init_from` is applied later, when the delta is attached."""
         import torch
 
         torch.nn.init.normal_(tensors["rows"], std=0.02)
