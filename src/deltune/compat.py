@@ -31,7 +31,7 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
 
 
 def replace_parameters(module: nn.Module, parameters: Mapping[str, torch.Tensor | None]) -> None:
-    """Give a copy of a module parameters of its own, where the dictionary that it has is that of the original."""
+    """Give a copy of a module parameters of its own, where it has the dictionary of the original."""
     module.__dict__["_parameters"] = parameters
 
 
@@ -114,7 +114,7 @@ def remove_hooks(module: nn.Module | None, owner: object) -> None:
 
 
 def count_forward_hooks(module: nn.Module) -> int:
-    """Count the forward hooks that see the output of a module, those of all modules included; torch lists neither."""
+    """Count the forward hooks that see the output of a module, with the global ones; torch lists neither."""
     return len(module._forward_hooks) + len(_global_forward_hooks)
 
 

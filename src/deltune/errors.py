@@ -139,7 +139,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def number_range(numbers: Iterable[int]) -> str:
-    """Return the smallest and the largest of some numbers, such as "200 to 3,200", or the one that all of them are."""
+    """Return the smallest and the largest of some numbers, such as "200 to 3,200"; of equal ones, that number."""
     low, high = min(known := list(numbers)), max(known)
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 

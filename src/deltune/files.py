@@ -18,7 +18,7 @@ from .errors import DeltuneError, DiskFullError, error_summary, excerpt
 
 FULL_DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FULL_DISK_PHRASES = ("no space", "file too large", "is full")
-"""Phrases by which errors without a number, those of safetensors and SQLite, say that the disk is full."""
+"""Phrases by which errors without a number, from safetensors and SQLite, say that the disk is full."""
 
 MAX_JSON_BYTES = 16 << 20
 """Size in bytes of the longest JSON file that is read; one that describes 100,000 tensors has half of it."""
@@ -166,7 +166,7 @@ def read_json_bytes(path: Path) -> bytes:
 
 
 def parse_json_file(raw: bytes, path: Path, unique_keys: bool = True) -> Any:
-    """Parse the contents of a JSON file; the arguments and errors are those of `read_json`."""
+    """Parse the contents of a JSON file; arguments and errors are as in `read_json`."""
     try:
         return parse_json(raw, unique_keys)
     except json.JSONDecodeError as error:

@@ -134,7 +134,7 @@ class SigmoidGate(Composition):
     """Add the change times a learned gate: h + g Δh, g = σ(x · w_g) (UniPELT; Mao et al. 2022).
 
     There is one gate for each position. The authors take the mean over the tokens, which would make a row's output
-    depend on its padding, and that of a decoder on later tokens.
+    depend on its padding, and in a decoder on later tokens.
 
     Args:
         name: In one term, gates of the same name in one sub-module share one vector w_g (d,), which is 0 at the start,
@@ -187,8 +187,8 @@ class SigmoidGate(Composition):
 class PrefixGate(SigmoidGate):
     """Multiply a prefix's keys and values by a learned gate g = σ(x · w_g): softmax(q [g P_k; K]ᵀ) [g P_v; V].
 
-    It is that of UniPELT (Mao et al. 2022). As in `Gate`, the prefix and the model's own keys
-    share a softmax. There is one gate for each position of the query.
+    UniPELT has this gate (Mao et al. 2022). As in `Gate`, the prefix and the model's own keys share a softmax. There is
+    one gate for each position of the query.
 
     Args:
         name: As for `SigmoidGate`.
@@ -198,4 +198,4 @@ class PrefixGate(SigmoidGate):
     """
 
     in_softmax = True
-    tensor = "prefix_gate"  # another one than that of `SigmoidGate`, which is another function
+    tensor = "prefix_gate"  # `SigmoidGate` is another function of its own tensor

@@ -521,7 +521,7 @@ def unipelt(
     """Add a prefix, LoRA and an adapter, each with a gate σ(x · w_g) of its own (UniPELT; Mao et al. 2022).
 
     LoRA acts on query and value, which share a gate; the adapter stands after the FFN. The gate of the prefix
-    multiplies its keys and values, those of LoRA and of the adapter what these add. Two things differ from the
+    multiplies its keys and values, and the gates of LoRA and the adapter what these add. Two things differ from the
     authors' code: a gate is of one position and not the mean over the tokens, on which padding and later tokens have
     an influence, and it has no bias.
 

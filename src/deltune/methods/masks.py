@@ -101,7 +101,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class RowMask:
-    """A mask that keeps whole rows of a matrix, those of chosen tokens."""
+    """A mask that keeps whole rows of a matrix, one for each chosen token."""
 
     name: str  # the name of the matrix
     rows: tuple[int, ...]  # the numbers of the rows
@@ -176,8 +176,8 @@ def _place_remainder(
 def draw_indices(group: MaskGroup, count: int, pattern: str, along: str, seed: int) -> Indices:
     """Return the flat indices that a group keeps, by tensor, `count` in all.
 
-    Pattern "discrete" draws entries without replacement, those of a product so that each has a partner on the other
-    side; "uniform" draws every entry with equal probability, partner or not; "adjacent" takes consecutive whole rows
+    Pattern "discrete" draws entries without replacement, in a product so that each has a partner on the other side.
+    "uniform" draws every entry with equal probability, partner or not. "adjacent" takes consecutive whole rows
     (along="rows") or columns, the last of them in part.
     """
     stream = _RandomStream(seed, group.name)

@@ -118,7 +118,7 @@ def parse_percentage(text: str) -> Fraction | None:
 
 
 def describe_type(hint: Any) -> str:
-    """Return a type hint in plain words: its own, Annotated[…, "words"], or those of its type."""
+    """Return a type hint in plain words: its own, Annotated[…, "words"], or the words for its type."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         return str(arguments[1])

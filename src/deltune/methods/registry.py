@@ -38,7 +38,7 @@ class RegistryEntry:
     scalars: str
     example: str  # an expression with it
     rate: float = DEFAULT_RATE  # the learning rate of long runs where the user gives none
-    short_rate: float = DEFAULT_SHORT_RATE  # that of short runs
+    short_rate: float = DEFAULT_SHORT_RATE  # the learning rate of short runs
 
     @property
     def plain(self) -> Method:
@@ -239,7 +239,7 @@ def default_learning_rate(method: str | Method, steps: int | None = None) -> flo
     It is the smallest rate of the method's terms, so that none of them diverges. In long runs, of 5,000 steps or more,
     that is 5e-5 for full and diff_pruning, 1e-2 for layernorm and prefix and so for their sum, 3e-2 for prompt, and
     1e-3 for everything else. Short runs need more, of 50 steps or fewer `RegistryEntry.short_rate`. In between the
-    logarithm of the rate falls with that of the number of steps.
+    logarithm of the rate falls with the logarithm of the number of steps.
     """
     return min(_term_rate(term, steps) for term in parse(method).terms)
 

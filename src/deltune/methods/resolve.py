@@ -32,7 +32,7 @@ class ResolvedEdit:
 
     @property
     def tensors(self) -> Specs:
-        """Its tensors by name, those of its composition included."""
+        """Its tensors by name, with the tensors of its composition."""
         modification, widths = self.modification, self.place.widths
         return modification.form.tensors(widths) | modification.compose.tensors(widths)
 
@@ -348,11 +348,11 @@ def selected_tensors(anatomy: Anatomy, selection: Selection) -> list[Tensor]:
 
 
 def unrecognized_tensors(anatomy: Anatomy, selection: Selection) -> list[Tensor]:
-    """Return the parameters that look like those of a selection, and whose part in the computation is not observed.
+    """Return the parameters that look selected, and whose part in the computation is not observed.
 
-    A gain is the only parameter of a module, or stands beside a bias of its own shape: that of a batch or group norm,
-    or of a layer norm over channels that are not the last axis. A bias is one by its name alone, as those that the
-    experts of GPT-OSS and the query of DeBERTa add themselves.
+    A gain is the only parameter of a module, or stands beside a bias of its own shape, as in a batch or group norm, or
+    a layer norm over channels that are not the last axis. A bias is one by its name alone, as in the experts of GPT-OSS
+    and the query of DeBERTa, which add it themselves.
     """
     norms = {"norm.gain": "weight", "norm.bias": "bias"}
     leaves = {leaf for role, leaf in norms.items() if role in selection.roles}

@@ -366,7 +366,7 @@ def _attentions(anatomy: Anatomy, layer: Layer, modification: Modification, stem
             continue
         if modification.attention in ("all", attention.kind) and (site in ("attention", "output") or not is_mixer):
             alike = [other for other in layer.attentions if other.kind == attention.kind]
-            number = alike.index(attention)  # a layer may have two, as those of LongCat-Flash
+            number = alike.index(attention)  # a layer may have two, as in LongCat-Flash
             yield _at_attention(anatomy, f"{stem}.{attention.kind}{number or ''}", layer, attention, modification)
 
 

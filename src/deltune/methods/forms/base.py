@@ -61,8 +61,8 @@ class TensorSpec:
         trained: Whether it is a parameter; otherwise it is a buffer.
         saved: Whether it is in the saved file. A parameter that is not saved exists only until `fold` has computed the
             saved tensors from it; a buffer that is not saved is drawn again from `seed`.
-        shared: The places that share it: those of one "sublayer", those of one kind of attention ("group"), or all of
-            the "term"; None where each place has its own.
+        shared: Which places share it: all in one "sublayer", all in one kind of attention ("group"), or all of the
+            "term"; None where each place has its own.
         seed: The seed from which `draw` makes a buffer that is not saved, on the CPU.
     """
 
@@ -236,7 +236,7 @@ class Form(MethodPart):
         multiplies: The name of the tensor w where h + Δh is w ⊙ h for a form that reads h; else None.
         replaces: Whether h + Δh does not depend on h, so that earlier changes at the same place would be lost.
         acts_on_weights: Whether Δh = A u with the A of `affine`, for one matrix or a stack of them, so that the form
-            can act at a weight that a module reads itself, as those of experts and routers: W + s A.
+            can act at a weight that a module reads itself, as experts and routers do: W + s A.
         reads_ids: Whether u may be token ids, each of which stands for a one-hot vector.
         reads_weight: Whether it reads the frozen projection, so that it can act at projections only.
     """
@@ -506,7 +506,7 @@ def check_share(name: str, value: float) -> None:
 class FactorForm(Form):
     """A form that is a product of two matrices, Δh = U D u with (D, U) = `factors(tensors)`.
 
-    Deltas of such forms are computed together in a mixed batch, as those of LoRA.
+    Deltas of such forms are computed together in a mixed batch, as with LoRA.
     """
 
     def factors(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
