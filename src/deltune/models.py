@@ -41,21 +41,13 @@ LANGUAGE_MODEL_HEADS = ("causal-lm", "seq2seq-lm")
 
 @dataclass(frozen=True)
 class Head:
-    """A head with which a model can be loaded, under the names that others have for it.
+    """A head with which a model can be loaded, under the names that others have for it."""
 
-    Attributes:
-        auto_class: The class of transformers that loads it.
-        table: The table of `transformers.models.auto.modeling_auto` with the classes that have it.
-        peft_task: PEFT's task type.
-        pipeline: The hub's name for its task.
-        served: What a server can be asked where a model has it.
-    """
-
-    auto_class: str
-    table: str | None = None
-    peft_task: str | None = None
-    pipeline: str | None = None
-    served: tuple[Served, ...] = ()
+    auto_class: str  # the class of transformers that loads it
+    table: str | None = None  # the table of `transformers.models.auto.modeling_auto` with the classes that have it
+    peft_task: str | None = None  # PEFT's task type
+    pipeline: str | None = None  # the hub's name for its task
+    served: tuple[Served, ...] = ()  # what a server can be asked where a model has it
 
 
 HEADS: Mapping[str, Head] = {
@@ -87,34 +79,22 @@ HEADS: Mapping[str, Head] = {
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model is stored.
+    """Where a model is stored."""
 
-    Attributes:
-        name: What `from_pretrained` takes: a folder, a config.json file or a hub id.
-        config: The path of the model's config.json.
-        local: Whether `name` is a path on this machine rather than a hub id.
-        cached: Whether the hub cannot be reached, so that only its local cache may be read.
-    """
-
-    name: str
-    config: Path
-    local: bool = True
-    cached: bool = False
+    name: str  # what `from_pretrained` takes: a folder, a config.json file or a hub id
+    config: Path  # the path of the model's config.json
+    local: bool = True  # whether `name` is a path on this machine rather than a hub id
+    cached: bool = False  # whether the hub cannot be reached, so that only its local cache may be read
 
 
 @dataclass
 class WeightsCache:
-    """The pretrained weights of one model in memory, from which it can be built again without reading its files.
+    """The pretrained weights of one model in memory, from which it can be built again without reading its files."""
 
-    Attributes:
-        model_class: The class of the model; None while the cache is empty.
-        tensors: The pretrained parameters and buffers, by their names in the state dict.
-        generation_config: A copy of the model's generation config; None if it does not generate.
-    """
-
-    model_class: type[Any] | None = None
+    model_class: type[Any] | None = None  # the class of the model; None while the cache is empty
+    # the pretrained parameters and buffers, by their names in the state dict
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    generation_config: Any = None
+    generation_config: Any = None  # a copy of the model's generation config; None if it does not generate
 
 
 def check_transformers() -> None:

@@ -175,21 +175,13 @@ class MethodPart:
 
 
 class TwoLayers(NamedTuple):
-    """The tensors of Δh = f(u Dᵀ + d) Uᵀ + e.
+    """The tensors of Δh = f(u Dᵀ + d) Uᵀ + e."""
 
-    Attributes:
-        down: D (r, d_in).
-        down_bias: d (r,), or None for zero.
-        activation: f, one of `ACTIVATIONS`.
-        up: U (d_out, r).
-        up_bias: e (d_out,), or None for zero.
-    """
-
-    down: torch.Tensor
-    down_bias: torch.Tensor | None
-    activation: str
-    up: torch.Tensor
-    up_bias: torch.Tensor | None
+    down: torch.Tensor  # D (r, d_in)
+    down_bias: torch.Tensor | None  # d (r,), or None for zero
+    activation: str  # f, one of `ACTIVATIONS`
+    up: torch.Tensor  # U (d_out, r)
+    up_bias: torch.Tensor | None  # e (d_out,), or None for zero
 
 
 class Form(MethodPart):
