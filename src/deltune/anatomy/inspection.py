@@ -39,7 +39,7 @@ from .quantizers import bias_of, find_quantizer, linear_sizes
 from .residuals import SubLayer, find_sublayers
 from .row_order import modules_not_by_row
 from .skeleton import base_modules, base_parameters, structure_stamp
-from .tensors import Regions, names_read_by, paths_around, tensors_of
+from .tensors import names_read_by, paths_around, tensors_of
 from .tracing import base_model, meta_model, trace_forward, trace_tower
 from .types import FFN, Anatomy, Attention, Experts, Layer, Linear, Norm, Stack, StackName, Tensor, is_inside
 
@@ -292,19 +292,7 @@ class _Inspector:
         pooler = self._pooler(outside_layers, embedding_paths, layers)
         head = self._head(layers)
         parts, vocabulary = tuple(self._parts()), self._vocabulary()
-        regions = Regions(
-            base=self.base_path,
-            layers=tuple(layer.path for layer in layers),
-            embedding=embedding_paths,
-            pooler=pooler,
-            head=head,
-            vocabulary=None if vocabulary is None else vocabulary.path,
-            tower=self.tower,
-            towers=self.towers,
-        )
-        with_positions = any(stack.positions for stack in stacks)
-        tensors = tensors_of(self.model, self.trace, regions, parts, self.reader.identity, with_positions)
-        return Anatomy(
+        anatomy = Anatomy(
             family=self.model.config.model_type,
             model=type(self.model).__name__,
             base=self.base_path,
@@ -313,7 +301,7 @@ class _Inspector:
             norms=tuple(norms),
             pooler=pooler,
             head=head,
-            tensors=tensors,
+            tensors=(),
             unobserved=tuple(self.unobserved),
             output_kind=self._output_kind(head),
             other_towers=parts,
@@ -322,8 +310,10 @@ class _Inspector:
             vocabulary=vocabulary,
             on_zeros=self.trace.on_zeros,
             not_by_row=modules_not_by_row(self.trace),
-            projector=tuple(self._projector(tensors)),
         )
+        identity = self.reader.identity
+        tensors = tensors_of(self.model, self.trace, anatomy, embedding_paths, self.towers, identity)
+        return replace(anatomy, tensors=tensors, projector=tuple(self._projector(tensors)))
 
     def _linears(self, vocabulary: Linear | None) -> tuple[Linear, ...]:
         """Return every linear that the pass calls, and the projection to the vocabulary."""

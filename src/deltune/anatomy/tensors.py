@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -20,57 +19,45 @@ _OF_WEIGHTS = {"norm", "linear", "experts"}
 """Kinds of steps whose parameters are weights, also where a family freezes them when it makes a model."""
 
 
-@dataclass(frozen=True)
-class Regions:
-    """The places of a model's parts, by which the area of a tensor is known."""
-
-    base: str  # the path of the base model
-    layers: tuple[str, ...]  # the paths of the layers
-    embedding: Collection[str]  # the paths of the modules that the first layers depend on
-    pooler: str | None  # the path of the pooler
-    head: tuple[str, ...]  # the paths of the modules of the head
-    vocabulary: str | None  # the path of the projection to the vocabulary
-    tower: str  # the tower that the main input enters
-    towers: Mapping[str, str]  # by path, the towers that it does not enter
-
-
 def tensors_of(
     model: PreTrainedModel,
     trace: Trace,
-    regions: Regions,
-    parts: Iterable[Anatomy],
+    anatomy: Anatomy,
+    embedding: Collection[str],
+    towers: Mapping[str, str],
     identity: Callable[[Any], int],
-    with_positions: bool,
 ) -> tuple[Tensor, ...]:
-    """Return every parameter of a model once.
+    """Return every parameter of a model once, by an anatomy that has everything else.
 
-    `parts` are the anatomies of other towers, `identity` is the same for tied tensors, and `with_positions` says
-    whether the model has positions that its class may compute.
+    `embedding` are the paths of the modules that the first layers depend on, `towers` are the towers that the main
+    input does not enter, by path, and `identity` is the same for tied tensors.
     """
     kinds = {n.path: n.kind for n in trace.nodes if n.path}
     of_batch = {n.path for n in trace.of_batch}
     read, reached = names_read_by(trace, trace.nodes), names_read_by(trace, trace.differentiable)
     without_call = _names_read_without_call(model, trace)
+    with_positions = any(stack.positions for stack in anatomy.stacks)
     computed = tuple(f".{name}" for name in _computed_parameters(model)) if with_positions else ()
-    of_parts = {t.name: t for part in parts for t in part.tensors}
+    of_parts = {t.name: t for part in anatomy.other_towers for t in part.tensors}
+    vocabulary = None if anatomy.vocabulary is None else anatomy.vocabulary.path
     tensors = []
     for names, shape, quantized in _visible_tensors(model, identity):
         name, owners = names[0], [alias.rpartition(".")[0] for alias in names]
         executed = next((owner for owner in owners if owner in kinds), owners[0])
-        kind = "linear" if executed == regions.vocabulary else kinds.get(executed, "other")
-        layer = next((i for i, path in enumerate(regions.layers) if name.startswith(f"{path}.")), None)
+        kind = "linear" if executed == vocabulary else kinds.get(executed, "other")
+        layer = next((i for i, one in enumerate(anatomy.layers) if name.startswith(f"{one.path}.")), None)
         role = role_of(kind, name.rpartition(".")[2])
-        in_base = _is_in_base(name, regions)
-        tower = tower_of(owners[0], regions) if in_base and read.isdisjoint(names) else regions.tower
+        in_base = _is_in_base(name, anatomy)
+        tower = tower_of(owners[0], towers) if towers and in_base and read.isdisjoint(names) else anatomy.tower
         # what another tower holds is reached in a pass on what that tower reads
-        is_reached = not in_base or not reached.isdisjoint(names) or (bool(regions.towers) and read.isdisjoint(names))
+        is_reached = not in_base or not reached.isdisjoint(names) or (bool(towers) and read.isdisjoint(names))
         if (of_part := of_parts.get(name)) is not None:
             role, is_reached = of_part.role, of_part.receives_gradient
         tensors.append(
             Tensor(
                 name,
                 shape,
-                "layers" if layer is not None else area_of(name, owners, executed in kinds, regions),
+                "layers" if layer is not None else area_of(name, owners, executed in kinds, anatomy, embedding),
                 role,
                 layer,
                 aliases=tuple(names[1:]),
@@ -85,15 +72,15 @@ def tensors_of(
     return tuple(tensors)
 
 
-def area_of(name: str, owners: Sequence[str], is_called: bool, regions: Regions) -> str:
+def area_of(name: str, owners: Sequence[str], is_called: bool, anatomy: Anatomy, embedding: Collection[str]) -> str:
     """Return the area of a tensor outside the layers, whose modules the pass may call."""
-    if any(is_inside(name, path) for path in regions.head):
+    if any(is_inside(name, path) for path in anatomy.head):
         return "head"
-    if any(owner in regions.embedding for owner in owners):
+    if any(owner in embedding for owner in owners):
         return "embedding"
-    if regions.pooler and is_inside(name, regions.pooler):
+    if anatomy.pooler and is_inside(name, anatomy.pooler):
         return "pooler"
-    if not _is_in_base(name, regions):
+    if not _is_in_base(name, anatomy):
         return "vocabulary"
     return "final" if is_called else "other"
 
@@ -106,11 +93,9 @@ def role_of(kind: str, leaf: str) -> str:
     return f"{kind}.{term}" if kind in ("norm", "linear") else term
 
 
-def tower_of(owner: str, regions: Regions) -> str:
+def tower_of(owner: str, towers: Mapping[str, str]) -> str:
     """Return the tower of a tensor that a pass on the main input does not read, by the path of its module."""
-    if not regions.towers:
-        return regions.tower
-    return next((regions.towers[path] for path in paths_around(owner) if path in regions.towers), "projector")
+    return next((towers[path] for path in paths_around(owner) if path in towers), "projector")
 
 
 def names_read_by(trace: Trace, nodes: Iterable[Node]) -> set[str]:
@@ -129,8 +114,8 @@ def paths_around(path: str) -> list[str]:
     return [".".join(parts[:size]) for size in range(len(parts), 0, -1)]
 
 
-def _is_in_base(name: str, regions: Regions) -> bool:
-    return not regions.base or name.startswith(f"{regions.base}.")
+def _is_in_base(name: str, anatomy: Anatomy) -> bool:
+    return not anatomy.base or name.startswith(f"{anatomy.base}.")
 
 
 def _visible_tensors(

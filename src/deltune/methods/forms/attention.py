@@ -114,7 +114,23 @@ def _expand_to_query_heads(tensors: Tensors, query: torch.Tensor) -> tuple[torch
 
 
 @dataclass(frozen=True, repr=False)
-class MultiHead(Form):
+class _Rows(Form):
+    """A form of l rows for each head, whose values are 0 at the start."""
+
+    length: int
+    zero_up: bool = field(default=True, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(length=self.length)
+
+    @property
+    def starts_at_zero(self) -> bool:
+        return self.zero_up
+
+
+@dataclass(frozen=True, repr=False)
+class MultiHead(_Rows):
     """Attend to l trained rows by relu instead of softmax, Δh = relu(q P_kᵀ) P_v for each head (UV §3.3, table 4).
 
     q is the model's own scaled query, so that the frozen W_q is part of the down projection, as in UV's code. Tensors:
@@ -129,16 +145,6 @@ class MultiHead(Form):
     """
 
     needs: ClassVar[str] = "attention"
-    length: int
-    zero_up: bool = field(default=True, kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(length=self.length)
-
-    @property
-    def starts_at_zero(self) -> bool:
-        return self.zero_up
 
     def tensors(self, widths: Widths) -> Specs:
         return _keys_values(self.length, widths)
@@ -155,7 +161,7 @@ class MultiHead(Form):
 
 
 @dataclass(frozen=True, repr=False)
-class OwnMultiHead(Form):
+class OwnMultiHead(_Rows):
     """Add a bottleneck to each head, Δh = relu(u W_down) P_v with a W_down of its own for each head (UV §3.3).
 
     It acts at site "heads" only. Tensors: down (N_h l, d_in), N(0, 0.02) at the start, and values (l, N_h, d_v).
@@ -168,19 +174,8 @@ class OwnMultiHead(Form):
         DeltuneError: `length` is less than 1.
     """
 
-    length: int
-    zero_up: bool = field(default=True, kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(length=self.length)
-
     def incompatibility(self, widths: Widths) -> str | None:
         return None if widths.heads else "OwnMultiHead acts at site 'heads' of an attention whose heads can be seen"
-
-    @property
-    def starts_at_zero(self) -> bool:
-        return self.zero_up
 
     def tensors(self, widths: Widths) -> Specs:
         down, values = (widths.heads * self.length, widths.in_width), (self.length, widths.heads, widths.value_width)
