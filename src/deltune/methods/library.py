@@ -206,12 +206,24 @@ def _at_each(
     attention: str,
     tower: str = "main",
     x: str = "input",
+    experts: ExpertsArg = "all",
 ) -> tuple[Modification, ...]:
-    """Return a modification at each of some sites."""
-    return tuple(
-        Modification(s, form, insertion, compose, layers, stack, _attention_at(attention, s, sites), x, tower=tower)
-        for s in sites
-    )
+    """Return a modification at each of some sites, with the arguments that are about it.
+
+    Beside sites in layers, `layers` and `stack` are about those and no others, as `experts` is about linears of FFNs.
+    """
+    parts = []
+    for site in sites:
+        is_chosen = site not in spec.OUTSIDE_LAYERS or set(sites) <= set(spec.OUTSIDE_LAYERS)
+        at_layers, in_stack = (layers, stack) if is_chosen else ("all", "all")
+        of_experts = experts if site in spec.FFN_LINEARS else "all"
+        of_attention = _attention_at(attention, site, sites)
+        parts.append(
+            Modification(
+                site, form, insertion, compose, at_layers, in_stack, of_attention, x, tower=tower, experts=of_experts
+            )
+        )
+    return tuple(parts)
 
 
 def _compose(scale: Learned) -> Composition:
@@ -439,25 +451,8 @@ def lora(
     for site in _checked_sites(at, (*spec.PROJECTIONS, *spec.OTHER_PROJECTIONS, "ffn"), patterns=True):
         sites.extend(("ffn_up", "ffn_down") if site == "ffn" else (site,))
     spec.check_experts(experts, tuple(sites))
-    outside = all(site in spec.OUTSIDE_LAYERS for site in sites)
     form, compose = LowRank(rank, dropout), _compose(scale)
-    parts = []
-    for s in sites:
-        in_layers = outside or s not in spec.OUTSIDE_LAYERS  # beside sites in layers, layers= is about those
-        parts.append(
-            Modification(
-                s,
-                form,
-                "parallel",
-                compose,
-                layers if in_layers else "all",
-                stack if in_layers else "all",
-                _attention_at(attention, s, sites),
-                tower=tower,
-                experts=experts if s in spec.FFN_LINEARS else "all",
-            )
-        )
-    return tuple(parts)
+    return _at_each(tuple(sites), form, "parallel", compose, layers, stack, attention, tower, experts=experts)
 
 
 @_library_method
