@@ -178,7 +178,7 @@ def test_a_family_is_found_in_a_longer_string() -> None:
 ALLOWED_FAMILIES = {
     "methods.forms.base": "bert", "methods.forms.attention": "bert", "methods.library": "bert",  # an initialisation
     "train.metrics.model_based": "bert",  # the library bert-score
-    "cli.app": "llama", "interop.peft_write": "llama",  # the program llama.cpp
+    "cli.use": "llama", "interop.peft_write": "llama",  # the program llama.cpp
     "train.presets": "bert",  # where a paper printed its settings
 }  # fmt: skip
 """Module -> the family that its strings may name, since it means something else there. Papers' studies name models."""
@@ -194,7 +194,7 @@ def test_no_family_name_decides_anything() -> None:
     assert not {module: names for module, names in wrong.items() if names}
 
 
-NAMES_METHODS = ("cli.quickstart", "cli.app", "cli.train", "train.presets", "studies.")
+NAMES_METHODS = ("cli.model", "cli.use", "cli.train", "train.presets", "studies.")
 """Examples on the command line, the papers' protocols, and the studies, which are about particular methods."""
 
 

@@ -20,7 +20,8 @@ from deltune.errors import DeltuneError
 from deltune.train.config import RunConfig
 from deltune.train.data import loading, readers
 from deltune.train.prediction_inputs import inputs_from_file
-from deltune.train.run_folder import RunDir, collect_environment
+from deltune.train.records import collect_environment
+from deltune.train.run_folder import RunFolder
 from fuzz.damage import contents, mutated_bytes, mutated_file, mutated_json, outcome, text_of
 
 ROWS: dict[str, list[dict[str, Any]]] = {
@@ -249,7 +250,7 @@ def test_a_folder_in_the_place_of_a_file(tmp_path: Path) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    run_dir = RunDir(tmp_path / "run")
+    run_dir = RunFolder(tmp_path / "run")
     with run_dir.locked():
         run_dir.begin(
             RunConfig.from_flat(model="m", data="d", method="lora"),

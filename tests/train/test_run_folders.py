@@ -23,7 +23,7 @@ from deltune.train.config import RunConfig
 from deltune.train.inference import evaluate, export_run, merge_run, predict_rows, rescore
 from deltune.train.prediction_inputs import input_columns, inputs_from_file
 from deltune.train.run import train
-from deltune.train.run_folder import RunDir
+from deltune.train.run_folder import RunFolder
 from fuzz.damage import contents, mutated_file, outcome
 
 STRANGE = "the apple\u2028was near\u0085the old\x0ctable\x1chere"
@@ -88,7 +88,7 @@ def outcomes_of_damaged_run(seed: int, folders: Folders, to: Path) -> list[str]:
     path = damaged(folder, files, chance)
 
     def facts() -> None:
-        run = RunDir(folder)
+        run = RunFolder(folder)
         run.check_config(spec)
         assert run.config.name and isinstance(run.metrics.seconds, int | float)
         input_columns(run.best_run.data.kind, run.best_run)
@@ -154,7 +154,7 @@ def test_damage_under_matching_checksums_raises_no_other_error(seeds: range, fol
 
 def results(folder: Path) -> Any:
     """Return the results that do not depend on how often a run was stopped."""
-    metrics = RunDir(folder).metrics.as_json()
+    metrics = RunFolder(folder).metrics.as_json()
     return {name: metrics[name] for name in ("validation", "test", "best")}
 
 
@@ -163,7 +163,7 @@ def results(folder: Path) -> Any:
 
 def test_texts_with_line_separators_are_scored_again(folders: Folders) -> None:
     """U+2028, U+0085 and a form feed stand in a prediction's input; they end no line."""
-    assert rescore(folders.finished)["test"]["accuracy"] == RunDir(folders.finished).metrics.test["accuracy"]
+    assert rescore(folders.finished)["test"]["accuracy"] == RunFolder(folders.finished).metrics.test["accuracy"]
     lines = (folders.finished / "predictions" / "test.jsonl").read_text(encoding="utf-8")
     assert "\u2028" in lines and len(lines.splitlines()) > lines.count("\n") == 12
 

@@ -26,7 +26,7 @@ from deltune.runtime.padding import padding_side
 from deltune.templates import surrounding_tokens
 from deltune.train.inference import evaluate, load_run, predict
 from deltune.train.run import train
-from deltune.train.run_folder import RunDir
+from deltune.train.run_folder import RunFolder
 from deltune.train.tasks.base import InferenceContext, TaskOptions
 from deltune.train.tasks.classification import (
     CAUSAL_CLASSIFICATION,
@@ -198,7 +198,7 @@ def test_a_known_task_in_words(shared: Path, tmp_path: Path) -> None:
     metrics = train(spec, tmp_path / "run", progress=False)
     assert metrics.count["head"] == 0 and metrics.count["method"] == 11 * 64
     rows = read(shared, "sst2", 20)
-    lines = RunDir(tmp_path / "run").predictions / "test.jsonl"
+    lines = RunFolder(tmp_path / "run").predictions / "test.jsonl"
     predictions = tiny.objects(lines)[:20]
     assert (
         set(predictions[0]["scores"]) == {"negative", "positive"}

@@ -10,7 +10,7 @@ import os
 import time
 
 from ..errors import DeltuneError
-from ..train.run_folder import RunDir
+from ..train.run_folder import RunFolder
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Environment variables by which the user, or a launcher, decides."""
@@ -44,7 +44,7 @@ def free_threads(cores: int, busy: float) -> int:
     return max(1, cores - round(busy))
 
 
-def set_threads(meter: LoadMeter, run: RunDir | None = None) -> None:
+def set_threads(meter: LoadMeter, run: RunFolder | None = None) -> None:
     """Set the number of threads of this process and say so, unless an environment variable decides."""
     import torch
 
@@ -62,11 +62,11 @@ def set_threads(meter: LoadMeter, run: RunDir | None = None) -> None:
     torch.set_num_threads(threads)
 
 
-def _earlier_threads(run: RunDir) -> int | None:
+def _earlier_threads(run: RunFolder) -> int | None:
     """Return how many threads an unfinished run, or the first of several, was started with."""
     for folder in (run.folder, *sorted(run.runs.glob("*"))):
         try:
-            threads = RunDir(folder).environment.get("threads")
+            threads = RunFolder(folder).environment.get("threads")
         except DeltuneError:
             continue  # training refuses a damaged folder, and says why
         if isinstance(threads, int) and threads > 0:

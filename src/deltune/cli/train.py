@@ -26,12 +26,12 @@ import typer
 from ..errors import DeltuneError
 from ..files import user_path
 from ..methods.other_names import hint_for_option
-from .imports import Imports
+from .options import Imports
 from .output import Json, Quiet, console, fast_imports, log_to_stderr
 
 if TYPE_CHECKING:
     from ..train.config import RunConfig
-    from ..train.run_folder import RunMetrics
+    from ..train.records import RunMetrics
 
 
 GRACE = 5.0  # seconds in which the other processes may end by themselves
@@ -250,10 +250,10 @@ def run(
     if not is_main_process():
         return
     from ..train.report.advice import advice, read_finished
-    from ..train.run_folder import RunDir
+    from ..train.run_folder import RunFolder
     from . import formatting
 
-    finished = read_finished(RunDir(folder), metrics)
+    finished = read_finished(RunFolder(folder), metrics)
     if as_json:
         console.print_json(data=metrics.as_json())
     else:
@@ -283,14 +283,14 @@ def _commented(config: RunConfig) -> str:
 def _train(config: RunConfig, folder: Path, fresh: bool, quiet: bool, devices: str, sharding: str | None) -> RunMetrics:
     with log_to_stderr(quiet):
         with fast_imports():
-            from ..train.run_folder import RunDir
+            from ..train.run_folder import RunFolder
             from .threads import LoadMeter, set_threads
 
             meter = LoadMeter()
             from ..train import run as training
             from ..train.trainer import watch_interrupts
 
-        set_threads(meter, None if fresh else RunDir(folder))
+        set_threads(meter, None if fresh else RunFolder(folder))
         watch_interrupts()
         try:
             return training.train(

@@ -4,6 +4,6 @@ import lazy_loader
 
 from ..errors import check_extra
 
-check_extra("cli", "training and evaluating runs need")
+check_extra("train", "training and evaluating runs need")
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -23,7 +23,8 @@ from transformers import TrainerState
 
 from ..errors import DeltuneError, error_from_problems, error_summary, excerpt
 from ..files import atomic_folder, file_sha256, write_error, write_json, write_text
-from . import distributed, run_folder
+from . import distributed
+from .records import CheckpointProgress, TrainerStateFile, read_record
 
 TENSORS_FILE, PROGRESS_FILE, STATE_FILE = "tensors.safetensors", "facts.json", "trainer_state.json"
 CHECKSUMS_FILE = "SHA256SUMS"
@@ -138,7 +139,7 @@ def find_resumable(folder: Path) -> Path | None:
         verify_checksums(checkpoint)
         read_progress(checkpoint)
         with _restoring(checkpoint):
-            run_folder.read_record(run_folder.TrainerStateFile, checkpoint / STATE_FILE)
+            read_record(TrainerStateFile, checkpoint / STATE_FILE)
             state = TrainerState.load_from_json(str(checkpoint / STATE_FILE))
             if state.global_step != int(checkpoint.name) or not isinstance(state.epoch, float | int):
                 raise ValueError(
@@ -148,9 +149,9 @@ def find_resumable(folder: Path) -> Path | None:
 
 
 def read_progress(checkpoint: Path) -> dict[str, Any]:
-    """Read facts.json of a checkpoint; its fields are those of `run_folder.CheckpointProgress`."""
+    """Read facts.json of a checkpoint; its fields are those of `records.CheckpointProgress`."""
     try:
-        return run_folder.read_record(run_folder.CheckpointProgress, checkpoint / PROGRESS_FILE)
+        return read_record(CheckpointProgress, checkpoint / PROGRESS_FILE)
     except DeltuneError as error:
         raise _unreadable(checkpoint, error) from error
 

@@ -19,7 +19,8 @@ from . import distributed
 from .config import RunConfig
 from .data.loading import TaskData
 from .presets import AUTO, DEFAULT
-from .run_folder import Number, RateSearch, RateTry, RunDir
+from .records import Number, RateSearch, RateTrial
+from .run_folder import RunFolder
 
 FACTORS = (0.1, 0.3, 1.0, 3.0)
 """The rates that are tried, as multiples of the method's default."""
@@ -150,7 +151,7 @@ def plan_search(config: RunConfig, rows: int, steps: int, steps_per_epoch: int) 
     return SearchPlan(rates, boost, tried, part, len(rates) * (tried + scoring) / steps, warmup)
 
 
-def search_rate(config: RunConfig, plan: SearchPlan, data: str, run: RunDir, loss_of: Loss) -> RunConfig:
+def search_rate(config: RunConfig, plan: SearchPlan, data: str, run: RunFolder, loss_of: Loss) -> RunConfig:
     """Try the rates of a plan and return the config with the one of the lowest loss, or the default.
 
     A try that was finished before an interruption is not repeated.
@@ -171,7 +172,7 @@ def search_rate(config: RunConfig, plan: SearchPlan, data: str, run: RunDir, los
     for rate in plan.rates:
         tried = next((one for one in record.tries if one.lr == rate), None)
         if tried is None:
-            tried = RateTry(lr=rate, loss=_loss_or_none(config, plan, rate, loss_of))
+            tried = RateTrial(lr=rate, loss=_loss_or_none(config, plan, rate, loss_of))
             record = record.model_copy(update={"tries": [*record.tries, tried]})
             run.write_rate_search(record)
         logger.info("lr %g: %s", rate, "diverged" if tried.loss is None else f"loss {tried.loss:.4f}")

@@ -25,7 +25,8 @@ from ..metrics.base import Score
 from ..metrics.intervals import difference_interval
 from ..metrics.registry import METRICS
 from ..presets import DEFAULT
-from ..run_folder import DataFacts, RunDir, RunMetrics, SeriesRun, command_line, signed_score
+from ..records import DataFacts, RunMetrics, SeriesRun, command_line, signed_score
+from ..run_folder import RunFolder
 from ..series import value_text, verdict
 from .advice import FinishedRun, advice, metric_without_say, read_finished
 from .charts import Line, line_chart
@@ -95,7 +96,7 @@ class RunReport:
     signatures: tuple[tuple[str, str], ...]
 
 
-def write_report(run: RunDir) -> Path:
+def write_report(run: RunFolder) -> Path:
     """Write report.html into the folder of a finished run, and return its path."""
     page = render_report(read_all([run]))
     path = run.report_file
@@ -112,7 +113,7 @@ def render_report(finished: Sequence[FinishedRun]) -> str:
     return render(Path(__file__).with_name("run.html"), title=title, reports=reports, comparison=comparison)
 
 
-def read_all(runs: Sequence[RunDir]) -> list[FinishedRun]:
+def read_all(runs: Sequence[RunFolder]) -> list[FinishedRun]:
     """Read finished runs."""
     finished, problems = [], []
     for run in runs:
@@ -274,7 +275,7 @@ def _series_charts(finished: FinishedRun) -> list[Markup]:
     """Draw the curves of the single runs of a series over one another."""
     logs = {}
     for one in finished.metrics.runs[:MAX_CURVES]:
-        run = RunDir(finished.run.runs / one.run)
+        run = RunFolder(finished.run.runs / one.run)
         tried = ", ".join(f"{name} {value}" for name, value in one.tried.items())
         if run.log_file.is_file():
             logs[" · ".join(part for part in (one.run, tried) if part)] = run.read_log()
@@ -469,7 +470,7 @@ def _differences(
 ) -> list[ScoreCell]:
     """Return each run's difference from the best one, with the interval of the paired predictions of single runs."""
     statistics: list[Score | None] = [None] * len(runs)
-    if metric in METRICS and METRICS[metric].extra == "cli" and not any(one.config.is_series for one in runs):
+    if metric in METRICS and METRICS[metric].extra == "train" and not any(one.config.is_series for one in runs):
         scores = [rescore_with_statistics(one.run.folder, [metric]) for one in runs]
         statistics = [one[split].get(metric) if split in one else None for one in scores]
     cells = []
@@ -502,7 +503,7 @@ def _value_text(value: Any) -> str:
     )
 
 
-def _short_names(runs: Sequence[RunDir]) -> list[str]:
+def _short_names(runs: Sequence[RunFolder]) -> list[str]:
     """Return the shortest ends of the folders' paths that tell them apart."""
     paths = [run.folder.absolute().parts for run in runs]
     for length in range(1, max(map(len, paths)) + 1):
