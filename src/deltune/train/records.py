@@ -124,7 +124,7 @@ class RateSearch(Record):
     Attributes:
         rows: On how many training rows.
         held_out: How many other training rows they were compared on.
-        lr: The one that was chosen; None as long as some are left.
+        lr: The chosen rate; None as long as some are left to try.
     """
 
     config: str
@@ -185,73 +185,6 @@ class RunMetrics(Record):
         if self.rate_search is None:
             values.pop("rate_search", None)
         return values
-
-
-class OptimizerState(Record):
-    """The part of an optimizer's state that JSON can hold.
-
-    Attributes:
-        scalars: By the number of a parameter, the values of its state that are no tensors.
-    """
-
-    groups: list[dict[str, Any]]
-    scalars: dict[str, dict[str, Any]]
-
-
-class BestPredictions(Record):
-    """The predictions for the validation split that were written with the best delta.
-
-    Attributes:
-        delta: The digest of the delta that made them.
-    """
-
-    delta: str
-    sha256: str
-    metrics: dict[str, float]
-    signatures: dict[str, str]
-    omitted: dict[str, str]
-    intervals: dict[str, list[Number]] = {}
-
-
-class BestSoFar(Best):
-    """The best validation of an unfinished run.
-
-    Attributes:
-        rank: What a later validation is compared with, by metric and then by loss; more is better.
-    """
-
-    rank: list[float] | None = None
-    answered: BestPredictions | None = None
-
-
-class CheckpointProgress(Record):
-    """facts.json of a checkpoint: how far training is, and the states that are no tensors.
-
-    Attributes:
-        stale: How many validations there were since.
-        cpu_seconds: How many seconds of the processor it took; None where they were not counted.
-    """
-
-    best: BestSoFar
-    stale: int = Field(ge=0)
-    seconds: float
-    cpu_seconds: float | None = None
-    optimizer: OptimizerState
-    scheduler: dict[str, Any]
-    rng: list[dict[str, Any]]
-
-
-class TrainerStateFile(Record):
-    """trainer_state.json of a checkpoint: the fields of TrainerState that a resumed Trainer counts with."""
-
-    epoch: Number
-    global_step: int = Field(ge=0)
-    max_steps: int
-    num_train_epochs: int
-    num_input_tokens_seen: int
-    total_flos: Number
-    log_history: list[dict[str, Any]]
-    best_metric: Number | None
 
 
 class LogLine(Record):
@@ -319,7 +252,7 @@ def command_line(words: Iterable[str]) -> str:
 
 
 def is_deltune(program: str) -> bool:
-    """Return whether a path is of deltune's own command, also as it is run by python -m."""
+    """Return whether a program is deltune, started as a command or by python -m."""
     path = Path(program)
     return path.name == "deltune" or (path.name == "__main__.py" and path.parent.name == "deltune")
 
