@@ -29,7 +29,6 @@ from .base import Columns, InferenceContext, Predictions, TaskKind, TaskOptions
 from .encoding import IGNORE_INDEX, TOKENIZER_BATCH, EncodedRows, Row, encode_texts, row_names, tokenize
 from .generation import (
     common_prefix_length,
-    encode_sources,
     fill_template,
     join_prompt_and_target,
     truncate_prompt,
@@ -68,32 +67,17 @@ def predict_choices(context: InferenceContext, encoded: EncodedRows) -> Predicti
     return Predictions(logits.argmax(-1).tolist(), logits.softmax(-1).tolist(), loss)
 
 
-def encode_labeled_text(
-    tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool
-) -> EncodedRows:
-    """Encode each text, or pair of texts, with the id of its label as `labels`."""
-    return encode_texts(tokenizer, model, columns, options.max_length)
-
-
-def label_references(columns: Columns, labels: Sequence[str]) -> list[int]:
-    """Return the label ids of all rows."""
-    return list(columns["label"])
-
-
-def text_input(columns: Columns, i: int) -> Any:
-    """Return the text of row i, or its two texts as a list."""
-    return columns["text"][i] if "pair" not in columns else [columns["text"][i], columns["pair"][i]]
-
-
 CLASSIFICATION = TaskKind(
     name="classification",
     head="classification",
     default_metrics=("accuracy", "f1", "f1_macro", "matthews"),
     metric_inputs=("classes",),
-    encode=encode_labeled_text,
+    encode=lambda tokenizer, model, columns, options, training: encode_texts(
+        tokenizer, model, columns, options.max_length
+    ),
     predict=predict_labels,
-    references=label_references,
-    row_input=text_input,
+    references=lambda columns, labels: list(columns["label"]),
+    row_input=lambda columns, i: [columns["text"][i], columns["pair"][i]] if "pair" in columns else columns["text"][i],
     predicts_label_ids=True,
 )
 
@@ -128,16 +112,6 @@ def question_text(columns: Columns, i: int) -> str:
     return f"{context}{columns['question'][i]}"
 
 
-def choice_references(columns: Columns, labels: Sequence[str]) -> list[int]:
-    """Return the indices of the correct choices of all rows."""
-    return list(columns["answer"])
-
-
-def question_input(columns: Columns, i: int) -> Any:
-    """Return the question and the choices of row i."""
-    return {"question": question_text(columns, i), "choices": list(columns["choices"][i])}
-
-
 CHOICE = TaskKind(
     name="choice",
     head="choice",
@@ -145,8 +119,8 @@ CHOICE = TaskKind(
     metric_inputs=("classes",),
     encode=encode_questions,
     predict=predict_choices,
-    references=choice_references,
-    row_input=question_input,
+    references=lambda columns, labels: list(columns["answer"]),
+    row_input=lambda columns, i: {"question": question_text(columns, i), "choices": list(columns["choices"][i])},
 )
 
 
@@ -202,7 +176,7 @@ def encode_candidates(
     is_encoder_decoder, names = bool(model.config.is_encoder_decoder), row_names(columns)
     prompts = fill_template(columns, options.template)
     if is_encoder_decoder:
-        sources = encode_sources(tokenizer, model, prompts, names, options.max_length)
+        sources = encode_texts(tokenizer, model, {"text": prompts, "id": names}, options.max_length)
     else:
         sources = EncodedRows([], 0)
     if training:
