@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from inspect import signature
 from itertools import combinations
 from typing import Any
 
@@ -26,7 +25,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from ...errors import DeltuneError, error_from_problems
 from ...templates import Tokens, target_end
 from .base import Columns, InferenceContext, Predictions, TaskKind, TaskOptions
-from .encoding import IGNORE_INDEX, TOKENIZER_BATCH, EncodedRows, Row, encode_texts, row_names, tokenize
+from .encoding import IGNORE_INDEX, EncodedRows, Row, encode_texts, row_names
 from .generation import (
     common_prefix_length,
     fill_template,
@@ -87,22 +86,19 @@ def encode_questions(tokenizer: Any, model: Any, columns: Columns, options: Task
     counts = sorted({len(choices) for choices in columns["choices"]})
     if len(counts) > 1:
         raise DeltuneError(f"the rows have {' or '.join(map(str, counts))} choices; a batch needs as many in every row")
-    model_inputs, names = signature(model.forward).parameters, row_names(columns)
+    count, size = counts[0], len(columns["question"])
+    flat = {
+        "text": [question_text(columns, i) for i in range(size) for _ in range(count)],
+        "pair": [choice for choices in columns["choices"] for choice in choices],
+        "id": [name for name in row_names(columns) for _ in range(count)],
+    }
+    encoded = encode_texts(tokenizer, model, flat, options.max_length).rows
     rows, truncated = [], 0
-    for start in range(0, len(columns["question"]), TOKENIZER_BATCH):
-        stop = min(start + TOKENIZER_BATCH, len(columns["question"]))
-        questions = [question_text(columns, i) for i in range(start, stop) for _ in range(counts[0])]
-        choices = [choice for i in range(start, stop) for choice in columns["choices"][i]]
-        names_of_choices = [names[i] for i in range(start, stop) for _ in range(counts[0])]
-        tokenized = tokenize(
-            tokenizer, questions, choices, names=names_of_choices, truncation=True, max_length=options.max_length
-        )
-        is_full = [len(ids) >= options.max_length for ids in tokenized["input_ids"]]
-        for i in range(stop - start):
-            row_slice = slice(i * counts[0], (i + 1) * counts[0])
-            row = {name: values[row_slice] for name, values in tokenized.items() if name in model_inputs}
-            truncated += any(is_full[row_slice])
-            rows.append({**row, **({"labels": columns["answer"][start + i]} if "answer" in columns else {})})
+    for i in range(size):
+        choices = encoded[i * count : (i + 1) * count]
+        row: Row = {name: [choice[name] for choice in choices] for name in choices[0]}
+        truncated += any(len(ids) >= options.max_length for ids in row["input_ids"])
+        rows.append({**row, **({"labels": columns["answer"][i]} if "answer" in columns else {})})
     return EncodedRows(rows, truncated)
 
 
