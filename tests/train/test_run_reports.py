@@ -38,7 +38,7 @@ from deltune.train.records import command_line
 from deltune.train.report import advice as advising
 from deltune.train.report.charts import Line, line_chart
 from deltune.train.report.error_analysis import MAX_MATRIX, Analysis, analyse
-from deltune.train.report.page import build_report, compare, read_all, render_report, run_facts, write_report
+from deltune.train.report.page import compare, loading_recipe, read_all, render_report, run_facts, write_report
 from deltune.train.run import train
 from deltune.train.run_folder import RunFolder
 from studies.test_page import EVIL, Reader
@@ -118,13 +118,13 @@ def test_the_recipe_for_loading_works(
     """It names the folder of the run as it lies beside the reader, and of the packaged model no folder at all."""
     monkeypatch.chdir(whole.folder.parent)
     names: dict[str, Any] = {}
-    exec(build_report(advising.read_finished(whole)).loading, names)
+    exec(loading_recipe(advising.read_finished(whole)), names)
     assert repr(names["tuned"].method) == whole.config.method.expression
     run = copy()
     facts = json.loads((run.delta / "delta.json").read_text())
     facts["base"]["name"] = portable_name(str(packaged_minilm()))
     (run.delta / "delta.json").write_text(json.dumps(facts))
-    recipe = build_report(advising.read_finished(run)).loading
+    recipe = loading_recipe(advising.read_finished(run))
     assert "from_pretrained(packaged_minilm(), num_labels=3)\n" in recipe and "/" not in recipe
 
 
