@@ -126,7 +126,7 @@ def commented_yaml(
 
 
 def _is_flag(annotation: Any) -> bool:
-    """Whether the type of a field is bool, or bool | None."""
+    """Return whether the type of a field is bool, or bool | None."""
     return annotation is bool or set(get_args(annotation)) == {bool, type(None)}
 
 

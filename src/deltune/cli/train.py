@@ -81,7 +81,7 @@ def launch_if_requested(count: int | None) -> int | None:
 
 
 def is_main_process() -> bool:
-    """Whether this process prints to the user: rank 0, where there are several."""
+    """Return whether this process prints to the user; of several only rank 0 does."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -160,7 +160,7 @@ def train(context: typer.Context) -> None:
 
 @cache
 def train_app() -> typer.Typer:
-    """Build the command with all of its options: those of `run`, then one for each field of the config."""
+    """Build the command with the options of `run` and one for each field of the config."""
 
     def command(**values: Any) -> None:
         arguments = {name: values.pop(name) for name in signature.parameters}
@@ -349,6 +349,6 @@ def _parse_value(name: str, text: str) -> Any:
 
 
 def _is_container(annotation: Any) -> bool:
-    """Whether a field takes a list or a mapping."""
+    """Return whether a field takes a list or a mapping."""
     kind = get_origin(annotation)
     return kind in (dict, tuple) or (kind is not Literal and any(map(_is_container, get_args(annotation))))

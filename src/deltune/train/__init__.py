@@ -1,4 +1,4 @@
-"""One training run, from a configuration to a folder; the names here are those that studies use."""
+"""One training run, from a configuration to a folder; studies use the names here and no others."""
 
 import lazy_loader
 

@@ -297,7 +297,7 @@ def _split_by_row(
     reads: TokensRead,
     states: Activations,
 ) -> list[dict[str, torch.Tensor]]:
-    """Cut the activations of a batch, (B, n, layer boundaries, width), into those of each row, without padding."""
+    """Split the activations of a batch, (B, n, layer boundaries, width), by row and drop padding."""
     by_row: list[dict[str, torch.Tensor]] = [{} for _ in rows]
     for name, padded in states.items():
         labels = _is_of_labels(frozen_layers, name, rows[0])

@@ -2,8 +2,8 @@
 
 The folder `checkpoint/STEP` of a run holds tensors.safetensors (trained.NAME, optimizer.I.NAME, rng.RANK.NAME),
 facts.json, the Trainer's own trainer_state.json, and SHA256SUMS, which `sha256sum --check` reads. It is written whole
-and synced to the disk before older checkpoints are removed. `find_resumable` compares the checksums before anything is
-restored; then its content is what was written, and is not checked again.
+and synced to the disk before older checkpoints are removed. A run that goes on compares the checksums; then
+the content is what was written, and is not checked again.
 """
 
 from __future__ import annotations
@@ -128,14 +128,6 @@ def verify_checksums(checkpoint: Path) -> None:
         problems.append(f"{CHECKSUMS_FILE} is not the file that was written: it lists other files")
     if problems:
         raise error_from_problems(f"{checkpoint} is damaged and is not used; {ADVICE}", problems)
-
-
-def find_resumable(folder: Path) -> Path | None:
-    """Return the latest checkpoint of a run's checkpoint folder after checking it, or None if there is none."""
-    checkpoint = latest_checkpoint(folder)
-    if checkpoint is not None:
-        verify_checksums(checkpoint)
-    return checkpoint
 
 
 def read_progress(checkpoint: Path) -> dict[str, Any]:

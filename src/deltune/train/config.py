@@ -408,10 +408,7 @@ class RunConfig(BaseModel):
 
     def flat(self, **options: Any) -> dict[str, Any]:
         """Return values by flat name, as on the command line (`lr`); `options` go to `model_dump`."""
-        nested = self.model_dump(**options)
-        return {
-            DOTTED[f"{section}.{field}"]: value for section, values in nested.items() for field, value in values.items()
-        }
+        return flatten(self.model_dump(**options))
 
     def replace(self, **changes: Any) -> RunConfig:
         """Return a config with other values, given by flat name and checked like all values.

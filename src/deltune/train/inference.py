@@ -120,7 +120,7 @@ def score_split(
 
 
 def log_omitted(omitted: Mapping[str, str]) -> None:
-    """Warn of the metrics that were not computed, those of one reason together."""
+    """Warn of metrics that were not computed, once for each reason."""
     for reason in dict.fromkeys(omitted.values()):
         names = ", ".join(name for name in omitted if omitted[name] == reason)
         logger.warning("%s not computed: %s", names, reason)
@@ -266,7 +266,7 @@ def _labels(run: RunFolder) -> tuple[str, ...]:
 
 
 def is_run(folder: str | Path) -> bool:
-    """Return whether a folder holds a run, and not a model or nothing."""
+    """Return whether a folder is meant as a run; it is not if it holds a model."""
     return RunFolder(folder).exists or (not (Path(folder) / "config.json").is_file() and Path(folder).is_dir())
 
 
@@ -397,7 +397,7 @@ def _score_splits(
     options = with_tag_scheme(options, rows.tag_scheme)
     requested = _requested_splits(rows, splits)
     target = None if output is None else user_path(output, "output")
-    columns_of = {s: {name: list(rows.splits[s][name]) for name in rows.splits[s].column_names} for s in requested}
+    columns_of: dict[str, Columns] = {split: rows.splits[split].to_dict() for split in requested}
     encoded_splits = token_cache.encode_splits(
         kind, context.tokenizer, context.model, columns_of, context.options, (), rows.fingerprint
     )

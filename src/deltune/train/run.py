@@ -37,6 +37,7 @@ from .run_folder import RunFolder
 from .series import run_series
 from .setup import ModelCache, TaskSetup, fit_lengths, length_limits, load_task_data, set_up_task
 from .tasks import token_cache
+from .tasks.base import Columns
 from .tasks.encoding import EncodedRows, LengthGroupedBatches, check_causal
 from .trainer import DeltaTrainer, ReportCallback, RunState, total_steps
 
@@ -69,7 +70,7 @@ def train(
     where it stopped and ends with the same numbers. The best epoch has the best validation score by
     `evaluation.metric`; of equal ones the lower validation loss decides, then the order. Without a validation
     split it is the last epoch. A config of several runs (seeds, search) makes a folder of these runs and their
-    aggregate (`search.run_series`).
+    aggregate (`series.run_series`).
 
     In several processes (torchrun, accelerate launch, `deltune train --launch N`) each process calls this function;
     rank 0 writes.
@@ -270,7 +271,7 @@ def _prepare(
     limits = fit_lengths(model, kind, limits)
     pairs = "pair" in (data.columns or {}) if kind.name == "classification" else None
     tuned.delta().trained = {"max_length": limits.max_length, "takes_pairs": pairs}
-    columns = {s: {name: list(rows[name]) for name in rows.column_names} for s, rows in data.splits.items()}
+    columns: dict[str, Columns] = {split: rows.to_dict() for split, rows in data.splits.items()}
     encoded = token_cache.encode_splits(kind, tokenizer, model, columns, limits, ("train",), data.fingerprint)
     if not len(encoded["train"]):
         raise DeltuneError(f"data {data.source}: no text of train has two tokens, so there is none to predict")
@@ -365,8 +366,11 @@ def _frozen_layers_cached(state: RunState, device: torch.device, bar: ProgressDi
 
 def _resumable_checkpoint(run: RunFolder) -> Path | None:
     """Return the checkpoint that a run goes on from, or None for a run from its start."""
-    checkpoint = checkpoints.find_resumable(run.checkpoint)
-    if checkpoint is not None and checkpoints.read_progress(checkpoint)["best"]:
+    checkpoint = checkpoints.latest_checkpoint(run.checkpoint)
+    if checkpoint is None:
+        return None
+    checkpoints.verify_checksums(checkpoint)
+    if checkpoints.read_progress(checkpoint)["best"]:
         run.recover_delta()
         try:
             open_delta(run.delta).numbers()

@@ -18,7 +18,6 @@ from ..files import (
     atomic_folder,
     explain_write_errors,
     fsync_directory,
-    fsync_file,
     parse_json,
     read_jsonl,
     replaced_folders,
@@ -53,7 +52,7 @@ CONTENTS = (
 
 
 def _is_leftover(path: Path) -> bool:
-    """Return whether an entry of a run's folder is the temporary file or folder of an interrupted write."""
+    """Return whether an interrupted write left this entry of a run's folder."""
     return path.name.startswith(tuple(f".{name}-" for name in CONTENTS))
 
 
@@ -259,7 +258,7 @@ class RunFolder:
 
     @writer_only
     def recover_delta(self) -> None:
-        """Put back the delta that `filesystem.atomic_folder` had renamed when the process was killed."""
+        """Put back the delta that `files.atomic_folder` had renamed when the process was killed."""
         for old in replaced_folders(self.delta):
             if not self.delta.exists() and (old / "delta.json").is_file():
                 os.replace(old, self.delta)
@@ -343,12 +342,6 @@ class RunFolder:
                     if check_record(LogLine, parse_json(line), "the line").get("step", 0) <= step:
                         lines.append(line if line.endswith("\n") else line + "\n")
         write_text(self.log_file, "".join(lines))
-
-    @writer_only
-    def sync_log(self) -> None:
-        """Sync log.jsonl to the disk, so that after a loss of power it is not behind the checkpoint."""
-        if self.log_file.is_file():
-            fsync_file(self.log_file)
 
     def read_log(self) -> list[dict[str, Any]]:
         """Return the lines of log.jsonl."""

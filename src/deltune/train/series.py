@@ -104,7 +104,7 @@ def run_series(config: RunConfig, run: RunFolder, train_one: TrainOne) -> RunMet
 
     Values are tried under the first seed. The first values stay unless the next do better on validation, and so on
     until the next do not; of equal scores the lower loss is better, and a run that diverges is the worst. The other
-    seeds run with the values that were chosen. The delta and the predictions of the folder are those of the run that
+    seeds run with the values that were chosen. The folder links to the delta and the predictions of the run that
     does best on validation.
     """
     run.remove_leftovers()

@@ -367,7 +367,6 @@ class DeltaTrainer(Trainer):
         if "validation" not in self.run_state.encoded:
             self.run_state.save_delta()
             self.run_state.best = {"epoch": epochs_done(self.state.epoch), "step": self.state.global_step}
-        self.run_state.run.sync_log()
         checkpoints.save_checkpoint(
             self.run_state.run.checkpoint,
             self.state.global_step,
