@@ -24,13 +24,13 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from deltune.cli.quickstart import TICKETS
+from deltune.cli.use import TICKETS
 from deltune.errors import DeltuneError
 from deltune.methods.registry import REGISTRY
 from deltune.train.config import RunConfig
 from deltune.train.report.advice import advice, read_finished
 from deltune.train.run import train
-from deltune.train.run_folder import RunDir
+from deltune.train.run_folder import RunFolder
 from deltune.train.setup import ModelCache
 
 from .frame import commit, machine
@@ -87,7 +87,7 @@ def measure(values: Mapping[str, Any], cache: ModelCache) -> Result:
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         metrics = train(RunConfig.from_flat(**values), Path(folder) / "run", progress=False, cache=cache, report=False)
-        finished = read_finished(RunDir(Path(folder) / "run"))
+        finished = read_finished(RunFolder(Path(folder) / "run"))
         name = str(metrics.best.metric)
         return Result(
             metric=name,

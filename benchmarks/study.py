@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from deltune.cli.quickstart import TICKETS
+from deltune.cli.use import TICKETS
 from deltune.files import CACHE_VARIABLE, cache_folder, read_jsonl
 from deltune.studies.jobs.job import Job, run_job
 from deltune.studies.jobs.pool import JobResult, WorkerPool, execute_safely

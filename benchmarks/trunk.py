@@ -12,10 +12,10 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from deltune.cli.quickstart import TICKETS
+from deltune.cli.use import TICKETS
 from deltune.train.config import RunConfig
 from deltune.train.run import train
-from deltune.train.run_folder import RunDir
+from deltune.train.run_folder import RunFolder
 
 from .frame import Piece
 from .rows import Row, Target, compared
@@ -35,7 +35,7 @@ def epochs(model: str, method: str, data: Path, size: float, output: Path, max_l
         trunk_cache=size,
     )  # fmt: skip
     train(spec, output, progress=False)
-    lines = RunDir(output).read_log()
+    lines = RunFolder(output).read_log()
     ends = [line["seconds"] for line in lines if "eval_loss" in line]
     return [after - before for before, after in itertools.pairwise(ends)]
 

@@ -25,7 +25,7 @@ from deltune.cli.train import train_app
 from deltune.methods import registry
 from deltune.train import run_folder
 from deltune.train.config import PLACES, SECTIONS, RunConfig
-from deltune.train.run_folder import CONTENTS, RunDir
+from deltune.train.run_folder import CONTENTS, RunFolder
 
 
 class Told(NamedTuple):
@@ -267,7 +267,7 @@ def test_train_evaluate_predict_merge(deltune: Command, root: Path, tmp_path: Pa
     run = tmp_path / "run"
     result = deltune("train", *options(root, output=run), "--json")
     assert result.code == 0, result.err
-    assert json.loads(result.out) == RunDir(run).metrics.as_json()
+    assert json.loads(result.out) == RunFolder(run).metrics.as_json()
     for line in (
         "task: classification of text into 3 labels (beast, fruit, tool), assumed from the columns; --task ",
         "columns: text=text,label=label; --columns ",
@@ -282,7 +282,7 @@ def test_train_evaluate_predict_merge(deltune: Command, root: Path, tmp_path: Pa
     assert report.code == 0 and "95 % interval" in report.out and "note: " in report.out
     assert f"the page is {run / 'report.html'}" in report.err
     facts = json.loads(deltune("report", run, run, "--output", tmp_path / "both.html", "--json").out)
-    assert facts[0]["scores"] == RunDir(run).metrics.scores and (tmp_path / "both.html").is_file()
+    assert facts[0]["scores"] == RunFolder(run).metrics.scores and (tmp_path / "both.html").is_file()
     reads: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         for name in ("read_record", "read_jsonl"):  # the path is the last argument of both
@@ -293,7 +293,7 @@ def test_train_evaluate_predict_merge(deltune: Command, root: Path, tmp_path: Pa
     assert [reads.count(name) for name in ("metrics.json", "test.jsonl", "log.jsonl")] == [1, 1, 1]
 
     scores = json.loads(deltune("evaluate", run, "--json").out)
-    assert scores == RunDir(run).metrics.scores
+    assert scores == RunFolder(run).metrics.scores
     assert "test" in deltune("evaluate", run, "--split", "test", "--output", tmp_path / "out").out
     assert names(tmp_path / "out") == {"test.jsonl"}
     more = ("--data", root / "data", "--split", "test", "--json")
@@ -354,14 +354,14 @@ def test_a_spec_file_and_options_over_it(deltune: Command, root: Path, tmp_path:
     path.write_text(yaml.safe_dump({**values, "max_length": 16, "output": str(tmp_path / "run")}))
     assert deltune("train", path, "--seed", 4, "--quiet").code == 0
     assert (
-        RunDir(tmp_path / "run").config.runtime.seed == 4
-        and RunDir(tmp_path / "run").config.method.expression == "layernorm"
+        RunFolder(tmp_path / "run").config.runtime.seed == 4
+        and RunFolder(tmp_path / "run").config.method.expression == "layernorm"
     )
     assert deltune("train", tmp_path / "run" / "spec.yaml", "--output", tmp_path / "again").code == 0
-    assert RunDir(tmp_path / "again").metrics.test == RunDir(tmp_path / "run").metrics.test
+    assert RunFolder(tmp_path / "again").metrics.test == RunFolder(tmp_path / "run").metrics.test
     other = deltune("train", path)
     assert other.code == 2 and "seed: 4 there, 0 now" in other.err
-    assert deltune("train", path, "--fresh").code == 0 and RunDir(tmp_path / "run").config.runtime.seed == 0
+    assert deltune("train", path, "--fresh").code == 0 and RunFolder(tmp_path / "run").config.runtime.seed == 0
 
 
 def test_every_field_of_the_config_is_an_option(deltune: Command, root: Path, tmp_path: Path) -> None:
@@ -376,10 +376,10 @@ def test_every_field_of_the_config_is_an_option(deltune: Command, root: Path, tm
     both = [(values, []), ({}, [part for item in settings for part in ("--set", item)])]
     for i, (by_option, more) in enumerate(both):
         assert deltune("train", *options(root, output=tmp_path / f"{i}", **by_option), *more).code == 0
-        config = RunDir(tmp_path / f"{i}").config
+        config = RunFolder(tmp_path / f"{i}").config
         assert (config.optim.adam_betas, config.optim.adam_epsilon, config.data.test_rows) == ((0.9, 0.98), 1e-6, 5)
-        assert len(RunDir(tmp_path / f"{i}").environment["data"]["labels"]) == 2
-    assert RunDir(tmp_path / "0").config == RunDir(tmp_path / "1").config
+        assert len(RunFolder(tmp_path / f"{i}").environment["data"]["labels"]) == 2
+    assert RunFolder(tmp_path / "0").config == RunFolder(tmp_path / "1").config
     assert deltune("train", *options(root, output=tmp_path / "bad"), "--adam-betas", "0.9").code == 2
 
 

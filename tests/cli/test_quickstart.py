@@ -8,23 +8,22 @@ from pathlib import Path
 import pytest
 
 import tiny
-from deltune.cli import quickstart
-from deltune.train.run_folder import RunDir
+from deltune.cli import use
+from deltune.train.run_folder import RunFolder
 
 
 def test_its_story_on_a_tiny_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(quickstart, "MODEL", str(tiny.model(tmp_path / "model")))
-    monkeypatch.setattr(quickstart, "EPOCHS", 1)
+    monkeypatch.setattr(use, "MODEL", str(tiny.model(tmp_path / "model")))
+    monkeypatch.setattr(use, "EPOCHS", 1)
     whole = tmp_path / "runs" / "prefix_layernorm" / "metrics.json"
-    quickstart.quickstart("Where is it?", tmp_path / "runs")
+    use.quickstart("Where is it?", tmp_path / "runs")
     before = whole.stat().st_mtime_ns
-    runs = quickstart.quickstart("Please cancel my plan.", tmp_path / "runs")
+    use.quickstart("Please cancel my plan.", tmp_path / "runs")
     assert whole.stat().st_mtime_ns == before, "what is trained is used again"
-    assert list(runs) == ["head", "prefix(length=16) + layernorm"]
-    monkeypatch.setattr(quickstart, "BATCH", 16)
-    quickstart.quickstart("Please cancel my plan.", tmp_path / "runs")
+    monkeypatch.setattr(use, "BATCH", 16)
+    use.quickstart("Please cancel my plan.", tmp_path / "runs")
     assert whole.stat().st_mtime_ns > before, "another spec begins afresh"
     output = capsys.readouterr().out
     for part in (
@@ -35,17 +34,17 @@ def test_its_story_on_a_tiny_model(
         "deltune predict",
     ):
         assert part in output, part
-    assert all(RunDir(tmp_path / "runs" / name).finished for name in ("head", "prefix_layernorm"))
+    assert all(RunFolder(tmp_path / "runs" / name).finished for name in ("head", "prefix_layernorm"))
 
 
 def test_the_packaged_tickets_are_whole() -> None:
-    meta = json.loads((quickstart.TICKETS / "meta.json").read_text())
-    rows = tiny.objects(quickstart.TICKETS / "train.jsonl")
+    meta = json.loads((use.TICKETS / "meta.json").read_text())
+    rows = tiny.objects(use.TICKETS / "train.jsonl")
     assert len(rows) == meta["rows"]["train"] and len({row["label"] for row in rows}) == 8
 
 
 @pytest.mark.slow
 def test_on_minilm_tuning_wins(tmp_path: Path) -> None:
-    runs = quickstart.quickstart(output=tmp_path)
-    accuracy = [run.metrics.test["accuracy"] for run in runs.values()]
+    use.quickstart(output=tmp_path)
+    accuracy = [RunFolder(tmp_path / name).metrics.test["accuracy"] for name in ("head", "prefix_layernorm")]
     assert accuracy[1] > accuracy[0] + 0.1

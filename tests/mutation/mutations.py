@@ -146,8 +146,8 @@ MUTATIONS = (
     ),
     Mutation(
         "tokenised rows: training and evaluation share them",
-        '"content": content, "training": training,',
-        '"content": content,',
+        '"content": f"{content} {split}", "training": split in training}',
+        '"content": f"{content} {split}"}',
         "Rows for training hold the answer, and those for evaluation do not.",
         ("tests/train/test_caching.py::test_rows_for_training_are_not_those_for_evaluation",),
     ),

@@ -363,23 +363,6 @@ def test_frozen_layers_are_one_threads_at_a_time() -> None:
         one_pass()
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_process_that_was_forked_while_frozen_layers_run() -> None:
-    """The thread that runs them does not exist in the child, where every module is back in training mode."""
-    with inside_frozen_layers(training=True) as (frozen, one_pass, expected):
-        child = os.fork()
-        if child == 0:
-            signal.alarm(PATIENCE)
-            try:
-                torch.set_num_threads(1)
-                assert equal(one_pass(), expected) and all(module.training for module in frozen.modules)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-            os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
 def test_two_threads_enter_frozen_layers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second comes between the first one's look at who is inside and its own entry."""
     tuned, frozen = frozen_model()

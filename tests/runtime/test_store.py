@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 import deltune
 from deltune.runtime import serialization
-from deltune.train.run_folder import RunDir
+from deltune.train.run_folder import RunFolder
 from tables.families import FAMILIES
 from tables.specimens import batch, build, differences, equal, facts, run, specimen, stir
 
@@ -315,7 +315,7 @@ def test_a_replacement_that_fails_leaves_the_old(folder: Path, failing: int, mon
 @pytest.mark.parametrize("renames", [0, 1, 2])
 def test_killed_while_one_delta_takes_the_place_of_another(saved: Path, tmp_path: Path, renames: int) -> None:
     """SIGKILL before the first of the two renames, between them, or after them: a run finds its delta again."""
-    run = RunDir(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     shutil.copytree(saved, run.delta)
     before = tree(run.delta)
     model = specimen("bert")

@@ -179,7 +179,7 @@ ALLOWED_FAMILIES = {
     "methods.forms.low_rank": "bert", "methods.forms.hidden": "bert", "methods.forms.attention": "bert",
     "methods.library": "bert",  # all four: an initialisation
     "train.metrics.model_based": "bert",  # the library bert-score
-    "cli.app": "llama", "interop.peft_write": "llama",  # the program llama.cpp
+    "cli.use": "llama", "interop.peft_write": "llama",  # the program llama.cpp
     "train.presets": "bert",  # where a paper printed its settings
 }  # fmt: skip
 """Module -> the family that its strings may name, since it means something else there. Papers' studies name models."""
@@ -195,7 +195,7 @@ def test_no_family_name_decides_anything() -> None:
     assert not {module: names for module, names in wrong.items() if names}
 
 
-NAMES_METHODS = ("cli.quickstart", "cli.app", "cli.train", "train.presets", "studies.")
+NAMES_METHODS = ("cli.model", "cli.use", "cli.train", "train.presets", "studies.")
 """Examples on the command line, the papers' protocols, and the studies, which are about particular methods."""
 
 

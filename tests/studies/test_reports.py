@@ -26,7 +26,7 @@ from deltune.studies.jobs.progress import job_progress, seconds_before
 from deltune.studies.jobs.store import folder_of_runs
 from deltune.studies.papers.registry import STUDIES
 from deltune.studies.study import select_cells, study_from_file
-from deltune.train.run_folder import RunDir
+from deltune.train.run_folder import RunFolder
 from studies.test_engine import study
 
 
@@ -189,7 +189,7 @@ def test_what_has_begun(place: Path) -> None:
     runs = folder_of_runs(store)
     jobs = study_from_file(more).jobs({})
     job = next(job for job in jobs if job.spec["method"] == "layernorm" and "seed" in job.spec)
-    run = RunDir(run_folder(runs, config_of(job)))
+    run = RunFolder(run_folder(runs, config_of(job)))
     assert job_progress(job, runs) is None and seconds_before(job, runs) == 0
     run.folder.mkdir()
     run.write_config(config_of(job))

@@ -32,12 +32,12 @@ from deltune.studies.papers.thresholds import (
     reaches_full_tuning,
     threshold_outcomes,
 )
-from deltune.studies.rates import choose_rates
 from deltune.studies.report.figure_spec import TableSpec
 from deltune.studies.report.sections import build_section, power_lines
 from deltune.studies.scales import (
     LEARNING_RATES,
     StudySetup,
+    choose_rates,
     cross_product,
     join_plans,
     method_variants,

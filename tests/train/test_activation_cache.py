@@ -20,7 +20,7 @@ from deltune.train.activation_cache import CachedRows, with_cached_activations
 from deltune.train.config import RunConfig
 from deltune.train.frozen_layers import FrozenLayers
 from deltune.train.run import train
-from deltune.train.run_folder import RunDir
+from deltune.train.run_folder import RunFolder
 from deltune.train.tasks.base import InferenceContext, TaskOptions
 from deltune.train.tasks.classification import CLASSIFICATION
 from deltune.train.tasks.encoding import collate
@@ -45,7 +45,7 @@ def spec(root: Path, **changes: Any) -> RunConfig:
     return tiny.spec(root, **{"method": UPPER, "trunk_dropout": "off", "epochs": 2, **changes})
 
 
-def alike(one: RunDir, two: RunDir) -> None:
+def alike(one: RunFolder, two: RunFolder) -> None:
     """Two runs of the same numbers, up to rounding, all along."""
     for split in ("validation", "test"):
         assert one.metrics.scores[split] == pytest.approx(two.metrics.scores[split], abs=1e-5)
@@ -90,7 +90,7 @@ def test_a_run_from_states_is_the_same_run(
     train(without, tmp_path / "run")
     runs = [sorted(path.parent for path in (tmp_path / name).rglob("log.jsonl")) for name in ("kept", "run")]
     for one, two in zip(*runs, strict=True):
-        alike(RunDir(one), RunDir(two))
+        alike(RunFolder(one), RunFolder(two))
 
 
 def test_dropout_of_the_frozen_layers_is_what_off_takes_away(root: Path, tmp_path: Path) -> None:
@@ -103,13 +103,13 @@ def test_dropout_of_the_frozen_layers_is_what_off_takes_away(root: Path, tmp_pat
 def test_killed_and_run_again(root: Path, place: Path, tmp_path: Path) -> None:
     """SIGKILL after the first checkpoint: the same numbers as without; the states are not made again."""
     run_spec = spec(root, epochs=60)
-    run = RunDir(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     killed_training(run_spec, run.folder, lambda: checkpoints.latest_checkpoint(run.checkpoint) is not None)
     assert not run.finished
     made = {path.name: path.read_bytes() for path in place.glob("*.safetensors")}
     train(run_spec, run.folder)
     train(run_spec.replace(trunk_cache=0.0), tmp_path / "whole")
-    alike(RunDir(tmp_path / "whole"), run)
+    alike(RunFolder(tmp_path / "whole"), run)
     assert {path.name: path.read_bytes() for path in place.glob("*.safetensors")} == made
 
 
@@ -193,7 +193,7 @@ def test_a_finished_run_outlives_a_refusal(root: Path, place: Path, tmp_path: Pa
     first = train(spec(root, trunk_dropout="on", epochs=1), tmp_path / "run")
     with pytest.raises(DeltuneError, match="trunk_cache=1"):
         train(spec(root, trunk_cache=1e-6), tmp_path / "run", resume=False)
-    assert RunDir(tmp_path / "run").metrics == first
+    assert RunFolder(tmp_path / "run").metrics == first
 
 
 def test_a_folder_that_cannot_be_written_costs_time_alone(

@@ -47,7 +47,7 @@ COLUMNS = {
 def rows(
     parts: tuple[Any, Any], kind: Any = CLASSIFICATION, limits: TaskOptions = LIMITS, content: str = "x"
 ) -> EncodedRows:
-    return token_cache.encode_cached(kind, *parts, COLUMNS, limits, True, content)
+    return token_cache.encode_splits(kind, *parts, {"train": COLUMNS}, limits, ("train",), content)["train"]
 
 
 def test_the_rows_are_the_same(parts: tuple[Any, Any], place: Path) -> None:
@@ -63,8 +63,8 @@ def test_the_rows_are_the_same(parts: tuple[Any, Any], place: Path) -> None:
 
 
 def test_rows_for_training_are_not_those_for_evaluation(parts: tuple[Any, Any], place: Path) -> None:
-    for training in (True, False):
-        token_cache.encode_cached(CLASSIFICATION, *parts, COLUMNS, LIMITS, training, "x")
+    for training in (("train",), ()):
+        token_cache.encode_splits(CLASSIFICATION, *parts, {"train": COLUMNS}, LIMITS, training, "x")
     assert len(list(place.glob("*.arrow"))) == 2
 
 

@@ -15,7 +15,7 @@ from deltune.errors import DeltuneError
 from deltune.train.config import RunConfig, read_config
 from deltune.train.data import loading
 from deltune.train.prediction_inputs import inputs_from_file
-from deltune.train.run_folder import RunDir
+from deltune.train.run_folder import RunFolder
 from deltune.train.tasks.registry import find_task
 from fuzz.damage import mutated_bytes, mutated_json, outcome
 
@@ -139,7 +139,7 @@ PATHS = ("~nosuch/x", "x" * 300, "/".join(["d" * 200] * 30), "a\0b", "\ud800")
 @pytest.mark.parametrize("path", PATHS, ids=["no user", "a long name", "a long path", "NUL", "half a character"])
 def test_paths_that_the_file_system_refuses(path: str, tmp_path: Path) -> None:
     for call in (
-        lambda: RunDir(path),
+        lambda: RunFolder(path),
         lambda: read_config(path),
         lambda: loading.load_data(path),
         lambda: models.locate_model(path),

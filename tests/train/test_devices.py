@@ -11,7 +11,7 @@ import tiny
 from deltune.errors import DeltuneError
 from deltune.train import distributed, setup
 from deltune.train.run import train
-from deltune.train.run_folder import RunDir
+from deltune.train.run_folder import RunFolder
 
 ACCELERATED = torch.accelerator.is_available()
 
@@ -40,7 +40,7 @@ def test_precision_follows_what_the_device_supports() -> None:
 @pytest.mark.parametrize("devices", ["auto", "cpu", "cuda", "cuda:0"])
 def test_a_run_on_an_accelerator_writes_device_and_precision(devices: str, tmp_path: Path) -> None:
     train(tiny.spec(tmp_path, epochs=1, precision="auto"), tmp_path / "run", devices=devices)
-    facts = RunDir(tmp_path / "run").environment
+    facts = RunFolder(tmp_path / "run").environment
     assert facts["device"].startswith("cpu") == (devices == "cpu")
     assert (facts["precision"] == "bf16") == (devices != "cpu")
 
@@ -48,7 +48,7 @@ def test_a_run_on_an_accelerator_writes_device_and_precision(devices: str, tmp_p
 def test_the_resolved_device_and_precision_are_written(tmp_path: Path) -> None:
     spec = tiny.spec(tmp_path, epochs=1, precision="auto")
     train(spec, tmp_path / "run", devices="cpu")
-    facts = RunDir(tmp_path / "run").environment
+    facts = RunFolder(tmp_path / "run").environment
     assert (facts["device"], facts["precision"]) == ("cpu", "fp32")
     assert spec.name != tiny.spec(tmp_path, epochs=1).name, "what it comes to is not known before"
 

@@ -16,18 +16,18 @@ from deltune.train import prediction_inputs
 from deltune.train.config import RunConfig
 from deltune.train.inference import evaluate, load_run, merge_run, predict, rescore
 from deltune.train.run import train
-from deltune.train.run_folder import RunDir
+from deltune.train.run_folder import RunFolder
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     root = tmp_path_factory.mktemp("tiny")
     train(tiny.spec(root, method="lora(rank=2) + bitfit", epochs=1), root / "run")
-    return RunDir(root / "run")
+    return RunFolder(root / "run")
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """A run on pairs of sentences."""
     root = tmp_path_factory.mktemp("pairs")
     for seed, split in enumerate(("train", "test")):
@@ -36,17 +36,17 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
         ]
         tiny.lines(root / "data" / f"{split}.jsonl", rows)
     train(tiny.spec(root, epochs=1, columns=("a", "b", "label")), root / "run")
-    return RunDir(root / "run")
+    return RunFolder(root / "run")
 
 
-def test_a_run_gives_its_own_numbers_again(run: RunDir, tmp_path: Path) -> None:
+def test_a_run_gives_its_own_numbers_again(run: RunFolder, tmp_path: Path) -> None:
     scores = evaluate(run.folder, output=tmp_path)
     assert scores == {split: run.metrics.scores[split] for split in ("validation", "test")}
     for split in scores:
         assert (tmp_path / f"{split}.jsonl").read_text() == (run.predictions / f"{split}.jsonl").read_text()
 
 
-def test_predictions_are_scored_without_the_model(run: RunDir, tmp_path: Path) -> None:
+def test_predictions_are_scored_without_the_model(run: RunFolder, tmp_path: Path) -> None:
     shutil.copytree(run.folder, tmp_path / "copy")
     spec = (tmp_path / "copy" / "spec.yaml").read_text()
     (tmp_path / "copy" / "spec.yaml").write_text(spec.replace(run.config.model.name, "/nowhere"))
@@ -57,12 +57,12 @@ def test_predictions_are_scored_without_the_model(run: RunDir, tmp_path: Path) -
         rescore(tmp_path / "copy", ["bleu"])
 
 
-def test_a_run_can_be_moved(run: RunDir, tmp_path: Path) -> None:
+def test_a_run_can_be_moved(run: RunFolder, tmp_path: Path) -> None:
     shutil.copytree(run.folder, tmp_path / "moved")
     assert evaluate(tmp_path / "moved", splits=["test"]) == {"test": run.metrics.test}
 
 
-def test_other_data(run: RunDir, tmp_path: Path) -> None:
+def test_other_data(run: RunFolder, tmp_path: Path) -> None:
     tiny.data(tmp_path / "data", others=6)
     assert evaluate(run.folder, str(tmp_path / "data"), ["test"])["test"]["accuracy"] in [i / 6 for i in range(7)]
     rows = [{"text": "a plum", "label": "vegetable"}, {"text": "a saw", "label": "tool"}]
@@ -71,7 +71,7 @@ def test_other_data(run: RunDir, tmp_path: Path) -> None:
         evaluate(run.folder, str(tmp_path / "data"), ["test"])
 
 
-def test_other_data_need_no_train_split(run: RunDir, tmp_path: Path) -> None:
+def test_other_data_need_no_train_split(run: RunFolder, tmp_path: Path) -> None:
     tiny.data(tmp_path / "data", others=6)
     whole = evaluate(run.folder, str(tmp_path / "data"), ["test"])
     for name in ("train", "validation"):
@@ -84,34 +84,34 @@ def test_other_data_need_no_train_split(run: RunDir, tmp_path: Path) -> None:
         evaluate(run.folder, str(tmp_path / "data"))
 
 
-def test_splits_that_are_not_there(run: RunDir, pairs: RunDir) -> None:
+def test_splits_that_are_not_there(run: RunFolder, pairs: RunFolder) -> None:
     with pytest.raises(DeltuneError, match="unknown split 'exam'"):
         evaluate(run.folder, splits=["exam"])
     assert set(evaluate(run.folder, splits=["dev"])) == {"validation"}
     assert set(evaluate(pairs.folder)) == {"test"}
 
 
-def test_predictions_are_those_of_the_evaluation(run: RunDir) -> None:
+def test_predictions_are_those_of_the_evaluation(run: RunFolder) -> None:
     rows = tiny.objects(run.predictions / "test.jsonl")
     answers = predict(run.folder, [row["input"] for row in rows])
     assert [answer["label"] for answer in answers] == [row["prediction"] for row in rows]
     assert answers[0]["scores"] == pytest.approx(rows[0]["scores"])
 
 
-def test_a_model_is_loaded_once_for_many_calls(run: RunDir) -> None:
+def test_a_model_is_loaded_once_for_many_calls(run: RunFolder) -> None:
     loaded = load_run(run.folder)
     assert loaded.labels == ("beast", "fruit", "tool")
     assert predict(loaded, ["a saw"]) == predict(loaded, ["a saw"])
     assert loaded.model.config.id2label == {0: "beast", 1: "fruit", 2: "tool"}
 
 
-def test_pairs(pairs: RunDir) -> None:
+def test_pairs(pairs: RunFolder) -> None:
     assert set(predict(pairs.folder, [("the saw", "is old")])[0]) == {"label", "scores"}
     with pytest.raises(DeltuneError, match="a text and its pair in every row; row 2 has something else"):
         predict(pairs.folder, [("a", "b"), "a"])
 
 
-def test_texts_of_several_runs_in_one_batch(run: RunDir, tmp_path: Path) -> None:
+def test_texts_of_several_runs_in_one_batch(run: RunFolder, tmp_path: Path) -> None:
     """Each text has the answer of its own run, with that run's labels."""
     other = tmp_path / "other"
     rows = [{"text": r["text"], "label": "ABC"[i % 3]} for i, r in enumerate(tiny.sentences(24, 5))]
@@ -136,7 +136,7 @@ def test_texts_of_several_runs_in_one_batch(run: RunDir, tmp_path: Path) -> None
             predict(both, texts, rows=wrong)
 
 
-def test_what_cannot_be_predicted(run: RunDir, tmp_path: Path) -> None:
+def test_what_cannot_be_predicted(run: RunFolder, tmp_path: Path) -> None:
     with pytest.raises(DeltuneError, match="no texts"):
         predict(run.folder, [])
     with pytest.raises(DeltuneError, match="one text, no pair"):
@@ -148,7 +148,7 @@ def test_what_cannot_be_predicted(run: RunDir, tmp_path: Path) -> None:
         predict(tmp_path / "run", ["a"])
 
 
-def test_merged_it_is_a_plain_checkpoint(run: RunDir, tmp_path: Path) -> None:
+def test_merged_it_is_a_plain_checkpoint(run: RunFolder, tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     folder = merge_run(run.folder, tmp_path / "plain")
@@ -165,13 +165,15 @@ def test_merged_it_is_a_plain_checkpoint(run: RunDir, tmp_path: Path) -> None:
         merge_run(run.folder, folder)
 
 
-def test_what_cannot_be_merged(pairs: RunDir, tmp_path: Path) -> None:
+def test_what_cannot_be_merged(pairs: RunFolder, tmp_path: Path) -> None:
     with pytest.raises(DeltuneError, match="cannot be merged"):
         merge_run(pairs.folder, tmp_path / "plain")
     assert not list(tmp_path.iterdir())
 
 
-def test_blank_lines_are_told_and_ids_are_lines(tmp_path: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blank_lines_are_told_and_ids_are_lines(
+    tmp_path: Path, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "some.txt").write_text("one\n\nthree\n", encoding="utf-8")
     with pytest.warns(UserWarning, match="1 blank lines are left out"):
         inputs = prediction_inputs.inputs_from_file(tmp_path / "some.txt", run.folder)
@@ -180,7 +182,7 @@ def test_blank_lines_are_told_and_ids_are_lines(tmp_path: Path, run: RunDir, mon
     assert [row["input"] for row in prediction_inputs.inputs_from_file(Path("-"), run.folder)] == ["one", "three"]
 
 
-def test_an_unfinished_run_says_so(tmp_path: Path, run: RunDir) -> None:
+def test_an_unfinished_run_says_so(tmp_path: Path, run: RunFolder) -> None:
     shutil.copytree(run.folder, tmp_path / "run")
     (tmp_path / "run" / "metrics.json").unlink()
     with pytest.warns(UserWarning, match="not finished"):

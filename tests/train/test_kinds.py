@@ -27,7 +27,7 @@ from deltune.train.prediction_inputs import inputs_from_file
 from deltune.train.report.advice import advice, read_finished
 from deltune.train.report.error_analysis import analyse
 from deltune.train.run import train
-from deltune.train.run_folder import RunDir
+from deltune.train.run_folder import RunFolder
 from deltune.train.series import verdict
 from deltune.train.tasks.base import InferenceContext, TaskOptions
 from deltune.train.tasks.classification import CHOICE
@@ -116,7 +116,7 @@ def test_a_whole_run(kind: str, model: str, metric: str, more: dict[str, Any], p
         lr=1e-2, max_length=32, task=kind, metrics=(metric,), **{"target_length": 4, **more},
     )  # fmt: skip
     metrics = train(spec, tmp_path / "run", progress=False)
-    run = RunDir(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     assert metrics.best.metric == metric and metrics.omitted == {}
     assert not more or metrics.count["head"] == 0, "in words there is no head"
     again = evaluate(run.folder, output=tmp_path / "again")
@@ -164,7 +164,7 @@ def test_a_run_goes_on(
     times = {"seconds": 0, "cpu_seconds": 0}
     assert {**again.as_json(), **times} == {**whole.as_json(), **times}
     for split in ("validation", "test"):
-        one, other = (RunDir(tmp_path / name).predictions / f"{split}.jsonl" for name in ("whole", "run"))
+        one, other = (RunFolder(tmp_path / name).predictions / f"{split}.jsonl" for name in ("whole", "run"))
         assert one.read_text() == other.read_text()
 
 
@@ -190,7 +190,7 @@ def test_the_loss_of_a_step_is_that_of_its_rows(
     cut = train(spec.replace(device_batch_size=2), tmp_path / "cut", progress=False)
     assert len(tiny.losses(tmp_path / "cut")) == 3
     assert tiny.losses(tmp_path / "cut") == pytest.approx(tiny.losses(tmp_path / "whole"), rel=1e-5)
-    assert cut.test["loss"] == pytest.approx(RunDir(tmp_path / "whole").metrics.test["loss"], rel=1e-4)
+    assert cut.test["loss"] == pytest.approx(RunFolder(tmp_path / "whole").metrics.test["loss"], rel=1e-4)
 
 
 def test_tags_stand_at_first_sub_words(places: Path) -> None:
@@ -311,7 +311,7 @@ def test_words_without_a_token_change_no_score(places: Path, tmp_path: Path) -> 
             tiny.lines(tmp_path / name / f"{split}.jsonl", tagged)
         spec = tiny.spec(places, model=str(places / "bert"), data=str(tmp_path / name), method="full", epochs=6)
         results.append(train(spec.replace(lr=1e-2, max_length=32), tmp_path / f"run {name}", progress=False).test)
-        lines = tiny.objects(RunDir(tmp_path / f"run {name}").predictions / "test.jsonl")
+        lines = tiny.objects(RunFolder(tmp_path / f"run {name}").predictions / "test.jsonl")
         assert all(len(line["input"]) == len(line["prediction"]) == len(line["scores"]) for line in lines)
         words = [{"id": "1", "input": ["", "fig", ""]}]
         assert len(predict_rows(tmp_path / f"run {name}", words)[0]["prediction"]) == 3
@@ -346,7 +346,7 @@ def test_a_run_keeps_the_scheme_of_its_tags(
         )  # fmt: skip
         result = train(spec, tmp_path / "run", progress=False)
     assert f"tags: {scheme}" in caplog.text and ("--tag-scheme" in caplog.text or scheme == "plain")
-    run = RunDir(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     assert run.data.tag_scheme == scheme and set(result.test) == {"loss", *metrics}
     assert all(value > 0.5 for metric, value in result.test.items() if metric != "loss")
     assert all(f"scheme:{scheme}" in result.signatures[metric] for metric in metrics if metric == "entity_f1")
@@ -589,7 +589,7 @@ def test_a_metric_that_cannot_be_computed_chooses_nothing(
     losses = [line["eval_loss"] for line in tiny.objects(tmp_path / "run" / "log.jsonl") if "eval_loss" in line]
     assert metrics.best.epoch == 1 + losses.index(min(losses))
     assert [line for line in caplog.messages if " best" in line][-1].count(" best") == 1
-    (note,) = (text for text in advice(read_finished(RunDir(tmp_path / "run"))) if "at every validation" in text)
+    (note,) = (text for text in advice(read_finished(RunFolder(tmp_path / "run"))) if "at every validation" in text)
     assert re.match(r"rougeL was \d\.\d{4} at every validation, so the epoch with the lowest validation loss", note)
     with pytest.raises(DeltuneError, match="--metric bleu cannot choose the best epoch: it counts runs of up to 4"):
         train(config.replace(metric="bleu"), tmp_path / "asked")
@@ -610,7 +610,7 @@ def test_a_search_says_by_what_it_chose(places: Path, tmp_path: Path, caplog: py
     shown = {"lora(rank=2)": "lora(rank=2)", "lora": "lora(rank=8)"}  # the size is what they differ in
     assert "seed0-try2: seed 0, method lora(rank=8), lr 1e-06" in caplog.text
     by_loss = min(metrics.runs, key=lambda run: run.validation["loss"])
-    finished = read_finished(RunDir(tmp_path / "a"))
+    finished = read_finished(RunFolder(tmp_path / "a"))
     table = io.StringIO()
     Console(file=table, width=300).print(run_table(finished, "a"))
     assert by_loss.chosen and table.getvalue().startswith(f"{shown[by_loss.tried['method']]} at 1e-06: ")

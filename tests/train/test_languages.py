@@ -25,7 +25,7 @@ from deltune.errors import DeltuneError
 from deltune.models import forced_bos_options, language_code, language_codes, set_languages
 from deltune.train.inference import load_run, predict
 from deltune.train.run import train
-from deltune.train.run_folder import RunDir
+from deltune.train.run_folder import RunFolder
 from deltune.train.setup import ModelCache, load_task_tokenizer
 from deltune.train.tasks.base import TaskOptions
 from deltune.train.tasks.registry import TASKS
@@ -134,7 +134,7 @@ def test_kept_rows_know_their_languages(name: str, places: Path) -> None:
 def test_a_whole_run(name: str, places: Path, tmp_path: Path) -> None:
     """Trained, generated, and the same answers from the delta on the disk."""
     train(spec(places, name), tmp_path / "run", progress=False)
-    lines = (RunDir(tmp_path / "run").predictions / "test.jsonl").read_text().splitlines()
+    lines = (RunFolder(tmp_path / "run").predictions / "test.jsonl").read_text().splitlines()
     predictions = [json.loads(line)["prediction"] for line in lines]
     assert [one["prediction"] for one in predict(tmp_path / "run", [row["source"] for row in ROWS])] == predictions
 

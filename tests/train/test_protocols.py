@@ -15,8 +15,9 @@ from deltune.runtime.serialization import delta_folder
 from deltune.train.config import UNSEARCHED, RunConfig, read_config
 from deltune.train.inference import evaluate, predict
 from deltune.train.presets import PROTOCOLS, merge_values
+from deltune.train.records import Best, RunMetrics
 from deltune.train.run import train
-from deltune.train.run_folder import Best, RunDir, RunMetrics
+from deltune.train.run_folder import RunFolder
 from deltune.train.series import aggregate
 from deltune.train.tasks.registry import TASKS
 
@@ -196,7 +197,7 @@ def test_tries_and_seeds(root: Path, tmp_path: Path) -> None:
     two = [lines[name].test["accuracy"] for name in ("seed0-try2", "seed1")]
     assert metrics.test["accuracy"] == pytest.approx(sum(two) / 2)
     assert metrics.best.lr == 1e-2 and metrics.seconds >= sum(line.seconds for line in lines.values()) - 1
-    run = RunDir(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     best = min((lines["seed0-try2"], lines["seed1"]), key=lambda line: line.validation["loss"])
     assert run.best_run.folder.name == metrics.best.run == best.run
     assert evaluate(run.folder)["test"] == pytest.approx(best.test, abs=1e-6)
@@ -210,7 +211,9 @@ def test_several_runs_go_on_where_they_were(root: Path, tmp_path: Path, monkeypa
     several = tiny.spec(root, epochs=1, seeds=(0, 1, 2))
     for grown in (tiny.spec(root, epochs=1), tiny.spec(root, epochs=1, seeds=(0, 1)), several):
         whole = train(grown, tmp_path / "whole")
-        assert len(tiny.losses(RunDir(tmp_path / "whole").best_run.folder)) and RunDir(tmp_path / "whole").finished
+        assert (
+            len(tiny.losses(RunFolder(tmp_path / "whole").best_run.folder)) and RunFolder(tmp_path / "whole").finished
+        )
     assert [line.run for line in whole.runs] == ["seed0", "seed1", "seed2"]
     import deltune.train.run as module
 
@@ -225,7 +228,7 @@ def test_several_runs_go_on_where_they_were(root: Path, tmp_path: Path, monkeypa
     monkeypatch.setattr(module, "_train", stopped)
     with pytest.raises(KeyboardInterrupt):
         train(several, tmp_path / "run")
-    assert not RunDir(tmp_path / "run").finished
+    assert not RunFolder(tmp_path / "run").finished
     monkeypatch.setattr(module, "_train", lambda single, *rest: done.append(single.runtime.seed) or once(single, *rest))
     again = train(several, tmp_path / "run")
     assert done == [0, 1, 2]
@@ -262,7 +265,7 @@ def test_validation_on_a_sample(root: Path, tmp_path: Path) -> None:
         train(
             tiny.spec(root, epochs=1, max_train_rows=9, validation_rows=5, test_rows=7, seed=seed), tmp_path / f"{seed}"
         )
-        run = RunDir(tmp_path / f"{seed}")
+        run = RunFolder(tmp_path / f"{seed}")
         assert run.environment["data"]["rows"] == {"train": 9, "validation": 5, "test": 7}
         ids.append([json.loads(line)["id"] for line in (run.predictions / "test.jsonl").read_text().splitlines()])
     assert ids[0] == ids[1], "whatever the seed, so that runs compare"

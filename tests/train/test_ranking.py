@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import deltune
+from deltune.train.metrics.labels import entities
 from deltune.train.tasks.base import InferenceContext, TaskOptions
 from deltune.train.tasks.classification import (
     append_end_to_prefixes,
@@ -21,7 +22,7 @@ from deltune.train.tasks.classification import (
     encode_candidates,
     shared_sequences,
 )
-from deltune.train.tasks.token_classification import entity_type, find_entities, format_entities, parse_entities
+from deltune.train.tasks.token_classification import entity_type, format_entities, parse_entities
 from tables.families import FAMILIES, Family
 from tables.specimens import main_role, specimen, stir
 
@@ -143,7 +144,7 @@ def test_tags_survive_their_words(marks: list[tuple[str, str]]) -> None:
     tokens = [f"{'ab:;'[i % 4]}{i}{':;,.'[i % 4]}" for i in range(len(marks))]
     tags = ["O" if mark == "O" else f"{mark}-{kind}" for mark, kind in marks]
     strict = ["O"] * len(tags)
-    for start, stop, kind in find_entities(tags):
+    for kind, start, stop in entities(tags, "IOB2"):
         strict[start:stop] = [f"B-{kind}"] + [f"I-{kind}"] * (stop - start - 1)
     text = format_entities(tokens, tags, TYPES)
     assert parse_entities(text, tokens, TYPES) == strict

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import tiny
-from deltune.cli.quickstart import TICKETS
+from deltune.cli.use import TICKETS
 from deltune.errors import DeltuneError, DivergedError
 from deltune.methods.registry import REGISTRY, default_learning_rate
 from deltune.train import rates
@@ -30,19 +30,20 @@ from deltune.train.rates import (
     plan_search,
     search_rate,
 )
+from deltune.train.records import RunMetrics
 from deltune.train.report.advice import advice, read_finished
 from deltune.train.run import train
-from deltune.train.run_folder import RunDir, RunMetrics
+from deltune.train.run_folder import RunFolder
 from deltune.train.setup import ModelCache
 
 AUTO: dict[str, Any] = {"lr": "auto", "steps": 120, "validate_every": 60, "method": "lora(rank=2)"}
 
 
 @pytest.fixture(scope="module")
-def searched(root: Path) -> RunDir:
+def searched(root: Path) -> RunFolder:
     """A run that found its rate."""
     train(tiny.spec(root, **AUTO), root / "searched")
-    return RunDir(root / "searched")
+    return RunFolder(root / "searched")
 
 
 def scores(metrics: RunMetrics) -> dict[str, Any]:
@@ -84,7 +85,7 @@ def test_a_resumed_run_keeps_its_rate(root: Path, tmp_path: Path, monkeypatch: p
     config = tiny.spec(root, epochs=2, method="lora(rank=2)")
     whole = train(config, tmp_path / "whole")
     with monkeypatch.context() as patch:
-        patch.setattr(RunDir, "finish", stopped)
+        patch.setattr(RunFolder, "finish", stopped)
         with pytest.raises(KeyboardInterrupt):
             train(config, tmp_path / "run")
     monkeypatch.setattr(rates, "default_learning_rate", lambda *_: 1.0)
@@ -187,7 +188,7 @@ def test_a_try_warms_up_for_the_share_of_the_run(warmup: float, share: float, tm
         tries.append(one)
         return 1.0
 
-    best = search_rate(config, plan, "", RunDir(tmp_path), loss_of)
+    best = search_rate(config, plan, "", RunFolder(tmp_path), loss_of)
     assert [(one.optim.warmup, one.optim.steps) for one in tries] == [(share, plan.steps)] * len(FACTORS)
     assert best.optim.warmup == warmup
 
@@ -223,7 +224,7 @@ def test_auto_takes_the_place_of_the_rates_of_a_protocol() -> None:
 # -- whole
 
 
-def test_a_search_is_told_and_kept(searched: RunDir, root: Path) -> None:
+def test_a_search_is_told_and_kept(searched: RunFolder, root: Path) -> None:
     """What was tried is in the metrics, what won is in the spec, and neither validation nor test was used."""
     search = searched.metrics.rate_search
     assert (
@@ -247,7 +248,7 @@ def test_a_search_is_told_and_kept(searched: RunDir, root: Path) -> None:
 
 
 def test_a_run_after_a_search_is_that_of_the_rate(
-    searched: RunDir, root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    searched: RunFolder, root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The search leaves no trace in the numbers; it is the same for the same seed, and says what it does."""
     fixed = train(tiny.spec(root, **{**AUTO, "lr": searched.config.optim.rate}), tmp_path / "fixed")
@@ -289,12 +290,12 @@ def test_which_rate_wins(
         return loss
 
     with caplog.at_level(logging.INFO, "deltune"):
-        resolved = search_rate(config, plan, "", RunDir(tmp_path), loss_of)
+        resolved = search_rate(config, plan, "", RunFolder(tmp_path), loss_of)
     assert resolved.optim.lr == plan.rates[chosen] and re.search(message, caplog.text.rstrip())
-    search = RunDir(tmp_path).rate_search
+    search = RunFolder(tmp_path).rate_search
     assert search is not None and bool(edge_of_rates(search, search.lr)) == ("beyond" in caplog.text)
     with pytest.raises(DivergedError, match=r"at every rate .*--lr 2\.5e-05"):
-        search_rate(config.replace(seed=1), plan, "", RunDir(tmp_path), loss_of=_diverge)
+        search_rate(config.replace(seed=1), plan, "", RunFolder(tmp_path), loss_of=_diverge)
 
 
 def _diverge(*_: Any) -> float:
@@ -305,17 +306,17 @@ def test_only_the_main_process_reads_what_was_tried(tmp_path: Path, monkeypatch:
     """The others may see the folder late, and would then train other tries, waiting for one another for ever."""
     config = RunConfig.from_flat(model="m", data="d", method="lora", epochs=100, lr="auto")
     plan = plan_search(config, 400, 1300, 13)
-    search_rate(config, plan, "", RunDir(tmp_path), lambda one, part: 1.0)
-    tried = RunDir(tmp_path).rate_search
+    search_rate(config, plan, "", RunFolder(tmp_path), lambda one, part: 1.0)
+    tried = RunFolder(tmp_path).rate_search
     monkeypatch.setattr(rates.distributed, "broadcast_from_main", lambda work: tried)
     (tmp_path / "elsewhere").mkdir()
-    assert search_rate(config, plan, "", RunDir(tmp_path / "elsewhere"), _diverge).optim.lr == plan.rates[2]
+    assert search_rate(config, plan, "", RunFolder(tmp_path / "elsewhere"), _diverge).optim.lr == plan.rates[2]
 
 
 @pytest.mark.parametrize("tries", [pytest.param(0, marks=pytest.mark.slow), 1, len(FACTORS)])
 @pytest.mark.sample(1)
 def test_an_interrupted_search_goes_on(
-    tries: int, searched: RunDir, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tries: int, searched: RunFolder, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was tried is not tried again, and the run ends with the same numbers."""
     once, begun = training._fit, []
@@ -330,7 +331,7 @@ def test_an_interrupted_search_goes_on(
         patch.setattr(training, "_fit", counted)
         with pytest.raises(KeyboardInterrupt):
             train(tiny.spec(root, **AUTO), tmp_path / "run")
-    assert not RunDir(tmp_path / "run").finished
+    assert not RunFolder(tmp_path / "run").finished
     fitted: list[float] = []
     monkeypatch.setattr(
         training, "_fit", lambda state, *rest: fitted.append(state.config.optim.rate) or once(state, *rest)
@@ -340,9 +341,9 @@ def test_an_interrupted_search_goes_on(
     assert fitted[-1] == searched.config.optim.rate
 
 
-def test_seeds_share_a_search(root: Path, searched: RunDir, tmp_path: Path) -> None:
+def test_seeds_share_a_search(root: Path, searched: RunFolder, tmp_path: Path) -> None:
     several = train(tiny.spec(root, **AUTO, seeds=(0, 1)), tmp_path / "run")
-    first, second = (RunDir(tmp_path / "run" / "runs" / name) for name in ("seed0", "seed1"))
+    first, second = (RunFolder(tmp_path / "run" / "runs" / name) for name in ("seed0", "seed1"))
     assert scores(first.metrics) == scores(searched.metrics)
     assert second.config.optim.rate == first.config.optim.rate and second.metrics.rate_search is None
     assert several.rate_search == searched.metrics.rate_search or several.best.run == "seed1"
@@ -352,7 +353,7 @@ def test_seeds_share_a_search(root: Path, searched: RunDir, tmp_path: Path) -> N
 def test_each_method_of_a_search_finds_its_rate(root: Path, tmp_path: Path) -> None:
     tried = {"method": ["lora(rank=2)", "layernorm"]}
     train(tiny.spec(root, **AUTO, search=tried), tmp_path / "run")
-    runs = [RunDir(folder) for folder in sorted((tmp_path / "run" / "runs").iterdir())]
+    runs = [RunFolder(folder) for folder in sorted((tmp_path / "run" / "runs").iterdir())]
     assert all(run.metrics.rate_search is not None and run.config.optim.lr_source == "auto" for run in runs)
 
 
@@ -361,7 +362,7 @@ def test_each_method_of_a_search_finds_its_rate(root: Path, tmp_path: Path) -> N
 
 def learned_or_told(folder: Path) -> bool:
     """Whether a run is clearly better than always giving the most frequent answer, or says what to try."""
-    finished = read_finished(RunDir(folder))
+    finished = read_finished(RunFolder(folder))
     analysis = finished.analysis
     assert analysis.accuracy is not None and analysis.baseline is not None
     low = share_interval(round(analysis.accuracy * analysis.rows), analysis.rows)[0]

@@ -34,30 +34,31 @@ from deltune.runtime.serialization import delta_metadata
 from deltune.train.metrics.intervals import difference_interval, interval, standard_error
 from deltune.train.metrics.registry import compute_scores
 from deltune.train.progress import ProgressDisplay, format_duration
+from deltune.train.records import command_line
 from deltune.train.report import advice as advising
 from deltune.train.report.charts import Line, line_chart
 from deltune.train.report.error_analysis import MAX_MATRIX, Analysis, analyse
-from deltune.train.report.page import build_report, compare, read_all, render_report, run_facts, write_report
+from deltune.train.report.page import compare, loading_recipe, read_all, render_report, run_facts, write_report
 from deltune.train.run import train
-from deltune.train.run_folder import RunDir, command_line
+from deltune.train.run_folder import RunFolder
 from studies.test_page import EVIL, Reader
 
 LABELS = {"fruit": EVIL, "tool": "<b>tool</b>", "beast": "beast"}
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """A run on texts and labels that are HTML."""
     root = tmp_path_factory.mktemp("reports")
     for path in sorted(tiny.data(root / "data").glob("*.jsonl")):
         rows = [{"text": f"{row['text']} {EVIL}", "label": LABELS[row["label"]]} for row in tiny.objects(path)]
         tiny.lines(path, rows)
     train(tiny.spec(root, max_length=32), root / "run", progress=False)
-    return RunDir(root / "run")
+    return RunFolder(root / "run")
 
 
 @pytest.fixture
-def copy(whole: RunDir, tmp_path: Path) -> Callable[..., RunDir]:
+def copy(whole: RunFolder, tmp_path: Path) -> Callable[..., RunFolder]:
     """Copies the run, with other results, log lines or predictions."""
 
     def make(
@@ -65,8 +66,8 @@ def copy(whole: RunDir, tmp_path: Path) -> Callable[..., RunDir]:
         metrics: Callable[[dict[str, Any]], Any] | None = None,
         log: list[dict[str, Any]] | None = None,
         answer: Callable[[dict[str, Any]], str] | None = None,
-    ) -> RunDir:
-        run = RunDir(tmp_path / name)
+    ) -> RunFolder:
+        run = RunFolder(tmp_path / name)
         shutil.copytree(whole.folder, run.folder)
         if metrics is not None:
             values = json.loads(run.metrics_file.read_text())
@@ -85,7 +86,7 @@ def copy(whole: RunDir, tmp_path: Path) -> Callable[..., RunDir]:
 # -- the page
 
 
-def test_the_page_is_whole_escaped_and_asks_for_nothing(whole: RunDir) -> None:
+def test_the_page_is_whole_escaped_and_asks_for_nothing(whole: RunFolder) -> None:
     text = whole.report_file.read_text()
     reader = Reader(text)
     assert len(reader.all("script")) == 1 and "<script>alert" not in text and "<b>tool</b>" not in text
@@ -96,7 +97,7 @@ def test_the_page_is_whole_escaped_and_asks_for_nothing(whole: RunDir) -> None:
     assert len(ids) == len(set(ids))
 
 
-def test_the_page_says_everything(whole: RunDir) -> None:
+def test_the_page_says_everything(whole: RunFolder) -> None:
     text = Reader(whole.report_file.read_text()).visible_text()
     for split, scores in whole.metrics.scores.items():
         assert split in text
@@ -112,22 +113,22 @@ def test_the_page_says_everything(whole: RunDir) -> None:
 
 
 def test_the_recipe_for_loading_works(
-    whole: RunDir, copy: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
+    whole: RunFolder, copy: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It names the folder of the run as it lies beside the reader, and of the packaged model no folder at all."""
     monkeypatch.chdir(whole.folder.parent)
     names: dict[str, Any] = {}
-    exec(build_report(advising.read_finished(whole)).loading, names)
+    exec(loading_recipe(advising.read_finished(whole)), names)
     assert repr(names["tuned"].method) == whole.config.method.expression
     run = copy()
     facts = json.loads((run.delta / "delta.json").read_text())
     facts["base"]["name"] = portable_name(str(packaged_minilm()))
     (run.delta / "delta.json").write_text(json.dumps(facts))
-    recipe = build_report(advising.read_finished(run)).loading
+    recipe = loading_recipe(advising.read_finished(run))
     assert "from_pretrained(packaged_minilm(), num_labels=3)\n" in recipe and "/" not in recipe
 
 
-def test_a_run_of_before_has_its_page(copy: Callable[..., RunDir]) -> None:
+def test_a_run_of_before_has_its_page(copy: Callable[..., RunFolder]) -> None:
     """Without intervals, without speeds in the log, without the command and the commit."""
     run = copy(metrics=lambda values: values.pop("intervals"))
     whole_environment = json.loads(run.environment_file.read_text())
@@ -140,7 +141,7 @@ def test_a_run_of_before_has_its_page(copy: Callable[..., RunDir]) -> None:
     assert "Curves" not in Reader(write_report(run).read_text()).visible_text()
 
 
-def test_what_is_not_finished_has_no_page(copy: Callable[..., RunDir]) -> None:
+def test_what_is_not_finished_has_no_page(copy: Callable[..., RunFolder]) -> None:
     one, two = copy("one"), copy("two")
     one.metrics_file.unlink()
     (two.predictions / "test.jsonl").write_text('{"prediction": 1}\n')
@@ -148,7 +149,7 @@ def test_what_is_not_finished_has_no_page(copy: Callable[..., RunDir]) -> None:
         read_all([one, two])
 
 
-def test_runs_side_by_side(whole: RunDir, copy: Callable[..., RunDir]) -> None:
+def test_runs_side_by_side(whole: RunFolder, copy: Callable[..., RunFolder]) -> None:
     """A run that is always right beats the other, by as much as its accuracy says."""
 
     def perfect(values: dict[str, Any]) -> None:
@@ -172,7 +173,7 @@ def test_runs_side_by_side(whole: RunDir, copy: Callable[..., RunDir]) -> None:
     assert "differ" in other.notes[0] and not any(run.difference.text for run in other.runs)
 
 
-def test_a_metric_without_differences_decides_nothing(whole: RunDir, copy: Callable[..., RunDir]) -> None:
+def test_a_metric_without_differences_decides_nothing(whole: RunFolder, copy: Callable[..., RunFolder]) -> None:
     """Runs of the same accuracy are compared by what differs, and where nothing does none is called the best."""
     other = copy("other", lambda values: values["test"].update(f1_macro=0.0, loss=9.0))
     comparison = compare(read_all([whole, other]))
@@ -188,7 +189,7 @@ LONG_METHOD = "prefix(length=4) + layernorm + scaled_parallel_adapter(rank=8, sc
 
 @pytest.mark.parametrize(("terminal", "width"), [(False, 80), (True, 240), (True, 40)])
 def test_the_table_on_the_console_cuts_nothing(
-    terminal: bool, width: int, whole: RunDir, copy: Callable[..., RunDir]
+    terminal: bool, width: int, whole: RunFolder, copy: Callable[..., RunFolder]
 ) -> None:
     """Methods, and the options that differ, are folded on a terminal where they do not fit."""
     other = copy("other")
@@ -359,13 +360,13 @@ ADVICE: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", ADVICE)
-def test_advice(case: str, copy: Callable[..., RunDir]) -> None:
+def test_advice(case: str, copy: Callable[..., RunFolder]) -> None:
     changes, expected = ADVICE[case]
     notes = advising.advice(advising.read_finished(copy(**changes)))
     assert len(notes) <= 1 and re.search(expected, "".join(notes)), notes
 
 
-def test_the_rate_that_is_advised(copy: Callable[..., RunDir]) -> None:
+def test_the_rate_that_is_advised(copy: Callable[..., RunFolder]) -> None:
     """Higher below the default, the default above it, lower where the loss rose."""
     config, log = copy().config, losses(1, 1, 0.99)
     assert config.optim.rate == 0.02
@@ -384,7 +385,7 @@ def test_the_rate_that_is_advised(copy: Callable[..., RunDir]) -> None:
 @pytest.mark.parametrize(
     ("score", "expected"), [(0.01, r"^entity_f1 is 0\.010 on test: hardly any.*--lr "), (0.3, "^$")]
 )
-def test_hardly_any_entity(score: float, expected: str, copy: Callable[..., RunDir]) -> None:
+def test_hardly_any_entity(score: float, expected: str, copy: Callable[..., RunFolder]) -> None:
     run = copy(metrics=lambda values: values["test"].update(entity_f1=score))
     notes = advising.few_entities(run.config, run.metrics, "test", FALLING)
     assert re.search(expected, "".join(notes)), notes
@@ -401,14 +402,14 @@ def test_hardly_any_entity(score: float, expected: str, copy: Callable[..., RunD
         (Analysis(24, "", nothing_right=True), "nothing on test is answered right"),
     ],
 )  # fmt: skip
-def test_what_is_not_clearly_better(analysis: Analysis, expected: str, whole: RunDir) -> None:
+def test_what_is_not_clearly_better(analysis: Analysis, expected: str, whole: RunFolder) -> None:
     notes = advising.nothing_learned(whole.config, analysis, "test", FALLING)
     assert re.search(expected, "".join(notes)), notes
     longer = advising.nothing_learned(whole.config, analysis, "test", [*FALLING, {"step": 200, "loss": 0.4}])
     assert len(longer) == len(notes) and all("--lr auto" in note for note in longer)
 
 
-def test_a_handful_of_rows_advises_nothing(whole: RunDir) -> None:
+def test_a_handful_of_rows_advises_nothing(whole: RunFolder) -> None:
     few = Analysis(10, "", baseline=0.4, accuracy=0.6, majority="beast")
     (note,) = advising.nothing_learned(whole.config, few, "test", FALLING)
     assert note.endswith("so few rows cannot show more") and "--lr" not in note
@@ -420,7 +421,7 @@ def test_a_handful_of_rows_advises_nothing(whole: RunDir) -> None:
      ((1e-3, 3e-3, 1e-2), 3e-3, "^$"), ((1e-3,), 1e-3, "^$")],
 )  # fmt: skip
 def test_the_edge_of_a_search(
-    tried: tuple[float, ...], chosen: float, expected: str, whole: RunDir, copy: Callable[..., RunDir]
+    tried: tuple[float, ...], chosen: float, expected: str, whole: RunFolder, copy: Callable[..., RunFolder]
 ) -> None:
     config = whole.config.replace(search={"lr": tried})
     metrics = copy(metrics=lambda values: values["best"].update(lr=chosen)).metrics

@@ -13,7 +13,8 @@ from deltune.errors import DeltuneError
 from deltune.files import explain_write_errors, write_text
 from deltune.train import run_folder as runs
 from deltune.train.config import RunConfig
-from deltune.train.run_folder import Best, RunDir, RunMetrics
+from deltune.train.records import Best, RunMetrics, git_commit
+from deltune.train.run_folder import RunFolder
 
 SPEC = RunConfig.from_flat(model="owner/model", data="owner/data", method="layernorm")
 METRICS = RunMetrics(seconds=1, best=Best(), count={}, signatures={}, omitted={}, truncated={}, truncated_targets={})
@@ -21,8 +22,8 @@ FACTS: dict[str, Any] = {"data": {"fingerprint": "abc"}}
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    run_dir = RunDir(tmp_path / "run")
+def run(tmp_path: Path) -> RunFolder:
+    run_dir = RunFolder(tmp_path / "run")
     with run_dir.locked():
         run_dir.begin(SPEC, FACTS)
     return run_dir
@@ -32,8 +33,8 @@ def names(folder: Path) -> set[str]:
     return {p.name for p in folder.iterdir()}
 
 
-def test_a_run_exists_then_is_finished_then_is_cleared(run: RunDir, tmp_path: Path) -> None:
-    assert not RunDir(tmp_path / "none").exists
+def test_a_run_exists_then_is_finished_then_is_cleared(run: RunFolder, tmp_path: Path) -> None:
+    assert not RunFolder(tmp_path / "none").exists
     assert run.exists and not run.finished
     assert run.config == SPEC and SPEC.optim.lr is None
     with pytest.raises(DeltuneError, match="not finished"):
@@ -48,16 +49,16 @@ def test_a_run_exists_then_is_finished_then_is_cleared(run: RunDir, tmp_path: Pa
 def test_a_folder_of_other_files_is_refused_and_stays(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(DeltuneError, match=r"thesis\.tex"):
-        RunDir(tmp_path).check_config(SPEC)
+        RunFolder(tmp_path).check_config(SPEC)
     with pytest.raises(DeltuneError, match="is a file"):
-        RunDir(tmp_path / "thesis.tex").check_config(SPEC)
+        RunFolder(tmp_path / "thesis.tex").check_config(SPEC)
     with pytest.raises(DeltuneError, match=r"spec\.yaml is missing.*thesis\.tex"):
-        _ = RunDir(tmp_path).config
-    RunDir(tmp_path).clear()
+        _ = RunFolder(tmp_path).config
+    RunFolder(tmp_path).clear()
     assert names(tmp_path) == {"thesis.tex"}
 
 
-def test_a_run_of_another_config_is_refused_with_the_differences(run: RunDir) -> None:
+def test_a_run_of_another_config_is_refused_with_the_differences(run: RunFolder) -> None:
     run.check_config(SPEC)
     run.check_config(SPEC.replace(report_to=("wandb",)))
     with pytest.raises(DeltuneError) as caught:
@@ -67,7 +68,7 @@ def test_a_run_of_another_config_is_refused_with_the_differences(run: RunDir) ->
     assert "optim.lr" not in str(caught.value), "it follows from the method"
 
 
-def test_changed_data_is_refused(run: RunDir) -> None:
+def test_changed_data_is_refused(run: RunFolder) -> None:
     run.begin(SPEC, FACTS)
     with pytest.raises(DeltuneError, match="changed"):
         run.begin(SPEC, {"data": {"fingerprint": "xyz"}})
@@ -92,7 +93,7 @@ def test_a_refused_write_gives_the_reason_of_the_system(tmp_path: Path) -> None:
         raise PermissionError(13, "forbidden")
 
 
-def test_leftovers_of_interrupted_writes_are_removed(run: RunDir) -> None:
+def test_leftovers_of_interrupted_writes_are_removed(run: RunFolder) -> None:
     run.predictions.mkdir()
     for leftover in (".metrics.json-abc", ".delta-xyz", "predictions/.test.jsonl-1", ".delta-old-q"):
         (run.folder / leftover).write_text("x")
@@ -102,7 +103,7 @@ def test_leftovers_of_interrupted_writes_are_removed(run: RunDir) -> None:
     assert names(run.predictions) == set()
 
 
-def test_the_log_is_truncated_to_a_step(run: RunDir) -> None:
+def test_the_log_is_truncated_to_a_step(run: RunFolder) -> None:
     for step in (0, 1, 2, 3):
         run.log({"step": step})
     with open(run.log_file, "a") as file:
@@ -111,20 +112,20 @@ def test_the_log_is_truncated_to_a_step(run: RunDir) -> None:
     assert [line["step"] for line in run.read_log()] == [0, 1, 2]
 
 
-def test_a_locked_run_refuses_a_second_process(run: RunDir) -> None:
-    with run.locked(), pytest.raises(DeltuneError, match="another process"), RunDir(run.folder).locked():
+def test_a_locked_run_refuses_a_second_process(run: RunFolder) -> None:
+    with run.locked(), pytest.raises(DeltuneError, match="another process"), RunFolder(run.folder).locked():
         pass
     with run.locked():
         pass
 
 
 def test_a_created_folder_without_a_run_is_removed(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "a" / "b")
+    run = RunFolder(tmp_path / "a" / "b")
     with pytest.raises(ValueError), run.locked():
         raise ValueError
     assert names(tmp_path) == set()
     (tmp_path / "file").write_text("")
-    with pytest.raises(DeltuneError, match="cannot be written"), RunDir(tmp_path / "file" / "x").locked():
+    with pytest.raises(DeltuneError, match="cannot be written"), RunFolder(tmp_path / "file" / "x").locked():
         pass
 
 
@@ -134,7 +135,7 @@ def test_a_full_disk_at_the_first_file_leaves_nothing(tmp_path: Path, monkeypatc
     def fail(*_: object, **__: object) -> None:
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
-    run = RunDir(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     monkeypatch.setattr(runs, "write_text", fail)
     with pytest.raises(DeltuneError, match="no space left"), explain_write_errors(run.folder), run.locked():
         run.begin(SPEC, FACTS)
@@ -153,7 +154,7 @@ def test_a_commit_is_dirty_where_its_folder_was_changed(tmp_path: Path) -> None:
     git("init", "-q")
     git("add", ".")
     git("commit", "-qm", "one")
-    commit = runs.git_commit.__wrapped__
+    commit = git_commit.__wrapped__
     clean = commit(tmp_path / "src", "file")
     (tmp_path / "results" / "file").write_text("2")
     assert clean is not None and commit(tmp_path / "src", "file") == clean and len(clean) == 40

@@ -22,8 +22,9 @@ from deltune.errors import DeltuneError
 from deltune.train import checkpoints
 from deltune.train import run_folder as runs
 from deltune.train.inference import evaluate
+from deltune.train.records import Best
 from deltune.train.run import train
-from deltune.train.run_folder import Best, RunDir
+from deltune.train.run_folder import RunFolder
 from deltune.train.setup import ModelCache
 from deltune.train.trainer import DeltaTrainer, raise_if_interrupted, watch_interrupts
 from processes import Started, deltune, killed_training
@@ -32,10 +33,10 @@ TIMES = ("seconds", "cpu_seconds", "seconds_left", "tokens_per_second")
 
 
 @pytest.fixture(scope="module")
-def whole(root: Path) -> RunDir:
+def whole(root: Path) -> RunFolder:
     """An uninterrupted run."""
     train(tiny.spec(root), root / "whole")
-    return RunDir(root / "whole")
+    return RunFolder(root / "whole")
 
 
 def lasting(metrics: dict[str, Any]) -> dict[str, Any]:
@@ -45,17 +46,17 @@ def lasting(metrics: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def log(run: RunDir) -> list[dict[str, Any]]:
+def log(run: RunFolder) -> list[dict[str, Any]]:
     lines = tiny.objects(run.log_file)
     return [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
 
 
-def same(one: RunDir, two: RunDir) -> None:
+def same(one: RunFolder, two: RunFolder) -> None:
     """Two runs that cannot be told apart but by the time they took."""
     assert lasting(one.metrics.as_json()) == lasting(two.metrics.as_json())
     assert (one.delta / "delta.safetensors").read_bytes() == (two.delta / "delta.safetensors").read_bytes()
     for file in one.folder.rglob("log.jsonl"):
-        assert log(RunDir(file.parent)) == log(RunDir(two.folder / file.parent.relative_to(one.folder)))
+        assert log(RunFolder(file.parent)) == log(RunFolder(two.folder / file.parent.relative_to(one.folder)))
     for split in ("validation", "test"):
         assert (one.predictions / f"{split}.jsonl").read_text() == (two.predictions / f"{split}.jsonl").read_text()
 
@@ -67,7 +68,7 @@ def names(folder: Path) -> set[str]:
 # -- what a run leaves
 
 
-def test_a_run_holds_what_it_should(whole: RunDir, root: Path) -> None:
+def test_a_run_holds_what_it_should(whole: RunFolder, root: Path) -> None:
     assert names(whole.folder) == set(runs.CONTENTS) - {"checkpoint", "runs", "rates.json"}
     metrics = whole.metrics
     assert metrics.as_json() == json.loads(whole.metrics_file.read_text())
@@ -85,7 +86,7 @@ def test_a_run_holds_what_it_should(whole: RunDir, root: Path) -> None:
     assert all(sum(row["scores"].values()) == pytest.approx(1, abs=1e-5) for row in rows)
 
 
-def test_the_log_has_losses_and_validations(whole: RunDir) -> None:
+def test_the_log_has_losses_and_validations(whole: RunFolder) -> None:
     lines = log(whole)
     none = {"train": 0, "validation": 0, "test": 0}
     assert lines[0] == {"step": 0, "event": "start", "truncated": none, "truncated_targets": none}
@@ -106,7 +107,7 @@ def test_the_best_epoch_is_kept(metric: str, root: Path, tmp_path: Path) -> None
     for row in rows[::4]:
         row["label"] = labels[labels.index(row["label"]) - 1]
     tiny.lines(tiny.data(tmp_path / "data") / "train.jsonl", rows)
-    run = RunDir(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     spec = tiny.spec(
         root, data=str(tmp_path / "data"), method="full", epochs=12, lr=3e-3, schedule="constant", metric=metric
     )
@@ -124,7 +125,7 @@ def test_the_best_epoch_is_kept(metric: str, root: Path, tmp_path: Path) -> None
 
 
 def test_patience(root: Path, tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     spec = tiny.spec(root, method="full", epochs=30, lr=0.3, schedule="constant", metric="loss", patience=2)
     metrics = train(spec, run.folder)
     epochs = [line for line in log(run) if "eval_loss" in line]
@@ -180,7 +181,7 @@ def test_tensorboard(root: Path, tmp_path: Path) -> None:
 # -- again
 
 
-def test_a_finished_run_is_not_repeated(whole: RunDir, root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_finished_run_is_not_repeated(whole: RunFolder, root: Path, caplog: pytest.LogCaptureFixture) -> None:
     before = whole.metrics_file.stat().st_mtime_ns
     with caplog.at_level("INFO", "deltune"):
         assert train(tiny.spec(root, report_to="tensorboard"), whole.folder) == whole.metrics
@@ -193,15 +194,15 @@ def test_afresh(root: Path, tmp_path: Path) -> None:
     train(tiny.spec(root, epochs=1, seed=5), tmp_path / "run")
     (tmp_path / "run" / "notes.txt").write_text("mine")
     train(tiny.spec(root, epochs=1), tmp_path / "run", resume=False)
-    assert RunDir(tmp_path / "run").config.runtime.seed == 0
+    assert RunFolder(tmp_path / "run").config.runtime.seed == 0
     assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
 
 
-def test_the_seed_decides(root: Path, tmp_path: Path, whole: RunDir) -> None:
+def test_the_seed_decides(root: Path, tmp_path: Path, whole: RunFolder) -> None:
     train(tiny.spec(root), tmp_path / "same")
-    same(whole, RunDir(tmp_path / "same"))
+    same(whole, RunFolder(tmp_path / "same"))
     train(tiny.spec(root, seed=1), tmp_path / "other")
-    assert lasting(RunDir(tmp_path / "other").metrics.as_json()) != lasting(whole.metrics.as_json())
+    assert lasting(RunFolder(tmp_path / "other").metrics.as_json()) != lasting(whole.metrics.as_json())
 
 
 # -- in bf16
@@ -215,7 +216,7 @@ def test_what_is_trained_in_bf16_is_float32_and_so_is_the_base(root: Path, tmp_p
     model = (spec.model.name, "classification", ("beast", "fruit", "tool"), spec.runtime.seed)
     base = {name: tensor.clone() for name, tensor in cache.model(*model).state_dict().items()}
     metrics = train(spec, tmp_path / "run", cache=cache)
-    run = RunDir(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     saved = load_file(run.delta / "delta.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
     norms = [name for name in base if name.endswith("LayerNorm.weight")]
@@ -237,7 +238,7 @@ def test_an_interrupted_run_in_bf16_goes_on_with_the_same_numbers(
     run, _ = interrupted(root, tmp_path / "run", 12, monkeypatch, **BF16)
     assert run.checkpoint.exists() and not run.finished
     train(tiny.spec(root, **BF16), run.folder)
-    same(RunDir(tmp_path / "whole"), run)
+    same(RunFolder(tmp_path / "whole"), run)
 
 
 # -- interrupted
@@ -245,7 +246,7 @@ def test_an_interrupted_run_in_bf16_goes_on_with_the_same_numbers(
 
 def interrupted(
     root: Path, folder: Path, moment: int, monkeypatch: pytest.MonkeyPatch, **changes: Any
-) -> tuple[RunDir, Path]:
+) -> tuple[RunFolder, Path]:
     """A run that was stopped when a file or folder was about to take its place for the moment-th time, and which."""
     targets: list[Path] = []
     replace = os.replace
@@ -260,7 +261,7 @@ def interrupted(
         patch.setattr(os, "replace", counted)
         with pytest.raises(KeyboardInterrupt):
             train(tiny.spec(root, **changes), folder)
-    return RunDir(folder), targets[-1]
+    return RunFolder(folder), targets[-1]
 
 
 WRITES = 21
@@ -272,7 +273,7 @@ WRITES = 21
 )
 @pytest.mark.sample(4)
 def test_interrupted_at_any_write(
-    moment: int, root: Path, whole: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    moment: int, root: Path, whole: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Run again, it is the same run in the end."""
     run, missed = interrupted(root, tmp_path / "run", moment, monkeypatch)
@@ -283,7 +284,7 @@ def test_interrupted_at_any_write(
 
 @pytest.mark.parametrize("lost", ["the answers", "the file", "the delta they were of"])
 def test_answers_that_are_not_of_the_delta_are_made_anew(
-    lost: str, root: Path, whole: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lost: str, root: Path, whole: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the best epoch answered is taken over only with the very delta, as after a kill between both."""
     run, _ = interrupted(root, tmp_path / "run", WRITES, monkeypatch)
@@ -321,12 +322,12 @@ def start(folder: Path) -> Started:
 def test_killed_and_run_again(changes: dict[str, Any], root: Path, tmp_path: Path) -> None:
     """SIGKILL after the first checkpoint: the same numbers as without."""
     spec = tiny.spec(root, method="prefix(length=4) + lora(rank=2, dropout=0.1)", **changes)
-    run = RunDir(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     killed_training(spec, run.folder, lambda: bool(list(run.folder.rglob("checkpoint/*"))))
     assert not run.finished
     train(spec, run.folder)
     train(spec, tmp_path / "whole")
-    same(RunDir(tmp_path / "whole"), run)
+    same(RunFolder(tmp_path / "whole"), run)
 
 
 @pytest.mark.slow
@@ -334,7 +335,7 @@ def test_killed_again_and_again(root: Path, tmp_path: Path) -> None:
     """SIGKILL at whatever moment, seven times."""
     spec = tiny.spec(root, epochs=60, method="full")
     (tmp_path / "spec.yaml").write_text(spec.yaml())
-    run = RunDir(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     for i in range(7):
         started = start(tmp_path)
         while checkpoints.latest_checkpoint(run.checkpoint) is None and started.running:
@@ -343,13 +344,13 @@ def test_killed_again_and_again(root: Path, tmp_path: Path) -> None:
         started.kill()
     train(spec, run.folder)
     train(spec, tmp_path / "whole")
-    same(RunDir(tmp_path / "whole"), run)
+    same(RunFolder(tmp_path / "whole"), run)
 
 
 def test_ctrl_c_leaves_a_run_that_goes_on(root: Path, tmp_path: Path) -> None:
     spec = tiny.spec(root, epochs=200)
     (tmp_path / "spec.yaml").write_text(spec.yaml())
-    run = RunDir(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     started = start(tmp_path)
     while checkpoints.latest_checkpoint(run.checkpoint) is None and started.running:
         time.sleep(0.01)
@@ -379,10 +380,10 @@ def test_a_checkpoint_holds_the_delta_alone(root: Path, tmp_path: Path, monkeypa
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(RunDir, "finish", interrupted)
+    monkeypatch.setattr(RunFolder, "finish", interrupted)
     with pytest.raises(KeyboardInterrupt):
         train(tiny.spec(root, method="lora(rank=2)"), tmp_path / "run")
-    checkpoint = checkpoints.latest_checkpoint(RunDir(tmp_path / "run").checkpoint)
+    checkpoint = checkpoints.latest_checkpoint(RunFolder(tmp_path / "run").checkpoint)
     assert checkpoint is not None and names(checkpoint) == {
         "facts.json", "tensors.safetensors", "trainer_state.json", "SHA256SUMS",
     }  # fmt: skip
@@ -408,7 +409,7 @@ def test_a_loss_that_is_no_number(method: str, root: Path, tmp_path: Path) -> No
 
 
 def test_diverging_late_keeps_the_best(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = RunDir(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     compute = DeltaTrainer.compute_loss
 
     def spoiled(self: DeltaTrainer, *args: Any, **kwargs: Any) -> Any:
@@ -435,10 +436,10 @@ def small_disk() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("size", "left"), [(100, set()), (2500, {"spec.yaml"}), (6000, {"spec.yaml"}), (15000, None)])
 def test_no_space_left(
-    size: int, left: set[str] | None, root: Path, whole: RunDir, tmp_path: Path, small_disk: Any
+    size: int, left: set[str] | None, root: Path, whole: RunFolder, tmp_path: Path, small_disk: Any
 ) -> None:
     """The folder is whole whatever could not be written, and the run goes on when there is room."""
-    run = RunDir(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     small_disk(size)
     try:
         with pytest.raises(DeltuneError, match=r"(?i)no space|too large") as caught:
@@ -489,7 +490,7 @@ def test_changed_data_between_two_parts(root: Path, tmp_path: Path, monkeypatch:
     data = tiny.data(tmp_path / "data")
     spec = tiny.spec(root, data=str(data), epochs=1)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(RunDir, "finish", interrupted)
+        patch.setattr(RunFolder, "finish", interrupted)
         train(spec, tmp_path / "run")
     shutil.copy(data / "test.jsonl", data / "train.jsonl")
     with pytest.raises(DeltuneError, match=r"changed since .* train \(48 rows then, 24 now\). Bring back"):
@@ -499,7 +500,7 @@ def test_changed_data_between_two_parts(root: Path, tmp_path: Path, monkeypatch:
 def test_a_finished_run_needs_no_data(tmp_path: Path) -> None:
     first = train(tiny.spec(tmp_path, epochs=1), tmp_path / "run")
     (tmp_path / "data").rename(tmp_path / "moved")
-    assert train(RunDir(tmp_path / "run").config, tmp_path / "run") == first
+    assert train(RunFolder(tmp_path / "run").config, tmp_path / "run") == first
 
 
 @pytest.mark.parametrize("several", [{}, {"seeds": (0, 1)}])

@@ -25,8 +25,9 @@ from deltune.models import align_padding_token
 from deltune.runtime.padding import padding_side
 from deltune.templates import surrounding_tokens
 from deltune.train.inference import evaluate, load_run, predict
+from deltune.train.metrics.labels import entities
 from deltune.train.run import train
-from deltune.train.run_folder import RunDir
+from deltune.train.run_folder import RunFolder
 from deltune.train.tasks.base import InferenceContext, TaskOptions
 from deltune.train.tasks.classification import (
     CAUSAL_CLASSIFICATION,
@@ -36,7 +37,7 @@ from deltune.train.tasks.classification import (
 )
 from deltune.train.tasks.encoding import IGNORE_INDEX
 from deltune.train.tasks.generation import CAUSAL_GENERATION, SEQ2SEQ_GENERATION, join_prompt_and_target
-from deltune.train.tasks.token_classification import entity_type, find_entities, format_entities, parse_entities
+from deltune.train.tasks.token_classification import entity_type, format_entities, parse_entities
 from train.test_kinds import places
 
 __all__ = ["places"]
@@ -183,7 +184,7 @@ def test_real_entities_survive_their_words(shared: Path) -> None:
     for row in read(shared, "conll04", 1000):
         tags = [names[tag] if isinstance(tag, int) else tag for tag in row["tags"]]
         assert parse_entities(format_entities(row["tokens"], tags, types), row["tokens"], types) == tags
-        count += len(find_entities(tags))
+        count += len(entities(tags, "IOB2"))
     assert count == 1079
 
 
@@ -198,7 +199,7 @@ def test_a_known_task_in_words(shared: Path, tmp_path: Path) -> None:
     metrics = train(spec, tmp_path / "run", progress=False)
     assert metrics.count["head"] == 0 and metrics.count["method"] == 11 * 64
     rows = read(shared, "sst2", 20)
-    lines = RunDir(tmp_path / "run").predictions / "test.jsonl"
+    lines = RunFolder(tmp_path / "run").predictions / "test.jsonl"
     predictions = tiny.objects(lines)[:20]
     assert (
         set(predictions[0]["scores"]) == {"negative", "positive"}

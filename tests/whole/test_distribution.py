@@ -93,7 +93,7 @@ def test_the_core_alone_and_then_its_extras(
     # Commands say which extra they need.
     train = run(deltune, "train", "--model", "m", "--data", "d", "--method", "lora", "--output", "o", cwd=tmp_path)
     assert train.returncode == 2, train.stderr
-    assert "pip install 'deltune[cli]'" in train.stderr
+    assert "pip install 'deltune[train]'" in train.stderr
     study = run(deltune, "study", "list", cwd=tmp_path)
     assert study.returncode == 2, study.stderr
     assert "pip install 'deltune[studies]'" in study.stderr

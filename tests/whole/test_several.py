@@ -20,7 +20,7 @@ from deltune.cli.train import launch
 from deltune.train import checkpoints
 from deltune.train import run_folder as runs
 from deltune.train.run import train
-from deltune.train.run_folder import RunDir
+from deltune.train.run_folder import RunFolder
 
 DRIVER = Path(__file__).with_name("several.py")
 SHARDED = ("none", "fsdp")
@@ -36,11 +36,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def log(run: RunDir) -> list[dict[str, Any]]:
+def log(run: RunFolder) -> list[dict[str, Any]]:
     return tiny.objects(run.log_file)
 
 
-def compare(whole: RunDir, other: RunDir) -> None:
+def compare(whole: RunFolder, other: RunFolder) -> None:
     """Two runs that differ by no more than rounding, the second as complete as the first."""
     assert {p.name for p in other.folder.iterdir()} == set(runs.CONTENTS) - {"checkpoint", "runs", "rates.json"}
     ours, theirs = log(other), log(whole)
@@ -87,8 +87,8 @@ def test_two_processes_give_the_results_of_one(name: str, root: Path, tmp_path: 
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
     assert launch(2, [sys.executable, str(DRIVER), str(tmp_path / "jobs.json")]) == 0
     for how in SHARDED:
-        compare(RunDir(tmp_path / "one"), RunDir(tmp_path / how))
-        facts = RunDir(tmp_path / how).environment
+        compare(RunFolder(tmp_path / "one"), RunFolder(tmp_path / how))
+        facts = RunFolder(tmp_path / how).environment
         assert (facts["processes"], facts["sharded"]) == (2, how)
 
 
@@ -107,7 +107,7 @@ def test_a_killed_launcher_is_resumed(how: str, root: Path, tmp_path: Path) -> N
     method = "prefix(length=4) + layernorm + lora(rank=2, dropout=0.2)"
     (tmp_path / "spec.yaml").write_text(tiny.spec(root, method=method, epochs=40).yaml())
     line = command(tmp_path / "spec.yaml", tmp_path / "run", "--launch", "2", "--sharding", how)
-    run = RunDir(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     process = subprocess.Popen(line, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     while checkpoints.latest_checkpoint(run.checkpoint) is None:
         assert process.poll() is None
@@ -127,7 +127,7 @@ def test_a_killed_launcher_is_resumed(how: str, root: Path, tmp_path: Path) -> N
     assert (
         done(command(tmp_path / "spec.yaml", tmp_path / "whole", "--devices", "2", "--sharding", how)).returncode == 0
     )
-    whole = RunDir(tmp_path / "whole")
+    whole = RunFolder(tmp_path / "whole")
     compare(whole, run)
     lines = [[{k: v for k, v in line.items() if "second" not in k} for line in log(one)] for one in (whole, run)]
     assert lines[0] == lines[1]
@@ -169,8 +169,8 @@ def test_other_launchers(name: str, root: Path, tmp_path: Path) -> None:
     by = by if name == "torchrun" else [*by, *plain]
     result = done(command(tmp_path / "spec.yaml", tmp_path / "run", "--json", by=(sys.executable, *by)))
     assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout) == RunDir(tmp_path / "run").metrics.as_json(), "only one process prints"
-    facts = RunDir(tmp_path / "run").environment
+    assert json.loads(result.stdout) == RunFolder(tmp_path / "run").metrics.as_json(), "only one process prints"
+    facts = RunFolder(tmp_path / "run").environment
     assert (facts["processes"], facts["sharded"]) == (2, how)
     train(tiny.spec(root, epochs=1), tmp_path / "one", progress=False)
-    compare(RunDir(tmp_path / "one"), RunDir(tmp_path / "run"))
+    compare(RunFolder(tmp_path / "one"), RunFolder(tmp_path / "run"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -29,10 +29,8 @@ def method_facts() -> dict[str, dict[str, Any]]:
     """Return formula, usage, default rates, paper and example of every named method, by name."""
     return {
         name: {
-            "name": name,
+            **_facts(name, entry.make),
             "formula": entry.formula,
-            "text": inspect.getdoc(entry.make) or "",
-            "usage": f"{name}{signature_text(entry.make)}",
             "rate": entry.rate,
             "short_rate": entry.short_rate,
             "scalars": entry.scalars,
@@ -45,36 +43,26 @@ def method_facts() -> dict[str, dict[str, Any]]:
 
 
 def term_facts() -> dict[str, dict[str, Any]]:
-    """Return what there is to know of every term of the algebra that is no named method, by name."""
-    terms = {name: make for name, make in VOCABULARY.items() if name not in REGISTRY}
-    facts: dict[str, dict[str, Any]] = {}
-    for name, make in terms.items():
-        text = inspect.getdoc(make) or ""
-        facts[name] = {
-            "name": name,
-            "formula": " ".join(text.split("\n\n")[0].split()),
-            "text": text,
-            "usage": f"{name}{signature_text(make)}",
-        }
+    """Return name, formula, text and usage of every term of the algebra that is no named method, by name."""
+    facts = {name: _facts(name, make) for name, make in VOCABULARY.items() if name not in REGISTRY}
     facts["Modification"]["choices"] = {"site": dict(SITES)}
     facts["Selection"]["choices"] = {"roles": dict.fromkeys(ROLES, ""), "areas": dict.fromkeys(AREAS, "")}
     return facts
 
 
 def base_facts() -> dict[str, dict[str, Any]]:
-    """Return what there is to know of the classes that parts of the user's own derive from, and of what they get."""
-    usages = {Form: "class Wave(deltune.Form)", Composition: "class Halved(deltune.Composition)", Widths: "Widths"}
-    usages[Widths] += signature_text(Widths)
-    texts = {kind: inspect.getdoc(kind) or "" for kind in usages}
-    return {
-        kind.__name__: {
-            "name": kind.__name__,
-            "formula": " ".join(texts[kind].split("\n\n")[0].split()),
-            "text": texts[kind],
-            "usage": usage,
-        }
-        for kind, usage in usages.items()
-    }
+    """Return the same of the classes that parts of the user's own derive from, and of what they get."""
+    usages = {
+        Form: "class Wave(deltune.Form)", Composition: "class Halved(deltune.Composition)",
+        Widths: f"Widths{signature_text(Widths)}",
+    }  # fmt: skip
+    return {kind.__name__: {**_facts(kind.__name__, kind), "usage": usage} for kind, usage in usages.items()}
+
+
+def _facts(name: str, make: Callable[..., Any]) -> dict[str, Any]:
+    text = inspect.getdoc(make) or ""
+    formula = " ".join(text.split("\n\n")[0].split())
+    return {"name": name, "formula": formula, "text": text, "usage": f"{name}{signature_text(make)}"}
 
 
 def term_page(fact: Mapping[str, Any]) -> str:
@@ -208,7 +196,7 @@ def prediction_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
 
 
 def _is_tagged(row: Mapping[str, Any]) -> bool:
-    """Whether a prediction is a list of tags, one for each token of the input."""
+    """Return whether a prediction is a list of tags, one for each token of the input."""
     tags, tokens = row["prediction"], row["input"]
     return isinstance(tags, list) and isinstance(tokens, list) and len(tags) == len(tokens)
 

@@ -1,22 +1,83 @@
-"""Options of the command line that are generated from the fields of a configuration."""
+"""Options of the command line: `--import`, and those that are generated from the fields of a configuration."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import inspect
-from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Literal, get_args, get_origin
+import sys
+import traceback
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
-import yaml
-from pydantic import BaseModel
-from rich.markup import escape
 
-Sections = Mapping[str, type[BaseModel]]
-Places = Mapping[str, tuple[str, str]]
+from ..errors import DeltuneError, error_summary
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    Sections = Mapping[str, type[BaseModel]]
+    Places = Mapping[str, tuple[str, str]]
+
+
+def import_user_code(names: Sequence[str] | None) -> Sequence[str] | None:
+    """Import Python files and modules, in their order, each once.
+
+    It is the only way in which a command runs code that is not deltune's, and only the command line can ask for it: no
+    config, no delta and no run names a file to import.
+    """
+    for name in names or ():
+        try:
+            _import_file(name) if name.endswith(".py") else importlib.import_module(name)
+        except DeltuneError as error:
+            raise DeltuneError(f"--import {name}: {error}") from error
+        except Exception as error:
+            if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
+                raise DeltuneError(
+                    f"--import {name}: there is no such module on Python's path; a file is named with its ending: "
+                    f"--import {name.rpartition('.')[2]}.py"
+                ) from error
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{frame.filename}, line {frame.lineno}"
+            raise DeltuneError(f"--import {name}: {type(error).__name__}: {error_summary(error)} ({where})") from error
+    return names
+
+
+def _import_file(name: str) -> None:
+    """Import a file as a module that is called by its whole path, so that it hides no other module."""
+    path = Path(name).expanduser().resolve()
+    if str(path) in sys.modules:
+        return
+    spec = importlib.util.spec_from_file_location(str(path), path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise DeltuneError("there is no such file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[str(path)] = module  # dataclasses look up the module of a class there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[str(path)]
+        raise
+
+
+Imports = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--import",
+        metavar="FILE_OR_MODULE",
+        callback=import_user_code,
+        is_eager=True,
+        help="Run this Python code first, which registers parts of your own; repeatable.",
+    ),
+]
 
 
 def config_parameters(sections: Sections, places: Places, repeatable: tuple[str, ...] = ()) -> list[inspect.Parameter]:
     """Return a parameter for each field of a configuration; what is not common is hidden from --help."""
+    from rich.markup import escape
+
     parameters = []
     for name, (section, field) in places.items():
         info = sections[section].model_fields[field]
@@ -45,6 +106,8 @@ def commented_yaml(
     notes: Mapping[str, str] | None = None,
 ) -> str:
     """Return a configuration as YAML that reads back as the same; fields without a value are comments."""
+    import yaml
+
     lines = []
     for section, values in configuration.items():
         written: list[str] = []
@@ -63,7 +126,7 @@ def commented_yaml(
 
 
 def _is_flag(annotation: Any) -> bool:
-    """Whether the type of a field is bool, or bool | None."""
+    """Return whether the type of a field is bool, or bool | None."""
     return annotation is bool or set(get_args(annotation)) == {bool, type(None)}
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import DeltuneError, check_extra
-from .imports import Imports
+from .options import Imports
 from .output import Json, Quiet, console, fast_imports, log_to_stderr
 
 

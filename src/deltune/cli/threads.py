@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 
 from ..errors import DeltuneError
-from ..train.run_folder import RunDir
+from ..train.run_folder import RunFolder
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Environment variables by which the user, or a launcher, decides."""
@@ -22,21 +21,20 @@ class LoadMeter:
     """Measures from its making on how many cores other processes keep busy."""
 
     def __init__(self) -> None:
-        """Begin to measure."""
-        self.before = self._times()
+        import psutil
+
+        self.process = psutil.Process()
+        self._percents()  # psutil measures from the call before
 
     def busy_cores(self) -> float:
         """Return how many cores were busy with other work on average; 0 where that cannot be known."""
-        (start, busy_before, ours_before), (end, busy, ours) = self.before, self._times()
-        return max(0.0, (busy - busy_before - (ours - ours_before)) / max(end - start, 1e-3))
+        cores, ours = self._percents()
+        return max(0.0, cores - ours) / 100
 
-    @staticmethod
-    def _times() -> tuple[float, float, float]:
-        """Return the time, the seconds that all cores were busy so far, and those of this process."""
+    def _percents(self) -> tuple[float, float]:
         import psutil
 
-        cores, process = psutil.cpu_times(), psutil.Process().cpu_times()
-        return time.monotonic(), sum(cores) - cores.idle - getattr(cores, "iowait", 0.0), process.user + process.system
+        return psutil.cpu_percent() * (psutil.cpu_count() or 1), self.process.cpu_percent()
 
 
 def free_threads(cores: int, busy: float) -> int:
@@ -44,7 +42,7 @@ def free_threads(cores: int, busy: float) -> int:
     return max(1, cores - round(busy))
 
 
-def set_threads(meter: LoadMeter, run: RunDir | None = None) -> None:
+def set_threads(meter: LoadMeter, run: RunFolder | None = None) -> None:
     """Set the number of threads of this process and say so, unless an environment variable decides."""
     import torch
 
@@ -62,11 +60,11 @@ def set_threads(meter: LoadMeter, run: RunDir | None = None) -> None:
     torch.set_num_threads(threads)
 
 
-def _earlier_threads(run: RunDir) -> int | None:
+def _earlier_threads(run: RunFolder) -> int | None:
     """Return how many threads an unfinished run, or the first of several, was started with."""
     for folder in (run.folder, *sorted(run.runs.glob("*"))):
         try:
-            threads = RunDir(folder).environment.get("threads")
+            threads = RunFolder(folder).environment.get("threads")
         except DeltuneError:
             continue  # training refuses a damaged folder, and says why
         if isinstance(threads, int) and threads > 0:

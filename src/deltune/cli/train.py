@@ -26,12 +26,12 @@ import typer
 from ..errors import DeltuneError
 from ..files import user_path
 from ..methods.other_names import hint_for_option
-from .imports import Imports
+from .options import Imports
 from .output import Json, Quiet, console, fast_imports, log_to_stderr
 
 if TYPE_CHECKING:
     from ..train.config import RunConfig
-    from ..train.run_folder import RunMetrics
+    from ..train.records import RunMetrics
 
 
 GRACE = 5.0  # seconds in which the other processes may end by themselves
@@ -81,7 +81,7 @@ def launch_if_requested(count: int | None) -> int | None:
 
 
 def is_main_process() -> bool:
-    """Whether this process prints to the user: rank 0, where there are several."""
+    """Return whether this process prints to the user; of several only rank 0 does."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -160,7 +160,7 @@ def train(context: typer.Context) -> None:
 
 @cache
 def train_app() -> typer.Typer:
-    """Build the command with all of its options: those of `run`, then one for each field of the config."""
+    """Build the command with the options of `run` and one for each field of the config."""
 
     def command(**values: Any) -> None:
         arguments = {name: values.pop(name) for name in signature.parameters}
@@ -250,10 +250,10 @@ def run(
     if not is_main_process():
         return
     from ..train.report.advice import advice, read_finished
-    from ..train.run_folder import RunDir
+    from ..train.run_folder import RunFolder
     from . import formatting
 
-    finished = read_finished(RunDir(folder), metrics)
+    finished = read_finished(RunFolder(folder), metrics)
     if as_json:
         console.print_json(data=metrics.as_json())
     else:
@@ -283,14 +283,14 @@ def _commented(config: RunConfig) -> str:
 def _train(config: RunConfig, folder: Path, fresh: bool, quiet: bool, devices: str, sharding: str | None) -> RunMetrics:
     with log_to_stderr(quiet):
         with fast_imports():
-            from ..train.run_folder import RunDir
+            from ..train.run_folder import RunFolder
             from .threads import LoadMeter, set_threads
 
             meter = LoadMeter()
             from ..train import run as training
             from ..train.trainer import watch_interrupts
 
-        set_threads(meter, None if fresh else RunDir(folder))
+        set_threads(meter, None if fresh else RunFolder(folder))
         watch_interrupts()
         try:
             return training.train(
@@ -349,6 +349,6 @@ def _parse_value(name: str, text: str) -> Any:
 
 
 def _is_container(annotation: Any) -> bool:
-    """Whether a field takes a list or a mapping."""
+    """Return whether a field takes a list or a mapping."""
     kind = get_origin(annotation)
     return kind in (dict, tuple) or (kind is not Literal and any(map(_is_container, get_args(annotation))))

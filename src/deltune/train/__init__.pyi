@@ -10,12 +10,12 @@ from .metrics.registry import METRICS as METRICS
 from .presets import merge_values as merge_values
 from .progress import ProgressDisplay as ProgressDisplay
 from .rates import finalists as finalists
+from .records import Best as Best
+from .records import RunMetrics as RunMetrics
+from .records import collect_environment as collect_environment
 from .report.rendering import render as render
 from .run import train as train
-from .run_folder import Best as Best
-from .run_folder import RunDir as RunDir
-from .run_folder import RunMetrics as RunMetrics
-from .run_folder import collect_environment as collect_environment
+from .run_folder import RunFolder as RunFolder
 from .setup import ModelCache as ModelCache
 from .setup import task_kind_for as task_kind_for
 from .tasks.registry import TASKS as TASKS

@@ -31,7 +31,7 @@ from ..errors import DeltuneError
 from ..files import CACHE_VARIABLE, cache_folder
 from ..runtime.attach import tuned
 from ..runtime.handle import base_value
-from ..runtime.padding import padding_side
+from ..runtime.padding import eval_mode, padding_side
 from . import distributed
 from .frozen_layers import FrozenLayers
 from .tasks import token_cache
@@ -245,7 +245,6 @@ def _probe(
     order = sorted(range(len(encoded)), key=encoded.lengths.__getitem__)
     rows = [encoded.rows[i] for i in {order[int(at)] for at in np.linspace(0, len(order) - 1, PROBE_ROWS)}]
     model, device = context.model, next(context.model.parameters()).device
-    training = model.training
 
     def make_batch(some_rows: Sequence[Row]) -> dict[str, torch.Tensor]:
         return {name: tensor.to(device) for name, tensor in collate(context.tokenizer, model, some_rows).items()}
@@ -253,33 +252,32 @@ def _probe(
     def logits_of(forward: Callable[[], Any]) -> torch.Tensor:
         model.train()
         torch.manual_seed(0)
-        logits: torch.Tensor = forward().logits.float()
+        try:
+            logits: torch.Tensor = forward().logits.float()
+        finally:
+            model.eval()
         return logits
 
     batch = make_batch(rows)
     if "attention_mask" not in batch:
         return "without an attention_mask, tokens cannot be told from padding"
-    try:
-        with torch.no_grad(), torch.random.fork_rng(), autocast(device, context.precision):
-            expected = logits_of(lambda: frozen_layers.examine(batch))
-            if not frozen_layers.kept_states:
-                return "each of these layers computes something besides its hidden state that layers above read"
-            model.eval()
-            states = frozen_layers.states(batch)
-            of_labels = any(_is_of_labels(frozen_layers, name, rows[0]) for name in states)
-            only_all = frozen_layers.boundary.above or of_labels
-            candidates: tuple[TokensRead, ...] = ("all",) if only_all else ("first", "last", "all")
-            for reads in candidates:
-                by_row = _split_by_row(frozen_layers, rows, batch, reads, states)
-                cut = make_batch([{**_cut_row(r, reads), "states": s} for r, s in zip(rows, by_row, strict=True)])
-                try:
-                    logits = logits_of(lambda: model(**cut))  # noqa: B023
-                except (RuntimeError, ValueError, LookupError, TypeError, AttributeError):
-                    continue  # a cut row is refused by every model family in its own way
-                if _close(logits, expected, non_padding_mask(batch, of_labels), TOLERANCES[context.precision]):
-                    return reads, {name: (t.dtype, tuple(t.shape[2:])) for name, t in states.items()}
-    finally:
-        model.train(training)
+    with eval_mode(model), torch.no_grad(), torch.random.fork_rng(), autocast(device, context.precision):
+        expected = logits_of(lambda: frozen_layers.examine(batch))
+        if not frozen_layers.kept_states:
+            return "each of these layers computes something besides its hidden state that layers above read"
+        states = frozen_layers.states(batch)
+        of_labels = any(_is_of_labels(frozen_layers, name, rows[0]) for name in states)
+        only_all = frozen_layers.boundary.above or of_labels
+        candidates: tuple[TokensRead, ...] = ("all",) if only_all else ("first", "last", "all")
+        for reads in candidates:
+            by_row = _split_by_row(frozen_layers, rows, batch, reads, states)
+            cut = make_batch([{**_cut_row(r, reads), "states": s} for r, s in zip(rows, by_row, strict=True)])
+            try:
+                logits = logits_of(lambda: model(**cut))  # noqa: B023
+            except (RuntimeError, ValueError, LookupError, TypeError, AttributeError):
+                continue  # a cut row is refused by every model family in its own way
+            if _close(logits, expected, non_padding_mask(batch, of_labels), TOLERANCES[context.precision]):
+                return reads, {name: (t.dtype, tuple(t.shape[2:])) for name, t in states.items()}
     return "a pass from their activations alone does not give what a whole pass gives"
 
 
@@ -299,7 +297,7 @@ def _split_by_row(
     reads: TokensRead,
     states: Activations,
 ) -> list[dict[str, torch.Tensor]]:
-    """Cut the activations of a batch, (B, n, layer boundaries, width), into those of each row, without padding."""
+    """Split the activations of a batch, (B, n, layer boundaries, width), by row and drop padding."""
     by_row: list[dict[str, torch.Tensor]] = [{} for _ in rows]
     for name, padded in states.items():
         labels = _is_of_labels(frozen_layers, name, rows[0])

@@ -2,15 +2,15 @@
 
 The folder `checkpoint/STEP` of a run holds tensors.safetensors (trained.NAME, optimizer.I.NAME, rng.RANK.NAME),
 facts.json, the Trainer's own trainer_state.json, and SHA256SUMS, which `sha256sum --check` reads. It is written whole
-and synced to the disk before older checkpoints are removed. `find_resumable` checks it before anything is restored.
+and synced to the disk before older checkpoints are removed. A run that goes on compares the checksums; then
+the content is what was written, and is not checked again.
 """
 
 from __future__ import annotations
 
-import contextlib
 import random
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,10 @@ import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import TrainerState
 
-from ..errors import DeltuneError, error_from_problems, error_summary, excerpt
-from ..files import atomic_folder, file_sha256, write_error, write_json, write_text
-from . import distributed, run_folder
+from ..errors import DeltuneError, error_from_problems, error_summary
+from ..files import atomic_folder, file_sha256, read_json_object, write_error, write_json, write_text
+from . import distributed
 
 TENSORS_FILE, PROGRESS_FILE, STATE_FILE = "tensors.safetensors", "facts.json", "trainer_state.json"
 CHECKSUMS_FILE = "SHA256SUMS"
@@ -131,41 +130,11 @@ def verify_checksums(checkpoint: Path) -> None:
         raise error_from_problems(f"{checkpoint} is damaged and is not used; {ADVICE}", problems)
 
 
-def find_resumable(folder: Path) -> Path | None:
-    """Return the latest checkpoint of a run's checkpoint folder after checking it, or None if there is none."""
-    checkpoint = latest_checkpoint(folder)
-    if checkpoint is not None:
-        verify_checksums(checkpoint)
-        read_progress(checkpoint)
-        with _restoring(checkpoint):
-            run_folder.read_record(run_folder.TrainerStateFile, checkpoint / STATE_FILE)
-            state = TrainerState.load_from_json(str(checkpoint / STATE_FILE))
-            if state.global_step != int(checkpoint.name) or not isinstance(state.epoch, float | int):
-                raise ValueError(
-                    f"{STATE_FILE} is that of step {excerpt(state.global_step)} and epoch {excerpt(state.epoch)}"
-                )
-    return checkpoint
-
-
 def read_progress(checkpoint: Path) -> dict[str, Any]:
-    """Read facts.json of a checkpoint; its fields are those of `run_folder.CheckpointProgress`."""
+    """Read facts.json of a checkpoint: how far training is, and the states that are no tensors."""
     try:
-        return run_folder.read_record(run_folder.CheckpointProgress, checkpoint / PROGRESS_FILE)
+        return read_json_object(checkpoint / PROGRESS_FILE)
     except DeltuneError as error:
-        raise _unreadable(checkpoint, error) from error
-
-
-@contextlib.contextmanager
-def _restoring(checkpoint: Path) -> Iterator[None]:
-    """Turn every error inside the context into a DeltuneError about the checkpoint.
-
-    torch and NumPy report values that do not fit by errors of many types.
-    """
-    try:
-        yield
-    except DeltuneError:
-        raise
-    except Exception as error:
         raise _unreadable(checkpoint, error) from error
 
 
@@ -184,29 +153,13 @@ def restore_trained(checkpoint: Path, trained: Mapping[str, nn.Parameter]) -> No
 def restore_optimizer(checkpoint: Path, optimizer: Any, scheduler: Any) -> None:
     """Load the states of the optimizer and of the learning-rate scheduler."""
     progress = read_progress(checkpoint)
-    with _restoring(checkpoint):
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        states: dict[int, dict[str, Any]] = {int(k): dict(v) for k, v in progress["optimizer"]["scalars"].items()}
-        for key, value in _read_tensors(checkpoint, "optimizer.").items():
-            index, name = key.split(".", 1)
-            states.setdefault(int(index), {})[name] = distributed.shard_like(value, parameters[int(index)])
-        optimizer.load_state_dict({"state": states, "param_groups": progress["optimizer"]["groups"]})
-        if not _is_alike(progress["scheduler"], scheduler.state_dict()):
-            raise ValueError("the state of the learning-rate scheduler is not as it was written")
-        scheduler.load_state_dict(progress["scheduler"])
-
-
-def _is_alike(value: Any, other: Any) -> bool:
-    """Return whether two values of JSON have the same keys and lengths, and numbers at the same places."""
-    if isinstance(other, dict):
-        return (
-            isinstance(value, dict) and set(value) == set(other) and all(_is_alike(value[k], other[k]) for k in other)
-        )
-    if isinstance(other, list | tuple):
-        alike = isinstance(value, list | tuple) and len(value) == len(other)
-        return alike and all(_is_alike(a, b) for a, b in zip(value, other, strict=True))
-    numbers = isinstance(value, int | float) and isinstance(other, int | float)
-    return type(value) is type(other) or (numbers and not isinstance(value, bool) and not isinstance(other, bool))
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    states: dict[int, dict[str, Any]] = {int(k): dict(v) for k, v in progress["optimizer"]["scalars"].items()}
+    for key, value in _read_tensors(checkpoint, "optimizer.").items():
+        index, name = key.split(".", 1)
+        states.setdefault(int(index), {})[name] = distributed.shard_like(value, parameters[int(index)])
+    optimizer.load_state_dict({"state": states, "param_groups": progress["optimizer"]["groups"]})
+    scheduler.load_state_dict(progress["scheduler"])
 
 
 def restore_random(checkpoint: Path) -> None:
@@ -216,8 +169,7 @@ def restore_random(checkpoint: Path) -> None:
     """
     rank, random_states = distributed.rank(), read_progress(checkpoint)["rng"]
     if rank < len(random_states):
-        with _restoring(checkpoint):
-            _set_random_state(random_states[rank], _read_tensors(checkpoint, f"rng.{rank}."))
+        _set_random_state(random_states[rank], _read_tensors(checkpoint, f"rng.{rank}."))
 
 
 def _set_random_state(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:

@@ -32,7 +32,7 @@ from ..methods.spec import explicit_expression
 from ..models import Quantization
 from ..runtime.linear import LinearBackend
 from .data.columns import TASK_COLUMNS
-from .metrics.registry import METRICS
+from .metrics.registry import METRICS, option_problems
 from .presets import (
     AUTO,
     DEFAULT,
@@ -246,7 +246,7 @@ class EvaluationSection(RunSection):
     @field_validator("metric_options")
     @classmethod
     def _check_metric_options(cls, value: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        return _raise_all(value, _metric_option_problems(value))
+        return _raise_all(value, option_problems(value))
 
 
 class RuntimeSection(RunSection):
@@ -407,11 +407,8 @@ class RunConfig(BaseModel):
         return cls.model_validate(values)
 
     def flat(self, **options: Any) -> dict[str, Any]:
-        """Return {flat name: value}; flat names are those of the command line (`lr`). `options`: as in `model_dump`."""
-        nested = self.model_dump(**options)
-        return {
-            DOTTED[f"{section}.{field}"]: value for section, values in nested.items() for field, value in values.items()
-        }
+        """Return values by flat name, as on the command line (`lr`); `options` go to `model_dump`."""
+        return flatten(self.model_dump(**options))
 
     def replace(self, **changes: Any) -> RunConfig:
         """Return a config with other values, given by flat name and checked like all values.
@@ -458,7 +455,7 @@ class RunConfig(BaseModel):
         return type(self).from_flat(**merge_values(values, changes))
 
     def adds_seeds_to(self, other: RunConfig) -> bool:
-        """Return whether this is the other config with further seeds behind its seeds, and is the same in all else."""
+        """Return whether this config equals the other one but for further seeds behind its seeds."""
         before, now = other.runtime.seeds or (other.runtime.seed,), self.runtime.seeds
         return len(now) > len(before) and now[: len(before)] == before and other.replace(seeds=now).name == self.name
 
@@ -589,31 +586,6 @@ def _rate_problems(values: Mapping[str, Any]) -> list[str]:
         return ["optim.lr: auto searches for a rate itself; give it, or the rates to try (search: {lr: …}), not both"]
     auto = AUTO in (tried if isinstance(tried, list | tuple) else [tried])
     return ["runtime.search: auto is no rate to try but a search; give it as lr: auto"] if auto else []
-
-
-def _metric_option_problems(values: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """List what is wrong with the options of metrics: no such metric, no such option, a value of another type."""
-    problems = [unknown_name("metric", name, METRICS) for name in values if name not in METRICS]
-    for name in values.keys() & METRICS.keys():
-        defaults = METRICS[name].options
-        problems += [
-            unknown_name("option", option, defaults, name) for option in values[name] if option not in defaults
-        ]
-        problems += [
-            f"{name}.{option}: {excerpt(value)} is not of the kind of its default, {defaults[option]!r}"
-            for option, value in values[name].items()
-            if option in defaults and not _same_kind(defaults[option], value)
-        ]
-    return problems
-
-
-def _same_kind(default: Any, value: Any) -> bool:
-    """Return whether a value is of the same kind as a default; a default of None stands for a name or a number."""
-    if default is None:
-        return value is None or isinstance(value, str | int)
-    if isinstance(default, bool) or isinstance(value, bool):
-        return isinstance(default, bool) and isinstance(value, bool)
-    return isinstance(value, int | float) if isinstance(default, int | float) else isinstance(value, type(default))
 
 
 def _describe(error: Any) -> str:

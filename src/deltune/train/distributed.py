@@ -115,7 +115,7 @@ def all_reduce_sum(value: torch.Tensor) -> torch.Tensor:
 
 
 def seed_by_rank(seed: int) -> None:
-    """Give every rank random numbers of its own (for dropout); rank 0 draws those of a single process."""
+    """Give every rank random numbers of its own (for dropout); rank 0 draws as a single process does."""
     if not is_main():
         set_seed(seed + rank())
 

@@ -8,7 +8,6 @@ model. Which layers are frozen follows from the resolved method and the anatomy,
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -215,7 +214,6 @@ class FrozenLayers:
         self.boundary = find_boundary(anatomy, tuned.delta())
         self.kept_states = dict(self.boundary.kept_states)
         self.current: FrozenPass | None = None
-        self.process = os.getpid()
         self.modules = [module for _, module in base_modules(model)]
         numbers = {stack.name: 0 for stack in anatomy.stacks}
         self.layer_hooks: list[FrozenLayerHook] = []
@@ -241,8 +239,6 @@ class FrozenLayers:
 
     def run(self, entry: FrozenLayersEntry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model, or one stack, without the arguments that hold cached states."""
-        if self.process != os.getpid():
-            self._forget_other_threads()
         with self.mutex:
             thread = threading.get_ident()
             outer = self.current
@@ -265,12 +261,6 @@ class FrozenLayers:
             current.depth -= 1
             if not current.depth:
                 self.end_pass(current)
-
-    def _forget_other_threads(self) -> None:
-        """End the pass of a thread that does not exist in this process, which was forked meanwhile."""
-        self.process, self.mutex = os.getpid(), threading.Lock()
-        if self.current is not None and self.current.thread != threading.get_ident():
-            self.end_pass(self.current)
 
     def begin_pass(self, current: FrozenPass, stack: str, kwargs: dict[str, Any]) -> None:
         """Prepare a pass of the model, or of one stack."""
@@ -311,7 +301,7 @@ class FrozenLayers:
     # -- hidden states
 
     def is_decoder_argument(self, argument: str) -> bool:
-        """Whether an argument holds the states of an encoder-decoder's decoder."""
+        """Return whether an argument holds the states of an encoder-decoder's decoder."""
         return len(self.anatomy.stacks) > 1 and argument == f"{PREFIX}{self.anatomy.stacks[1].name}"
 
     def states(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

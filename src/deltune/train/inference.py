@@ -48,7 +48,7 @@ from .metrics.registry import METRICS, compute_scores
 from .prediction_inputs import Input, columns_from_inputs
 from .presets import merge_values
 from .progress import ProgressDisplay
-from .run_folder import RunDir
+from .run_folder import RunFolder
 from .setup import (
     TaskSetup,
     check_fits,
@@ -120,7 +120,7 @@ def score_split(
 
 
 def log_omitted(omitted: Mapping[str, str]) -> None:
-    """Warn of the metrics that were not computed, those of one reason together."""
+    """Warn of metrics that were not computed, once for each reason."""
     for reason in dict.fromkeys(omitted.values()):
         names = ", ".join(name for name in omitted if omitted[name] == reason)
         logger.warning("%s not computed: %s", names, reason)
@@ -189,11 +189,11 @@ class LoadedRun:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     kind: TaskKind
-    runs: Mapping[str, RunDir]
+    runs: Mapping[str, RunFolder]
     labels_of: Mapping[str, tuple[str, ...]]
 
     @property
-    def run(self) -> RunDir:
+    def run(self) -> RunFolder:
         """The folder of the first run."""
         return next(iter(self.runs.values()))
 
@@ -223,7 +223,7 @@ def load_run(run: str | Path | Mapping[str, str | Path]) -> LoadedRun:
         DeltuneError: A folder is no run, has no delta yet, or is of another base model or other languages.
     """
     folders = run.items() if isinstance(run, Mapping) else [("default", run)]
-    runs = {name: RunDir(folder).best_run for name, folder in folders}
+    runs = {name: RunFolder(folder).best_run for name, folder in folders}
     if not runs:
         raise DeltuneError("no run is named")
     name, first = next(iter(runs.items()))
@@ -249,7 +249,7 @@ def load_run(run: str | Path | Mapping[str, str | Path]) -> LoadedRun:
     return loaded
 
 
-def _check_same_languages(runs: Mapping[str, RunDir]) -> None:
+def _check_same_languages(runs: Mapping[str, RunFolder]) -> None:
     configs = {name: folder.config for name, folder in runs.items()}
     languages = {name: tokenizer_languages(load_task_tokenizer(c.model.name, c.data)) for name, c in configs.items()}
     if len(set(languages.values())) > 1:
@@ -257,7 +257,7 @@ def _check_same_languages(runs: Mapping[str, RunDir]) -> None:
         raise DeltuneError(f"one tokenizer serves all runs, and these have other languages ({listed}); use them apart")
 
 
-def _labels(run: RunDir) -> tuple[str, ...]:
+def _labels(run: RunFolder) -> tuple[str, ...]:
     """Return the label names of a run's head, in the order of their ids."""
     if not run.delta.is_dir():
         raise DeltuneError(f"{run.folder} has no delta yet; run the same `deltune train` again, it resumes")
@@ -266,8 +266,8 @@ def _labels(run: RunDir) -> tuple[str, ...]:
 
 
 def is_run(folder: str | Path) -> bool:
-    """Return whether a folder holds a run, and not a model or nothing."""
-    return RunDir(folder).exists or (not (Path(folder) / "config.json").is_file() and Path(folder).is_dir())
+    """Return whether a folder is meant as a run; it is not if it holds a model."""
+    return RunFolder(folder).exists or (not (Path(folder) / "config.json").is_file() and Path(folder).is_dir())
 
 
 @check_booleans
@@ -301,7 +301,7 @@ def evaluate(
     Raises:
         DeltuneError: The folder is no run, the data lacks a split, or the run does not know the labels.
     """
-    folder = RunDir(run).best_run
+    folder = RunFolder(run).best_run
     config = folder.config
     if data_root is not None:
         if config.data.source is not None:
@@ -397,7 +397,7 @@ def _score_splits(
     options = with_tag_scheme(options, rows.tag_scheme)
     requested = _requested_splits(rows, splits)
     target = None if output is None else user_path(output, "output")
-    columns_of = {s: {name: list(rows.splits[s][name]) for name in rows.splits[s].column_names} for s in requested}
+    columns_of: dict[str, Columns] = {split: rows.splits[split].to_dict() for split in requested}
     encoded_splits = token_cache.encode_splits(
         kind, context.tokenizer, context.model, columns_of, context.options, (), rows.fingerprint
     )
@@ -536,7 +536,7 @@ def rescore(run: str | Path, metrics: Sequence[str] = ()) -> dict[str, dict[str,
 
 def rescore_with_statistics(run: str | Path, metrics: Sequence[str] = ()) -> dict[str, Scores]:
     """Do as `rescore` does, and return the scores with the statistics of every example."""
-    folder = RunDir(run).best_run
+    folder = RunFolder(run).best_run
     stored = folder.metrics.scores
     files = {split: folder.predictions / f"{split}.jsonl" for split in SPLITS}
     if not any(file.is_file() for file in files.values()):

@@ -11,7 +11,7 @@ from ..errors import DeltuneError, unknown_name
 from ..files import explain_write_errors, user_path, write_jsonl
 from .data.columns import INPUT_TYPES, TASK_COLUMNS, TYPE_DESCRIPTIONS, value_fits
 from .data.readers import STDIN, UnreadableFileError, data_suffix, has_lone_surrogate, read_rows, text_lines
-from .run_folder import RunDir
+from .run_folder import RunFolder
 
 Input = str | Sequence[str] | Mapping[str, Any]
 """A text; a text and its pair, or tokens; or every input by its role."""
@@ -22,7 +22,7 @@ DESCRIPTIONS = {("text",): "one text, no pair,", ("text", "pair"): "a text and i
 MAX_ROWS_LISTED = 10
 
 
-def input_columns(kind: str, run: RunDir) -> dict[str, str]:
+def input_columns(kind: str, run: RunFolder) -> dict[str, str]:
     """Return the columns of the inputs that a run was trained on, by role."""
     columns = run.data.columns
     roles = [c.role for c in TASK_COLUMNS[kind] if c.role in INPUT_TYPES and (c.role in columns or not c.optional)]
@@ -30,7 +30,7 @@ def input_columns(kind: str, run: RunDir) -> dict[str, str]:
 
 
 def columns_from_inputs(
-    kind: str, run: RunDir, inputs: Sequence[Input], numbers: Sequence[int] = ()
+    kind: str, run: RunFolder, inputs: Sequence[Input], numbers: Sequence[int] = ()
 ) -> dict[str, list[Any]]:
     """Return the values of inputs by role."""
     roles = list(input_columns(kind, run))
@@ -85,7 +85,7 @@ def inputs_from_file(path: Path, run: Path) -> list[dict[str, Any]]:
     path = path if path == STDIN else user_path(path, "file")
     if data_suffix(path).partition(".gz")[0] in ("", ".txt"):
         return _inputs_from_lines(path)
-    table, run_dir = read_rows(path), RunDir(run)
+    table, run_dir = read_rows(path), RunFolder(run)
     columns = input_columns(run_dir.data.kind, run_dir)
     missing = [
         unknown_name("column", column, table.columns, where=path.name)

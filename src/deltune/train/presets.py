@@ -42,7 +42,7 @@ class Rule:
     methods: Collection[str] = ()
 
     def applies(self, task: str | None, method: str | None) -> bool:
-        """Return whether a run of this task with this named method gets the values."""
+        """Return whether the rule is for this task and this named method."""
         return (not self.tasks or task in self.tasks) and (not self.methods or method in self.methods)
 
 

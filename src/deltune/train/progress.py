@@ -48,7 +48,7 @@ class ProgressDisplay:
         self.console = Console(stderr=True) if console is None else console
         self.clock, self.enabled = clock, enabled
         self.closing = False
-        self._begin("", 0, 0, "", (), 0.0)
+        self.start("", 0)
         self.live: Live | None = None
         if enabled and self.console.is_terminal:
             self.live = Live(console=self.console, get_renderable=self._render, refresh_per_second=4)
@@ -86,11 +86,6 @@ class ProgressDisplay:
             columns: The facts that the table shows, in order; the last ones are left out on a narrow terminal.
             seconds: How long the work took before.
         """
-        self._begin(title, total, done, unit, columns, seconds)
-
-    def _begin(
-        self, title: str, total: float, done: float, unit: str, columns: tuple[str, ...], seconds: float
-    ) -> None:
         self.title, self.units, self.done, self.done_before, self.unit = title, total, done, done, unit
         self.started, self.seconds_before = self.clock(), seconds
         self.last_row, self.next_line = float("-inf"), self.started + FIRST_LINE
@@ -154,7 +149,7 @@ class ProgressDisplay:
         return f"{min(1.0, self.done / self.units):.0%}" if self.units else ""
 
     def _has_news(self) -> bool:
-        """Return whether more is known now than the last row that was kept says."""
+        """Return whether the current facts differ from the last kept row."""
         facts = {name: value for name, value in self.facts.items() if value}
         return not facts.items() <= (self.kept[-1].items() if self.kept else {}.items())
 

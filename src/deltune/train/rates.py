@@ -19,7 +19,8 @@ from . import distributed
 from .config import RunConfig
 from .data.loading import TaskData
 from .presets import AUTO, DEFAULT
-from .run_folder import Number, RateSearch, RateTrial, RunDir
+from .records import Number, RateSearch, RateTrial
+from .run_folder import RunFolder
 
 FACTORS = (0.1, 0.3, 1.0, 3.0)
 """The rates that are tried, as multiples of the method's default."""
@@ -150,7 +151,7 @@ def plan_search(config: RunConfig, rows: int, steps: int, steps_per_epoch: int) 
     return SearchPlan(rates, boost, tried, part, len(rates) * (tried + scoring) / steps, warmup)
 
 
-def search_rate(config: RunConfig, plan: SearchPlan, data: str, run: RunDir, loss_of: Loss) -> RunConfig:
+def search_rate(config: RunConfig, plan: SearchPlan, data: str, run: RunFolder, loss_of: Loss) -> RunConfig:
     """Try the rates of a plan and return the config with the one of the lowest loss, or the default.
 
     A try that was finished before an interruption is not repeated.

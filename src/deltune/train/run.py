@@ -31,11 +31,13 @@ from .inference import SPLITS
 from .presets import AUTO, DEFAULT
 from .progress import ProgressDisplay
 from .rates import Slice, plan_search, search_rate, with_default_rate
+from .records import Best, RunMetrics, collect_environment
 from .report.page import write_report
-from .run_folder import Best, RunDir, RunMetrics, collect_environment
+from .run_folder import RunFolder
 from .series import run_series
 from .setup import ModelCache, TaskSetup, fit_lengths, length_limits, load_task_data, set_up_task
 from .tasks import token_cache
+from .tasks.base import Columns
 from .tasks.encoding import EncodedRows, LengthGroupedBatches, check_causal
 from .trainer import DeltaTrainer, ReportCallback, RunState, total_steps
 
@@ -68,7 +70,7 @@ def train(
     where it stopped and ends with the same numbers. The best epoch has the best validation score by
     `evaluation.metric`; of equal ones the lower validation loss decides, then the order. Without a validation
     split it is the last epoch. A config of several runs (seeds, search) makes a folder of these runs and their
-    aggregate (`search.run_series`).
+    aggregate (`series.run_series`).
 
     In several processes (torchrun, accelerate launch, `deltune train --launch N`) each process calls this function;
     rank 0 writes.
@@ -92,7 +94,7 @@ def train(
     """
     device = task_setup.resolve_device(devices)
     distributed.init_processes(device)
-    run = RunDir(output, writer=distributed.is_main())
+    run = RunFolder(output, writer=distributed.is_main())
     shared = cache or ModelCache()
     finished = distributed.broadcast_from_main(lambda: _finished_metrics(config, run, resume, shared))
     if finished is not None:
@@ -124,14 +126,14 @@ def train(
         return metrics
 
 
-def _write_missing_report(run: RunDir) -> None:
+def _write_missing_report(run: RunFolder) -> None:
     """Write the page of a finished run, and remove what an interrupted attempt left."""
     with explain_write_errors(run.folder), run.locked():
         run.remove_leftovers()
         write_report(run)
 
 
-def _finished_metrics(config: RunConfig, run: RunDir, resume: bool, cache: ModelCache) -> RunMetrics | None:
+def _finished_metrics(config: RunConfig, run: RunFolder, resume: bool, cache: ModelCache) -> RunMetrics | None:
     """Return the metrics of a run that needs no training."""
     before = run.check_config(config) if resume or not run.exists else None
     if before is None or not run.finished or before.name != config.name:
@@ -147,7 +149,13 @@ def _finished_metrics(config: RunConfig, run: RunDir, resume: bool, cache: Model
 
 
 def _train(
-    config: RunConfig, run: RunDir, resume: bool, progress: bool, device: torch.device, sharded: str, cache: ModelCache
+    config: RunConfig,
+    run: RunFolder,
+    resume: bool,
+    progress: bool,
+    device: torch.device,
+    sharded: str,
+    cache: ModelCache,
 ) -> RunMetrics:
     """Train a single run in its locked folder."""
     if resume:
@@ -195,7 +203,7 @@ def _search_rate(state: RunState, resume: bool, device: torch.device, sharded: s
 
     def loss_of(one: RunConfig, part: Slice) -> float:
         with tempfile.TemporaryDirectory() as folder:
-            trial = RunDir(folder)
+            trial = RunFolder(folder)
             attempt = distributed.run_on_all(lambda: _prepare(one, trial, device, sharded, cache, part))
             arguments = _training_arguments(attempt, device, validates=False)
             try:
@@ -234,7 +242,7 @@ def _detach(state: RunState) -> None:
 
 
 def _prepare(
-    config: RunConfig, run: RunDir, device: torch.device, sharded: str, cache: ModelCache, part: Slice | None = None
+    config: RunConfig, run: RunFolder, device: torch.device, sharded: str, cache: ModelCache, part: Slice | None = None
 ) -> RunState:
     """Read, check and encode everything, and attach the method; of the rows only a part, where one is given."""
     precision = task_setup.resolve_precision(config.runtime.precision, device)
@@ -263,7 +271,7 @@ def _prepare(
     limits = fit_lengths(model, kind, limits)
     pairs = "pair" in (data.columns or {}) if kind.name == "classification" else None
     tuned.delta().trained = {"max_length": limits.max_length, "takes_pairs": pairs}
-    columns = {s: {name: list(rows[name]) for name in rows.column_names} for s, rows in data.splits.items()}
+    columns: dict[str, Columns] = {split: rows.to_dict() for split, rows in data.splits.items()}
     encoded = token_cache.encode_splits(kind, tokenizer, model, columns, limits, ("train",), data.fingerprint)
     if not len(encoded["train"]):
         raise DeltuneError(f"data {data.source}: no text of train has two tokens, so there is none to predict")
@@ -356,10 +364,13 @@ def _frozen_layers_cached(state: RunState, device: torch.device, bar: ProgressDi
         state.frozen_layers.remove()
 
 
-def _resumable_checkpoint(run: RunDir) -> Path | None:
+def _resumable_checkpoint(run: RunFolder) -> Path | None:
     """Return the checkpoint that a run goes on from, or None for a run from its start."""
-    checkpoint = checkpoints.find_resumable(run.checkpoint)
-    if checkpoint is not None and checkpoints.read_progress(checkpoint)["best"]:
+    checkpoint = checkpoints.latest_checkpoint(run.checkpoint)
+    if checkpoint is None:
+        return None
+    checkpoints.verify_checksums(checkpoint)
+    if checkpoints.read_progress(checkpoint)["best"]:
         run.recover_delta()
         try:
             open_delta(run.delta).numbers()

@@ -15,7 +15,8 @@ from ..methods.registry import parse
 from ..methods.spec import expressions_apart
 from .config import RunConfig
 from .rates import first_peak
-from .run_folder import Best, RunDir, RunMetrics, SeriesRun
+from .records import Best, RunMetrics, SeriesRun
+from .run_folder import RunFolder
 
 TrainOne = Callable[[RunConfig, Path], RunMetrics]
 """Trains a single run in a folder."""
@@ -98,12 +99,12 @@ def untried_values(config: RunConfig) -> list[str]:
     ]
 
 
-def run_series(config: RunConfig, run: RunDir, train_one: TrainOne) -> RunMetrics:
+def run_series(config: RunConfig, run: RunFolder, train_one: TrainOne) -> RunMetrics:
     """Train the runs of a config below run.folder/runs, and write their aggregate as its metrics.
 
     Values are tried under the first seed. The first values stay unless the next do better on validation, and so on
     until the next do not; of equal scores the lower loss is better, and a run that diverges is the worst. The other
-    seeds run with the values that were chosen. The delta and the predictions of the folder are those of the run that
+    seeds run with the values that were chosen. The folder links to the delta and the predictions of the run that
     does best on validation.
     """
     run.remove_leftovers()
@@ -142,7 +143,7 @@ def run_series(config: RunConfig, run: RunDir, train_one: TrainOne) -> RunMetric
     return metrics
 
 
-def _search(config: RunConfig, run: RunDir, train_one: TrainOne) -> tuple[RunConfig, list[Trial]]:
+def _search(config: RunConfig, run: RunFolder, train_one: TrainOne) -> tuple[RunConfig, list[Trial]]:
     """Return the single run whose values are chosen, with the rate that it found, and every trial."""
     configs = config.search_configs()
     trials: list[Trial] = []
@@ -159,10 +160,10 @@ def _search(config: RunConfig, run: RunDir, train_one: TrainOne) -> tuple[RunCon
     if len(trials) > 1:
         values = ", ".join(f"{name} {value_text(config, name, one)}" for name, one in trials[chosen].tried.items())
         logger.info("%s is kept, %s", values, verdict([trial.line() for trial in trials]))
-    return configs[chosen].with_rate_of(RunDir(run.runs / trials[chosen].run).config), trials
+    return configs[chosen].with_rate_of(RunFolder(run.runs / trials[chosen].run).config), trials
 
 
-def _run_trial(run: RunDir, train_one: TrainOne, single: RunConfig, name: str, config: RunConfig) -> Trial:
+def _run_trial(run: RunFolder, train_one: TrainOne, single: RunConfig, name: str, config: RunConfig) -> Trial:
     """Train one run, or read its metrics where it is finished; a run that diverges has an error instead."""
     values = single.flat()
     trial = Trial(name, single, {field: values[field] for field in config.runtime.search})

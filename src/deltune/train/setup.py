@@ -24,6 +24,7 @@ from ..models import (
     load_tokenizer,
     set_languages,
 )
+from ..runtime.attach import find_tuned
 from .config import DataSection, EvaluationSection, GenerationSection
 from .data import loading
 from .data.loading import HubLayout, TaskData
@@ -39,7 +40,7 @@ from .tasks.classification import (
     SEQ2SEQ_CHOICE,
     SEQ2SEQ_CLASSIFICATION,
 )
-from .tasks.encoding import check_length, longest_length
+from .tasks.encoding import longest_length
 from .tasks.generation import CAUSAL_GENERATION, LANGUAGE_MODELING, SEQ2SEQ_GENERATION
 from .tasks.registry import TASKS, Task, find_task
 from .tasks.token_classification import SEQ2SEQ_TAGGING, TAGGING
@@ -168,7 +169,7 @@ def load_task_data(
 
 
 def load_task_tokenizer(model: str, data: DataSection) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model and set its languages: those of the config, else those of its known task."""
+    """Load the tokenizer of a model and set the languages of the config, or else of its known task."""
     tokenizer = load_tokenizer(model)
     source, target = (
         TASKS[str(data.task)].languages if data.source is None and language_codes(tokenizer) else (None, None)
@@ -247,7 +248,12 @@ def fit_lengths(model: PreTrainedModel, kind: TaskKind, limits: TaskOptions) -> 
         target = available * target // needed
     length = available - (target if kind.target_follows_input else 0)
     if limits.max_length != fields["max_length"].default or length < MIN_LENGTH:
-        check_length(model, needed)
+        handle = find_tuned(model)
+        method = "" if handle is None else f" with {handle.method!r}"
+        raise DeltuneError(
+            f"max_length={needed} is more than {type(model).__name__} holds{method}: {available} tokens. "
+            f"Give max_length={available} or less; longer texts are cut to it"
+        )
     targets = f" and target_length {target}" if target != limits.max_target_length else ""
     logger.info(
         "max_length is %d%s and not the default, since %s holds %d tokens", length, targets, type(model).__name__,

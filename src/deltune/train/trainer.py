@@ -34,7 +34,8 @@ from .frozen_layers import FrozenLayers
 from .inference import EvalResult, log_omitted, prediction_lines, score_split, with_tag_scheme
 from .progress import ProgressDisplay, format_duration
 from .rates import PASSES_OF_A_STEP
-from .run_folder import RunDir, signed_score
+from .records import signed_score
+from .run_folder import RunFolder
 from .tasks.base import Columns, InferenceContext, TaskKind, TaskOptions
 from .tasks.encoding import IGNORE_INDEX, EncodedRows, LengthGroupedBatches, Row, collate
 
@@ -84,7 +85,7 @@ class RunState:
     """
 
     config: RunConfig
-    run: RunDir
+    run: RunFolder
     tuned: Tuned
     tokenizer: PreTrainedTokenizerBase
     data: TaskData
@@ -366,7 +367,6 @@ class DeltaTrainer(Trainer):
         if "validation" not in self.run_state.encoded:
             self.run_state.save_delta()
             self.run_state.best = {"epoch": epochs_done(self.state.epoch), "step": self.state.global_step}
-        self.run_state.run.sync_log()
         checkpoints.save_checkpoint(
             self.run_state.run.checkpoint,
             self.state.global_step,

@@ -19,7 +19,7 @@ import yaml
 from safetensors.torch import load_file
 
 from deltune.train import checkpoints
-from deltune.train.run_folder import LOCK_FILE, RunDir
+from deltune.train.run_folder import LOCK_FILE, RunFolder
 from processes import deltune
 
 WRITES = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "os.symlink", "tempfile.mkstemp")
@@ -105,7 +105,7 @@ def whole(folder: Path) -> None:
 
     A finished run that was killed while it removed its checkpoint may have a part of it, which nobody reads.
     """
-    run = RunDir(folder)
+    run = RunFolder(folder)
     for path in folder.rglob("*") if folder.is_dir() else ():
         if path.name == LOCK_FILE or (run.finished and run.checkpoint in path.parents):
             continue

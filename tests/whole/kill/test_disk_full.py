@@ -15,7 +15,7 @@ from deltune import attach
 from deltune.errors import DeltuneError
 from deltune.train.config import read_config
 from deltune.train.run import train
-from deltune.train.run_folder import RunDir
+from deltune.train.run_folder import RunFolder
 from processes import Started
 
 from .strikes import Strike, content, permitted, resized, small_disk, whole
@@ -44,7 +44,7 @@ def _refused(spec_file: str, folder: str) -> bool:
     except DeltuneError as error:
         assert "no space left" in str(error).lower() and "\n" not in str(error), error
         whole(Path(folder))
-        run = RunDir(folder)
+        run = RunFolder(folder)
         assert not (run.finished and run.report_file.exists()), "nothing was refused"
         after = content(Path(folder)) if Path(folder).is_dir() else {}
         assert {name for name in before if name.startswith("delta")} <= after.keys()
@@ -61,7 +61,7 @@ def on_disks(spec_file: str, disk: str, sizes: range, results: str) -> None:
         refused = _refused(spec_file, str(folder))
         resized(disk, ENOUGH)
         train(read_config(spec_file), folder, progress=False)
-        assert RunDir(folder).report_file.is_file()
+        assert RunFolder(folder).report_file.is_file()
         shutil.copytree(folder, Path(results) / f"{size}{'-refused' if refused else ''}")
         shutil.rmtree(folder)
 

@@ -20,7 +20,7 @@ from ...train import (
     TASKS,
     ModelCache,
     RunConfig,
-    RunDir,
+    RunFolder,
     RunMetrics,
     collect_environment,
     evaluate,
@@ -275,7 +275,7 @@ def _run(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> RunR
     spec = RunConfig.from_canonical(values)  # as in config_of: execute() has located the values
     folder = run_folder(runs, spec)
     metrics = _train(spec, folder, model_cache)
-    run = RunDir(folder).best_run
+    run = RunFolder(folder).best_run
     scores = rescore_with_statistics(run.folder)
     split = next((s for s in ("test", "validation") if s in metrics.scores), None)
     if split is None:
@@ -337,13 +337,13 @@ def _transfer(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) ->
     """Evaluate a run's delta on another task without further training."""
     folder = _trained_run(RunConfig.from_canonical(values["run"]), runs, model_cache)
     results = evaluate(folder, splits=("test",), other=values["other"])
-    return {"scores": results["test"], "count": RunDir(folder).metrics.count, "seconds": 0.0}
+    return {"scores": results["test"], "count": RunFolder(folder).metrics.count, "seconds": 0.0}
 
 
 def _measure_norm_changes(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> NormChangesResult:
     """Measure how far a run moved each gain and bias."""
     spec = RunConfig.from_canonical(values["run"])
-    run = RunDir(_trained_run(spec, runs, model_cache)).best_run
+    run = RunFolder(_trained_run(spec, runs, model_cache)).best_run
     kind = task_kind_for(run.environment["data"]["kind"], load_config(spec.model.name), spec.generation.answer)
     return {"changes": norm_changes(spec.model.name, kind.head, run.delta), "seconds": 0.0}
 

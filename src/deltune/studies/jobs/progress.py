@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from ...errors import DeltuneError
-from ...train import RunDir, latest_checkpoint, read_progress
+from ...train import RunFolder, latest_checkpoint, read_progress
 from .job import Job, config_of, run_folder
 
 TAIL = 2**16
@@ -32,17 +32,17 @@ def seconds_before(job: Job, runs: Path) -> float:
     return 0.0 if run is None else _kept_seconds(run)
 
 
-def _run_of(job: Job, runs: Path) -> RunDir | None:
+def _run_of(job: Job, runs: Path) -> RunFolder | None:
     """Return the run that a job trains, where that is what it does and the run has begun."""
-    run = RunDir(run_folder(runs, config_of(job))) if job.kind == "run" else None
+    run = RunFolder(run_folder(runs, config_of(job))) if job.kind == "run" else None
     return run if run is not None and run.exists else None
 
 
-def _single_runs(run: RunDir) -> list[RunDir]:
-    return [single for path in sorted(run.runs.glob("*")) if (single := RunDir(path)).exists]
+def _single_runs(run: RunFolder) -> list[RunFolder]:
+    return [single for path in sorted(run.runs.glob("*")) if (single := RunFolder(path)).exists]
 
 
-def _share_done(run: RunDir) -> float:
+def _share_done(run: RunFolder) -> float:
     if run.finished:
         return 1.0
     config = run.config
@@ -62,7 +62,7 @@ def _share_done(run: RunDir) -> float:
     return 0.0
 
 
-def _kept_seconds(run: RunDir) -> float:
+def _kept_seconds(run: RunFolder) -> float:
     if run.finished:
         return float(run.metrics.seconds)
     if run.config.is_series:

@@ -12,7 +12,6 @@ from ..claims.claims import AllOf, AllWithin, Beats, Claim, Falls, GapShrinks, I
 from ..claims.comparisons import RELATIVE, STEPS, threshold
 from ..claims.selectors import EVERY, LARGEST, SMALLEST, CellSelector
 from ..jobs.job import Cell, Job, run_job, transfer_job
-from ..rates import choose_rates
 from ..report.figure_spec import Bars, Curves, HeatMap, TableSpec
 from ..scales import (
     SEEDS,
@@ -20,6 +19,7 @@ from ..scales import (
     StudySetup,
     Values,
     Variant,
+    choose_rates,
     cross_product,
     join_plans,
     method_variants,

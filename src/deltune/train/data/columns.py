@@ -225,14 +225,14 @@ def _is_prose(file: DataFile, column: str) -> bool:
 
 
 def _holds_text(file: DataFile, column: str) -> bool:
-    """Return whether some value of a column is a text that is no number, or a list with texts."""
+    """Return whether a column holds any text that is not a number, or lists of texts."""
     values = [row.get(column) for _, row in file.rows[:SAMPLED_ROWS]]
     parts = [part for value in values for part in (value if isinstance(value, list) else [value])]
     return any(isinstance(part, dict) or (isinstance(part, str) and part.strip(" -+.0123456789")) for part in parts)
 
 
 def _is_classification(first: DataFile, columns: Mapping[str, str], available: Sequence[str]) -> bool:
-    """Return whether columns that might be a generation's are two texts and a label, or a text and labels."""
+    """Return whether columns with the names of a generation hold a classification."""
     targets = columns.get("targets", "")
     if targets.lower() in LABEL_COLUMN_NAMES and not _is_text(first, targets):
         return True
@@ -344,7 +344,7 @@ def _is_text(file: DataFile, column: str) -> bool:
 
 
 def _is_key(file: DataFile, column: str) -> bool:
-    """Return whether every value is a single word that contains a digit, and no two are the same."""
+    """Return whether all values are different single words with a digit, as keys are."""
     values = [str(row.get(column, "")) for _, row in file.rows[:SAMPLED_ROWS]]
     return len(set(values)) == len(values) and all(re.fullmatch(r"\S*\d\S*", value) for value in values)
 

@@ -115,52 +115,23 @@ def _group_targets(rows: Sequence[tuple[int, Row]], columns: Mapping[str, str]) 
     return list(groups.values())
 
 
-def nested_field(column: str, name: str) -> RowFunction:
-    """Return a function of a row: the field `name` of the mapping in `column`, or of every mapping of a list there."""
-
-    def field_of(row: Row) -> Any:
-        value = row[column]
-        return [item[name] for item in value] if isinstance(value, list) else value[name]
-
-    return field_of
+def nested_field(value: Any, name: str) -> Any:
+    """Return a field of a mapping, or of every mapping of a list."""
+    return [item[name] for item in value] if isinstance(value, list) else value[name]
 
 
-def list_of_columns(*columns: str) -> RowFunction:
-    """Return a function of a row: the list of the values of several columns."""
-    return lambda row: [row[column] for column in columns]
+def format_triples(triples: Sequence[str | Sequence[str]]) -> str:
+    """Return triples as "subject : relation : object | …"."""
+    return " | ".join(" : ".join(one.split(" | ") if isinstance(one, str) else one) for one in triples)
 
 
-def first_non_empty(*columns: str) -> RowFunction:
-    """Return a function of a row: the first value that is not empty among several columns, else the last one."""
-    return lambda row: next(row[column] for column in columns if row[column] or column == columns[-1])
-
-
-def label_index(column: str, order: Sequence[str]) -> RowFunction:
-    """Return a function of a row: the index of the column's value in `order`; of B in A, B, C it is 1."""
-    return lambda row: list(order).index(str(row[column]))
-
-
-def format_triples(column: str) -> RowFunction:
-    """Return a function of a row: its triples as "subject : relation : object | …"."""
-
-    def joined(row: Row) -> str:
-        triples = [triple.split(" | ") if isinstance(triple, str) else triple for triple in row[column]]
-        return " | ".join(" : ".join(triple) for triple in triples)
-
-    return joined
-
-
-def spans_to_bio_tags(tokens: str, spans: str, types: Mapping[str, str]) -> RowFunction:
-    """Return a function of a row: the BIO tags of its tokens."""
-
-    def bio_tags(row: Row) -> list[str]:
-        tags = ["O"] * len(row[tokens])
-        for span in row[spans]:
-            start, end, name = span["start"], span["end"], types[span["type"]]
-            tags[start:end] = [f"B-{name}", *[f"I-{name}"] * (end - start - 1)]
-        return tags
-
-    return bio_tags
+def bio_tags(tokens: Sequence[str], spans: Sequence[Mapping[str, Any]], types: Mapping[str, str]) -> list[str]:
+    """Return the BIO tags of tokens, among which spans are entities; `types` has the names of theirs."""
+    tags = ["O"] * len(tokens)
+    for span in spans:
+        start, end, name = span["start"], span["end"], types[span["type"]]
+        tags[start:end] = [f"B-{name}", *[f"I-{name}"] * (end - start - 1)]
+    return tags
 
 
 LabelIds = dict[str, list[list[int]]]

@@ -24,13 +24,6 @@ MAX_LISTED_PROBLEMS = 10
 """The most problems of a data set that an error lists."""
 MAX_LINE_LENGTH = 2**24
 """Characters of the longest line, or field of CSV, that is read."""
-MAX_COMPRESSION_RATIO = 50
-"""Characters that a compressed file may unpack to, for each of its bytes; texts have about 10."""
-MIN_UNPACKED_LIMIT = 2**25
-"""Characters that any compressed file may unpack to, however small it is."""
-MAX_ROWS_PER_BYTE = 10
-"""Rows that a Parquet file may have for each of its bytes; a million are always allowed."""
-
 STDIN = Path("-")
 
 Row = dict[str, Any]
@@ -113,28 +106,24 @@ def text_lines(path: Path) -> Iterator[tuple[int, str]]:
     form feeds.
     """
     if path == STDIN and not hasattr(sys.stdin, "buffer"):
-        yield from _checked_lines("standard input", sys.stdin, None)
+        yield from _checked_lines("standard input", sys.stdin)
         return
     if path != STDIN and path.exists() and not path.is_file():
         raise UnreadableFileError(f"{path.name} is not a file")
     with sys.stdin.buffer if path == STDIN else _open_binary(path) as stream:
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
-        limit = None
-        if path.suffix == ".gz":
-            limit = max(MIN_UNPACKED_LIMIT, MAX_COMPRESSION_RATIO * path.stat().st_size)
-        yield from _checked_lines(path.name, text, limit)
+        yield from _checked_lines(path.name, text)
 
 
 def _open_binary(path: Path) -> BinaryIO:
     return gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
 
 
-def _checked_lines(name: str, text: TextIO, limit: int | None) -> Iterator[tuple[int, str]]:
-    """Check each line of a text, in which surrogates stand for bytes that are not UTF-8; `limit`: its characters."""
-    number = total = 0
+def _checked_lines(name: str, text: TextIO) -> Iterator[tuple[int, str]]:
+    """Check each line of a text, in which surrogates stand for bytes that are not UTF-8."""
+    number = 0
     while line := text.readline(MAX_LINE_LENGTH + 1):
         number += 1
-        total += len(line)
         where = f"{name} line {number}"
         if number == 1 and (encoding := _byte_order_mark_encoding(line[:4].encode("utf-8", "surrogateescape"))):
             raise UnreadableFileError(f"{where}: the file is {encoding}; save it as UTF-8")
@@ -142,10 +131,6 @@ def _checked_lines(name: str, text: TextIO, limit: int | None) -> Iterator[tuple
             raise UnreadableFileError(f"{where} holds a NUL: this is not text, or not in UTF-8; save it as UTF-8")
         if len(line) > MAX_LINE_LENGTH:
             raise UnreadableFileError(f"{where} is longer than {MAX_LINE_LENGTH:,} characters; give one row a line")
-        if limit is not None and total > limit:
-            raise UnreadableFileError(
-                f"{where}: more than {limit:,} characters come out of this small file; unpack it yourself"
-            )
         if not line.isascii() and (byte := re.search("[\udc80-\udcff]", line)):
             code = ord(byte.group()) - 0xDC00
             raise UnreadableFileError(f"{where}: byte {code:#04x} is not UTF-8; save the file as UTF-8")
@@ -239,12 +224,9 @@ def _read_parquet(path: Path, problems: list[str]) -> NumberedRows:
 
     try:
         file = parquet.ParquetFile(path)
-        names, rows = file.schema_arrow.names, file.metadata.num_rows
+        names = file.schema_arrow.names
         if problem := _column_name_problem(names):
             problems.append(f"{path.name}: {problem}: {excerpt(names)}")
-            return
-        if rows > max(10**6, MAX_ROWS_PER_BYTE * path.stat().st_size):
-            problems.append(f"{path.name} says that it has {rows:,} rows, which such a small file cannot hold")
             return
         yield from enumerate(file.read().to_pylist(), 1)
     except (pyarrow.ArrowException, OverflowError) as error:  # some are neither OSError nor ValueError

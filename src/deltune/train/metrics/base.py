@@ -95,7 +95,7 @@ class Metric:
     range: tuple[float, float] = (0.0, 1.0)
     better: Literal["higher", "lower"] = "higher"
     packages: tuple[str, ...] = ()
-    extra: str = "cli"
+    extra: str = "train"
     unmet_requirement: Callable[[Options], str | None] = lambda options: None
 
     def why_unavailable(self, options: Options) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
-from ...errors import DeltuneError, error_from_problems, unknown_name
+from ...errors import DeltuneError, error_from_problems, excerpt, unknown_name
 from .base import InputType, Metric, Options, Score, Scores, group_statistics
 from .labels import LABEL_METRICS
 from .model_based import MODEL_METRICS
@@ -14,6 +14,31 @@ from .text import CAPTION_METRICS, TEXT_METRICS
 from .words import CannotScoreError
 
 METRICS: dict[str, Metric] = {**LABEL_METRICS, **TEXT_METRICS, **CAPTION_METRICS, **MODEL_METRICS}
+
+
+def option_problems(options: Mapping[str, Options]) -> list[str]:
+    """List what is wrong with the options of metrics: no such metric, no such option, a value of another type."""
+    problems = [unknown_name("metric", name, METRICS) for name in options if name not in METRICS]
+    for name in options.keys() & METRICS.keys():
+        defaults = METRICS[name].options
+        problems += [
+            unknown_name("option", option, defaults, name) for option in options[name] if option not in defaults
+        ]
+        problems += [
+            f"{name}.{option}: {excerpt(value)} is not of the kind of its default, {defaults[option]!r}"
+            for option, value in options[name].items()
+            if option in defaults and not _same_kind(defaults[option], value)
+        ]
+    return problems
+
+
+def _same_kind(default: Any, value: Any) -> bool:
+    """Return whether a value is of the same kind as a default; a default of None stands for a name or a number."""
+    if default is None:
+        return value is None or isinstance(value, str | int)
+    if isinstance(default, bool) or isinstance(value, bool):
+        return isinstance(default, bool) and isinstance(value, bool)
+    return isinstance(value, int | float) if isinstance(default, int | float) else isinstance(value, type(default))
 
 
 def compute_scores(
@@ -25,13 +50,8 @@ def compute_scores(
 ) -> Scores:
     """Score predictions against references with several metrics."""
     names, options = list(names) or ["accuracy"], options or {}
-    problems = [unknown_name("metric", name, METRICS) for name in (*names, *options) if name not in METRICS]
-    for name in options.keys() & METRICS.keys():
-        problems += [
-            unknown_name("option", key, METRICS[name].options, name)
-            for key in options[name]
-            if key not in METRICS[name].options
-        ]
+    problems = [unknown_name("metric", name, METRICS) for name in names if name not in METRICS]
+    problems += option_problems(options)
     if problems:
         raise DeltuneError(" ".join(problems))
     if len(predictions) != len(references) or len(references) == 0:

@@ -303,30 +303,20 @@ def _refuse_short_references(metric: Any, references: References) -> None:
         )
 
 
-def _ter(options: Options) -> Any:
-    from sacrebleu.metrics.ter import TER
-
-    return TER(**options)
-
-
-def _chrf(options: Options) -> Any:
-    from sacrebleu.metrics.chrf import CHRF
-
-    return CHRF(**options)
-
-
-def _sacrebleu_metric(make_metric: Callable[[Options], Any]) -> Callable[..., CorpusStatistics]:
+def _sacrebleu_metric(name: str) -> Callable[..., CorpusStatistics]:
     """A corpus score of sacreBLEU, from its own statistics of each example and with its own signature.
 
     Word by word, characters of scripts without blanks are words: in TER, and in BLEU unless a tokenizer is given.
     """
 
     def measure(predictions: Texts, references: References, options: Options) -> CorpusStatistics:
+        from sacrebleu.metrics import METRICS
+
         from ...compat import sacrebleu_score, sacrebleu_statistics
 
         separated: dict[str, str] = {}
         with refuse_downloads(options.get("tokenize")):
-            metric = make_metric(options)
+            metric = _bleu(options) if name == "BLEU" else METRICS[name](**options)
         refuse_rows(references, str.strip)
         if options.get("tokenize", "auto") == "auto" and not isinstance(options.get("char_order"), int):
             separated = unspaced_signature(_all_texts(predictions, references))
@@ -349,8 +339,8 @@ def _sacrebleu_metric(make_metric: Callable[[Options], Any]) -> Callable[..., Co
 def _rouge_score_metric(name: str) -> Callable[..., CorpusStatistics]:
     """100 · mean over examples of the largest F1 over the references, by rouge-score (ROUGE-1.5.5 in Python).
 
-    rougeL takes the whole text as one sentence; rougeLsum takes each line as a sentence. Words are those of
-    `words.words`, which are rouge-score's own in ASCII text. The option tokenizer names another: "rouge-score", which
+    rougeL takes the whole text as one sentence; rougeLsum takes each line as a sentence. Words are split by
+    `words.words`, in ASCII text as rouge-score splits them. The option tokenizer names another: "rouge-score", which
     reads [a-z0-9] alone, or one of sacreBLEU's, in lower case and without stems.
     """
 
@@ -381,7 +371,7 @@ def _refuse_single_words(references: References, tokenize: Callable[[str], list[
 
 
 class _RougeTokenizer:
-    """Tokenizes for rouge-score: its own words, those of `words.words`, or those of a tokenizer of sacreBLEU."""
+    """Tokenizes for rouge-score by its own rules, by `words.words`, or by a tokenizer of sacreBLEU."""
 
     def __init__(self, name: str, stemmer: bool) -> None:
         from rouge_score.tokenizers import DefaultTokenizer
@@ -412,8 +402,8 @@ def _missing_rouge_tokenizer(options: Options) -> str | None:
 def _rouge_package_metric(name: str) -> Callable[..., CorpusStatistics]:
     """100 · mean over examples of the largest F1 over the references, by P. Tardy's package rouge.
 
-    It counts every n-gram once (exclusive) and splits sentences at full stops; its ROUGE-L is that of summaries, summed
-    over the reference's sentences. A text of nothing but full stops, which the package refuses, scores 0.
+    It counts every n-gram once (exclusive) and splits sentences at full stops; its ROUGE-L is meant for summaries,
+    summed over the reference's sentences. A text of nothing but full stops, which the package refuses, scores 0.
     """
 
     def measure(predictions: Texts, references: References, options: Options) -> CorpusStatistics:
@@ -461,21 +451,21 @@ _ROUGE_PACKAGE_METRIC: dict[str, Any] = {**_ROUGE_METRIC, "options": {"exclusive
 
 TEXT_METRICS: dict[str, Metric] = {
     "bleu": Metric(
-        compute=_sacrebleu_metric(_bleu),
+        compute=_sacrebleu_metric("BLEU"),
         options={"lowercase": False, "tokenize": "auto", "smooth": "exp"},
         range=PERCENT,
         unmet_requirement=lambda options: missing_mecab(options["tokenize"]),
         **_SACREBLEU_METRIC,
     ),
     "ter": Metric(
-        compute=_sacrebleu_metric(_ter),
+        compute=_sacrebleu_metric("TER"),
         options={"normalized": False, "no_punct": False, "asian_support": False, "case_sensitive": False},
         better="lower",
         range=NON_NEGATIVE,
         **_SACREBLEU_METRIC,
     ),
     "chrf": Metric(
-        compute=_sacrebleu_metric(_chrf),
+        compute=_sacrebleu_metric("CHRF"),
         options={"char_order": 6, "word_order": 0, "beta": 2, "lowercase": False, "whitespace": False},
         range=PERCENT,
         **_SACREBLEU_METRIC,

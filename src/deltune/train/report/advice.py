@@ -13,7 +13,8 @@ from ..inference import SPLITS
 from ..metrics.intervals import share_interval
 from ..metrics.registry import METRICS
 from ..rates import edge_of_rates
-from ..run_folder import DataFacts, RunDir, RunMetrics
+from ..records import DataFacts, RunMetrics
+from ..run_folder import RunFolder
 from .error_analysis import Analysis, analyse
 
 FEW_ROWS = 20
@@ -49,10 +50,10 @@ class FinishedRun:
         split: The split that is analysed: test, or else validation; "" if the data has neither.
     """
 
-    run: RunDir
+    run: RunFolder
     config: RunConfig
     metrics: RunMetrics
-    best: RunDir
+    best: RunFolder
     best_config: RunConfig
     best_metrics: RunMetrics
     data: DataFacts
@@ -61,7 +62,7 @@ class FinishedRun:
     analysis: Analysis
 
 
-def read_finished(run: RunDir, metrics: RunMetrics | None = None) -> FinishedRun:
+def read_finished(run: RunFolder, metrics: RunMetrics | None = None) -> FinishedRun:
     """Read a finished run."""
     config, metrics = run.config, metrics or run.metrics
     best = run.best_run if config.is_series else run

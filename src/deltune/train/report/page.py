@@ -25,11 +25,11 @@ from ..metrics.base import Score
 from ..metrics.intervals import difference_interval
 from ..metrics.registry import METRICS
 from ..presets import DEFAULT
-from ..run_folder import DataFacts, RunDir, RunMetrics, SeriesRun, command_line, signed_score
+from ..records import DataFacts, RunMetrics, SeriesRun, command_line, signed_score
+from ..run_folder import RunFolder
 from ..series import value_text, verdict
 from .advice import FinishedRun, advice, metric_without_say, read_finished
 from .charts import Line, line_chart
-from .error_analysis import Analysis
 from .rendering import render
 
 MAX_CURVES = 6
@@ -64,38 +64,7 @@ class SeriesRow:
     outcome: str
 
 
-@dataclass(frozen=True)
-class RunReport:
-    """The part of the page about one run.
-
-    Attributes:
-        key: Distinguishes the ids of its section from the ids of other runs.
-        split: The split that is analysed.
-        config: The values that are not at their default, as YAML.
-        full_config: All values, as YAML.
-    """
-
-    key: str
-    title: str
-    subtitle: str
-    advice: tuple[str, ...]
-    facts: tuple[tuple[str, str], ...]
-    metrics: tuple[str, ...]
-    scores: tuple[tuple[str, str, tuple[ScoreCell, ...]], ...]
-    has_intervals: bool
-    charts: tuple[Markup, ...]
-    series: tuple[SeriesRow, ...]
-    analysis: Analysis
-    split: str
-    loading: str
-    commands: tuple[str, ...]
-    config: str
-    full_config: str
-    environment: tuple[tuple[str, str], ...]
-    signatures: tuple[tuple[str, str], ...]
-
-
-def write_report(run: RunDir) -> Path:
+def write_report(run: RunFolder) -> Path:
     """Write report.html into the folder of a finished run, and return its path."""
     page = render_report(read_all([run]))
     path = run.report_file
@@ -106,13 +75,13 @@ def write_report(run: RunDir) -> Path:
 
 def render_report(finished: Sequence[FinishedRun]) -> str:
     """Return the page about some finished runs; of several they are compared first."""
-    reports = [build_report(one, f"r{i}") for i, one in enumerate(finished)]
+    reports = [_report_values(one, f"r{i}") for i, one in enumerate(finished)]
     comparison = compare(finished) if len(finished) > 1 else None
-    title = reports[0].title if len(finished) == 1 else f"{len(finished)} runs"
+    title = reports[0]["title"] if len(finished) == 1 else f"{len(finished)} runs"
     return render(Path(__file__).with_name("run.html"), title=title, reports=reports, comparison=comparison)
 
 
-def read_all(runs: Sequence[RunDir]) -> list[FinishedRun]:
+def read_all(runs: Sequence[RunFolder]) -> list[FinishedRun]:
     """Read finished runs."""
     finished, problems = [], []
     for run in runs:
@@ -125,30 +94,30 @@ def read_all(runs: Sequence[RunDir]) -> list[FinishedRun]:
     return finished
 
 
-def build_report(finished: FinishedRun, key: str = "r0") -> RunReport:
-    """Return everything that the page shows of a run."""
+def _report_values(finished: FinishedRun, key: str) -> dict[str, Any]:
+    """Return what the page shows of a run; `key` tells the ids of its sections from the ids of other runs."""
     metrics, config = finished.metrics, finished.config
     names = tuple(dict.fromkeys(name for scores in metrics.scores.values() for name in scores))
-    return RunReport(
-        key=key,
-        title=" · ".join((*reversed(_model_and_data(finished)), finished.best_config.method.expression)),
-        subtitle=f"Kind of task: {finished.data.kind}",
-        advice=tuple(advice(finished)),
-        facts=tuple(_facts(finished)),
-        metrics=names,
-        scores=tuple(_score_rows(metrics, names, finished.data)),
-        has_intervals=any(metrics.intervals.values()),
-        charts=tuple(_series_charts(finished) if config.is_series else _charts(finished)),
-        series=tuple(_series_row(one, names, config) for one in metrics.runs),
-        analysis=finished.analysis,
-        split=finished.split,
-        loading=_loading(finished),
-        commands=_commands(finished),
-        config=_yaml(config.canonical()),
-        full_config=config.yaml().rstrip(),
-        environment=tuple(_environment(finished)),
-        signatures=tuple(sorted(metrics.signatures.items())) + tuple(sorted(metrics.omitted.items())),
-    )
+    return {
+        "key": key,
+        "title": " · ".join((*reversed(_model_and_data(finished)), finished.best_config.method.expression)),
+        "subtitle": f"Kind of task: {finished.data.kind}",
+        "advice": tuple(advice(finished)),
+        "facts": tuple(_facts(finished)),
+        "metrics": names,
+        "scores": tuple(_score_rows(metrics, names, finished.data)),
+        "has_intervals": any(metrics.intervals.values()),
+        "charts": tuple(_series_charts(finished) if config.is_series else _charts(finished)),
+        "series": tuple(_series_row(one, names, config) for one in metrics.runs),
+        "analysis": finished.analysis,
+        "split": finished.split,
+        "loading": loading_recipe(finished),
+        "commands": _commands(finished),
+        "config": _yaml(config.canonical()),
+        "full_config": config.yaml().rstrip(),
+        "environment": tuple(_environment(finished)),
+        "signatures": tuple(sorted(metrics.signatures.items())) + tuple(sorted(metrics.omitted.items())),
+    }
 
 
 def main_metric(metrics: RunMetrics) -> str | None:
@@ -274,7 +243,7 @@ def _series_charts(finished: FinishedRun) -> list[Markup]:
     """Draw the curves of the single runs of a series over one another."""
     logs = {}
     for one in finished.metrics.runs[:MAX_CURVES]:
-        run = RunDir(finished.run.runs / one.run)
+        run = RunFolder(finished.run.runs / one.run)
         tried = ", ".join(f"{name} {value}" for name, value in one.tried.items())
         if run.log_file.is_file():
             logs[" · ".join(part for part in (one.run, tried) if part)] = run.read_log()
@@ -300,7 +269,7 @@ def _curve(log: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, floa
     ]
 
 
-def _loading(finished: FinishedRun) -> str:
+def loading_recipe(finished: FinishedRun) -> str:
     """Return Python that loads the base model of a run and its delta."""
     metadata = read_metadata(finished.best.delta)
     labels = f", num_labels={len(metadata.labels.pairs)}" if metadata.labels and finished.data.labels else ""
@@ -469,7 +438,7 @@ def _differences(
 ) -> list[ScoreCell]:
     """Return each run's difference from the best one, with the interval of the paired predictions of single runs."""
     statistics: list[Score | None] = [None] * len(runs)
-    if metric in METRICS and METRICS[metric].extra == "cli" and not any(one.config.is_series for one in runs):
+    if metric in METRICS and METRICS[metric].extra == "train" and not any(one.config.is_series for one in runs):
         scores = [rescore_with_statistics(one.run.folder, [metric]) for one in runs]
         statistics = [one[split].get(metric) if split in one else None for one in scores]
     cells = []
@@ -502,7 +471,7 @@ def _value_text(value: Any) -> str:
     )
 
 
-def _short_names(runs: Sequence[RunDir]) -> list[str]:
+def _short_names(runs: Sequence[RunFolder]) -> list[str]:
     """Return the shortest ends of the folders' paths that tell them apart."""
     paths = [run.folder.absolute().parts for run in runs]
     for length in range(1, max(map(len, paths)) + 1):

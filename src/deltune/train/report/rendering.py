@@ -23,5 +23,5 @@ def _environment(folder: Path) -> jinja2.Environment:
 
 
 def render(template: Path, **values: Any) -> str:
-    """Return a page as HTML; its template may include those of this folder."""
+    """Return a page as HTML; its template may include the templates of this folder."""
     return _environment(template.parent).get_template(template.name).render(**values, version=__version__)

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from inspect import signature
 from itertools import combinations
 from typing import Any
 
@@ -26,10 +25,9 @@ from transformers.modeling_outputs import BaseModelOutput
 from ...errors import DeltuneError, error_from_problems
 from ...templates import Tokens, target_end
 from .base import Columns, InferenceContext, Predictions, TaskKind, TaskOptions
-from .encoding import IGNORE_INDEX, TOKENIZER_BATCH, EncodedRows, Row, encode_texts, row_names, tokenize
+from .encoding import IGNORE_INDEX, EncodedRows, Row, encode_texts, row_names
 from .generation import (
     common_prefix_length,
-    encode_sources,
     fill_template,
     join_prompt_and_target,
     truncate_prompt,
@@ -68,32 +66,17 @@ def predict_choices(context: InferenceContext, encoded: EncodedRows) -> Predicti
     return Predictions(logits.argmax(-1).tolist(), logits.softmax(-1).tolist(), loss)
 
 
-def encode_labeled_text(
-    tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool
-) -> EncodedRows:
-    """Encode each text, or pair of texts, with the id of its label as `labels`."""
-    return encode_texts(tokenizer, model, columns, options.max_length)
-
-
-def label_references(columns: Columns, labels: Sequence[str]) -> list[int]:
-    """Return the label ids of all rows."""
-    return list(columns["label"])
-
-
-def text_input(columns: Columns, i: int) -> Any:
-    """Return the text of row i, or its two texts as a list."""
-    return columns["text"][i] if "pair" not in columns else [columns["text"][i], columns["pair"][i]]
-
-
 CLASSIFICATION = TaskKind(
     name="classification",
     head="classification",
     default_metrics=("accuracy", "f1", "f1_macro", "matthews"),
     metric_inputs=("classes",),
-    encode=encode_labeled_text,
+    encode=lambda tokenizer, model, columns, options, training: encode_texts(
+        tokenizer, model, columns, options.max_length
+    ),
     predict=predict_labels,
-    references=label_references,
-    row_input=text_input,
+    references=lambda columns, labels: list(columns["label"]),
+    row_input=lambda columns, i: [columns["text"][i], columns["pair"][i]] if "pair" in columns else columns["text"][i],
     predicts_label_ids=True,
 )
 
@@ -103,22 +86,19 @@ def encode_questions(tokenizer: Any, model: Any, columns: Columns, options: Task
     counts = sorted({len(choices) for choices in columns["choices"]})
     if len(counts) > 1:
         raise DeltuneError(f"the rows have {' or '.join(map(str, counts))} choices; a batch needs as many in every row")
-    model_inputs, names = signature(model.forward).parameters, row_names(columns)
+    count, size = counts[0], len(columns["question"])
+    flat = {
+        "text": [question_text(columns, i) for i in range(size) for _ in range(count)],
+        "pair": [choice for choices in columns["choices"] for choice in choices],
+        "id": [name for name in row_names(columns) for _ in range(count)],
+    }
+    encoded = encode_texts(tokenizer, model, flat, options.max_length).rows
     rows, truncated = [], 0
-    for start in range(0, len(columns["question"]), TOKENIZER_BATCH):
-        stop = min(start + TOKENIZER_BATCH, len(columns["question"]))
-        questions = [question_text(columns, i) for i in range(start, stop) for _ in range(counts[0])]
-        choices = [choice for i in range(start, stop) for choice in columns["choices"][i]]
-        names_of_choices = [names[i] for i in range(start, stop) for _ in range(counts[0])]
-        tokenized = tokenize(
-            tokenizer, questions, choices, names=names_of_choices, truncation=True, max_length=options.max_length
-        )
-        is_full = [len(ids) >= options.max_length for ids in tokenized["input_ids"]]
-        for i in range(stop - start):
-            row_slice = slice(i * counts[0], (i + 1) * counts[0])
-            row = {name: values[row_slice] for name, values in tokenized.items() if name in model_inputs}
-            truncated += any(is_full[row_slice])
-            rows.append({**row, **({"labels": columns["answer"][start + i]} if "answer" in columns else {})})
+    for i in range(size):
+        choices = encoded[i * count : (i + 1) * count]
+        row: Row = {name: [choice[name] for choice in choices] for name in choices[0]}
+        truncated += any(len(ids) >= options.max_length for ids in row["input_ids"])
+        rows.append({**row, **({"labels": columns["answer"][i]} if "answer" in columns else {})})
     return EncodedRows(rows, truncated)
 
 
@@ -128,16 +108,6 @@ def question_text(columns: Columns, i: int) -> str:
     return f"{context}{columns['question'][i]}"
 
 
-def choice_references(columns: Columns, labels: Sequence[str]) -> list[int]:
-    """Return the indices of the correct choices of all rows."""
-    return list(columns["answer"])
-
-
-def question_input(columns: Columns, i: int) -> Any:
-    """Return the question and the choices of row i."""
-    return {"question": question_text(columns, i), "choices": list(columns["choices"][i])}
-
-
 CHOICE = TaskKind(
     name="choice",
     head="choice",
@@ -145,8 +115,8 @@ CHOICE = TaskKind(
     metric_inputs=("classes",),
     encode=encode_questions,
     predict=predict_choices,
-    references=choice_references,
-    row_input=question_input,
+    references=lambda columns, labels: list(columns["answer"]),
+    row_input=lambda columns, i: {"question": question_text(columns, i), "choices": list(columns["choices"][i])},
 )
 
 
@@ -202,7 +172,7 @@ def encode_candidates(
     is_encoder_decoder, names = bool(model.config.is_encoder_decoder), row_names(columns)
     prompts = fill_template(columns, options.template)
     if is_encoder_decoder:
-        sources = encode_sources(tokenizer, model, prompts, names, options.max_length)
+        sources = encode_texts(tokenizer, model, {"text": prompts, "id": names}, options.max_length)
     else:
         sources = EncodedRows([], 0)
     if training:

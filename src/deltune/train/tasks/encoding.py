@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -322,32 +323,15 @@ class _FirstLayerReached(Exception):
     """Stops a forward pass at the first layer."""
 
 
-def check_length(model: PreTrainedModel, max_length: int) -> None:
-    """Check that a model has enough positions for rows of `max_length` tokens and what is attached to it.
+def longest_length(model: PreTrainedModel, max_length: int) -> int:
+    """Return how many tokens, up to `max_length`, a model has positions for beside what is attached to it.
 
     The embeddings alone are run, up to the first layer. A model without a table of positions has as many as its
     configuration says, if it says so.
     """
-    low = longest_length(model, max_length)
-    if low == max_length:
-        return
-    handle = find_tuned(model)
-    method = "" if handle is None else f" with {handle.method!r}"
-    raise DeltuneError(
-        f"max_length={max_length} is more than {type(model).__name__} holds{method}: {low} tokens. "
-        f"Give max_length={low} or less; longer texts are cut to it"
-    )
-
-
-def longest_length(model: PreTrainedModel, max_length: int) -> int:
-    """Return how many tokens, up to `max_length`, a model has positions for beside what is attached to it."""
     if _fits(model, max_length):
         return max_length
-    low, high = 0, max_length
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if _fits(model, middle) else (low, middle)
-    return low
+    return bisect_left(range(1, max_length), True, key=lambda length: not _fits(model, length))
 
 
 def _fits(model: PreTrainedModel, length: int) -> bool:

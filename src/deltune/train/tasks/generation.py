@@ -10,7 +10,6 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from inspect import signature
 from string import Formatter
 from typing import Any
 
@@ -37,10 +36,10 @@ from .encoding import (
     TOKENIZER_BATCH,
     EncodedRows,
     Row,
+    encode_texts,
     longest_first,
     no_tokens,
     row_names,
-    tokenize,
 )
 
 
@@ -101,24 +100,6 @@ def fill_template(columns: Columns, template: str) -> list[str]:
     return [template.format(**{role: texts[i] for role, texts in values.items()}) for i in range(num_rows)]
 
 
-def encode_sources(
-    tokenizer: Any, model: Any, texts: Sequence[str], names: Sequence[str], max_length: int
-) -> EncodedRows:
-    """Encode texts as inputs of an encoder, without labels."""
-    model_inputs = signature(model.forward).parameters
-    tokenized = tokenize(tokenizer, list(texts), names=names, truncation=True, max_length=max_length)
-    truncated = _count_longer(tokenizer, texts, tokenized["input_ids"], max_length, "text")
-    rows = [{name: values[i] for name, values in tokenized.items() if name in model_inputs} for i in range(len(texts))]
-    return EncodedRows(rows, truncated)
-
-
-def _count_longer(tokenizer: Any, texts: Sequence[str], tokens: Sequence[list[int]], max_length: int, side: str) -> int:
-    """Count the texts that have more than `max_length` tokens, to which they were cut."""
-    full = [text for text, ids in zip(texts, tokens, strict=True) if len(ids) >= max_length]  # only these can have
-    whole = tokenizer(**{side: full}, truncation=False, verbose=False)["input_ids"] if full else []
-    return sum(len(ids) > max_length for ids in whole)
-
-
 def encode_seq2seq(tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool) -> EncodedRows:
     """Encode for an encoder-decoder: the prompt as input, the target as `labels`.
 
@@ -126,7 +107,7 @@ def encode_seq2seq(tokenizer: Any, model: Any, columns: Columns, options: TaskOp
     """
     prompts = fill_template(columns, options.template)
     names = row_names(columns)
-    encoded_sources = encode_sources(tokenizer, model, prompts, names, options.max_length)
+    encoded_sources = encode_texts(tokenizer, model, {"text": prompts, "id": names}, options.max_length)
     if "targets" not in columns:
         return encoded_sources
     pairs = [(i, target) for i in range(len(prompts)) for target in _row_targets(columns, i, training)]
@@ -135,7 +116,9 @@ def encode_seq2seq(tokenizer: Any, model: Any, columns: Columns, options: TaskOp
     room = options.max_target_length - len(end)
     targets, longest = [target for _, target in pairs], max(1, room)
     labels = tokenizer(text_target=targets, truncation=True, max_length=longest)["input_ids"]
-    truncated = _count_longer(tokenizer, targets, labels, longest, "text_target")
+    full = [target for target, ids in zip(targets, labels, strict=True) if len(ids) >= longest]  # others were shorter
+    whole = tokenizer(text_target=full, truncation=False, verbose=False)["input_ids"] if full else []
+    truncated = sum(len(ids) > longest for ids in whole)
     rows = [{**encoded_sources[i], "labels": [*ids[:room], *end]} for (i, _), ids in zip(pairs, labels, strict=True)]
     if empty := [names[i] for (i, _), row in zip(pairs, rows, strict=True) if not row["labels"]]:
         raise no_tokens(empty, target=True)
@@ -308,16 +291,6 @@ def predict_log_likelihoods(context: InferenceContext, encoded: EncodedRows) -> 
     return Predictions(log_likelihoods, perplexities, -sum(log_likelihoods) / max(sum(num_tokens), 1), num_tokens)
 
 
-def references(columns: Columns, labels: Sequence[str]) -> list[list[str]]:
-    """Return the references of all rows."""
-    return [list(targets) for targets in columns["targets"]]
-
-
-def row_input(columns: Columns, i: int) -> Any:
-    """Return the source of row i."""
-    return columns["source"][i]
-
-
 SEQ2SEQ_GENERATION = TaskKind(
     name="generation",
     head="seq2seq-lm",
@@ -325,8 +298,8 @@ SEQ2SEQ_GENERATION = TaskKind(
     metric_inputs=("texts", "answers"),
     encode=encode_seq2seq,
     predict=predict,
-    references=references,
-    row_input=row_input,
+    references=lambda columns, labels: [list(targets) for targets in columns["targets"]],
+    row_input=lambda columns, i: columns["source"][i],
 )
 CAUSAL_GENERATION = replace(SEQ2SEQ_GENERATION, head="causal-lm", encode=encode_causal, target_follows_input=True)
 LANGUAGE_MODELING = TaskKind(

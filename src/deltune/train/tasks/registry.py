@@ -8,17 +8,7 @@ from pathlib import Path
 
 from ...errors import DeltuneError, unknown_name
 from ...files import user_path
-from ..data.loading import (
-    PARQUET_REVISION,
-    HubLayout,
-    first_non_empty,
-    format_triples,
-    label_index,
-    list_of_columns,
-    nested_field,
-    parquet_files,
-    spans_to_bio_tags,
-)
+from ..data.loading import PARQUET_REVISION, HubLayout, bio_tags, format_triples, nested_field, parquet_files
 
 
 @dataclass(frozen=True)
@@ -137,7 +127,7 @@ TASKS: Mapping[str, Task] = {
         "tagging", "conll04", {"tokens": "tokens", "tags": "tags"}, TAGGING_METRICS,
         HubLayout(
             "DFKI-SLT/conll04",
-            columns={"tags": spans_to_bio_tags("tokens", "entities", CONLL04_TYPES)},
+            columns={"tags": lambda row: bio_tags(row["tokens"], row["entities"], CONLL04_TYPES)},
         ),
     ),
     "broad_twitter": Task(
@@ -152,7 +142,10 @@ TASKS: Mapping[str, Task] = {
         "choice", "commonsense_qa", {"question": "question", "choices": "choices", "answer": "answer"}, ("accuracy",),
         HubLayout(
             "tau/commonsense_qa", splits=VALIDATION_AS_TEST, held_out=1000,
-            columns={"choices": nested_field("choices", "text"), "answer": label_index("answerKey", "ABCDE")},
+            columns={
+                "choices": lambda row: nested_field(row["choices"], "text"),
+                "answer": lambda row: list("ABCDE").index(str(row["answerKey"])),
+            },
         ),
     ),
     "social_iqa": Task(
@@ -161,7 +154,8 @@ TASKS: Mapping[str, Task] = {
         HubLayout(
             "lighteval/siqa", splits=VALIDATION_AS_TEST, held_out=1000,
             columns={
-                "choices": list_of_columns("answerA", "answerB", "answerC"), "answer": label_index("label", "123"),
+                "choices": lambda row: [row["answerA"], row["answerB"], row["answerC"]],
+                "answer": lambda row: list("123").index(str(row["label"])),
             },
         ),
     ),
@@ -179,7 +173,10 @@ TASKS: Mapping[str, Task] = {
         "generation", "dart", SOURCE_TARGETS, TABLE_TO_TEXT_METRICS,
         HubLayout(
             f"Yale-LILY/dart@{PARQUET_REVISION}", parquet_files("train", "validation", "test"),
-            columns={"source": format_triples("tripleset"), "targets": nested_field("annotations", "text")},
+            columns={
+                "source": lambda row: format_triples(row["tripleset"]),
+                "targets": lambda row: nested_field(row["annotations"], "text"),
+            },
         ),
         TABLE_TO_TEXT_TEMPLATE,
     ),
@@ -188,7 +185,10 @@ TASKS: Mapping[str, Task] = {
         HubLayout(
             "GEM/web_nlg@5df27588a0b8eb8af35396d865ff297b85bd81e3",
             {split: f"en/web_nlg-{split}.parquet" for split in ("train", "validation", "test")},
-            columns={"source": format_triples("input"), "targets": first_non_empty("references", "target")},
+            columns={
+                "source": lambda row: format_triples(row["input"]),
+                "targets": lambda row: row["references"] or row["target"],
+            },
         ),
         TABLE_TO_TEXT_TEMPLATE,
     ),
@@ -210,7 +210,9 @@ TASKS: Mapping[str, Task] = {
         "generation", "wmt16_en_ro", SOURCE_TARGETS, ("bleu", "chrf", "ter"),
         HubLayout(
             "wmt/wmt16:ro-en",
-            columns={"source": nested_field("translation", "en"), "targets": nested_field("translation", "ro")},
+            columns={
+                "source": lambda row: row["translation"]["en"], "targets": lambda row: row["translation"]["ro"],
+            },
         ),
         "{source}\nIn Romanian:", languages=("en", "ro"),
     ),

@@ -71,14 +71,38 @@ def encode_splits(
     training: Collection[str],
     content: str,
 ) -> dict[str, EncodedRows]:
-    """Encode the rows of several splits as `encode_cached` does; the tokenizer is hashed once for all of them."""
-    tokenizer_hash = None if cache_folder() is None else _hash(tokenizer)
-    return {
-        split: encode_cached(
-            kind, tokenizer, model, columns, options, split in training, f"{content} {split}", tokenizer_hash
-        )
-        for split, columns in splits.items()
-    }
+    """Encode the rows of several splits, or read from the cache what was encoded before.
+
+    A folder that cannot be written is a warning; a file that cannot be read is written again. `training` names the
+    splits to train on, `content` is a digest of all rows.
+    """
+    from datasets.fingerprint import Hasher
+
+    folder = cache_folder()
+    if folder is None:
+        return {s: kind.encode(tokenizer, model, rows, options, s in training) for s, rows in splits.items()}
+    depends_on = {
+        "version": VERSION, "kind": [kind.name, kind.head], "tokenizer": Hasher.hash(tokenizer),
+        "options": {name: value for name, value in asdict(options).items() if name != "generate_kwargs"},
+        "model_inputs": sorted(signature(model.forward).parameters), "ends": list(end_tokens(tokenizer, model)),
+    }  # fmt: skip
+    encoded = {}
+    for split, columns in splits.items():
+        facts = {**depends_on, "content": f"{content} {split}", "training": split in training}
+        key = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+        path = folder / f"{key[:NAME_LENGTH]}.arrow"
+        with exclusive_creation(path):
+            rows = _read_rows(path)
+            if rows is None:
+                rows = kind.encode(tokenizer, model, columns, options, split in training)
+                try:
+                    _write_rows(path, rows)
+                except (OSError, pyarrow.ArrowException) as error:
+                    todo = f"{CACHE_VARIABLE}=off turns the cache off"
+                    warnings.warn(f"tokenized rows cannot be kept in {folder} ({error}); {todo}", stacklevel=2)
+                rows = _read_rows(path) or rows
+        encoded[split] = rows
+    return encoded
 
 
 def cached_files(folder: Path) -> dict[str, list[Path]]:
@@ -89,69 +113,6 @@ def cached_files(folder: Path) -> dict[str, list[Path]]:
         "activations of frozen layers": sorted(folder.glob(f"{ACTIVATIONS}/{name}.safetensors")),
         "locks and unfinished files": sorted(folder.rglob(f"{TEMPORARY_PREFIX}*")),
     }
-
-
-def encode_cached(
-    kind: TaskKind,
-    tokenizer: PreTrainedTokenizerBase,
-    model: PreTrainedModel,
-    columns: Columns,
-    options: TaskOptions,
-    training: bool,
-    content: str,
-    tokenizer_hash: str | None = None,
-) -> EncodedRows:
-    """Encode rows, or read them from the cache if they were encoded before.
-
-    A folder that cannot be written is a warning; a file that cannot be read is written again.
-    """
-    folder = cache_folder()
-    if folder is None:
-        return kind.encode(tokenizer, model, columns, options, training)
-    ends = end_tokens(tokenizer, model)
-    key = _cache_key(kind, tokenizer_hash or _hash(tokenizer), ends, model, options, training, content)
-    path = folder / f"{key}.arrow"
-    if (cached := _read_rows(path)) is not None:
-        return cached
-    with exclusive_creation(path):
-        if (cached := _read_rows(path)) is not None:  # another process has written it meanwhile
-            return cached
-        encoded = kind.encode(tokenizer, model, columns, options, training)
-        try:
-            _write_rows(path, encoded)
-        except (OSError, pyarrow.ArrowException) as error:
-            warnings.warn(
-                f"tokenized rows cannot be kept in {folder} ({error}); {CACHE_VARIABLE}=off turns the cache off",
-                stacklevel=2,
-            )
-            return encoded
-        cached = _read_rows(path)
-        return encoded if cached is None else cached
-
-
-def _hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    from datasets.fingerprint import Hasher
-
-    return Hasher.hash(tokenizer)
-
-
-def _cache_key(
-    kind: TaskKind,
-    tokenizer_hash: str,
-    ends: Sequence[int],
-    model: PreTrainedModel,
-    options: TaskOptions,
-    training: bool,
-    content: str,
-) -> str:
-    """Return a hash of everything that the rows depend on."""
-    dependencies = {
-        "version": VERSION, "kind": [kind.name, kind.head], "content": content, "training": training,
-        "options": {name: value for name, value in asdict(options).items() if name != "generate_kwargs"},
-        "model_inputs": sorted(signature(model.forward).parameters), "tokenizer": tokenizer_hash,
-        "ends": list(ends),
-    }  # fmt: skip
-    return hashlib.sha256(json.dumps(dependencies, sort_keys=True, default=str).encode()).hexdigest()[:NAME_LENGTH]
 
 
 def exclusive_creation(path: Path) -> contextlib.AbstractContextManager[None]:

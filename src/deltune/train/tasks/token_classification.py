@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from ...errors import DeltuneError
 from ...models import OUTSIDE, first_sub_words, tag_all_words
+from ..metrics.labels import entities
 from . import generation
 from .base import Columns, InferenceContext, Predictions, TaskKind, TaskOptions
 from .encoding import IGNORE_INDEX, TOKENIZER_BATCH, EncodedRows, row_names, tokenize
@@ -87,16 +88,6 @@ def predict_tags(context: InferenceContext, encoded: EncodedRows) -> Predictions
     return Predictions(predictions, scores, total_loss / max(count, 1))
 
 
-def references(columns: Columns, labels: Sequence[str]) -> list[list[str]]:
-    """Return the tags of all rows, by name."""
-    return [[labels[i] for i in tags] for tags in columns["tags"]]
-
-
-def row_input(columns: Columns, i: int) -> Any:
-    """Return the tokens of row i."""
-    return list(columns["tokens"][i])
-
-
 TAGGING = TaskKind(
     name="tagging",
     head="tagging",
@@ -104,8 +95,8 @@ TAGGING = TaskKind(
     metric_inputs=("tags", "classes"),
     encode=encode_tags,
     predict=predict_tags,
-    references=references,
-    row_input=row_input,
+    references=lambda columns, labels: [[labels[i] for i in tags] for tags in columns["tags"]],
+    row_input=lambda columns, i: list(columns["tokens"][i]),
 )
 
 NO_ENTITIES = "none"
@@ -117,25 +108,12 @@ def entity_type(tag: str) -> str:
     return tag[2:] if tag[:2] in ("B-", "I-") else ""
 
 
-def find_entities(tags: Sequence[str]) -> list[tuple[int, int, str]]:
-    """Return (start, stop, type) of every entity, with an exclusive stop.
-
-    Tags are read as strict BIO: I- without a B- or I- of its type before it does not begin an entity.
-    """
-    entities = []
-    for start, tag in enumerate(tags):
-        if tag.startswith("B-"):
-            stop = start + 1
-            while stop < len(tags) and tags[stop] == f"I-{entity_type(tag)}":
-                stop += 1
-            entities.append((start, stop, entity_type(tag)))
-    return entities
-
-
 def format_entities(tokens: Sequence[str], tags: Sequence[str], type_words: Mapping[str, str]) -> str:
     """Return the entities of a text as the model should write them."""
-    entities = [f"{' '.join(tokens[start:stop])}: {type_words[name]}" for start, stop, name in find_entities(tags)]
-    return "; ".join(entities) or NO_ENTITIES
+    ordered = sorted(entities(tags, "IOB2"), key=lambda entity: entity[1:])
+    return (
+        "; ".join(f"{' '.join(tokens[start:stop])}: {type_words[name]}" for name, start, stop in ordered) or NO_ENTITIES
+    )
 
 
 def parse_entities(text: str, tokens: Sequence[str], type_words: Mapping[str, str]) -> list[str]:

@@ -1,0 +1,117 @@
+"""Commands about a model and the methods for it, which need a configuration and no weights."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ..errors import DeltuneError
+from ..methods.other_names import unknown_term
+from .options import Imports
+from .output import Json, ModelArgument, console, fast_imports
+
+
+def inspect(
+    model: ModelArgument,
+    quantize: Annotated[
+        str | None,
+        typer.Option(help="Show it as `deltune train --quantize` loads it: nf4, int8, … (extra quant)."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what a model is made of, layer by layer. Its configuration is read and no weights."""
+    from .. import models
+    from ..anatomy import inspection, quantized_storage
+
+    config = models.load_config(model)
+    if quantize is None:
+        anatomy = inspection.inspect(config)
+    else:
+        form = models.quantization_config(quantize, [models.NO_MODULE])
+        anatomy = quantized_storage.quantized_storage(config, form).anatomy
+    console.print_json(data=anatomy.as_dict()) if as_json else console.print(str(anatomy))
+
+
+def methods(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="One method, in full.")] = None,
+    imports: Imports = None,
+    as_json: Json = False,
+) -> None:
+    """List the methods, or explain one of them. NAME may also be a part of a method, such as Bottleneck."""
+    with fast_imports():
+        from . import formatting
+
+    facts, terms, bases = formatting.method_facts(), formatting.term_facts(), formatting.base_facts()
+    if name is None:
+        console.print_json(data=facts) if as_json else console.print(formatting.method_table(facts, terms))
+    elif name in facts:
+        console.print_json(data=facts[name]) if as_json else console.print(formatting.method_page(facts[name]))
+    elif name in terms:
+        console.print_json(data=terms[name]) if as_json else console.print(formatting.term_page(terms[name]))
+    elif name in bases:
+        console.print_json(data=bases[name]) if as_json else console.print(formatting.term_page(bases[name]))
+    else:
+        known = [*facts, *terms, *bases]
+        raise DeltuneError(unknown_term("method", name, known))
+
+
+def tasks(as_json: Json = False) -> None:
+    """List the tasks that are known by name. Each has a kind, a folder below a data root, a hub id and metrics."""
+    from . import formatting
+
+    facts = formatting.task_facts()
+    console.print_json(data=facts) if as_json else console.print(formatting.task_table(facts))
+
+
+def count(
+    model: ModelArgument,
+    method: Annotated[str, typer.Argument(metavar="METHOD", help='Such as "prefix(length=16) + layernorm".')],
+    denominator: Annotated[
+        str, typer.Option(help="model, no_pooler, no_embeddings, layers, untied or a number.")
+    ] = "model",
+    quantize: Annotated[
+        str | None,
+        typer.Option(help="Count as `deltune train --quantize` loads the model: nf4, int8, … (extra quant)."),
+    ] = None,
+    imports: Imports = None,
+    as_json: Json = False,
+) -> None:
+    """Count exactly what a method trains on a model. The model's configuration is read and no weights."""
+    from .. import models
+    from ..methods import counting
+    from ..methods.registry import parse
+
+    config, form = models.load_config(model), None
+    if quantize is not None:
+        form = models.quantization_config(quantize, [models.NO_MODULE])
+    result = counting.count(config, parse(method), denominator, quantization_config=form)
+    console.print_json(data=result.as_dict()) if as_json else console.print(str(result))
+
+
+def fit(
+    model: ModelArgument,
+    method: Annotated[str, typer.Argument(metavar="METHOD", help='With ? for sizes: "prefix(length=?) + layernorm".')],
+    budget: Annotated[str | None, typer.Option(help="A number of scalars, or a share such as 0.5%.")] = None,
+    align: Annotated[str | None, typer.Option(help="Match the count of this method instead.")] = None,
+    denominator: Annotated[str, typer.Option(help="What a share is a share of.")] = "model",
+    weights: Annotated[str | None, typer.Option(help="Shares of the ? in order: 3,1 [equal].")] = None,
+    imports: Imports = None,
+    as_json: Json = False,
+) -> None:
+    """Solve the sizes written as ? in a method for a budget. The result is never over it."""
+    from .. import models
+    from ..methods import budget as budgets
+    from ..methods.registry import parse
+
+    if (budget is None) == (align is None):
+        raise DeltuneError("give --budget or --align, one of them")
+    target = parse(align) if align is not None else str(budget)
+    try:
+        shares = None if weights is None else [float(share) for share in weights.split(",")]
+    except ValueError:
+        raise DeltuneError(f"--weights {weights}: give numbers, such as 3,1") from None
+    solution = budgets.solve(models.load_config(model), method, target, denominator, shares)
+    facts = {"method": repr(solution.method), "count": solution.count, "budget": solution.budget, "left": solution.left}
+    text = f"{solution.method!r}\n{solution.count:,} scalars of {solution.budget:,}, {solution.left:,} left"
+    console.print_json(data=facts) if as_json else console.print(text)

@@ -1,0 +1,315 @@
+"""Commands that use a run: its scores, answers, report and export; and the quickstart, which trains two."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import DeltuneError
+from .options import Imports
+from .output import Json, Quiet, RunArgument, console, fast_imports, log_to_stderr
+
+MODEL = "minilm"
+TICKETS = Path(__file__).parents[1] / "train" / "demo" / "tickets"
+METHODS = ("head", "prefix(length=16) + layernorm")
+EPOCHS, BATCH = 6, 8
+SENTENCE = "I was charged twice for March, and I would like the second payment back."
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run; or a model as it is, beside --data.")],
+    data: Annotated[str | None, typer.Option(help="Other data with the same labels [the run's own].")] = None,
+    columns: Annotated[str | None, typer.Option(help="Columns of --data: text=a,label=b [as the run's].")] = None,
+    task: Annotated[
+        str | None, typer.Option(help="Of a model: the kind of task [as the columns show], or a known task.")
+    ] = None,
+    data_root: Annotated[
+        str | None, typer.Option(help="Folder that holds the folders of known tasks [as the run's].")
+    ] = None,
+    answer: Annotated[str, typer.Option(help="Of a model: head or words.")] = "head",
+    max_length: Annotated[int | None, typer.Option(min=1, help="Of a model: tokens of a text [128].")] = None,
+    split: Annotated[list[str] | None, typer.Option(help="Repeatable [validation and test].")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for predictions, SPLIT.jsonl each.")] = None,
+    rescore: Annotated[bool, typer.Option("--rescore", help="From its prediction files, without the model.")] = False,
+    metrics: Annotated[str | None, typer.Option(help="With --rescore: a,b,c [those of the run].")] = None,
+    quiet: Quiet = False,
+    imports: Imports = None,
+    as_json: Json = False,
+) -> None:
+    """Score a run on its own or other data. Or score its prediction files again, or a model that was never tuned."""
+    from . import formatting
+
+    if rescore and (data or data_root or split or output or columns):
+        raise DeltuneError("--rescore reads the run's own prediction files: no --data, --split or --output with it")
+    if data and data_root:
+        raise DeltuneError("--data-root is for known tasks, which have their own data: give it without --data")
+    if columns and not data:
+        raise DeltuneError("--columns are those of other data: give --data")
+    if metrics and not rescore:
+        raise DeltuneError("--metrics is for --rescore; those of a run are in its config")
+    with log_to_stderr(quiet):
+        with fast_imports():
+            from ..train import inference
+
+        if rescore:
+            scores = inference.rescore(run, [name.strip() for name in (metrics or "").split(",") if name.strip()])
+        elif inference.is_run(run) or (data is None and task is None):
+            if max_length is not None:
+                raise DeltuneError(f"--max-length is of a model as it is; {run} is a run, whose texts have a length")
+            if task is not None or answer != "head":
+                raise DeltuneError(f"--task and --answer are of a model as it is; {run} is a run, which has its own")
+            scores = inference.evaluate(
+                run, data, split, output, progress=not quiet, columns=columns, data_root=data_root
+            )
+        else:
+            scores = inference.evaluate_model(
+                str(run),
+                data,
+                task,
+                columns,
+                answer,
+                split,
+                output,
+                progress=not quiet,
+                max_length=max_length,
+                data_root=data_root,
+            )
+    console.print_json(data=scores) if as_json else console.print(formatting.score_table(scores))
+
+
+def predict(
+    run: RunArgument,
+    text: Annotated[list[str] | None, typer.Option(help="A text; repeatable.")] = None,
+    pair: Annotated[list[str] | None, typer.Option(help="The pair of the text before it; repeatable.")] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(help="Texts: .txt or - (a line each), or .jsonl, .csv, .parquet with the run's columns."),
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Write JSON lines there instead of printing.")] = None,
+    quiet: Quiet = False,
+    imports: Imports = None,
+    as_json: Json = False,
+) -> None:
+    """Predict texts with a run. The answers are labels, tags, choices, texts or log-likelihoods, as it was trained."""
+    from . import formatting
+
+    if bool(text) == bool(file) or (pair and not text):
+        raise DeltuneError("give either --text (with --pair where the run has pairs) or --file")
+    if pair and len(pair) != len(text or ()):
+        raise DeltuneError(f"{len(text or ())} --text and {len(pair)} --pair; give one --pair for each --text")
+    with log_to_stderr(quiet):
+        with fast_imports():
+            from ..train import prediction_inputs
+            from ..train.inference import predict_rows
+
+        rows = (
+            prediction_inputs.inputs_from_texts(text or [], pair or [])
+            if file is None
+            else prediction_inputs.inputs_from_file(file, run)
+        )
+        predictions = predict_rows(run, rows)
+    if output is not None:
+        prediction_inputs.write_predictions(output, predictions)
+        print(f"{len(predictions)} predictions in {output}", file=sys.stderr)
+    elif as_json:
+        console.print_json(data=predictions)
+    else:
+        console.print(formatting.prediction_table(predictions))
+
+
+def generate(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, or a language model as it is.")],
+    prompt: Annotated[list[str], typer.Option(help="The beginning of the text, or what is answered; repeatable.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a text, at most.")] = 64,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0: the likeliest token each time; above, tokens are drawn.")
+    ] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens of this share.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    quiet: Quiet = False,
+    imports: Imports = None,
+    as_json: Json = False,
+) -> None:
+    """Let a run's model go on with a text, or answer it. The text is printed as it is generated."""
+    with log_to_stderr(quiet):
+        with fast_imports():
+            from ..train.inference import generate as generate_texts
+
+        texts = generate_texts(str(run), prompt, max_new_tokens, temperature, top_p, seed, stream=not as_json)
+    if as_json:
+        console.print_json(data=[{"prompt": p, "text": text} for p, text in zip(prompt, texts, strict=True)])
+
+
+def cache(
+    clear: Annotated[bool, typer.Option("--clear", help="Remove all of it; runs make anew what they need.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show or remove what runs keep on the disk. It is tokenised rows and activations of frozen layers."""
+    with fast_imports():
+        from ..files import CACHE_VARIABLE, cache_folder
+        from ..train.tasks import token_cache
+
+    folder = cache_folder()
+    files = {} if folder is None else token_cache.cached_files(folder)
+    facts = {
+        what: {"files": len(paths), "bytes": sum(path.stat().st_size for path in paths)}
+        for what, paths in files.items()
+    }
+    for path in [path for paths in files.values() for path in paths] if clear else []:
+        path.unlink(missing_ok=True)
+    if as_json:
+        console.print_json(data={"folder": str(folder) if folder else None, "cleared": clear, "contents": facts})
+        return
+    console.print(f"{'removed from ' if clear else ''}{folder or 'the cache is off'} (${CACHE_VARIABLE})")
+    for what, fact in facts.items():
+        console.print(f"{fact['bytes'] / 2**20:10.1f} MiB in {fact['files']:,} files: {what}")
+
+
+def merge(
+    run: RunArgument,
+    to: Annotated[Path, typer.Option(help="A new folder for the plain transformers checkpoint.")],
+    dequantize: Annotated[
+        bool, typer.Option(help="Write a quantised model in floating point, so that nothing is rounded.")
+    ] = False,
+    quiet: Quiet = False,
+    imports: Imports = None,
+    as_json: Json = False,
+) -> None:
+    """Fold a run's delta into the weights. It becomes a plain transformers checkpoint, where the method allows it."""
+    with log_to_stderr(quiet):
+        from ..train import inference
+
+        target = inference.merge_run(run, to, dequantize=dequantize)
+    console.print_json(data={"to": str(target)}) if as_json else console.print(f"merged into {target}")
+
+
+def export(
+    run: RunArgument,
+    to: Annotated[Path, typer.Option(help="A new folder.")],
+    format: Annotated[str, typer.Option(help="peft, vllm or llama.cpp.")] = "peft",
+    quiet: Quiet = False,
+    imports: Imports = None,
+    as_json: Json = False,
+) -> None:
+    """Write a run's delta as an adapter for PEFT, vLLM or llama.cpp. What they cannot express is refused by name."""
+    with log_to_stderr(quiet):
+        from ..train import inference
+
+        target = inference.export_run(run, to, format)
+    console.print_json(data={"to": str(target)}) if as_json else console.print(f"written for {format} into {target}")
+
+
+def import_folder(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that PEFT or AdapterHub saved.")],
+    model: Annotated[str, typer.Option(help="Its base model: hub id, folder or minilm.")],
+    output: Annotated[Path, typer.Option(help="A new folder for the delta.")],
+    kind: Annotated[
+        str | None, typer.Option(help="classification, base, causal-lm or seq2seq-lm [what the folder says].")
+    ] = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Turn an adapter of PEFT or AdapterHub into a delta. What has no translation is refused with the reason."""
+    with log_to_stderr(quiet):
+        from ..train import inference
+
+        handle = inference.import_adapter(folder, model, output, kind)
+    facts = {"method": repr(handle.method), "count": handle.count().method, "to": str(output)}
+    console.print_json(data=facts) if as_json else console.print(
+        f"{handle.method!r}\n{facts['count']:,} scalars in {output}"
+    )
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of finished runs.")],
+    output: Annotated[
+        Path | None, typer.Option(help="The page [report.html in the folder of a single run, or here].")
+    ] = None,
+    imports: Imports = None,
+    as_json: Json = False,
+) -> None:
+    """Show a finished run as a page, or compare several. It has scores with intervals, curves, errors and examples."""
+    from ..files import explain_write_errors, user_path, write_text
+    from . import formatting
+
+    with fast_imports():
+        from ..train.report import page as reports
+        from ..train.report.advice import advice
+        from ..train.run_folder import RunFolder
+
+    finished = reports.read_all([RunFolder(run) for run in runs])
+    first = finished[0].run.report_file if len(finished) == 1 else Path("report.html")
+    page = first if output is None else user_path(output, "--output")
+    comparison = reports.compare(finished)
+    with explain_write_errors(page):
+        page.parent.mkdir(parents=True, exist_ok=True)
+        write_text(page, reports.render_report(finished))
+    if as_json:
+        console.print_json(data=[reports.run_facts(one) for one in finished])
+    else:
+        console.print(formatting.comparison_table(comparison, fold=console.is_terminal))
+        for one in finished:
+            for text in advice(one):
+                console.print(f"note: {one.run.folder}: {text}")
+    print(f"the page is {page}", file=sys.stderr)
+
+
+def quickstart(
+    text: Annotated[str | None, typer.Option(help="A sentence to classify at the end.")] = None,
+    output: Annotated[Path, typer.Option(help="Folder for the two runs.")] = Path("runs/quickstart"),
+) -> None:
+    """Train two small runs offline, in about two minutes. MiniLM sorts tickets by its head alone, then by a method."""
+    from rich import box
+    from rich.table import Table
+
+    with log_to_stderr(False):
+        with fast_imports():
+            from .threads import LoadMeter, set_threads
+
+            meter = LoadMeter()
+            from ..methods.counting import count
+            from ..methods.registry import default_learning_rate
+            from ..models import load_config
+            from ..train.config import RunConfig
+            from ..train.inference import predict
+            from ..train.run import train
+            from ..train.run_folder import RunFolder
+
+        set_threads(meter)
+        console.print(
+            "MiniLM-L6, a model of 22.7 million parameters, learns to sort support tickets into 8 kinds.\n"
+            "Two runs of about a minute each where a core is free; beside other work they take longer."
+        )
+        runs = {}
+        for number, (method, folder) in enumerate(zip(METHODS, ("head", "prefix_layernorm"), strict=True), start=1):
+            config = RunConfig.from_flat(
+                model=MODEL, data=str(TICKETS), method=method, epochs=EPOCHS, batch_size=BATCH, max_length=64,
+                lr=default_learning_rate(method),  # docs/start/quickstart.md has the scores at this rate
+            )  # fmt: skip
+            run = runs[method] = RunFolder(Path(output) / folder)
+            share, what = count(load_config(MODEL), method), "the head alone, a new last layer that gives the kind"
+            if share.method:
+                what = f"{method}, {share.method:,} parameters ({share.percent:.2f} % of the model's), and the head"
+            console.print(
+                f"\nRun {number} of {len(METHODS)} trains {what}.\n"
+                f"All other parameters stay as they are; the learning rate is {config.optim.rate:g}.",
+                markup=False,
+            )
+            train(config, run.folder, resume=run.exists and not run.config.differences(config))
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("method", no_wrap=True)
+        for title in ("test accuracy", "trained parameters", "seconds"):
+            table.add_column(title, justify="right", no_wrap=True)
+        for method, run in runs.items():
+            metrics = run.metrics
+            accuracy, trained = f"{metrics.test['accuracy']:.3f}", f"{metrics.count['trained']:,}"
+            table.add_row(method, accuracy, trained, f"{metrics.seconds:.0f}")
+        console.print(table)
+        best = max(runs.values(), key=lambda run: run.metrics.test["accuracy"])
+        answer = predict(best.folder, [text or SENTENCE])[0]
+        console.print(f"{text or SENTENCE!r}: {answer['label']} ({answer['scores'][answer['label']]:.0%})")
+        console.print(f"more about that run: open {best.report_file} in a browser")
+        console.print(f'another one: deltune predict {best.folder} --text "…"')
