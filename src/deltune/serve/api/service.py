@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ...errors import excerpt, unknown_name
@@ -32,10 +32,6 @@ from .tenants import KeyFile, RateLimits, Tenant, everybody
 T = TypeVar("T")
 Body = TypeVar("Body", bound=BaseModel)
 
-MAX_LISTINGS = 16
-"""Lists of deltas, each for other rights of a tenant, that are kept as they were written."""
-KNOWN_FOR = 1.0
-"""Seconds for which a list of deltas is used again; the engine itself knows better at once."""
 INNER_FIELDS = frozenset(field for kind in INNER_BODIES for field in kind.__annotations__)
 """Fields of what is inside of a request."""
 SHADOWED = "the base model has this name: rename the folder, or give the base model another name with --served-name"
@@ -67,6 +63,7 @@ class Engine(Protocol):
     def unload(self, name: str) -> None: ...
     def refresh(self, timeout: float | None = None) -> list[DeltaInfo]: ...
     def deltas(self) -> list[DeltaInfo]: ...
+    def has(self, name: str) -> bool: ...
     def ignored_folders(self) -> dict[str, str]: ...
     def unloaded(self) -> list[str]: ...
     def base_tasks(self) -> tuple[Task, ...]: ...
@@ -109,9 +106,6 @@ class Service:
     # when the server started, in seconds since the epoch
     started: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False  # whether the server is about to end
-    _known: frozenset[str] = frozenset()
-    _known_since: float = 0.0
-    _listings: dict[tuple[object, ...], tuple[object, bytes]] = field(default_factory=dict)
 
     @classmethod
     def build(cls, engine: Engine, config: ServeConfig) -> Service:
@@ -136,18 +130,6 @@ class Service:
     def hidden_paths(self) -> tuple[Path, ...]:
         """The absolute path of the folder of deltas, and the same without symbolic links."""
         return () if self.hidden_folder is None else (self.hidden_folder, self.hidden_folder.resolve())
-
-    def listing(self, kind: str, tenant: Tenant, make: Callable[[], Any]) -> Response:
-        """Return JSON about the deltas that a tenant may see, which is written again only when one has changed."""
-        seen = (self.engine.deltas(), self.engine.ignored_folders() if tenant.manage or tenant.admin else None)
-        key = (kind, tenant.deltas, tenant.base, tenant.manage or tenant.admin)
-        known = self._listings.pop(key, None)
-        if known is None or known[0] != seen:
-            known = seen, bytes(JSONResponse(make()).body)
-        self._listings[key] = known
-        while len(self._listings) > MAX_LISTINGS:
-            del self._listings[next(iter(self._listings))]
-        return Response(known[1], media_type="application/json")
 
     def tenant(self, http: HttpRequest) -> Tenant:
         """Return the tenant that a request comes from."""
@@ -177,18 +159,13 @@ class Service:
         if not (tenant.manage or tenant.admin):
             return []
         folders = self.engine.ignored_folders()
-        if self.shadowed:
+        if self.engine.has(self.config.base_name):
             folders = {**folders, self.config.base_name: SHADOWED}
         return [
             {"folder": name, "error": without_folder(reason, self.hidden_folder)}
             for name, reason in sorted(folders.items())
             if tenant.may_see(name)
         ]
-
-    @property
-    def shadowed(self) -> bool:
-        """There is a delta with the name of the base model, which no request can mean."""
-        return any(delta.name == self.config.base_name for delta in self.engine.deltas())
 
     def model_names(self, tenant: Tenant) -> list[str]:
         """Return the names that a tenant may give as `model`."""
@@ -202,22 +179,9 @@ class Service:
         """
         if model == self.config.base_name and tenant.base:
             return None
-        if tenant.may_see(model) and self._exists(model):
+        if model != self.config.base_name and tenant.may_see(model) and self.engine.has(model):
             return model
         raise unknown_model("model", model, self.model_names(tenant))
-
-    def _exists(self, name: str) -> bool:
-        """Return whether there is a delta; one that was there a moment ago is not looked up again."""
-        now = time.monotonic()
-        if name not in self._known or now - self._known_since > KNOWN_FOR:
-            base = self.config.base_name
-            self._known = frozenset(delta.name for delta in self.engine.deltas() if delta.name != base)
-            self._known_since = now
-        return name in self._known
-
-    def forget_names(self) -> None:
-        """Look up the deltas again when the next request names one, since one of them was taken out."""
-        self._known = frozenset()
 
 
 def unknown_model(kind: str, name: str, known: Sequence[str]) -> ApiError:
@@ -336,10 +300,10 @@ async def wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-async def unless_disconnected(http: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Await some work, and cancel it when the client has gone."""
     task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(wait_for_disconnect(http.receive))
+    watch = asyncio.ensure_future(wait_for_disconnect(receive))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -424,15 +388,9 @@ class EventStream(Response):
         self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        pump = asyncio.ensure_future(self._pump(send))
-        watch = asyncio.ensure_future(wait_for_disconnect(receive))
         try:
-            await asyncio.wait({pump, watch}, return_when=asyncio.FIRST_COMPLETED)
-            if not pump.done():
-                raise ClientDisconnected
-            pump.result()
+            await unless_disconnected(receive, self._pump(send))
         finally:
-            await cancel_all((pump, watch))
             for iterator in (self.events, self.source):
                 close: Callable[[], Awaitable[None]] | None = getattr(iterator, "aclose", None)
                 if close is not None:
