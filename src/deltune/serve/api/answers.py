@@ -295,17 +295,13 @@ async def _stream(call: Call, body: StreamBody, requests: Sequence[Request], pie
     items = merge([service.engine.astream(request) for request in requests])
     begun = time.monotonic()
     try:
-        first = await unless_disconnected(call.http.receive, _next(items))
+        first = await unless_disconnected(call.http.receive, anext(items))
     except BaseException:
         await items.aclose()  # type: ignore[attr-defined]
         raise
     service.metrics.observe_first(call.http.scope["route"].path, time.monotonic() - begun)
     events = _events(call, body, len(requests), first, items, pieces)
     return EventStream(events, items, service.config.limits.send_timeout)
-
-
-async def _next(items: AsyncIterator[Any]) -> Any:
-    return await anext(items)
 
 
 async def _events(

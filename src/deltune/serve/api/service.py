@@ -44,7 +44,7 @@ MAX_PROBLEMS = 10
 SPECIFIC = ("value_error", "too_long")
 """Of the problems with a value that may have several types, those that say the most."""
 MAX_LISTS = 2**17
-"""Lists and objects of a request; twice as many as it may have texts."""
+"""Lists and objects of a request, twice as many as it may have texts; a million take a second to parse."""
 JSON_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 MAX_MISTAKES = 1000
 """Mistakes of a request that are looked at one by one."""
@@ -152,10 +152,7 @@ class Service:
         return sorted(seen, key=lambda delta: delta.name)
 
     def ignored(self, tenant: Tenant) -> list[dict[str, str]]:
-        """Return the folders without a delta whose names a tenant may use, with the reasons.
-
-        Only those who can do something about them see them: the reasons name files.
-        """
+        """Return the folders without a delta whose names a tenant may use, and why, if it can do something about it."""
         if not (tenant.manage or tenant.admin):
             return []
         folders = self.engine.ignored_folders()
@@ -173,10 +170,7 @@ class Service:
         return [*([self.config.base_name] if tenant.base else []), *answers]
 
     def delta(self, model: str, tenant: Tenant) -> str | None:
-        """Return the name of the delta that `model` means, None for the base model.
-
-        One that a tenant may not see is unknown: it cannot tell the difference.
-        """
+        """Return the name of the delta that `model` means, None for the base model; a hidden delta is unknown."""
         if model == self.config.base_name and tenant.base:
             return None
         if model != self.config.base_name and tenant.may_see(model) and self.engine.has(model):
@@ -234,10 +228,7 @@ def parse_body(body: bytes, kind: type[Body]) -> Body:
 
 
 def _count_lists(body: bytes) -> int:
-    """Return how many lists and objects the JSON of a request has, or a number that is not too large and no less.
-
-    To parse a million small lists takes a second in which nothing else happens, and a text of that length none.
-    """
+    """Return how many lists and objects the JSON of a request has, or a greater number within bounds."""
     count = body.count(b"[") + body.count(b"{")
     if count > MAX_LISTS:
         body = JSON_STRING.sub(b"", body)
@@ -300,7 +291,7 @@ async def wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
     """Await some work, and cancel it when the client has gone."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(wait_for_disconnect(receive))
@@ -342,10 +333,7 @@ async def gather(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T]]:
-    """Yield the items of several streams as they come, each with the index of its stream.
-
-    When this is closed, so are the streams; the error of one ends all.
-    """
+    """Yield (index of its stream, item) of several streams as they come; closing this, or an error, closes all."""
     queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue(maxsize=64)
 
     async def pump(index: int, stream: AsyncIterator[T]) -> None:

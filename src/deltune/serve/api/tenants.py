@@ -218,10 +218,7 @@ class TokenBucket:
 
 
 class RateLimits:
-    """The rates of all tenants: requests, and tokens read and generated.
-
-    Tokens count whatever became of the requests, so that nobody evades a limit by going away.
-    """
+    """The rates of all tenants: requests, and tokens read and generated, whatever became of the requests."""
 
     def __init__(
         self,

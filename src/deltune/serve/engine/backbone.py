@@ -118,10 +118,7 @@ class PreparedDelta:
 
 
 class Backbone:
-    """A model of one class with the deltas that are attached to it.
-
-    Only one thread may attach and detach. It waits for the passes of other threads. `prepare` may be called by any one.
-    """
+    """A model of one class with the deltas that are attached to it; one thread attaches and detaches them."""
 
     def __init__(self, model: PreTrainedModel, head: str) -> None:
         self.model, self.head = model, head

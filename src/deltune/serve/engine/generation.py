@@ -172,10 +172,7 @@ class GenerationLane:
         return row
 
     def _read_on(self) -> list[RunningBatch]:
-        """Read a part of the long prompt of the tenant who is next; return its batch if it was the last part.
-
-        A part at a time, so that the others of the batch wait for a part of the prompt and not for all of it.
-        """
+        """Read a part of the long prompt of the tenant who is next; return its batch if it was the last part."""
         if not self.reading:
             return []
         batch = min(self.reading, key=lambda one: (self.share.of(one.rows[0].job.tenant), one.rows[0].job.submitted))

@@ -404,10 +404,7 @@ class Lifecycle:
         return self.max_loaded_bytes is None or sum(d.bytes for d in inside) + more <= self.max_loaded_bytes
 
     def _victim(self, replaced: Entry | None = None) -> Entry | None:
-        """The entry whose version nobody needs, and was not needed for longest; one that was just loaded stays.
-
-        `replaced` gets another version, and its old one serves until then.
-        """
+        """The entry, but for the `replaced` one, whose used version nobody needs and was not needed for longest."""
         idle = [
             (loaded.last_used, entry)
             for entry, loaded in self._resident()
@@ -428,10 +425,7 @@ class Lifecycle:
         return True
 
     def _surplus(self) -> Entry | None:
-        """Return what has to be dropped where those in memory are too large: they grow when they are first used.
-
-        Versions that were replaced do not count, since they go with their last requests.
-        """
+        """Return what has to be dropped where those in memory are too large: they grow when they are first used."""
         if self.max_loaded_bytes is None:
             return None
         size = sum(loaded.bytes for _, loaded in self._resident())

@@ -125,10 +125,7 @@ class FairQueue(Generic[T]):
         return next(iter(self.next_jobs(1, lambda _: 0.0)), None)
 
     def next_jobs(self, number: int, cost: Callable[[T], float]) -> list[T]:
-        """Return the next requests, and leave them in the queue.
-
-        The counter of a tenant is taken to grow by the `cost` of each of its requests before the next is chosen.
-        """
+        """Return the next requests, as if each charged its `cost` to its tenant, and leave them in the queue."""
         heads = [
             (*self.share.order(tenant), jobs[0].submitted, place, 0, jobs)
             for place, (tenant, jobs) in enumerate(self._jobs.items())
