@@ -31,7 +31,7 @@ def folder(decoder: tuple[Path, Path], tmp_path: Path) -> Path:
 
 
 def serving(decoder: tuple[Path, Path], folder: Path, **values: Any) -> Any:
-    return served(model=str(decoder[0]), deltas=str(folder), served_name="base", watch=0, log="off", **values)
+    return served(model=str(decoder[0]), deltas=str(folder), served_name="base", **values)
 
 
 # -- bounds
