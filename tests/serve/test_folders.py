@@ -300,7 +300,7 @@ def crowded() -> Any:
     with Server(of.model(), deltas=of.folder, max_loaded=1) as server:
         warm(server, ask("generate", 3, 1, "d2"))
         gate = Gate(server)
-        busy = server.submit(ask("generate", 4, 1, "d2", sampling=Sampling(max_tokens=30, temperature=0.0)))
+        busy = server.submit(ask("generate", 4, 1, "d2", max_tokens=30))
         assert gate.waits.wait(60)
         try:
             yield server, gate, busy
