@@ -19,6 +19,5 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def server(decoder: tuple[Path, Path]) -> Iterator[Served]:
     """A server without keys."""
-    model, deltas = decoder
-    with served(model=str(model), deltas=str(deltas), watch=0, served_name="base", log="off") as running:
+    with served(decoder, served_name="base") as running:
         yield running

@@ -100,9 +100,10 @@ class Served:
 
 
 @contextmanager
-def served(**values: Any) -> Iterator[Served]:
-    """Serve in this process, on a thread, as `deltune serve` does."""
-    config = ServeConfig.from_values({"port": 0, **values})
+def served(decoder: tuple[Path, Path] | None = None, **values: Any) -> Iterator[Served]:
+    """Serve in this process, on a thread, as `deltune serve` does; a decoder stands for its model and its deltas."""
+    folders = {} if decoder is None else {"model": str(decoder[0]), "deltas": str(decoder[1])}
+    config = ServeConfig.from_values({"port": 0, "watch": 0, "log": "off", **folders, **values})
     listener = bind(config.http.host, config.http.port)
     engine = build_engine(config)
     try:

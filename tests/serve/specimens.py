@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 import deltune
 from deltune.errors import DeltuneError
 from deltune.serve.engine.requests import Answer, Request, Sampling
+from deltune.serve.engine.server import Server
 from tables.families import FAMILIES
 from tables.methods import METHODS
 from tables.specimens import build, stir
@@ -86,12 +88,36 @@ def _folders() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="deltune-serving-")
 
 
-def ask(task: str, length: int, seed: int, delta: str | None, **values: Any) -> Request:
+def ask(task: str, length: int, seed: int, delta: str | None, max_tokens: int | None = None, **values: Any) -> Request:
     """A request with random tokens; to generate, greedily, unless sampling is given."""
     made = torch.Generator().manual_seed(seed)
     tokens = tuple(torch.randint(5, 99, (length,), generator=made).tolist())
-    values = {"sampling": Sampling(max_tokens=2 + seed % 6, temperature=0.0), **values}
+    values = {"sampling": Sampling(max_tokens=max_tokens or 2 + seed % 6, temperature=0.0), **values}
     return Request(task, tokens=tokens, delta=delta, **values)  # type: ignore[arg-type]
+
+
+def answers_of(server: Server, requests: Sequence[Request], seconds: float = 60) -> list[Answer]:
+    """The answers to requests that wait at once."""
+    return [future.result(seconds) for future in [server.submit(request) for request in requests]]
+
+
+@contextlib.contextmanager
+def holding(server: Server) -> Iterator[threading.Event]:
+    """Hold the server's thread between two steps, until the event is set or the block ends."""
+    opened, entered = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        entered.set()
+        assert opened.wait(60)
+
+    thread = threading.Thread(target=server._call, args=(wait,))
+    thread.start()
+    assert entered.wait(60)
+    try:
+        yield opened
+    finally:
+        opened.set()
+        thread.join()
 
 
 @contextlib.contextmanager

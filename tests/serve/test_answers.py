@@ -13,7 +13,7 @@ from deltune.serve.engine.requests import Request, Sampling
 from runtime.identity import specimens as identity
 from tables.methods import METHODS
 
-from .specimens import Deltas, ask, check, deltas
+from .specimens import Deltas, answers_of, ask, check, deltas
 
 TASKS = {"sequence": "classify", "tokens": "tag", "base": "embed", "causal": "generate", "seq2seq": "generate"}
 
@@ -176,7 +176,7 @@ def test_padding_is_where_the_family_has_it(family: str, task: str) -> None:
     requests = [Request(task, tokens=tokens) for tokens in texts]  # type: ignore[arg-type]
     with deltune.serve.Server(model, max_wait=0.2) as server:
         alone = [server.submit(request).result(60) for request in requests]
-        in_batch = [future.result(60) for future in [server.submit(request) for request in requests]]
+        in_batch = answers_of(server, requests)
     for one, other in zip(in_batch, alone, strict=True):
         assert one.scores == (other.scores and pytest.approx(other.scores, abs=1e-5))
         assert one.embedding == (other.embedding and pytest.approx(other.embedding, abs=1e-4))

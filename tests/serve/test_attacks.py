@@ -54,9 +54,8 @@ def expected(decoder: tuple[Path, Path]) -> dict[str, list[str]]:
 
 @pytest.fixture
 def attacked(decoder: tuple[Path, Path]) -> Iterator[Served]:
-    model, folder = decoder
     with served(
-        model=str(model), deltas=str(folder), watch=0, served_name="base", log="off", header_timeout=3, body_timeout=3,
+        decoder, watch=0, served_name="base", log="off", header_timeout=3, body_timeout=3,
         send_timeout=3,
     ) as running:  # fmt: skip
         yield running
@@ -289,7 +288,7 @@ def test_a_folder_that_is_replaced_is_the_old_or_the_new_delta(
     save_delta_beside(model, root / "quiet")
     quiet = alone(model, root / "quiet")
     stop, states = threading.Event(), list[int]()
-    with served(model=str(model), deltas=str(root), watch=0.1, served_name="base", log="off", max_loaded=1) as server:
+    with served(model=str(model), deltas=str(root), watch=0.1, served_name="base", max_loaded=1) as server:
 
         def ask(name: str, allowed: list[list[str]]) -> int:
             number_of_answers = 0

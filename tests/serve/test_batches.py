@@ -28,7 +28,7 @@ from deltune.serve.engine.server import Server
 from deltune.serve.errors import InvalidRequest, UnknownDelta
 
 from .served import wait_until
-from .specimens import Deltas, ask, check, deltas
+from .specimens import Deltas, answers_of, ask, check, deltas, holding
 
 Lengths = tuple[int, int]
 LENGTHS = st.tuples(st.sampled_from([0, 0, 3, 20]), st.integers(1, 40))
@@ -208,7 +208,7 @@ def test_rows_beyond_the_length_that_scales_all_positions_are_refused() -> None:
     model = transformers.Phi3ForSequenceClassification(config).eval()
     with Server(model, max_concurrent_passes=2, max_wait=0.2) as server:
         requests = [Request("classify", tokens=tuple(range(2, 2 + length))) for length in (5, 9, 16, 12)]
-        answers = [future.result(60) for future in [server.submit(request) for request in requests]]
+        answers = answers_of(server, requests)
         with pytest.raises(InvalidRequest, match="16"):
             server.submit(Request("classify", tokens=tuple(range(2, 19)))).result(60)
         (lane,) = server._lanes.values()
@@ -237,26 +237,15 @@ def test_a_batch_is_answered_in_passes_at_the_same_time(
             future.result(60)
         backbone: Any = server._backbones.first
         hook = backbone.model.base_model.register_forward_pre_hook(lambda *_: (barrier.wait(), None)[1])
-        answers = [future.result(60) for future in [server.submit(request) for request in requests]]
+        answers = answers_of(server, requests)
         hook.remove()
     check(of, requests, answers)
 
 
 def submit_together(server: Server, requests: list[Request]) -> list[Future[Answer]]:
     """Submit requests so that the engine sees all of them at once."""
-    begins, go_on = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        begins.set()
-        go_on.wait(60)
-
-    holding = threading.Thread(target=server._call, args=(hold,))
-    holding.start()
-    assert begins.wait(60)
-    futures = [server.submit(request) for request in requests]
-    go_on.set()
-    holding.join()
-    return futures
+    with holding(server):
+        return [server.submit(request) for request in requests]
 
 
 class HeldPasses:

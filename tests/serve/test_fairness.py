@@ -62,11 +62,8 @@ def passes_until_answered(server: Server, gate: Gate, delta: str, burst: list[Fu
 def test_a_light_tenant_does_not_wait_for_a_burst_of_generation(burst: int) -> None:
     """Its rows enter at once: a row of the other tenant is put aside, and goes on later where it was."""
     of = deltas("gpt2", "causal")
-    long = [
-        ask("generate", 4, n, "d2", tenant="heavy", sampling=Sampling(max_tokens=30, temperature=0.0))
-        for n in range(burst)
-    ]
-    light = ask("generate", 4, 99, "d3", tenant="light", sampling=Sampling(max_tokens=5, temperature=0.0))
+    long = [ask("generate", 4, n, "d2", tenant="heavy", max_tokens=30) for n in range(burst)]
+    light = ask("generate", 4, 99, "d3", tenant="light", max_tokens=5)
     with Server(of.model(), deltas=of.folder, max_batch_size=4) as server:
         for request in (light, long[0]):
             warm(server, ask("generate", 3, 1, request.delta, tenant="warm", sampling=Sampling(max_tokens=1)))

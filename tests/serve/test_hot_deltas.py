@@ -40,7 +40,7 @@ def changeable(
     model, deltas = decoder
     folder = tmp_path_factory.mktemp("own") / "deltas"
     shutil.copytree(deltas, folder)
-    with served(model=str(model), deltas=str(folder), served_name="base", watch=0, log="off") as running:
+    with served(model=str(model), deltas=str(folder), served_name="base") as running:
         yield running, folder, model
 
 
@@ -116,7 +116,7 @@ def test_a_relative_folder_of_deltas_is_hidden_and_nothing_else(
     model, deltas = decoder
     shutil.copytree(deltas, tmp_path / "deltas")
     monkeypatch.chdir(tmp_path)
-    with served(model=str(model), deltas="deltas", served_name="base", watch=0, log="off") as server:
+    with served(model=str(model), deltas="deltas", served_name="base") as server:
         message = server.post("/v1/refresh", {}).json()["error"]["message"]
         assert message.startswith("unknown path '/v1/refresh'. Did you mean '/v1/deltas/refresh'?")
         message = server.post("/v1/completions", {"model": "deltas/mood", **ASK}).json()["error"]["message"]
@@ -472,7 +472,7 @@ def test_a_delta_that_was_taken_out_stays_out_and_a_changed_one_is_noticed(
     shutil.copytree(deltas, tmp_path / "real")
     folder = tmp_path / "deltas"
     folder.symlink_to(tmp_path / "real")
-    with served(model=str(model), deltas=str(folder), served_name="base", watch=0, log="off") as server:
+    with served(model=str(model), deltas=str(folder), served_name="base") as server:
         shutil.copytree(deltas / "mood", folder / "later")
         for _ in range(2):
             assert server.post("/v1/deltas", {"name": "later"}).status_code == 201

@@ -31,7 +31,7 @@ def test_https(decoder: tuple[Path, Path], tmp_path: Path) -> None:
     made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject]
     subprocess.run([*made, "-keyout", key, "-out", certificate], check=True, capture_output=True, timeout=60)
     options = {"ssl_certfile": str(certificate), "ssl_keyfile": str(key), "watch": 0, "log": "off"}
-    with served(model=str(decoder[0]), deltas=str(decoder[1]), **options) as running:
+    with served(decoder, **options) as running:
         address = running.url.replace("http://", "https://")
         trusted = ssl.create_default_context(cafile=str(certificate))
         answer = httpx.post(f"{address}/v1/completions", json=BODY, verify=trusted, timeout=60, trust_env=False)
@@ -43,7 +43,7 @@ def test_https(decoder: tuple[Path, Path], tmp_path: Path) -> None:
 def test_pages_of_named_origins_may_ask(decoder: tuple[Path, Path]) -> None:
     """A browser asks beforehand; the answer names the origin only if the config does."""
     origins = ["https://a.example", "https://b.example"]
-    with served(model=str(decoder[0]), deltas=str(decoder[1]), cors_origins=origins, watch=0, log="off") as running:
+    with served(decoder, cors_origins=origins) as running:
         for origin, allowed in (("https://b.example", True), ("https://evil.example", False)):
             headers = {
                 "Origin": origin, "Access-Control-Request-Method": "POST",
@@ -58,7 +58,7 @@ def test_pages_of_named_origins_may_ask(decoder: tuple[Path, Path]) -> None:
                 assert exposed == {"Retry-After", "X-Request-ID"}
             for one in (before, answer):
                 assert one.headers.get("access-control-allow-origin") == (origin if allowed else None), one.headers
-    with served(model=str(decoder[0]), watch=0, log="off") as running:
+    with served(model=str(decoder[0])) as running:
         answer = running.get("/health", headers={"Origin": "https://a.example"})
         assert "access-control-allow-origin" not in answer.headers
 
@@ -66,8 +66,7 @@ def test_pages_of_named_origins_may_ask(decoder: tuple[Path, Path]) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_tokens_a_minute(decoder: tuple[Path, Path], stream: bool) -> None:
     """What was read and generated counts, in one piece and as a stream; the next request is told when to come."""
-    model, deltas = decoder
-    with served(model=str(model), deltas=str(deltas), watch=0, log="off", tokens_per_minute=6) as running:
+    with served(decoder, tokens_per_minute=6) as running:
         first = running.post("/v1/completions", {**BODY, "stream": stream})
         second = running.post("/v1/completions", {**BODY, "stream": stream})
         third = running.post("/v1/completions", BODY)
@@ -84,7 +83,7 @@ def test_a_key_has_rates_of_its_own(decoder: tuple[Path, Path], tmp_path: Path) 
         "usual": add_key(file, "usual", {"deltas": ("*",)}),
     }
     options: dict[str, Any] = {"keys": str(file), "requests_per_minute": 2, "watch": 0, "log": "off"}
-    with served(model=str(decoder[0]), deltas=str(decoder[1]), **options) as running:
+    with served(decoder, **options) as running:
         statuses = {
             name: [
                 running.post("/v1/completions", BODY, headers={"Authorization": f"Bearer {key}"}).status_code
@@ -127,7 +126,7 @@ def test_with_keys_or_for_other_machines_any_host_is_answered(decoder: tuple[Pat
     key = add_key(tmp_path / "keys.json", "acme", {"deltas": ("*",)})
     headers = {"Host": "models.example", "Authorization": f"Bearer {key}"}
     for options in ({"keys": str(tmp_path / "keys.json")}, {"host": "0.0.0.0"}):
-        with served(model=str(decoder[0]), watch=0, log="off", **options) as running:
+        with served(model=str(decoder[0]), **options) as running:
             assert running.get("/v1/models", headers=headers).status_code == 200
 
 
@@ -135,7 +134,7 @@ def test_with_keys_or_for_other_machines_any_host_is_answered(decoder: tuple[Pat
 def test_probes_notice_an_engine_that_has_ended(
     decoder: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    with served(model=str(decoder[0]), watch=0, log="off") as running:
+    with served(model=str(decoder[0])) as running:
         assert [running.get(path).status_code for path in ("/health", "/ready")] == [200, 200]
         if how == "closed":
             running.engine.close(0.0)

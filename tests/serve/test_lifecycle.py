@@ -23,7 +23,7 @@ from tables.families import FAMILIES
 from tables.specimens import build, stir
 
 from .served import wait_until
-from .specimens import ask, check, check_one, deltas
+from .specimens import answers_of, ask, check, check_one, deltas
 
 BERT, GPT = ("bert", "sequence"), ("gpt2", "causal")
 
@@ -96,7 +96,7 @@ def warm(server: Server, request: Request) -> None:
 def test_a_new_version_takes_over_between_two_requests(folder: Any) -> None:
     """A request that runs goes on with its version; the next one has the new one."""
     of, root = deltas(*GPT), folder(GPT, "d0", "d2")
-    request = ask("generate", 6, 1, "d2", sampling=Sampling(max_tokens=12, temperature=0.0))
+    request = ask("generate", 6, 1, "d2", max_tokens=12)
     with Server(of.model(), deltas=root) as server:
         warm(server, request)
         gate = Gate(server)
@@ -120,7 +120,7 @@ def test_a_new_version_takes_over_between_two_requests(folder: Any) -> None:
 
 def test_a_new_version_is_served_while_requests_need_the_old_one_though_both_are_too_large(folder: Any) -> None:
     of, root = deltas(*GPT), folder(GPT, "d2")
-    request = ask("generate", 6, 1, "d2", sampling=Sampling(max_tokens=12, temperature=0.0))
+    request = ask("generate", 6, 1, "d2", max_tokens=12)
     with Server(of.model(), deltas=root) as server:
         size = server.load("d2").bytes
     with Server(of.model(), deltas=root, max_loaded_bytes=int(1.5 * size)) as server:
@@ -213,7 +213,7 @@ def test_more_deltas_than_fit_at_once() -> None:
     of = deltas(*BERT)
     requests = [ask("classify", 1 + n % 9, n, name) for n, name in enumerate([*of.names] * 4)]
     with Server(of.model(), deltas=of.folder, max_loaded=1, max_batch_size=4) as server:
-        answers = [future.result(60) for future in [server.submit(request) for request in requests]]
+        answers = answers_of(server, requests)
         assert server.stats().loads >= len(of.methods)
     check(of, requests, answers)
 
@@ -394,12 +394,12 @@ def test_a_run_and_an_adapter_of_peft(tmp_path: Path) -> None:
 
 def test_cancelled_requests_leave_the_batch() -> None:
     of = deltas(*GPT)
-    long = [ask("generate", 4, n, name, sampling=Sampling(max_tokens=40, temperature=0.0)) for n, name in
+    long = [ask("generate", 4, n, name, max_tokens=40) for n, name in
             enumerate(["d0", "d2", "d5"])]  # fmt: skip
-    short = ask("generate", 9, 5, "d3", sampling=Sampling(max_tokens=6, temperature=0.0))
+    short = ask("generate", 9, 5, "d3", max_tokens=6)
     with Server(of.model(), deltas=of.folder) as server:
         for request in (*long, short):
-            warm(server, ask("generate", 3, 1, request.delta, sampling=Sampling(max_tokens=1, temperature=0.0)))
+            warm(server, ask("generate", 3, 1, request.delta, max_tokens=1))
         gate = Gate(server)
         futures = [server.submit(request) for request in long]
         other = server.submit(short)
@@ -417,11 +417,11 @@ def test_cancelled_requests_leave_the_batch() -> None:
 
 def test_timeouts() -> None:
     of = deltas(*GPT)
-    slow = ask("generate", 4, 1, "d0", sampling=Sampling(max_tokens=50, temperature=0.0), timeout=0.3)
-    other = ask("generate", 5, 2, "d2", sampling=Sampling(max_tokens=8, temperature=0.0))
+    slow = ask("generate", 4, 1, "d0", max_tokens=50, timeout=0.3)
+    other = ask("generate", 5, 2, "d2", max_tokens=8)
     with Server(of.model(), deltas=of.folder) as server:
         warm(server, other)
-        warm(server, ask("generate", 4, 1, "d0", sampling=Sampling(max_tokens=1, temperature=0.0)))
+        warm(server, ask("generate", 4, 1, "d0", max_tokens=1))
         gate = Gate(server)
         futures = [server.submit(slow), server.submit(other)]
         assert gate.waits.wait(60)
@@ -468,10 +468,7 @@ def test_an_error_fails_the_guilty_request_alone(of: tuple[str, str]) -> None:
 def test_a_failed_step_leaves_no_trace() -> None:
     """Half of a step's keys are written when it fails; then it is run again."""
     of = deltas(*GPT)
-    requests = [
-        ask("generate", 3 + n, n, name, sampling=Sampling(max_tokens=7, temperature=0.0))
-        for n, name in enumerate(of.names)
-    ]
+    requests = [ask("generate", 3 + n, n, name, max_tokens=7) for n, name in enumerate(of.names)]
     with Server(of.model(), deltas=of.folder) as server:
         for request in requests:
             warm(server, request)
@@ -618,7 +615,7 @@ def test_threads_and_tasks() -> None:
 
 def test_a_cancelled_task_and_a_closed_stream_leave_the_batch() -> None:
     of = deltas(*GPT)
-    request = ask("generate", 3, 1, "d0", sampling=Sampling(max_tokens=50, temperature=0.0))
+    request = ask("generate", 3, 1, "d0", max_tokens=50)
 
     async def cancelled(server: Server) -> None:
         task = asyncio.create_task(server.asubmit(request))

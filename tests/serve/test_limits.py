@@ -76,9 +76,8 @@ def test_tokens_are_counted_afterwards() -> None:
 
 def test_tokens_count_whatever_became_of_the_request(decoder: tuple[Path, Path]) -> None:
     """Also where the client goes away, where the request takes too long, and where it fails after it was computed."""
-    model, deltas = decoder
     values: Any = {"watch": 0, "log": "off", "served_name": "base", "tokens_per_minute": 10**9}
-    with served(model=str(model), deltas=str(deltas), **values) as running:
+    with served(decoder, **values) as running:
         bucket = None
 
         def charged(ask: Callable[[], object]) -> float:
@@ -107,9 +106,8 @@ def test_tokens_count_whatever_became_of_the_request(decoder: tuple[Path, Path])
 
 @pytest.fixture(scope="module")
 def limited(decoder: tuple[Path, Path]) -> Iterator[Served]:
-    model, deltas = decoder
     limits = {"max_body": 2000, "max_inputs": 4, "max_tokens": 40, "body_timeout": 0.5}
-    with served(model=str(model), deltas=str(deltas), served_name="base", watch=0, log="off", **limits) as running:
+    with served(decoder, served_name="base", **limits) as running:
         yield running
 
 
@@ -147,8 +145,7 @@ def test_a_request_that_does_not_arrive(limited: Served) -> None:
 
 
 def test_time_runs_out(decoder: tuple[Path, Path]) -> None:
-    model, deltas = decoder
-    with served(model=str(model), deltas=str(deltas), watch=0, log="off") as running:
+    with served(decoder) as running:
         answer = running.post(
             "/v1/completions", {"model": "mood", "prompt": "the old", "max_tokens": 50, "timeout": 0.001}
         )
@@ -156,8 +153,7 @@ def test_time_runs_out(decoder: tuple[Path, Path]) -> None:
 
 
 def test_rates_of_the_server(decoder: tuple[Path, Path]) -> None:
-    model, deltas = decoder
-    with served(model=str(model), deltas=str(deltas), watch=0, log="off", requests_per_minute=3) as running:
+    with served(decoder, requests_per_minute=3) as running:
         body = {"model": "mood", "prompt": "the", "max_tokens": 1}
         answers = [running.post("/v1/completions", body) for _ in range(5)]
         assert [answer.status_code for answer in answers] == [200] * 3 + [429] * 2
@@ -169,13 +165,13 @@ def test_rates_of_the_server(decoder: tuple[Path, Path]) -> None:
 
 def test_a_request_counts_once_and_before_it_is_read(decoder: tuple[Path, Path]) -> None:
     """One with mistakes counts too, and where the rate is used up nothing is parsed: no mistake is found any more."""
-    with served(model=str(decoder[0]), deltas=str(decoder[1]), watch=0, log="off", requests_per_minute=3) as running:
+    with served(decoder, requests_per_minute=3) as running:
         body = {"model": "mood", "prompt": "the", "max_tokens": 1}
         statuses = [
             running.post("/v1/completions", one).status_code for one in (body, {"wrong": 1}, body, {"wrong": 1})
         ]
         assert statuses == [200, 400, 200, 429]
-    with served(model=str(decoder[0]), deltas=str(decoder[1]), watch=0, log="off", requests_per_minute=3) as running:
+    with served(decoder, requests_per_minute=3) as running:
         bodies = ({"name": "mood"}, {"wrong": 1}, {"name": "mood"}, {"wrong": 1})
         statuses = [running.post("/v1/deltas", one).status_code for one in bodies]
         assert statuses == [201, 400, 201, 429]
@@ -208,9 +204,8 @@ def test_lists_have_bounds() -> None:
 
 
 def test_a_full_queue_is_told_when_to_come_again(decoder: tuple[Path, Path]) -> None:
-    model, deltas = decoder
     limits = {"max_queue": 2, "max_batch_size": 1}
-    with served(model=str(model), deltas=str(deltas), watch=0, log="off", **limits) as running:
+    with served(decoder, **limits) as running:
         body = {"model": "mood", "prompt": ["the"] * 2, "max_tokens": 30, "temperature": 0}
         never = running.post("/v1/completions", body | {"prompt": ["the"] * 3})
         assert never.status_code == 413 and "retry-after" not in never.headers, "it would be refused again and again"
@@ -243,9 +238,8 @@ def test_a_line_of_json_for_each_request(
     """Lines have counts and times; inputs and answers only where they are asked for."""
     from deltune.serve.api.app import JsonFormatter
 
-    model, deltas = decoder
     caplog.set_level(logging.INFO, "deltune.serve")
-    with served(model=str(model), deltas=str(deltas), watch=0, log_contents=contents) as running:
+    with served(decoder, log_contents=contents) as running:
         answer = running.post(
             "/v1/completions", {"model": "mood", "prompt": "the hammer", "max_tokens": 3, "temperature": 0}
         )
@@ -270,8 +264,7 @@ def test_a_line_of_json_for_each_request(
 def test_an_error_of_ours_is_an_answer_without_details(
     decoder: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, deltas = decoder
-    with served(model=str(model), deltas=str(deltas), watch=0) as running:
+    with served(decoder) as running:
         with monkeypatch.context() as patch:
             patch.setattr(type(running.engine), "deltas", lambda self: 1 / 0)
             answer = running.get("/v1/deltas")
@@ -285,7 +278,7 @@ def test_a_stream_that_fails_counts_as_an_error(
 ) -> None:
     """Its answer began with 200, and the error is in its last event: numbers and log have the status of the error."""
     caplog.set_level(logging.INFO, "deltune.serve")
-    with served(model=str(decoder[0]), deltas=str(decoder[1]), watch=0) as running:
+    with served(decoder) as running:
         whole = type(running.engine).astream
 
         async def broken_off(engine: Any, request: Any) -> Any:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from deltune.serve.engine.folders import check_delta_name
 from deltune.serve.engine.requests import Request, Sampling
 from deltune.serve.errors import RequestTimeout
 
-from .served import METHODS, Served, served
+from .served import METHODS, served
 from .test_keys import ASKS
 from .test_lifecycle import Gate
 
@@ -33,7 +31,7 @@ def folder(decoder: tuple[Path, Path], tmp_path: Path) -> Path:
 
 
 def serving(decoder: tuple[Path, Path], folder: Path, **values: Any) -> Any:
-    return served(model=str(decoder[0]), deltas=str(folder), served_name="base", watch=0, log="off", **values)
+    return served(model=str(decoder[0]), deltas=str(folder), served_name="base", **values)
 
 
 # -- bounds
@@ -214,46 +212,3 @@ def test_what_was_taken_out_says_so_to_those_who_may_see_it(
         shutil.rmtree(folder / "acme-tone")
         server.post("/v1/deltas/refresh", {}, headers=keys["boss"])
         assert described("acme-tone", "boss").startswith("unknown delta")
-
-
-# -- lists
-
-
-@pytest.fixture
-def listing(
-    decoder: tuple[Path, Path], folder: Path, keys: dict[str, dict[str, str]]
-) -> Iterator[tuple[Served, Path, dict[str, dict[str, str]]]]:
-    with serving(decoder, folder, keys=str(folder.parent / "keys.json"), max_loaded=1) as server:
-        yield server, folder, keys
-
-
-def test_a_list_is_written_again_when_a_delta_has_changed_and_only_then(
-    listing: tuple[Served, Path, dict[str, dict[str, str]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server, folder, keys = listing
-    ask = partial(server.get, "/v1/deltas", headers=keys["boss"])
-    written = 0
-    visible = server.service.visible
-
-    def counted(tenant: Tenant) -> Any:
-        nonlocal written
-        written += 1
-        return visible(tenant)
-
-    monkeypatch.setattr(server.service, "visible", counted)
-    first = ask().json()
-    assert ask().json() == first and written == 1
-    of_acme = server.get("/v1/deltas", headers=keys["acme"]).json()
-    assert {one["name"] for one in of_acme["data"]} == {"acme-reviews", "acme-tone"} and written == 2
-    body = {"model": "mood", "prompt": "the", "max_tokens": 1}
-    assert server.post("/v1/completions", body, headers=keys["boss"]).status_code == 200
-    loaded = {one["name"]: one["loaded"] for one in ask().json()["data"]}
-    assert loaded["mood"] and not any(one["loaded"] for one in first["data"])
-    (folder / "notes").mkdir()
-    shutil.copytree(folder / "mood", folder / "later")
-    server.post("/v1/deltas/refresh", {}, headers=keys["boss"])
-    assert "later" in {one["name"] for one in ask().json()["data"]}
-    assert "notes" in {one["folder"] for one in ask().json()["ignored"]}
-    before = written
-    models = [server.get("/v1/models", headers=keys[who]).json()["data"] for who in ("boss", "acme", "boss", "acme")]
-    assert models[0] == models[2] != models[1] == models[3] and written == before + 2

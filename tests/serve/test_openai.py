@@ -135,7 +135,7 @@ def test_images_in_a_chat_are_named(client: openai.OpenAI) -> None:
 
 def test_without_a_template_a_chat_is_refused(tmp_path: Path) -> None:
     model = language_model(tmp_path / "model", template=None)
-    with served(model=str(model), log="off") as running:
+    with served(model=str(model)) as running:
         answer = running.post(
             "/v1/chat/completions", {"model": "model", "messages": [{"role": "user", "content": "a"}]}
         )

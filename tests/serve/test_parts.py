@@ -32,7 +32,7 @@ from deltune.serve.errors import OPERATOR_ADVICE, InvalidRequest, QueueFull, Unk
 from tables.families import FAMILIES
 from tables.specimens import build, stir
 
-from .specimens import deltas, greedy
+from .specimens import answers_of, deltas, greedy
 
 # -- caches
 
@@ -195,7 +195,7 @@ def test_what_the_generation_config_says_holds(family: str) -> None:
                 setattr(model.generation_config, name, value)
             sampling = Sampling(max_tokens=7, temperature=0.0)
             requests = [Request("generate", tokens=tuple(prompt), sampling=sampling) for prompt in prompts]
-            answers = [future.result(60) for future in [server.submit(request) for request in requests]]
+            answers = answers_of(server, requests)
             for prompt, answer in zip(prompts, answers, strict=True):
                 expected = greedy(model, torch.tensor([prompt]), 7)
                 got = [choice.token for choice in answer.tokens]

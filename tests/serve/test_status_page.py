@@ -116,7 +116,7 @@ def test_the_page_says_what_was_refused_and_why(decoder: tuple[Path, Path], tmp_
     shutil.copytree(deltas, tmp_path / "deltas")
     (tmp_path / "deltas" / "notes").mkdir()
     options: dict[str, Any] = {"model": str(model), "deltas": str(tmp_path / "deltas"), "served_name": "base"}
-    with served(**options, log="off", watch=0) as running:
+    with served(**options) as running:
         body = {"model": "mood", "prompt": "the", "max_tokens": 1}
         assert running.post("/v1/completions", body).status_code == 200
         visit(browser, f"{running.url}/")
@@ -180,7 +180,7 @@ def test_names_are_text_and_keys_are_asked_for(decoder: tuple[Path, Path], tmp_p
     admin, user = add_key(file, "boss", {"deltas": ("*",), "admin": True}), add_key(file, "acme", {"deltas": ("*",)})
     evil = "<img src=x onerror=alert(1)>"
     options: dict[str, Any] = {"model": str(decoder[0]), "deltas": str(decoder[1]), "served_name": evil}
-    with served(**options, keys=str(file), log="off", watch=0) as running:
+    with served(**options, keys=str(file)) as running:
         visit(browser, f"{running.url}/")
         assert "no API key" in browser.ask("document.getElementById('state').textContent") and cells(browser) == []
         for key, words in ((user, "may not see the numbers"), (admin, "serving")):
@@ -193,5 +193,5 @@ def test_names_are_text_and_keys_are_asked_for(decoder: tuple[Path, Path], tmp_p
 
 
 def test_the_page_can_be_left_out(decoder: tuple[Path, Path]) -> None:
-    with served(model=str(decoder[0]), page=False, log="off") as running:
+    with served(model=str(decoder[0]), page=False) as running:
         assert running.get("/").status_code == 404

@@ -31,7 +31,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, 
     for seed, (name, method) in enumerate(CLASSIFIERS.items()):
         save_delta(load_model(str(source), "classification", LABELS), root / "deltas" / name, method, seed)
     save_delta(load_model(str(source), "tagging", TAGS), root / "deltas" / "tagger", "ia3 + layernorm", 7)
-    with served(model=str(source), deltas=str(root / "deltas"), watch=0, log="off", served_name="base") as running:
+    with served(model=str(source), deltas=str(root / "deltas"), served_name="base") as running:
         yield running, source, root / "deltas"
 
 

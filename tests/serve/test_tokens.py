@@ -34,7 +34,7 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, 
         config = AutoConfig.for_model("llama", **sizes, vocab_size=len(tokenizer), eos_token_id=END, bos_token_id=None)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    with served(model=str(folder), served_name="base", log="off") as running:
+    with served(model=str(folder), served_name="base") as running:
         yield running, folder
 
 

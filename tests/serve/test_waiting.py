@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -98,17 +99,13 @@ def test_a_merged_stream_that_is_closed_closes_its_parts() -> None:
 def test_what_nobody_waits_for_is_cancelled() -> None:
     work = Work()
 
-    class Http:
-        def __init__(self, goes: bool) -> None:
-            self.goes = goes
+    async def receive(seconds: float) -> dict[str, str]:
+        await asyncio.sleep(seconds)
+        return {"type": "http.disconnect"}
 
-        async def receive(self) -> dict[str, str]:
-            await asyncio.sleep(0.02 if self.goes else 60)
-            return {"type": "http.disconnect"}
-
-    assert run(unless_disconnected(Http(False), work.sleep(0.05))) == "slept"  # type: ignore[arg-type]
+    assert run(unless_disconnected(partial(receive, 60), work.sleep(0.05))) == "slept"
     with pytest.raises(ClientDisconnected):
-        run(unless_disconnected(Http(True), work.sleep(60, "forgotten")))  # type: ignore[arg-type]
+        run(unless_disconnected(partial(receive, 0.02), work.sleep(60, "forgotten")))
     assert work.ended[-1] == "forgotten"
 
 

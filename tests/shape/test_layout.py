@@ -36,7 +36,7 @@ INSIDE = {
     "train.data": {"train.data"},
     "train.metrics": {"train.metrics", "train.data.tag_schemes"},
     "train.tasks": {"train.tasks", "train.data", "train.metrics", "train.frozen_layers"},
-    "serve.engine": {"serve.engine", "serve.config", "serve.errors", "serve.loading"},
+    "serve.engine": {"serve.engine", "serve.errors"},
 }
 """Package -> all of its own room that it imports."""
 

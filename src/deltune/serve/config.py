@@ -43,7 +43,6 @@ Names = Annotated[tuple[str, ...], CommaSeparated]
 Size = Annotated[int, REFUSE_BOOL, Field(ge=1, le=MAX_COUNT)]
 Seconds = Annotated[float, REFUSE_BOOL, Field(gt=0, le=10**7, allow_inf_nan=False)]
 Duration = Annotated[float, REFUSE_BOOL, Field(ge=0, le=10**7, allow_inf_nan=False)]
-PositiveDuration = Annotated[float, REFUSE_BOOL, Field(gt=0, le=10**7, allow_inf_nan=False)]
 Rate = Annotated[float, REFUSE_BOOL, Field(gt=0, le=10**12, allow_inf_nan=False)]
 
 
@@ -85,7 +84,7 @@ class BatchingSection(Section):
     max_prefill_tokens: Size | None = option(
         None, "tokens of a decoder's prompt that are read in one step, at most [512]"
     )
-    max_pass_seconds: PositiveDuration = option(0.1, "about how many seconds a pass of an encoder takes, at most")
+    max_pass_seconds: Seconds = option(0.1, "about how many seconds a pass of an encoder takes, at most")
     max_concurrent_passes: Size | None = option(
         None, "passes of an encoder that run at the same time on a CPU, at most [2 if there are two cores]"
     )
@@ -159,29 +158,6 @@ class RaySection(Section):
     address: str | None = option(None, "of the Ray cluster [$RAY_ADDRESS, else one on this machine]")
 
 
-SECTIONS: Mapping[str, type[Section]] = {
-    "model": ModelSection,
-    "deltas": DeltasSection,
-    "batching": BatchingSection,
-    "http": HttpSection,
-    "limits": LimitsSection,
-    "log": LogSection,
-    "ray": RaySection,
-}
-"""The sections of a server's configuration, by name."""
-
-FLAT_NAMES = {
-    "model.name": "model", "deltas.folder": "deltas", "ray.address": "ray_address", "ray.cpus": "ray_cpus",
-    "ray.gpus": "ray_gpus", "ray.ongoing": "ray_ongoing",
-}  # fmt: skip
-"""The fields whose flat name is not their own."""
-
-LAYOUT = Layout(SECTIONS, FLAT_NAMES)
-PLACES = LAYOUT.places
-"""Flat name, as on the command line -> section and field."""
-DOTTED = LAYOUT.flat_by_dotted
-"""Dotted name (section.field) -> flat name."""
-
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
@@ -230,6 +206,25 @@ class ServeConfig(BaseModel):
     def is_local(self) -> bool:
         """Only this machine can reach the address."""
         return self.http.host in LOCAL_HOSTS
+
+
+SECTIONS: Mapping[str, type[Section]] = {
+    name: field.annotation  # type: ignore[misc]
+    for name, field in ServeConfig.model_fields.items()
+}
+"""The sections of a server's configuration, by name."""
+
+FLAT_NAMES = {
+    "model.name": "model", "deltas.folder": "deltas", "ray.address": "ray_address", "ray.cpus": "ray_cpus",
+    "ray.gpus": "ray_gpus", "ray.ongoing": "ray_ongoing",
+}  # fmt: skip
+"""The fields whose flat name is not their own."""
+
+LAYOUT = Layout(SECTIONS, FLAT_NAMES)
+PLACES = LAYOUT.places
+"""Flat name, as on the command line -> section and field."""
+DOTTED = LAYOUT.flat_by_dotted
+"""Dotted name (section.field) -> flat name."""
 
 
 def _contradictions(config: ServeConfig) -> list[str]:

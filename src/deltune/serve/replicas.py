@@ -341,7 +341,7 @@ class Replicas:
         return self._loaded.get(name) or (folders[0] if folders else None)
 
     def unload(self, name: str) -> None:
-        if name not in {delta.name for delta in self.deltas()}:
+        if not self.has(name):
             raise UnknownDelta(f"there is no delta {name!r}")
         with self._changing(name):
             self._removed.add(name)
@@ -364,6 +364,9 @@ class Replicas:
                 if delta.name not in self._removed and (known is None or (delta.loaded and not known.loaded)):
                     merged[delta.name] = delta
         return list(merged.values())
+
+    def has(self, name: str) -> bool:
+        return any(delta.name == name for delta in self.deltas())
 
     def ignored_folders(self) -> dict[str, str]:
         """Return why folders hold no delta; all replicas see the same folder."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import secrets
@@ -156,7 +155,7 @@ def count(facts: Facts, answers: Sequence[Answer], per_input: int = 1) -> dict[s
 async def answer_all(call: Call, requests: Sequence[Request]) -> list[Answer]:
     """Answer several inputs of one request; when one fails, all do."""
     engine = call.service.engine
-    return await unless_disconnected(call.http, gather([engine.asubmit(request) for request in requests]))
+    return await unless_disconnected(call.http.receive, gather([engine.asubmit(request) for request in requests]))
 
 
 async def answer_inputs(call: Call, body: EmbeddingBody | TagBody, task: Task) -> list[Answer]:
@@ -182,8 +181,7 @@ class Pieces:
         self.offsets: dict[int, int] = {}
 
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        logprobs = self._logprobs(index, answer.tokens)
-        return {"index": index, "text": answer.text, "logprobs": logprobs, "finish_reason": answer.finish_reason}
+        return self.piece(index, answer.text, answer.tokens, answer.finish_reason)
 
     def piece(self, index: int, text: str, tokens: Sequence[TokenChoice], finish: str | None) -> dict[str, Any]:
         logprobs = self._logprobs(index, tokens)
@@ -297,17 +295,13 @@ async def _stream(call: Call, body: StreamBody, requests: Sequence[Request], pie
     items = merge([service.engine.astream(request) for request in requests])
     begun = time.monotonic()
     try:
-        first = await unless_disconnected(call.http, _next(items))
+        first = await unless_disconnected(call.http.receive, anext(items))
     except BaseException:
         await items.aclose()  # type: ignore[attr-defined]
         raise
     service.metrics.observe_first(call.http.scope["route"].path, time.monotonic() - begun)
     events = _events(call, body, len(requests), first, items, pieces)
     return EventStream(events, items, service.config.limits.send_timeout)
-
-
-async def _next(items: AsyncIterator[Any]) -> Any:
-    return await anext(items)
 
 
 async def _events(
@@ -353,11 +347,10 @@ async def _events(
         if body.stream_options and body.stream_options.include_usage:
             yield _event({**head, "choices": [], "usage": usage})
         yield b"data: [DONE]\n\n"
-    except (asyncio.CancelledError, GeneratorExit):
+    except BaseException as error:
         _count_partly(facts, answers, generated, body.n or 1)
-        raise
-    except Exception as error:
-        _count_partly(facts, answers, generated, body.n or 1)
+        if not isinstance(error, Exception):  # the stream is cancelled or closed
+            raise
         failure = api_error(error)
         facts.status, facts.error = failure.status, error
         yield _event({**error_body(failure, call.service.hidden_folder), "status": failure.status})

@@ -93,12 +93,8 @@ def as_json(service: Service, delta: DeltaInfo) -> dict[str, Any]:
 
 def listed(service: Service, tenant: Tenant) -> Response:
     """Return the deltas of a tenant, and the folders under its names that hold none."""
-
-    def made() -> dict[str, Any]:
-        data = [as_json(service, delta) for delta in service.visible(tenant)]
-        return {"object": "list", "data": data, "ignored": service.ignored(tenant)}
-
-    return service.listing("deltas", tenant, made)
+    data = [as_json(service, delta) for delta in service.visible(tenant)]
+    return JSONResponse({"object": "list", "data": data, "ignored": service.ignored(tenant)})
 
 
 async def load(service: Service, tenant: Tenant, name: str, path: str, replace: bool) -> DeltaInfo:
@@ -127,7 +123,6 @@ async def unload(service: Service, tenant: Tenant, name: str) -> None:
     if name not in known:
         raise unknown_model("delta", name, known)
     await service.managing.unload(tenant, partial(service.engine.unload, name))
-    service.forget_names()
 
 
 @router.post("/v1/load_lora_adapter")

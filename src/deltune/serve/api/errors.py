@@ -11,7 +11,7 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from ...errors import DeltuneError
-from ..errors import EngineClosed, InvalidRequest, NameTaken, QueueFull, ReplicaLost, RequestTimeout, UnknownDelta
+from ..errors import EngineClosed, NameTaken, QueueFull, ReplicaLost, RequestTimeout, UnknownDelta
 
 TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
@@ -62,7 +62,7 @@ def api_error(error: BaseException) -> ApiError:
         return ApiError(503, str(error), "shutting_down", retry_after=1.0)
     if isinstance(error, ReplicaLost):
         return ApiError(503, str(error), "replica_lost", retry_after=1.0)
-    if isinstance(error, InvalidRequest | DeltuneError):
+    if isinstance(error, DeltuneError):
         return ApiError(400, error.without_python)
     return ApiError(500, "something went wrong on the server; its log has the reason under the id of this request")
 

@@ -9,14 +9,13 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ..errors import RequestTimeout
 from .errors import ApiError
 from .tenants import Tenant
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
 AT_ONCE = 4
 """Loads of a tenant that run at the same time, each in a thread, which may wait long for room in memory."""
@@ -24,12 +23,6 @@ PER_TENANT = 32
 """Calls of a tenant that run and wait."""
 THREADS = 32
 """Threads for loads. More tenants at a time than they suffice for wait for one another."""
-
-
-class Load(Protocol[T_co]):
-    """A function that can be given up after some seconds."""
-
-    def __call__(self, *, timeout: float) -> T_co: ...
 
 
 class Management:
@@ -42,7 +35,8 @@ class Management:
         self._calls: Counter[str] = Counter()
         self._turns: dict[str, asyncio.Semaphore] = {}
 
-    async def load(self, tenant: Tenant, work: Load[T]) -> T:
+    async def load(self, tenant: Tenant, work: Callable[..., T]) -> T:
+        """Run a function that loads deltas and takes a `timeout` in seconds."""
         turns = self._turns.setdefault(tenant.name, asyncio.Semaphore(AT_ONCE))
         deadline = time.monotonic() + self.seconds
 

@@ -15,6 +15,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from ..._version import __version__
 from .errors import ApiError, without_folder
 from .service import Service, service_of
+from .tenants import Tenant
 
 router = APIRouter()
 
@@ -55,15 +56,14 @@ async def version() -> Response:
 @router.get("/metrics")
 async def metrics(http: Request) -> Response:
     """Return the metrics for Prometheus. With keys, the key of an admin is needed."""
-    service = _for_admins(http)
+    service, _ = _for_admins(http)
     return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 @router.get("/stats")
 async def stats(http: Request) -> Response:
     """Return what the page shows. With keys, the key of an admin is needed."""
-    service = _for_admins(http)
-    tenant = service.tenant(http)
+    service, tenant = _for_admins(http)
     engine, loads = service.engine.stats(), service.metrics.loads
     deltas = {delta.name: delta for delta in service.engine.deltas()}
     rows: list[dict[str, Any]] = []
@@ -121,12 +121,12 @@ def _page_template() -> str:
     return content.replace("@SCRIPT@", script).replace("@VERSION@", __version__)
 
 
-def _for_admins(http: Request) -> Service:
-    """Return the service, if the tenant may see the numbers of all tenants."""
+def _for_admins(http: Request) -> tuple[Service, Tenant]:
+    """Return the service and the tenant of a request, if the tenant may see the numbers of all tenants."""
     service = service_of(http)
     tenant = service.tenant(http)
     service.limits.admit_numbers(tenant)
     if not tenant.admin:
         todo = "make a key with: deltune serve-key FILE TENANT --admin"
         raise ApiError(403, f"{tenant.name} may not see the numbers of all tenants; {todo}", "not_allowed")
-    return service
+    return service, tenant

@@ -50,12 +50,8 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 async def models(http: Request) -> Response:
     """List the base model and the deltas that the tenant may ask."""
     service = service_of(http)
-    tenant = admit(http)
-
-    def listed() -> dict[str, Any]:
-        return {"object": "list", "data": [_model(service, name) for name in service.model_names(tenant)]}
-
-    return service.listing("models", tenant, listed)
+    names = service.model_names(admit(http))
+    return JSONResponse({"object": "list", "data": [_model(service, name) for name in names]})
 
 
 @router.get("/v1/models/{name:path}")

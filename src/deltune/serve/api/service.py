@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ...errors import excerpt, unknown_name
@@ -32,10 +32,6 @@ from .tenants import KeyFile, RateLimits, Tenant, everybody
 T = TypeVar("T")
 Body = TypeVar("Body", bound=BaseModel)
 
-MAX_LISTINGS = 16
-"""Lists of deltas, each for other rights of a tenant, that are kept as they were written."""
-KNOWN_FOR = 1.0
-"""Seconds for which a list of deltas is used again; the engine itself knows better at once."""
 INNER_FIELDS = frozenset(field for kind in INNER_BODIES for field in kind.__annotations__)
 """Fields of what is inside of a request."""
 SHADOWED = "the base model has this name: rename the folder, or give the base model another name with --served-name"
@@ -48,7 +44,7 @@ MAX_PROBLEMS = 10
 SPECIFIC = ("value_error", "too_long")
 """Of the problems with a value that may have several types, those that say the most."""
 MAX_LISTS = 2**17
-"""Lists and objects of a request; twice as many as it may have texts."""
+"""Lists and objects of a request, twice as many as it may have texts; a million take a second to parse."""
 JSON_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 MAX_MISTAKES = 1000
 """Mistakes of a request that are looked at one by one."""
@@ -67,6 +63,7 @@ class Engine(Protocol):
     def unload(self, name: str) -> None: ...
     def refresh(self, timeout: float | None = None) -> list[DeltaInfo]: ...
     def deltas(self) -> list[DeltaInfo]: ...
+    def has(self, name: str) -> bool: ...
     def ignored_folders(self) -> dict[str, str]: ...
     def unloaded(self) -> list[str]: ...
     def base_tasks(self) -> tuple[Task, ...]: ...
@@ -109,9 +106,6 @@ class Service:
     # when the server started, in seconds since the epoch
     started: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False  # whether the server is about to end
-    _known: frozenset[str] = frozenset()
-    _known_since: float = 0.0
-    _listings: dict[tuple[object, ...], tuple[object, bytes]] = field(default_factory=dict)
 
     @classmethod
     def build(cls, engine: Engine, config: ServeConfig) -> Service:
@@ -137,18 +131,6 @@ class Service:
         """The absolute path of the folder of deltas, and the same without symbolic links."""
         return () if self.hidden_folder is None else (self.hidden_folder, self.hidden_folder.resolve())
 
-    def listing(self, kind: str, tenant: Tenant, make: Callable[[], Any]) -> Response:
-        """Return JSON about the deltas that a tenant may see, which is written again only when one has changed."""
-        seen = (self.engine.deltas(), self.engine.ignored_folders() if tenant.manage or tenant.admin else None)
-        key = (kind, tenant.deltas, tenant.base, tenant.manage or tenant.admin)
-        known = self._listings.pop(key, None)
-        if known is None or known[0] != seen:
-            known = seen, bytes(JSONResponse(make()).body)
-        self._listings[key] = known
-        while len(self._listings) > MAX_LISTINGS:
-            del self._listings[next(iter(self._listings))]
-        return Response(known[1], media_type="application/json")
-
     def tenant(self, http: HttpRequest) -> Tenant:
         """Return the tenant that a request comes from."""
         if self.keys is None:
@@ -170,14 +152,11 @@ class Service:
         return sorted(seen, key=lambda delta: delta.name)
 
     def ignored(self, tenant: Tenant) -> list[dict[str, str]]:
-        """Return the folders without a delta whose names a tenant may use, with the reasons.
-
-        Only those who can do something about them see them: the reasons name files.
-        """
+        """Return the folders without a delta whose names a tenant may use, and why, if it can do something about it."""
         if not (tenant.manage or tenant.admin):
             return []
         folders = self.engine.ignored_folders()
-        if self.shadowed:
+        if self.engine.has(self.config.base_name):
             folders = {**folders, self.config.base_name: SHADOWED}
         return [
             {"folder": name, "error": without_folder(reason, self.hidden_folder)}
@@ -185,39 +164,18 @@ class Service:
             if tenant.may_see(name)
         ]
 
-    @property
-    def shadowed(self) -> bool:
-        """There is a delta with the name of the base model, which no request can mean."""
-        return any(delta.name == self.config.base_name for delta in self.engine.deltas())
-
     def model_names(self, tenant: Tenant) -> list[str]:
         """Return the names that a tenant may give as `model`."""
         answers = [delta.name for delta in self.visible(tenant) if delta.loaded or not delta.error]
         return [*([self.config.base_name] if tenant.base else []), *answers]
 
     def delta(self, model: str, tenant: Tenant) -> str | None:
-        """Return the name of the delta that `model` means, None for the base model.
-
-        One that a tenant may not see is unknown: it cannot tell the difference.
-        """
+        """Return the name of the delta that `model` means, None for the base model; a hidden delta is unknown."""
         if model == self.config.base_name and tenant.base:
             return None
-        if tenant.may_see(model) and self._exists(model):
+        if model != self.config.base_name and tenant.may_see(model) and self.engine.has(model):
             return model
         raise unknown_model("model", model, self.model_names(tenant))
-
-    def _exists(self, name: str) -> bool:
-        """Return whether there is a delta; one that was there a moment ago is not looked up again."""
-        now = time.monotonic()
-        if name not in self._known or now - self._known_since > KNOWN_FOR:
-            base = self.config.base_name
-            self._known = frozenset(delta.name for delta in self.engine.deltas() if delta.name != base)
-            self._known_since = now
-        return name in self._known
-
-    def forget_names(self) -> None:
-        """Look up the deltas again when the next request names one, since one of them was taken out."""
-        self._known = frozenset()
 
 
 def unknown_model(kind: str, name: str, known: Sequence[str]) -> ApiError:
@@ -270,10 +228,7 @@ def parse_body(body: bytes, kind: type[Body]) -> Body:
 
 
 def _count_lists(body: bytes) -> int:
-    """Return how many lists and objects the JSON of a request has, or a number that is not too large and no less.
-
-    To parse a million small lists takes a second in which nothing else happens, and a text of that length none.
-    """
+    """Return how many lists and objects the JSON of a request has, or a greater number within bounds."""
     count = body.count(b"[") + body.count(b"{")
     if count > MAX_LISTS:
         body = JSON_STRING.sub(b"", body)
@@ -336,10 +291,10 @@ async def wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-async def unless_disconnected(http: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
+async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
     """Await some work, and cancel it when the client has gone."""
     task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(wait_for_disconnect(http.receive))
+    watch = asyncio.ensure_future(wait_for_disconnect(receive))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -378,10 +333,7 @@ async def gather(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T]]:
-    """Yield the items of several streams as they come, each with the index of its stream.
-
-    When this is closed, so are the streams; the error of one ends all.
-    """
+    """Yield (index of its stream, item) of several streams as they come; closing this, or an error, closes all."""
     queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue(maxsize=64)
 
     async def pump(index: int, stream: AsyncIterator[T]) -> None:
@@ -424,15 +376,9 @@ class EventStream(Response):
         self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        pump = asyncio.ensure_future(self._pump(send))
-        watch = asyncio.ensure_future(wait_for_disconnect(receive))
         try:
-            await asyncio.wait({pump, watch}, return_when=asyncio.FIRST_COMPLETED)
-            if not pump.done():
-                raise ClientDisconnected
-            pump.result()
+            await unless_disconnected(receive, self._pump(send))
         finally:
-            await cancel_all((pump, watch))
             for iterator in (self.events, self.source):
                 close: Callable[[], Awaitable[None]] | None = getattr(iterator, "aclose", None)
                 if close is not None:

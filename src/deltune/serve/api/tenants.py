@@ -13,7 +13,6 @@ import hmac
 import logging
 import re
 import secrets
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -86,11 +85,7 @@ class KeyFile:
     """The tenants of a file of keys. The file is read again when it changes."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path = user_path(path, "keys")
-        self._lock = threading.Lock()
-        self._looked = 0.0
-        self._stamp: tuple[int, int, int] | None = None
-        self._by_id: dict[str, tuple[Tenant, StoredKey]] = {}
+        self.path, self._looked = user_path(path, "keys"), 0.0
         self._load()
 
     def tenant(self, key: str) -> Tenant | None:
@@ -109,21 +104,20 @@ class KeyFile:
         now = time.monotonic()
         if now - self._looked < LOOK_AGAIN:
             return
-        with self._lock:
-            if now - self._looked < LOOK_AGAIN:
-                return
-            self._looked = now
-            try:
-                if self._stamp != _stamp(self.path):
-                    self._load()
-                    logger.warning("the keys in %s were read again", self.path)
-            except (DeltuneError, OSError) as error:
-                logger.error("the keys stay as they were: %s", error)
+        self._looked = now
+        try:
+            if self._stamp != _stamp(self.path):
+                self._load()
+                logger.warning("the keys in %s were read again", self.path)
+        except (DeltuneError, OSError) as error:
+            logger.error("the keys stay as they were: %s", error)
 
     def _load(self) -> None:
         stamp = _stamp(self.path)
         contents = read_keys(self.path)
-        self._by_id = {key.id: (tenant, key) for tenant in contents.tenants for key in tenant.keys}
+        self._by_id: dict[str, tuple[Tenant, StoredKey]] = {
+            key.id: (tenant, key) for tenant in contents.tenants for key in tenant.keys
+        }
         self._stamp, self._looked = stamp, time.monotonic()
 
 
@@ -224,10 +218,7 @@ class TokenBucket:
 
 
 class RateLimits:
-    """The rates of all tenants: requests, and tokens read and generated.
-
-    Tokens count whatever became of the requests, so that nobody evades a limit by going away.
-    """
+    """The rates of all tenants: requests, and tokens read and generated, whatever became of the requests."""
 
     def __init__(
         self,

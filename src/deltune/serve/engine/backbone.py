@@ -118,10 +118,7 @@ class PreparedDelta:
 
 
 class Backbone:
-    """A model of one class with the deltas that are attached to it.
-
-    Only one thread may attach and detach. It waits for the passes of other threads. `prepare` may be called by any one.
-    """
+    """A model of one class with the deltas that are attached to it; one thread attaches and detaches them."""
 
     def __init__(self, model: PreTrainedModel, head: str) -> None:
         self.model, self.head = model, head
@@ -151,7 +148,7 @@ class Backbone:
     def attached_before(self) -> Iterator[LoadedDelta]:
         """Yield the deltas that were attached to the model before the server was made."""
         for name in self.handle.names:
-            yield self._loaded(name, name, "attached", self.handle.delta(name), time.time())
+            yield self._loaded(name, name, "attached", self.handle.delta(name))
 
     def prepare(self, name: str, folder: Path, facts: FolderFacts, seen: Signature) -> PreparedDelta:
         """Read a delta and check that it fits this model, without attaching it."""
@@ -161,20 +158,14 @@ class Backbone:
             raise DeltuneError(f"{folder} cannot be read: {error_summary(error)}") from error
         if signature(folder) != seen:
             raise DeltuneError(f"the files of {folder} were changed while they were read; load it again")
-        parameters = list(delta.parameters())
-        for parameter in parameters:
-            parameter.requires_grad_(False)
-        size = sum(tensor.nbytes for tensor in (*parameters, *delta.buffers()))
+        delta.requires_grad_(False)
+        size = sum(tensor.nbytes for tensor in (*delta.parameters(), *delta.buffers()))
         return PreparedDelta(name, facts, self, delta, labels, size)
 
     def attach(self, prepared: PreparedDelta) -> LoadedDelta:
-        internal = f"deltune-serving-{next(_numbers)}"
-        with torch.inference_mode(False):
-            add_delta(self.handle, internal, prepared.delta, prepared.labels)
-            self._attached.add(internal)
-            prepared.delta.requires_grad_(False)
         facts = prepared.facts
-        loaded = self._loaded(prepared.name, internal, facts.version, prepared.delta, time.time())
+        internal = self._add(prepared.delta, prepared.labels)
+        loaded = self._loaded(prepared.name, internal, facts.version, prepared.delta)
         loaded.own_bytes, loaded.max_length, loaded.permanent = prepared.bytes, facts.max_length, False
         loaded.takes_pairs = facts.takes_pairs
         loaded.parameters = facts.parameters or loaded.parameters
@@ -190,12 +181,18 @@ class Backbone:
             delta = new_delta(self.handle, parse(method)).requires_grad_(False)
             for parameter in delta.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=made))
-            internal = f"deltune-serving-{next(_numbers)}"
-            add_delta(self.handle, internal, delta, base_labels(self.handle))
-        self._attached.add(internal)
-        return self._loaded(method, internal, "trial", delta, time.time())
+        return self._loaded(method, self._add(delta, base_labels(self.handle)), "trial", delta)
 
-    def _loaded(self, name: str, internal: str, version: str, delta: Delta, now: float) -> LoadedDelta:
+    def _add(self, delta: Delta, labels: HeadLabels) -> str:
+        """Attach a delta, and return its name on the model."""
+        internal = f"deltune-serving-{next(_numbers)}"
+        with torch.inference_mode(False):
+            add_delta(self.handle, internal, delta, labels)
+            self._attached.add(internal)
+            delta.requires_grad_(False)
+        return internal
+
+    def _loaded(self, name: str, internal: str, version: str, delta: Delta) -> LoadedDelta:
         labels = delta.labels or base_labels(self.handle)
         edits, parameters = list(delta.all_edits()), list(delta.parameters())
         prompts = [edit.modification.form for edit in edits if isinstance(edit.modification.form, Prompt)]
@@ -222,7 +219,7 @@ class Backbone:
             prefix=cacheable_prefix(delta, self.model),
             shifts=shifts,
             own_bytes=sum(parameter.nbytes for parameter in parameters),
-            loaded_at=now,
+            loaded_at=time.time(),
             permanent=True,
         )
 
@@ -234,15 +231,14 @@ class Backbone:
 
     def detach(self, loaded: LoadedDelta) -> None:
         loaded.prompt_edits, loaded.prefix, loaded.preamble = frozenset(), None, None
-        if loaded.internal in self._attached:
-            self._attached.discard(loaded.internal)
+        if loaded.internal is not None:
+            self._attached.remove(loaded.internal)
             self.handle.detach(loaded.internal)
 
     def close(self) -> None:
         """Leave the model as it was before the server was made, but for deltas that were attached then."""
-        for name in list(self._attached):
-            self._attached.discard(name)
-            self.handle.detach(name)
+        while self._attached:
+            self.handle.detach(self._attached.pop())
         release_base(self.handle)
         if not self.handle.names:
             self.handle.detach()
@@ -321,13 +317,9 @@ class Backbones:
         if (head := self.head_of(facts)) != self.first.head:
             sibling_class(self.first, head)
 
-    def all(self) -> list[Backbone]:
-        """Return the model of each head class that deltas need, the first one first; they share their parameters."""
-        return list(self._by_head.values())
-
     def close(self) -> None:
         """Leave the first model as it was."""
-        for backbone in reversed(self.all()):
+        for backbone in reversed(self._by_head.values()):
             backbone.close()
 
 

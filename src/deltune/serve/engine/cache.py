@@ -105,10 +105,7 @@ def _layers(cache: Cache) -> list[RowsLayer]:
 
 
 def assemble(parts: Sequence[Part], width: int, at_end: bool = True) -> Cache:
-    """Return one cache with the chosen rows of several caches, padded to one width.
-
-    Rows end together `at_end`; otherwise they begin together.
-    """
+    """Return one cache with the chosen rows of several, padded to one width; rows end together, or begin together."""
     made = new_cache()
     spare = SPARE_COLUMNS if at_end else 0
     sources = [(_layers(cache), rows) for cache, rows in parts]

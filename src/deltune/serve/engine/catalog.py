@@ -49,7 +49,6 @@ class Entry:
     refused: Signature = ()  # the signature of the files that were refused
     listed: bool = False  # whether it is in the server's directory, so that it goes when its folder goes
     requested: bool = False  # whether a call of `load` has brought it
-    _info: tuple[tuple[object, ...], DeltaInfo] | None = None
 
     def refuse(self, error: DeltuneError, seen: Signature) -> None:
         """Note and log why its newest files were refused; the version in memory goes on."""
@@ -66,28 +65,16 @@ class Entry:
 
     @property
     def info(self) -> DeltaInfo:
-        """The facts that clients see: the same object as before, unless something has changed."""
+        """The facts that clients see."""
         current = self.current
-        size = 0 if current is None else current.bytes
-        seen = (current, size, self.facts, self.folder, self.error, self.requested)
-        if self._info is None or self._info[0] != seen:
-            self._info = seen, self._make_info()
-        return self._info[1]
-
-    def _make_info(self) -> DeltaInfo:
-        current, facts = self.current, self.facts
+        facts = current or self.facts
         folder = "" if self.folder is None else str(self.folder)
-        if current is not None:
-            return DeltaInfo(
-                self.name, folder, current.method, current.parameters, current.tasks, current.labels, current.version,
-                current.bytes, current.loaded_at, self.error, current.max_length, loaded=True,
-                requested=self.requested,
-            )  # fmt: skip
         if facts is None:
             return DeltaInfo(self.name, folder, "", 0, (), error=self.error, requested=self.requested)
+        size, loaded_at = (0, None) if current is None else (current.bytes, current.loaded_at)
         return DeltaInfo(
-            self.name, folder, facts.method, facts.parameters, facts.tasks, facts.labels, facts.version,
-            error=self.error, max_length=facts.max_length, requested=self.requested,
+            self.name, folder, facts.method, facts.parameters, facts.tasks, facts.labels, facts.version, size,
+            loaded_at, self.error, facts.max_length, loaded=current is not None, requested=self.requested,
         )  # fmt: skip
 
 

@@ -131,15 +131,12 @@ class ConcurrentPasses:
         self._running[future] = on_result
         future.add_done_callback(lambda _: self._notify())
 
-    def take_results(self) -> None:
-        """Call `on_result` of the passes that have ended."""
-        self._take_results(wait_for_all=False)
-
     def wait(self) -> None:
         """Wait until no pass runs, and call `on_result` of each as soon as it has ended."""
-        self._take_results(wait_for_all=True)
+        self.take_results(wait_for_all=True)
 
-    def _take_results(self, wait_for_all: bool) -> None:
+    def take_results(self, *, wait_for_all: bool = False) -> None:
+        """Call `on_result` of the passes that have ended."""
         errors = []
         while self._running:
             ended = next((future for future in self._running if future.done()), None)
@@ -179,14 +176,12 @@ class SafeWidths:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.shortest: int | None = None
-        self.longest: int | None = None
+        self.known = range(0)
         self.keeps_state = False
 
     def includes(self, width: int) -> bool:
         """Return whether a pass of a length may run beside others."""
-        known = self.shortest is not None and self.longest is not None
-        return known and not self.keeps_state and self.shortest <= width <= self.longest  # type: ignore[operator]
+        return width in self.known and not self.keeps_state
 
     def observe(self, width: int, run: Callable[[], T]) -> T:
         """Run a pass beside no other, and note whether it changed anything in a module."""
@@ -196,8 +191,8 @@ class SafeWidths:
         output = run()
         if self._state() != before:
             self.keeps_state = True
-        self.shortest = width if self.shortest is None else min(self.shortest, width)
-        self.longest = width if self.longest is None else max(self.longest, width)
+        ends = [width, *self.known[:1], *self.known[-1:]]
+        self.known = range(min(ends), max(ends) + 1)
         return output
 
     def _state(self) -> list[object]:

@@ -221,7 +221,7 @@ class EncodingLane:
         first = job.version.prompt_length if self.backbone.is_encoder_decoder else 0
         vector = states[first : first + len(job.tokens)].mean(0)
         if not bool(vector.isfinite().all()):
-            return _not_finite(job)
+            return not_finite(job)
         return answer_of(job, embedding=tuple(vector.tolist()))
 
     def _labels(self, job: Job, logits: torch.Tensor) -> Answer | BaseException:
@@ -230,7 +230,7 @@ class EncodingLane:
         if not bool(
             logits[..., : len(names)][: len(job.tokens) if job.request.task == "tag" else None].isfinite().all()
         ):
-            return _not_finite(job)
+            return not_finite(job)
         if job.request.task == "tag":
             best = logits[: len(job.tokens), : len(names)].argmax(-1).tolist()
             return answer_of(job, tags=tuple(_tags(job, [names[i] for i in best], names)))
@@ -338,7 +338,7 @@ def _tags(job: Job, tags: list[str], labels: Sequence[str]) -> list[tuple[str, s
     return list(zip(job.words, tag_all_words(tagged, len(job.words), labels), strict=True))
 
 
-def _not_finite(job: Job) -> DeltuneError:
+def not_finite(job: Job) -> DeltuneError:
     name = "the base model" if job.request.delta is None else f"delta {job.request.delta!r}"
     return DeltuneError(f"{name} gives numbers for this input that are not finite, so there is no answer")
 

@@ -15,16 +15,15 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ...errors import DeltuneError
 from .backbone import Backbone
 from .cache import columns, row_of, set_columns
-from .encoding import BatchLimits, LaneContext, answer_of
+from .encoding import BatchLimits, LaneContext, answer_of, not_finite
 from .jobs import Job, RequestEncoder
 from .prompt_cache import PromptCache
 from .queue import FairQueue
-from .requests import FinishReason, Sampling, TokenChoice
+from .requests import FinishReason, TokenChoice
 from .runners import DecoderRunner, EncoderDecoderRunner, Row, RunningBatch
-from .sampling import TextBuilder, TokenChooser, check_sampling, config_processors
+from .sampling import TextBuilder, TokenChooser, config_processors
 
 QUANTUM = 32
 """By how many tokens a tenant must have been served more than a waiting one before a row of it is put aside."""
@@ -49,10 +48,6 @@ class GenerationOptions:
             else:
                 self.runners[backbone] = DecoderRunner(backbone)
         return self.runners[backbone]
-
-    def check(self, sampling: Sampling) -> None:
-        """Check the settings of a request."""
-        check_sampling(sampling, self.encoder.tokenizer is not None)
 
 
 class GenerationLane:
@@ -89,11 +84,7 @@ class GenerationLane:
         if self.queue.remove(job) or self.long.remove(job):
             self.paused.pop(job, None)
             return True
-        for row in self._rows():
-            if row.job is job:
-                row.done = True
-                return True
-        return False
+        return any(row.job is job for row in self._rows())
 
     def advance(self) -> None:
         """Run one step: newcomers read their prompts, one long prompt is read further, and every row gets a token."""
@@ -109,7 +100,7 @@ class GenerationLane:
 
     def _rows(self) -> Iterator[Row]:
         for batch in (*self.batches, *self.reading):
-            yield from (row for row in batch.rows if not row.done)
+            yield from (row for row in batch.rows if not row.job.done)
 
     # -- who is in the batch
 
@@ -181,10 +172,7 @@ class GenerationLane:
         return row
 
     def _read_on(self) -> list[RunningBatch]:
-        """Read a part of the long prompt of the tenant who is next; return its batch if it was the last part.
-
-        A part at a time, so that the others of the batch wait for a part of the prompt and not for all of it.
-        """
+        """Read a part of the long prompt of the tenant who is next; return its batch if it was the last part."""
         if not self.reading:
             return []
         batch = min(self.reading, key=lambda one: (self.share.of(one.rows[0].job.tenant), one.rows[0].job.submitted))
@@ -207,7 +195,7 @@ class GenerationLane:
 
     def _put_aside(self, job: Job, stepping: list[RunningBatch]) -> bool:
         """Put aside a row of a tenant that was served more than this one and has more than its share of the batch."""
-        rows = [(batch, row) for batch in stepping for row in batch.rows if not row.done]
+        rows = [(batch, row) for batch in stepping for row in batch.rows if not row.job.done]
         if len(self.paused) >= self.options.limits.rows:
             return False
         held = Counter(row.job.tenant for _, row in rows)
@@ -221,9 +209,9 @@ class GenerationLane:
         tenant = max(greedy, key=self.share.of)
         its = [(batch, row) for batch, row in rows if row.job.tenant == tenant]
         batch, row = max(its, key=lambda pair: pair[1].job.started or 0.0)
-        self.paused[row.job] = self.runner.selected([(batch, [batch.rows.index(row)])])
-        self.paused[row.job].alone = batch.alone
         number = batch.rows.index(row)
+        self.paused[row.job] = self.runner.selected([(batch, [number])])
+        self.paused[row.job].alone = batch.alone
         kept = [i for i in batch.live if i != number]
         stepping[stepping.index(batch)] = (
             self.runner.selected([(batch, kept)]) if kept else RunningBatch([], batch.cache, batch.cross)
@@ -235,8 +223,9 @@ class GenerationLane:
         """Batches that may be one are made one, and rows that have ended are taken out."""
         groups: dict[object, list[RunningBatch]] = {}
         for batch in batches:
-            for key, part in self._parts(batch):
-                groups.setdefault(key, []).append(part)
+            row = batch.rows[batch.live[0]]  # where rows may not be padded, all of a batch have the same lengths
+            key: object = 0 if self.runner.pads else (row.length, row.loaded.prompt_length)
+            groups.setdefault(batch if batch.alone else key, []).append(batch)
         merged = []
         for group in groups.values():
             if len(group) == 1 and len(group[0].live) == len(group[0].rows):
@@ -246,12 +235,6 @@ class GenerationLane:
                 made.alone = group[0].alone
                 merged.append(made)
         return merged
-
-    def _parts(self, batch: RunningBatch) -> list[tuple[object, RunningBatch]]:
-        if batch.alone:
-            return [(id(batch), batch)]
-        row = batch.rows[batch.live[0]]  # where rows may not be padded, all of a batch have the same lengths
-        return [(0 if self.runner.pads else (row.length, row.loaded.prompt_length), batch)]
 
     # -- steps
 
@@ -301,15 +284,11 @@ class GenerationLane:
         fine = logits.isnan().any(-1).logical_not() & logits.isposinf().any(-1).logical_not()
         generated = 0
         for number, (row, is_fine) in enumerate(zip(batch.rows, fine.tolist(), strict=True)):
-            if row.done:
+            if row.job.done:
                 continue
             try:
                 if not is_fine:
-                    name = row.job.request.delta
-                    raise DeltuneError(
-                        f"{'the base model' if name is None else f'delta {name!r}'} gives numbers for this input that "
-                        "are not finite, so there is no answer"
-                    )
+                    raise not_finite(row.job)
                 if row.chooser.is_plain:
                     choice = TokenChoice(plain[number], "")
                 else:
@@ -354,7 +333,6 @@ class GenerationLane:
             row.job.listener(choice)
 
     def _end(self, row: Row, result: FinishReason | BaseException) -> None:
-        row.done = True
         if isinstance(result, BaseException):
             self.context.finish(row.job, result)
             return

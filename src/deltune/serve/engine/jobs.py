@@ -81,17 +81,15 @@ class Job:
         """Nobody waits for the answer any more."""
         return self.future.cancelled()
 
-    def resolve(self, answer: Answer) -> None:
-        """Give the answer, unless the request was cancelled."""
+    def end(self, result: Answer | BaseException) -> None:
+        """Give the answer, or an error in its place, unless the request was cancelled."""
         with suppress(InvalidStateError):
-            if self.future.set_running_or_notify_cancel():
-                self.future.set_result(answer)
-
-    def fail(self, error: BaseException) -> None:
-        """Give an error instead of an answer, unless the request was cancelled."""
-        with suppress(InvalidStateError):
-            if self.future.set_running_or_notify_cancel():
-                self.future.set_exception(error)
+            if not self.future.set_running_or_notify_cancel():
+                return
+            if isinstance(result, Answer):
+                self.future.set_result(result)
+            else:
+                self.future.set_exception(result)
 
 
 class RequestEncoder:

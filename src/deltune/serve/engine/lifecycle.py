@@ -22,7 +22,7 @@ from ..errors import EngineClosed, NameTaken, RequestTimeout, UnknownDelta, refu
 from .backbone import Backbones, LoadedDelta, PreparedDelta
 from .catalog import Catalog, Entry, State
 from .concurrency import thread_pool
-from .folders import FolderFacts, Signature, check_delta_name, read_facts, signature
+from .folders import Signature, check_delta_name, read_facts, signature
 from .jobs import Job
 from .queue import FairShare
 from .requests import DeltaInfo
@@ -89,7 +89,6 @@ class Lifecycle:
         self._arrivals: deque[Arrival] = deque()
         self._loads: set[Future[DeltaInfo]] = set()  # of `load` and `refresh`, until they are done
         self._closing: DeltuneError | None = None  # why deltas are loaded for requests alone
-        self._ended = False
         self._active: set[Entry] = set()  # those in memory and those that requests wait for, so that no step sees all
         # on one of torch's threads: the passes that run meanwhile need the cores
         self._reader = thread_pool(1, 1, "deltune-reader")
@@ -181,30 +180,25 @@ class Lifecycle:
             began = time.perf_counter()
             for attempt in range(READ_ATTEMPTS):
                 seen = signature(folder)
-                prepared = self._prepared(entry, folder, seen, again=done is not None)
+                prepared = self._prepared(entry, folder, seen)
                 if isinstance(prepared, PreparedDelta) or signature(folder) == seen:
                     break
                 time.sleep(0.05 * (attempt + 1))  # somebody is replacing the files
             with self._wake:
                 self.load_seconds += time.perf_counter() - began
-                if not self._ended:
-                    self._arrivals.append(Arrival(entry, folder, prepared, seen, done, requested, replace))
-                    self._wake.notify_all()
+                self._arrivals.append(Arrival(entry, folder, prepared, seen, done, requested, replace))
+                self._wake.notify_all()
 
         try:
             self._reader.submit(read)
         except RuntimeError:
             raise EngineClosed("the server is closing and loads no deltas") from None
 
-    def _prepared(self, entry: Entry, folder: Path, seen: Signature, again: bool) -> PreparedDelta | DeltuneError:
-        """Read and check a delta, or say why it is refused; files that were refused are read `again` or not."""
+    def _prepared(self, entry: Entry, folder: Path, seen: Signature) -> PreparedDelta | DeltuneError:
+        """Read and check a delta, or say why it is refused."""
         try:
-            if not again and entry.error and seen == entry.refused:
-                return entry.refusal
-            facts = None if again else self._known_facts(entry, folder, seen)
-            if facts is None:
-                facts = read_facts(folder)
-                self.backbones.check(facts, folder)
+            facts = read_facts(folder)
+            self.backbones.check(facts, folder)
             backbone = self.backbones.for_head(self.backbones.head_of(facts))
             return backbone.prepare(entry.name, folder, facts, seen)
         except DeltuneError as error:
@@ -212,11 +206,6 @@ class Lifecycle:
         except Exception as error:
             logger.exception("delta %r cannot be read", entry.name)
             return DeltuneError(f"delta {entry.name!r} cannot be read: {error_summary(error)}")
-
-    def _known_facts(self, entry: Entry, folder: Path, seen: Signature) -> FolderFacts | None:
-        """Return the facts of a delta, which were checked when they were read; None if its files may have changed."""
-        with self._wake:
-            return entry.facts if entry.folder == folder and entry.seen == seen else None
 
     def refuse_loads(self, error: DeltuneError) -> None:
         """Fail the calls of `load` and `refresh` that wait, and all later ones; deltas still come for requests."""
@@ -228,6 +217,7 @@ class Lifecycle:
 
     def close(self) -> None:
         self._reader.shutdown(wait=True)
+        self._arrivals.clear()
 
     # -- in the engine's thread: what has been read
 
@@ -263,36 +253,31 @@ class Lifecycle:
     @property
     def has_arrivals(self) -> bool:
         """A delta was read that can be taken now."""
-        return any(not self._waits_for_room(arrival) for arrival in self._arrivals)
+        return any(self._place_for(arrival) is not False for arrival in self._arrivals)
 
     def _entry_of(self, arrival: Arrival) -> Entry:
         """The entry that an arrival is for: another call of `load` may have made one of its name meanwhile."""
         return (self.catalog.get(arrival.entry.name) if arrival.requested else None) or arrival.entry
-
-    def _may_be_attached(self, arrival: Arrival) -> bool:
-        prepared, entry = arrival.prepared, self._entry_of(arrival)
-        if not isinstance(prepared, PreparedDelta) or arrival.given_up or self._waits_for_room(arrival):
-            return False
-        return not self._is_served(prepared, entry)
 
     def _is_served(self, prepared: PreparedDelta, entry: Entry) -> bool:
         """Say that a version is in memory already, and takes requests."""
         current = entry.current
         return current is not None and current.version == prepared.facts.version and entry.state is not State.DRAINING
 
-    def _waits_for_room(self, arrival: Arrival) -> bool:
+    def _place_for(self, arrival: Arrival) -> bool | None:
+        """Whether there is, or can be made, a place for a delta in memory; None if it needs none."""
         prepared, entry = arrival.prepared, self._entry_of(arrival)
         if not isinstance(prepared, PreparedDelta) or arrival.given_up or self._is_served(prepared, entry):
-            return False
+            return None
         if self._has_room(prepared.bytes, entry) or self._victim(entry) is not None:
-            return False
-        return all(loaded.users for loaded in self.retired)
+            return True
+        return not all(loaded.users for loaded in self.retired)
 
     def take_arrivals(self) -> None:
         """Attach the deltas that were read and have a place, and go on with the requests that waited for them."""
         with self._wake:
             arrivals, self._arrivals = self._arrivals, deque()
-        if any(self._may_be_attached(arrival) for arrival in arrivals):
+        if any(self._place_for(arrival) for arrival in arrivals):
             self._wait_for_passes()
             self.drop_unneeded()
         left = [arrival for arrival in arrivals if not self._take(arrival)]
@@ -419,10 +404,7 @@ class Lifecycle:
         return self.max_loaded_bytes is None or sum(d.bytes for d in inside) + more <= self.max_loaded_bytes
 
     def _victim(self, replaced: Entry | None = None) -> Entry | None:
-        """The entry whose version nobody needs, and was not needed for longest; one that was just loaded stays.
-
-        `replaced` gets another version, and its old one serves until then.
-        """
+        """The entry, but for the `replaced` one, whose used version nobody needs and was not needed for longest."""
         idle = [
             (loaded.last_used, entry)
             for entry, loaded in self._resident()
@@ -443,10 +425,7 @@ class Lifecycle:
         return True
 
     def _surplus(self) -> Entry | None:
-        """Return what has to be dropped where those in memory are too large: they grow when they are first used.
-
-        Versions that were replaced do not count, since they go with their last requests.
-        """
+        """Return what has to be dropped where those in memory are too large: they grow when they are first used."""
         if self.max_loaded_bytes is None:
             return None
         size = sum(loaded.bytes for _, loaded in self._resident())
@@ -499,13 +478,6 @@ class Lifecycle:
         if loaded is not None:
             self._retire(loaded)
         self.drop_unneeded()
-
-    def end(self, error: DeltuneError) -> None:
-        """Take no more deltas."""
-        self.refuse_loads(error)
-        with self._wake:
-            self._ended = True
-            self._arrivals.clear()
 
 
 def _fail(done: Future[DeltaInfo], error: DeltuneError) -> None:

@@ -37,10 +37,7 @@ class PromptCache:
         self._found: dict[tuple[object, ...], list[CachedPrompt]] = {}
 
     def find(self, tenant: str, loaded: LoadedDelta, tokens: Sequence[int]) -> tuple[CachedPrompt | None, int]:
-        """Return the beginning that has the most tokens in common with a prompt, and how many it has.
-
-        At least one token of the prompt is not among them, since its output is needed.
-        """
+        """Return the beginning with the most, and never all, tokens of a prompt, and how many it has in common."""
         best, length = None, 0
         candidates: list[tuple[CachedPrompt, int]] = []
         for key, end in _keys(tenant, loaded, tokens[: len(tokens) - 1]):

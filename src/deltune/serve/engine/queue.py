@@ -113,10 +113,7 @@ class FairQueue(Generic[T]):
         return {tenant for tenant, jobs in self._jobs.items() if len(jobs) <= LIGHT * mean}
 
     def push(self, job: T, first: bool = False) -> None:
-        """Add a request.
-
-        With `first`, it goes before the others of its tenant, as one does that was interrupted.
-        """
+        """Add a request; with `first`, before the others of its tenant, since it was interrupted."""
         jobs = self._jobs.setdefault(job.tenant, deque())
         if first:
             jobs.appendleft(job)
@@ -125,18 +122,10 @@ class FairQueue(Generic[T]):
 
     def peek(self) -> T | None:
         """Return the next request, and leave it in the queue; None if there is none."""
-        tenant = min(
-            self._jobs,
-            key=lambda t: (*self.share.order(t), self._jobs[t][0].submitted),
-            default=None,
-        )
-        return None if tenant is None else self._jobs[tenant][0]
+        return next(iter(self.next_jobs(1, lambda _: 0.0)), None)
 
     def next_jobs(self, number: int, cost: Callable[[T], float]) -> list[T]:
-        """Return the next requests, and leave them in the queue.
-
-        The counter of a tenant is taken to grow by the `cost` of each of its requests before the next is chosen.
-        """
+        """Return the next requests, as if each charged its `cost` to its tenant, and leave them in the queue."""
         heads = [
             (*self.share.order(tenant), jobs[0].submitted, place, 0, jobs)
             for place, (tenant, jobs) in enumerate(self._jobs.items())
@@ -318,17 +307,12 @@ def check_length(job: Job, loaded: LoadedDelta, max_length: int | None) -> None:
     if generating:
         job.request = _shortened(job.request, answer_positions, max_length, length)
         more = job.request.sampling.max_tokens
+    size = f"the request has {length} tokens{f' and max_tokens={more}' if generating else ''}"
     if max_length is not None and length + more > max_length:
-        raise InvalidRequest(
-            f"the request has {length} tokens{f' and max_tokens={more}' if generating else ''}, and this server "
-            f"takes {max_length}{advice}"
-        )
+        raise InvalidRequest(f"{size}, and this server takes {max_length}{advice}")
     needed = length + (more if not backbone.is_encoder_decoder else 0)
     if needed > positions:
-        raise InvalidRequest(
-            f"the request has {length} tokens{f' and max_tokens={more}' if generating else ''}, and the model can "
-            f"read {positions}{advice}"
-        )
+        raise InvalidRequest(f"{size}, and the model can read {positions}{advice}")
     if generating and more > answer_positions:
         raise InvalidRequest(f"max_tokens={more} is more than the {answer_positions} that the decoder has places for")
 

@@ -57,7 +57,6 @@ class Row:
     cached_prompt: CachedPrompt | None = None  # what was found there
     generated: list[int] = field(default_factory=list)  # the tokens that were generated
     choices: list[TokenChoice] = field(default_factory=list)  # the same, with their texts
-    done: bool = False  # whether it has ended, so that it is taken out of its batch
 
     @property
     def loaded(self) -> LoadedDelta:
@@ -78,26 +77,30 @@ class RunningBatch:
     @property
     def live(self) -> list[int]:
         """The numbers of the rows that have not ended."""
-        return [number for number, row in enumerate(self.rows) if not row.done]
+        return [number for number, row in enumerate(self.rows) if not row.job.done]
 
 
-def same_in_a_batch(
-    backbone: Backbone,
-    joint_and_alone: Callable[[Sequence[list[int]], int, LoadedDelta], tuple[torch.Tensor, torch.Tensor]],
-) -> bool:
-    """Measure whether rows of different lengths get in one batch what each gets alone; a family that fails does not."""
-    model, base = backbone.model, backbone.base_entry(())
-    last = int(model.config.get_text_config().vocab_size) - 1
-    try:
-        joint, alone = joint_and_alone([[last % 7, last, last // 2, last // 3, last], [last, last // 5]], last, base)
-    except Exception:
-        return False
-    precise = model.dtype in (torch.float32, torch.float64)
-    scale = float(alone.std()) or 1.0
-    return float((joint - alone).abs().max()) < (1e-3 if precise else 0.1) * scale
+class Runner:
+    """What measures, when it is made, which rows of a model may be in one batch."""
+
+    def __init__(self, backbone: Backbone) -> None:
+        self.backbone, self.model = backbone, backbone.model
+        self.base = backbone.base_entry(())
+        self.precise = self.model.dtype in (torch.float32, torch.float64)
+        self.last = last = int(self.model.config.get_text_config().vocab_size) - 1
+        self.prompts = ([last % 7, last, last // 2, last // 3, last], [last, last // 5])
+
+    def same(self, joint_and_alone: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> bool:
+        """Measure whether rows get in one batch what each gets alone; a family that fails does not."""
+        try:
+            joint, alone = joint_and_alone()
+        except Exception:
+            return False
+        scale = float(alone.std()) or 1.0
+        return float((joint - alone).abs().max()) < (1e-3 if self.precise else 0.1) * scale
 
 
-class DecoderRunner:
+class DecoderRunner(Runner):
     """Reads prompts and makes steps with a decoder.
 
     Where it `holds`, the cache has the prefix and the prompt of each delta, so that no step computes them again. That
@@ -114,7 +117,7 @@ class DecoderRunner:
     """
 
     def __init__(self, backbone: Backbone) -> None:
-        self.backbone, self.model = backbone, backbone.model
+        super().__init__(backbone)
         self.numbered = "position_ids" in backbone.arguments
         table = backbone.first_stack.positions
         self.first = first_position(backbone.model.get_submodule(table) if table else None)
@@ -128,7 +131,7 @@ class DecoderRunner:
         else:
             self.pads = True
             self._check_cache()
-            self.pads = same_in_a_batch(backbone, self._joint_and_alone)
+            self.pads = self.same(self._joint_and_alone)
 
     def _may_hold(self) -> bool:
         """Measure whether rows may be padded, and have masked columns between their own."""
@@ -136,8 +139,8 @@ class DecoderRunner:
             self._check_cache()
         except DeltuneError:  # the check without holding says why, if the model cannot do that either
             return False
-        self.pads = same_in_a_batch(self.backbone, self._joint_and_alone)
-        return self.pads and same_in_a_batch(self.backbone, self._with_gaps_and_alone)
+        self.pads = self.same(self._joint_and_alone)
+        return self.pads and self.same(self._with_gaps_and_alone)
 
     def _may_cache_prefixes(self) -> bool:
         try:
@@ -145,31 +148,26 @@ class DecoderRunner:
         except DeltuneError:
             return False  # no delta for this model has a prefix
         try:
-            return same_in_a_batch(
-                self.backbone, lambda prompts, last, _: self._cached_and_applied(prompts[0], last, trial)
-            )
+            return self.same(lambda: self._cached_and_applied(trial))
         finally:
             self.backbone.detach(trial)
 
     def _check_cache(self) -> None:
         """Check that our cache has all that the model remembers: a further token scores as in a pass over all."""
-        base, last = self.backbone.base_entry(()), int(self.model.config.get_text_config().vocab_size) - 1
-        row, other = (
-            probe_row(tokens, base) for tokens in ([last % 7, last, last // 2, last // 3, last], [last, last // 5])
-        )
+        row, other = (probe_row(tokens, self.base) for tokens in self.prompts)
         kind, reason = type(self.model).__name__, ""
         try:
             batch, _ = self.read([row])
             self.read([other])  # which must not touch what the first one remembers
-            row.generated.append(last // 4)
+            row.generated.append(self.last // 4)
             scores = self.step(batch)
             ids = torch.tensor([[*row.before, *row.generated]], device=self.backbone.device)
             whole = self.backbone.run(
-                [base], lambda: self.model(input_ids=ids, use_cache=False).logits[:, -1].float().cpu()
+                [self.base], lambda: self.model(input_ids=ids, use_cache=False).logits[:, -1].float().cpu()
             )
             scale = float(whole.std()) or 1.0
             # wide bounds: another kernel may round otherwise, and a mixture of experts then choose other experts
-            bound = 0.1 if self.model.dtype in (torch.float32, torch.float64) else 0.5
+            bound = 0.1 if self.precise else 0.5
             self.like = empty_columns(batch.cache, 1, 1)
             if columns(batch.cache) != row.length or float((scores - whole).abs().mean()) > bound * scale:
                 reason = "its cache does not hold what it has read"
@@ -187,46 +185,40 @@ class DecoderRunner:
         """Return what stands before the first token that is generated: the prompt."""
         return job.tokens
 
-    def _joint_and_alone(
-        self, prompts: Sequence[list[int]], last: int, base: LoadedDelta
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _joint_and_alone(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scores of prompts of different lengths in one batch, padded on the left, and one by one."""
-        return self._together_and_alone(lambda: [probe_row(tokens, base) for tokens in prompts], last)
+        return self._together_and_alone(lambda: [probe_row(tokens, self.base) for tokens in self.prompts])
 
-    def _with_gaps_and_alone(
-        self, prompts: Sequence[list[int]], last: int, base: LoadedDelta
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _with_gaps_and_alone(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scores of a row whose beginning is cached beside one that reads all of its tokens, and of each."""
-        tokens, known = prompts[0], len(prompts[0]) - 1
+        tokens, base = self.prompts[0], self.base
 
         def make_rows() -> list[Row]:
             batch, _ = self.read([probe_row(tokens, base)])
             row, other = probe_row(tokens, base), probe_row(tokens[::-1], base)
-            states = row_of(batch.cache, 0, known + 1)
-            row.cached_prompt, row.cached = CachedPrompt(base, tuple(tokens), states, [], 0), known
+            states = row_of(batch.cache, 0, len(tokens))
+            row.cached_prompt, row.cached = CachedPrompt(base, tuple(tokens), states, [], 0), len(tokens) - 1
             return [row, other]
 
-        return self._together_and_alone(make_rows, last)
+        return self._together_and_alone(make_rows)
 
-    def _cached_and_applied(
-        self, tokens: list[int], last: int, trial: LoadedDelta
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _cached_and_applied(self, trial: LoadedDelta) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scores of a row whose prefix is in the cache, and of one whose prefix the edits add."""
         self.caches_prefixes = True
-        cached = self._scores_of([probe_row(tokens, trial)], last)
+        cached = self._scores_of([probe_row(self.prompts[0], trial)])
         self.caches_prefixes, trial.preamble = False, None
-        return cached, self._scores_of([probe_row(tokens, trial)], last)
+        return cached, self._scores_of([probe_row(self.prompts[0], trial)])
 
-    def _together_and_alone(self, make_rows: Callable[[], list[Row]], last: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _together_and_alone(self, make_rows: Callable[[], list[Row]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scores of two rows in one batch, and one by one."""
-        alone = [self._scores_of([row], last) for row in make_rows()]
-        return self._scores_of(make_rows(), last), torch.stack(alone, dim=1).flatten(0, 1)
+        alone = [self._scores_of([row]) for row in make_rows()]
+        return self._scores_of(make_rows()), torch.stack(alone, dim=1).flatten(0, 1)
 
-    def _scores_of(self, rows: list[Row], last: int) -> torch.Tensor:
+    def _scores_of(self, rows: list[Row]) -> torch.Tensor:
         """Return the scores after the prompts of rows, and then those after a further token of each."""
         batch, first = self.read(rows)
         for row in rows:
-            row.generated.append(last // 4)
+            row.generated.append(self.last // 4)
         return torch.cat([first, self.step(batch)])
 
     def preamble(self, loaded: LoadedDelta) -> Preamble:
@@ -240,7 +232,8 @@ class DecoderRunner:
         prompt: States = []
         if length:
             row, cache = probe_row([0], loaded), new_cache()
-            self._run([row], cache, [[0]], [[1]], [0], 1)  # with all edits; the prompt does not see the token
+            # with all edits; the prompt does not see the token
+            self._forward([row], cache, [[0]], [[1]], [0], 1, with_preambles=False)
             prompt = first_columns(row_of(cache, 0, length + 1), length)
         if loaded.prefix is None or not self.caches_prefixes or not fits(self.like, _prefix_states(loaded.prefix)):
             return Preamble(0, length, prompt, loaded.prompt_edits)
@@ -336,16 +329,6 @@ class DecoderRunner:
         return 0 if self.holds else max(row.loaded.prompt_length for row in rows)
 
     def _forward(
-        self, rows: list[Row], cache: Cache, ids: list[list[int]], mask: list[list[int]], starts: list[int], width: int
-    ) -> torch.Tensor:
-        """Run the model on tokens of which each row's stand after its preamble; starts are positions without it."""
-        if not self.holds:
-            return self._run(rows, cache, ids, mask, starts, width)
-        starts = [start + row.loaded.prompt_shift for row, start in zip(rows, starts, strict=True)]
-        left_out = frozenset[Edit]().union(*(self.preamble(row.loaded).edits for row in rows))
-        return self._run(rows, cache, ids, mask, starts, width, left_out)
-
-    def _run(
         self,
         rows: list[Row],
         cache: Cache,
@@ -353,8 +336,14 @@ class DecoderRunner:
         mask: list[list[int]],
         starts: list[int],
         width: int,
-        left_out: frozenset[Edit] | None = None,
+        *,
+        with_preambles: bool = True,
     ) -> torch.Tensor:
+        """Run the model on tokens of which each row's stand after its preamble; starts are positions without it."""
+        left_out = None
+        if self.holds and with_preambles:
+            starts = [start + row.loaded.prompt_shift for row, start in zip(rows, starts, strict=True)]
+            left_out = frozenset[Edit]().union(*(self.preamble(row.loaded).edits for row in rows))
         device = self.backbone.device
         inputs: dict[str, Any] = {
             "input_ids": torch.tensor(ids, device=device),
@@ -383,7 +372,7 @@ def _prefix_states(prefix: CacheablePrefix) -> States:
         return [*prefix.states()]
 
 
-class EncoderDecoderRunner:
+class EncoderDecoderRunner(Runner):
     """Reads texts and makes steps with an encoder-decoder.
 
     Attributes:
@@ -391,7 +380,7 @@ class EncoderDecoderRunner:
     """
 
     def __init__(self, backbone: Backbone, tokenizer: Any) -> None:
-        self.backbone, self.model = backbone, backbone.model
+        super().__init__(backbone)
         forced = {} if tokenizer is None else forced_bos_options(tokenizer, self.model)
         config: Any = self.model.generation_config
         self.forced = forced
@@ -407,7 +396,7 @@ class EncoderDecoderRunner:
             weight = parameters_of(table).get("weight")
             self.table = table if weight is not None and weight.dim() == 2 and not shared else None
         self.pads = True
-        self.pads = same_in_a_batch(backbone, self._joint_and_alone)
+        self.pads = self.same(self._joint_and_alone)
         if not self.pads:
             self.table = None
 
@@ -415,18 +404,16 @@ class EncoderDecoderRunner:
         """Return what stands before the first token that is generated: what the decoder starts with."""
         return self.starts
 
-    def _joint_and_alone(
-        self, prompts: Sequence[list[int]], last: int, base: LoadedDelta
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _joint_and_alone(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scores of two rows in one batch, of which one began later, and one by one."""
-        first, second = (probe_row(tokens, base) for tokens in prompts)
+        first, second = (probe_row(tokens, self.base) for tokens in self.prompts)
         first.before = second.before = self.starts
         one, _ = self.read([first])
-        first.generated.append(last // 4)
+        first.generated.append(self.last // 4)
         self.step(one)
-        first.generated.append(last // 5)
+        first.generated.append(self.last // 5)
         other, _ = self.read([second])
-        second.generated.append(last // 6)
+        second.generated.append(self.last // 6)
         joint = self.step(self.selected([(one, [0]), (other, [0])]))
         first.length -= 1
         second.length -= 1

@@ -50,6 +50,7 @@ from .lifecycle import Lifecycle
 from .prompt_cache import PromptCache
 from .queue import Admission, FairShare, FairThread, check_length, cut_length, readable_length
 from .requests import Answer, DeltaInfo, EngineStats, Request, Task, TokenChoice
+from .sampling import check_sampling
 
 logger = logging.getLogger(__name__)
 
@@ -363,7 +364,7 @@ class Server:
         job = self._encoder.encode(request, listener, cut_length(request, facts.max_length, readable), readable)
         job.submitted = arrived
         if request.task == "generate":
-            self._options.check(request.sampling)
+            check_sampling(request.sampling, self.tokenizer is not None)
         check_length(job, loaded, self.max_length)
         return job
 
@@ -455,27 +456,19 @@ class Server:
         return self.deltas()
 
     def deltas(self) -> list[DeltaInfo]:
-        """Return what is known of each delta.
-
-        Returns:
-            A fact sheet for each, sorted by name.
-        """
+        """Return what is known of each delta, sorted by name."""
         return self._catalog.infos()
 
-    def ignored_folders(self) -> dict[str, str]:
-        """Return the folders in the directory of deltas that hold none, when it was last looked at.
+    def has(self, name: str) -> bool:
+        """Return whether there is a delta of a name, whether its files are sound or not."""
+        return self._catalog.get(name) is not None
 
-        Returns:
-            By name, why they are not served.
-        """
+    def ignored_folders(self) -> dict[str, str]:
+        """Return why folders in the directory of deltas held none when it was last looked at, by name."""
         return self._catalog.ignored_folders()
 
     def unloaded(self) -> list[str]:
-        """Return the names that `unload` has taken out, while their folders are still in the directory of deltas.
-
-        Returns:
-            The names, sorted; `load` brings them back.
-        """
+        """Return the names, sorted, that `unload` has taken out while their folders stay; `load` brings them back."""
         return self._catalog.unloaded()
 
     def _watch(self, seconds: float) -> None:
@@ -490,27 +483,15 @@ class Server:
     # -- numbers, and the end
 
     def base_tasks(self) -> tuple[Task, ...]:
-        """Return what the base model can be asked for.
-
-        Returns:
-            The tasks of its head.
-        """
+        """Return what the base model can be asked for: the tasks of its head."""
         return self._base.tasks
 
     def is_alive(self) -> bool:
-        """Return whether requests are answered, without waiting for anything.
-
-        Returns:
-            Whether the server is open and the thread that computes runs.
-        """
+        """Return at once whether the server is open and the thread that computes runs."""
         return self._thread.is_alive() and not self._closing
 
     def stats(self) -> EngineStats:
-        """Return how busy the server is.
-
-        Returns:
-            The numbers since the start, and what waits and runs now.
-        """
+        """Return how busy the server is: the numbers since its start, and what waits and runs now."""
         with self._lock:
             return EngineStats(
                 queued={tenant: n for tenant, n in self._admission.queued.items() if n},
@@ -526,10 +507,9 @@ class Server:
             )
 
     def take_usage(self) -> dict[str, int]:
-        """Return the tokens that were computed since the last call, for requests that failed or left too.
+        """Return tenant -> tokens, read and generated since the last call, for requests that failed or left too.
 
-        Returns:
-            Tenant -> tokens, read and generated. The first call begins to count, and returns nothing.
+        The first call begins to count, and returns nothing.
         """
         return self._share.take_usage()
 
@@ -688,11 +668,9 @@ class Server:
         return not isinstance(lane, EncodingLane) or self._passes.free > 0
 
     def _next_lane(self) -> tuple[str, str, str] | None:
-        """The lane that has the next batch, of those that are due: the one with the tenant that was served least.
+        """The due lane with the tenant that was served least, then with the longest wait; None if it needs a thread.
 
-        Otherwise a tenant with many deltas that share no batch would have a batch in each turn for each of them. Among
-        lanes of the same tenant it is the one that has waited longest for its turn. It is None also where that lane
-        waits for a thread.
+        Otherwise a tenant with many deltas that share no batch would have a batch in each turn for each of them.
         """
         due = {key: lane for key, lane in self._lanes.items() if self._is_due(lane)}
         chosen = next(iter(due), None)
@@ -778,10 +756,7 @@ class Server:
                 self._failed[name] += 1
             self._admission.note_end(now)
             self._wake.notify_all()
-        if isinstance(answer, Answer):
-            job.resolve(answer)
-        else:
-            job.fail(answer)
+        job.end(answer)
         job.listener = None  # a stream, which has the job
 
     def _count(self, tokens: int) -> None:
@@ -843,7 +818,7 @@ class Server:
             calls, self._calls = self._calls, deque()
         for job in left:
             self._drop(job, error)
-        self._lifecycle.end(error)
+        self._lifecycle.refuse_loads(error)
         for call in calls:
             call()
         try:
