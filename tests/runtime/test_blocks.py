@@ -154,7 +154,7 @@ def test_a_hash_differs_exactly_where_outputs_do(text: str) -> None:
 HASHED = """
 import sys, torch
 from datasets.fingerprint import Hasher
-from tests.tables.test_blocks import tuned_model
+from tests.runtime.test_blocks import tuned_model
 tuned = tuned_model(sys.argv[1])
 hashes = [Hasher.hash(tuned.model)]
 with tuned.disable():

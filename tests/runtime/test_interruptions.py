@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,6 +21,8 @@ from deltune.runtime.pass_manager import PassManager
 from tables.families import FAMILIES
 from tables.methods import crossed
 from tables.specimens import Outputs, batch, build, differences, equal, facts, forward, loss, run, stir
+
+from .test_threads import run_at_once
 
 SOURCES = str(Path(deltune.__file__).parent) + os.sep
 
@@ -234,11 +238,19 @@ def nested_pass(stage: Stage, tuned: deltune.Tuned) -> None:
         hook.remove()
 
 
-PASSES: dict[str, Callable[[Stage, deltune.Tuned], Any]] = {
-    "a pass": lambda stage, tuned: run(tuned.model, stage.inputs),
-    "a pass in rows": lambda stage, tuned: passing(stage.inputs, tuned),
-    "a pass in a pass": nested_pass,
+PASSES: dict[str, tuple[Callable[[Stage, deltune.Tuned], Any], Callable[..., Any]]] = {
+    "a pass": (lambda stage, tuned: run(tuned.model, stage.inputs), PassManager._end),
+    "a pass in rows": (lambda stage, tuned: passing(stage.inputs, tuned), PassManager._end),
+    "a pass in a pass": (nested_pass, PassManager._end),
+    "a pass with other tensors in a pass": (nested_pass, PassManager._run_nested),
 }
+
+
+def taken_at_once(mutex: Any) -> bool:
+    taken: bool = mutex.acquire(blocking=False)
+    if taken:
+        mutex.release()
+    return taken
 
 
 @pytest.mark.parametrize("kind", PASSES)
@@ -246,10 +258,11 @@ def test_interrupted_while_a_pass_ends(kind: str, tmp_path: Path, points: int) -
     """Nobody waits for it, not even while its exception, and with it the pass, is kept."""
     stage = Stage(TEXTS["selected"], tmp_path)
     kept = []
-    for tuned, error in at_every_line(stage, lambda tuned: PASSES[kind](stage, tuned), PassManager._end, points):
+    work, inside = PASSES[kind]
+    for tuned, error in at_every_line(stage, lambda tuned: work(stage, tuned), inside, points):
         kept.append(error)
-        lock = tuned._passes.lock
-        assert lock.idle and not lock._nested_pass_runs(), "a pass that has ended is waited for"
+        assert not tuned._passes.lock.running, "a pass that has ended is waited for"
+        assert run_at_once(partial(taken_at_once, tuned._passes.lock.mutex)) == [True], "the lock is held"
         stage.check(tuned, {"a", "b"}, {"a", "b"})
     assert kept
 
@@ -268,6 +281,8 @@ def test_interrupted_at_the_end_of_attaching(what: str, first: bool, tmp_path: P
     def model() -> PreTrainedModel:
         return copy.deepcopy(stage.bare if first else stage.model)
 
+    work(model())
+    gc.collect()  # the models of other tests, which are looked through for each change
     with Interrupting(0, inside=inside) as whole:
         work(model())
     interrupted = 0

@@ -335,7 +335,7 @@ def _detaches(tuned: deltune.Tuned) -> bool:
 
 def waiting(tuned: deltune.Tuned) -> int:
     """How many wait for their turn."""
-    return len(tuned._passes.lock._queue)
+    return len(tuned._passes.lock._waiting)
 
 
 def test_generate_batch_with_a_change_that_waits() -> None:

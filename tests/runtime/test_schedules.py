@@ -22,7 +22,6 @@ import torch
 
 import deltune
 from deltune.runtime import handle
-from deltune.runtime.forward_pass import PassLock
 from deltune.train import frozen_layers
 from tables.families import FAMILIES
 from tables.specimens import Outputs, batch, build, differences, distance, equal, facts, run, stir
@@ -110,8 +109,8 @@ def called(module: torch.nn.Module, step: Callable[[], None]) -> Iterator[None]:
 class Watched:
     """A lock that tells when somebody has to wait for it."""
 
-    def __init__(self, event: threading.Event) -> None:
-        self.lock, self.wanted = threading.Lock(), event
+    def __init__(self, event: threading.Event, lock: Any = None) -> None:
+        self.lock, self.wanted = lock or threading.Lock(), event
 
     def __enter__(self) -> None:
         if not self.lock.acquire(blocking=False):
@@ -147,11 +146,7 @@ def test_a_nested_pass_with_other_tensors(
     expected = answers(tuned, inputs)
     here, order, outputs = threading.get_ident(), [], {}
     arrived = threading.Event()
-    wait, context = PassLock._wait, contextvars.copy_context()
-
-    def waiting(lock: PassLock, *args: Any) -> None:
-        arrived.set()
-        wait(lock, *args)
+    lock, context = tuned._passes.lock, contextvars.copy_context()
 
     def of_other() -> Outputs:
         with WAYS[other](tuned):
@@ -172,7 +167,7 @@ def test_a_nested_pass_with_other_tensors(
             if interrupted:
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(PassLock, "_wait", waiting)
+    monkeypatch.setattr(lock, "mutex", Watched(arrived, lock.mutex))
     with another_thread() as start, called(model.bert.encoder.layer[0], step):
         outputs["outer"] = run(model, inputs)
         outputs["other"] = outputs["other"].result(PATIENCE)

@@ -251,6 +251,39 @@ def test_changes_beside_passes(tmp_path: Path) -> None:
     assert tuned.names == ("d0", "d1", "d2", "d3")
 
 
+@pytest.mark.parametrize("text", ["layernorm", "lora(rank=2)"])
+def test_heads_of_other_labels_beside_a_change_of_the_head(text: str, tmp_path: Path) -> None:
+    """The loss counts the labels of the configuration, which those of each pass are in while it runs."""
+    model = build(FAMILIES["bert"], "sequence", num_labels=2)
+    for number in (3, 5):
+        other = build(FAMILIES["bert"], "sequence", num_labels=number)
+        other.bert.load_state_dict(model.bert.state_dict())
+        stir(deltune.attach(other, text), seed=number).save(tmp_path / str(number))
+    for number in (3, 5):
+        tuned = deltune.load(model, tmp_path / str(number), name=f"of{number}")
+    inputs = batch(model, rows=2)
+
+    def answer(number: int) -> Outputs:
+        output = model(**inputs, labels=torch.tensor([number - 1, 0]))
+        return {"loss": output.loss.detach(), "logits": output.logits.detach()}
+
+    def in_block(number: int) -> Outputs:
+        with tuned.disable() if number == 2 else tuned.rows([f"of{number}"] * 2):
+            return answer(number)
+
+    def in_use(number: int) -> Outputs:
+        tuned.use(f"of{number}")
+        return answer(number)
+
+    blocks, used = {n: in_block(n) for n in (2, 3, 5)}, {n: in_use(n) for n in (3, 5)}
+    assert [blocks[n]["logits"].shape[-1] for n in blocks] == [2, 3, 5]
+    jobs = [lambda n=n: sum(not equal(in_block(n), blocks[n]) for _ in range(ROUNDS)) for n in blocks]
+    wrong = run_at_once(*jobs, lambda: sum(not equal(in_use(n), used[n]) for _ in range(ROUNDS) for n in used))
+    assert wrong == [0] * 4 and model.config.num_labels == 5
+    tuned.detach()
+    assert model.config.num_labels == 2
+
+
 def test_what_cannot_wait_is_an_error() -> None:
     tuned = several("bert", "sequence")
     model = tuned.use("d3").model

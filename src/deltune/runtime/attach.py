@@ -68,9 +68,9 @@ from .delta_schema import (
     parse_saved_method,
 )
 from .handle import Tuned
+from .model_state import refuse_inference_tensors, refuse_shared_modules
 from .modules import Delta, HeadLabels, parameter_key
 from .offloading import check_offloading, follow_offloading
-from .pass_manager import refuse_inference_tensors, refuse_shared_modules
 
 FORMATS = ("peft", *peft_write.SERVERS)
 """The formats that `export` writes: PEFT's own, and what other programs read of it."""

@@ -27,7 +27,7 @@ from ..anatomy.inspection import inspect
 from ..anatomy.offloading import loaded_devices
 from ..anatomy.quantization import is_unquantized, quantization_of, quantized_modules
 from ..anatomy.quantizers import bias_of, dequantized_weight, plain_linear, set_weight_from
-from ..anatomy.skeleton import HANDLE_NAME, base_modules, base_parameters, base_tensors, modules_without_paths
+from ..anatomy.skeleton import HANDLE_NAME, base_modules, base_parameters, base_tensors
 from ..anatomy.snapshot import Snapshot
 from ..anatomy.tracing import CallOrder, all_configs, base_model, call_order, check_takes_embeddings
 from ..anatomy.types import Anatomy, html_table, is_inside
@@ -40,17 +40,24 @@ from ..methods.parser import explain_arguments
 from ..methods.resolve import ResolvedMethod, resolve
 from ..methods.spec import MaskedMethod, Method
 from . import hub, merging, serialization
-from .forward_pass import PassLock, Scope, choose_here, current_scope
-from .hooks import ATTRIBUTE, Hook, Hooks, hooks_of_delta, hooks_of_model, install_rank, unreached_edits
+from .hooks import (
+    ATTRIBUTE,
+    ForwardOverride,
+    Hook,
+    Hooks,
+    hooks_of_delta,
+    hooks_of_model,
+    install_rank,
+    unreached_edits,
+)
 from .model_card import write_card
 from .model_methods import METHODS, WHOLE_MODEL_METHODS, plain_copy
-from .model_state import ModelState
+from .model_state import ModelState, claim_modules, refuse_shared_modules
 from .modules import BasePlace, Delta, Edit, HeadLabels, up_projections
 from .offloading import follow_offloading, leave_offloading, refuse_offloaded
-from .pass_manager import PassManager, claim_modules, refuse_shared_modules, reset_after_fork
+from .pass_manager import PassManager, Scope, choose_here, current_scope, reset_after_fork
 from .prompts import check_takes_prompts
 from .row_assignment import RowAssignment, owning_modules
-from .rows import ForwardOverride
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo
@@ -163,9 +170,8 @@ class Tuned(nn.Module):
         self._hook_makers: Hooks = {}
         self._users_of_hooks: dict[tuple[str, str], set[str]] = {}
         self._users_of_parameters: dict[tuple[str, str], set[str]] = {}  # by (path of the module, name in it)
-        lock = PassLock()
-        self._state = ModelState(model, self.deltas, self.base, lock)
-        self._passes = PassManager(model, self._state, lock, RowAssignment([], None, self._base_labels))
+        self._state = ModelState(model, self.deltas, self.base)
+        self._passes = PassManager(model, self._state, RowAssignment([], None, self._base_labels))
         self._fixed_placement: Placement | None = None  # of a base model that nobody moves
         self._passes.attention_configs = [(config, attention_implementation(config)) for config in all_configs(model)]
 
@@ -181,8 +187,8 @@ class Tuned(nn.Module):
         )
 
     def _add_to_model(self) -> None:
-        claim_modules(modules_without_paths(self.model), self._passes)
         self.model.add_module(HANDLE_NAME, self)
+        claim_modules(self.model)
 
     def __repr__(self) -> str:
         attached = ", ".join(f"{name}: {self.delta(name).method!r}" for name in self.names)
@@ -473,7 +479,7 @@ class Tuned(nn.Module):
         if name is None:
             return RowAssignment([], None, self._base_labels)
         delta = self.delta(name)
-        return RowAssignment.of_all(name, delta, delta.labels or self._base_labels, self.anatomy, left_out)
+        return RowAssignment.of_all(name, delta, delta.labels or self._base_labels, self._state, left_out)
 
     def _assign_each_row(
         self, names: Sequence[str | None], constant: bool = False, left_out: Collection[Edit] | None = None
@@ -584,7 +590,7 @@ class Tuned(nn.Module):
             removed = list(self.names) if name is None else [name]
             for delta_name in removed:
                 self.delta(delta_name)
-            self._passes.refuse_in_scopes("detach", removed)
+            self._passes.refuse_in_other_scopes("detach", removed)
             if self._passes.default_assignment.placed_delta in removed:
                 self._state.check_slots(None)
             model: PreTrainedModel = _run_to_completion(lambda: self._detach(removed))
@@ -662,8 +668,7 @@ class Tuned(nn.Module):
                 'saved model: load(model, folder, base="any")'
             )
         with self._exclusive("merge"):
-            self._passes.refuse_in_scopes("merge", self.names)
-            self._passes.refuse_other_scopes("merge")
+            self._passes.refuse_in_other_scopes("merge", self.names, any_scope=True)
             refuse_offloaded(self.model, "merge")
             delta = self.delta(name)
             delta.warn_if_never_advanced()

@@ -22,19 +22,24 @@ from ..compat import (
     count_forward_hooks,
     get_call_override,
     get_checkpoint_function,
+    instance_forward,
     is_plain_inference,
     remove_call_override,
     remove_hooks,
     set_call_override,
     set_checkpoint_function,
+    set_instance_forward,
 )
+from ..errors import DeltuneError
 from .attention import HOOK_ATTRIBUTE, PrefixRows
+from .forward_pass import current_pass, remember_for_backward
+from .linear import LinearForward, linear_forward
 from .model_methods import METHODS, WHOLE_MODEL_METHODS
 from .modules import Delta, Edit, ModuleCall, ModulePlace
 from .pass_manager import PassManager
 from .prompts import PositionHook, PromptHook
-from .row_assignment import name_arguments, owning_modules, parameter_names
-from .rows import DeltaRows, ForwardOverride, runs_class_forward
+from .row_assignment import RowAssignment, name_arguments, owning_modules, parameter_names
+from .rows import DeltaRows, forward_with
 
 
 class CheckpointFunction:
@@ -63,11 +68,6 @@ class ForwardEntry:
         self.arguments = parameter_names(self.module)
         self.before: Any = None
 
-    @property
-    def of_whole_model(self) -> bool:
-        """Whether the module is the tuned model itself."""
-        return not self.path
-
     def install(self) -> None:
         self.before = get_call_override(self.module)
         set_call_override(self.module, self)
@@ -80,15 +80,30 @@ class ForwardEntry:
             and not torch.compiler.is_compiling()
         ):
             set_checkpoint_function(self.module, CheckpointFunction(self.passes, checkpoint))
-        return self.passes.run(self, args, kwargs)
+        passes, arguments = self.passes, name_arguments(self.arguments, args, kwargs) if self.always_begins else {}
+        if torch.compiler.is_dynamo_compiling():
+            if self.always_begins:
+                passes.trace(arguments)
+            return self.call_original(*args, **kwargs)
+        outer = current_pass(passes)
+        if outer is not None and not self.always_begins:
+            return self.call_original(*args, **kwargs)
+        if "adapter_names" in kwargs:  # most models take any keyword and would ignore it
+            raise DeltuneError(
+                "adapter_names is an argument of PEFT's models. Here it is: with tuned.rows([…]): model(…)"
+            )
+        forward_pass = passes.begin(arguments)
+        output = passes.run_in(forward_pass, self.call_original, args, kwargs)
+        called = forward_pass.called_vocabulary or passes.compiled_pass.called_vocabulary
+        if passes.vocabulary is not None and not self.path and not called:
+            _refuse_if_edited(passes.vocabulary, forward_pass.assignment)
+        if outer is None and torch.is_grad_enabled():
+            remember_for_backward(passes, forward_pass.assignment, output)
+        return output
 
     def call_original(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module as it was called before."""
         return call_class(self.module, args, kwargs) if self.before is None else self.before(*args, **kwargs)
-
-    def named_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call by name."""
-        return name_arguments(self.arguments, args, kwargs)
 
     def remove(self) -> None:
         remove_call_override(self.module, self, self.before)
@@ -96,12 +111,74 @@ class ForwardEntry:
             set_checkpoint_function(self.module, checkpoint.original)
 
 
-class InputHook:
-    """Applies the edits that read or change the input of a module."""
+def _refuse_if_edited(path: str, assignment: RowAssignment) -> None:
+    """Raise an error if a delta of an assignment acts at a module that the pass did not call."""
+    acts = path in assignment.tensors or path in assignment.inputs
+    if acts or any((path, side) in assignment.writes for side in ("input", "output")):
+        raise DeltuneError(
+            f"the forward pass did not call {path}, so the delta did not act there. Losses that compute the logits "
+            f"from its weight (TRL's trainers, Liger kernels) do that: train with a loss that calls it, or with a "
+            f"method that does not act at {path}"
+        )
+
+
+class ForwardOverride:
+    """Replaces the `forward` of a module for which some delta has its own tensors."""
+
+    of_live_model = True
+
+    def __init__(self, passes: PassManager, path: str, module: nn.Module) -> None:
+        self.passes, self.path, self.module = passes, path, module
+        self.linear: LinearForward | None = None
+
+    def install(self) -> None:
+        self.linear = linear_forward(self.module)
+        if self.linear is None and instance_forward(self.module) is not None:
+            raise DeltuneError(
+                f"the forward of {self.path!r} was replaced by something else, so it cannot run with tensors of a "
+                "delta: attach before it is replaced, or remove the replacement"
+            )
+        set_instance_forward(self.module, self)
+        self.module.register_forward_pre_hook(self.check_installed)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        override = self.passes.assignment().tensors.get(self.path)
+        if override is not None:
+            return override.run(self.module, args, kwargs)
+        return forward_with(self.module, {}, *args, **kwargs)
+
+    def check_installed(self, module: nn.Module, args: Any) -> None:
+        """Raise an error if the module's forward was replaced later by one that does not call this one."""
+        if instance_forward(module) is not self:
+            raise DeltuneError(
+                f"the forward of {self.path!r} was replaced after a delta was attached that trains its tensors: "
+                "detach, replace it, and attach again"
+            )
+
+    def remove(self) -> None:
+        remove_hooks(self.module, self)
+        if instance_forward(self.module) is self:
+            set_instance_forward(self.module, self.linear)
+
+
+def runs_class_forward(module: nn.Module) -> bool:
+    """Whether a module computes as its class does."""
+    forward = module.__dict__.get("forward")
+    return forward is None or isinstance(forward, ForwardOverride | LinearForward)
+
+
+class ModuleHook:
+    """A hook of torch at one module."""
 
     def __init__(self, passes: PassManager, anatomy: Anatomy, path: str) -> None:
-        self.passes, self.path = passes, path
-        self.module = passes.model.get_submodule(path)
+        self.passes, self.path, self.module = passes, path, passes.model.get_submodule(path)
+
+    def remove(self) -> None:
+        remove_hooks(self.module, self)
+
+
+class InputHook(ModuleHook):
+    """Applies the edits that read or change the input of a module."""
 
     def install(self) -> None:
         self.module.register_forward_pre_hook(self.before, with_kwargs=True)
@@ -123,24 +200,16 @@ class InputHook:
             return None
         return ((h, *args[1:]), kwargs) if key is None else (args, {**kwargs, key: h})
 
-    def remove(self) -> None:
-        remove_hooks(self.module, self)
 
-
-class OutputHook:
-    """The edits that write what a module gives."""
-
-    def __init__(self, passes: PassManager, anatomy: Anatomy, path: str) -> None:
-        self.passes, self.key = passes, (path, "output")
-        self.module = passes.model.get_submodule(path)
-        self.makes_anew = type(self.module) in (nn.Linear, Conv1D)
+class OutputHook(ModuleHook):
+    """Applies the edits that write what a module gives."""
 
     def install(self) -> None:
         self.module.register_forward_hook(self.after, with_kwargs=True)
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Change the module's output (its first element, when it is a tuple)."""
-        writes = self.passes.assignment().writes.get(self.key)
+        writes = self.passes.assignment().writes.get((self.path, "output"))
         if writes is None:
             return None
         read = args[0] if args else next(iter(kwargs.values()), None)
@@ -151,20 +220,12 @@ class OutputHook:
     def _is_ours(self, module: nn.Module) -> bool:
         """Whether the output may be overwritten: no other hook or wrapper has it, and autograd does not need it."""
         # torch.export refuses to change a part of a fused projection in place
-        if not is_plain_inference() or not self.makes_anew or not runs_class_forward(module):
-            return False
-        return count_forward_hooks(module) == 1
-
-    def remove(self) -> None:
-        remove_hooks(self.module, self)
+        makes_anew = type(module) in (nn.Linear, Conv1D) and runs_class_forward(module)
+        return makes_anew and is_plain_inference() and count_forward_hooks(module) == 1
 
 
-class VocabularyHook:
+class VocabularyHook(ModuleHook):
     """Notes that the projection to the vocabulary is called: some losses read its weight instead."""
-
-    def __init__(self, passes: PassManager, path: str) -> None:
-        self.passes, self.path = passes, path
-        self.module = passes.model.get_submodule(path)
 
     def install(self) -> None:
         self.module.register_forward_pre_hook(self.before)
@@ -175,17 +236,14 @@ class VocabularyHook:
         self.passes.current_pass().called_vocabulary = True
 
     def remove(self) -> None:
-        remove_hooks(self.module, self)
+        super().remove()
         self.passes.vocabulary = None
 
 
-class AttentionHook:
+class AttentionHook(ModuleHook):
     """Gives the attention function, which is called with an attention module, the edits inside that module."""
 
     of_live_model = True
-
-    def __init__(self, passes: PassManager, anatomy: Anatomy, path: str) -> None:
-        self.passes, self.path, self.module = passes, path, passes.model.get_submodule(path)
 
     def install(self) -> None:
         self.module.__dict__[HOOK_ATTRIBUTE] = self
@@ -339,7 +397,7 @@ def hooks_of_delta(passes: PassManager, anatomy: Anatomy, delta: Delta) -> Hooks
                 needed[path, "tensors"] = partial(ForwardOverride, passes, path, module)
     vocabulary = anatomy.vocabulary
     if vocabulary is not None and any(path == vocabulary.path for path, _ in needed):
-        needed[vocabulary.path, "called"] = partial(VocabularyHook, passes, vocabulary.path)
+        needed[vocabulary.path, "called"] = partial(VocabularyHook, passes, anatomy, vocabulary.path)
     return needed
 
 

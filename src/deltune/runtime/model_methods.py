@@ -17,13 +17,13 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from ..anatomy.skeleton import HANDLE_NAME, base_modules, modules_without_paths
+from ..anatomy.skeleton import HANDLE_NAME, base_modules
 from ..compat import buffers_of, parameters_of, submodules_of
 from ..errors import DeltuneError, error_from_problems
 from ..files import explain_write_errors
-from .forward_pass import choose_here
+from .model_state import claim_modules
 from .offloading import refuse_offloaded
-from .pass_manager import PassManager, claim_modules
+from .pass_manager import PassManager, choose_here
 
 CHECKPOINT_PREFIX = "checkpoint-"
 """The names of a Trainer's checkpoints begin with it (`transformers.trainer_utils.PREFIX_CHECKPOINT_DIR`)."""
@@ -238,9 +238,8 @@ class DeepCopy(ModelMethod):
     def __call__(self, memo: dict[int, Any]) -> Any:
         model = self.passes.model
         copied = self.passes.run_reader(lambda: _copied(model, memo))
-        passes = memo[id(self.passes)]
-        claim_modules((memo[id(module)] for module in modules_without_paths(model) if id(module) in memo), passes)
-        choose_here(passes)
+        claim_modules(copied)
+        choose_here(memo[id(self.passes)])
         return copied
 
 

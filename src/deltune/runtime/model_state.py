@@ -8,6 +8,7 @@ every tensor is registered exactly once at any time, and follows .to(), state_di
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -16,8 +17,17 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..anatomy.offloading import OffloadedTensor, Place, offloaded_tensors, tied_identities
-from ..anatomy.skeleton import HANDLE_NAME, base_modules
-from ..compat import delete_from_parameter_dict, parameters_of, parameters_of_dict, set_in_parameter_dict
+from ..anatomy.quantization import is_unquantized
+from ..anatomy.quantizers import find_quantizer
+from ..anatomy.skeleton import HANDLE_NAME, base_modules, base_tensors, modules_without_paths
+from ..compat import (
+    buffers_of,
+    delete_from_parameter_dict,
+    parameters_of,
+    parameters_of_dict,
+    set_in_parameter_dict,
+    submodules_of,
+)
 from ..errors import DeltuneError
 from .modules import Delta, HeadLabels, parameter_key, parameter_name
 from .rows import refuse_late_gradients
@@ -35,14 +45,18 @@ class ModelState:
     Attributes:
         placed_delta: The delta whose tensors are in the model's slots, or None for the base's own tensors.
         labels: What the model's configuration says about its labels.
-        lock: The lock of forward passes. Its mutex is held while tensors move, and while somebody reads where they are.
+        mutex: The mutex of the lock of forward passes, which `PassManager` sets. It is held while tensors move, and
+            while somebody reads where they are.
         offloaded: Where the values are of the base's parameters that accelerate offloads, by their places.
         base_is_fixed: Whether nobody moves or offloads the base model, so that nothing looks for it.
     """
 
-    def __init__(self, model: PreTrainedModel, deltas: nn.ModuleDict, base: nn.ParameterDict, lock: Any) -> None:
-        self.model, self.deltas, self.base, self.lock = model, deltas, base, lock
+    mutex: Any
+
+    def __init__(self, model: PreTrainedModel, deltas: nn.ModuleDict, base: nn.ParameterDict) -> None:
+        self.model, self.deltas, self.base = model, deltas, base
         self.slots = parameter_slots(model)
+        self.paths = {module: path for path, module in base_modules(model)}
         self.offloaded: dict[Place, OffloadedTensor] = offloaded_tensors(model)
         self.base_is_fixed = False
         self._keys: dict[Place, str] = {}  # of a tensor with several names the first, which deltas call it by
@@ -54,12 +68,7 @@ class ModelState:
         self._trainable: set[Delta] = set()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "lock"}  # a copy has a lock of its own
-
-    @property
-    def mutex(self) -> Any:
-        """The mutex of the lock; in a forked process the lock has a new one."""
-        return self.lock.mutex
+        return {name: value for name, value in self.__dict__.items() if name != "mutex"}  # a copy has its own
 
     def delta(self, name: str) -> Delta:
         delta = self.deltas[name]
@@ -221,6 +230,11 @@ class ModelState:
                 delete_from_parameter_dict(held, key)
         self.placed_delta = name
 
+    def place(self, name: str | None, labels: HeadLabels) -> None:
+        """Put the tensors of a delta, or the base's own, and labels in place."""
+        self.place_tensors(name)
+        self.set_labels(labels)
+
     def set_labels(self, labels: HeadLabels) -> None:
         """Write the labels of a head into the model's configuration."""
         if labels is not self.labels:
@@ -284,3 +298,87 @@ def parameter_slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
                 slots.setdefault(identity, []).append((module, leaf))
                 names[f"{path}.{leaf}".strip(".")] = identity
     return {name: slots[key] for name, key in names.items()}
+
+
+class AttachedModules:
+    """The modules that deltas act at and all modules around them, each with its parent and its name in it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.paths: set[str] = set()
+        self.places: set[tuple[str, str]] = set()
+        self.entries: dict[str, tuple[nn.Module, str, nn.Module]] = {}
+        self.quantized: set[str] = set()  # paths of those that were quantised when the first delta was attached
+        self.parameters: list[tuple[str, str, nn.Module]] = []
+
+    def keep(self, paths: set[str], places: set[tuple[str, str]]) -> None:
+        """Keep the modules at some paths, and those around them; new ones are looked up in the model as it is now."""
+        if paths == self.paths and places == self.places:
+            return
+        inside = {path.rsplit(".", n)[0]: None for path in paths if path for n in range(path.count(".") + 1)}
+        entries = {}
+        for path in inside:
+            outer, _, leaf = path.rpartition(".")
+            known = self.entries.get(path)
+            entries[path] = known or (self.model.get_submodule(outer), leaf, self.model.get_submodule(path))
+            if known is None and find_quantizer(entries[path][2]) is not None:
+                self.quantized.add(path)
+        self.paths, self.places, self.entries = paths, places, entries
+        self.parameters = [(path, leaf, entries[path][2]) for path, leaf in sorted(places)]
+
+    def check(self) -> None:
+        """Check that all of them are still in the model, with plain weights."""
+        exporting = torch.compiler.is_compiling()  # torch.export replaces all weights by tensors without values
+        for path, leaf, module in self.parameters:
+            if parameters_of(module).get(leaf) is None:
+                raise DeltuneError(missing_parameter(f"{path}.{leaf}"))
+        for path, (parent, leaf, module) in self.entries.items():
+            weight = parameters_of(module).get("weight")
+            is_plain = weight is None or exporting or is_unquantized(weight) or path in self.quantized
+            if submodules_of(parent).get(leaf) is not module or not is_plain:
+                raise DeltuneError(
+                    f"{path} was replaced or quantised after deltas were attached to it (quantising, resizing and "
+                    "other libraries' adapters do that): detach, change the model, and attach or load again; to "
+                    "quantise a tuned model, merge() first"
+                )
+
+
+_TUNED: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+"""The models that have deltas, by id: the list of the values' references is made in one step, beside other threads."""
+
+
+def claim_modules(model: nn.Module) -> None:
+    """Remember that a model has deltas, for `refuse_shared_modules`."""
+    _TUNED[id(model)] = model
+
+
+def refuse_shared_modules(model: nn.Module) -> None:
+    """Check that no module with tensors of the model belongs to another model that has deltas.
+
+    A module without tensors may: transformers has one activation module for every OpenAI GPT of a process.
+    """
+    others = [other for other in (reference() for reference in _TUNED.valuerefs()) if other not in (None, model)]
+    owners = {m: o for o in others if o and HANDLE_NAME in submodules_of(o) for m in modules_without_paths(o)}
+    for path, module in base_modules(model) if owners else ():
+        if module in owners and _has_tensors(module):
+            where = f"{path!r} of this {type(model).__name__}" if path else f"this {type(model).__name__}"
+            raise DeltuneError(
+                f"{where} also belongs to a {type(owners[module]).__name__} that has deltas, and the two would "
+                f"overwrite each other's tensors: attach to that {type(owners[module]).__name__} instead, or detach() "
+                "its deltas first"
+            )
+
+
+def _has_tensors(module: nn.Module) -> bool:
+    """Whether a module itself holds a parameter or a buffer."""
+    return any(tensor is not None for tensor in (*parameters_of(module).values(), *buffers_of(module).values()))
+
+
+def refuse_inference_tensors(model: nn.Module) -> None:
+    """Check that the model was not made inside torch.inference_mode()."""
+    if any(parameter.is_inference() for parameter in base_tensors(model)):
+        raise DeltuneError(
+            f"the weights of this {type(model).__name__} were made inside torch.inference_mode(), and torch cannot "
+            "train through such tensors: create or load the model outside of it (attaching, loading a delta and "
+            "running the model inside of it work)"
+        )

@@ -113,7 +113,7 @@ class TensorTable(nn.Module):
             sparse.initialize(dense[name])
 
     def draw(self, draw: Callable[[Shapes, torch.Generator], Mapping[str, torch.Tensor]]) -> None:
-        """Fill the buffers that have a seed; those of one seed are drawn together."""
+        """Fill the buffers that have a seed; buffers of one seed are drawn together."""
         for seed in {spec.seed for spec in self.specs.values()} - {None}:
             shapes = {name: spec.shape for name, spec in self.specs.items() if spec.seed == seed}
             for name, value in draw(shapes, torch.Generator().manual_seed(cast("int", seed))).items():
@@ -139,7 +139,7 @@ class HeadLabels:
         return cls(tuple(pairs), getattr(config, "problem_type", None))
 
     def check_ids(self) -> None:
-        """Check that the ids are those of outputs, so that a file with these labels can be loaded."""
+        """Check that the ids number the outputs from 0, so that a file with these labels can be loaded."""
         ids = [label_id for label_id, _ in self.id2label]
         if ids != list(range(len(ids))):
             raise DeltuneError(
@@ -260,7 +260,7 @@ class BasePlace:
 class Edit(TensorTable):
     """One modification at one place: h <- compose(h, form(u)).
 
-    Its tensors are those of the form and of the composition.
+    Its tensors belong to the form and to the composition.
 
     Attributes:
         source_path: The path of the module whose input is x, where that is another one.
@@ -367,15 +367,12 @@ class Edit(TensorTable):
 
     def compose(self, h: torch.Tensor, delta: torch.Tensor, x: torch.Tensor | None = None) -> torch.Tensor:
         """Return compose(h, Δh) in the dtype of h."""
-        return self.modification.compose(h, delta.to(h.dtype), self._tensors_of_composition(), x)
+        return self.modification.compose(h, delta.to(h.dtype), self._tensors_of(of_form=False), x)
 
     def gates(self, x: torch.Tensor) -> torch.Tensor:
         """Return the gate of each position (B, n) of x (B, n, d)."""
         assert isinstance(self.modification.compose, SigmoidGate)
-        return self.modification.compose.gates(self._tensors_of_composition(), x)
-
-    def _tensors_of_composition(self) -> dict[str, torch.Tensor]:
-        return self._tensors_of(of_form=False)
+        return self.modification.compose.gates(self._tensors_of(of_form=False), x)
 
     def apply_to_weight(self, value: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
         """Return the weight that the place is at with the change of the form."""
@@ -399,7 +396,7 @@ class Edit(TensorTable):
         return value + change if chosen is None else value.index_add(0, chosen, change)
 
     def resolve_input(self, inputs: dict[Edit, torch.Tensor], module_input: torch.Tensor | None) -> torch.Tensor | None:
-        """Return its x, for all rows: its own module's input, or that of another, which is removed from `inputs`."""
+        """Return its x, for all rows: the input of its module, or of another one, which is removed from `inputs`."""
         if self.reads_own_input:
             return module_input
         if self.source_path is None:
@@ -499,7 +496,7 @@ class Delta(nn.Module):
                 table.keep_masked(shared)
 
     def tensors_to_save(self) -> dict[str, torch.Tensor]:
-        """Return all tensors but those of the model that it owns, by their names in the saved file."""
+        """Return all tensors except its values of the model's own, by their names in the saved file."""
         result = {
             f"edit.{key}.{leaf}": t for key, edit in self.named_edits() for leaf, t in edit.tensors_to_save().items()
         }

@@ -1,149 +1,228 @@
-"""`PassManager`: starts and ends the forward passes of a tuned model, with the tensors that each of them needs."""
+"""`PassManager`: the scopes, passes and changes of a tuned model, and the tensors that each of them needs.
+
+torch.compile cannot read context variables. While it traces, the data of a pass is in one object of the manager (the
+graph undoes its own writes), and scopes are read from the thread.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
+import threading
+import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
-from ..anatomy.quantization import is_unquantized
-from ..anatomy.quantizers import find_quantizer
-from ..anatomy.skeleton import HANDLE_NAME, base_modules, base_tensors
-from ..compat import (
-    attention_implementation,
-    backward_id,
-    buffers_of,
-    parameters_of,
-    set_attention_implementation,
-    submodules_of,
-)
+from .._context import descends_from_import
+from ..compat import attention_implementation, backward_id, set_attention_implementation
 from ..errors import DeltuneError
 from .attention import PREFIX, prefix_implementation
-from .forward_pass import (
-    ForwardPass,
-    PassLock,
-    Scope,
-    carried_scope,
-    current_pass,
-    current_scope,
-    innermost_pass,
-    open_scopes_here,
-    recomputation,
-    refuse_unclear,
-    remember_for_backward,
-    run_in_pass,
-)
-from .model_state import ModelState, missing_parameter
-from .modules import Edit
+from .forward_pass import ForwardPass, PassLock, current_pass, innermost_pass, recomputation, run_in_pass
+from .model_state import AttachedModules, ModelState
+from .modules import Edit, HeadLabels
 from .offloading import follow_offloading
 from .row_assignment import DeltaCache, RowAssignment
 from .rows import refuse_frozen, refuse_late_gradients
 
-
-class AttachedModules:
-    """The modules that deltas act at and all modules around them, each with its parent and its name in it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.paths: set[str] = set()
-        self.places: set[tuple[str, str]] = set()
-        self.entries: dict[str, tuple[nn.Module, str, nn.Module]] = {}
-        self.quantized: set[str] = set()  # paths of those that were quantised when the first delta was attached
-        self.parameters: list[tuple[str, str, nn.Module]] = []
-
-    def keep(self, paths: set[str], places: set[tuple[str, str]]) -> None:
-        """Keep the modules at some paths, and those around them; new ones are looked up in the model as it is now."""
-        if paths == self.paths and places == self.places:
-            return
-        inside = {path.rsplit(".", n)[0]: None for path in paths if path for n in range(path.count(".") + 1)}
-        entries = {}
-        for path in inside:
-            outer, _, leaf = path.rpartition(".")
-            known = self.entries.get(path)
-            entries[path] = known or (self.model.get_submodule(outer), leaf, self.model.get_submodule(path))
-            if known is None and find_quantizer(entries[path][2]) is not None:
-                self.quantized.add(path)
-        self.paths, self.places, self.entries = paths, places, entries
-        self.parameters = [(path, leaf, entries[path][2]) for path, leaf in sorted(places)]
-
-    def check(self) -> None:
-        """Check that all of them are still in the model, with plain weights."""
-        exporting = torch.compiler.is_compiling()  # torch.export replaces all weights by tensors without values
-        for path, leaf, module in self.parameters:
-            if parameters_of(module).get(leaf) is None:
-                raise DeltuneError(missing_parameter(f"{path}.{leaf}"))
-        for path, (parent, leaf, module) in self.entries.items():
-            weight = parameters_of(module).get("weight")
-            is_plain = weight is None or exporting or is_unquantized(weight) or path in self.quantized
-            if submodules_of(parent).get(leaf) is not module or not is_plain:
-                raise DeltuneError(
-                    f"{path} was replaced or quantised after deltas were attached to it (quantising, resizing and "
-                    "other libraries' adapters do that): detach, change the model, and attach or load again; to "
-                    "quantise a tuned model, merge() first"
-                )
-
-
-def claim_modules(modules: Iterable[nn.Module], passes: PassManager) -> None:
-    """Remember to whose model modules belong, for `refuse_shared_modules`."""
-    owner = weakref.ref(passes)
-    _OWNERS.update((module, owner) for module in modules)
-
-
-def refuse_shared_modules(model: nn.Module) -> None:
-    """Check that no module with tensors of the model belongs to another model that has deltas.
-
-    A module without tensors may: transformers has one activation module for every OpenAI GPT of a process.
-    """
-    if len(_PASS_MANAGERS) == (HANDLE_NAME in submodules_of(model)):
-        return  # there is no other model
-    for path, module in base_modules(model):
-        reference = _OWNERS.get(module)
-        owner = None if reference is None else reference()
-        other = None if owner is None else owner.model
-        if other not in (None, model) and HANDLE_NAME in submodules_of(other) and _has_tensors(module):
-            where = f"{path!r} of this {type(model).__name__}" if path else f"this {type(model).__name__}"
-            raise DeltuneError(
-                f"{where} also belongs to a {type(other).__name__} that has deltas, and the two would overwrite each "
-                f"other's tensors: attach to that {type(other).__name__} instead, or detach() its deltas first"
-            )
-
-
-def _has_tensors(module: nn.Module) -> bool:
-    """Whether a module itself holds a parameter or a buffer."""
-    return any(tensor is not None for tensor in (*parameters_of(module).values(), *buffers_of(module).values()))
-
-
-def refuse_inference_tensors(model: nn.Module) -> None:
-    """Check that the model was not made inside torch.inference_mode()."""
-    if any(parameter.is_inference() for parameter in base_tensors(model)):
-        raise DeltuneError(
-            f"the weights of this {type(model).__name__} were made inside torch.inference_mode(), and torch cannot "
-            "train through such tensors: create or load the model outside of it (attaching, loading a delta and "
-            "running the model inside of it work)"
-        )
-
-
 T = TypeVar("T")
 
 
-class Entry(Protocol):
-    """The wrapped call of a module at which a forward pass may begin."""
+class Scope:
+    """A `with` block in which rows use given deltas, in the thread or asyncio task that entered it and nowhere else.
 
-    always_begins: bool
+    It holds as long as the block runs: even if its exit is interrupted, it ends with the block.
+    """
+
+    def __init__(
+        self,
+        owner: PassManager,
+        value: Any,
+        make_assignment: Callable[[], RowAssignment],
+        set_requires_grad: bool = True,
+    ) -> None:
+        self.owner, self.value = owner, value
+        self.make_assignment, self.set_requires_grad = make_assignment, set_requires_grad
+        self.assignment: RowAssignment | None = None
+        self.carried: CarriedScope | None = None
+        self.in_event_loop = False
+        self.thread = 0  # that entered it
+        self.entered = False
+
+    def __del__(self) -> None:
+        if not self.entered:
+            warnings.warn(
+                "rows() and disable() hold inside of a with block alone (with tuned.rows([…]): …); this call changed "
+                "nothing",
+                stacklevel=2,
+            )
+
+    def __enter__(self) -> Any:
+        self.entered = True
+        if self.assignment is not None:
+            raise DeltuneError("this rows() or disable() block is already entered; call it again to get another block")
+        with contextlib.suppress(RuntimeError):
+            self.in_event_loop = asyncio.get_running_loop() is not None
+        try:
+            self.owner.enter_scope(self)
+            return self.value
+        except BaseException:
+            self._leave()
+            raise
+
+    def open(self, assignment: RowAssignment) -> None:
+        """Begin to hold."""
+        self.thread = threading.get_ident()
+        self.carried = carried = CarriedScope(self.owner, self)
+        _change_entered(lambda entered: (*self._others(entered), carried))
+        self.assignment = assignment
+
+    def _others(self, entered: Entered) -> Entered:
+        """The other scopes of a context, without those that were dropped when their exit was interrupted."""
+        return tuple(carried for carried in entered if carried is not self.carried and not carried.is_dropped)
+
+    def __exit__(self, *exception: object) -> None:
+        run_to_completion(self._leave)
+
+    def _leave(self) -> None:
+        _change_entered(self._others)
+        if self.carried is not None:
+            self.carried.closed = True  # only other contexts carry it from now on
+        self.assignment = None
+        self.owner.leave_scope(self)
+
+
+class CarriedScope:
+    """A context's reference to a scope, or to a model's `use()`. Contexts that are copied may outlive the scope.
+
+    Attributes:
+        is_use: Whether it is of a `use()`, which decides what passes use that are in no scope.
+        closed: Whether the scope was left. The context that left it has no reference any more, so only others have.
+    """
+
+    def __init__(self, owner: PassManager, scope: Scope | None) -> None:
+        self.owner, self.is_use, self.closed = weakref.ref(owner), scope is None, False
+        self._scope = None if scope is None else weakref.ref(scope)
 
     @property
-    def of_whole_model(self) -> bool: ...
+    def scope(self) -> Scope | None:
+        """The scope while it is open."""
+        scope = None if self._scope is None else self._scope()
+        return None if scope is None or scope.assignment is None else scope
 
-    def call_original(self, *args: Any, **kwargs: Any) -> Any: ...
+    @property
+    def is_dropped(self) -> bool:
+        """Whether the scope ended without being left, as its exit was interrupted; it is ignored."""
+        return not (self.is_use or self.closed) and self.scope is None
 
-    def named_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]: ...
+
+Entered = tuple[CarriedScope, ...]
+"""What a context has entered, the innermost last; `use()` comes first."""
+
+_SCOPES: ContextVar[Entered] = ContextVar("deltune_scopes", default=())
+
+
+class _Thread(threading.local):
+    """For torch.compile, what the context variable holds of this thread."""
+
+    scopes: Entered = ()
+
+
+_thread = _Thread()
+
+
+def _change_entered(change: Callable[[Entered], Entered]) -> None:
+    _SCOPES.set(change(_SCOPES.get()))
+    _thread.scopes = change(_thread.scopes)
+
+
+def _entered() -> Entered:
+    return _thread.scopes if torch.compiler.is_dynamo_compiling() else _SCOPES.get()
+
+
+def carried_scope(owner: PassManager) -> CarriedScope | None:
+    """Return the innermost scope of a model that this context refers to, open or left elsewhere."""
+    if torch.compiler.is_dynamo_compiling() and owner.any_in_event_loop:
+        raise DeltuneError(
+            "code that torch.compile traces cannot see which asyncio task runs it: enter rows() or disable() in the "
+            "function that calls the model, and run that in a thread (asyncio.to_thread)"
+        )
+    for carried in _entered()[::-1]:
+        if carried.owner() is owner and (carried.closed or carried.scope is not None):
+            return carried
+    return None
+
+
+def current_scope(owner: PassManager) -> Scope | None:
+    """Return the innermost open scope of a model in this context."""
+    scopes = [carried.scope for carried in _SCOPES.get() if carried.owner() is owner]
+    return next((scope for scope in scopes[::-1] if scope is not None), None)
+
+
+def refuse_unclear(owner: PassManager, carried: CarriedScope | None) -> None:
+    """Raise an error where it is unclear which delta a pass that begins here, in a scope or in none, should use."""
+    if carried is None:
+        _refuse_unknown_thread(owner)
+    elif carried.closed:
+        raise DeltuneError(
+            "this thread or task was started inside a rows() or disable() block that has been left in the meantime, so "
+            "it is unclear which delta it should use: enter rows() or disable() around the pass itself, stay in the "
+            "block until the thread or task is done, or call use() here to use one delta outside of any block"
+        )
+
+
+def _refuse_unknown_thread(owner: PassManager) -> None:
+    """Raise an error in a thread that may have been given its work inside a scope of another thread.
+
+    Python hands a thread no context variables, so such a thread looks like one that has nothing to do with the scope.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        in_other_thread = owner.any_scopes
+    else:
+        here = threading.get_ident()
+        in_other_thread = any(scope.thread != here for scope in owner.open_scopes())
+        in_other_thread = in_other_thread and not descends_from_import.get() and not owner.lock.runs_in_threads
+    if in_other_thread and not any(carried.is_use and carried.owner() is owner for carried in _entered()):
+        raise DeltuneError(
+            "another thread is inside rows() or disable(), which Python does not pass on to the threads and pools that "
+            "it uses, so it is unclear which delta this thread should use: enter rows() or disable() in the function "
+            "that runs here, or run it by contextvars.copy_context().run, which hands on the block. A thread that has "
+            "nothing to do with the block can also call use() before"
+        )
+
+
+def choose_here(owner: PassManager) -> None:
+    """Let passes in this context that are in no scope use what is in use, whatever scopes others are in or left."""
+
+    def chosen(entered: Entered) -> Entered:
+        others = (
+            carried
+            for carried in entered
+            if carried.owner() is not None and not (carried.owner() is owner and (carried.is_use or carried.closed))
+        )
+        return CarriedScope(owner, None), *others
+
+    _change_entered(chosen)
+
+
+def open_scopes_here() -> set[Scope]:
+    """Return the open scopes of all models in this context and thread: those that a forked process has."""
+    return {carried.scope for carried in (*_SCOPES.get(), *_thread.scopes) if carried.scope is not None}
+
+
+def run_to_completion(change: Callable[[], T]) -> T:
+    """Run a change whose steps may be repeated; if it is interrupted, finish it before the exception goes on."""
+    try:
+        return change()
+    except BaseException:
+        change()
+        raise
 
 
 class PassManager:
@@ -157,42 +236,45 @@ class PassManager:
         vocabulary: The path of the projection to the vocabulary while some attached delta acts at it, else None.
         saves_deltas_alone_below: The output folder of a Trainer, in whose checkpoints `save_pretrained` writes deltas
             without the model; None where it always writes the model.
+        compiled_pass: The pass of torch.compile.
+        any_scopes: Whether any scope is open, for torch.compile, which cannot call `open_scopes`.
+        any_in_event_loop: Whether one of them was entered in an event loop.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, state: ModelState, lock: PassLock, default_assignment: RowAssignment
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, state: ModelState, default_assignment: RowAssignment) -> None:
         self.model, self.state, self.default_assignment = model, state, default_assignment
         self.attention_configs: list[tuple[Any, str | None]] = []
         self.has_prefixes = False
         self.vocabulary: str | None = None
-        self.scopes_in_event_loops = 0
-        self.any_scopes = False
         self.saves_deltas_alone_below: Path | None = None
         self.modules = AttachedModules(model)
-        self._reset(lock)
+        self._reset()
 
-    def _reset(self, lock: PassLock) -> None:
-        self.lock = lock
-        self.compiled_pass = ForwardPass(self, self.default_assignment)  # that of torch.compile
-        self._scopes: tuple[weakref.ref[Scope], ...] = ()  # replaced, not changed: threads read it without the mutex
+    def _reset(self) -> None:
+        self.compiled_pass = ForwardPass(self, self.default_assignment)
         self.kept_assignments: dict[tuple[tuple[str | None, ...], bool, frozenset[Edit] | None], RowAssignment] = {}
         self.delta_cache = DeltaCache()
+        self._forget_threads(())
         _PASS_MANAGERS[id(self)] = self
+
+    def _forget_threads(self, scopes: Sequence[Scope]) -> None:
+        """Begin with no pass and nobody who waits or holds the lock, and with these scopes."""
+        self.lock = PassLock()
+        self.state.mutex = self.lock.mutex
+        self._set_scopes(scopes)
+
+    def _set_scopes(self, scopes: Sequence[Scope]) -> None:
+        self._scopes = tuple(map(weakref.ref, scopes))  # replaced, not changed: threads read it without the mutex
+        self.any_scopes, self.any_in_event_loop = len(scopes) > 0, any(scope.in_event_loop for scope in scopes)
 
     def open_scopes(self) -> list[Scope]:
         """Return the open scopes of the model, of all threads and tasks."""
         return [scope for scope in (reference() for reference in self._scopes) if scope is not None]
 
-    def passes_in_threads(self) -> bool:
-        """Whether passes of threads that entered no scope belong to one that runs its passes in threads of its own."""
-        return self.lock.runs_in_threads
-
     def reset_after_fork(self) -> None:
         """Forget the passes, locks and scopes of other threads, which do not exist in the new process."""
-        self.lock.reset()
-        self._scopes = tuple(map(weakref.ref, open_scopes_here().intersection(self.open_scopes())))
-        self.scopes_in_event_loops = sum(scope.in_event_loop for scope in self.open_scopes())
+        here = open_scopes_here()
+        self._forget_threads([scope for scope in self.open_scopes() if scope in here])
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out running passes and scopes; what is in use here is in use in a copy."""
@@ -202,9 +284,7 @@ class PassManager:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.scopes_in_event_loops, self.any_scopes = 0, False
-        self._reset(PassLock())
-        self.state.lock = self.lock
+        self._reset()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PassManager:
         copied = memo[id(self)] = object.__new__(PassManager)
@@ -220,7 +300,7 @@ class PassManager:
     # -- what hooks look up
 
     def assignment(self) -> RowAssignment:
-        """Return the assignment of the running pass, or outside of one that of a pass which would begin here.
+        """Return the assignment of the running pass, or outside of one of the pass that would begin here.
 
         In a backward pass that computes a part of the model again, it is the assignment of the forward pass.
         """
@@ -243,7 +323,8 @@ class PassManager:
     def assignment_of_new_pass(self) -> RowAssignment:
         """Return the assignment that a pass uses which begins in this thread or task now."""
         carried = carried_scope(self)
-        assignment = None if carried is None else carried.assignment
+        scope = None if carried is None else carried.scope
+        assignment = None if scope is None else scope.assignment
         return self.default_assignment if assignment is None else assignment
 
     def current_pass(self) -> ForwardPass:
@@ -254,46 +335,17 @@ class PassManager:
 
     # -- passes
 
-    def run(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a module in a forward pass of its own, unless it is a part of a running one."""
-        if torch.compiler.is_dynamo_compiling():
-            if entry.always_begins:
-                assignment = self.assignment_of_new_pass()
-                refuse_unclear(self, carried_scope(self))
-                assignment.check_batch(entry.named_arguments(args, kwargs))
-                if self.state.placed_delta != assignment.placed_delta:
-                    raise DeltuneError(
-                        "a compiled forward pass cannot wait for other threads, and another thread is inside rows() or "
-                        "disable(), which needs other tensors in the model: run it after that, or do not compile"
-                    )
-                self.update_prefix_attention()
-            return entry.call_original(*args, **kwargs)
-        outer = current_pass(self)
-        if outer is not None and not entry.always_begins:
-            return entry.call_original(*args, **kwargs)
-        if "adapter_names" in kwargs:  # most models take any keyword and would ignore it
+    def trace(self, arguments: dict[str, Any]) -> None:
+        """Check that a pass which torch.compile traces may run, without waiting."""
+        assignment = self.assignment_of_new_pass()
+        refuse_unclear(self, carried_scope(self))
+        assignment.check_batch(arguments)
+        if self.state.placed_delta != assignment.placed_delta:
             raise DeltuneError(
-                "adapter_names is an argument of PEFT's models. Here it is: with tuned.rows([…]): model(…)"
+                "a compiled forward pass cannot wait for other threads, and another thread is inside rows() or "
+                "disable(), which needs other tensors in the model: run it after that, or do not compile"
             )
-        forward_pass = self._begin(entry.named_arguments(args, kwargs) if entry.always_begins else {})
-        output = self._run_in(forward_pass, entry.call_original, args, kwargs)
-        called = forward_pass.called_vocabulary or self.compiled_pass.called_vocabulary
-        if self.vocabulary is not None and entry.of_whole_model and not called:
-            self._refuse_if_edited(self.vocabulary, forward_pass.assignment)
-        if outer is None and torch.is_grad_enabled():
-            remember_for_backward(self, forward_pass.assignment, output)
-        return output
-
-    @staticmethod
-    def _refuse_if_edited(path: str, assignment: RowAssignment) -> None:
-        """Raise an error if a delta of an assignment acts at a module that the pass did not call."""
-        acts = path in assignment.tensors or path in assignment.inputs
-        if acts or any((path, side) in assignment.writes for side in ("input", "output")):
-            raise DeltuneError(
-                f"the forward pass did not call {path}, so the delta did not act there. Losses that compute the "
-                "logits from its weight (TRL's trainers, Liger kernels) do that: train with a loss that calls it, or "
-                f"with a method that does not act at {path}"
-            )
+        self.update_prefix_attention()
 
     def recompute(self, assignment: RowAssignment, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a part of the model for gradient checkpointing.
@@ -303,14 +355,14 @@ class PassManager:
         running = None if torch.compiler.is_dynamo_compiling() else current_pass(self)
         if torch.compiler.is_dynamo_compiling() or (running is not None and running.assignment is assignment):
             return function(*args, **kwargs)
-        return self._run_in(self._begin({}, assignment), function, args, kwargs)
+        return self.run_in(self.begin({}, assignment), function, args, kwargs)
 
     def generate(
         self, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], in_threads: bool = False
     ) -> Any:
         """Run `generate` as one long pass, so that the deltas in use are the same from its first step to its last."""
         self.assignment_of_new_pass().check_prompts(args, kwargs)
-        return self._run_in(self._begin({}, in_threads=in_threads), generate, args, kwargs)
+        return self.run_in(self.begin({}, in_threads=in_threads), generate, args, kwargs)
 
     def run_reader(self, reader: Callable[[], T]) -> T:
         """Call `reader` with the tensors and labels of what is in use here in the model; no thread can move them.
@@ -329,22 +381,17 @@ class PassManager:
                 return reader()
         carried = carried_scope(self)
         forward_pass = ForwardPass(self, self.default_assignment, carried, innermost_pass())
-
-        def choose() -> RowAssignment:
-            refuse_unclear(self, carried)
-            return self.assignment_of_new_pass()
-
-        self._admit(forward_pass, choose)
-        result: T = self._run_in(forward_pass, read_locked, (), {})
+        self._admit(forward_pass, lambda: self._choose(carried))
+        result: T = self.run_in(forward_pass, read_locked, (), {})
         return result
 
-    def _begin(
+    def begin(
         self, arguments: dict[str, Any], assignment: RowAssignment | None = None, in_threads: bool = False
     ) -> ForwardPass:
-        """Begin a pass as soon as the model holds the tensors that it needs."""
+        """Begin a pass as soon as the model holds the tensors that it needs; end it by `run_in`."""
         carried, outer, enclosing = carried_scope(self), current_pass(self), innermost_pass()
         if assignment is None and outer is not None and outer.scope is carried:
-            return ForwardPass(self, outer.assignment, carried, enclosing, outer)
+            return ForwardPass(self, outer.assignment, carried, enclosing)
         recomputed = recomputation(self)
         fixed = assignment if assignment is not None or recomputed is None else recomputed.assignment
         if fixed is not None:
@@ -355,23 +402,26 @@ class PassManager:
                 "thread is, and deltune cannot tell in which of them its forward pass ran: give your checkpoint a "
                 "function that returns the model's own output, and use_reentrant=False"
             )
-        forward_pass = ForwardPass(self, fixed or self.default_assignment, carried, enclosing)
-        forward_pass.in_threads = in_threads
+        forward_pass = ForwardPass(self, fixed or self.default_assignment, carried, enclosing, in_threads)
 
         def choose() -> RowAssignment:
             if fixed is not None:
                 return fixed
-            chosen = self.assignment_of_new_pass()
-            refuse_unclear(self, carried)  # checked last, since the scope may be left at any moment
-            if chosen is not forward_pass.assignment or chosen is self.default_assignment:
-                chosen.check_batch(arguments)
+            chosen = self._choose(carried)
+            chosen.check_batch(arguments)
             return chosen
 
-        forward_pass.assignment = choose()
-        self.check_model()
+        self.modules.check()
+        follow_offloading(self.state, every_module=False)
         self.update_prefix_attention()
         self._admit(forward_pass, choose, outer, with_labels=arguments.get("labels") is not None)
         return forward_pass
+
+    def _choose(self, carried: CarriedScope | None) -> RowAssignment:
+        """Return what a pass uses that came in a scope, or in none; the scope may be left while the pass waits."""
+        chosen = self.assignment_of_new_pass()
+        refuse_unclear(self, carried)  # checked last, since the scope may be left at any moment
+        return chosen
 
     def _admit(
         self,
@@ -381,57 +431,54 @@ class PassManager:
         with_labels: bool = True,
     ) -> None:
         """Wait until a pass may run, and put the tensors that it needs into the model."""
-        state = self.state
 
         def fits() -> bool:
-            forward_pass.assignment = choose()
-            labels = forward_pass.assignment.labels
-            same = not with_labels or labels is state.labels or labels == state.labels
-            return same and state.placed_delta == forward_pass.assignment.placed_delta
-
-        def prepare() -> None:
-            state.place_tensors(forward_pass.assignment.placed_delta)
-            state.set_labels(forward_pass.assignment.labels)
+            assignment = forward_pass.assignment = choose()
+            same = not with_labels or assignment.labels == self.state.labels
+            return same and self.state.placed_delta == assignment.placed_delta
 
         if outer is None:
-            self.lock.admit(forward_pass, fits, prepare)
-        elif not fits():
+            self.lock.admit(forward_pass, fits, lambda: self._place(forward_pass.assignment))
+        else:
             with self.lock.mutex:
-                self.lock.refuse_others(outer)
-                forward_pass.restore = (state.placed_delta, state.labels)
-                self.lock.set_nested_pass(forward_pass)
-                prepare()
+                forward_pass.moves_tensors = not fits()
 
-    def _run_in(
+    def _place(self, assignment: RowAssignment) -> None:
+        self.state.place(assignment.placed_delta, assignment.labels)
+
+    def run_in(
         self, forward_pass: ForwardPass, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call a function inside a pass that has begun, then end the pass."""
+        if forward_pass.moves_tensors:
+            return self._run_nested(forward_pass, call, args, kwargs)
         try:
             return run_in_pass(forward_pass, call, args, kwargs)
         finally:
-            self._finish(forward_pass)
-
-    def _finish(self, forward_pass: ForwardPass) -> None:
-        try:
-            self._end(forward_pass)
-        except BaseException:  # if it was interrupted, others would wait forever for this pass
-            self._end(forward_pass)
-            raise
+            run_to_completion(lambda: self._end(forward_pass))  # interrupted, others would wait forever for this pass
 
     def _end(self, forward_pass: ForwardPass) -> None:
         with self.lock.mutex:
-            if forward_pass.restore is not None:
-                self.state.place_tensors(forward_pass.restore[0])
-                self.state.set_labels(forward_pass.restore[1])
-                self.lock.set_nested_pass(None)
-            elif self.lock.release(forward_pass) and self.lock.idle and not self.open_scopes():
-                self.state.place_tensors(self.default_assignment.placed_delta)
-                self.state.set_labels(self.default_assignment.labels)
+            self.lock.release(forward_pass)
+            if not self.lock.running and not self.open_scopes():
+                self._place(self.default_assignment)
 
-    def check_model(self) -> None:
-        """Check that the modules deltas act at are in the model."""
-        self.modules.check()
-        follow_offloading(self.state, every_module=False)
+    def _run_nested(
+        self, forward_pass: ForwardPass, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a pass with other tensors than the pass around it has, and keep all other threads out meanwhile."""
+        with self.lock.mutex:
+            if self.lock.running > 1:  # they may wait for the pass around this one
+                raise DeltuneError(
+                    "a forward pass inside another one needs other tensors in the model (because of rows(), disable() "
+                    "or use() of a delta that trains the model's own tensors), while other threads run the model"
+                )
+            before: tuple[str | None, HeadLabels] = self.state.placed_delta, self.state.labels
+            try:
+                self._place(forward_pass.assignment)
+                return run_in_pass(forward_pass, call, args, kwargs)
+            finally:
+                run_to_completion(lambda: self.state.place(*before))
 
     # -- attention
 
@@ -456,12 +503,12 @@ class PassManager:
 
     # -- scopes and changes
 
-    def enter_scope(self, scope: Scope, make_assignment: Callable[[], RowAssignment]) -> None:
+    def enter_scope(self, scope: Scope) -> None:
         """Begin a scope, and put its tensors into the model if no pass is running."""
         with self.lock.mutex:
             follow_offloading(self.state, every_module=False)
-            assignment = make_assignment()  # raises before anything has changed
-            self._scopes = (*map(weakref.ref, self.open_scopes()), weakref.ref(scope))
+            assignment = scope.make_assignment()  # raises before anything has changed
+            self._set_scopes([*self.open_scopes(), scope])
             scope.open(assignment)
             self.update_model(assignment, scope.set_requires_grad)
             for group in assignment.groups if assignment.rows and scope.set_requires_grad else ():
@@ -469,7 +516,7 @@ class PassManager:
 
     def leave_scope(self, scope: Scope) -> None:
         with self.lock.mutex:
-            self._scopes = tuple(weakref.ref(other) for other in self.open_scopes() if other is not scope)
+            self._set_scopes([other for other in self.open_scopes() if other is not scope])
             self.update_model(self.assignment_of_new_pass(), scope.set_requires_grad)
 
     def overridden_modules(self) -> set[str]:
@@ -479,12 +526,10 @@ class PassManager:
 
     def update_model(self, assignment: RowAssignment, set_requires_grad: bool = True) -> None:
         """Put the tensors of an assignment in place if no pass runs, and make all deltas in use trainable."""
+        self._set_scopes(self.open_scopes())  # without those that were dropped
         scopes = [scope.assignment for scope in self.open_scopes() if scope.set_requires_grad]
-        self.scopes_in_event_loops = sum(scope.in_event_loop for scope in self.open_scopes())
-        self.any_scopes = len(self.open_scopes()) > 0
-        if self.lock.idle:
-            self.state.place_tensors(assignment.placed_delta)
-            self.state.set_labels(assignment.labels)
+        if not self.lock.running:
+            self._place(assignment)
         if set_requires_grad:
             self.state.train_only(
                 group.delta for a in (self.default_assignment, *scopes) if a is not None for group in a.groups
@@ -504,30 +549,23 @@ class PassManager:
             follow_offloading(self.state, every_module=not self.state.base_is_fixed)
             yield
 
-    def refuse_other_scopes(self, operation: str) -> None:
-        """Raise an error if another thread or task is inside `rows()` or `disable()`."""
+    def refuse_in_other_scopes(self, operation: str, names: Sequence[str], any_scope: bool = False) -> None:
+        """Raise an error if a scope of another thread or task uses one of the deltas, or if there is any at all."""
         this_scope = current_scope(self)
-        if any(scope is not this_scope for scope in self.open_scopes()):
-            raise DeltuneError(
-                f"{operation}: another thread or task is inside rows() or disable(), which must be left first"
-            )
-
-    def refuse_in_scopes(self, operation: str, names: Sequence[str]) -> None:
-        """Raise an error if a scope of another thread or task uses one of the deltas."""
-        this_scope = current_scope(self)
-        other_assignments = [scope.assignment for scope in self.open_scopes() if scope is not this_scope]
-        if used := [name for name in names if any(a is not None and name in a.rows for a in other_assignments)]:
+        others = [scope.assignment for scope in self.open_scopes() if scope is not this_scope]
+        if used := [name for name in names if any(a is not None and name in a.rows for a in others)]:
             raise DeltuneError(
                 f"{operation}: {', '.join(used)} is used inside rows() by another thread or task, which must leave "
                 "it first"
+            )
+        if any_scope and others:
+            raise DeltuneError(
+                f"{operation}: another thread or task is inside rows() or disable(), which must be left first"
             )
 
 
 _PASS_MANAGERS: weakref.WeakValueDictionary[int, PassManager] = weakref.WeakValueDictionary()
 """By id, since the list of the values' references is made in one step, beside threads that attach."""
-
-_OWNERS: weakref.WeakKeyDictionary[nn.Module, weakref.ReferenceType[PassManager]] = weakref.WeakKeyDictionary()
-"""For the modules of models that deltas were attached to, the pass manager of the last such model."""
 
 
 def reset_after_fork() -> None:

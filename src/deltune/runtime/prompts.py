@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from ..anatomy.types import Anatomy
 from ..compat import parameters_of, remove_hooks
 from ..errors import DeltuneError
-from .cached_prompts import counted_columns, enter_stack, identity_of, leave_stack, self_attention_cache
+from .cached_prompts import Identity, counted_columns, enter_stack, identity_of, leave_stack, self_attention_cache
 from .modules import Edit
 from .pass_manager import PassManager
 from .row_assignment import name_arguments, parameter_names, prompt_form
@@ -36,20 +36,31 @@ class PromptPass:
     """The prompts put before the tokens in one pass, by which positions are shifted and outputs cut.
 
     Attributes:
-        prompts: The prompts of each group.
-        added: The number of rows before the tokens: the length of the longest prompt, or 0 after the first step.
-        total: The number of rows and tokens.
+        identity: Which rows of the batch have which prompts.
+        length: The length of the longest prompt.
+        is_present: Which of the rows before the tokens belong to a prompt, (B, l), or None if all do.
         shifts: Whether the rows take up positions, so that positions of the text are shifted.
+        added: The number of rows before the tokens: the length of the longest prompt, or 0 after the first step.
+        before: The number of tokens in the cache.
+        tokens: The number of new tokens.
         cache: The cache that the caller gave, or None.
         order: For each position what it holds, where rows and tokens were reordered.
     """
 
-    prompts: list[tuple[DeltaRows, list[Edit]]]
-    added: int
-    total: int
+    identity: Identity
+    length: int
+    is_present: torch.Tensor | None
     shifts: bool
-    cache: Any = None
+    added: int
+    before: int
+    tokens: int
+    cache: Any
     order: torch.Tensor | None = None
+
+    @property
+    def total(self) -> int:
+        """The number of rows and new tokens."""
+        return self.added + self.tokens
 
 
 class PromptHook:
@@ -113,26 +124,24 @@ class PromptHook:
         length, identity = _longest(prompts), identity_of(prompts)
         cache = self_attention_cache(arguments.get("past_key_values"))
         columns = counted_columns(cache, identity, length)
-        is_present = _presence(prompts, batch, embeds.device)
+        is_present, shifts = _presence(prompts, batch, embeds.device), _shifts_positions(prompts)
         added, before = (0, columns - length) if columns else (length, 0)
+        prompt_pass = PromptPass(identity, length, is_present, shifts, added, before, tokens, cache)
         mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
         by_token = [name for name, value in arguments.items() if added and _is_by_token(name, value, (batch, tokens))]
-        prompt_pass = PromptPass(prompts, added, added + tokens, _shifts_positions(prompts), cache)
         if added:
             rows = [(group, torch.cat([edit.tensors()["rows"] for edit in edits])) for group, edits in prompts]
             embeds = torch.cat([stack_by_row(rows, batch, at_end=True)[0].to(embeds.dtype), embeds], dim=1)
             arguments |= {name: F.pad(arguments[name], (added, 0)) for name in by_token}
         arguments |= {"input_ids": None, "inputs_embeds": embeds}
-        repeats = added and not prompt_pass.shifts  # without a mask, repeated positions are taken for packed sequences
+        repeats = added and not shifts  # without a mask, repeated positions are taken for packed sequences
         if mask is None and (is_present is not None or repeats):
             mask = torch.ones(batch, before + tokens, dtype=torch.long, device=embeds.device)
-        longer = self.lengthened(mask, cache, is_present, length, added, before + tokens)
+        longer = self.lengthened(mask, prompt_pass)
         _refuse_packed(arguments, mask, before, tokens)
         arguments["attention_mask"], order = self.arrange(longer, is_present, length)
         if self.numbered:
-            positions = arguments["position_ids"] = self.position_ids(
-                positions, before, tokens, is_present, embeds, prompt_pass, longer
-            )
+            positions = arguments["position_ids"] = self.position_ids(positions, prompt_pass, longer, embeds.device)
         elif is_present is not None and self.causal and self.positions is not None:
             raise DeltuneError("prompts of different lengths in one batch need position_ids, which this model lacks")
         prompt_pass.order = order if added else None
@@ -150,25 +159,14 @@ class PromptHook:
         kept = {"input_ids", *kwargs} & {*self.arguments, *kwargs}  # some families have no default for the token ids
         return (), {name: value for name, value in arguments.items() if name in kept or value is not None}
 
-    def lengthened(
-        self,
-        mask: Any,
-        cache: Any,
-        is_present: torch.Tensor | None,
-        length: int,
-        added: int,
-        text: int,
-        slides: bool = False,
-    ) -> Any:
+    def lengthened(self, mask: Any, prompt_pass: PromptPass, slides: bool = False) -> Any:
         """A mask with columns for the rows, and, where it has one for each query, with queries for those added."""
         if mask is None:
             return None
         if isinstance(mask, dict):  # prepared for each type of layer by `generate`, or by a model around the stack
-            return {
-                name: self.lengthened(value, cache, is_present, length, added, text, name != "full_attention")
-                for name, value in mask.items()
-            }
-        layers = getattr(cache, "layers", ())
+            return {name: self.lengthened(value, prompt_pass, name != "full_attention") for name, value in mask.items()}
+        length, added, is_present = prompt_pass.length, prompt_pass.added, prompt_pass.is_present
+        text, layers = prompt_pass.before + prompt_pass.tokens, getattr(prompt_pass.cache, "layers", ())
         sizes = [getattr(layer, "max_cache_len", 0) for layer in layers]
         fixed = max(sizes, default=0)  # of a cache that has room for so many tokens from the beginning
         if not isinstance(mask, torch.Tensor):
@@ -224,24 +222,17 @@ class PromptHook:
         return mask.gather(1, order), order
 
     def position_ids(
-        self,
-        position_ids: torch.Tensor | None,
-        before: int,
-        tokens: int,
-        is_present: torch.Tensor | None,
-        embeds: torch.Tensor,
-        prompt_pass: PromptPass,
-        mask: Any,
+        self, position_ids: torch.Tensor | None, prompt_pass: PromptPass, mask: Any, device: torch.device
     ) -> Any:
         """Positions of rows and text; None where the family's own counting already gives them."""
+        length, is_present, first = prompt_pass.length, prompt_pass.is_present, first_position(self.positions)
         if position_ids is None and prompt_pass.shifts and prompt_pass.added and is_present is None:
             return None
-        length, device, first = _longest(prompt_pass.prompts), embeds.device, first_position(self.positions)
         if position_ids is None:  # as the family counts a row alone
             if self.counts_shown and prompt_pass.shifts and mask is not None:
                 return (mask.cumsum(1) * mask - 1)[:, -prompt_pass.total :]
-            start = first + before
-            position_ids = torch.arange(start, start + tokens, device=device)[None]
+            start = first + prompt_pass.before
+            position_ids = torch.arange(start, start + prompt_pass.tokens, device=device)[None]
         if not prompt_pass.shifts:
             rows = torch.full((position_ids.shape[0], length), first, device=device)
             return torch.cat([rows, position_ids], dim=1) if prompt_pass.added else position_ids
@@ -257,11 +248,6 @@ class PromptHook:
         shifted = (position_ids + own_length).expand(*rows.shape[:-1], -1)
         return torch.cat([rows.expand(*shifted.shape[:-1], -1), shifted], dim=-1)
 
-    def current_prompt(self) -> PromptPass | None:
-        """The running pass, if it has rows before its tokens."""
-        prompt_pass = self.passes.current_pass().prompt
-        return prompt_pass if prompt_pass is not None and prompt_pass.added else None
-
     def before_positions(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """positions="none" where the family counts by itself: it looks up the text's positions alone."""
         prompt_pass = self.passes.current_pass().prompt
@@ -269,11 +255,10 @@ class PromptHook:
             return None
         positions = kwargs.get("position_ids")
         if not prompt_pass.added:  # a later step: the cache that the family counts has the rows too
-            length = _longest(prompt_pass.prompts)
             if positions is not None:
-                return args, {**kwargs, "position_ids": positions - length}
-            return (args[0], args[1] - length, *args[2:]), kwargs
-        tokens = prompt_pass.total - prompt_pass.added
+                return args, {**kwargs, "position_ids": positions - prompt_pass.length}
+            return (args[0], args[1] - prompt_pass.length, *args[2:]), kwargs
+        tokens = prompt_pass.tokens
         if positions is not None:
             kwargs = {**kwargs, "position_ids": positions[..., :tokens]}
         if args[0] is not None:  # a tensor of the tokens' shape, or the shape itself
@@ -283,8 +268,8 @@ class PromptHook:
 
     def after_positions(self, module: nn.Module, args: Any, output: torch.Tensor) -> Any:
         """positions="none": the rows get no position; where the family counts by itself, the text gets its own."""
-        prompt_pass = self.current_prompt()
-        if prompt_pass is None or prompt_pass.shifts:
+        prompt_pass = self.passes.current_pass().prompt
+        if prompt_pass is None or prompt_pass.shifts or not prompt_pass.added:
             return None
         if self.numbered and prompt_pass.order is not None:
             return output.masked_fill((prompt_pass.order < prompt_pass.added)[..., None], 0.0)
@@ -324,7 +309,7 @@ class PromptHook:
         if prompt_pass is not None and module is self.entry:
             caches = [prompt_pass.cache, *(output if isinstance(output, tuple) else output.values())]
             cache = next((self_attention_cache(one) for one in caches if hasattr(one, "get_seq_length")), None)
-            leave_stack(cache, identity_of(prompt_pass.prompts), _longest(prompt_pass.prompts))
+            leave_stack(cache, prompt_pass.identity, prompt_pass.length)
         if prompt_pass is None or not prompt_pass.added:
             return None
         if isinstance(output, tuple):
@@ -338,11 +323,7 @@ class PromptHook:
         """Raise an error if rows and text do not fit into the position table."""
         if self.positions is None or not prompt_pass.shifts:
             return
-        rows, needed = (
-            self.positions.get_parameter("weight").shape[0] - unused_position_rows(self.positions),
-            cached_tokens + prompt_pass.total,
-        )
-        length = _longest(prompt_pass.prompts)
+        rows, needed, length = position_count(self.positions), cached_tokens + prompt_pass.total, prompt_pass.length
         if needed > rows:
             raise DeltuneError(
                 f"{needed - length} tokens and a prompt of {length} take {needed} positions, and this "
@@ -546,7 +527,7 @@ class PositionHook:
 
     def check(self, table: nn.Module, tokens: int, longest: int) -> None:
         """Raise an error if the table does not have the shifted positions."""
-        rows = table.get_parameter("weight").shape[0] - unused_position_rows(table)
+        rows = position_count(table)
         if tokens + longest > rows:
             raise DeltuneError(
                 f"with shift_positions, {tokens} tokens and a prefix of {longest} take {tokens + longest} positions, "
@@ -557,6 +538,11 @@ class PositionHook:
         """Take the hook off its modules."""
         for module in (self.entry, self.table):
             remove_hooks(module, self)
+
+
+def position_count(table: nn.Module) -> int:
+    """Return how many positions a table has."""
+    return table.get_parameter("weight").shape[0] - unused_position_rows(table)
 
 
 def first_position(table: nn.Module | None) -> int:

@@ -1,7 +1,7 @@
 """`RowAssignment`: which delta each row of a batch uses, and which edits each hook therefore applies, in which order.
 
 An assignment is made when a delta is put in use, or when `rows()` or `disable()` is entered, and never changes. All
-edits of one tensor are applied in their order; those of the parts of a fused projection are applied as one.
+edits of one tensor are applied in their order; edits of the parts of a fused projection are applied as one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from ..anatomy.offloading import call_with_weights
-from ..anatomy.skeleton import base_modules
 from ..anatomy.types import Anatomy, is_inside
 from ..errors import DeltuneError, error_from_problems, excerpt, unknown_name
 from ..methods.forms.prompt import Prompt
@@ -26,9 +25,10 @@ from ..methods.masks import RowMask
 from .model_state import ModelState
 from .modules import Delta, Edit, HeadLabels, ModuleCall, ReadInput
 from .rows import (
+    Change,
     ChangedTensors,
     DeltaRows,
-    OverrideCache,
+    RowCache,
     TensorGetters,
     TensorOverride,
     active_edits,
@@ -37,7 +37,7 @@ from .rows import (
     combine_rows,
     override_by_row,
 )
-from .stacked_edits import EditStack, StackCache, StackedEdits
+from .stacked_edits import EditStack, StackedEdits
 
 Inputs = dict[Edit, torch.Tensor]
 """The inputs of other modules in a pass, by the edit that uses them; an edit removes its own."""
@@ -73,7 +73,7 @@ class FusedEdits:
         return cls(groups, tuple(ends), numbered, all(edit.only_scales() for edit in edits))
 
     def apply_to(self, h: torch.Tensor, call: ModuleCall, read: ReadInput, out: torch.Tensor | None) -> torch.Tensor:
-        """Return h with the edits of all parts; the arguments are those of `Edit.apply_to`."""
+        """Return h with the edits of all parts, from the arguments of `Edit.apply_to`."""
         if self.multiplying:
             factors = self._apply(h.new_ones(h.shape[-1]), call, read)
             return h * factors if out is None else out.mul_(factors)
@@ -131,7 +131,7 @@ class EditChain:
     """
 
     def __init__(
-        self, edits: Sequence[tuple[Edit, DeltaRows]], place: tuple[str, str], cache: StackCache | None = None
+        self, edits: Sequence[tuple[Edit, DeltaRows]], place: tuple[str, str], cache: RowCache | None = None
     ) -> None:
         edits_of_groups = {
             group: [edit for edit, its in edits if its is group] for group in dict.fromkeys(group for _, group in edits)
@@ -239,7 +239,7 @@ class RowAssignment:
         groups: Sequence[DeltaRows],
         placed_delta: str | None,
         labels: HeadLabels,
-        cache: StackCache | None = None,
+        cache: RowCache | None = None,
         left_out: Collection[Edit] | None = None,
     ) -> None:
         self.explicit_positions, left_out = left_out is not None, left_out or ()
@@ -279,18 +279,14 @@ class RowAssignment:
 
     @classmethod
     def of_all(
-        cls, name: str, delta: Delta, labels: HeadLabels, anatomy: Anatomy, left_out: Collection[Edit] | None = None
+        cls, name: str, delta: Delta, labels: HeadLabels, state: ModelState, left_out: Collection[Edit] | None = None
     ) -> RowAssignment:
         """Assign one delta to all rows."""
         assignment = cls([DeltaRows(delta)], name, labels, left_out=left_out)
-        changed: dict[str, dict[str, list[Any]]] = {}
-        for tensor, part in delta.masked_tensors():
-            for path, leaf in owning_modules(anatomy, tensor):
-                changed.setdefault(path, {})[leaf] = [part]
-        for tensor, edit in delta.weight_edits():
-            path, _, leaf = tensor.rpartition(".")
-            changed.setdefault(path, {}).setdefault(leaf, []).append(edit)
-        assignment.tensors = {path: ChangedTensors(parts) for path, parts in changed.items()}
+        changed: dict[nn.Module, dict[str, list[Change]]] = {}
+        for (module, leaf), (_, changes) in _changes_of(state, delta).items():
+            changed.setdefault(module, {})[leaf] = changes
+        assignment.tensors = {state.paths[module]: ChangedTensors(parts) for module, parts in changed.items()}
         return assignment
 
     @classmethod
@@ -312,15 +308,14 @@ class RowAssignment:
         if not anatomy.head:
             labels = [base_labels]
         widest = max(labels, key=lambda head: len(head.id2label))
-        shared = OverrideCache(constant)
-        assignment = cls(groups, None, widest, StackCache(cache.stacks, shared) if constant else None, left_out)
+        shared = RowCache(constant, cache.stacks)
+        assignment = cls(groups, None, widest, shared if constant else None, left_out)
         assignment.rows = tuple(names)
         sizes, kinds = {len(head.id2label) for head in labels}, {head.problem_type for head in labels}
         assignment.no_common_loss = (1 in sizes and len(sizes) > 1) or len(kinds - {None}) > 1
         assignment.unequal_labels = len(sizes) > 1
         modules = dict.fromkeys(module for group in groups for module in group.overrides)
-        paths = cache.paths_of(modules, state)
-        assignment.tensors = {paths[module]: override_by_row(module, groups, shared) for module in modules}
+        assignment.tensors = {state.paths[module]: override_by_row(module, groups, shared) for module in modules}
         assignment.prefixes = {} if constant else None
         return assignment
 
@@ -370,7 +365,7 @@ def parameter_names(module: nn.Module) -> list[str]:
 
 
 def name_arguments(names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all arguments of a call by name; `names` are those of the function, in order."""
+    """Return all arguments of a call by name; `names` are the function's, in order."""
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
@@ -418,7 +413,6 @@ class DeltaCache:
 
     def __init__(self) -> None:
         self.stacks: dict[tuple[str, str], EditStack] = {}
-        self._paths: dict[nn.Module, str] = {}
         self._of: dict[Delta, DeltaFacts] = {}
 
     def forget(self, delta: Delta) -> None:
@@ -426,12 +420,6 @@ class DeltaCache:
         self._of.pop(delta, None)
         for place in [place for place, stack in self.stacks.items() if delta in stack.number_of]:
             del self.stacks[place]
-
-    def paths_of(self, modules: Iterable[nn.Module], state: ModelState) -> Mapping[nn.Module, str]:
-        """Return the paths of at least some modules of the model."""
-        if any(module not in self._paths for module in modules):
-            self._paths = {module: path for path, module in base_modules(state.model)}
-        return self._paths
 
     def of(self, delta: Delta, anatomy: Anatomy, state: ModelState) -> DeltaFacts:
         """Return the facts about a delta."""
@@ -508,24 +496,28 @@ def _group_rows(
     return groups
 
 
+def _changes_of(state: ModelState, delta: Delta) -> dict[tuple[nn.Module, str], tuple[str, list[Change]]]:
+    """What a delta changes of the model's tensors, by where they are, with their names."""
+    changes: dict[tuple[nn.Module, str], tuple[str, list[Change]]] = {}
+    for name, part in delta.masked_tensors():
+        changes |= {place: (name, [part]) for place in state.slots[name]}
+    for name, edit in delta.weight_edits():
+        path, _, leaf = name.rpartition(".")
+        changes.setdefault((state.model.get_submodule(path), leaf), (name, []))[1].append(edit)
+    return changes
+
+
 def _overrides_of(state: ModelState, delta: Delta) -> dict[nn.Module, TensorGetters]:
     """The delta's own values of the model's tensors, by the modules that hold them."""
     overrides: dict[nn.Module, dict[str, Callable[[], torch.Tensor]]] = {}
     for name in delta.owned_tensors:
         for module, leaf in state.slots[name]:
             overrides.setdefault(module, {})[leaf] = partial(state.delta_value, delta, name)
-    changes: dict[tuple[nn.Module, str], tuple[str, list[Any]]] = {}
-    for name, part in delta.masked_tensors():
-        for place in state.slots[name]:
-            changes[place] = name, [part]
-    for name, edit in delta.weight_edits():
-        module, leaf = state.model.get_submodule(edit.place.target.path), name.rpartition(".")[2]
-        changes.setdefault((module, leaf), (name, []))[1].append(edit)
-    for (module, leaf), (name, parts) in changes.items():
+    for (module, leaf), (name, changes) in _changes_of(state, delta).items():
         unchanged = overrides.setdefault(module, {}).get(leaf, partial(state.base_value, name))
-        overrides[module][leaf] = partial(_changed_value, unchanged, parts)
+        overrides[module][leaf] = partial(_changed_value, unchanged, changes)
     return {**overrides}
 
 
-def _changed_value(unchanged: Callable[[], torch.Tensor], parts: Sequence[Any]) -> torch.Tensor:
-    return changed_tensor(unchanged(), parts)
+def _changed_value(unchanged: Callable[[], torch.Tensor], changes: Sequence[Change]) -> torch.Tensor:
+    return changed_tensor(unchanged(), changes)

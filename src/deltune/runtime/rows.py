@@ -19,17 +19,14 @@ from torch import nn
 from ..compat import (
     backward_id,
     hooks_of_tensor,
-    instance_forward,
     is_plain_inference,
     parameters_of,
-    remove_hooks,
     replace_parameters,
-    set_instance_forward,
     when_backward_ends,
 )
 from ..errors import DeltuneError
 from .hard_concrete import GatedDifference
-from .linear import LinearForward, linear_forward
+from .linear import linear_forward
 from .modules import Delta, Edit, SparseParameter
 
 TensorGetters = Mapping[str, Callable[[], torch.Tensor]]
@@ -51,6 +48,21 @@ def forward_with(module: nn.Module, tensors: Mapping[str, torch.Tensor | None], 
     return forward(twin, *args, **kwargs)
 
 
+Indices = dict[tuple[int, torch.device], torch.Tensor]
+"""Index tensors by the number of rows and the device of what they are for."""
+
+
+def _made_once(made: Indices, size: int, device: torch.device, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Return the index tensor for tensors of `size` rows on a device."""
+    if (size, device) not in made:
+        with torch.inference_mode(False):  # the index is also used in training
+            index = make()
+        if torch.compiler.is_exporting():  # such a tensor has no values, so it is not cached
+            return index
+        made[size, device] = index
+    return made[size, device]
+
+
 @dataclass(eq=False)
 class DeltaRows:
     """A delta and the rows of the batch that use it.
@@ -66,25 +78,19 @@ class DeltaRows:
     rows: tuple[int, ...] | None = None
     batch_size: int = 0
     overrides: Mapping[nn.Module, TensorGetters] = field(default_factory=dict)
-    _indices: dict[tuple[int, torch.device], torch.Tensor] = field(default_factory=dict)
+    _indices: Indices = field(default_factory=dict)
 
     def index(self, size: int, device: torch.device) -> torch.Tensor:
         """Return the indices of these rows in a tensor of `size` rows."""
         assert self.rows is not None
-        if (size, device) not in self._indices:
-            if size % self.batch_size:
-                raise DeltuneError(
-                    f"rows() was given {self.batch_size} names, but a tensor has {size} rows: give one name (or None) "
-                    "for each row of the batch"
-                )
-            repeats = size // self.batch_size
-            positions = [row * repeats + i for row in self.rows for i in range(repeats)]
-            with torch.inference_mode(False):  # the index is also used in training
-                index = torch.tensor(positions, device=device)
-            if torch.compiler.is_exporting():  # such a tensor has no values, so it is not cached
-                return index
-            self._indices[size, device] = index
-        return self._indices[size, device]
+        if size % self.batch_size:
+            raise DeltuneError(
+                f"rows() was given {self.batch_size} names, but a tensor has {size} rows: give one name (or None) "
+                "for each row of the batch"
+            )
+        repeats = size // self.batch_size
+        positions = (row * repeats + i for row in self.rows for i in range(repeats))
+        return _made_once(self._indices, size, device, lambda: torch.tensor([*positions], device=device))
 
     @property
     def share(self) -> tuple[int, ...] | None:
@@ -218,74 +224,20 @@ def _refuse_if_frozen_since(delta: Delta, freezes: int) -> None:
         raise DeltuneError(_LATE_GRADIENT)
 
 
+Change = SparseParameter | GatedDifference | Edit
+"""A change of a tensor of the model: other values of some entries, or a change of an edit that is added."""
+
+
 class TensorOverride(Protocol):
     """Runs a module with tensors that are not its own."""
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
 
-class Assignment(Protocol):
-    """The part of `RowAssignment` that is used here."""
-
-    @property
-    def tensors(self) -> Mapping[str, TensorOverride]: ...
-
-
-class HasAssignment(Protocol):
-    """The part of `PassManager` that is used here."""
-
-    def assignment(self) -> Assignment: ...
-
-
-class ForwardOverride:
-    """Replaces the `forward` of a module for which some delta has its own tensors."""
-
-    of_live_model = True
-
-    def __init__(self, passes: HasAssignment, path: str, module: nn.Module) -> None:
-        self.passes, self.path, self.module = passes, path, module
-        self.linear: LinearForward | None = None
-
-    def install(self) -> None:
-        self.linear = linear_forward(self.module)
-        if self.linear is None and instance_forward(self.module) is not None:
-            raise DeltuneError(
-                f"the forward of {self.path!r} was replaced by something else, so it cannot run with tensors of a "
-                "delta: attach before it is replaced, or remove the replacement"
-            )
-        set_instance_forward(self.module, self)
-        self.module.register_forward_pre_hook(self.check_installed)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        override = self.passes.assignment().tensors.get(self.path)
-        if override is not None:
-            return override.run(self.module, args, kwargs)
-        return forward_with(self.module, {}, *args, **kwargs)
-
-    def check_installed(self, module: nn.Module, args: Any) -> None:
-        """Raise an error if the module's forward was replaced later by one that does not call this one."""
-        if instance_forward(module) is not self:
-            raise DeltuneError(
-                f"the forward of {self.path!r} was replaced after a delta was attached that trains its tensors: "
-                "detach, replace it, and attach again"
-            )
-
-    def remove(self) -> None:
-        remove_hooks(self.module, self)
-        if instance_forward(self.module) is self:
-            set_instance_forward(self.module, self.linear)
-
-
-def runs_class_forward(module: nn.Module) -> bool:
-    """Whether a module computes as its class does."""
-    forward = module.__dict__.get("forward")
-    return forward is None or isinstance(forward, ForwardOverride | LinearForward)
-
-
 class ChangedTensors:
     """Runs a module with changed tensors: its own, with trained entries replaced, or with a change of an edit added."""
 
-    def __init__(self, parts: Mapping[str, Sequence[SparseParameter | GatedDifference | Edit]]) -> None:
+    def __init__(self, parts: Mapping[str, Sequence[Change]]) -> None:
         self.parts = {leaf: tuple(changes) for leaf, changes in parts.items()}
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -297,7 +249,7 @@ class ChangedTensors:
         return forward_with(module, tensors, *args, **kwargs)
 
 
-def changed_tensor(base: torch.Tensor, changes: Sequence[SparseParameter | GatedDifference | Edit]) -> torch.Tensor:
+def changed_tensor(base: torch.Tensor, changes: Sequence[Change]) -> torch.Tensor:
     """Return a tensor with changes applied one after another; a delta's own value of it is trained through edits."""
     value = base
     for change in changes:
@@ -308,39 +260,31 @@ def changed_tensor(base: torch.Tensor, changes: Sequence[SparseParameter | Gated
     return value
 
 
-class RowNumbers:
-    """The number of each row's group, counted from 1, in tensors of any size; 0 for rows outside every group."""
+class RowCache:
+    """What the modules of one assignment share.
 
-    def __init__(self, groups: Sequence[DeltaRows]) -> None:
-        self.groups = tuple(groups)
-        self._numbers: dict[tuple[int, torch.device], torch.Tensor] = {}
+    Attributes:
+        constant: Whether no tensor of a delta changes as long as it is attached.
+        stacks: The newest stack of edits at each place, of this and of other assignments; see `StackedEdits`.
+    """
 
-    def of(self, size: int, device: torch.device) -> torch.Tensor:
-        """Return the numbers of a tensor's rows."""
-        if (size, device) not in self._numbers:
-            with torch.inference_mode(False):  # the tensor is also used in training
-                numbers = torch.zeros(size, dtype=torch.long, device=device)
-                for number, group in enumerate(self.groups, start=1):
-                    numbers[group.index(size, device)] = number
-            if torch.compiler.is_exporting():  # such a tensor has no values, so it is not cached
-                return numbers
-            self._numbers[size, device] = numbers
-        return self._numbers[size, device]
+    def __init__(self, constant: bool, stacks: dict[tuple[str, str], Any]) -> None:
+        self.constant, self.stacks = constant, stacks
+        self._numbers: dict[tuple[DeltaRows, ...], Indices] = {}
 
+    def numbers(self, groups: tuple[DeltaRows, ...], size: int, device: torch.device) -> torch.Tensor:
+        """Return the number of each row's group, counted from 1; 0 for rows outside every group."""
 
-class OverrideCache:
-    """Row numbers that the overrides of one assignment share; `constant`: no tensor of a delta changes meanwhile."""
+        def make() -> torch.Tensor:
+            numbers = torch.zeros(size, dtype=torch.long, device=device)
+            for number, group in enumerate(groups, start=1):
+                numbers[group.index(size, device)] = number
+            return numbers
 
-    def __init__(self, constant: bool = False) -> None:
-        self.constant = constant
-        self._numbers: dict[tuple[DeltaRows, ...], RowNumbers] = {}
-
-    def numbers(self, groups: Sequence[DeltaRows]) -> RowNumbers:
-        """Return the numbers that modules for which the same groups have tensors share."""
-        return self._numbers.setdefault(tuple(groups), RowNumbers(groups))
+        return _made_once(self._numbers.setdefault(groups, {}), size, device, make)
 
 
-def override_by_row(module: nn.Module, groups: Sequence[DeltaRows], cache: OverrideCache) -> TensorOverride:
+def override_by_row(module: nn.Module, groups: Sequence[DeltaRows], cache: RowCache) -> TensorOverride:
     """Return how to run a module for which deltas have their own tensors, while each row uses its own delta."""
     if type(module) is nn.LayerNorm and len(module.normalized_shape) == 1:
         return NormByRow(module, groups, cache)
@@ -358,7 +302,7 @@ class ModuleByRow:
         taken = {row for group in self.groups for row in group.rows or ()}
         if rest := tuple(row for row in range(size) if row not in taken):
             self.groups.append(DeltaRows(groups[0].delta, rest, size))  # without overrides
-        self._orders: dict[tuple[int, torch.device], torch.Tensor] = {}
+        self._orders: Indices = {}
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module; its tensor arguments have the rows of the batch."""
@@ -379,42 +323,38 @@ class ModuleByRow:
     def _join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the output of all rows; where deltas have heads of other numbers of labels, padded to the widest."""
         width = max(part.shape[-1] for part in parts)
-        order = self._order(sum(part.shape[0] for part in parts), parts[0].device)
-        return torch.cat([_pad_logits(part, width) for part in parts]).index_select(0, order)
+        padded = torch.cat([_pad_logits(part, width) for part in parts])
+        size, device = len(padded), padded.device
 
-    def _order(self, size: int, device: torch.device) -> torch.Tensor:
-        """Where each row of the batch stands among the rows of the groups."""
-        if (size, device) not in self._orders:
-            with torch.inference_mode(False):  # the index is also used in training
-                order = torch.cat([group.index(size, device) for group in self.groups]).argsort()
-            if torch.compiler.is_exporting():  # such a tensor has no values, so it is not cached
-                return order
-            self._orders[size, device] = order
-        return self._orders[size, device]
+        def make_order() -> torch.Tensor:
+            return torch.cat([group.index(size, device) for group in self.groups]).argsort()
+
+        return padded.index_select(0, _made_once(self._orders, size, device, make_order))
 
 
 class KeptByRow:
     """Tensors with an entry for each row, kept for further passes with as many rows; others replace them."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep: bool = True) -> None:
+        self.keep = keep
         self._values: dict[object, torch.Tensor] = {}
 
-    def get(self, key: object, size: int) -> torch.Tensor | None:
-        """Return what is kept under a key, if it has `size` rows."""
-        values = self._values.get(key)
-        return values if values is not None and values.shape[0] == size else None
-
-    def __setitem__(self, key: object, values: torch.Tensor) -> None:
-        self._values[key] = values
+    def get(self, key: object, like: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return what is kept under a key, or what `make` returns, in the shape (rows, 1, …, d) for a tensor `like`."""
+        size, values = like.shape[0], self._values.get(key)
+        if values is None or values.shape[0] != size:
+            values = make()
+            if self.keep:
+                self._values[key] = values
+        return values.view(size, *(1,) * (like.dim() - 2), -1)
 
 
 class ValuesByRow:
     """The values of a module's parameters for each row; where no tensor changes, kept from one pass to the next."""
 
-    def __init__(self, module: nn.Module, groups: Sequence[DeltaRows], cache: OverrideCache) -> None:
-        self.groups = [group for group in groups if module in group.overrides]
-        self.numbers = cache.numbers(self.groups)
-        self.kept = KeptByRow() if cache.constant else None
+    def __init__(self, module: nn.Module, groups: Sequence[DeltaRows], cache: RowCache) -> None:
+        self.groups = tuple(group for group in groups if module in group.overrides)
+        self.cache, self.kept = cache, KeptByRow(cache.constant)
 
     def values(self, module: nn.Module, leaf: str, x: torch.Tensor) -> torch.Tensor | None:
         """Return the values of each row (rows, 1, …, d), or the module's own parameter where no delta has its own."""
@@ -422,13 +362,12 @@ class ValuesByRow:
         of_groups = [group.overrides[module].get(leaf) for group in self.groups]
         if base is None or not any(of_groups):
             return base
-        values = None if self.kept is None else self.kept.get(leaf, x.shape[0])
-        if values is None:
+
+        def make() -> torch.Tensor:
             every = torch.stack([base, *(base if value is None else value() for value in of_groups)])
-            values = every[self.numbers.of(x.shape[0], x.device)]
-            if self.kept is not None:
-                self.kept[leaf] = values
-        return values.view(x.shape[0], *(1,) * (x.dim() - 2), -1)
+            return every[self.cache.numbers(self.groups, x.shape[0], x.device)]
+
+        return self.kept.get(leaf, x, make)
 
 
 class BiasByRow(ValuesByRow):

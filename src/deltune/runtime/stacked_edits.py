@@ -12,7 +12,6 @@ by zeros, and not multiplied by them, so that nothing that is not finite crosses
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 
@@ -23,7 +22,7 @@ from ..compat import is_plain_inference
 from ..methods.forms.base import TwoLayers
 from ..methods.registry import FORMS
 from .modules import Delta, Edit
-from .rows import DeltaRows, KeptByRow, OverrideCache
+from .rows import DeltaRows, KeptByRow, RowCache
 
 MOST_OPERATIONS = 1_000_000
 """Up to so many multiplications for each delta, stacked products take less time than products of the deltas' own rows,
@@ -153,19 +152,6 @@ MOST_OTHERS = 2
 """How many times as many deltas a stack may have as the batch, so that batches of other deltas can use the same one."""
 
 
-@dataclass(frozen=True)
-class StackCache:
-    """The stacks and row numbers that the stacked edits of an assignment share.
-
-    Attributes:
-        stacks: The newest stack of each place: the path and side of the edits' module.
-        rows: The row numbers of the assignment.
-    """
-
-    stacks: dict[tuple[str, str], EditStack]
-    rows: OverrideCache
-
-
 class StackedEdits:
     """The edits of one tensor that an assignment's deltas have, as far as they can be stacked.
 
@@ -173,7 +159,7 @@ class StackedEdits:
         groups: The groups whose edits can be stacked.
     """
 
-    def __init__(self, place: tuple[str, str], edits: Mapping[DeltaRows, Sequence[Edit]], cache: StackCache) -> None:
+    def __init__(self, place: tuple[str, str], edits: Mapping[DeltaRows, Sequence[Edit]], cache: RowCache) -> None:
         chains = {group: tuple(some) for group, some in edits.items() if can_stack(some)}
         self.place, self.cache, self.groups = place, cache, tuple(chains)
         self.edits = {group.delta: some for group, some in chains.items()}
@@ -192,7 +178,8 @@ class StackedEdits:
             return None
         if torch.is_autocast_enabled(h.device.type) or any(edit.training for edit in self.all_edits):
             return None
-        stack, shape = self.cache.stacks.get(self.place), (h.shape, *_facts(h))
+        stack: EditStack | None = self.cache.stacks.get(self.place)
+        shape = (h.shape, *_facts(h))
         if stack is not None and stack is self._stack and shape == self._shape:  # as in the pass before
             return stack if stack.is_finite else None
         width = h.shape[-1]
@@ -246,12 +233,13 @@ class StackedEdits:
 
     def _by_row(self, key: object, stack: EditStack, values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """The values of each row's delta, (rows, 1, …, d); kept for passes with as many rows."""
-        size, device = like.shape[0], like.device
-        of_rows = self._kept.get(key, size)
-        if of_rows is None:
-            numbers = torch.tensor([0, *(stack.number_of[group.delta] for group in self.groups)], device=device)
-            of_rows = self._kept[key] = values[numbers[self.cache.rows.numbers(self.groups).of(size, device)]]
-        return of_rows.view(size, *(1,) * (like.dim() - 2), -1)
+
+        def make() -> torch.Tensor:
+            numbers = [0, *(stack.number_of[group.delta] for group in self.groups)]
+            of_rows = self.cache.numbers(self.groups, like.shape[0], like.device)
+            return values[torch.tensor(numbers, device=like.device)[of_rows]]
+
+        return self._kept.get(key, like, make)
 
 
 def _columns_of(edit: Edit, width: int, device: torch.device) -> torch.Tensor | slice:
