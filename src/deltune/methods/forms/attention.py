@@ -144,7 +144,7 @@ class MultiHead(_Rows):
         DeltuneError: `length` is less than 1.
     """
 
-    needs: ClassVar[str] = "attention"
+    needs = "attention"
 
     def tensors(self, widths: Widths) -> Specs:
         return _keys_values(self.length, widths)
