@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
-import sqlite3
 import subprocess
 import sys
 import warnings
@@ -107,28 +105,6 @@ def test_the_kind_of_an_error_is_stored_and_not_read_from_its_message(kind: modu
             assert results.get("a") is None
 
 
-@pytest.mark.parametrize("left", ["nothing", "a log"])
-def test_a_file_beside_which_nothing_can_be_written(
-    left: str, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is read from a copy, with what a killed driver had only in the write-ahead log."""
-    rows = list(ROWS)
-    if left == "a log":
-        with ResultStore(file) as results:
-            results.put(row("new"))
-            shutil.copytree(file.parent, tmp_path / "copy")
-        file, rows = tmp_path / "copy" / file.name, [*rows, row("new")]
-        (file.parent / "r.sqlite-shm").unlink()
-        assert (file.parent / "r.sqlite-wal").stat().st_size > 0
-    before = content(file.parent)
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    with ResultStore(file, read_only=True) as results:
-        assert results.records() == rows
-    assert content(file.parent) == before and not list(tmp_path.glob("deltune-*"))
-
-
 @pytest.mark.parametrize("kind", ["mount", "folder"])
 def test_a_read_only_place(kind: str, file: Path, tmp_path: Path) -> None:
     """The system's own refusal: a disk that is mounted read-only, a folder of somebody else."""
@@ -162,44 +138,8 @@ def test_a_read_only_place(kind: str, file: Path, tmp_path: Path) -> None:
 # -- damage
 
 
-def sql(*statements: str) -> Callable[[Path], None]:
-    def change(path: Path) -> None:
-        connection = sqlite3.connect(path)
-        connection.executescript(";".join(statements))
-        connection.close()
-
-    return change
-
-
-def fresh(*statements: str) -> Callable[[Path], None]:
-    """Another file in its place, of another program."""
-
-    def change(path: Path) -> None:
-        path.unlink()
-        sql(*statements)(path)
-
-    return change
-
-
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no database": (lambda path: path.write_bytes(b"no database at all" * 100), "no results file or is damaged"),
-    "half": (lambda path: os.truncate(path, path.stat().st_size // 2), "is damaged"),
-    "a page and a half": (lambda path: os.truncate(path, 6000), "is damaged"),
-    "a header": (lambda path: os.truncate(path, 100), "is damaged"),
-    "50 bytes": (lambda path: os.truncate(path, 50), "is damaged"),
-    "newer": (sql("PRAGMA user_version = 99"), "schema 99"),
-    "negative": (sql("PRAGMA user_version = -1"), "schema -1"),
-    "no works": (sql("DROP TABLE works"), "another program or damaged"),
-    "a column less": (sql("ALTER TABLE works DROP COLUMN sum"), "another program or damaged"),
-    "no version": (sql("PRAGMA user_version = 0"), "another program"),
-    "a trigger": (
-        sql("CREATE TRIGGER t AFTER INSERT ON works BEGIN DELETE FROM works; END"),
-        "another program or damaged",
-    ),
-    "a view": (sql("CREATE VIEW jobs AS SELECT name FROM works"), "another program"),
-    "foreign": (fresh("CREATE TABLE t (x)"), "another program"),
-    "foreign, its version 1": (fresh("CREATE TABLE claims (x)", "PRAGMA user_version = 1"), "another program"),
-    "foreign, its version 2": (fresh("CREATE TABLE t (x)", "PRAGMA user_version = 2"), "another program"),
 }
 
 
