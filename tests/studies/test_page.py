@@ -22,14 +22,19 @@ from deltune.studies.claims.decisions import ComparisonResult, Finding, PartVerd
 from deltune.studies.jobs.job import Outcome
 from deltune.studies.jobs.store import JobRecord
 from deltune.studies.papers.registry import PAPERS, paper_statements
-from deltune.studies.report.charts import draw
 from deltune.studies.report.figure_spec import Bars, FigureSpec, HeatMap, TableSpec
+from deltune.studies.report.figures import draw
 from deltune.studies.report.findings import findings_csv
-from deltune.studies.report.method_labels import MethodLabel, method_labels
 from deltune.studies.report.page import Section, render_page, sparkline
-from deltune.studies.report.provenance import commits, provenance
+from deltune.studies.report.provenance import (
+    MethodLabel,
+    commits,
+    method_labels,
+    provenance,
+    still_rising,
+    training_facts,
+)
 from deltune.studies.report.tables import build_table
-from deltune.studies.report.training_facts import still_rising, training_facts
 
 VOID = {"meta", "br", "img", "link", "hr", "input"}
 EVIL = "<script>alert('x')</script> & \"quoted\" </title></svg>"

@@ -34,7 +34,7 @@ from deltune.studies.papers.published import (
 )
 from deltune.studies.papers.registry import CLAIMS, STUDIES, paper_statements
 from deltune.studies.papers.uv import TABLE12_SHARES
-from deltune.studies.report.sections import build_section
+from deltune.studies.report.page import build_section
 from deltune.studies.scales import StudySetup
 from deltune.train.metrics.registry import METRICS
 

@@ -34,7 +34,7 @@ from deltune.studies.papers.thresholds import (
 )
 from deltune.studies.rates import choose_rates
 from deltune.studies.report.figure_spec import TableSpec
-from deltune.studies.report.sections import build_section, power_lines
+from deltune.studies.report.page import build_section, power_lines
 from deltune.studies.scales import (
     LEARNING_RATES,
     StudySetup,

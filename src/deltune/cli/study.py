@@ -261,7 +261,7 @@ def _outlook(
     from ..studies.jobs.job import topological_order
     from ..studies.papers.paper_scale import describe_needs
     from ..studies.papers.registry import CLAIMS
-    from ..studies.report.sections import power_lines
+    from ..studies.report.page import power_lines
 
     seconds_of: dict[tuple[Any, ...], list[float]] = {}
     for row in timed.values():
@@ -509,7 +509,7 @@ def report(
     """Print tables, figures and findings of studies, or write them as files or as one page."""
     from ..files import explain_write_errors, write_text
     from ..studies.papers.registry import STUDIES, paper_statements
-    from ..studies.report import page, sections
+    from ..studies.report import page
 
     to = None if to is None else user_path(to, "--to")
     order = list(STUDIES)  # that of the papers; studies of one's own come last
@@ -517,7 +517,7 @@ def report(
     requested.sort(key=lambda study: order.index(study.name) if study.name in order else len(order))
     rows = _rows(store)
     parts = [
-        sections.build_section(study, rows, paper_statements(study.name), paper=paper, small=scale == "small")
+        page.build_section(study, rows, paper_statements(study.name), paper=paper, small=scale == "small")
         for study in requested
     ]
     if html is not None:
@@ -527,7 +527,7 @@ def report(
             write_text(html, page.render_page(parts))
         print(f"{len(parts)} stud{'y' if len(parts) == 1 else 'ies'} in {html}", file=sys.stderr)
     if to is not None:
-        written = [path for part in parts for path in sections.write_section(part, to)]
+        written = [path for part in parts for path in page.write_section(part, to)]
         print(f"{len(written)} files in {to}", file=sys.stderr)
     if paper and not any(table.has_published for part in parts for table in part.tables):
         reason = "models and tasks of small scale are not the paper's" if scale == "small" else "it prints none of them"
@@ -536,4 +536,4 @@ def report(
             file=sys.stderr,
         )
     if html is None and to is None:
-        console.print("\n".join(sections.section_markdown(part) for part in parts))
+        console.print("\n".join(page.section_markdown(part) for part in parts))
