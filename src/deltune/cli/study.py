@@ -16,7 +16,7 @@ from ..files import user_path
 from .output import Json, Quiet, console, log_to_stderr
 
 if TYPE_CHECKING:
-    from ..studies.jobs.scheduler import Scheduler
+    from ..studies.jobs.pool import Scheduler
     from ..studies.jobs.store import JobRecord, ResultStore
     from ..studies.jobs.verification import Verification
     from ..studies.study import Study
@@ -77,8 +77,7 @@ def load_studies(
 
 def _rows(store: Path) -> dict[str, JobRecord]:
     """Return the results of a store or of a folder of exported results, by the names of the jobs."""
-    from ..studies.jobs.results import read_results
-    from ..studies.jobs.store import ResultStore
+    from ..studies.jobs.store import ResultStore, read_results
 
     path = user_path(store, "--store")
     if not path.exists():
@@ -164,7 +163,7 @@ def _study_text(facts: Mapping[str, Any]) -> str:
 @app.command()
 def run(
     names: Names,
-    store: Store = Path("results.sqlite"),
+    store: Store = Path("results.jsonl"),
     scale: Scale = "small",
     data_root: DataRoot = None,
     model_root: ModelRoot = None,
@@ -188,8 +187,7 @@ def run(
 
     The exit code is 1 if something failed.
     """
-    from ..studies.jobs.results import write_results
-    from ..studies.jobs.store import ResultStore
+    from ..studies.jobs.store import ResultStore, write_results
     from ..train.progress import ProgressDisplay
 
     if engine not in ("local", "ray"):
@@ -203,7 +201,7 @@ def run(
     if user_path(store, "--store").is_dir():
         raise DeltuneError(
             f"{store} is a folder; runs need a file. Exported results become one by "
-            f"`deltune study import {store} --store results.sqlite`"
+            f"`deltune study import {store} --store results.jsonl`"
         )
     results = None if results is None else user_path(results, "--results")
     done, reused, failed = 0, 0, dict[str, None]()
@@ -230,7 +228,7 @@ def run_jobs(
 ) -> Scheduler:
     """Do the jobs of a plan that are not done yet."""
     from ..studies.jobs import pool as pools
-    from ..studies.jobs.scheduler import Scheduler
+    from ..studies.jobs.pool import Scheduler
 
     pool = pools.RayPool if engine == "ray" else pools.LocalPool
     scheduler = Scheduler(plan, stored, pool(workers, stored.runs, threads), retry)
@@ -334,11 +332,11 @@ def _similarity_key(kind: str, spec: Any) -> tuple[Any, ...]:
 def export(
     names: Names,
     to: Annotated[Path, typer.Option(help="Folder of the files, one for each study.")] = Path("results"),
-    store: Stored = Path("results.sqlite"),
+    store: Stored = Path("results.jsonl"),
     scale: Scale = "small",
 ) -> None:
     """Write the results of studies as text, a line for each job, to be kept in a repository."""
-    from ..studies.jobs.results import write_results
+    from ..studies.jobs.store import write_results
 
     to, rows, requested, written = user_path(to, "--to"), _rows(store), load_studies(names, scale, None, None), 0
     for study in requested:
@@ -351,18 +349,17 @@ def export(
 @app.command("import")
 def import_results(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of exported results.")],
-    store: Store = Path("results.sqlite"),
+    store: Store = Path("results.jsonl"),
 ) -> None:
     """Read exported results into a file of results, so that `deltune study run` goes on from them."""
-    from ..studies.jobs.results import read_results, replaces
-    from ..studies.jobs.store import ResultStore
+    from ..studies.jobs.store import ResultStore, read_results
 
     folder = user_path(folder, "FOLDER")
     if not folder.is_dir():
         raise DeltuneError(f"there is no folder {folder}; `deltune study export … --to {folder}` makes it")
     records = read_results(folder)
     with ResultStore(store) as stored:
-        fresh = [record for record in records if replaces(record, stored.get(record.name))]
+        fresh = [record for record in records if record.replaces(stored.get(record.name))]
         for record in fresh:
             stored.put(record)
     console.print(f"{len(fresh)} jobs are new in {store}, {len(records) - len(fresh)} were there")
@@ -402,7 +399,7 @@ def verify(
     with (
         tempfile.TemporaryDirectory(prefix="deltune-") as folder,
         log_to_stderr(quiet),
-        ResultStore(Path(folder) / "repeated.sqlite") as stored,
+        ResultStore(Path(folder) / "repeated.jsonl") as stored,
         ProgressDisplay(not quiet) as bar,
     ):
         repeated = run_jobs(lambda _: jobs, stored, workers, threads, "local", False, bar).records
@@ -451,7 +448,7 @@ def _verification_text(one: Verification) -> str:
 @app.command()
 def status(
     names: Names,
-    store: Stored = Path("results.sqlite"),
+    store: Stored = Path("results.jsonl"),
     scale: Scale = "small",
     data_root: DataRoot = None,
     model_root: ModelRoot = None,
@@ -460,7 +457,7 @@ def status(
 ) -> None:
     """Show how far studies are: what is done, what has begun, what is waiting, what failed and why."""
     from ..studies.jobs.job import topological_order
-    from ..studies.jobs.progress import job_progress
+    from ..studies.jobs.pool import job_progress
     from ..studies.jobs.store import folder_of_runs
 
     requested = load_studies(names, scale, data_root, model_root, only)
@@ -495,7 +492,7 @@ def status(
 @app.command()
 def report(
     names: Names,
-    store: Stored = Path("results.sqlite"),
+    store: Stored = Path("results.jsonl"),
     scale: Scale = "small",
     data_root: DataRoot = None,
     model_root: ModelRoot = None,
