@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -252,11 +252,10 @@ def _outlook(
 ) -> str:
     """Describe what would run, how long it would take judging by jobs of the same kind, model and task, and its power.
 
-    At the papers' scale it also says, by computation, what the hub is asked for and what devices need.
-
-    A job of several studies counts for the first of them. Cells whose jobs follow from results are counted apart.
+    At the papers' scale it also says, by computation, what the hub is asked for and what devices need. A job
+    of several studies counts for the first of them. Cells whose jobs follow from results are counted apart.
     """
-    from ..studies.jobs.job import topological_order
+    from ..studies.jobs.job import Job, topological_order
     from ..studies.papers.paper_scale import describe_needs
     from ..studies.papers.registry import CLAIMS
     from ..studies.report.page import power_lines
@@ -264,64 +263,36 @@ def _outlook(
     seconds_of: dict[tuple[Any, ...], list[float]] = {}
     for row in timed.values():
         seconds_of.setdefault(_similarity_key(row.kind, row.spec), []).append(row.seconds)
-    lines, known = [], set(rows)
-    estimates: list[_Estimate] = []
+    lines, known, jobs_in_all = [], set(rows), dict[Job, None]()
+
+    def estimate(jobs: Iterable[Job], left: list[Job]) -> str:
+        similar = [seconds_of[key] for job in left if (key := _similarity_key(job.kind, job.spec)) in seconds_of]
+        hours, unknown = sum(map(fmean, similar)) / 3600 / workers, len(left) - len(similar)
+        time = f"about {hours:.1f} hours" if hours >= 1 else f"about {60 * hours:.1f} minutes"
+        parts = [time] if unknown < len(left) or not left else []
+        if unknown:
+            where = "nothing like them is in the store or in --results FOLDER"
+            parts.append(f"how long {unknown} of them take is not known: {where}")
+        names = [job.name for job in jobs]
+        done = sum(name in rows for name in names)
+        return f"{len(names)} jobs, {done} done; {len(left)} left, {' and '.join(parts)}"
+
     for study in studies:
         jobs = topological_order(study.jobs(rows))
         left = [job for job in jobs if job.name not in known]
         known |= {job.name for job in left}
-        keys = [_similarity_key(job.kind, job.spec) for job in left]
-        similar = [seconds_of[key] for key in keys if key in seconds_of]
-        hours = sum(sum(seconds) / len(seconds) for seconds in similar) / 3600 / workers
-        done = sum(job.name in rows for job in jobs)
-        estimates.append(_Estimate(len(jobs), done, len(left), hours, len(left) - len(similar)))
-        shared = len(jobs) - done - len(left)
+        jobs_in_all |= dict.fromkeys(jobs)
+        shared = sum(job.name not in rows for job in jobs) - len(left)
         above = f"; {shared} more are counted above" if shared else ""
         later = sum(planned.job is None and not planned.lost for planned in study.plan_cells(rows))
         follow = f"; jobs of {counted(later, 'more cell')} follow from the results of these" if later else ""
-        lines.append(f"{study.name}: {estimates[-1].describe()}{above}{follow}")
+        lines.append(f"{study.name}: {estimate(jobs, left)}{above}{follow}")
         if study.name in CLAIMS:
             lines += describe_needs(study) if scale == "paper" else []
             lines += power_lines(study, timed, CLAIMS[study.name])
     if len(studies) > 1:
-        jobs_in_all = {job.name for study in studies for job in topological_order(study.jobs(rows))}
-        done = sum(name in rows for name in jobs_in_all)
-        in_all = _Estimate(
-            jobs=len(jobs_in_all), done=done, left=sum(one.left for one in estimates),
-            hours=sum(one.hours for one in estimates), unknown=sum(one.unknown for one in estimates),
-        )  # fmt: skip
-        lines.append(f"in all: {in_all.describe()}")
+        lines.append(f"in all: {estimate(jobs_in_all, [job for job in jobs_in_all if job.name not in rows])}")
     return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class _Estimate:
-    """How much of a study is left.
-
-    Attributes:
-        jobs: The jobs of the study.
-        done: How many of them are done.
-        left: How many are left to run, without those that an earlier study runs.
-        hours: How long those of them take of which similar ones were run.
-        unknown: How many of them are like none that was run.
-    """
-
-    jobs: int
-    done: int
-    left: int
-    hours: float
-    unknown: int
-
-    def describe(self) -> str:
-        """Say it in a line."""
-        time = f"about {self.hours:.1f} hours" if self.hours >= 1 else f"about {60 * self.hours:.1f} minutes"
-        estimate = [time] if self.unknown < self.left or not self.left else []
-        if self.unknown:
-            estimate.append(
-                f"how long {self.unknown} of them take is not known: nothing like them is in the store or in --results "
-                "FOLDER"
-            )
-        return f"{self.jobs} jobs, {self.done} done; {self.left} left, {' and '.join(estimate)}"
 
 
 def _similarity_key(kind: str, spec: Any) -> tuple[Any, ...]:

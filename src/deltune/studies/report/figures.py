@@ -112,27 +112,21 @@ STYLE: Any = {
 
 @dataclass(frozen=True)
 class SeriesStyle:
-    """Colour, marker, dash and hatch of a series."""
+    """Colour, marker and dash of a series."""
 
     colour: str
     marker: str
     dash: Any
-    hatch: str
 
 
 def series_style(first: int, second: int | None = None) -> SeriesStyle:
     """Return the style of a series.
 
-    Of two axes the first label gives the colour, and the second marker, dash and hatch; these follow `first` if
-    `second` is None.
+    Of two axes the first label gives the colour, and the second marker and dash; these follow `first` if `second` is
+    None.
     """
     shape = first if second is None else second
-    return SeriesStyle(
-        COLOURS[first % len(COLOURS)],
-        MARKERS[shape % len(MARKERS)],
-        DASHES[shape % len(DASHES)],
-        HATCHES[shape % len(HATCHES)],
-    )
+    return SeriesStyle(COLOURS[first % len(COLOURS)], MARKERS[shape % len(MARKERS)], DASHES[shape % len(DASHES)])
 
 
 DIRECTIONS = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1))

@@ -43,7 +43,6 @@ from .figures import DrawnFigure, draw, render, save
 from .findings import CLAIM_COLUMNS, ClaimRow, claim_rows, findings_csv, has_no_result
 from .provenance import (
     CITATION,
-    StudyRuns,
     commits,
     method_labels,
     provenance,
@@ -233,18 +232,13 @@ class Section:
     missing: tuple[str, ...] = ()
     printed: tuple[PrintedFinding, ...] = ()
     choices: tuple[str, ...] = ()
-    small: bool = False
+    small: bool = field(default=False, kw_only=True)
     names: Mapping[str, str] = field(default_factory=dict)
     records: tuple[JobRecord, ...] = ()
     paper: Paper | None = None
     train_rows: Mapping[str, int] = field(default_factory=dict)
     repetition: str = "seed"
     rerun: str = ""
-
-    @property
-    def runs(self) -> StudyRuns:
-        """Its runs, for sentences about their models, data and seeds."""
-        return StudyRuns(self.outcomes, self.names, self.train_rows, self.repetition)
 
     @property
     def training(self) -> str:
@@ -276,7 +270,7 @@ def render_page(sections: Sequence[Section], title: str = "") -> str:
         unfinished=sum(outcome.error is not None for section in sections for outcome in section.outcomes),
         citation=CITATION,
         histories=list(dict.fromkeys(section.rerun for section in sections if section.rerun)),
-        setup=setup(section.runs for section in sections),
+        setup=setup(sections),
         provenance=provenance(record for section in sections for record in section.records),
         commits=commits(record for section in sections for record in section.records),
     )  # fmt: skip
@@ -380,7 +374,7 @@ def _study_context(section: Section, at: int) -> dict[str, Any]:
         "question": paragraphs[0] if paragraphs else section.title,
         "paragraphs": paragraphs[1:],
         "summary": _runs_in_words([section]),
-        "setup": setup([section.runs], rows_too=not section.training),
+        "setup": setup([section], rows_too=not section.training),
         "method_labels": method_labels(section.outcomes, section.names),
         "provenance": provenance(section.records),
         "tables": [_table_context(table) for table in section.tables],
@@ -470,24 +464,24 @@ def build_section(
         repetition=study.repetition,
     )
     rising = still_rising(outcomes, MetricChoice(metric, study.lower), names)
-    train_rows = SMALL_TRAIN_ROWS if small else {}
+    paragraphs = (study.question, study.notes, rising, _at_chance(outcomes, names))
     return Section(
         study.name,
-        "\n\n".join(text for text in (study.question, study.notes, rising, _at_chance(outcomes, names)) if text),
-        tuple(build_table(view, outcomes) for view in tables),
-        tuple(draw(view, outcomes) for view in figures),
-        tuple(findings),
-        tuple(outcomes),
-        tuple(_missing(outcomes, names)),
-        tuple(printed),
-        statements.choices,
-        small,
-        names,
-        tuple(record for job in study.jobs(records) if (record := records.get(job.name)) is not None),
-        statements.paper,
-        train_rows,
-        study.repetition,
-        statements.rerun if small else "",
+        "\n\n".join(text for text in paragraphs if text),
+        tables=tuple(build_table(view, outcomes) for view in tables),
+        figures=tuple(draw(view, outcomes) for view in figures),
+        findings=tuple(findings),
+        outcomes=tuple(outcomes),
+        missing=tuple(_missing(outcomes, names)),
+        printed=tuple(printed),
+        choices=statements.choices,
+        small=small,
+        names=names,
+        records=tuple(record for job in study.jobs(records) if (record := records.get(job.name)) is not None),
+        paper=statements.paper,
+        train_rows=SMALL_TRAIN_ROWS if small else {},
+        repetition=study.repetition,
+        rerun=statements.rerun if small else "",
     )
 
 

@@ -8,7 +8,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from ..._version import __version__
 from ...errors import check_booleans, counted, number_range, word_list
@@ -33,17 +33,20 @@ CITATION = (
 """How these results are cited, as in CITATION.cff."""
 
 
-@dataclass(frozen=True)
-class StudyRuns:
-    """The runs of a study, for sentences about their models, data and seeds.
+class StudyRuns(Protocol):
+    """What sentences about the models, data and seeds of a study need of its `Section`.
 
     `train_rows` has the training rows of tasks that have fewer than runs may read.
     """
 
-    outcomes: Sequence[Outcome]
-    names: Mapping[str, str]
-    train_rows: Mapping[str, int]
-    repetition: str = "seed"
+    @property
+    def outcomes(self) -> Sequence[Outcome]: ...
+    @property
+    def names(self) -> Mapping[str, str]: ...
+    @property
+    def train_rows(self) -> Mapping[str, int]: ...
+    @property
+    def repetition(self) -> str: ...
 
 
 @check_booleans
