@@ -97,7 +97,7 @@ results: $(STAMP)
 
 # ROOT=… MODELS=…: every study at small scale, in days; stop it at any time, it goes on where it was. A worker with one
 # thread for each of two cores. Every study is exported as soon as it is done, to be committed.
-STORE ?= build/studies/small.sqlite
+STORE ?= build/studies/small.jsonl
 STUDY_WORKERS ?= 2
 
 studies: $(STAMP)

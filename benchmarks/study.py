@@ -13,8 +13,7 @@ from pathlib import Path
 from deltune.cli.use import TICKETS
 from deltune.files import CACHE_VARIABLE, cache_folder, read_jsonl
 from deltune.studies.jobs.job import Job, run_job
-from deltune.studies.jobs.pool import JobResult, WorkerPool, execute_safely
-from deltune.studies.jobs.scheduler import Scheduler
+from deltune.studies.jobs.pool import JobResult, Scheduler, WorkerPool, execute_safely
 from deltune.studies.jobs.store import ResultStore
 from deltune.train.config import RunConfig
 from deltune.train.progress import ProgressDisplay
@@ -92,7 +91,7 @@ def measure(model: str = "minilm", seeds: int = 3, tasks: int = 2, workers: int 
             for seed in range(seeds)
         ]  # fmt: skip
         pool = Watched(place / "runs", workers)
-        with ResultStore(place / "study.sqlite") as results:
+        with ResultStore(place / "study.jsonl") as results:
             drive = Scheduler(lambda done: jobs, results, pool)
             drive.run(ProgressDisplay(enabled=False))
         if drive.failed:

@@ -39,7 +39,7 @@ TASKS = {"conll04": ("entity_f1", "CoNLL04, entity F1"), "g2p_us_to_gb": ("exact
 
 def results() -> str:
     """Return the figure of scores and parameters of a study at small scale, from its committed results."""
-    from deltune.studies.jobs.results import read_results
+    from deltune.studies.jobs.store import read_results
     from deltune.studies.papers.registry import STUDIES
     from deltune.studies.scales import StudySetup
 

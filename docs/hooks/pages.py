@@ -154,7 +154,7 @@ def _sections(sections: Mapping[str, Any], dotted: Mapping[str, str]) -> list[st
 def studies() -> str:
     """Return the report of the papers' studies: tables, figures and findings of the results that are committed."""
     from deltune.cli.study import report
-    from deltune.studies.jobs.results import exported_studies
+    from deltune.studies.jobs.store import exported_studies
 
     names = exported_studies(ROOT / "results")
     if not names:

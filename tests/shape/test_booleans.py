@@ -47,7 +47,7 @@ def documented() -> Iterator[tuple[str, Any]]:
 STUDIES = (
     "study",
     "scales",
-    "report.sections",
+    "report.page",
     "papers.thresholds",
     "jobs.store",
     "claims.decisions",

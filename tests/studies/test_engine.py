@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -18,8 +19,7 @@ import tiny
 from deltune.errors import DeltuneError, DivergedError
 from deltune.files import write_error
 from deltune.studies.jobs.job import RUNNERS, Job, Outcome
-from deltune.studies.jobs.pool import JobResult, LocalPool, execute_safely
-from deltune.studies.jobs.scheduler import Scheduler
+from deltune.studies.jobs.pool import JobResult, LocalPool, Scheduler, execute_safely
 from deltune.studies.jobs.store import JobRecord, ResultStore
 from deltune.studies.study import Sweep
 from deltune.train.progress import ProgressDisplay
@@ -88,41 +88,46 @@ def drive(jobs: Sequence[Job], results: ResultStore, pool: Any = None, **options
 
 
 def test_what_was_put_is_there_again(tmp_path: Path) -> None:
-    with ResultStore(tmp_path / "r.sqlite") as file:
+    with ResultStore(tmp_path / "r.jsonl") as file:
         assert file.get("a") is None
         file.put(row("a"))
         file.put(row("b", error="it broke"))
-    with ResultStore(tmp_path / "r.sqlite") as file:
+    with ResultStore(tmp_path / "r.jsonl") as file:
         assert file.get("a") == row("a") and [r.name for r in file.records()] == ["a", "b"]
 
 
-def test_a_corrupt_row_counts_as_not_there(tmp_path: Path) -> None:
-    with ResultStore(tmp_path / "r.sqlite") as file:
+def test_a_corrupt_line_counts_as_not_there(tmp_path: Path) -> None:
+    with ResultStore(tmp_path / "r.jsonl") as file:
         file.put(row("a"))
         file.put(row("b"))
-        file._db.execute("UPDATE works SET result = '{\"value\": 9' WHERE name = 'a'")
-        with pytest.warns(UserWarning, match="row a of .* is corrupt"):
-            assert file.get("a") is None
-        with pytest.warns(UserWarning, match="corrupt"):
-            assert [r.name for r in file.records()] == ["b"]
+    text = file.path.read_text()
+    file.path.write_text(text.replace('"value":1.0', '"value":9.0', 1))
+    with pytest.warns(UserWarning, match="line 1 of .* is corrupt"), ResultStore(file.path) as again:
+        assert again.get("a") is None and [r.name for r in again.records()] == ["b"]
 
 
 def test_no_space_left(tmp_path: Path) -> None:
-    with ResultStore(tmp_path / "r.sqlite") as file:
+    """Half a line is there, which the next one overwrites."""
+    with ResultStore(tmp_path / "r.jsonl") as file:
         file.put(row("a"))
-        (pages,) = file._db.execute("PRAGMA page_count").fetchone()
-        file._db.execute(f"PRAGMA max_page_count = {pages}")
-        with pytest.raises(DeltuneError, match="no space left"):
-            file.put(JobRecord("b", "run", {}, {"x": "y" * 100_000}, None, 0.0))
-        file._db.execute("PRAGMA max_page_count = 1000000")
-        assert file.get("a") == row("a") and file.get("b") is None
+        size, limit = file.path.stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limit[1]))
+        try:
+            with pytest.raises(DeltuneError, match="no space left"):
+                file.put(row("b"))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        assert file.get("a") == row("a") and file.get("b") is None and file.path.stat().st_size > size
+        file.put(row("c"))
+    with ResultStore(file.path, read_only=True) as again:
+        assert again.records() == [row("a"), row("c")]
 
 
 # -- driving
 
 
 def test_everything_is_done_once(tmp_path: Path) -> None:
-    with ResultStore(tmp_path / "r.sqlite") as file:
+    with ResultStore(tmp_path / "r.jsonl") as file:
         pool = Here(file.runs)
         first = drive([*of(1, 2, 3), *of(2)], file, pool)
         assert first.done == 3 and len(pool.given) == 3 and not first.failed
@@ -132,7 +137,7 @@ def test_everything_is_done_once(tmp_path: Path) -> None:
 
 
 def test_a_failure_is_kept_and_does_not_stop_the_rest(tmp_path: Path) -> None:
-    with ResultStore(tmp_path / "r.sqlite") as file:
+    with ResultStore(tmp_path / "r.jsonl") as file:
         needs = Job("double", {"x": 5}, tuple(of(-1)))
         made = drive([*of(-1), needs, *of(2)], file)
         assert made.failed == [of(-1)[0].name, needs.name] and made.done == 3
@@ -147,14 +152,14 @@ def test_a_failure_is_kept_and_does_not_stop_the_rest(tmp_path: Path) -> None:
 def test_the_kind_of_a_failure_is_recorded(tmp_path: Path) -> None:
     """As the worker saw it, whatever the message says; what needs a diverged job has not diverged itself."""
     needs = Job("double", {"x": 5}, tuple(of(-20)))
-    with ResultStore(tmp_path / "r.sqlite") as file:
+    with ResultStore(tmp_path / "r.jsonl") as file:
         drive([*of(-20, -21, -1), needs, *of(2)], file)
         kinds = [file.get(job.name).error_kind for job in [*of(-20, -21, -1), needs, *of(2)]]  # type: ignore[union-attr]
     assert kinds == ["diverged", "error", "exception", "requirement", None]
 
 
 def test_all_that_failed_is_tried_again(tmp_path: Path) -> None:
-    with ResultStore(tmp_path / "r.sqlite") as file:
+    with ResultStore(tmp_path / "r.jsonl") as file:
         drive(of(-1, -2, -3, -4), file)
         pool = Here(file.runs, 1)
         made = drive(of(-1, -2, -3, -4), file, pool, retry=True)
@@ -167,7 +172,7 @@ def test_a_full_disk_is_no_failure_of_the_work(tmp_path: Path, monkeypatch: pyte
     def full(values: Mapping[str, Any], runs: Path, parts: ModelCache) -> dict[str, Any]:
         raise write_error("there", OSError(28, "No space left on device"))
 
-    with ResultStore(tmp_path / "r.sqlite") as file:
+    with ResultStore(tmp_path / "r.jsonl") as file:
         with monkeypatch.context() as patch, pytest.raises(DeltuneError, match="no space left"):
             patch.setitem(RUNNERS, "double", full)
             drive(of(1, 2), file)
@@ -175,7 +180,7 @@ def test_a_full_disk_is_no_failure_of_the_work(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_finished_work_cannot_be_claimed(tmp_path: Path) -> None:
-    with ResultStore(tmp_path / "r.sqlite") as one, ResultStore(tmp_path / "r.sqlite") as two:
+    with ResultStore(tmp_path / "r.jsonl") as one, ResultStore(tmp_path / "r.jsonl") as two:
         assert one.claim("a")
         one.put(row("a"))
         one.put(row("b", error="broke"))
@@ -183,7 +188,7 @@ def test_a_finished_work_cannot_be_claimed(tmp_path: Path) -> None:
 
 
 def test_a_job_that_is_being_done_shows_in_every_store(tmp_path: Path) -> None:
-    with ResultStore(tmp_path / "r.sqlite") as one, ResultStore(tmp_path / "r.sqlite", read_only=True) as two:
+    with ResultStore(tmp_path / "r.jsonl") as one, ResultStore(tmp_path / "r.jsonl", read_only=True) as two:
         assert two.claimed_jobs() == set()
         assert one.claim("a") and one.claim("b")
         assert two.claimed_jobs() == {"a", "b"}
@@ -226,7 +231,7 @@ def test_a_plan_that_learns(tmp_path: Path) -> None:
             low, high = (low, (low + high) // 2) if known.result["value"] >= 2 * 37 else ((low + high) // 2, high)
         return jobs
 
-    with ResultStore(tmp_path / "r.sqlite") as file:
+    with ResultStore(tmp_path / "r.jsonl") as file:
         made = Scheduler(plan, file, Here(file.runs))
         with ProgressDisplay(False) as bar:
             made.run(bar)
@@ -241,7 +246,7 @@ def test_a_plan_in_stages_goes_on_from_any_of_them(there: int, tmp_path: Path) -
         jobs = of(*range(6))
         return jobs[: 1 + next((i for i, job in enumerate(jobs) if job.name not in rows), 5)]
 
-    with ResultStore(tmp_path / "r.sqlite") as file:
+    with ResultStore(tmp_path / "r.jsonl") as file:
         drive(of(*range(6))[:there], file, Here(file.runs))
         made = Scheduler(plan, file, Here(file.runs))
         with ProgressDisplay(False) as bar:
@@ -251,7 +256,7 @@ def test_a_plan_in_stages_goes_on_from_any_of_them(there: int, tmp_path: Path) -
 
 def test_a_worker_keeps_to_its_kin(tmp_path: Path) -> None:
     jobs = [Job("double", {"x": i, "model": f"m{i % 3}"}) for i in range(12)]
-    with ResultStore(tmp_path / "r.sqlite") as file:
+    with ResultStore(tmp_path / "r.jsonl") as file:
         order: list[str] = []
         drive(jobs, file, Here(file.runs, 1, lambda job: order.append(job.spec["model"])))
     assert order == sorted(order)
@@ -280,7 +285,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def whole(root: Path) -> dict[str, Any]:
     """The scores of a study that nothing disturbed, run in this process."""
-    with ResultStore(root / "whole.sqlite") as file:
+    with ResultStore(root / "whole.jsonl") as file:
         jobs = [planned.job for planned in study(root).cells()]
         made = drive(jobs, file)
         assert made.done == 6 and not made.failed
@@ -293,7 +298,7 @@ def scores(record: JobRecord) -> Any:
 
 
 def test_what_a_run_answers(root: Path, whole: dict[str, Any]) -> None:
-    with ResultStore(root / "whole.sqlite") as file:
+    with ResultStore(root / "whole.jsonl") as file:
         for record in file.records():
             assert record.result is not None
             outcome = Outcome(
@@ -308,7 +313,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 sys.path[:0] = {path!r}
-from test_engine import LocalPool, ProgressDisplay, ResultStore, Scheduler, study
+from studies.test_engine import LocalPool, ProgressDisplay, ResultStore, Scheduler, study
 with ResultStore({file!r}) as file, ProgressDisplay(False) as bar:
     jobs = [planned.job for planned in study(Path({root!r})).cells()]
     Scheduler(lambda rows: jobs, file, LocalPool({workers}, file.runs)).run(bar)
@@ -338,7 +343,7 @@ def until(true: Callable[[], Any], process: subprocess.Popen[str]) -> None:
 @pytest.mark.slow
 def test_the_driver_is_killed(root: Path, whole: dict[str, Any], tmp_path: Path) -> None:
     """kill -9 in the middle: workers end too, the next driver goes on, nothing that was finished is run again."""
-    file = tmp_path / "r.sqlite"
+    file = tmp_path / "r.jsonl"
     process = driver(root, file, 1)
     until(lambda: finished(file) >= 2, process)
     process.send_signal(signal.SIGKILL)
@@ -355,7 +360,7 @@ def test_the_driver_is_killed(root: Path, whole: dict[str, Any], tmp_path: Path)
 @pytest.mark.slow
 def test_two_drivers_at_once(root: Path, whole: dict[str, Any], tmp_path: Path) -> None:
     """On one file: each run is done by one of them, and both end when all are there."""
-    file = tmp_path / "r.sqlite"
+    file = tmp_path / "r.jsonl"
     both = [driver(root, file, 1) for _ in range(2)]
     for process in both:
         _, errors = process.communicate(timeout=300)
@@ -368,7 +373,7 @@ def test_two_drivers_at_once(root: Path, whole: dict[str, Any], tmp_path: Path) 
 
 def test_a_worker_is_killed(root: Path, whole: dict[str, Any], tmp_path: Path) -> None:
     """kill -9 of a worker: another takes its place and its run."""
-    with ResultStore(tmp_path / "r.sqlite") as file:
+    with ResultStore(tmp_path / "r.jsonl") as file:
         pool = LocalPool(1, file.runs)
         jobs = [planned.job for planned in study(root).cells()][:2]
         killed: list[int] = []
@@ -388,7 +393,7 @@ def test_a_worker_is_killed(root: Path, whole: dict[str, Any], tmp_path: Path) -
 
 
 def test_what_kills_every_worker_fails(root: Path, tmp_path: Path) -> None:
-    with ResultStore(tmp_path / "r.sqlite") as file:
+    with ResultStore(tmp_path / "r.jsonl") as file:
         pool = LocalPool(1, file.runs)
         submit = pool.submit
 

@@ -15,10 +15,15 @@ import pytest
 
 from deltune.errors import DeltuneError
 from deltune.studies.jobs.job import Job, Roots, topological_order
-from deltune.studies.jobs.pool import LocalPool
-from deltune.studies.jobs.results import exported_studies, read_results, results_file, write_results
-from deltune.studies.jobs.scheduler import Scheduler
-from deltune.studies.jobs.store import JobRecord, ResultStore
+from deltune.studies.jobs.pool import LocalPool, Scheduler
+from deltune.studies.jobs.store import (
+    JobRecord,
+    ResultStore,
+    exported_studies,
+    read_results,
+    results_file,
+    write_results,
+)
 from deltune.studies.jobs.verification import compare, sample_jobs
 from deltune.studies.papers.registry import STUDIES
 from deltune.studies.scales import StudySetup
@@ -74,11 +79,11 @@ def test_nothing_is_lost(tmp_path: Path) -> None:
 def test_the_day_of_a_job_goes_with_it(tmp_path: Path) -> None:
     """Through the store, a file and another store; where nobody knows the day, nobody invents one."""
     days = {"known": "2026-11-20", "unknown": "", "now": None}
-    with ResultStore(tmp_path / "a.sqlite") as stored:
+    with ResultStore(tmp_path / "a.jsonl") as stored:
         for name, date in days.items():
             stored.put(replace(RECORDS[0], name=name, date=date))
         write_results(tmp_path / "out", "s", stored.records())
-    with ResultStore(tmp_path / "b.sqlite") as other:
+    with ResultStore(tmp_path / "b.jsonl") as other:
         for one in read_results(tmp_path / "out"):
             other.put(one)
         dates = {one.name: one.date for one in other.records()}
@@ -245,7 +250,7 @@ def test_committed_results_can_be_repeated() -> None:
     if rows and not (SHARED / "data").is_dir():
         pytest.skip(f"no small models and data: there is no folder {SHARED / 'data'}")
     jobs = sample_jobs((job for name in exported_studies(RESULTS) for job in STUDIES[name](setup).jobs(rows)), rows, 10)
-    with tempfile.TemporaryDirectory() as folder, ResultStore(Path(folder) / "r.sqlite") as stored:
+    with tempfile.TemporaryDirectory() as folder, ResultStore(Path(folder) / "r.jsonl") as stored:
         scheduler = Scheduler(lambda _: jobs, stored, LocalPool(1, stored.runs))
         with ProgressDisplay(False) as bar:
             scheduler.run(bar)

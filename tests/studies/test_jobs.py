@@ -12,7 +12,7 @@ import tiny
 from deltune.errors import DeltuneError
 from deltune.models import load_model
 from deltune.studies.jobs.job import Roots, execute, run_job, term_change_job, timing_job, transfer_job
-from deltune.studies.jobs.progress import job_progress
+from deltune.studies.jobs.pool import job_progress
 from deltune.studies.jobs.timing import time_methods
 from deltune.train.data import loading as reading
 from deltune.train.inference import evaluate

@@ -13,10 +13,9 @@ import pytest
 from matplotlib.text import Text
 
 from deltune.studies.jobs.job import Outcome
-from deltune.studies.report.charts import FORMATS, draw, render
 from deltune.studies.report.figure_spec import Bars, Curves, FigureSpec, HeatMap, Scatter, TableSpec
-from deltune.studies.report.page import Section, render_page
-from deltune.studies.report.sections import section_markdown, write_section
+from deltune.studies.report.figures import FORMATS, draw, render
+from deltune.studies.report.page import Section, render_page, section_markdown, write_section
 from deltune.studies.report.tables import Table, build_table, to_csv, to_latex, to_markdown
 
 LABELS = (

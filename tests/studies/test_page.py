@@ -22,14 +22,19 @@ from deltune.studies.claims.decisions import ComparisonResult, Finding, PartVerd
 from deltune.studies.jobs.job import Outcome
 from deltune.studies.jobs.store import JobRecord
 from deltune.studies.papers.registry import PAPERS, paper_statements
-from deltune.studies.report.charts import draw
 from deltune.studies.report.figure_spec import Bars, FigureSpec, HeatMap, TableSpec
+from deltune.studies.report.figures import draw
 from deltune.studies.report.findings import findings_csv
-from deltune.studies.report.method_labels import MethodLabel, method_labels
 from deltune.studies.report.page import Section, render_page, sparkline
-from deltune.studies.report.provenance import commits, provenance
+from deltune.studies.report.provenance import (
+    MethodLabel,
+    commits,
+    method_labels,
+    provenance,
+    still_rising,
+    training_facts,
+)
 from deltune.studies.report.tables import build_table
-from deltune.studies.report.training_facts import still_rising, training_facts
 
 VOID = {"meta", "br", "img", "link", "hr", "input"}
 EVIL = "<script>alert('x')</script> & \"quoted\" </title></svg>"
@@ -49,9 +54,9 @@ FIRST_RESULT = result("LN − BitFit", 0.021, (0.012, 0.03), by_setting=(
 ))  # fmt: skip
 SECOND_RESULT = result("MAM − LoRA", -0.011, (-0.02, -0.004))
 FOUND = (
-    finding("layernorm beats BitFit with half the parameters", "LN 3.2", "holds", 0.021, (0.012, 0.03),
+    finding("layernorm beats BitFit with half the parameters", "LN 3.2", "holds",
             p_adjusted=0.0004, note="paired", comparisons=(FIRST_RESULT,), deciding=FIRST_RESULT),
-    finding("MAM beats every other method", "LN 3.2", "does not hold", -0.011, (-0.02, -0.004), p_adjusted=0.013,
+    finding("MAM beats every other method", "LN 3.2", "does not hold", p_adjusted=0.013,
             comparisons=(SECOND_RESULT,), deciding=SECOND_RESULT),
     finding("the gap between methods shrinks with scale", "AP 4.2", "undecided", note="one size only"),
 )  # fmt: skip

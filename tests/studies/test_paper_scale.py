@@ -25,7 +25,6 @@ from deltune.studies.papers.paper_scale import (
     TRAIN_ROWS,
     backbone_config,
     describe_needs,
-    paper_models,
     parameters,
     training,
 )
@@ -51,11 +50,13 @@ WORDS = 512
 @pytest.fixture(scope="module")
 def methods() -> dict[str, list[str]]:
     """Every method of every study on each model; one of the masks that differ in their seeds alone."""
-    methods_on = paper_models(STUDIES[name](StudySetup("paper")) for name in STUDIES)
-    return {
-        model: sorted({re.sub(r"seed=\d+", "seed=0", method) for method in of_model})
-        for model, of_model in methods_on.items()
-    }
+    methods_on: dict[str, set[str]] = {}
+    for job in topological_order(job for name in STUDIES for job in STUDIES[name](StudySetup("paper")).jobs({})):
+        spec = job.spec.get("run", job.spec)
+        methods = spec["methods"].values() if job.kind == "time" else [spec["method"]]
+        of_job = spec.get("search", {}).get("method", methods)
+        methods_on.setdefault(str(spec["model"]), set()).update(re.sub(r"seed=\d+", "seed=0", one) for one in of_job)
+    return {model: sorted(of_model) for model, of_model in methods_on.items()}
 
 
 def test_every_model_has_its_shape(methods: dict[str, list[str]]) -> None:

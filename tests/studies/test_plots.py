@@ -20,9 +20,8 @@ from PIL import Image
 
 import made
 from deltune.studies.jobs.job import Outcome
-from deltune.studies.report.charts import draw, render, save
 from deltune.studies.report.figure_spec import Bars, Curves, FigureSpec, HeatMap, Scatter
-from deltune.studies.report.panels import COLOURS, lay_out, series_style, short_number
+from deltune.studies.report.figures import COLOURS, draw, lay_out, render, save, series_style, short_number
 
 FIGURES = [
     pytest.param(view, outcomes, id=f"{name}-{view.title}")
@@ -133,7 +132,7 @@ def test_equal_numbers_give_equal_bytes(view: FigureSpec, outcomes: list[Outcome
 def test_files_are_equal_in_another_process(tmp_path: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import made\n"
-        "from deltune.studies.report.charts import draw, save\n"
+        "from deltune.studies.report.figures import draw, save\n"
         "save(draw(made.GAP, made.gap()).figure, sys.argv[2])"
     )
     subprocess.run(

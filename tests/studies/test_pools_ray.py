@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deltune.studies.jobs.scheduler import Scheduler
+from deltune.studies.jobs.pool import Scheduler
 from deltune.studies.jobs.store import ResultStore
 from deltune.train.progress import ProgressDisplay
 from studies.test_engine import Here, drive, scores, study
@@ -23,10 +23,10 @@ def test_a_study_on_a_cluster(tmp_path: Path) -> None:
     from deltune.studies.jobs.pool import RayPool
 
     jobs = [planned.job for planned in study(tmp_path).cells()]
-    with ResultStore(tmp_path / "here.sqlite") as file:
+    with ResultStore(tmp_path / "here.jsonl") as file:
         drive(jobs, file, Here(file.runs))
         whole = {row.name: scores(row) for row in file.records()}
-    with ResultStore(tmp_path / "ray.sqlite") as file:
+    with ResultStore(tmp_path / "ray.jsonl") as file:
         cluster = RayPool(2, file.runs)
         killed: list[int] = []
         submit, pids = cluster.submit, cluster.pids()

@@ -12,7 +12,7 @@ from transformers import BertConfig
 import deltune
 from deltune.studies.claims.decisions import PrintedFinding, check_printed
 from deltune.studies.claims.statistics import average_ranks
-from deltune.studies.jobs.results import read_results
+from deltune.studies.jobs.store import read_results
 from deltune.studies.papers.apet import PAPER_FAMILIES
 from deltune.studies.papers.ln import SIZES
 from deltune.studies.papers.published import (
@@ -34,7 +34,7 @@ from deltune.studies.papers.published import (
 )
 from deltune.studies.papers.registry import CLAIMS, STUDIES, paper_statements
 from deltune.studies.papers.uv import TABLE12_SHARES
-from deltune.studies.report.sections import build_section
+from deltune.studies.report.page import build_section
 from deltune.studies.scales import StudySetup
 from deltune.train.metrics.registry import METRICS
 

@@ -22,7 +22,7 @@ from conftest import MadeOnce
 from deltune.cli import app
 from deltune.errors import DeltuneError
 from deltune.studies.jobs.job import config_of, run_folder
-from deltune.studies.jobs.progress import job_progress, seconds_before
+from deltune.studies.jobs.pool import job_progress, seconds_before
 from deltune.studies.jobs.store import folder_of_runs
 from deltune.studies.papers.registry import STUDIES
 from deltune.studies.study import select_cells, study_from_file
@@ -65,24 +65,24 @@ def run_study(root: Path) -> None:
         root, methods={"norms": "layernorm", "low rank": "lora(rank=2)", "impossible": "layernorm(stack='decoder')"}
     )
     (root / "mine.yaml").write_text(made.yaml())
-    dry = deltune("run", root / "mine.yaml", "--store", root / "r.sqlite", "--dry-run").stdout
+    dry = deltune("run", root / "mine.yaml", "--store", root / "r.jsonl", "--dry-run").stdout
     assert "6 jobs, 0 done; 6 left" in dry and not list(root.glob("r.*")), "what is only asked for makes nothing"
     printed = deltune(
-        "run", root / "mine.yaml", "--store", root / "r.sqlite", "--workers", 2, "--results", root / "first", code=1
+        "run", root / "mine.yaml", "--store", root / "r.jsonl", "--workers", 2, "--results", root / "first", code=1
     )
     assert "6 run, 0 were there; 2 of them failed" in printed.stdout
     assert re.search(r"study \d/6 jobs, job .*(norms|low rank).* took \d+ s, .* left", printed.stderr)
 
 
 def test_it_is_not_run_again(place: Path) -> None:
-    output = deltune("run", place / "mine.yaml", "--store", place / "r.sqlite", "--quiet", code=1).stdout
+    output = deltune("run", place / "mine.yaml", "--store", place / "r.jsonl", "--quiet", code=1).stdout
     assert "0 run, 6 were there; 2 of them failed" in output
-    dry = deltune("run", place / "mine.yaml", "--store", place / "r.sqlite", "--dry-run").stdout
+    dry = deltune("run", place / "mine.yaml", "--store", place / "r.jsonl", "--dry-run").stdout
     assert "6 jobs, 6 done; 0 left" in dry
 
 
 def test_a_study_of_the_papers_says_before_it_is_run_what_it_needs_and_decides(place: Path) -> None:
-    store = place / "nothing.sqlite"
+    store = place / "nothing.jsonl"
     lines = deltune("run", "uv/insertion", "--scale", "paper", "--store", store, "--dry-run").stdout.splitlines()
     (data,) = (line for line in lines if "data from the hub" in line)
     assert "facebook/bart-large (1.63 GB in float32)" in lines[1] and "wmt/wmt16:ro-en" in data
@@ -96,10 +96,10 @@ def test_a_study_of_the_papers_says_before_it_is_run_what_it_needs_and_decides(p
 
 
 def test_status(place: Path) -> None:
-    facts = json.loads(deltune("status", place / "mine.yaml", "--store", place / "r.sqlite", "--json").stdout)["tiny"]
+    facts = json.loads(deltune("status", place / "mine.yaml", "--store", place / "r.jsonl", "--json").stdout)["tiny"]
     assert (facts["jobs"], facts["done"], facts["begun"], facts["waiting"], len(facts["failed"])) == (6, 4, {}, 0, 2)
     assert all("decoder" in error for error in facts["failed"].values())
-    output = deltune("status", place / "mine.yaml", "--store", place / "r.sqlite").stdout
+    output = deltune("status", place / "mine.yaml", "--store", place / "r.jsonl").stdout
     for seed in (0, 1):
         assert f"impossible · seed {seed}: " in output, "a cell's name, not the hash of its content"
 
@@ -107,15 +107,13 @@ def test_status(place: Path) -> None:
 def test_results_as_text_are_the_results(place: Path) -> None:
     """Exported, read as they are and imported again: the same report, the same bytes, and nothing left to run."""
     mine, folder = place / "mine.yaml", place / "results"
-    assert (
-        "1 of 1 studies have results" in deltune("export", mine, "--store", place / "r.sqlite", "--to", folder).stdout
-    )
-    expected = deltune("report", mine, "--store", place / "r.sqlite").stdout
+    assert "1 of 1 studies have results" in deltune("export", mine, "--store", place / "r.jsonl", "--to", folder).stdout
+    expected = deltune("report", mine, "--store", place / "r.jsonl").stdout
     assert deltune("report", mine, "--store", folder).stdout == expected
-    assert "6 jobs are new" in deltune("import", folder, "--store", place / "again.sqlite").stdout
-    assert "0 jobs are new in" in deltune("import", folder, "--store", place / "again.sqlite").stdout
-    assert "6 jobs, 6 done; 0 left" in deltune("run", mine, "--store", place / "again.sqlite", "--dry-run").stdout
-    run = deltune("run", mine, "--store", place / "again.sqlite", "--results", place / "twice", code=1)
+    assert "6 jobs are new" in deltune("import", folder, "--store", place / "again.jsonl").stdout
+    assert "0 jobs are new in" in deltune("import", folder, "--store", place / "again.jsonl").stdout
+    assert "6 jobs, 6 done; 0 left" in deltune("run", mine, "--store", place / "again.jsonl", "--dry-run").stdout
+    run = deltune("run", mine, "--store", place / "again.jsonl", "--results", place / "twice", code=1)
     assert "0 run, 6 were there" in run.stdout
     for file, other in itertools.product(("tiny.jsonl.gz", "environments.json"), ("first", "twice")):
         assert (place / other / file).read_bytes() == (folder / file).read_bytes()
@@ -131,7 +129,7 @@ def test_results_as_text_are_the_results(place: Path) -> None:
 def test_results_are_verified(every: bool, place: Path) -> None:
     """On this machine a job repeats to the last digit; a score that was edited is noticed."""
     mine, folder = place / "mine.yaml", place / f"verified {every}"
-    deltune("export", mine, "--store", place / "r.sqlite", "--to", folder)
+    deltune("export", mine, "--store", place / "r.jsonl", "--to", folder)
     size = 9 if every else 1
     words = ("verify", mine, "--store", folder, "--sample", size, "--quiet")
     assert f"{min(size, 4)} of {min(size, 4)} equal" in deltune(*words).stdout
@@ -151,18 +149,18 @@ def test_results_are_verified(every: bool, place: Path) -> None:
 
 
 def test_a_report_in_words(place: Path) -> None:
-    output = deltune("report", place / "mine.yaml", "--store", place / "r.sqlite").stdout
+    output = deltune("report", place / "mine.yaml", "--store", place / "r.jsonl").stdout
     assert "norms" in output and "±" in output and "2 of 6 runs: " in output
 
 
 def test_a_report_as_files(place: Path) -> None:
-    deltune("report", place / "mine.yaml", "--store", place / "r.sqlite", "--to", place / "out")
+    deltune("report", place / "mine.yaml", "--store", place / "r.jsonl", "--to", place / "out")
     endings = {path.suffix for path in (place / "out").iterdir()}
     assert endings == {".md", ".tex", ".csv", ".png", ".svg", ".pdf"}
 
 
 def test_a_report_as_a_page(place: Path) -> None:
-    deltune("report", place / "mine.yaml", "--store", place / "r.sqlite", "--html", place / "page.html")
+    deltune("report", place / "mine.yaml", "--store", place / "r.jsonl", "--html", place / "page.html")
     text = (place / "page.html").read_text()
     HTMLParser().feed(text)
     assert "layernorm" in text and "decoder" in text, "every run's spec, and why one failed"
@@ -171,7 +169,7 @@ def test_a_report_as_a_page(place: Path) -> None:
 
 def test_what_was_not_run_yet_did_not_fail(place: Path) -> None:
     """A third seed of the same study, of which nothing was run: told apart from what failed, on every way out."""
-    store = place / "r.sqlite"
+    store = place / "r.jsonl"
     text = (place / "mine.yaml").read_text()
     more = place / "more.yaml"
     more.write_text(text.replace("- 1\n", "- 1\n- 2\n") if "- 1\n" in text else text.replace("[0, 1]", "[0, 1, 2]"))
@@ -183,7 +181,7 @@ def test_what_was_not_run_yet_did_not_fail(place: Path) -> None:
 
 def test_what_has_begun(place: Path) -> None:
     """A third seed, of which one run was interrupted after a checkpoint: share and seconds are not forgotten."""
-    store = place / "r.sqlite"
+    store = place / "r.jsonl"
     more = place / "begun.yaml"
     more.write_text((place / "mine.yaml").read_text().replace("name: tiny", "name: more").replace("- 1\n", "- 7\n"))
     runs = folder_of_runs(store)
@@ -226,7 +224,7 @@ def test_only_some_cells(place: Path) -> None:
 
 
 def test_a_report_on_some_cells(place: Path) -> None:
-    words = ("mine.yaml", "--store", place / "r.sqlite", "--only", "method=norms", "--only", "method=low*")
+    words = ("mine.yaml", "--store", place / "r.jsonl", "--only", "method=norms", "--only", "method=low*")
     output = deltune("report", place / words[0], *words[1:]).stdout
     assert "norms" in output and "low rank" in output and "impossible" not in output
     facts = json.loads(deltune("status", place / words[0], *words[1:], "--json").stdout)["tiny"]
@@ -249,7 +247,7 @@ def test_what_is_not_there_is_told(place: Path, tmp_path: Path) -> None:
     assert "tasks is missing" in deltune("run", tmp_path / "x.yaml", code=2).stderr
     assert "unknown engine" in deltune("run", place / "mine.yaml", "--engine", "rai", code=2).stderr
     for command in ("status", "report"):
-        message = deltune(command, place / "mine.yaml", "--store", tmp_path / "mistyped.sqlite", code=2).stderr
+        message = deltune(command, place / "mine.yaml", "--store", tmp_path / "mistyped.jsonl", code=2).stderr
         assert "there are no results" in message and not list(tmp_path.glob("mistyped*"))
-    tiny.lines(tmp_path / "no.sqlite", [{"a": 1}] * 100)
-    assert "damaged" in deltune("status", place / "mine.yaml", "--store", tmp_path / "no.sqlite", code=2).stderr
+    tiny.lines(tmp_path / "no.jsonl", [{"a": 1}] * 100)
+    assert "damaged" in deltune("status", place / "mine.yaml", "--store", tmp_path / "no.jsonl", code=2).stderr

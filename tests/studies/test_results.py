@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
-import sqlite3
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -32,10 +29,10 @@ ROWS = [*(row(f"run{i}", size=500) for i in range(20)), row("broken", error="it 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     """A file of results of some pages, which nobody has open."""
-    with ResultStore(tmp_path / "folder" / "r.sqlite") as results:
+    with ResultStore(tmp_path / "folder" / "r.jsonl") as results:
         for one in ROWS:
             results.put(one)
-    return tmp_path / "folder" / "r.sqlite"
+    return tmp_path / "folder" / "r.jsonl"
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -47,7 +44,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 def test_a_claim_is_of_one_store_and_ends_with_its_process(tmp_path: Path) -> None:
     """Killed or not; of what is not claimed no file is left."""
-    file = tmp_path / "r.sqlite"
+    file = tmp_path / "r.jsonl"
     code = (
         "import sys, time; from deltune.studies.jobs.store import ResultStore\n"
         "store = ResultStore(sys.argv[1]); print(store.claim('b'), flush=True); time.sleep(20)"
@@ -70,7 +67,7 @@ def test_a_claim_is_of_one_store_and_ends_with_its_process(tmp_path: Path) -> No
 
 def test_an_error_does_not_replace_a_result(tmp_path: Path) -> None:
     """As of a driver that was stopped for so long that another did its work."""
-    with ResultStore(tmp_path / "r.sqlite") as one, ResultStore(tmp_path / "r.sqlite") as two:
+    with ResultStore(tmp_path / "r.jsonl") as one, ResultStore(tmp_path / "r.jsonl") as two:
         assert one.claim("a")
         two.put(row("a"))
         one.put(row("a", error="its worker died"))
@@ -98,35 +95,14 @@ def test_reading_changes_nothing(file: Path) -> None:
 def test_the_kind_of_an_error_is_stored_and_not_read_from_its_message(kind: module.ErrorKind, tmp_path: Path) -> None:
     """Also where the message mentions another; a kind that was changed in the file is found by the checksum."""
     message = "it needs a: the loss is nan: training diverged"
-    with ResultStore(tmp_path / "r.sqlite") as results:
+    with ResultStore(tmp_path / "r.jsonl") as results:
         results.put(replace(row("a", error=message), error_kind=kind))
         assert results.records() == [replace(row("a", error=message), error_kind=kind)]
-        other = "NULL" if kind == "diverged" else "'diverged'"
-        results._db.execute(f"UPDATE works SET error_kind = {other}")
-        with pytest.warns(UserWarning, match="row a of .* is corrupt"):
-            assert results.get("a") is None
-
-
-@pytest.mark.parametrize("left", ["nothing", "a log"])
-def test_a_file_beside_which_nothing_can_be_written(
-    left: str, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is read from a copy, with what a killed driver had only in the write-ahead log."""
-    rows = list(ROWS)
-    if left == "a log":
-        with ResultStore(file) as results:
-            results.put(row("new"))
-            shutil.copytree(file.parent, tmp_path / "copy")
-        file, rows = tmp_path / "copy" / file.name, [*rows, row("new")]
-        (file.parent / "r.sqlite-shm").unlink()
-        assert (file.parent / "r.sqlite-wal").stat().st_size > 0
-    before = content(file.parent)
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    with ResultStore(file, read_only=True) as results:
-        assert results.records() == rows
-    assert content(file.parent) == before and not list(tmp_path.glob("deltune-*"))
+    changed = results.path.read_text().replace(f'"error_kind":"{kind}"', '"error_kind":"other"')
+    results.path.write_text(changed)
+    with pytest.warns(UserWarning, match="checksum"):
+        results.path.write_text(changed + changed)
+        assert not ResultStore(results.path).records()
 
 
 @pytest.mark.parametrize("kind", ["mount", "folder"])
@@ -162,54 +138,20 @@ def test_a_read_only_place(kind: str, file: Path, tmp_path: Path) -> None:
 # -- damage
 
 
-def sql(*statements: str) -> Callable[[Path], None]:
-    def change(path: Path) -> None:
-        connection = sqlite3.connect(path)
-        connection.executescript(";".join(statements))
-        connection.close()
-
-    return change
-
-
-def fresh(*statements: str) -> Callable[[Path], None]:
-    """Another file in its place, of another program."""
-
-    def change(path: Path) -> None:
-        path.unlink()
-        sql(*statements)(path)
-
-    return change
-
-
-DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no database": (lambda path: path.write_bytes(b"no database at all" * 100), "no results file or is damaged"),
-    "half": (lambda path: os.truncate(path, path.stat().st_size // 2), "is damaged"),
-    "a page and a half": (lambda path: os.truncate(path, 6000), "is damaged"),
-    "a header": (lambda path: os.truncate(path, 100), "is damaged"),
-    "50 bytes": (lambda path: os.truncate(path, 50), "is damaged"),
-    "newer": (sql("PRAGMA user_version = 99"), "schema 99"),
-    "negative": (sql("PRAGMA user_version = -1"), "schema -1"),
-    "no works": (sql("DROP TABLE works"), "another program or damaged"),
-    "a column less": (sql("ALTER TABLE works DROP COLUMN sum"), "another program or damaged"),
-    "no version": (sql("PRAGMA user_version = 0"), "another program"),
-    "a trigger": (
-        sql("CREATE TRIGGER t AFTER INSERT ON works BEGIN DELETE FROM works; END"),
-        "another program or damaged",
-    ),
-    "a view": (sql("CREATE VIEW jobs AS SELECT name FROM works"), "another program"),
-    "foreign": (fresh("CREATE TABLE t (x)"), "another program"),
-    "foreign, its version 1": (fresh("CREATE TABLE claims (x)", "PRAGMA user_version = 1"), "another program"),
-    "foreign, its version 2": (fresh("CREATE TABLE t (x)", "PRAGMA user_version = 2"), "another program"),
+FOREIGN = {
+    "text": b"no results at all" * 100,
+    "a database": b"SQLite format 3\0" * 10,
+    "other lines": b'{"a": 1}\n' * 100,
+    "zeros": bytes(4096),
 }
 
 
 @pytest.mark.parametrize("read_only", [True, False], ids=["read", "written"])
-@pytest.mark.parametrize("name", DAMAGE)
+@pytest.mark.parametrize("name", FOREIGN)
 def test_a_file_that_is_none_of_ours(name: str, read_only: bool, file: Path) -> None:
-    damage, message = DAMAGE[name]
-    damage(file)
+    file.write_bytes(FOREIGN[name])
     before = content(file.parent)
-    with pytest.raises(DeltuneError, match=message):
+    with pytest.raises(DeltuneError, match="no results file or is damaged"):
         ResultStore(file, read_only=read_only)
     assert content(file.parent) == before, "it stays as it was"
 
@@ -245,7 +187,8 @@ def test_random_damage(kind: str, file: Path) -> None:
                 rows = None
         assert file.read_bytes() == damaged, f"seed {seed}"
         if rows is not None and at:
-            lost = len(ROWS) - len(rows)
-            assert lost <= len([w for w in caught if "is corrupt" in str(w.message)]), f"seed {seed}: {lost} rows"
+            # A last line that is cut off is as a killed process leaves it.
+            if len(rows) < len(ROWS) and kind != "cut" and damaged.endswith(b"\n"):
+                assert any("is corrupt" in str(w.message) for w in caught), f"seed {seed}"
             for one in rows:
                 assert replace(one, seconds=0.5) == known[one.name], f"seed {seed}"

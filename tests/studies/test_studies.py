@@ -17,9 +17,8 @@ import tiny
 from deltune.errors import DeltuneError
 from deltune.studies.claims.decisions import decidable_effects
 from deltune.studies.jobs.job import Job, Outcome, run_job
-from deltune.studies.jobs.results import read_results
-from deltune.studies.jobs.scheduler import Scheduler
-from deltune.studies.jobs.store import ErrorKind, JobRecord, ResultStore
+from deltune.studies.jobs.pool import Scheduler
+from deltune.studies.jobs.store import ErrorKind, JobRecord, ResultStore, read_results
 from deltune.studies.papers.apet import PAPER_FAMILIES, SMALL_FAMILIES
 from deltune.studies.papers.questions import QUESTIONS
 from deltune.studies.papers.registry import CLAIMS, STUDIES, paper_statements
@@ -33,7 +32,7 @@ from deltune.studies.papers.thresholds import (
     threshold_outcomes,
 )
 from deltune.studies.report.figure_spec import TableSpec
-from deltune.studies.report.sections import build_section, power_lines
+from deltune.studies.report.page import build_section, power_lines
 from deltune.studies.scales import (
     LEARNING_RATES,
     StudySetup,
@@ -381,7 +380,7 @@ def test_a_study_from_end_to_end(tmp_path: Path) -> None:
                      run_job(spec("full", seed)), 1 / 3)  # fmt: skip
 
     climbing = Study("tiny/thresholds", "?", plan_searches([made(0), made(1)]), read_outcomes=threshold_outcomes)
-    with ResultStore(tmp_path / "r.sqlite") as file, ProgressDisplay(False) as bar:
+    with ResultStore(tmp_path / "r.jsonl") as file, ProgressDisplay(False) as bar:
         drive = Scheduler(climbing.jobs, file, Here(file.runs))
         drive.run(bar)
         assert not drive.failed and drive.done <= 2 * (2 + 2 * 3)

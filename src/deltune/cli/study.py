@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,7 +16,7 @@ from ..files import user_path
 from .output import Json, Quiet, console, log_to_stderr
 
 if TYPE_CHECKING:
-    from ..studies.jobs.scheduler import Scheduler
+    from ..studies.jobs.pool import Scheduler
     from ..studies.jobs.store import JobRecord, ResultStore
     from ..studies.jobs.verification import Verification
     from ..studies.study import Study
@@ -77,8 +77,7 @@ def load_studies(
 
 def _rows(store: Path) -> dict[str, JobRecord]:
     """Return the results of a store or of a folder of exported results, by the names of the jobs."""
-    from ..studies.jobs.results import read_results
-    from ..studies.jobs.store import ResultStore
+    from ..studies.jobs.store import ResultStore, read_results
 
     path = user_path(store, "--store")
     if not path.exists():
@@ -164,7 +163,7 @@ def _study_text(facts: Mapping[str, Any]) -> str:
 @app.command()
 def run(
     names: Names,
-    store: Store = Path("results.sqlite"),
+    store: Store = Path("results.jsonl"),
     scale: Scale = "small",
     data_root: DataRoot = None,
     model_root: ModelRoot = None,
@@ -188,8 +187,7 @@ def run(
 
     The exit code is 1 if something failed.
     """
-    from ..studies.jobs.results import write_results
-    from ..studies.jobs.store import ResultStore
+    from ..studies.jobs.store import ResultStore, write_results
     from ..train.progress import ProgressDisplay
 
     if engine not in ("local", "ray"):
@@ -203,7 +201,7 @@ def run(
     if user_path(store, "--store").is_dir():
         raise DeltuneError(
             f"{store} is a folder; runs need a file. Exported results become one by "
-            f"`deltune study import {store} --store results.sqlite`"
+            f"`deltune study import {store} --store results.jsonl`"
         )
     results = None if results is None else user_path(results, "--results")
     done, reused, failed = 0, 0, dict[str, None]()
@@ -230,7 +228,7 @@ def run_jobs(
 ) -> Scheduler:
     """Do the jobs of a plan that are not done yet."""
     from ..studies.jobs import pool as pools
-    from ..studies.jobs.scheduler import Scheduler
+    from ..studies.jobs.pool import Scheduler
 
     pool = pools.RayPool if engine == "ray" else pools.LocalPool
     scheduler = Scheduler(plan, stored, pool(workers, stored.runs, threads), retry)
@@ -254,76 +252,47 @@ def _outlook(
 ) -> str:
     """Describe what would run, how long it would take judging by jobs of the same kind, model and task, and its power.
 
-    At the papers' scale it also says, by computation, what the hub is asked for and what devices need.
-
-    A job of several studies counts for the first of them. Cells whose jobs follow from results are counted apart.
+    At the papers' scale it also says, by computation, what the hub is asked for and what devices need. A job
+    of several studies counts for the first of them. Cells whose jobs follow from results are counted apart.
     """
-    from ..studies.jobs.job import topological_order
+    from ..studies.jobs.job import Job, topological_order
     from ..studies.papers.paper_scale import describe_needs
     from ..studies.papers.registry import CLAIMS
-    from ..studies.report.sections import power_lines
+    from ..studies.report.page import power_lines
 
     seconds_of: dict[tuple[Any, ...], list[float]] = {}
     for row in timed.values():
         seconds_of.setdefault(_similarity_key(row.kind, row.spec), []).append(row.seconds)
-    lines, known = [], set(rows)
-    estimates: list[_Estimate] = []
+    lines, known, jobs_in_all = [], set(rows), dict[Job, None]()
+
+    def estimate(jobs: Iterable[Job], left: list[Job]) -> str:
+        similar = [seconds_of[key] for job in left if (key := _similarity_key(job.kind, job.spec)) in seconds_of]
+        hours, unknown = sum(map(fmean, similar)) / 3600 / workers, len(left) - len(similar)
+        time = f"about {hours:.1f} hours" if hours >= 1 else f"about {60 * hours:.1f} minutes"
+        parts = [time] if unknown < len(left) or not left else []
+        if unknown:
+            where = "nothing like them is in the store or in --results FOLDER"
+            parts.append(f"how long {unknown} of them take is not known: {where}")
+        names = [job.name for job in jobs]
+        done = sum(name in rows for name in names)
+        return f"{len(names)} jobs, {done} done; {len(left)} left, {' and '.join(parts)}"
+
     for study in studies:
         jobs = topological_order(study.jobs(rows))
         left = [job for job in jobs if job.name not in known]
         known |= {job.name for job in left}
-        keys = [_similarity_key(job.kind, job.spec) for job in left]
-        similar = [seconds_of[key] for key in keys if key in seconds_of]
-        hours = sum(sum(seconds) / len(seconds) for seconds in similar) / 3600 / workers
-        done = sum(job.name in rows for job in jobs)
-        estimates.append(_Estimate(len(jobs), done, len(left), hours, len(left) - len(similar)))
-        shared = len(jobs) - done - len(left)
+        jobs_in_all |= dict.fromkeys(jobs)
+        shared = sum(job.name not in rows for job in jobs) - len(left)
         above = f"; {shared} more are counted above" if shared else ""
         later = sum(planned.job is None and not planned.lost for planned in study.plan_cells(rows))
         follow = f"; jobs of {counted(later, 'more cell')} follow from the results of these" if later else ""
-        lines.append(f"{study.name}: {estimates[-1].describe()}{above}{follow}")
+        lines.append(f"{study.name}: {estimate(jobs, left)}{above}{follow}")
         if study.name in CLAIMS:
             lines += describe_needs(study) if scale == "paper" else []
             lines += power_lines(study, timed, CLAIMS[study.name])
     if len(studies) > 1:
-        jobs_in_all = {job.name for study in studies for job in topological_order(study.jobs(rows))}
-        done = sum(name in rows for name in jobs_in_all)
-        in_all = _Estimate(
-            jobs=len(jobs_in_all), done=done, left=sum(one.left for one in estimates),
-            hours=sum(one.hours for one in estimates), unknown=sum(one.unknown for one in estimates),
-        )  # fmt: skip
-        lines.append(f"in all: {in_all.describe()}")
+        lines.append(f"in all: {estimate(jobs_in_all, [job for job in jobs_in_all if job.name not in rows])}")
     return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class _Estimate:
-    """How much of a study is left.
-
-    Attributes:
-        jobs: The jobs of the study.
-        done: How many of them are done.
-        left: How many are left to run, without those that an earlier study runs.
-        hours: How long those of them take of which similar ones were run.
-        unknown: How many of them are like none that was run.
-    """
-
-    jobs: int
-    done: int
-    left: int
-    hours: float
-    unknown: int
-
-    def describe(self) -> str:
-        """Say it in a line."""
-        time = f"about {self.hours:.1f} hours" if self.hours >= 1 else f"about {60 * self.hours:.1f} minutes"
-        estimate = [time] if self.unknown < self.left or not self.left else []
-        if self.unknown:
-            estimate.append(
-                f"how long {self.unknown} of them take is not known: nothing like them is in the store or in --results "
-                "FOLDER"
-            )
-        return f"{self.jobs} jobs, {self.done} done; {self.left} left, {' and '.join(estimate)}"
 
 
 def _similarity_key(kind: str, spec: Any) -> tuple[Any, ...]:
@@ -334,11 +303,11 @@ def _similarity_key(kind: str, spec: Any) -> tuple[Any, ...]:
 def export(
     names: Names,
     to: Annotated[Path, typer.Option(help="Folder of the files, one for each study.")] = Path("results"),
-    store: Stored = Path("results.sqlite"),
+    store: Stored = Path("results.jsonl"),
     scale: Scale = "small",
 ) -> None:
     """Write the results of studies as text, a line for each job, to be kept in a repository."""
-    from ..studies.jobs.results import write_results
+    from ..studies.jobs.store import write_results
 
     to, rows, requested, written = user_path(to, "--to"), _rows(store), load_studies(names, scale, None, None), 0
     for study in requested:
@@ -351,18 +320,17 @@ def export(
 @app.command("import")
 def import_results(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of exported results.")],
-    store: Store = Path("results.sqlite"),
+    store: Store = Path("results.jsonl"),
 ) -> None:
     """Read exported results into a file of results, so that `deltune study run` goes on from them."""
-    from ..studies.jobs.results import read_results, replaces
-    from ..studies.jobs.store import ResultStore
+    from ..studies.jobs.store import ResultStore, read_results
 
     folder = user_path(folder, "FOLDER")
     if not folder.is_dir():
         raise DeltuneError(f"there is no folder {folder}; `deltune study export … --to {folder}` makes it")
     records = read_results(folder)
     with ResultStore(store) as stored:
-        fresh = [record for record in records if replaces(record, stored.get(record.name))]
+        fresh = [record for record in records if record.replaces(stored.get(record.name))]
         for record in fresh:
             stored.put(record)
     console.print(f"{len(fresh)} jobs are new in {store}, {len(records) - len(fresh)} were there")
@@ -402,7 +370,7 @@ def verify(
     with (
         tempfile.TemporaryDirectory(prefix="deltune-") as folder,
         log_to_stderr(quiet),
-        ResultStore(Path(folder) / "repeated.sqlite") as stored,
+        ResultStore(Path(folder) / "repeated.jsonl") as stored,
         ProgressDisplay(not quiet) as bar,
     ):
         repeated = run_jobs(lambda _: jobs, stored, workers, threads, "local", False, bar).records
@@ -451,7 +419,7 @@ def _verification_text(one: Verification) -> str:
 @app.command()
 def status(
     names: Names,
-    store: Stored = Path("results.sqlite"),
+    store: Stored = Path("results.jsonl"),
     scale: Scale = "small",
     data_root: DataRoot = None,
     model_root: ModelRoot = None,
@@ -460,7 +428,7 @@ def status(
 ) -> None:
     """Show how far studies are: what is done, what has begun, what is waiting, what failed and why."""
     from ..studies.jobs.job import topological_order
-    from ..studies.jobs.progress import job_progress
+    from ..studies.jobs.pool import job_progress
     from ..studies.jobs.store import folder_of_runs
 
     requested = load_studies(names, scale, data_root, model_root, only)
@@ -495,7 +463,7 @@ def status(
 @app.command()
 def report(
     names: Names,
-    store: Stored = Path("results.sqlite"),
+    store: Stored = Path("results.jsonl"),
     scale: Scale = "small",
     data_root: DataRoot = None,
     model_root: ModelRoot = None,
@@ -509,7 +477,7 @@ def report(
     """Print tables, figures and findings of studies, or write them as files or as one page."""
     from ..files import explain_write_errors, write_text
     from ..studies.papers.registry import STUDIES, paper_statements
-    from ..studies.report import page, sections
+    from ..studies.report import page
 
     to = None if to is None else user_path(to, "--to")
     order = list(STUDIES)  # that of the papers; studies of one's own come last
@@ -517,7 +485,7 @@ def report(
     requested.sort(key=lambda study: order.index(study.name) if study.name in order else len(order))
     rows = _rows(store)
     parts = [
-        sections.build_section(study, rows, paper_statements(study.name), paper=paper, small=scale == "small")
+        page.build_section(study, rows, paper_statements(study.name), paper=paper, small=scale == "small")
         for study in requested
     ]
     if html is not None:
@@ -527,7 +495,7 @@ def report(
             write_text(html, page.render_page(parts))
         print(f"{len(parts)} stud{'y' if len(parts) == 1 else 'ies'} in {html}", file=sys.stderr)
     if to is not None:
-        written = [path for part in parts for path in sections.write_section(part, to)]
+        written = [path for part in parts for path in page.write_section(part, to)]
         print(f"{len(written)} files in {to}", file=sys.stderr)
     if paper and not any(table.has_published for part in parts for table in part.tables):
         reason = "models and tasks of small scale are not the paper's" if scale == "small" else "it prints none of them"
@@ -536,4 +504,4 @@ def report(
             file=sys.stderr,
         )
     if html is None and to is None:
-        console.print("\n".join(sections.section_markdown(part) for part in parts))
+        console.print("\n".join(page.section_markdown(part) for part in parts))

@@ -70,12 +70,12 @@ def test_driver_and_workers_are_killed(kills: int, tmp_path: Path) -> None:
     numbers, struck = chance(f"study {kills}"), 0
     tiny.model(tmp_path / "model")
     jobs = [planned.job for planned in study(tmp_path).cells()]
-    with ResultStore(tmp_path / "whole.sqlite") as results:
+    with ResultStore(tmp_path / "whole.jsonl") as results:
         assert drive(jobs, results).done == 6
         known: dict[str, Any] = {row.name: scores(row) for row in results.records()}
     runs = sorted((tmp_path / "whole.runs").iterdir())
     while struck < kills:
-        file, history, began, code = tmp_path / f"after{struck}.sqlite", [], time.monotonic(), -1
+        file, history, began, code = tmp_path / f"after{struck}.jsonl", [], time.monotonic(), -1
         place = file.with_suffix(".runs")
         while code:
             before = {path: path.stat().st_mtime_ns for path in place.glob("*/metrics.json")}

@@ -9,7 +9,7 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -150,12 +150,6 @@ class Finding:
     Attributes:
         claim: The claim.
         verdict: Whether it holds, does not hold, is undecided, or cannot be tested by runs of small scale.
-        effect: The effect of the comparison that decides, in a reader's direction; None if nothing could be compared.
-            Of a claim about a score and a number of parameters it is the score's. Of several numbers that are no
-            differences, each of them where the claim is true, it is the nearest to its bound.
-        interval: Its interval, of the level at which Holm's procedure tested the claim, so that it decides as
-            `p_adjusted` does; None if the effect is exact.
-        unit: The unit of effect and interval.
         p: The two-sided p value against the nearest border of the region in which the claim is true. Of several
             comparisons that must all be true it is the largest p; if one of them appears false, the smallest times
             their number. None if nothing was tested.
@@ -163,7 +157,9 @@ class Finding:
         settings: How many settings and seeds were compared; empty if nothing was tested.
         note: Which spread the interval covers, or why nothing was decided.
         comparisons: All comparisons.
-        deciding: The comparison that decides.
+        deciding: The comparison that decides; None if nothing could be compared. Of a claim about a score and a number
+            of parameters it is the score's. Of several numbers that are no differences, each of them where the claim is
+            true, it is the nearest to its bound.
         parts: The verdicts on the score and on the number of parameters, if the claim is about both.
         resolution: What this run could have decided; None if the claim is decided or its spread is not known.
         at_chance: How many of the runs that were compared are no better than chance.
@@ -172,9 +168,6 @@ class Finding:
 
     claim: Claim
     verdict: Verdict
-    effect: float | None = None
-    interval: tuple[float, float] | None = None
-    unit: str = ""
     p: float | None = None
     p_adjusted: float | None = None
     settings: str = ""
@@ -185,6 +178,21 @@ class Finding:
     resolution: Resolution | None = None
     at_chance: int = 0
     n_runs: int = 0
+
+    @property
+    def effect(self) -> float | None:
+        """The effect of the comparison that decides, in a reader's direction."""
+        return None if self.deciding is None else self.deciding.effect
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Its interval, of the level at which Holm's procedure tested the claim; None if the effect is exact."""
+        return None if self.deciding is None else self.deciding.interval
+
+    @property
+    def unit(self) -> str:
+        """The unit of effect and interval."""
+        return "" if self.deciding is None else self.deciding.unit
 
 
 @dataclass(frozen=True)
@@ -263,15 +271,18 @@ def _printed_result(compared: Comparison | Exact, cells: Cells) -> ComparisonRes
     )
     # Printed decimals have no sum in binary fractions: 79.8 − 78.8 is not 1.
     effect = round(float(np.mean([w * one for w, one in zip(_weights(compared), means.values(), strict=True)])), 9)
+    return _result_of(compared, cells, effect=effect, interval=None, by_setting=by_setting if len(means) > 1 else ())
+
+
+def _result_of(compared: Comparison, cells: Cells, **numbers: Any) -> ComparisonResult:
+    """Return the result of a comparison, with the words and the region that it has itself."""
     return ComparisonResult(
-        compared.text,
-        effect,
-        None,
-        compared.unit,
-        (compared.low, compared.high),
-        compared.subject or cells.metrics(compared.effects),
-        compared.is_difference,
-        by_setting if len(by_setting) > 1 else (),
+        text=compared.text,
+        unit=compared.unit,
+        region=(compared.low, compared.high),
+        subject=compared.subject or cells.metrics(compared.effects),
+        is_difference=compared.is_difference,
+        **numbers,
     )
 
 
@@ -461,44 +472,41 @@ def _finding(
     test: _Test, printed: PrintedFinding, cells: Cells, *, alpha: float, small: bool, repetition: str
 ) -> Finding:
     """Decide at the level at which Holm tested the claim; where it appears false, each comparison has its share."""
-    claim = printed.claim
     share = test.level if test.appears_true else test.level / max(1, len(test.estimates))
-    scores = [
-        _comparison_result(one, estimate, cells, share)
-        for one, estimate in zip(test.comparisons, test.estimates, strict=True)
-    ]
+    pairs = zip(test.comparisons, test.estimates, strict=True)
+    scores = [_comparison_result(compared, estimate, cells, share) for compared, estimate in pairs]
     counts = [_exact_result(one) for one in test.counts]
-    score = _score_verdict(test, alpha)
-    decisive = [result for one, result in zip(test.counts, counts, strict=True) if not (small and one.depends_on_depth)]
-    count: Verdict = "holds" if all(result.agrees for result in decisive) else "does not hold"
-    if counts and not decisive:
-        count = "not testable"
+    score, count = _score_verdict(test, alpha), _count_verdict(test, small)
     verdict = score if test.has_scores and count != "does not hold" else count
-    if small and claim.far_larger_models:
+    if small and printed.claim.far_larger_models:
         verdict = "not testable"
-    smallest_count = min(counts, key=_room, default=None)
-    of_score = scores[test.decides] if scores else None
-    deciding = of_score or smallest_count
+    of_score, of_count = scores[test.decides] if scores else None, min(counts, key=_room, default=None)
+    deciding = of_score or of_count
     if scores and score == "holds" and not any(result.is_difference for result in scores):
         deciding = min(scores, key=_room)
     has_parts, is_open = test.has_scores and counts, score == "undecided" and verdict != "not testable"
     return Finding(
-        claim,
+        printed.claim,
         verdict,
-        effect=deciding.effect if deciding else None,
-        interval=deciding.interval if deciding else None,
-        unit=deciding.unit if deciding else "",
         p=test.p,
         p_adjusted=test.p_adjusted,
         settings=_settings(test.comparisons, repetition),
         note=test.note,
         comparisons=(*scores, *counts),
         deciding=deciding,
-        parts=(PartVerdict(score, of_score), PartVerdict(count, smallest_count)) if has_parts else (),
+        parts=(PartVerdict(score, of_score), PartVerdict(count, of_count)) if has_parts else (),
         resolution=_resolution(test, share, printed, repetition) if scores and is_open else None,
         at_chance=sum(map(is_at_chance, test.compared)),
         n_runs=sum(map(can_be_at_chance, test.compared)),
     )
+
+
+def _count_verdict(test: _Test, small: bool) -> Verdict:
+    """Decide numbers of parameters; on small models not those that depend on the number of layers."""
+    decisive = [one for one in test.counts if not (small and one.depends_on_depth)]
+    if test.counts and not decisive:
+        return "not testable"
+    return "holds" if all(_exact_result(one).agrees for one in decisive) else "does not hold"
 
 
 def _score_verdict(test: _Test, alpha: float) -> Verdict:
@@ -531,14 +539,11 @@ def _comparison_result(compared: Comparison, estimate: Estimate, cells: Cells, a
         agrees = compared.low < one.mean < compared.high
         by_setting.append(SettingResult(cells.describe_setting(setting), one.mean, one.interval(), agrees))
     by_example = _by_example(compared)
-    return ComparisonResult(
-        compared.text,
-        estimate.mean,
-        estimate.interval(alpha),
-        compared.unit,
-        (compared.low, compared.high),
-        compared.subject or cells.metrics(compared.effects),
-        compared.is_difference,
-        tuple(by_setting),
+    return _result_of(
+        compared,
+        cells,
+        effect=estimate.mean,
+        interval=estimate.interval(alpha),
+        by_setting=tuple(by_setting),
         rows_covered="some" if len(by_example) > 1 else "all" if by_example == {True} else "none",
     )

@@ -1,20 +1,23 @@
-"""The result store of studies: one SQLite file that several processes write and that survives any crash.
+"""The results of jobs: a file of lines that several processes write and that survives any crash, and its exports.
 
-SQLite itself and not a library over it: one table and a few statements need no mapper.
+A line is a job: its name, its spec, and its result or the error that it ended with, with a checksum. A line is only
+ever appended, and the last one of a job counts. One that was cut off, since its process died, is overwritten.
+
+Exported for a repository the same lines are sorted by what they are about and compressed, STUDY.jsonl.gz for each
+study. They hold nothing of the machine but the digest of the environment, which is in environments.json, so that a file
+whose lines did not change is the same file. Nothing is lost: the page is made from either.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gzip
 import hashlib
 import json
 import os
-import shutil
-import sqlite3
-import tempfile
-import time
 import warnings
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,17 +26,21 @@ from typing import Any, Literal, get_args
 from filelock import FileLock, Timeout
 
 from ...errors import DeltuneError, check_booleans
-from ...files import parse_json_object, write_error
-
-COLUMNS = ("name", "kind", "spec", "result", "error", "seconds", "finished", "sum", "error_kind")
-SCHEMA = (
-    "CREATE TABLE works (name TEXT PRIMARY KEY, kind TEXT NOT NULL, spec TEXT NOT NULL, result TEXT, error TEXT, "
-    "seconds REAL NOT NULL, finished REAL NOT NULL, sum TEXT NOT NULL, error_kind TEXT) STRICT"
+from ...files import (
+    atomic_open,
+    explain_write_errors,
+    file_lock,
+    parse_json_object,
+    read_json_object,
+    write_error,
+    write_text,
 )
-SCHEMA_VERSION = 3
-SELECT = f"SELECT {', '.join(COLUMNS)} FROM works"
-DATABASE_SUFFIXES = ("-wal", "-journal", "")
-"""What SQLite appends to a database's name for its files, the database itself last."""
+
+LINE_START, LINE_END = '{"job":', ',"sum":"%s"}'
+"""What stands around a job in a line of a store; by its beginning a file of another program is told apart."""
+SUFFIX = ".jsonl.gz"
+ENVIRONMENTS_FILE = "environments.json"
+DIGEST_DIGITS = 12
 
 ErrorKind = Literal["diverged", "error", "exception", "worker_died", "requirement"]
 """Why a job has no result: its training diverged, a `DeltuneError`, any other exception, a worker that died again and
@@ -44,7 +51,7 @@ REQUIREMENT_FAILED = "it needs {name}: {error}"
 
 @dataclass(frozen=True)
 class JobRecord:
-    """The row of a finished job: its result, or the error that it ended with.
+    """The record of a finished job: its result, or the error that it ended with.
 
     A result that another program wrote may be any JSON object; `study.job_outcomes` checks the fields that it reads.
 
@@ -68,15 +75,9 @@ class JobRecord:
     error_kind: ErrorKind | None = None
     date: str | None = field(default=None, compare=False)
 
-
-def read_error_kind(stored: str | None) -> ErrorKind | None:
-    """Return the stored kind of an error; None for a result. An unknown one is a `ValueError`."""
-    for kind in get_args(ErrorKind):
-        if kind == stored:
-            return kind
-    if stored is not None:
-        raise ValueError(f"its error_kind {stored!r} is not one of {', '.join(get_args(ErrorKind))}, of an error")
-    return None
+    def replaces(self, before: JobRecord | None) -> bool:
+        """Return whether it says more than what is there: it is the first, or a result after an error."""
+        return before is None or (before.result is None and self.result is not None)
 
 
 def folder_of_runs(path: str | Path) -> Path:
@@ -97,28 +98,24 @@ class ResultStore:
         self.path = Path(path).expanduser().absolute()
         self.runs = folder_of_runs(self.path)
         self.claims = self.runs.with_suffix(".claims")
+        self._read_only = read_only
         self._locks: dict[str, FileLock] = {}
-        with self._translate_errors(), contextlib.ExitStack() as opened:
-            path = opened.enter_context(_readable_copy(self.path)) if read_only else self.path
-            path.parent.mkdir(parents=True, exist_ok=True)
-            uri = f"{path.as_uri()}?mode={'rw' if read_only else 'rwc'}"
-            self._db = sqlite3.connect(uri, uri=True, timeout=60, isolation_level=None, check_same_thread=False)
-            opened.callback(self._db.close)
-            self._db.text_factory = lambda raw: raw.decode("utf-8", "replace")  # the checksum finds what that changed
-            self._db.execute("PRAGMA trusted_schema=OFF")
-            self._check(whole=True)  # before anything is changed
-            if read_only:
-                self._db.execute("PRAGMA query_only=ON")
-            else:
-                self._db.execute("PRAGMA journal_mode=WAL")
-                self._db.execute("PRAGMA synchronous=FULL")
-                self._create_tables()
-            self._resources = opened.pop_all()
+        self._records: dict[str, JobRecord] = {}
+        self._number, self._end = 0, 0  # of the lines that were read
+        with self._translate_errors():
+            if not read_only:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self.path.open("ab").close()
+            with open(self.path, "rb") as file:
+                start = file.read(len(LINE_START))
+        if not LINE_START.encode().startswith(start):
+            todo = f"move it away and run the same command again: finished runs are read from {self.runs}"
+            raise DeltuneError(f"{self.path} is no results file or is damaged; {todo}")
+        self._read_lines()
 
     def close(self) -> None:
-        """Give up all claims, and close the file."""
+        """Give up all claims."""
         self.release()
-        self._resources.close()
 
     def __enter__(self) -> ResultStore:
         return self
@@ -127,40 +124,38 @@ class ResultStore:
         self.close()
 
     def get(self, name: str) -> JobRecord | None:
-        """Return the record of a job by name; None if it is not done, or corrupt (then with a warning)."""
-        with self._translate_errors():
-            row = self._db.execute(f"{SELECT} WHERE name = ?", (name,)).fetchone()
-        return None if row is None else self._to_record(row)
+        """Return the record of a job by name; None if it is not done."""
+        self._read_lines()
+        return self._records.get(name)
 
     def records(self) -> list[JobRecord]:
-        """Return all records in the order in which the jobs finished."""
-        with self._translate_errors():
-            rows = self._db.execute(f"{SELECT} ORDER BY finished, name").fetchall()
-        return [record for record in map(self._to_record, rows) if record is not None]
+        """Return all records in the order in which they were written."""
+        self._read_lines()
+        return list(self._records.values())
 
     def put(self, record: JobRecord) -> None:
         """Write a record in place of an earlier one, and give up our claim on the job.
 
         An error never replaces a result, because another process did the job meanwhile.
         """
-        error = None if record.error is None else record.error.encode(errors="backslashreplace").decode()
-        values = (
-            record.name,
-            record.kind,
-            _to_json(record.spec),
-            None if record.result is None else _to_json(record.result),
-            error,
-        )
-        total = _checksum(*values, *([record.error_kind] if record.error_kind else []))
-        finished = time.time()
-        if record.date is not None:
-            finished = datetime.fromisoformat(f"{record.date}T00:00:00+00:00").timestamp() if record.date else 0.0
-        row = (*values, record.seconds, finished, total, record.error_kind)
-        with self._translate_errors(), self._transaction():
-            existing = None if record.error is None else self.get(record.name)
-            if existing is None or existing.error is not None:
-                columns, places = ", ".join(COLUMNS), ", ".join("?" * len(COLUMNS))
-                self._db.execute(f"INSERT OR REPLACE INTO works ({columns}) VALUES ({places})", row)
+        job = _to_line(record)
+        if record.error is not None:
+            job["error"] = record.error.encode(errors="backslashreplace").decode()
+        if record.date is None:
+            job["date"] = datetime.now(UTC).date().isoformat()
+        text = _compact(job)
+        line = f"{LINE_START}{text}{LINE_END % _digest(text)}\n".encode()
+        if self._read_only:
+            raise DeltuneError(f"{self.path} cannot be written: it was opened for reading")
+        with self._translate_errors(), file_lock(self.runs.with_suffix(".lock")):
+            existing = self.get(record.name)
+            if record.error is None or existing is None or existing.error is not None:
+                with open(self.path, "r+b") as file:
+                    file.seek(self._end)
+                    file.truncate()  # what a process that died has begun to write
+                    file.write(line)
+                    file.flush()
+                    os.fsync(file.fileno())
         self.release(record.name)
 
     @check_booleans
@@ -202,107 +197,205 @@ class ResultStore:
             (self.claims / one).unlink(missing_ok=True)
             self._locks.pop(one).release(force=True)
 
-    def _check(self, whole: bool = False) -> int:
-        """Check that the file is ours, and return its schema version."""
-        (version,) = self._db.execute("PRAGMA user_version").fetchone()
-        (tables,) = self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()
-        if version == 0 and tables:
-            raise DeltuneError(f"{self.path} is a database of another program; choose another file")
-        (code,) = self._db.execute("SELECT count(*) FROM sqlite_master WHERE type IN ('view', 'trigger')").fetchone()
-        present = [name for (_, name, *_) in self._db.execute("PRAGMA table_info(works)")]
-        if version and (code or not {*COLUMNS} <= {*present}):
-            raise DeltuneError(
-                f"{self.path} is a database of another program or damaged (a file of results has a table works of "
-                f"{', '.join(COLUMNS)}, and no views or triggers); choose another file"
-            )
-        if version not in (0, SCHEMA_VERSION):
-            raise DeltuneError(f"{self.path} has schema {version}, not {SCHEMA_VERSION}; use the deltune that wrote it")
-        if whole:
-            (problem,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
-            if problem != "ok":
-                raise self._damaged(problem)
-        return int(version)
-
-    def _create_tables(self) -> None:
-        with self._transaction():
-            if self._check() == 0:
-                self._db.execute(SCHEMA)
-            self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-
-    def _to_record(self, values: tuple[Any, ...]) -> JobRecord | None:
-        """Build a record from a row of the table; None with a warning if the row is corrupt."""
-        name, kind, spec, result, error, seconds, finished, total, error_kind = values
-        try:
-            if _checksum(name, kind, spec, result, error, *([error_kind] if error_kind else [])) != total:
-                raise ValueError("its checksum does not match")
-            if (result is None) == (not error):
-                raise ValueError("it must have either a result or an error")
-            return JobRecord(
-                name,
-                kind,
-                _parse_object(spec),
-                None if result is None else _parse_object(result),
-                error,
-                float(seconds),
-                read_error_kind(error_kind),
-                datetime.fromtimestamp(float(finished), UTC).date().isoformat() if finished else "",
-            )
-        except (ValueError, TypeError, RecursionError) as problem:
-            warnings.warn(f"row {name} of {self.path} is corrupt ({problem}); it is ignored", stacklevel=3)
-            return None
-
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[None]:
-        """Run the block in one transaction, as the only writer."""
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-        except BaseException:
-            with contextlib.suppress(sqlite3.Error):  # a full disk has rolled back already
-                self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")
+    def _read_lines(self) -> None:
+        """Read the lines that were written since the last look; one without an end is still being written."""
+        with self._translate_errors(), open(self.path, "rb") as file:
+            file.seek(self._end)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._number, self._end = self._number + 1, self._end + len(line)
+                try:
+                    record = _from_store(line)
+                except (ValueError, TypeError, KeyError, AttributeError) as error:
+                    place = f"line {self._number} of {self.path}"
+                    warnings.warn(f"{place} is corrupt ({error}); it is ignored", stacklevel=3)
+                else:
+                    self._records.pop(record.name, None)
+                    self._records[record.name] = record
 
     @contextlib.contextmanager
     def _translate_errors(self) -> Iterator[None]:
-        """Turn the errors of SQLite and of the disk into errors that say what to do."""
+        """Turn the errors of the disk into errors that say what to do."""
         try:
             yield
-        except (sqlite3.Error, OSError) as error:
-            if any(sign in str(error) for sign in ("not a database", "malformed", "no such table", "no such column")):
-                raise self._damaged(str(error)) from error
+        except OSError as error:
             raise write_error(self.path, error, f"finished runs are whole in {self.runs}") from error
 
-    def _damaged(self, why: str) -> DeltuneError:
-        why = " ".join(why.split())
-        todo = f"move it away and run the same command again: finished runs are read from {self.runs}"
-        return DeltuneError(f"{self.path} is no results file or is damaged ({why}); {todo}")
+
+def _from_store(line: bytes) -> JobRecord:
+    """Return the record of a line of a store; an error if anything of it was changed."""
+    text = line.decode()[len(LINE_START) : -len(LINE_END % _digest("")) - 1]
+    if line.decode() != f"{LINE_START}{text}{LINE_END % _digest(text)}\n":
+        raise ValueError("its checksum does not match")
+    return _from_line(parse_json_object(text))
 
 
-@contextlib.contextmanager
-def _readable_copy(path: Path) -> Iterator[Path]:
-    """Yield a database that SQLite can write beside: the file itself, or a temporary copy of it."""
-    if os.access(path, os.W_OK) and os.access(path.parent, os.W_OK):
-        yield path
-        return
-    with tempfile.TemporaryDirectory(prefix="deltune-") as folder:
-        for ending in DATABASE_SUFFIXES:
-            source = Path(f"{path}{ending}")
-            if source.exists() or not ending:
-                shutil.copyfile(source, Path(folder) / source.name)
-        yield Path(folder) / path.name
+# -- exports
 
 
-def _parse_object(text: str) -> dict[str, Any]:
-    value = parse_json_object(text)
-    if "\\ud" in text.lower():  # an unpaired surrogate, perhaps, which cannot be written to a file
-        _to_json(value).encode()
-    return value
+def results_file(folder: Path, study: str) -> Path:
+    """Return the file of a study, such as FOLDER/ln/nlu.jsonl.gz for ln/nlu."""
+    return folder / f"{study}{SUFFIX}"
 
 
-def _to_json(value: Mapping[str, Any]) -> str:
-    return json.dumps(value, sort_keys=True, ensure_ascii=False)
+def write_results(folder: Path, study: str, records: Iterable[JobRecord]) -> Path:
+    """Write the records of a study's jobs, and the environments of all studies in the folder."""
+    path = results_file(folder, study)
+    environments: dict[str, Any] = {}
+    lines = [_pack(_to_line(record), environments) for record in records]
+    lines.sort(key=_sort_key)
+    with explain_write_errors(folder):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        environments |= _read_environments(folder)
+        with atomic_open(path) as written:
+            written.write(gzip.compress("".join(_compact(line) + "\n" for line in lines).encode(), mtime=0))
+        used = {line.get("environment") for file in _files(folder) for _, line in _exported_lines(file)}
+        kept = {digest: environments[digest] for digest in sorted(environments) if digest in used}
+        write_text(folder / ENVIRONMENTS_FILE, json.dumps(kept, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
+    return path
 
 
-def _checksum(*values: str | None) -> str:
-    return hashlib.sha256("\0".join(value or "" for value in values).encode()).hexdigest()
+def read_results(folder: Path, studies: Sequence[str] = ()) -> list[JobRecord]:
+    """Return the records that are stored in a folder of results, each job once, with a result wherever one has it.
+
+    Without `studies` all files are read; a study without a file has no records.
+    """
+    environments = _read_environments(folder)
+    files = (
+        [file for study in studies if (file := results_file(folder, study)).is_file()] if studies else _files(folder)
+    )
+    records: dict[str, JobRecord] = {}
+    for file in files:
+        for number, line in _exported_lines(file):
+            try:
+                record = _from_line(_unpack(line, environments))
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise DeltuneError(
+                    f"{file} line {number} is not as `deltune study export` wrote it ({type(error).__name__}: {error})"
+                ) from error
+            if record.replaces(records.get(record.name)):
+                records[record.name] = record
+    return list(records.values())
+
+
+def exported_studies(folder: Path) -> list[str]:
+    """Return the names of the studies that have a file in a folder of results."""
+    return [file.relative_to(folder).as_posix().removesuffix(SUFFIX) for file in _files(folder)]
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob(f"*{SUFFIX}"))
+
+
+def _exported_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number of each line, from 1, and its object."""
+    number = 0
+    try:
+        for number, line in enumerate(gzip.decompress(file.read_bytes()).splitlines(), 1):
+            yield number, parse_json_object(line.decode())
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        raise DeltuneError(f"{file} cannot be read (line {number}): {error}") from error
+
+
+def _read_environments(folder: Path) -> dict[str, Any]:
+    path = folder / ENVIRONMENTS_FILE
+    return read_json_object(path) if path.is_file() else {}
+
+
+def _sort_key(line: Mapping[str, Any]) -> tuple[str, ...]:
+    """Order lines by model, task, method and seed, so that what is compared lies side by side."""
+    spec = line["spec"].get("run", line["spec"])
+    other = line["spec"].get("other", {})
+    about = [spec.get("model"), spec.get("task") or spec.get("data"), spec.get("method"), spec.get("seed", 0)]
+    return (*(str(value) for value in about), str(other.get("task", "")), line["kind"], line["job"])
+
+
+# -- a record as a line, and back
+
+
+def _compact(value: object) -> str:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_DIGITS]
+
+
+def _to_line(record: JobRecord) -> dict[str, Any]:
+    line: dict[str, Any] = {
+        "job": record.name, "kind": record.kind, "spec": record.spec, "seconds": record.seconds,
+        **({"date": record.date} if record.date else {}),
+    }  # fmt: skip
+    if record.result is not None:
+        return {**line, "result": record.result}
+    return {**line, "error": record.error, **({"error_kind": record.error_kind} if record.error_kind else {})}
+
+
+def _from_line(line: Mapping[str, Any]) -> JobRecord:
+    result, error, kind = line.get("result"), line.get("error"), line.get("error_kind")
+    if not isinstance(result, dict) and not (result is None and error):
+        raise ValueError("it must have either a result or an error")
+    if kind not in (None, *get_args(ErrorKind)):
+        raise ValueError(f"its error_kind {kind!r} is not one of {', '.join(get_args(ErrorKind))}, of an error")
+    date = str(line.get("date", ""))
+    return JobRecord(
+        line["job"], line["kind"], dict(line["spec"]), result, error, float(line["seconds"]), kind, date
+    )  # fmt: skip
+
+
+def _pack(line: Mapping[str, Any], environments: dict[str, Any]) -> dict[str, Any]:
+    """Return a line in its exported form, and add its environment to `environments`."""
+    if "result" not in line:
+        return dict(line)
+    line, result = dict(line), dict(line["result"])
+    if isinstance(environment := result.pop("environment", None), Mapping):
+        line["environment"] = _digest(_compact(environment))
+        environments[line["environment"]] = dict(environment)
+    if "examples" in result:
+        result["examples"] = {name: _pack_bits(values) for name, values in result["examples"].items()}
+    if "curve" in result:
+        result["curve"] = _to_columns(result["curve"])
+    return {**line, "result": result}
+
+
+def _unpack(line: Mapping[str, Any], environments: Mapping[str, Any]) -> dict[str, Any]:
+    if "error" in line:
+        return dict(line)
+    result = dict(line["result"])
+    if "environment" in line:
+        result["environment"] = environments[line["environment"]]
+    if "examples" in result:
+        result["examples"] = {name: _unpack_bits(values) for name, values in result["examples"].items()}
+    if "curve" in result:
+        result["curve"] = _to_rows(result["curve"])
+    return {**line, "result": result}
+
+
+def _pack_bits(values: Sequence[float]) -> str | list[float]:
+    """Return numbers that are all 0 or 1 as "count:hexadecimal digits", and others as they are."""
+    if not values or any(value not in (0, 1) for value in values):
+        return list(values)
+    bits = "".join("1" if value else "0" for value in values)
+    return f"{len(bits)}:{int(bits, 2):0{-(-len(bits) // 4)}x}"
+
+
+def _unpack_bits(values: str | list[float]) -> list[float]:
+    if not isinstance(values, str):
+        return values
+    count, _, digits = values.partition(":")
+    return [float(bit) for bit in f"{int(digits, 16):0{int(count)}b}"]
+
+
+def _to_columns(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, list[Any]]]:
+    """Return rows as columns, once for each set of names: a list of numbers is shorter than a list of objects."""
+    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(sorted(row)), []).append(row)
+    return [{name: [row[name] for row in group] for name in names} for names, group in groups.items()]
+
+
+def _to_rows(columns: Sequence[Mapping[str, Sequence[Any]]]) -> list[dict[str, Any]]:
+    """Return the rows of columns in the order of their steps; of one step, as they were grouped."""
+    rows = [dict(zip(group, values, strict=True)) for group in columns for values in zip(*group.values(), strict=True)]
+    return sorted(rows, key=lambda row: row.get("step", 0))

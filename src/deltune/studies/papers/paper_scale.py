@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -225,18 +225,3 @@ def _hours(hours: float) -> str:
     if hours < 1:
         return f"{60 * hours:.0f} minutes"
     return f"{rounded:,.0f} hours" if hours >= 10 else f"{rounded:g} hours"
-
-
-def paper_models(studies: Iterable[Study]) -> dict[str, set[str]]:
-    """Return every model that studies of the papers' scale name, with the methods that are trained on it."""
-    methods_on: dict[str, set[str]] = {}
-    for study in studies:
-        for job in topological_order(study.jobs({})):
-            spec = job.spec.get("run", job.spec)
-            methods: Sequence[str] = list(spec["methods"].values()) if job.kind == "time" else _searched(spec, "method")
-            methods_on.setdefault(str(spec["model"]), set()).update(methods)
-    return methods_on
-
-
-def _searched(spec: Mapping[str, Any], name: str) -> list[str]:
-    return [str(value) for value in spec.get("search", {}).get(name, (spec[name],))]

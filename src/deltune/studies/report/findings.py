@@ -120,21 +120,21 @@ def _claim_row(finding: Finding, printed: PrintedFinding, small: bool) -> ClaimR
         for part, name in zip(finding.parts, ("score", "parameters"), strict=False)
     ]
     return ClaimRow(
-        claim.text,
-        claim.source,
-        claim.printed_range or "not printed" if theirs is None else number_text(theirs.effect, theirs),
-        "" if theirs is None else f"{_compared(theirs)}; {printed.source}",
-        "–" if ours is None else number_text(ours.effect, ours),
-        "" if ours is None else _compared(ours),
-        "–" if ours is None else interval_text(ours.interval, ours),
-        "" if ours is None else _covered(ours),
-        finding.settings or "–",
-        NO_RESULT if waits else words[finding.verdict],
-        "; ".join(parts),
-        KINDS[finding.verdict],
-        tuple(note for note in notes if note),
-        _details(finding.comparisons),
-        _caveat(finding),
+        claim=claim.text,
+        source=claim.source,
+        printed=claim.printed_range or "not printed" if theirs is None else number_text(theirs.effect, theirs),
+        printed_of="" if theirs is None else f"{_compared(theirs)}; {printed.source}",
+        number="–" if ours is None else number_text(ours.effect, ours),
+        number_of="" if ours is None else _compared(ours),
+        interval="–" if ours is None else interval_text(ours.interval, ours),
+        interval_of="" if ours is None else _covered(ours),
+        settings=finding.settings or "–",
+        verdict=NO_RESULT if waits else words[finding.verdict],
+        verdict_of="; ".join(parts),
+        kind=KINDS[finding.verdict],
+        notes=tuple(note for note in notes if note),
+        details=_details(finding.comparisons),
+        caveat=_caveat(finding),
     )
 
 

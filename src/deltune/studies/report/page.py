@@ -1,4 +1,4 @@
-"""The report of studies as one HTML page with findings, sortable tables, figures and all runs; it loads nothing."""
+"""The report of studies: the section of each, as Markdown and as files, and all as one HTML page that loads nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,54 @@ from typing import Any
 import yaml
 from markupsafe import Markup
 
-from ...errors import counted
+from ...errors import check_booleans, counted, error_summary
+from ...files import explain_write_errors, write_text
 from ...train import render as render_template
-from ..claims.decisions import Finding, Paper, PrintedFinding
+from ..claims.claims import Claim
+from ..claims.comparisons import MetricChoice, can_be_at_chance, is_at_chance
+from ..claims.decisions import (
+    POWER,
+    Finding,
+    Paper,
+    PaperStatements,
+    PrintedFinding,
+    check_printed,
+    decidable_effects,
+    decide_claims,
+)
+from ..claims.selectors import describe_cell
+from ..claims.statistics import Estimate
 from ..jobs.job import Outcome
 from ..jobs.store import JobRecord
+from ..scales import SMALL_TRAIN_ROWS
+from ..study import Records, Study
 from .aggregate import SEED
-from .charts import DrawnFigure, render
-from .findings import ClaimRow, claim_rows, has_no_result
-from .method_labels import method_labels
-from .provenance import CITATION, StudyRuns, commits, provenance, setup
-from .tables import Row, Table, TableCell, format_percent, header_label, note_mark, table_legend
-from .training_facts import training_facts
+from .figure_spec import DISPLAY_NAMES, FigureSpec, TableSpec, as_tuple
+from .figures import DrawnFigure, draw, render, save
+from .findings import CLAIM_COLUMNS, ClaimRow, claim_rows, findings_csv, has_no_result
+from .provenance import (
+    CITATION,
+    commits,
+    method_labels,
+    provenance,
+    setup,
+    still_rising,
+    training_facts,
+)
+from .tables import (
+    Row,
+    Table,
+    TableCell,
+    build_table,
+    escape_markdown,
+    format_percent,
+    header_label,
+    note_mark,
+    table_legend,
+    to_csv,
+    to_latex,
+    to_markdown,
+)
 
 LARGE_SVG = 100_000  # characters of SVG from which a PNG may be the smaller
 MIN_SHRINK = 0.75  # a figure is shrunk to no less of its own width (letters of 7 points); below that its box scrolls
@@ -196,18 +232,13 @@ class Section:
     missing: tuple[str, ...] = ()
     printed: tuple[PrintedFinding, ...] = ()
     choices: tuple[str, ...] = ()
-    small: bool = False
+    small: bool = field(default=False, kw_only=True)
     names: Mapping[str, str] = field(default_factory=dict)
     records: tuple[JobRecord, ...] = ()
     paper: Paper | None = None
     train_rows: Mapping[str, int] = field(default_factory=dict)
     repetition: str = "seed"
     rerun: str = ""
-
-    @property
-    def runs(self) -> StudyRuns:
-        """Its runs, for sentences about their models, data and seeds."""
-        return StudyRuns(self.outcomes, self.names, self.train_rows, self.repetition)
 
     @property
     def training(self) -> str:
@@ -239,7 +270,7 @@ def render_page(sections: Sequence[Section], title: str = "") -> str:
         unfinished=sum(outcome.error is not None for section in sections for outcome in section.outcomes),
         citation=CITATION,
         histories=list(dict.fromkeys(section.rerun for section in sections if section.rerun)),
-        setup=setup(section.runs for section in sections),
+        setup=setup(sections),
         provenance=provenance(record for section in sections for record in section.records),
         commits=commits(record for section in sections for record in section.records),
     )  # fmt: skip
@@ -343,7 +374,7 @@ def _study_context(section: Section, at: int) -> dict[str, Any]:
         "question": paragraphs[0] if paragraphs else section.title,
         "paragraphs": paragraphs[1:],
         "summary": _runs_in_words([section]),
-        "setup": setup([section.runs], rows_too=not section.training),
+        "setup": setup([section], rows_too=not section.training),
         "method_labels": method_labels(section.outcomes, section.names),
         "provenance": provenance(section.records),
         "tables": [_table_context(table) for table in section.tables],
@@ -396,3 +427,221 @@ def _cell_context(table: Table, at: int, cell: TableCell) -> dict[str, Any]:
         "flag": "best" if cell.best else "second" if cell.second else "gap" if cell.mean is None else "",
         "marks": ", ".join(map(note_mark, cell.notes)),
     }
+
+
+@check_booleans
+def build_section(
+    study: Study,
+    records: Records,
+    statements: PaperStatements | None = None,
+    *,
+    paper: bool = False,
+    small: bool = False,
+) -> Section:
+    """Build the section of a study from what is done of it.
+
+    If `paper`, the paper's own numbers stand beside ours; findings of `small` scale are not about the paper.
+    """
+    statements = statements or PaperStatements()
+    outcomes = study.outcomes(records)
+    views = [replace(view, repetition=study.repetition) for view in study.views]
+    views = views if any(not outcome.waiting for outcome in outcomes) else []
+    tables = [view if paper else replace(view, published={}) for view in views if isinstance(view, TableSpec)]
+    figures = [view for view in views if isinstance(view, FigureSpec)]
+    names = dict(DISPLAY_NAMES)
+    for view in study.views:
+        names |= view.display_names
+    printed = [check_printed(claim, statements.tables, names) for claim in statements.claims]
+    metric = _metric(study, outcomes)
+    findings = decide_claims(
+        statements.claims,
+        outcomes,
+        metric,
+        lower=study.lower,
+        names=names,
+        printed=printed,
+        small=small,
+        repetition=study.repetition,
+    )
+    rising = still_rising(outcomes, MetricChoice(metric, study.lower), names)
+    paragraphs = (study.question, study.notes, rising, _at_chance(outcomes, names))
+    return Section(
+        study.name,
+        "\n\n".join(text for text in paragraphs if text),
+        tables=tuple(build_table(view, outcomes) for view in tables),
+        figures=tuple(draw(view, outcomes) for view in figures),
+        findings=tuple(findings),
+        outcomes=tuple(outcomes),
+        missing=tuple(_missing(outcomes, names)),
+        printed=tuple(printed),
+        choices=statements.choices,
+        small=small,
+        names=names,
+        records=tuple(record for job in study.jobs(records) if (record := records.get(job.name)) is not None),
+        paper=statements.paper,
+        train_rows=SMALL_TRAIN_ROWS if small else {},
+        repetition=study.repetition,
+        rerun=statements.rerun if small else "",
+    )
+
+
+ASSUMED_SPREAD = 1.0
+"""Points by which scores are taken to spread over seeds as long as nothing was run."""
+
+
+def power_lines(study: Study, records: Records, claims: Sequence[Claim]) -> list[str]:
+    """Say what effects a study will decide with the seeds that it is planned with, before it is run.
+
+    The spread is judged by the seeds that are complete.
+    """
+    outcomes = study.outcomes(records)
+    seeds = {outcome.cell.get(SEED) for outcome in outcomes}
+    if not claims or len(seeds) < 2:
+        return []
+    complete = seeds - {outcome.cell.get(SEED) for outcome in outcomes if outcome.error is not None}
+    head = f"  power, each claim at the strictest level of Holm's procedure and in {100 * POWER:.0f} % of cases:"
+    if len(complete) < 2:
+        settings = {tuple((axis, outcome.cell.get(axis)) for axis in ("model", "task")) for outcome in outcomes}
+        one, all_of_them = (
+            Estimate(0.0, ((2 * ASSUMED_SPREAD**2 / (len(seeds) * n), n * (len(seeds) - 1)),)).smallest_decidable(
+                0.05 / len(claims), POWER
+            )
+            for n in (1, len(settings))
+        )
+        mean = f" and of {all_of_them:.2g} points in the mean over {len(settings)} settings"
+        return [
+            f"{head} nothing was run yet; if scores spread by {ASSUMED_SPREAD:g} point over seeds, and test rows by "
+            f"nothing, {len(seeds)} seeds decide a difference of {one:.2g} points on one task of one model"
+            + mean
+            * (len(settings) > 1)
+        ]
+    done = [outcome for outcome in outcomes if outcome.cell.get(SEED) in complete]
+    effects = decidable_effects(claims, done, _metric(study, done), len(seeds), lower=study.lower)
+    lines = [f"{head} {len(seeds)} seeds, with the spread of {len(complete)} that were run"]
+    for claim, effect in zip(claims, effects, strict=True):
+        size = "not known" if effect is None else f"{effect[0]:.2g} {effect[1]}"
+        lines.append(f"    {size}: {claim.text}")
+    return lines
+
+
+def _metric(study: Study, outcomes: Sequence[Outcome]) -> str | dict[str, str]:
+    """The score that counts; if the study names several, for each task the first that its outcomes have."""
+    metrics = as_tuple(study.metric)
+    if len(metrics) == 1:
+        return metrics[0]
+    by_task: dict[str, str] = {}
+    for outcome in outcomes:
+        task = str(outcome.cell.get("target", outcome.cell.get("task")))
+        for name in metrics:
+            if name in outcome.scores:
+                by_task.setdefault(task, name)
+                break
+    return by_task
+
+
+def _at_chance(outcomes: Sequence[Outcome], names: Mapping[str, str]) -> str:
+    """Say which runs have learned nothing, so that a comparison with them says nothing of a method."""
+    at_chance = [outcome for outcome in outcomes if is_at_chance(outcome)]
+    if not at_chance:
+        return ""
+    cells: dict[str, list[str]] = {}
+    axes = _varied(outcomes) - {SEED}
+    for outcome in at_chance:
+        label = describe_cell({axis: value for axis, value in outcome.cell.items() if axis in axes}, names)
+        cells.setdefault(label, []).append(str(outcome.cell.get(SEED, "")))
+    listed = [
+        f"{label} (seed{'s' * (len(seeds) > 1)} {', '.join(seeds)})" if any(seeds) else label
+        for label, seeds in cells.items()
+    ]
+    more = f"; and {len(listed) - MAX_LISTED} more" if len(listed) > MAX_LISTED else ""
+    are, they_have, their, them, these_are = (
+        ("is", "it has", "its", "it", "It is")
+        if len(at_chance) == 1
+        else ("are", "they have", "their", "them", "These are")
+    )
+    judged = sum(map(can_be_at_chance, outcomes))
+    rest = " (others are tested on another task, or belong to a search that begins at chance)"
+    return (
+        f"{len(at_chance)} of {judged} runs {are} no better than chance on the test split"
+        f"{rest if judged < len(outcomes) else ''}: {they_have} learned "
+        f"little or nothing at {their} learning rate, and a comparison with {them} says little about the method. "
+        f"{these_are}: {'; '.join(listed[:MAX_LISTED])}{more}."
+    )
+
+
+MAX_LISTED = 12
+"""Cells that are listed, of which runs have learned nothing."""
+
+
+def _missing(outcomes: Sequence[Outcome], names: Mapping[str, str]) -> list[str]:
+    """Say which runs have no result, by reason."""
+    reasons: dict[str, list[Outcome]] = {}
+    axes = _varied(outcomes)
+    for outcome in outcomes:
+        if outcome.error is not None:
+            reasons.setdefault(error_summary(outcome.error), []).append(outcome)
+    return [
+        f"{len(missing)} of {len(outcomes)} runs: {reason} (such as "
+        f"{describe_cell({axis: label for axis, label in missing[0].cell.items() if axis in axes}, names)})"
+        for reason, missing in reasons.items()
+    ]
+
+
+def _varied(outcomes: Sequence[Outcome]) -> set[str]:
+    """Return the axes on which cells differ; what all of them share need not be said of one."""
+    labels: dict[str, set[str]] = {}
+    for outcome in outcomes:
+        for axis, label in outcome.cell.items():
+            labels.setdefault(axis, set()).add(str(label))
+    return {axis for axis, of_axis in labels.items() if len(of_axis) > 1}
+
+
+NOT_THE_PAPER = (
+    "Nothing here was run at the paper's scale: what is *seen here* is no proof of the paper's sentence, and what is "
+    "*otherwise here* does not refute it."
+)
+
+
+def section_markdown(section: Section) -> str:
+    """Return the tables, the findings and what is missing as Markdown."""
+    paragraphs = section.text.split("\n\n")
+    paragraphs.insert(1, section.training)
+    lines = [f"## {escape_markdown(section.title)}", "", *(escape_markdown(t) + "\n" for t in paragraphs if t)]
+    for table in section.tables:
+        lines += [to_markdown(table), ""]
+    if section.findings:
+        rows = [_markdown_row(row.cells) for row in section.claim_rows]
+        lines += ["### Claims of the paper", "", *([NOT_THE_PAPER, ""] if section.small else [])]
+        lines += [_markdown_row(CLAIM_COLUMNS), "|" + "---|" * len(CLAIM_COLUMNS), *rows, ""]
+    if section.choices:
+        lines += [
+            "### What the paper leaves open, and what was chosen",
+            "",
+            *(f"- {escape_markdown(c)}" for c in section.choices),
+            "",
+        ]
+    lines += [f"- missing: {escape_markdown(text)}" for text in section.missing]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(map(escape_markdown, cells)) + " |"
+
+
+def write_section(section: Section, folder: Path) -> list[Path]:
+    """Write a section as Markdown, its tables as LaTeX and CSV, its findings as CSV, and its figures as images."""
+    stem = section.title.replace("/", "-")
+    with explain_write_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        files = [folder / f"{stem}.md"]
+        write_text(files[0], section_markdown(section))
+        for i, table in enumerate(section.tables, 1):
+            for suffix, text in ((".tex", to_latex(table)), (".csv", to_csv(table))):
+                files.append(folder / f"{stem}-table{i}{suffix}")
+                write_text(files[-1], text)
+        if section.findings:
+            files.append(folder / f"{stem}-findings.csv")
+            write_text(files[-1], findings_csv(section.findings))
+        for i, figure in enumerate(section.figures, 1):
+            files += save(figure.figure, folder / f"{stem}-figure{i}")
+    return files
