@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import cpu_offload
 from torch import nn
 from transformers import PreTrainedModel
 

@@ -24,7 +24,6 @@ from ..anatomy.inspection import describe_wrapped, inspect, wrapped_model
 from ..anatomy.offloading import loaded_devices
 from ..anatomy.quantization import check_gradients_pass, check_quantization
 from ..anatomy.skeleton import HANDLE_NAME
-from ..anatomy.snapshot import Snapshot
 from ..anatomy.tracing import all_configs
 from ..anatomy.types import Anatomy
 from ..compat import attention_implementation, copy_tensors, set_in_parameter_dict, submodules_of
@@ -218,10 +217,9 @@ def attach(
             is quantised in a way that cannot be tuned, a part of it belongs to another model with deltas,
             or there is too little memory. The model stays as it was.
     """
-    snapshot = _check_model(model)
+    _check_model(model)
     with _default_modes():
-        if snapshot is None:
-            check_gradients_pass(model)
+        check_gradients_pass(model)
         parsed = _parse_or_explain(method)
         if head not in ("train", "freeze"):
             raise DeltuneError(unknown_name("head", head, ("train", "freeze")))
@@ -235,7 +233,7 @@ def attach(
             for config in all_configs(model):
                 prefix_implementation(attention_implementation(config))
         handle = handle or Tuned(model)
-        _attach(handle, parsed, planned, name, head, snapshot)
+        _attach(handle, parsed, planned, name, head)
     return handle
 
 
@@ -263,9 +261,7 @@ def _default_modes() -> Iterator[None]:
         yield
 
 
-def _attach(
-    handle: Tuned, parsed: Method, planned: ResolvedMethod, name: str, head: str, snapshot: Snapshot | None
-) -> None:
+def _attach(handle: Tuned, parsed: Method, planned: ResolvedMethod, name: str, head: str) -> None:
     heads = tuple(t.name for t in handle.anatomy.tensors if t.area == "head")
     delta = handle._move_to_model(Delta(parsed, planned, heads, head))
     delta.initialize(handle._place_of)
@@ -285,7 +281,7 @@ def _attach(
         )
     for waste in (*planned.wasteful_parts(), *_padding_rows(handle.model, planned)):
         warnings.warn(waste, stacklevel=4)
-    handle._add_delta(name, delta, handle._base_labels, snapshot=snapshot)
+    handle._add_delta(name, delta, handle._base_labels)
 
 
 def _padding_rows(model: PreTrainedModel, planned: ResolvedMethod) -> Iterator[str]:
@@ -362,9 +358,9 @@ def load(
     if folder is None and isinstance(model, str | Path):
         where = _folder_or_fetched(model, revision, token)
         model = _load_base_of(where)
-        snapshot = _check_model(model)
+        _check_model(model)
     elif folder is not None:
-        snapshot = _check_model(model)
+        _check_model(model)
         where = _folder_or_fetched(folder, revision, token)
     else:
         raise DeltuneError("no folder is given: load(model, folder), or load(folder) with the base model as well")
@@ -377,13 +373,14 @@ def load(
         if saved is None:
             delta, labels = _read_foreign_delta(handle, where, allow_nonfinite)
         else:
-            delta, own_labels = _read_delta(handle, saved, allow_nonfinite, base, snapshot)
+            delta, own_labels = _read_delta(handle, saved, allow_nonfinite, base)
             labels = own_labels or handle._base_labels
-        handle._add_delta(name, delta, labels, use, snapshot)
-        return handle if snapshot is not None else _without_gradients(handle, name)
+        handle._add_delta(name, delta, labels, use)
+        _freeze_without_gradients(handle, name)
+        return handle
 
 
-def _without_gradients(handle: Tuned, name: str) -> Tuned:
+def _freeze_without_gradients(handle: Tuned, name: str) -> None:
     """Freeze a loaded delta on a quantised model that lets no gradient through, and say so."""
     try:
         check_gradients_pass(handle.model)
@@ -395,7 +392,6 @@ def _without_gradients(handle: Tuned, name: str) -> Tuned:
         if delta.saved_requires_grad is not None:  # what use() gives them back
             delta.saved_requires_grad = dict.fromkeys(parameters, False)
         warnings.warn(f"delta {name!r} can be used but not trained here: {error}", stacklevel=4)
-    return handle
 
 
 def read_delta(handle: Tuned, folder: Path, *, allow_nonfinite: bool = False) -> tuple[Delta, HeadLabels]:
@@ -407,15 +403,13 @@ def read_delta(handle: Tuned, folder: Path, *, allow_nonfinite: bool = False) ->
         return delta, labels or handle._base_labels
 
 
-def check_base_of_delta(
-    handle: Tuned, base: BaseFacts, where: Path, allowed: str = "same", quantization: str | None = None
-) -> None:
+def check_base_of_delta(handle: Tuned, base: BaseFacts, where: Path, allowed: str = "same") -> None:
     """Check that a saved delta was tuned on this model, by what its folder says, without reading its tensors.
 
     Other threads may use the model meanwhile.
     """
     compared = base.tokens if base.compared_tokens is None else base.compared_tokens
-    serialization.check_base(base, where, handle._base_compared(compared, quantization), allowed)
+    serialization.check_base(base, where, handle._base_compared(compared), allowed)
 
 
 def add_delta(handle: Tuned, name: str, delta: Delta, labels: HeadLabels) -> None:
@@ -464,16 +458,11 @@ def _load_base_of(where: Path) -> PreTrainedModel:
 
 
 def _read_delta(
-    handle: Tuned,
-    saved: serialization.SavedDelta,
-    allow_nonfinite: bool,
-    base: str = "same",
-    snapshot: Snapshot | None = None,
+    handle: Tuned, saved: serialization.SavedDelta, allow_nonfinite: bool, base: str = "same"
 ) -> tuple[Delta, HeadLabels | None]:
     """Make the delta of a folder for this model, after all checks."""
     facts, where, anatomy = saved.facts, saved.where, handle.anatomy
-    quantization = None if snapshot is None else ""  # every weight of a model that has one is plain
-    check_base_of_delta(handle, facts.base, where, base, quantization)
+    check_base_of_delta(handle, facts.base, where, base)
     head = tuple(facts.head.tensors)
     head_tensors = tuple(t.name for t in anatomy.tensors if t.area == "head")
     if head and head != head_tensors:
@@ -492,7 +481,7 @@ def _read_delta(
     )
     needed = _check_file(handle, planned, head, saved.tensors, labels, where)
     check_memory(handle.model, anatomy, planned, explicit)
-    delta = handle._move_to_model(Delta(method, planned, head, facts.head.mode, folded=True), snapshot)
+    delta = handle._move_to_model(Delta(method, planned, head, facts.head.mode, folded=True))
     delta.draw()
     _fill(handle, delta, needed, saved.numbers(), where, allow_nonfinite)
     return delta, labels
@@ -648,19 +637,17 @@ def _check_head(labels: int, model_labels: int | None, shapes: dict[str, tuple[A
         raise DeltuneError(f"{where}: the tensors of its head's {last} have different numbers of outputs")
 
 
-def _check_model(model: object) -> Snapshot | None:
+def _check_model(model: object) -> None:
     """Raise an error for anything that is not a plain model of transformers, such as a model wrapped by PEFT."""
     if isinstance(model, PreTrainedModel):
+        check_quantization(model)
+        check_offloading(model)
+        refuse_inference_tensors(model)
         handle = find_tuned(model)
-        snapshot = None if handle is None or handle._state.offloaded else handle._current_snapshot()
-        if snapshot is None:
-            check_quantization(model)
-            check_offloading(model)
-            refuse_inference_tensors(model)
-            if handle is not None:
-                follow_offloading(handle._state)
+        if handle is not None:
+            follow_offloading(handle._state)
         refuse_shared_modules(model)
-        return snapshot
+        return
     advice = f"; {wrapped}" if (wrapped := describe_wrapped(model)) else ", as in attach(model, method)"
     if hasattr(model, "peft_config"):
         advice = ": take PEFT's layers off first (its unload()), or save it and deltune.load its folder"

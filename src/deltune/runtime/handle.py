@@ -28,8 +28,7 @@ from ..anatomy.offloading import loaded_devices
 from ..anatomy.quantization import is_unquantized, quantization_of, quantized_modules
 from ..anatomy.quantizers import bias_of, dequantized_weight, plain_linear, set_weight_from
 from ..anatomy.skeleton import HANDLE_NAME, base_modules, base_parameters, base_tensors, modules_without_paths
-from ..anatomy.snapshot import Snapshot
-from ..anatomy.tracing import CallOrder, all_configs, base_model, call_order, check_takes_embeddings
+from ..anatomy.tracing import CallOrder, all_configs, call_order, check_takes_embeddings
 from ..anatomy.types import Anatomy, html_table, is_inside
 from ..compat import attention_implementation, buffers_of, forget_quantization, parameters_of, submodules_of
 from ..errors import DeltuneError, error_from_problems, excerpt, unknown_name
@@ -38,7 +37,7 @@ from ..methods.counting import Count, base_size, count_resolved, with_storage
 from ..methods.other_names import hint_for_function
 from ..methods.parser import explain_arguments
 from ..methods.resolve import ResolvedMethod, resolve
-from ..methods.spec import MaskedMethod, Method
+from ..methods.spec import Method
 from . import hub, merging, serialization
 from .forward_pass import PassLock, Scope, choose_here, current_scope
 from .hooks import ATTRIBUTE, Hook, Hooks, hooks_of_delta, hooks_of_model, install_rank, unreached_edits
@@ -62,9 +61,6 @@ _THE_MODEL = ""
 
 KEPT_ASSIGNMENTS = 8
 """How many assignments of passes without gradients are kept for further passes with the same rows."""
-
-KEPT_METHODS = 8
-"""How many resolved methods are kept for further deltas of the same method."""
 
 _METHOD_NAMES = frozenset({*METHODS, *WHOLE_MODEL_METHODS})
 
@@ -96,6 +92,19 @@ class Placement:
     default: torch.device
     dtype: torch.dtype
     devices: tuple[tuple[str, torch.device], ...] = ()
+
+
+@dataclass(frozen=True)
+class FixedBase:
+    """What is known of a base model that nobody changes or moves.
+
+    Attributes:
+        placement: Where new deltas belong.
+        order: Which modules a forward pass calls.
+    """
+
+    placement: Placement
+    order: CallOrder
 
 
 @dataclass(frozen=True)
@@ -153,11 +162,8 @@ class Tuned(nn.Module):
         self._base_labels = HeadLabels.from_config(model.config)
         self._base_labels.check_ids()
         self._base_metadata: dict[str, Any] | None = None
-        self._base_order: CallOrder | None = None  # kept with the metadata, for a base that does not change any more
+        self._fixed: FixedBase | None = None
         self._base_digest: serialization.BaseDigest | None = None
-        self._resolved: dict[int, tuple[Method, ResolvedMethod]] = {}  # by the identity of the method
-        self._snapshot: Snapshot | None = None
-        self._order_of_snapshot: tuple[Snapshot, CallOrder] | None = None
         self._initial_requires_grad = {name: p.requires_grad for name, p in base_parameters(model)}
         self._installed_hooks: dict[tuple[str, str], Hook] = {}
         self._hook_makers: Hooks = {}
@@ -166,7 +172,6 @@ class Tuned(nn.Module):
         lock = PassLock()
         self._state = ModelState(model, self.deltas, self.base, lock)
         self._passes = PassManager(model, self._state, lock, RowAssignment([], None, self._base_labels))
-        self._fixed_placement: Placement | None = None  # of a base model that nobody moves
         self._passes.attention_configs = [(config, attention_implementation(config)) for config in all_configs(model)]
 
     def __dir__(self) -> list[str]:
@@ -800,24 +805,25 @@ class Tuned(nn.Module):
             text = write_card(title, metadata, self.count(name=name), source)
         return serialization.write_delta(folder, metadata, tensors, text), text
 
-    def _base_compared(self, tokens: int | None, quantization: str | None = None) -> dict[str, Any]:
+    def _base_compared(self, tokens: int | None) -> dict[str, Any]:
         """The facts about the base model, of so many of its token embeddings, to compare a saved delta with."""
         remembered = self._base_metadata
         if remembered is not None:
             every = (None, remembered["tokens"])
             if tokens in every and remembered["compared_tokens"] in every:
                 return remembered
-        return self._read_base(tokens, quantization)
+        return self._read_base(tokens)
 
     def _metadata_of_base(self, delta: Delta | None) -> dict[str, Any]:
         return self._read_base(None if delta is None else serialization.tokens_of_base(self.anatomy, delta))
 
-    def _read_base(self, tokens: int | None, quantization: str | None = None) -> dict[str, Any]:
+    def _read_base(self, tokens: int | None) -> dict[str, Any]:
         digest = self._base_digest
         if digest is None or digest.tokens != tokens:
             digest = self._base_digest = serialization.BaseDigest(self.anatomy, tokens)
-        quantization = quantization_of(self.model) if quantization is None else quantization
-        return serialization.base_metadata(self.model, self.anatomy, digest, self._state.base_values, quantization)
+        return serialization.base_metadata(
+            self.model, self.anatomy, digest, self._state.base_values, quantization_of(self.model)
+        )
 
     def _tensors_to_save(self, delta: Delta) -> dict[str, torch.Tensor]:
         """All tensors of a delta on the CPU, by their names in the file; "base.NAME" are its values of the model's."""
@@ -829,23 +835,12 @@ class Tuned(nn.Module):
     # -- attaching
 
     def _resolve(self, method: Method) -> ResolvedMethod:
-        """Resolve a method on this model. That of the last deltas is known: many deltas have the same few methods.
+        """Resolve a method on this model."""
+        return resolve(self.anatomy, method, lambda: base_size(self.model)[1])
 
-        Nothing but the anatomy and the method decides it, and neither changes. Only under a mask, which may be a share
-        of the base model's size and can be large, it is resolved each time.
-        """
-        known = self._resolved.get(id(method))
-        if known is not None and known[0] is method:
-            return known[1]
-        planned = resolve(self.anatomy, method, lambda: base_size(self.model)[1])
-        if not any(isinstance(term, MaskedMethod) for term in method.terms):
-            kept = list(self._resolved.items())[1 - KEPT_METHODS :]
-            self._resolved = dict(kept) | {id(method): (method, planned)}
-        return planned
-
-    def _move_to_model(self, delta: Delta, snapshot: Snapshot | None = None) -> Delta:
+    def _move_to_model(self, delta: Delta) -> Delta:
         """Move a new delta to the devices of the modules it acts at, in float32, or float64 in a float64 model."""
-        placement = self._fixed_placement or self._placement(snapshot)
+        placement = self._placement() if self._fixed is None else self._fixed.placement
         default, dtype = placement.default, placement.dtype
         for edit in delta.all_edits():
             inside = (device for name, device in placement.devices if is_inside(name, edit.place.target.path))
@@ -854,10 +849,8 @@ class Tuned(nn.Module):
             _move(shared, default, dtype)
         return delta
 
-    def _placement(self, snapshot: Snapshot | None) -> Placement:
-        """Where new deltas belong as the base model is now; `snapshot` as for `_move_to_model`."""
-        if snapshot is not None and len(snapshot.devices) == 1 and torch.float64 not in snapshot.dtypes:
-            return Placement(next(iter(snapshot.devices)), torch.float32)
+    def _placement(self) -> Placement:
+        """Where new deltas belong as the base model is now."""
         tensors = list(base_tensors(self.model))
         dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
         default = tensors[0].device
@@ -872,14 +865,12 @@ class Tuned(nn.Module):
         with torch.inference_mode(False), self._passes.exclusive(operation):  # new parameters must be trainable later
             yield
 
-    def _add_delta(
-        self, name: str, delta: Delta, labels: HeadLabels, use: bool = True, snapshot: Snapshot | None = None
-    ) -> None:
+    def _add_delta(self, name: str, delta: Delta, labels: HeadLabels, use: bool = True) -> None:
         """Register a delta under a name and put it in use; if anything fails, the model is as it was.
 
         Whether a forward pass reaches all of its edits is checked first, on a copy of the model's structure.
         """
-        self._check_reached(delta, snapshot)
+        self._check_reached(delta)
         with self._exclusive("attach or load"):
             self._passes.modules.check()
             previous = self._passes.default_assignment
@@ -966,37 +957,15 @@ class Tuned(nn.Module):
             self._installed_hooks.pop(key, None)
             raise
 
-    def _current_snapshot(self) -> Snapshot | None:
-        """A snapshot of the model as it is now; None where it has weights that are not plain, which are checked."""
-        snapshot = self._snapshot
-        if snapshot is None or not snapshot.is_current():
-            snapshot = self._snapshot = Snapshot.of(self.model, base_model(self.model))
-        return snapshot
-
-    def _call_order(self, snapshot: Snapshot | None) -> CallOrder:
-        """Which modules a forward pass of the base model calls, looked up again when the model has changed.
-
-        It is looked up once where the metadata of the base model are remembered.
-        """
-        if self._base_order is not None:
-            return self._base_order
-        snapshot, known = snapshot or self._current_snapshot(), self._order_of_snapshot
-        if snapshot is not None and known is not None and known[0] is snapshot:
-            order = known[1]
-        else:  # a change in another thread meanwhile makes the snapshot stale, which was taken before
-            order = call_order(self.model)
-            self._order_of_snapshot = None if snapshot is None else (snapshot, order)
-        if self._base_metadata is not None:
-            self._base_order = order
-        return order
-
-    def _check_reached(self, delta: Delta, snapshot: Snapshot | None) -> None:
+    def _check_reached(self, delta: Delta) -> None:
         """Check on the model's structure that a forward pass reaches every edit of a delta."""
         for edit in delta.all_edits():
             if edit.place.target.side == "tokens":
                 check_takes_embeddings(self.model, edit.place.widths.out_width)
                 check_takes_prompts(self.model, self.anatomy)
-        order = self._call_order(snapshot) if len(delta.edits) else None
+        order = None
+        if len(delta.edits):
+            order = call_order(self.model) if self._fixed is None else self._fixed.order
         for part in self.anatomy.other_towers if order else ():
             if any(edit.place.target.path.startswith(f"{part.tower_path}.") for edit in delta.all_edits()):
                 tower = self.model.get_submodule(part.tower_path)
@@ -1109,21 +1078,19 @@ def fix_base(tuned: Tuned) -> None:
     stays when its last delta is detached.
     """
     remember_base_metadata(tuned)
-    tuned._fixed_placement = tuned._placement(None)
+    tuned._fixed = FixedBase(tuned._placement(), call_order(tuned.model))
     tuned._state.base_is_fixed = True
 
 
 def release_base(tuned: Tuned) -> None:
     """Undo `fix_base`: the base model may change again, and `detach()` of the last delta removes the handle."""
-    tuned._state.base_is_fixed, tuned._fixed_placement = False, None
-    tuned._base_metadata = tuned._base_order = None
+    tuned._state.base_is_fixed, tuned._fixed, tuned._base_metadata = False, None, None
 
 
 def remember_base_metadata(tuned: Tuned) -> None:
     """Compute the facts about the base model that `Tuned.save` writes, for all later calls.
 
-    From then on the base model counts as fixed: neither its weights nor its structure are compared with what they
-    were. It reads a sample of every weight, so it must be called before the weights are sharded over processes.
+    It reads a sample of every weight, so it must be called before the weights are sharded over processes.
     """
     tuned._base_metadata = tuned._metadata_of_base(tuned.delta() if tuned.active is not None else None)
 
