@@ -345,12 +345,14 @@ def test_a_refused_load(name: str, refusal: Callable[[Path, PreTrainedModel], st
         deltune.load(model, tmp_path / "one", name=f"d{number}")
     shutil.copytree(tmp_path / "one", tmp_path / "wrong")
     message = refusal(tmp_path / "wrong", model)
-    known, hooks = facts(model), dict(tuned._installed_hooks)
+    known, hooks = facts(model), dict(tuned.attached.hooks.installed)
     for _ in range(2):
         with pytest.raises(deltune.DeltuneError, match=message):
             deltune.load(model, tmp_path / "wrong", name="wrong")
         assert differences(known, facts(model)) == []
-        assert tuned.names == ("default", "d0", "d1") and tuned.active == "d1" and tuned._installed_hooks == hooks
+        assert (
+            tuned.names == ("default", "d0", "d1") and tuned.active == "d1" and tuned.attached.hooks.installed == hooks
+        )
 
 
 # -- many
@@ -370,14 +372,14 @@ def test_many_deltas(tmp_path: Path) -> None:
     installed = set()
     for number, kind in enumerate(kinds):
         tuned = deltune.load(model, tmp_path / kind, name=f"d{number}")
-        installed.add(len(tuned._installed_hooks) if number >= len(expected) else 0)
+        installed.add(len(tuned.attached.hooks.installed) if number >= len(expected) else 0)
     assert len(installed) == 2
     for number in (0, 1, 2, 30, 59, 58):
         assert equal(run(tuned.use(f"d{number}").model, inputs), expected[kinds[number]])
     for number, kind in enumerate(kinds):
         if kind != "layernorm":
             tuned.detach(f"d{number}")
-    assert not any(side in ("attention", "output") for _, side in tuned._installed_hooks)
+    assert not any(side in ("attention", "output") for _, side in tuned.attached.hooks.installed)
     assert equal(run(tuned.use("d31").model, inputs), expected["layernorm"])
     tuned.detach()
     assert differences(known, facts(model)) == []
