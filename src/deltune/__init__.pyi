@@ -55,13 +55,13 @@ from .methods.registry import register as register
 from .methods.spec import Modification as Modification
 from .methods.spec import Selection as Selection
 from .methods.spec import named_method as named_method
+from .runtime.attach import SaveDeltaCallback as SaveDeltaCallback
 from .runtime.attach import attach as attach
 from .runtime.attach import export as export
 from .runtime.attach import load as load
 from .runtime.attach import tuned as tuned
 from .runtime.handle import Tuned as Tuned
 from .runtime.linear import optimize_linear as optimize_linear
-from .runtime.trainer_callback import SaveDeltaCallback as SaveDeltaCallback
 
 __version__: str
 

@@ -149,6 +149,16 @@ def word_list(words: Sequence[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
+def first_of(lines: Sequence[str], most: int = 10) -> list[str]:
+    """Return the first lines of a list, and as one more how many are left out: "and 3 more"."""
+    return [*lines[:most], *([f"and {len(lines) - most:,} more"] if len(lines) > most else [])]
+
+
+def first_names(names: Sequence[str], most: int) -> str:
+    """Return the first names of a list in one line: "a, b, c and 3 more"."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
+
+
 def error_summary(error: BaseException | str) -> str:
     """Return the first line of an error's message, or the name of its type where it has no message."""
     return next(iter(str(error).strip().splitlines()), "" if isinstance(error, str) else type(error).__name__)
@@ -236,8 +246,7 @@ def validation_problems(error: ValidationError, most: int = 10, show_values: boo
         message = _without_class_names(details["type"], details["msg"])
         message += f" (given: {excerpt(details['input'])})" if show_values else ""
         lines.append(": ".join(part for part in (path, message) if part))
-    lines = list(dict.fromkeys(lines))
-    return lines[:most] + ([f"and {len(lines) - most} more"] if len(lines) > most else [])
+    return first_of(list(dict.fromkeys(lines)), most)
 
 
 def _without_class_names(kind: str, message: str) -> str:

@@ -68,7 +68,9 @@ def changes(folder: Path, server: str) -> dict[str, torch.Tensor]:
 def test_a_server_computes_what_the_delta_does(family: str, method: str, server: str, tmp_path: Path) -> None:
     model = build(FAMILIES[family], "causal")
     tuned = stir(deltune.attach(model, method))
-    before = {name: tuned._base_value(name).detach().clone() for name in (t.name for t in tuned.anatomy.tensors)}
+    before = {
+        name: tuned.attached.state.base_value(name).detach().clone() for name in (t.name for t in tuned.anatomy.tensors)
+    }
     folder = deltune.export(model, tmp_path / "out", format=server)
     settings = options(folder)
     assert settings["bias"] == "none" and settings["rank_pattern"] == settings["alpha_pattern"] == {}

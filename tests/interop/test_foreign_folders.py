@@ -19,7 +19,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import deltune
-from deltune.runtime.attach import foreign_model_kind
+from deltune.interop.foreign import foreign_model_kind
 from fuzz import judging, mutations
 from fuzz.judging import Bench, Outcome
 from fuzz.mutations import nested

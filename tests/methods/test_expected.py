@@ -18,7 +18,7 @@ def test_a_file_is_what_arithmetic_expects(family: Family, row: Row) -> None:
     tuned = deltune.attach(model, row.text)
     delta = tuned.delta()
     needed = expected_tensors(tuned.anatomy, delta.planned, delta.owned_tensors, delta.head)
-    tensors = tuned._tensors_to_save(delta)
+    tensors = tuned.attached.tensors_to_save(delta)
     check_tensors(needed, tensor_infos(tensors), Path("file"))
     dense = {name: tuple(t.shape) for name, t in tensors.items() if name in needed.shapes}
     assert dense == {n: s if s is not None else dense[n] for n, s in needed.shapes.items()}

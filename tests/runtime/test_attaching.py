@@ -362,7 +362,7 @@ def test_a_parameter_that_is_none_any_more(
     for name, change in changes.items():
         with pytest.raises(deltune.DeltuneError, match=REPLACED):
             change()
-        assert (tuned.active, tuned.names, tuned._state.placed_delta) == ("one", ("one", "two"), "one"), name
+        assert (tuned.active, tuned.names, tuned.attached.state.placed_delta) == ("one", ("one", "two"), "one"), name
         assert differences(known, facts(model)) == [], name
     undo()
     outputs = run(model, inputs)

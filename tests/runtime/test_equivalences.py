@@ -38,7 +38,10 @@ SAME: tuple[tuple[str, str], ...] = (
 
 def numbers(tuned: deltune.Tuned, name: str) -> list[torch.Tensor]:
     delta = tuned.delta(name)
-    return [*delta.tensors_to_save().values(), *(tuned._delta_value(delta, owned) for owned in delta.owned_tensors)]
+    return [
+        *delta.tensors_to_save().values(),
+        *(tuned.attached.state.delta_value(delta, owned) for owned in delta.owned_tensors),
+    ]
 
 
 @pytest.mark.parametrize("family", FAMILIES_HERE, ids=lambda f: f.name)

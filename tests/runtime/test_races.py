@@ -85,7 +85,7 @@ def test_nothing_walks_through_a_model_to_which_others_may_attach(
     walk = torch.nn.Module.named_modules
 
     def checked(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        assert module not in (model, tuned, tuned.deltas) or tuned._passes.lock.held_by_change
+        assert module not in (model, tuned, tuned.deltas) or tuned.attached.passes.lock.held_by_change
         return walk(module, *args, **kwargs)
 
     monkeypatch.setattr(torch.nn.Module, "named_modules", checked)
@@ -247,9 +247,9 @@ def test_copied_together_with_the_handle() -> None:
 
 def test_what_a_compiled_pass_left_is_not_copied() -> None:
     tuned = tuned_model()
-    tuned._passes.compiled_pass.prompt = threading.Lock()  # anything that no copy or pickle may hold
+    tuned.attached.passes.compiled_pass.prompt = threading.Lock()  # anything that no copy or pickle may hold
     for model in (copy.deepcopy(tuned.model), pickle.loads(pickle.dumps(tuned.model))):
-        assert deltune.tuned(model)._passes.compiled_pass.prompt is None
+        assert deltune.tuned(model).attached.passes.compiled_pass.prompt is None
 
 
 def test_copied_inside_of_a_pass_and_of_a_change() -> None:
@@ -335,7 +335,7 @@ def _detaches(tuned: deltune.Tuned) -> bool:
 
 def waiting(tuned: deltune.Tuned) -> int:
     """How many wait for their turn."""
-    return len(tuned._passes.lock._waiting)
+    return len(tuned.attached.passes.lock._waiting)
 
 
 def test_generate_batch_with_a_change_that_waits() -> None:

@@ -14,14 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import cpu_offload
 from torch import nn
 from transformers import PreTrainedModel
 
 import deltune
 from deltune.anatomy import tracing
 from deltune.anatomy.skeleton import structure_stamp
-from deltune.anatomy.snapshot import Snapshot
 from deltune.anatomy.tracing import base_model
 from tables.families import FAMILIES, REPRESENTATIVE_FAMILIES, Family
 from tables.methods import Row, cells
@@ -155,46 +153,11 @@ FRESH: tuple[Callable[[PreTrainedModel], None], ...] = (
 @pytest.mark.parametrize("change", (*STALE, *FRESH), ids=lambda change: change.__name__)
 @pytest.mark.sample(24)
 def test_a_change_of_the_model(name: str, change: Callable[[PreTrainedModel], None]) -> None:
-    """The stamp of the base model differs after what could matter, so that it is rehearsed again, and only then.
-
-    A snapshot is stale at least then.
-    """
+    """The stamp of the base model differs after what could matter, so that it is rehearsed again, and only then."""
     model = build(FAMILIES[name], main_role(FAMILIES[name]))
-    before, snapshot = structure_stamp(base_model(model)), snapshot_of(model)
-    assert snapshot.is_current()
+    before = structure_stamp(base_model(model))
     change(model)
     assert (structure_stamp(base_model(model)) == before) == (change in FRESH)
-    assert change in FRESH or not snapshot.is_current()
-
-
-def snapshot_of(model: PreTrainedModel) -> Snapshot:
-    snapshot = Snapshot.of(model, base_model(model))
-    assert snapshot is not None
-    return snapshot
-
-
-def another_head(model: PreTrainedModel) -> None:
-    path = next(tensor.name for tensor in deltune.inspect(model).tensors if tensor.area == "head").rpartition(".")[0]
-    model.set_submodule(path, copy.deepcopy(model.get_submodule(path)))
-
-
-def another_name(model: PreTrainedModel) -> None:
-    outer, leaf = first_norm(model)
-    outer._modules = {"renamed" if name == leaf else name: child for name, child in outer._modules.items()}
-
-
-def an_item_of_a_list(model: PreTrainedModel) -> None:
-    model.config.words.append("two")
-
-
-def another_class(model: PreTrainedModel) -> None:
-    layer = first_layer(model)
-    layer.__class__ = type("Layer", (type(layer),), {})
-
-
-def a_device(model: PreTrainedModel) -> None:
-    layer = first_layer(model)
-    layer.to("meta")
 
 
 def integers(model: PreTrainedModel) -> None:
@@ -207,28 +170,6 @@ def of_inference(model: PreTrainedModel) -> None:
         for module in first_layer(model).modules():
             for leaf, parameter in list(module.named_parameters(recurse=False)):
                 setattr(module, leaf, nn.Parameter(parameter.detach().clone(), requires_grad=False))
-
-
-def offloaded(model: PreTrainedModel) -> None:
-    cpu_offload(model, torch.device("cpu"))
-
-
-CHECKED = (
-    another_head, another_name, an_item_of_a_list, another_class, a_device, integers, of_inference, offloaded,
-)  # fmt: skip
-"""Further changes that what is checked before a load depends on."""
-
-
-@pytest.mark.parametrize("change", CHECKED, ids=lambda change: change.__name__)
-def test_a_stale_snapshot(change: Callable[[PreTrainedModel], None]) -> None:
-    """It is not current after the change, and there is none of a model that is quantised, offloaded or untrainable."""
-    model = build(FAMILIES["bert"], "sequence")
-    model.config.words = ["one"]
-    snapshot = snapshot_of(model)
-    assert snapshot.is_current()
-    change(model)
-    assert not snapshot.is_current()
-    assert (Snapshot.of(model, base_model(model)) is None) == (change in (integers, of_inference, offloaded))
 
 
 @EACH
@@ -404,12 +345,14 @@ def test_a_refused_load(name: str, refusal: Callable[[Path, PreTrainedModel], st
         deltune.load(model, tmp_path / "one", name=f"d{number}")
     shutil.copytree(tmp_path / "one", tmp_path / "wrong")
     message = refusal(tmp_path / "wrong", model)
-    known, hooks = facts(model), dict(tuned._installed_hooks)
+    known, hooks = facts(model), dict(tuned.attached.hooks.installed)
     for _ in range(2):
         with pytest.raises(deltune.DeltuneError, match=message):
             deltune.load(model, tmp_path / "wrong", name="wrong")
         assert differences(known, facts(model)) == []
-        assert tuned.names == ("default", "d0", "d1") and tuned.active == "d1" and tuned._installed_hooks == hooks
+        assert (
+            tuned.names == ("default", "d0", "d1") and tuned.active == "d1" and tuned.attached.hooks.installed == hooks
+        )
 
 
 # -- many
@@ -429,14 +372,14 @@ def test_many_deltas(tmp_path: Path) -> None:
     installed = set()
     for number, kind in enumerate(kinds):
         tuned = deltune.load(model, tmp_path / kind, name=f"d{number}")
-        installed.add(len(tuned._installed_hooks) if number >= len(expected) else 0)
+        installed.add(len(tuned.attached.hooks.installed) if number >= len(expected) else 0)
     assert len(installed) == 2
     for number in (0, 1, 2, 30, 59, 58):
         assert equal(run(tuned.use(f"d{number}").model, inputs), expected[kinds[number]])
     for number, kind in enumerate(kinds):
         if kind != "layernorm":
             tuned.detach(f"d{number}")
-    assert not any(side in ("attention", "output") for _, side in tuned._installed_hooks)
+    assert not any(side in ("attention", "output") for _, side in tuned.attached.hooks.installed)
     assert equal(run(tuned.use("d31").model, inputs), expected["layernorm"])
     tuned.detach()
     assert differences(known, facts(model)) == []

@@ -283,7 +283,7 @@ def law_tying(cell: Cell) -> None:
 
 def law_a_part_replaced(cell: Cell) -> None:
     """A module that a delta acts at is another one: refused at the next pass."""
-    path = next(path for path, side in cell.tuned._installed_hooks if path and "." in path)
+    path = next(path for path, side in cell.tuned.attached.hooks.installed if path and "." in path)
     outer, _, leaf = path.rpartition(".")
     parent = cell.model.get_submodule(outer)
     part = parent._modules[leaf]
@@ -413,7 +413,7 @@ def law_quantize_dynamic(cell: Cell) -> None:
     outputs = cell.now()
     quantised = quantise(model)
     linears = {path for path, module in model.named_modules() if type(module) is torch.nn.Linear}
-    touched = any(path in linears for path in deltune.tuned(model)._passes.modules.entries)
+    touched = any(path in linears for path in deltune.tuned(model).attached.passes.modules.entries)
     if touched:
         with pytest.raises(deltune.DeltuneError, match=r"was replaced .*quantise a tuned model, merge\(\) first"):
             run(quantised, cell.inputs)

@@ -62,7 +62,7 @@ def check(family: Family, tuned: deltune.Tuned, names: Sequence[str | None], inp
             for key, parameter in tuned.delta().named_parameters():
                 gradients[name, key] = None if parameter.grad is None else parameter.grad.clone()
             for key in tuned.delta().owned_tensors:
-                grad = tuned._delta_value(tuned.delta(), key).grad
+                grad = tuned.attached.state.delta_value(tuned.delta(), key).grad
                 gradients[name, f"held.{key}"] = None if grad is None else grad.clone()
     model.zero_grad()
     with tuned.use(None).rows(names):
@@ -78,7 +78,7 @@ def check(family: Family, tuned: deltune.Tuned, names: Sequence[str | None], inp
         for (name, key), grad in gradients.items():
             delta = tuned.delta(name)
             held = key.startswith("held.")
-            tensor = (tuned._delta_value(delta, key[5:]) if held else delta.get_parameter(key)).grad
+            tensor = (tuned.attached.state.delta_value(delta, key[5:]) if held else delta.get_parameter(key)).grad
             assert (tensor is None) == (grad is None), (name, key)
             if grad is not None:
                 assert (tensor - grad).abs().max() <= tolerance(family) * scale, (name, key)
@@ -181,7 +181,7 @@ def test_labels_of_different_kinds_have_no_common_loss() -> None:
     model = build(FAMILIES["bert"], "sequence", num_labels=1)
     tuned = deltune.attach(model, "layernorm", name="number")
     tuned.delta().labels = HeadLabels(((0, "x"),), "regression")
-    tuned._base_labels = HeadLabels(((0, "a"), (1, "b")))
+    tuned.attached.base_labels = HeadLabels(((0, "a"), (1, "b")))
     inputs = batch(model)
     with tuned.rows([None, "number"]):
         model(**inputs)
@@ -326,7 +326,7 @@ def test_what_the_encoder_gave_has_the_rows_of_the_batch(name: str, kind: str) -
 def test_several_labels_at_once_have_no_common_loss() -> None:
     model = build(FAMILIES["bert"], "sequence", num_labels=2)
     tuned = deltune.attach(model, "layernorm", name="two")
-    tuned._base_labels = HeadLabels(((0, "x"), (1, "y"), (2, "z")))
+    tuned.attached.base_labels = HeadLabels(((0, "x"), (1, "y"), (2, "z")))
     with tuned.rows(["two", None]), pytest.raises(deltune.DeltuneError, match="no common loss"):
         model(**batch(model), labels=torch.ones(2, 3, dtype=torch.float64))
 

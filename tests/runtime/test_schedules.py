@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import deltune
-from deltune.runtime import handle
+from deltune.runtime import attached as attached_module
 from deltune.train import frozen_layers
 from tables.families import FAMILIES
 from tables.specimens import Outputs, batch, build, differences, distance, equal, facts, run, stir
@@ -146,7 +146,7 @@ def test_a_nested_pass_with_other_tensors(
     expected = answers(tuned, inputs)
     here, order, outputs = threading.get_ident(), [], {}
     arrived = threading.Event()
-    lock, context = tuned._passes.lock, contextvars.copy_context()
+    lock, context = tuned.attached.passes.lock, contextvars.copy_context()
 
     def of_other() -> Outputs:
         with WAYS[other](tuned):
@@ -221,14 +221,14 @@ def test_two_attaches_at_once(first: bool, names: tuple[str, str], monkeypatch: 
     if not first:
         deltune.attach(model, "lora(rank=2)", name="old")
     meeting = threading.Barrier(2, timeout=PATIENCE)
-    rehearse = handle.Tuned._check_reached
+    rehearse = attached_module.Attached._check_reached
 
-    def meet(tuned: deltune.Tuned, *call: Any) -> None:
-        rehearse(tuned, *call)
+    def meet(one: Any, *call: Any) -> None:
+        rehearse(one, *call)
         meeting.wait()
 
     with monkeypatch.context() as patch, another_thread() as start:
-        patch.setattr(handle.Tuned, "_check_reached", meet)
+        patch.setattr(attached_module.Attached, "_check_reached", meet)
         jobs = [
             start(lambda n=n, t=t: outcome(lambda: deltune.attach(model, t, name=n)))
             for n, t in zip(names, texts, strict=True)
@@ -254,17 +254,17 @@ def test_a_handle_is_installed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(FAMILIES["bert"], "sequence")
     known = facts(model)
     inside, waiting = threading.Event(), threading.Event()
-    install = handle.Tuned._add_to_model
+    install = attached_module.Attached._join_model
 
-    def slowly(tuned: deltune.Tuned) -> None:
+    def slowly(one: Any) -> None:
         if inside.is_set():
             waiting.set()
         inside.set()
         come(waiting)
-        install(tuned)
+        install(one)
 
-    monkeypatch.setattr(handle, "_INSTALL_LOCK", Watched(waiting))
-    monkeypatch.setattr(handle.Tuned, "_add_to_model", slowly)
+    monkeypatch.setattr(attached_module, "_INSTALL_LOCK", Watched(waiting))
+    monkeypatch.setattr(attached_module.Attached, "_join_model", slowly)
     with another_thread() as start:
         jobs = [start(lambda n=n: outcome(lambda: deltune.attach(model, "layernorm", name=n))) for n in ("one", "two")]
         outcomes = [job.result(PATIENCE) for job in jobs]
@@ -441,9 +441,9 @@ HELD: dict[str, Callable[[deltune.Tuned, Callable[[], None]], None]] = {
     "a pass": in_a_pass,
     "disable": inside(WAYS["disable"]),
     "rows": inside(WAYS["rows"]),
-    "the lock of passes": inside(lambda tuned: tuned._passes.lock.mutex),
-    "the model, for a change": inside(lambda tuned: tuned._passes.exclusive("use")),
-    "the lock of installing": inside(lambda tuned: handle._INSTALL_LOCK),
+    "the lock of passes": inside(lambda tuned: tuned.attached.passes.lock.mutex),
+    "the model, for a change": inside(lambda tuned: tuned.attached.passes.exclusive("use")),
+    "the lock of installing": inside(lambda tuned: attached_module._INSTALL_LOCK),
 }
 """What another thread may be in the middle of when a process is forked."""
 

@@ -17,7 +17,6 @@ from deltune.methods.forms.hidden import Bottleneck, Rescale
 from deltune.methods.forms.low_rank import LowRank
 from deltune.methods.registry import FORMS
 from deltune.runtime import stacked_edits
-from deltune.runtime.handle import inference_rows
 from tables.families import FAMILIES, Family
 from tables.methods import METHODS, Row, cells
 from tables.specimens import batch, build, specimen, stir
@@ -35,10 +34,10 @@ def check(family: Family, tuned: deltune.Tuned, names: Sequence[str | None], inp
     with torch.inference_mode():
         alone = []
         for row, name in enumerate(names):
-            with inference_rows(tuned, [name]):
+            with tuned.attached.inference_rows([name]):
                 alone.append(answer(tuned.model, of_rows(inputs, [row])))
         for _ in range(2):
-            with inference_rows(tuned, names):
+            with tuned.attached.inference_rows(names):
                 mixed = answer(tuned.model, inputs)
             for row, expected in enumerate(alone):
                 gap = (mixed[row : row + 1, ..., : expected.shape[-1]] - expected).abs().max()
@@ -83,7 +82,7 @@ def test_sums_that_come_and_go(name: str, most: float, monkeypatch: pytest.Monke
 
 
 def _stacks(tuned: deltune.Tuned) -> list[Any]:
-    return [stack.number_of for stack in tuned._passes.delta_cache.stacks.values()]
+    return [stack.number_of for stack in tuned.attached.passes.delta_cache.stacks.values()]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e200], ids=["nan", "inf", "overflow"])
@@ -101,9 +100,9 @@ def test_nothing_that_is_not_finite_reaches_another_row(name: str, method: str, 
     inputs = batch(model, rows=3)
     try:
         with torch.inference_mode():
-            with inference_rows(tuned, ["good"] * 3):
+            with tuned.attached.inference_rows(["good"] * 3):
                 expected = answer(model, inputs)
-            with inference_rows(tuned, ["good", "bad", "good"]):
+            with tuned.attached.inference_rows(["good", "bad", "good"]):
                 mixed = answer(model, inputs)
         for row in (0, 2):
             assert (mixed[row] - expected[row]).abs().max() < 1e-10 * expected[row].abs().max()
@@ -228,7 +227,7 @@ def test_a_model_that_is_put_in_train_mode_inside_the_block() -> None:
         tuned = stir(deltune.attach(model, "lora(rank=2)", name=name), seed=number)
     inputs = batch(model, rows=2)
     try:
-        with torch.no_grad(), inference_rows(tuned, ["a", "b"]):
+        with torch.no_grad(), tuned.attached.inference_rows(["a", "b"]):
             expected = answer(model, inputs)
             for _, module in model.named_modules():
                 module.training = True
@@ -264,18 +263,18 @@ def test_stacks_are_shared_by_batches_and_bounded() -> None:
     model = model_of(FAMILIES["bert"])
     for number in range(6):
         tuned = stir(deltune.attach(model, "parallel_adapter(rank=2, bias=True)", name=f"d{number}"), seed=number)
-    cache = tuned._passes.delta_cache
+    cache = tuned.attached.passes.delta_cache
     try:
         with torch.inference_mode():
             for names in (["d0", "d1", "d2"], ["d2", "d0", "d1"], ["d1", "d1", "d0"]):
-                with inference_rows(tuned, names):
+                with tuned.attached.inference_rows(names):
                     answer(model, batch(model, rows=3))
             first = dict(cache.stacks)
-            with inference_rows(tuned, ["d3", "d4", "d5"]):
+            with tuned.attached.inference_rows(["d3", "d4", "d5"]):
                 answer(model, batch(model, rows=3))
             assert first and all(len(stack.number_of) == 3 for stack in first.values())
             assert all(len(stack.number_of) == 6 for stack in cache.stacks.values())
-            with inference_rows(tuned, ["d0", "d4", "d1"]):
+            with tuned.attached.inference_rows(["d0", "d4", "d1"]):
                 again = dict(cache.stacks)
                 answer(model, batch(model, rows=3))
             assert all(cache.stacks[place] is stack for place, stack in again.items())

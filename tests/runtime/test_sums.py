@@ -153,7 +153,7 @@ def test_a_share_is_of_the_base_model_whatever_class_is_attached() -> None:
 def test_a_head_of_another_width_is_refused(tmp_path: Any) -> None:
     model = build(FAMILIES["bert"], "sequence")
     tuned = deltune.attach(model, "layernorm")
-    tuned._state.set_parameter("classifier.weight", torch.nn.Parameter(torch.zeros(3, 7, dtype=torch.float64)))
+    tuned.attached.state.set_parameter("classifier.weight", torch.nn.Parameter(torch.zeros(3, 7, dtype=torch.float64)))
     tuned.save(tmp_path / "d")
     fresh = build(FAMILIES["bert"], "sequence")
     with pytest.raises(deltune.DeltuneError, match="only the number of labels may differ"):

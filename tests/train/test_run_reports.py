@@ -322,7 +322,7 @@ def test_a_command_is_quoted_for_the_reader(words: list[str], shown: str) -> Non
 def test_a_model_card_escapes_once() -> None:
     method = "lora(rank=2, at='query') + layernorm(terms='gain')"
     tuned = deltune.attach(BertModel(BertConfig(**tiny.SIZES, vocab_size=9)), method)
-    metadata = delta_metadata(tuned.delta(), tuned._metadata_of_base(tuned.delta()))
+    metadata = delta_metadata(tuned.delta(), tuned.attached.metadata_of_base(tuned.delta()))
     card = write_card('It\'s <b> & "so" | #1', metadata, tuned.count(), "it's")
     assert html.unescape(card).count(method) == 1 and "#x27" not in card
     assert '# It\'s &lt;b&gt; &amp; "so" &#124; &#35;1' in card

@@ -89,18 +89,6 @@ def check_quantization(model: nn.Module) -> None:
                 _refuse(model, f"{name} of a {type(module).__name__} is {parameter.dtype}")
 
 
-def has_plain_weights(module: nn.Module) -> bool:
-    """Return whether a module itself holds no weights but ordinary ones, which can be trained."""
-    return (
-        find_quantizer(module) is None
-        and not type(module).__module__.startswith(_QUANTIZED_BY_TORCH)
-        and all(
-            p is None or (type(p) is nn.Parameter and p.dtype in TRAINABLE_DTYPES and not p.is_inference())
-            for p in list(parameters_of(module).values())
-        )
-    )
-
-
 def check_gradients_pass(model: nn.Module) -> None:
     """Check that gradients pass through every quantised linear, so that what is below it can be trained."""
     known: dict[Any, str] = {}

@@ -18,7 +18,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
 
 from ..anatomy.types import Anatomy, Columns
-from ..errors import DeltuneError, error_from_problems, validation_problems
+from ..errors import DeltuneError, error_from_problems, first_names, first_of, validation_problems
 from ..files import find_file, read_json_object
 from ..methods.resolve import ResolvedEdit, resolve, selected_tensors
 from ..methods.sites import Location, resolve_locations
@@ -330,8 +330,7 @@ class UnusedTensors:
         """Raise if the folder has problems, tensors that were not used, or two that are one tensor of this model."""
         shown = sorted(self.names.values())
         problems = [*problems, *self.doubles]
-        problems += [f"extra tensor {name}" for name in shown[:10]]
-        problems += [f"and {len(shown) - 10} more"] if len(shown) > 10 else []
+        problems += first_of([f"extra tensor {name}" for name in shown])
         if shown and self.anatomy.unobserved:
             problems.append(f"not visible in this model: {'; '.join(self.anatomy.unobserved[:3])}")
         own_modules = {tensor.name.partition(".")[0] for tensor in self.anatomy.tensors}
@@ -471,10 +470,7 @@ def method_selecting(anatomy: Anatomy, names: set[str], candidates: Iterable[Cal
             continue
         if chosen == names:
             return method
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    raise DeltuneError(
-        f"no selection by role, area and layers trains {', '.join(sorted(names)[:4])}{more} and no others"
-    )
+    raise DeltuneError(f"no selection by role, area and layers trains {first_names(sorted(names), 4)} and no others")
 
 
 def rows_of_columns(tensor: torch.Tensor, columns: Columns | None) -> torch.Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..anatomy.types import Anatomy
-from ..errors import DeltuneError, error_from_problems, unknown_name, word_list
+from ..errors import DeltuneError, error_from_problems, first_names, unknown_name, word_list
 from ..methods.compositions import Add, Scale
 from ..methods.forms.hidden import Rescale
 from ..methods.forms.low_rank import LowRank
@@ -173,8 +173,7 @@ def _targets(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensors
 
 
 def _listed(names: list[str]) -> str:
-    """Return names for a message, from the sixth on their number."""
-    return word_list(names[:5] + ([f"{len(names) - 5} more"] if len(names) > 5 else []))
+    return first_names(names, 5) if len(names) > 5 else word_list(names)
 
 
 def _named(options: Mapping[str, Any], option: str) -> Callable[[str], bool]:

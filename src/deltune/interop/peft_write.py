@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..anatomy.types import Anatomy, Columns
-from ..errors import DeltuneError, error_from_problems
+from ..errors import DeltuneError, error_from_problems, first_names
 from ..methods.compositions import Add, Gate, Scale
 from ..methods.forms.attention import Prefix
 from ..methods.forms.hidden import Rescale
@@ -50,8 +50,7 @@ def write_peft(content: ExportedDelta) -> OptionsAndTensors:
     if content.in_place:
         kinds["LN_TUNING"] = None
         if others := [name for name in content.in_place if name not in norms]:
-            remainder = f" and {len(others) - 3} more" if len(others) > 3 else ""
-            names = f"{', '.join(others[:3])}{remainder}"
+            names = first_names(others, 3)
             problems[f"PEFT trains norms in place and nothing else; this delta also trains {names}"] = None
     if not problems and not kinds:
         problems["the head alone is no method of PEFT; save the model instead"] = None

@@ -15,7 +15,7 @@ import safetensors
 import torch
 from safetensors.torch import load, load_file
 
-from ..errors import DeltuneError, error_from_problems
+from ..errors import DeltuneError, error_from_problems, first_of
 
 MAX_HEADER_BYTES = 32 << 20
 """Size in bytes of the longest safetensors header that is read; one of 100,000 tensors has half of it."""
@@ -134,8 +134,7 @@ def _check_float(path: Path, infos: Mapping[str, TensorInfo]) -> None:
         if info.dtype not in FLOAT_DTYPES or not info.numel
     ]
     if problems:
-        more = [f"and {len(problems) - 10} more"] if len(problems) > 10 else []
-        raise error_from_problems(f"{path} does not hold floating-point tensors only", problems[:10] + more)
+        raise error_from_problems(f"{path} does not hold floating-point tensors only", first_of(problems))
 
 
 def _load_torch_file(path: Path) -> dict[str, torch.Tensor]:

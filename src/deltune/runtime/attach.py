@@ -18,33 +18,27 @@ import safetensors
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import (
+    PreTrainedConfig,
+    PreTrainedModel,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from ..anatomy.inspection import describe_wrapped, inspect, wrapped_model
 from ..anatomy.offloading import loaded_devices
 from ..anatomy.quantization import check_gradients_pass, check_quantization
 from ..anatomy.skeleton import HANDLE_NAME
-from ..anatomy.snapshot import Snapshot
 from ..anatomy.tracing import all_configs
 from ..anatomy.types import Anatomy
 from ..compat import attention_implementation, copy_tensors, set_in_parameter_dict, submodules_of
 from ..errors import DeltuneError, describe_value, excerpt, unknown_name
 from ..files import atomic_folder, user_path, write_error
 from ..interop import adapterhub, peft_read, peft_write
-from ..interop.base import (
-    CONFIG_FILE,
-    AdapterHubHead,
-    AdapterHubOptions,
-    ExportedDelta,
-    ForeignFolder,
-    PeftOptions,
-    Translation,
-    check_options,
-    has_file,
-    is_foreign,
-    read_options,
-    read_tensors,
-)
+from ..interop.base import CONFIG_FILE, ExportedDelta, Translation, has_file, is_foreign
+from ..interop.foreign import foreign_base, open_folder
 from ..interop.tensor_files import TensorInfo, tensor_infos
 from ..methods.counting import TRAINING_COPIES, base_size
 from ..methods.forms.prompt import Prompt
@@ -56,6 +50,7 @@ from ..methods.resolve import ResolvedMethod, resolve
 from ..methods.spec import Method
 from ..models import HEADS, HEADS_WITH_LABELS, head_of_class, head_of_class_name, load_model
 from . import hub, serialization
+from .attached import Attached
 from .attention import prefix_implementation
 from .delta_schema import (
     BaseFacts,
@@ -76,88 +71,36 @@ FORMATS = ("peft", *peft_write.SERVERS)
 """The formats that `export` writes: PEFT's own, and what other programs read of it."""
 
 
-def open_folder(folder: str | Path) -> ForeignFolder:
-    """Read an adapter folder of PEFT or AdapterHub, and validate its options."""
-    where = Path(folder)
-    options = read_options(where)
-    if "peft_type" in options:
-        check_options(PeftOptions, options, where / CONFIG_FILE)
-        return ForeignFolder(where, options, read_tensors(where, peft_read.WEIGHT_FILES))
-    if "config" not in options or "model_type" not in options:
-        raise DeltuneError(f"{where / CONFIG_FILE} is neither PEFT's (no peft_type) nor AdapterHub's (no model_type)")
-    check_options(AdapterHubOptions, options, where / CONFIG_FILE)
-    tensors = read_tensors(where, adapterhub.WEIGHT_FILES)
-    if not has_file(where, adapterhub.HEAD_CONFIG):
-        return ForeignFolder(where, options, tensors)
-    head_options = read_options(where, adapterhub.HEAD_CONFIG)
-    check_options(AdapterHubHead, head_options, where / adapterhub.HEAD_CONFIG)
-    return ForeignFolder(where, options, tensors, head_options, read_tensors(where, adapterhub.HEAD_WEIGHTS))
-
-
-def read_foreign(handle: Tuned, folder: str | Path) -> Translation:
+def read_foreign(attached: Attached, folder: str | Path) -> Translation:
     """Translate an adapter folder of PEFT or AdapterHub into a method and tensors for this model."""
     contents = open_folder(folder)
     if "peft_type" in contents.options:
-        modules = [path for path, _ in handle.model.named_modules()]
-        windowed = has_sliding_window(handle.model)
-        return peft_read.read_peft(handle.anatomy, contents, handle._base_value, modules, windowed)
-    relative = hasattr(handle.model.config, "relative_attention_num_buckets")
-    return adapterhub.read_adapterhub(handle.anatomy, contents, relative)
+        modules = [path for path, _ in attached.model.named_modules()]
+        windowed = has_sliding_window(attached.model)
+        return peft_read.read_peft(attached.anatomy, contents, attached.state.base_value, modules, windowed)
+    relative = hasattr(attached.model.config, "relative_attention_num_buckets")
+    return adapterhub.read_adapterhub(attached.anatomy, contents, relative)
 
 
-def foreign_model_kind(folder: str | Path) -> tuple[str, int | None]:
-    """Return the kind of model that an adapter folder is for, and the number of labels of its head or None."""
-    contents = open_folder(folder)
-    mapping = contents.options.get("auto_mapping")  # PEFT writes it where no task type was given
-    model_class = mapping.get("base_model_class") if isinstance(mapping, dict) else None
-    task = contents.options.get("task_type")
-    if task:
-        kind = next((name for name, head in HEADS.items() if head.peft_task == task), "base")
-    else:
-        kind = head_of_class_name(str(contents.options.get("model_class") or model_class)) or "base"
-    head_weights = [
-        t for n, t in {**contents.tensors, **contents.head}.items() if n.endswith(".weight") and _of_head(n)
-    ]
-    return kind, next(iter(head_weights[0].shape), 1) if kind in HEADS_WITH_LABELS and head_weights else None
-
-
-def foreign_base(folder: str | Path) -> tuple[str, str, int | None]:
-    """Return the kind of model that an adapter folder is for, the name of its base model, and how many labels it has.
-
-    The name is empty where the folder has none.
-    """
-    options = read_options(Path(folder))
-    kind, labels = foreign_model_kind(folder)
-    return kind, str(options.get("base_model_name_or_path") or options.get("model_name") or ""), labels
-
-
-def _of_head(name: str) -> bool:
-    """Whether a tensor belongs to the last linear of a classification head, by the names that transformers gives it."""
-    stem = name.removeprefix(peft_read.NAME_PREFIX).rpartition(".")[0]
-    return stem.partition(".")[0] in ("classifier", "score", "classification_head", "qa_outputs") and (
-        "." not in stem or stem.endswith("out_proj")
-    )
-
-
-def content(handle: Tuned, name: str | None = None) -> ExportedDelta:
+def content(attached: Attached, name: str | None = None) -> ExportedDelta:
     """Collect a delta for a writer of another format: the one of this name, or the one in use."""
-    delta = handle.delta(name)
+    delta, state = attached.delta(name), attached.state
     with torch.no_grad():
-        values = {n: handle._delta_value(delta, n).detach() for n in delta.selected if n not in delta.head}
-        values |= {n: sparse.pruned_value(handle._base_value(n).detach()) for n, sparse in delta.masked_tensors()}
+        values = {n: state.delta_value(delta, n).detach() for n in delta.selected if n not in delta.head}
+        values |= {n: sparse.pruned_value(state.base_value(n).detach()) for n, sparse in delta.masked_tensors()}
         full = {key: {leaf: t.detach() for leaf, t in edit.full_tensors().items()} for key, edit in delta.named_edits()}
-    head = {n: handle._delta_value(delta, n).detach() for n in delta.head}
+    head = {n: state.delta_value(delta, n).detach() for n in delta.head}
     return ExportedDelta(
-        handle.anatomy, delta.planned.edits, full, values, head, lambda n: handle._dense_value(n).detach(),
-        has_sliding_window(handle.model),
+        attached.anatomy, delta.planned.edits, full, values, head, lambda n: attached.dense_value(n).detach(),
+        has_sliding_window(attached.model),
     )  # fmt: skip
 
 
-def export_delta(handle: Tuned, folder: str | Path, format: str = "peft", name: str | None = None) -> Path:
+def export_delta(attached: Attached, folder: str | Path, format: str = "peft", name: str | None = None) -> Path:
     """Write a delta in the format of another library, completely or not at all; see `deltune.export`."""
     if format not in FORMATS:
         raise DeltuneError(unknown_name("format", format, FORMATS))
-    model, exported = handle.model, content(handle, name)
+    model, exported = attached.model, content(attached, name)
     task = HEADS[head_of_class_name(type(model).__name__) or "base"].peft_task
     if format == "peft":
         options, tensors = peft_write.write_peft(exported)
@@ -219,10 +162,9 @@ def attach(
             is quantised in a way that cannot be tuned, a part of it belongs to another model with deltas,
             or there is too little memory. The model stays as it was.
     """
-    snapshot = _check_model(model)
+    _check_model(model)
     with _default_modes():
-        if snapshot is None:
-            check_gradients_pass(model)
+        check_gradients_pass(model)
         parsed = _parse_or_explain(method)
         if head not in ("train", "freeze"):
             raise DeltuneError(unknown_name("head", head, ("train", "freeze")))
@@ -230,13 +172,13 @@ def attach(
         check_name(name, handle.names if handle else ())
         anatomy = handle.anatomy if handle else inspect(model)
         _check_head_plain(anatomy)
-        planned = handle._resolve(parsed) if handle else resolve(anatomy, parsed, lambda: base_size(model)[1])
+        planned = handle.attached.resolve(parsed) if handle else resolve(anatomy, parsed, lambda: base_size(model)[1])
         check_memory(model, anatomy, planned, parsed, TRAINING_COPIES)
         if any(edit.modification.form.needs == "attention" for edit in planned.edits):
             for config in all_configs(model):
                 prefix_implementation(attention_implementation(config))
         handle = handle or Tuned(model)
-        _attach(handle, parsed, planned, name, head, snapshot)
+        _attach(handle, parsed, planned, name, head)
     return handle
 
 
@@ -264,29 +206,27 @@ def _default_modes() -> Iterator[None]:
         yield
 
 
-def _attach(
-    handle: Tuned, parsed: Method, planned: ResolvedMethod, name: str, head: str, snapshot: Snapshot | None
-) -> None:
+def _attach(handle: Tuned, parsed: Method, planned: ResolvedMethod, name: str, head: str) -> None:
+    attached, base_value = handle.attached, handle.attached.state.base_value
     heads = tuple(t.name for t in handle.anatomy.tensors if t.area == "head")
-    delta = handle._move_to_model(Delta(parsed, planned, heads, head))
-    delta.initialize(handle._place_of)
+    delta = attached.move_to_model(Delta(parsed, planned, heads, head))
+    delta.initialize(attached.place_of)
     for name_in_model, sparse in delta.masked_tensors():
-        sparse.initialize(handle._base_value(name_in_model).detach())
+        sparse.initialize(base_value(name_in_model).detach())
     _start_rows(handle, delta)
     owned = delta.owned_tensors
-    for owned_name, value in zip(owned, handle._state.base_values(owned), strict=True):
+    for owned_name, value in zip(owned, attached.state.base_values(owned), strict=True):
         set_in_parameter_dict(delta.held, parameter_key(owned_name), nn.Parameter(value.detach().clone()))
-    low_precision = [n for n in delta.selected if handle._base_value(n).dtype in (torch.bfloat16, torch.float16)]
+    low_precision = [n for n in delta.selected if base_value(n).dtype in (torch.bfloat16, torch.float16)]
     if low_precision:
-        dtype = handle._base_value(low_precision[0]).dtype
         warnings.warn(
-            f"{parsed!r} trains {len(low_precision)} tensors of {dtype} in place, where small updates are lost to "
-            "rounding: load the model in float32 and use autocast",
+            f"{parsed!r} trains {len(low_precision)} tensors of {base_value(low_precision[0]).dtype} in place, where "
+            "small updates are lost to rounding: load the model in float32 and use autocast",
             stacklevel=4,
         )
     for waste in (*planned.wasteful_parts(), *_padding_rows(handle.model, planned)):
         warnings.warn(waste, stacklevel=4)
-    handle._add_delta(name, delta, handle._base_labels, snapshot=snapshot)
+    attached.add(name, delta, attached.base_labels)
 
 
 def _padding_rows(model: PreTrainedModel, planned: ResolvedMethod) -> Iterator[str]:
@@ -310,7 +250,7 @@ def _start_rows(handle: Tuned, delta: Delta) -> None:
         if isinstance(form, Prompt) and form.init_from:
             embeddings = handle.model.get_submodule(handle.anatomy.stacks[0].words or "")
             ids = [form.init_from[i % len(form.init_from)] for i in range(form.length)]
-            device = next(device for _, _, device in loaded_devices(embeddings, handle._state.offloaded))
+            device = next(device for _, _, device in loaded_devices(embeddings, handle.attached.state.offloaded))
             with handle.disable():  # the base model's embeddings, whatever delta is in use
                 edit.set_initial_value("rows", embeddings(torch.tensor(ids, device=device)))
 
@@ -363,9 +303,9 @@ def load(
     if folder is None and isinstance(model, str | Path):
         where = _folder_or_fetched(model, revision, token)
         model = _load_base_of(where)
-        snapshot = _check_model(model)
+        _check_model(model)
     elif folder is not None:
-        snapshot = _check_model(model)
+        _check_model(model)
         where = _folder_or_fetched(folder, revision, token)
     else:
         raise DeltuneError("no folder is given: load(model, folder), or load(folder) with the base model as well")
@@ -376,54 +316,50 @@ def load(
         check_name(name, handle.names if handle else ())
         handle = handle or Tuned(model)
         if saved is None:
-            delta, labels = _read_foreign_delta(handle, where, allow_nonfinite)
+            delta, labels = _read_foreign_delta(handle.attached, where, allow_nonfinite)
         else:
-            delta, own_labels = _read_delta(handle, saved, allow_nonfinite, base, snapshot)
-            labels = own_labels or handle._base_labels
-        handle._add_delta(name, delta, labels, use, snapshot)
-        return handle if snapshot is not None else _without_gradients(handle, name)
+            delta, labels = _read_delta(handle.attached, saved, allow_nonfinite, base)
+        handle.attached.add(name, delta, labels, use)
+        _freeze_without_gradients(handle.attached, name)
+        return handle
 
 
-def _without_gradients(handle: Tuned, name: str) -> Tuned:
+def _freeze_without_gradients(attached: Attached, name: str) -> None:
     """Freeze a loaded delta on a quantised model that lets no gradient through, and say so."""
     try:
-        check_gradients_pass(handle.model)
+        check_gradients_pass(attached.model)
     except DeltuneError as error:
-        delta = handle.delta(name)
-        parameters = handle._state.parameters_by_name(delta)
+        delta = attached.delta(name)
+        parameters = attached.state.parameters_by_name(delta)
         for parameter in parameters.values():
             parameter.requires_grad_(False)
         if delta.saved_requires_grad is not None:  # what use() gives them back
             delta.saved_requires_grad = dict.fromkeys(parameters, False)
         warnings.warn(f"delta {name!r} can be used but not trained here: {error}", stacklevel=4)
-    return handle
 
 
-def read_delta(handle: Tuned, folder: Path, *, allow_nonfinite: bool = False) -> tuple[Delta, HeadLabels]:
+def read_delta(attached: Attached, folder: Path, *, allow_nonfinite: bool = False) -> tuple[Delta, HeadLabels]:
     """Read a saved delta for a model without attaching it; other threads may use the model meanwhile."""
     with _default_modes():
         if _is_foreign_delta(folder):
-            return _read_foreign_delta(handle, folder, allow_nonfinite)
-        delta, labels = _read_delta(handle, serialization.open_delta(folder), allow_nonfinite)
-        return delta, labels or handle._base_labels
+            return _read_foreign_delta(attached, folder, allow_nonfinite)
+        return _read_delta(attached, serialization.open_delta(folder), allow_nonfinite)
 
 
-def check_base_of_delta(
-    handle: Tuned, base: BaseFacts, where: Path, allowed: str = "same", quantization: str | None = None
-) -> None:
+def check_base_of_delta(attached: Attached, base: BaseFacts, where: Path, allowed: str = "same") -> None:
     """Check that a saved delta was tuned on this model, by what its folder says, without reading its tensors.
 
     Other threads may use the model meanwhile.
     """
     compared = base.tokens if base.compared_tokens is None else base.compared_tokens
-    serialization.check_base(base, where, handle._base_compared(compared, quantization), allowed)
+    serialization.check_base(base, where, attached.base_compared(compared), allowed)
 
 
-def add_delta(handle: Tuned, name: str, delta: Delta, labels: HeadLabels) -> None:
+def add_delta(attached: Attached, name: str, delta: Delta, labels: HeadLabels) -> None:
     """Attach a delta that `read_delta` has read, and leave in use what is in use."""
-    check_name(name, handle.names)
+    check_name(name, attached.names)
     with _default_modes():
-        handle._add_delta(name, delta, labels, use=False)
+        attached.add(name, delta, labels, use=False)
 
 
 def _folder_or_fetched(folder: str | Path, revision: str | None, token: str | bool | None) -> Path:
@@ -465,38 +401,33 @@ def _load_base_of(where: Path) -> PreTrainedModel:
 
 
 def _read_delta(
-    handle: Tuned,
-    saved: serialization.SavedDelta,
-    allow_nonfinite: bool,
-    base: str = "same",
-    snapshot: Snapshot | None = None,
-) -> tuple[Delta, HeadLabels | None]:
-    """Make the delta of a folder for this model, after all checks."""
-    facts, where, anatomy = saved.facts, saved.where, handle.anatomy
-    quantization = None if snapshot is None else ""  # every weight of a model that has one is plain
-    check_base_of_delta(handle, facts.base, where, base, quantization)
-    head = tuple(facts.head.tensors)
-    head_tensors = tuple(t.name for t in anatomy.tensors if t.area == "head")
-    if head and head != head_tensors:
+    attached: Attached, saved: serialization.SavedDelta, allow_nonfinite: bool, base: str = "same"
+) -> tuple[Delta, HeadLabels]:
+    """Make the delta of a folder for this model, after all checks; without labels of its own it has the model's."""
+    facts, where, model = saved.facts, saved.where, attached.model
+    check_base_of_delta(attached, facts.base, where, base)
+    head, heads_here = tuple(facts.head.tensors), _head_tensors(attached)
+    if head and head != heads_here:
         raise DeltuneError(
-            f"{where} holds a head of {facts.base.model} ({', '.join(head[:8])}); {type(handle.model).__name__} has "
-            f"{', '.join(head_tensors) or 'none'}: load the base model as {facts.base.model}"
+            f"{where} holds a head of {facts.base.model} ({', '.join(head[:8])}); {type(model).__name__} has "
+            f"{', '.join(heads_here) or 'none'}: load the base model as {facts.base.model}"
         )
     if head:
-        _check_purpose(facts.base.model, handle.model, where)
-    method, explicit = parse_saved_method(anatomy, facts, len(saved.tensors), where)
-    planned = handle._resolve(explicit)
-    labels = (
-        None
-        if facts.labels is None or (head_tensors and not head)
-        else HeadLabels(facts.labels.pairs, facts.labels.problem_type)
-    )
-    needed = _check_file(handle, planned, head, saved.tensors, labels, where)
-    check_memory(handle.model, anatomy, planned, explicit)
-    delta = handle._move_to_model(Delta(method, planned, head, facts.head.mode, folded=True), snapshot)
-    delta.draw()
-    _fill(handle, delta, needed, saved.numbers(), where, allow_nonfinite)
-    return delta, labels
+        _check_purpose(facts.base.model, model, where)
+    method, explicit = parse_saved_method(attached.anatomy, facts, len(saved.tensors), where)
+    planned = attached.resolve(explicit)
+    labels = None
+    if facts.labels is not None and (head or not heads_here):
+        labels = HeadLabels(facts.labels.pairs, facts.labels.problem_type)
+    needed = _check_file(attached, planned, head, saved.tensors, labels, where)
+    check_memory(model, attached.anatomy, planned, explicit)
+    delta = attached.move_to_model(Delta(method, planned, head, facts.head.mode, folded=True))
+    _fill(attached, delta, needed, saved.numbers(), where, allow_nonfinite)
+    return delta, labels or attached.base_labels
+
+
+def _head_tensors(attached: Attached) -> tuple[str, ...]:
+    return tuple(t.name for t in attached.anatomy.tensors if t.area == "head")
 
 
 def _check_purpose(saved_class: str, model: PreTrainedModel, where: Path) -> None:
@@ -515,7 +446,7 @@ _PURPOSE = re.compile(r"For[A-Z][A-Za-z]*$")
 
 
 def _check_file(
-    handle: Tuned,
+    attached: Attached,
     planned: ResolvedMethod,
     head: tuple[str, ...],
     facts: dict[str, TensorInfo],
@@ -523,27 +454,29 @@ def _check_file(
     where: Path,
 ) -> Expected:
     """Check, before anything is allocated, that a file has the tensors of a resolved method on this model."""
+    anatomy = attached.anatomy
     owned = tuple(dict.fromkeys((*(t.name for t in planned.selected), *head)))
-    needed = expected_tensors(handle.anatomy, planned, owned, head)
+    needed = expected_tensors(anatomy, planned, owned, head)
     check_tensors(needed, facts, where)
-    shapes = {t.name: t.shape for t in handle.anatomy.tensors}
-    has_labels = handle.anatomy.output_kind == "labels"
+    shapes = {t.name: t.shape for t in anatomy.tensors}
     _check_head(
-        len(labels.id2label) if labels else 0, len(handle._base_labels.id2label) if has_labels and labels else None,
+        len(labels.id2label) if labels else 0,
+        len(attached.base_labels.id2label) if anatomy.output_kind == "labels" and labels else None,
         {name: (facts[f"base.{name}"].shape, tuple(shapes[name])) for name in head}, where,
     )  # fmt: skip
     return needed
 
 
 def _fill(
-    handle: Tuned,
+    attached: Attached,
     delta: Delta,
     needed: Expected,
     numbers: dict[str, torch.Tensor],
     where: Path,
-    allow_nonfinite: bool = False,
+    allow_nonfinite: bool,
 ) -> None:
-    """Copy the tensors of a file, which has the expected ones, into a new delta."""
+    """Draw what a new delta does not save, and copy the tensors of a file, which has the expected ones, into it."""
+    delta.draw()
     check_positions(needed, numbers, where)
     parameters = delta.tensors_to_save()
     shapes: dict[str, tuple[int, ...] | None] = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
@@ -552,7 +485,7 @@ def _fill(
     with torch.no_grad():
         copy_tensors(list(parameters.values()), [numbers[name] for name in parameters])
         owned = delta.owned_tensors
-        for name, like in zip(owned, handle._state.base_values(owned), strict=True):
+        for name, like in zip(owned, attached.state.base_values(owned), strict=True):
             # the file's memory is unaligned, which would change the last bits of results
             value = numbers[f"base.{name}"].to(device=like.device, dtype=like.dtype, copy=True)
             filled[f"base.{name}"] = parameter = nn.Parameter(value)
@@ -561,16 +494,15 @@ def _fill(
             check_finite(filled, where)
 
 
-def _read_foreign_delta(handle: Tuned, where: Path, allow_nonfinite: bool) -> tuple[Delta, HeadLabels]:
+def _read_foreign_delta(attached: Attached, where: Path, allow_nonfinite: bool) -> tuple[Delta, HeadLabels]:
     """Make a delta of a folder of PEFT or AdapterHub; if it has no head, the model's own stays and is frozen."""
-    model = handle.model
-    adapter = read_foreign(handle, where)
-    planned = resolve(handle.anatomy, adapter.method, lambda: base_size(model)[1])
-    head = tuple(t.name for t in handle.anatomy.tensors if t.area == "head")
+    adapter = read_foreign(attached, where)
+    planned = attached.resolve(adapter.method)
+    head = _head_tensors(attached)
     if adapter.head and (missing := [n for n in head if n not in adapter.head]):
         raise DeltuneError(f"{where} has only a part of a head; missing: {', '.join(missing)}")
-    head_tensors = {n: adapter.head.get(n, handle._base_value(n).detach()) for n in head}
-    labels = handle._base_labels
+    head_tensors = {n: adapter.head.get(n, attached.state.base_value(n).detach()) for n in head}
+    labels = attached.base_labels
     if adapter.head:
         width = next(iter(head_tensors[head[-1]].shape), 0)  # the last linear's outputs
         names = adapter.labels or tuple(label for _, label in labels.id2label)
@@ -581,17 +513,15 @@ def _read_foreign_delta(handle: Tuned, where: Path, allow_nonfinite: bool) -> tu
         f"base.{n}": TensorInfo("F32", tuple(t.shape)) for n, t in head_tensors.items() if n not in adapter.head
     }
     try:
-        needed = _check_file(handle, planned, head, tensor_infos(numbers) | untouched, labels, where)
+        needed = _check_file(attached, planned, head, tensor_infos(numbers) | untouched, labels, where)
     except DeltuneError as error:
         if error.fault == "files":
             error.fault = "model"  # such a folder does not identify its base, which is more often another one
         raise
-    check_memory(model, handle.anatomy, planned, adapter.method)
-    delta = handle._move_to_model(
-        Delta(adapter.method, planned, head, "train" if adapter.head else "freeze", folded=True)
-    )
-    delta.draw()
-    _fill(handle, delta, needed, numbers, where, allow_nonfinite)
+    check_memory(attached.model, attached.anatomy, planned, adapter.method)
+    mode = "train" if adapter.head else "freeze"
+    delta = attached.move_to_model(Delta(adapter.method, planned, head, mode, folded=True))
+    _fill(attached, delta, needed, numbers, where, allow_nonfinite)
     return delta, labels
 
 
@@ -619,7 +549,7 @@ def export(model: PreTrainedModel, folder: str | Path, format: str = "peft", nam
             f"{describe_value(model)}. Load the model and the delta first, as in export(model, 'DIR'), or export the "
             "folder of a run on the command line: deltune export RUN --to DIR"
         )
-    return export_delta(tuned(model), folder, format, name)
+    return export_delta(tuned(model).attached, folder, format, name)
 
 
 def _check_head_plain(anatomy: Anatomy) -> None:
@@ -649,19 +579,17 @@ def _check_head(labels: int, model_labels: int | None, shapes: dict[str, tuple[A
         raise DeltuneError(f"{where}: the tensors of its head's {last} have different numbers of outputs")
 
 
-def _check_model(model: object) -> Snapshot | None:
+def _check_model(model: object) -> None:
     """Raise an error for anything that is not a plain model of transformers, such as a model wrapped by PEFT."""
     if isinstance(model, PreTrainedModel):
+        check_quantization(model)
+        check_offloading(model)
+        refuse_inference_tensors(model)
         handle = find_tuned(model)
-        snapshot = None if handle is None or handle._state.offloaded else handle._current_snapshot()
-        if snapshot is None:
-            check_quantization(model)
-            check_offloading(model)
-            refuse_inference_tensors(model)
-            if handle is not None:
-                follow_offloading(handle._state)
+        if handle is not None:
+            follow_offloading(handle.attached.state)
         refuse_shared_modules(model)
-        return snapshot
+        return
     advice = f"; {wrapped}" if (wrapped := describe_wrapped(model)) else ", as in attach(model, method)"
     if hasattr(model, "peft_config"):
         advice = ": take PEFT's layers off first (its unload()), or save it and deltune.load its folder"
@@ -712,3 +640,27 @@ def tuned(model: nn.Module) -> Tuned:
             f"nothing is attached to this {type(model).__name__}; call deltune.attach(model, method) first"
         )
     return handle
+
+
+class SaveDeltaCallback(TrainerCallback):
+    """Make the checkpoints of a Trainer hold the deltas alone, without the frozen model.
+
+    `deltune.load(model, "checkpoint-18")` loads the delta that was in use. `model.safetensors` beside it has the
+    tensors of all attached deltas and nothing else, so that the Trainer resumes from the checkpoint and loads the best
+    one; transformers' Auto classes refuse the folder, which has no configuration. Into any other folder, and after
+    training, `save_pretrained` writes what it always writes.
+
+        Trainer(model=model, …, callbacks=[deltune.SaveDeltaCallback()])
+    """
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Let `save_pretrained` of the model write its deltas alone into the checkpoints of this training."""
+        tuned(kwargs["model"]).attached.passes.saves_deltas_alone_below = Path(args.output_dir or ".").resolve()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Let `save_pretrained` write the base model everywhere again."""
+        tuned(kwargs["model"]).attached.passes.saves_deltas_alone_below = None

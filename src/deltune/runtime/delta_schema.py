@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -16,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from ..anatomy.types import Anatomy
 from ..compat import norms_are_finite
-from ..errors import MAX_NAME_LENGTH, DeltuneError, error_from_problems, excerpt, validation_problems
+from ..errors import MAX_NAME_LENGTH, DeltuneError, error_from_problems, excerpt, first_of, validation_problems
 from ..files import parse_json_file, read_json_bytes
 from ..interop.tensor_files import FLOAT_DTYPES, INDEX_DTYPE, TensorInfo
 from ..methods.other_names import registration_hint
@@ -25,9 +24,6 @@ from ..methods.resolve import ResolvedMethod, resolve
 from ..methods.spec import MaskedMethod, Method, explicit_expression
 
 FORMAT = 1
-
-LARGEST_KEPT = 1 << 16
-"""Size in bytes of the longest delta.json whose contents are kept, for whoever reads the same bytes again."""
 
 LONGEST_NUMBER = 40
 """The number of digits that a number in a method may have. Python cannot print numbers beyond its own limit."""
@@ -130,12 +126,7 @@ class DeltaMetadata(_Part):
 
 def read_metadata_file(path: Path) -> DeltaMetadata:
     """Read and validate a delta.json."""
-    raw = read_json_bytes(path)
-    return _metadata_cached(raw, path) if len(raw) <= LARGEST_KEPT else _metadata(raw, path)
-
-
-def _metadata(raw: bytes, path: Path) -> DeltaMetadata:
-    value = parse_json_file(raw, path)
+    value = parse_json_file(read_json_bytes(path), path)
     written = value.get("format") if isinstance(value, dict) else None
     if isinstance(written, int) and not isinstance(written, bool) and written != FORMAT and "method" in value:
         raise DeltuneError(f"{path} has format {str(written)[:20]}, this deltune reads {FORMAT}; update deltune")
@@ -144,9 +135,6 @@ def _metadata(raw: bytes, path: Path) -> DeltaMetadata:
     except ValidationError as error:
         title = f"{path} is not as deltune writes it (it was damaged or edited, or it is another program's)"
         raise error_from_problems(title, validation_problems(error), fault="files") from error
-
-
-_metadata_cached = functools.lru_cache(maxsize=16)(_metadata)  # a server reads each file twice
 
 
 Shapes = Mapping[str, tuple[int, ...] | None]
@@ -274,8 +262,7 @@ def misfit(
 ) -> DeltuneError:
     """Return the error for a file with the wrong tensors, which lists up to ten problems. The base model is compared
     before: the file does not fit what delta.json says."""
-    more = [f"and {len(problems) - 10} more"] if len(problems) > 10 else []
-    return error_from_problems(f"{where} {title}", [*problems[:10], *more], in_python, "files")
+    return error_from_problems(f"{where} {title}", first_of(problems), in_python, "files")
 
 
 def check_positions(needed: Expected, numbers: Mapping[str, torch.Tensor], where: Path) -> None:

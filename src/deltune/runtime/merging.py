@@ -7,41 +7,114 @@ A = W' - W of the base model's W.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-from ..anatomy.quantizers import dequantized_weight, find_quantizer, quantized_copy
+from ..anatomy.quantization import is_unquantized, quantized_modules
+from ..anatomy.quantizers import dequantized_weight, find_quantizer, plain_linear, quantized_copy, set_weight_from
+from ..anatomy.skeleton import base_modules, base_tensors
 from ..anatomy.types import Anatomy
+from ..compat import forget_quantization, parameters_of, submodules_of
 from ..errors import error_from_problems
 from ..methods.forms.base import Affine, Form, Place
 from ..methods.forms.checks import affine_difference
+from .model_state import ModelState
 from .modules import Delta, Edit
 
-Values = Callable[[str], torch.Tensor]
+
+class Source(Protocol):
+    """Where a merge reads the values of a model and of a delta."""
+
+    anatomy: Anatomy
+    state: ModelState
+
+    @property
+    def model(self) -> PreTrainedModel: ...
+
+    def dense_value(self, name: str) -> torch.Tensor: ...
+
+    def place_of(self, edit: Edit) -> Place | None: ...
 
 
-def merged_weights(
-    anatomy: Anatomy,
-    delta: Delta,
-    base_value: Values,
-    delta_values: Mapping[str, torch.Tensor],
-    place_of: Callable[[Edit], Place | None],
-) -> dict[str, torch.Tensor]:
+@dataclass(frozen=True)
+class Merge:
+    """What a merge puts into a model.
+
+    Attributes:
+        weights: The merged values of parameters in floating point, by name.
+        quantized: For each linear whose merged weight is quantised again, a copy of it with that weight.
+        linears: For each linear that was quantised and is to be so no more, a plain one with its merged weight.
+        warning: What quantising again rounds, or "".
+    """
+
+    weights: dict[str, torch.Tensor]
+    quantized: dict[nn.Module, nn.Module]
+    linears: dict[nn.Module, nn.Module]
+    warning: str
+
+    def quantize_in_place(self) -> None:
+        """Give the linears of the model their merged weights that are quantised again."""
+        for module, source in self.quantized.items():
+            set_weight_from(module, source)
+
+    def replace_linears(self, model: PreTrainedModel) -> None:
+        """Put the plain linears in place of the quantised ones, after all of which the model is a plain one."""
+        if not self.linears:
+            return
+        for module, linear in self.linears.items():
+            if "bias" in parameters_of(module):
+                linear.register_parameter("bias", parameters_of(module)["bias"])  # it may be a merged one
+        for _, parent in base_modules(model):
+            children = submodules_of(parent)
+            children.update({leaf: self.linears[m] for leaf, m in list(children.items()) if m in self.linears})
+        forget_quantization(model)
+
+
+def plan_merge(source: Source, delta: Delta, dequantize: bool) -> Merge:
+    """Compute what merging a delta puts into the model, which is not changed."""
+    weights = merged_weights(source, delta)
+    modules = _quantized_linears(source)
+    linears: dict[nn.Module, nn.Module] = {}
+    if dequantize:
+        dtype = next((p.dtype for p in base_tensors(source.model) if is_unquantized(p)), torch.float32)
+        for name in modules:
+            if source.anatomy.tensor(name).quantized:  # others are in floating point, and quantised in each pass anew
+                weight = weights.pop(name, None)
+                for module in modules[name]:
+                    value = dequantized_weight(module) if weight is None else weight
+                    linears[module] = plain_linear(module, value.to(dtype))
+    again = {name: weights.pop(name) for name in list(weights) if name in modules}
+    quantized, warning = _quantize_again(source, modules, again)
+    return Merge(weights, quantized, linears, warning)
+
+
+def _quantized_linears(source: Source) -> dict[str, list[nn.Module]]:
+    """The quantised linears of the model, by the names of their weights."""
+    modules = {f"{path}.weight": module for path, module, _ in quantized_modules(source.model)}
+    by_name = {t.name: [modules[n] for n in (t.name, *t.aliases) if n in modules] for t in source.anatomy.tensors}
+    return {name: linears for name, linears in by_name.items() if linears}
+
+
+def merged_weights(source: Source, delta: Delta) -> dict[str, torch.Tensor]:
     """Compute the weights of a merged model; sums are computed in at least float32."""
-    values = {name: tensor.detach() for name, tensor in delta_values.items()}
+    anatomy, state, base_value = source.anatomy, source.state, source.dense_value
+    values: dict[str, torch.Tensor] = {n: state.delta_value(delta, n).detach() for n in delta.owned_tensors}
     reasons: dict[str, None] = {}
     wrong_forms: set[Form] = set()
     with torch.no_grad():
+        values |= {n: part.pruned_value(state.base_value(n).detach()).detach() for n, part in delta.masked_tensors()}
         for name, edit in delta.weight_edits():
             base = base_value(name).detach()
             old, precision = values.get(name, base), torch.promote_types(base.dtype, torch.float32)
             values[name] = edit.apply_to_weight(old.to(precision), base.to(precision)).to(old.dtype)
         for edit in _edits_in_order(delta):
             names = {leaf: _tensor_name(anatomy, edit, leaf) for leaf in ("weight", "bias")}
-            at = place_of(edit)
+            at = source.place_of(edit)
             change = _affine_change(edit, at)
             if why := change if isinstance(change, str) else _reason_against(edit, change, names["bias"]):
                 reasons[f"{edit.modification!r}: {why}"] = None
@@ -58,47 +131,16 @@ def merged_weights(
     return values
 
 
-@dataclass(frozen=True)
-class QuantizedMerge:
-    """The weights of quantised linears after a merge, which are put into the model later.
-
-    Attributes:
-        modules: For each module of the model a copy of it with the merged weight, quantised.
-        change: The norm of what the delta changes in these weights.
-        error: The norm of what quantising them again changes.
-        names: How they are quantised.
-    """
-
-    modules: dict[nn.Module, nn.Module]
-    change: float
-    error: float
-    names: tuple[str, ...]
-
-    def __str__(self) -> str:
-        count = f"{len(self.modules)} weight{'s' if len(self.modules) != 1 else ''}"
-        if not self.change:
-            return (
-                f"the delta changes nothing of {count} of {' and '.join(self.names)}, and quantising again changed "
-                f"them by a norm of {self.error:.3g}"
-            )
-        share = self.error / self.change
-        return (
-            f"merged into {count} of {' and '.join(self.names)} by quantising again, which changes them by "
-            f"{share:.1%} of what the delta does (norms {self.error:.3g} and {self.change:.3g}): evaluate the merged "
-            "model, or merge(dequantize=True) to merge in floating point"
-        )
-
-
-def quantize_merged(
-    modules: Mapping[str, Sequence[nn.Module]], merged: dict[str, torch.Tensor], base_value: Values
-) -> QuantizedMerge:
-    """Quantise the merged weights of quantised linears, and take them out of `merged`. No module is changed."""
+def _quantize_again(
+    source: Source, modules: Mapping[str, Sequence[nn.Module]], weights: Mapping[str, torch.Tensor]
+) -> tuple[dict[nn.Module, nn.Module], str]:
+    """Quantise merged weights in copies of their linears; also return a warning of what that rounds."""
     copies: dict[nn.Module, nn.Module] = {}
     change = error = 0.0
     names: dict[str, None] = {}
-    for name in [name for name in merged if name in modules]:
-        weight = merged.pop(name).detach().float()
-        difference = weight - base_value(name).detach().float()
+    for name, merged in weights.items():
+        weight = merged.detach().float()
+        difference = weight - source.dense_value(name).detach().float()
         for module in modules[name]:
             before = dequantized_weight(module).float()
             copies[module] = quantized_copy(module, weight)
@@ -108,7 +150,19 @@ def quantize_merged(
             quantizer = find_quantizer(module)
             assert quantizer is not None
             names[quantizer.name(module)] = None
-    return QuantizedMerge(copies, change**0.5, error**0.5, tuple(names))
+    return copies, _rounding(len(copies), " and ".join(names), change**0.5, error**0.5) if copies else ""
+
+
+def _rounding(count: int, names: str, change: float, error: float) -> str:
+    """Say what quantising again rounds: the norm of that error beside the norm of what the delta changes."""
+    weights = f"{count} weight{'s' if count != 1 else ''} of {names}"
+    if not change:
+        return f"the delta changes nothing of {weights}, and quantising again changed them by a norm of {error:.3g}"
+    return (
+        f"merged into {weights} by quantising again, which changes them by {error / change:.1%} of what the delta does "
+        f"(norms {error:.3g} and {change:.3g}): evaluate the merged model, or merge(dequantize=True) to merge in "
+        "floating point"
+    )
 
 
 def _edits_in_order(delta: Delta) -> list[Edit]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import DeltuneError, error_summary
+from ..errors import DeltuneError, error_summary, first_names
 from ..methods.counting import Count
 from ..models import HEADS, is_in_table
 
@@ -78,8 +78,7 @@ def write_card(title: str, metadata: Mapping[str, Any], count: Count, source: st
     rows.append(("trained parameters", share + (f"; head {count.head:,}" if count.head else "")))
     if (labels := metadata["labels"]) and metadata["head"]["tensors"]:
         names = [_cell(name) for name in labels["id2label"].values()]
-        more = f" and {len(names) - MAX_LISTED_LABELS:,} more" if len(names) > MAX_LISTED_LABELS else ""
-        rows.append((f"labels ({len(names):,})", ", ".join(names[:MAX_LISTED_LABELS]) + more))
+        rows.append((f"labels ({len(names):,})", first_names(names, MAX_LISTED_LABELS)))
     rows.append(("base model", f"{described}, as {_code(base['model'])}"))
     rows += [(key, _code(base[key])) for key in ("revision", "quantization") if base[key]]
     rows.append(("made with", f"deltune {_cell(metadata['deltune'])}"))

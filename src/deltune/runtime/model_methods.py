@@ -121,7 +121,7 @@ class SavePretrained(ModelMethod):
             return None
         refuse_offloaded(self.passes.model, "save_pretrained")
         with self._tensors_placed(None) as handle:
-            self.passes.state.set_labels(handle._base_labels)
+            self.passes.state.set_labels(handle.attached.base_labels)
             if bound.arguments.get("state_dict") is not None:
                 bound.arguments["state_dict"] = self.passes.state.with_base_in_place(bound.arguments["state_dict"])
             result = self.original(*bound.args, **bound.kwargs)
@@ -252,7 +252,7 @@ class Reduce(ModelMethod):
     def __call__(self, protocol: Any) -> Any:
         copied: Any = self.passes.run_reader(self._with_the_same_tensors)
         handle: Any = submodules_of(copied)[HANDLE_NAME]
-        return put_together, (copied, handle._take_apart())
+        return put_together, (copied, handle.attached.take_apart())
 
     def _with_the_same_tensors(self) -> Any:
         model = self.passes.model

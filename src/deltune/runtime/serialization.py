@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -113,27 +113,6 @@ def delta_metadata(delta: Delta, base: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def base_metadata(
-    model: PreTrainedModel,
-    anatomy: Anatomy,
-    digest: BaseDigest,
-    original: Callable[[Sequence[str]], Sequence[torch.Tensor]],
-    quantization: str,
-) -> dict[str, Any]:
-    """Return what identifies a base model."""
-    return {
-        "family": anatomy.family,
-        "model": type(model).__name__,
-        "name": portable_name(model.config.name_or_path or ""),
-        "revision": config_revision(model.config),
-        "quantization": quantization,
-        "structure": digest.structure,
-        "fingerprint": digest.fingerprint(original),
-        "tokens": digest.rows,
-        "compared_tokens": None if digest.rows is None else digest.tokens,
-    }
-
-
 def word_embeddings(anatomy: Anatomy) -> list[Tensor]:
     """Return the tables with a row for each token that stacks read."""
     names = {f"{stack.words}.weight" for stack in anatomy.stacks if stack.words is not None}
@@ -153,66 +132,71 @@ def tokens_of_base(anatomy: Anatomy, delta: Delta) -> int | None:
     return end if end < rows else None
 
 
-class BaseDigest:
-    """Reads what identifies the weights of base models of one anatomy. What does not depend on weights is known.
+def base_metadata(
+    model: PreTrainedModel,
+    anatomy: Anatomy,
+    original: Callable[[Sequence[str]], Sequence[torch.Tensor]],
+    quantization: str,
+    tokens: int | None = None,
+) -> dict[str, Any]:
+    """Return what identifies a base model; of its token embeddings, the first `tokens` alone where these are given."""
+    tables = word_embeddings(anatomy)
+    rows = tables[0].shape[0] if tables else None
+    prefix = f"{anatomy.base}." if anatomy.base else ""
+    shapes = {t.name: tuple(t.shape) for t in anatomy.tensors}
+    cut = {t.name: tokens for t in tables if tokens is not None and tokens < t.shape[0]}
+    shapes |= {name: (count, *shapes[name][1:]) for name, count in cut.items()}
+    titles = {name: f"{name.removeprefix(prefix)} {shape}" for name, shape in shapes.items()}
+    everywhere = sorted(titles[t.name] for t in anatomy.tensors if t.area in (*ALWAYS, "final"))
+    return {
+        "family": anatomy.family,
+        "model": type(model).__name__,
+        "name": portable_name(model.config.name_or_path or ""),
+        "revision": config_revision(model.config),
+        "quantization": quantization,
+        "structure": hashlib.sha256("\n".join(everywhere).encode()).hexdigest()[:16],
+        "fingerprint": _fingerprint(anatomy, original, titles, cut),
+        "tokens": rows,
+        "compared_tokens": None if rows is None else tokens,
+    }
 
-    Attributes:
-        tokens: The same.
-        rows: How many rows the word embeddings have; None where they cannot be seen.
-        structure: A digest of the names and shapes of the tensors that every class of a family has.
+
+def _fingerprint(
+    anatomy: Anatomy,
+    original: Callable[[Sequence[str]], Sequence[torch.Tensor]],
+    titles: Mapping[str, str],
+    cut: Mapping[str, int],
+) -> dict[str, str]:
+    """Return a digest for each area of a model, of the names, shapes and 64 values of every tensor in bfloat16.
+
+    It is the same in float32 and bfloat16, with any head, and with any delta in use. Of a quantised tensor it has
+    the name and the shape: what its numbers are depends on the device, and reading them takes long.
     """
-
-    def __init__(self, anatomy: Anatomy, tokens: int | None = None) -> None:
-        self.tokens = tokens
-        tables = word_embeddings(anatomy)
-        self.rows = tables[0].shape[0] if tables else None
-        words = {t.name for t in tables if tokens is not None and tokens < t.shape[0]}
-        prefix = f"{anatomy.base}." if anatomy.base else ""
-        shapes = {t.name: (tokens, *t.shape[1:]) if t.name in words else t.shape for t in anatomy.tensors}
-        everywhere = [t.name for t in anatomy.tensors if t.area in (*ALWAYS, "final")]
-        lines = sorted(f"{name.removeprefix(prefix)} {shapes[name]}" for name in everywhere)
-        self.structure = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-        tensors = sorted((t for t in anatomy.tensors if t.area not in ("head", "vocabulary")), key=lambda t: t.name)
-        self._areas = [t.area for t in tensors]
-        self._titles = [f"{t.name.removeprefix(prefix)} {shapes[t.name]} ".encode() for t in tensors]
-        self._numbers = [n for n, t in enumerate(tensors) if not t.quantized]
-        self._names = [tensors[n].name for n in self._numbers]
-        self._rows = [tokens if name in words else None for name in self._names]
-        self._last: tuple[list[bytes], dict[str, str]] | None = None
-
-    def fingerprint(self, original: Callable[[Sequence[str]], Sequence[torch.Tensor]]) -> dict[str, str]:
-        """Return a digest for each area of a model, of the names, shapes and 64 values of every tensor in bfloat16.
-
-        It is the same in float32 and bfloat16, with any head, and with any delta in use. Of a quantised tensor it has
-        the name and the shape: what its numbers are depends on the device, and reading them takes long. The values are
-        read each time, since nothing tells of every change of a weight.
-        """
-        read = [b""] * len(self._titles)
-        with torch.no_grad():
-            values = [
-                v if rows is None else v[:rows] for v, rows in zip(original(self._names), self._rows, strict=True)
+    tensors = sorted((t for t in anatomy.tensors if t.area not in ("head", "vocabulary")), key=lambda t: t.name)
+    names = [t.name for t in tensors if not t.quantized]
+    read: dict[str, bytes] = {}
+    with torch.no_grad():
+        values = [
+            value[: cut[name]] if name in cut else value for name, value in zip(names, original(names), strict=True)
+        ]
+        devices = {value.device for value in values}
+        if any(device.type == "meta" for device in devices):
+            return {}
+        for device in devices:
+            of_device = [n for n, value in enumerate(values) if len(devices) == 1 or value.device == device]
+            sizes = [values[n].numel() for n in of_device]
+            samples = [
+                torch.take(values[n], _sampled_positions(size, device))
+                for n, size in zip(of_device, sizes, strict=True)
             ]
-            devices = {value.device for value in values}
-            if any(device.type == "meta" for device in devices):
-                return {}
-            for device in devices:
-                of_device = [n for n, value in enumerate(values) if len(devices) == 1 or value.device == device]
-                sizes = [values[n].numel() for n in of_device]
-                samples = [
-                    torch.take(values[n], _sampled_positions(size, device))
-                    for n, size in zip(of_device, sizes, strict=True)
-                ]
-                # moved to the CPU together; of tensors of several types the widest, which changes no value
-                joined = torch.cat(samples).to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes()
-                ends = accumulate((2 * min(SAMPLED, size) for size in sizes), initial=0)
-                for n, (start, end) in zip(of_device, pairwise(ends), strict=True):
-                    read[self._numbers[n]] = joined[start:end]
-        if self._last is None or self._last[0] != read:  # of the same values the digests are the same
-            areas = {area: hashlib.sha256() for area in self._areas}
-            for area, title, sample in zip(self._areas, self._titles, read, strict=True):
-                areas[area].update(title + sample)
-            self._last = read, {area: digest.hexdigest()[:16] for area, digest in areas.items()}
-        return self._last[1]
+            # moved to the CPU together; of tensors of several types the widest, which changes no value
+            joined = torch.cat(samples).to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes()
+            ends = accumulate((2 * min(SAMPLED, size) for size in sizes), initial=0)
+            read |= {names[n]: joined[start:end] for n, (start, end) in zip(of_device, pairwise(ends), strict=True)}
+    areas = {t.area: hashlib.sha256() for t in tensors}
+    for t in tensors:
+        areas[t.area].update(f"{titles[t.name]} ".encode() + read.get(t.name, b""))
+    return {area: digest.hexdigest()[:16] for area, digest in areas.items()}
 
 
 @functools.lru_cache(maxsize=256)

@@ -30,7 +30,6 @@ from ..compat import NAME_SETTINGS
 from ..errors import DeltuneError
 from ..files import CACHE_VARIABLE, cache_folder
 from ..runtime.attach import tuned
-from ..runtime.handle import base_value
 from ..runtime.padding import eval_mode, padding_side
 from . import distributed
 from .frozen_layers import FrozenLayers
@@ -364,5 +363,5 @@ def _content_key(frozen_layers: FrozenLayers, precision: str) -> str:
     layers = len(frozen_layers.boundary.layers)
     for tensor in anatomy.tensors:
         if tensor.area not in ("head", "pooler", "vocabulary") and (tensor.layer or 0) < layers:
-            content.update(tensor.name.encode() + _to_bytes(base_value(tuned(model), tensor.name)))
+            content.update(tensor.name.encode() + _to_bytes(tuned(model).attached.state.base_value(tensor.name)))
     return content.hexdigest()

@@ -24,7 +24,7 @@ from transformers import set_seed
 from ..anatomy.skeleton import HANDLE_NAME
 from ..compat import parameters_of
 from ..errors import DeltuneError
-from ..runtime.handle import Tuned, remember_base_metadata
+from ..runtime.handle import Tuned
 
 T = TypeVar("T")
 
@@ -130,7 +130,7 @@ def shard_model(handle: Tuned, device: torch.device) -> None:
             "sharding=fsdp divides a model among several processes, but there is only one: start more with "
             "`deltune train --launch N`, or give sharding=none"
         )
-    remember_base_metadata(handle)  # it reads all tensors of the base, which must be whole for that
+    handle.attached.remember_base_metadata()  # it reads all tensors of the base, which must be whole for that
     model = handle.model
     if scalars := [name for name, parameter in handle.named_trainable_parameters() if not parameter.dim()]:
         raise DeltuneError(

@@ -19,6 +19,7 @@ from ..compat import silent_loading
 from ..errors import DeltuneError, check_booleans, error_from_problems, error_summary, excerpt, unknown_name
 from ..files import explain_write_errors, user_path, write_jsonl
 from ..interop.base import is_foreign
+from ..interop.foreign import foreign_model_kind
 from ..models import (
     HEADS,
     HEADS_WITH_LABELS,
@@ -33,7 +34,7 @@ from ..models import (
     tokenizer_languages,
 )
 from ..runtime import attach
-from ..runtime.attach import atomic_new_folder, foreign_model_kind, load, tuned
+from ..runtime.attach import atomic_new_folder, load, tuned
 from ..runtime.handle import Tuned
 from ..runtime.linear import optimize_linear
 from ..runtime.serialization import read_metadata

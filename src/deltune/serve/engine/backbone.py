@@ -29,17 +29,7 @@ from ...methods.registry import parse
 from ...models import HEADS
 from ...runtime.attach import add_delta, check_base_of_delta, find_tuned, has_sliding_window, read_delta
 from ...runtime.attention import PREFIX, CacheablePrefix, cacheable_prefix
-from ...runtime.handle import (
-    Tuned,
-    base_config,
-    base_labels,
-    base_parameter,
-    fix_base,
-    inference_rows,
-    new_delta,
-    release_base,
-    shares_rows,
-)
+from ...runtime.handle import Tuned
 from ...runtime.modules import Delta, Edit, HeadLabels
 from ...runtime.prompts import unused_position_rows
 from ...runtime.row_assignment import parameter_names
@@ -124,11 +114,11 @@ class Backbone:
         self.model, self.head = model, head
         self.was_training = model.training
         model.eval()
-        self.handle = find_tuned(model) or Tuned(model)
-        fix_base(self.handle)  # it reads a sample of every weight, which no load need do again
+        self.attached = (find_tuned(model) or Tuned(model)).attached
+        self.attached.fix_base()  # it reads a sample of every weight, which no load need do again
         self.is_encoder_decoder = bool(model.config.is_encoder_decoder)
         self.device = next(model.parameters()).device
-        anatomy = self.handle.anatomy
+        anatomy = self.attached.anatomy
         self.stacks: dict[str, Stack] = {stack.name: stack for stack in anatomy.stacks}
         self.first_stack, self.last_stack = anatomy.stacks[0], anatomy.stacks[-1]
         self.arguments = frozenset(parameter_names(model))
@@ -139,7 +129,7 @@ class Backbone:
     # -- what is attached
 
     def base_entry(self, tasks: tuple[Task, ...]) -> LoadedDelta:
-        labels = base_labels(self.handle)
+        labels = self.attached.base_labels
         names = tuple(name for _, name in labels.id2label) if set(tasks) & {"classify", "tag"} else ()
         return LoadedDelta(
             None, "", self, None, labels=names, problem_type=labels.problem_type, tasks=tasks, permanent=True
@@ -147,13 +137,13 @@ class Backbone:
 
     def attached_before(self) -> Iterator[LoadedDelta]:
         """Yield the deltas that were attached to the model before the server was made."""
-        for name in self.handle.names:
-            yield self._loaded(name, name, "attached", self.handle.delta(name))
+        for name in self.attached.names:
+            yield self._loaded(name, name, "attached", self.attached.delta(name))
 
     def prepare(self, name: str, folder: Path, facts: FolderFacts, seen: Signature) -> PreparedDelta:
         """Read a delta and check that it fits this model, without attaching it."""
         try:
-            delta, labels = read_delta(self.handle, locate_delta(folder))
+            delta, labels = read_delta(self.attached, locate_delta(folder))
         except OSError as error:
             raise DeltuneError(f"{folder} cannot be read: {error_summary(error)}") from error
         if signature(folder) != seen:
@@ -178,22 +168,22 @@ class Backbone:
         """Attach a delta with random values, to measure what the model does with its kind."""
         made = torch.Generator().manual_seed(0)
         with torch.inference_mode(False), torch.no_grad():
-            delta = new_delta(self.handle, parse(method)).requires_grad_(False)
+            delta = self.attached.new_delta(parse(method)).requires_grad_(False)
             for parameter in delta.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=made))
-        return self._loaded(method, self._add(delta, base_labels(self.handle)), "trial", delta)
+        return self._loaded(method, self._add(delta, self.attached.base_labels), "trial", delta)
 
     def _add(self, delta: Delta, labels: HeadLabels) -> str:
         """Attach a delta, and return its name on the model."""
         internal = f"deltune-serving-{next(_numbers)}"
         with torch.inference_mode(False):
-            add_delta(self.handle, internal, delta, labels)
+            add_delta(self.attached, internal, delta, labels)
             self._attached.add(internal)
             delta.requires_grad_(False)
         return internal
 
     def _loaded(self, name: str, internal: str, version: str, delta: Delta) -> LoadedDelta:
-        labels = delta.labels or base_labels(self.handle)
+        labels = delta.labels or self.attached.base_labels
         edits, parameters = list(delta.all_edits()), list(delta.parameters())
         prompts = [edit.modification.form for edit in edits if isinstance(edit.modification.form, Prompt)]
         prompt_length = sum(form.length for form in prompts)
@@ -225,7 +215,7 @@ class Backbone:
 
     def _group(self, internal: str, prompts: Sequence[Prompt]) -> str:
         """The group of deltas that may share a batch with this one: its own, where it changes what all rows share."""
-        if not shares_rows(self.handle, internal) or (prompts and self.rope_limit is not None):
+        if not self.attached.shares_rows(internal) or (prompts and self.rope_limit is not None):
             return internal  # a prompt would take the padding of others beyond the limit
         return "none" if any(form.positions == "none" for form in prompts) else ""
 
@@ -233,15 +223,15 @@ class Backbone:
         loaded.prompt_edits, loaded.prefix, loaded.preamble = frozenset(), None, None
         if loaded.internal is not None:
             self._attached.remove(loaded.internal)
-            self.handle.detach(loaded.internal)
+            self.attached.detach(loaded.internal)
 
     def close(self) -> None:
         """Leave the model as it was before the server was made, but for deltas that were attached then."""
         while self._attached:
-            self.handle.detach(self._attached.pop())
-        release_base(self.handle)
-        if not self.handle.names:
-            self.handle.detach()
+            self.attached.detach(self._attached.pop())
+        self.attached.release_base()
+        if not self.attached.names:
+            self.attached.detach()
         self.model.train(self.was_training)
 
     # -- passes
@@ -258,7 +248,7 @@ class Backbone:
         With `place`, the tensors of a delta that all rows use may be put into the model; without, other threads may
         run passes with other deltas meanwhile. `left_out` is as for `inference_rows`.
         """
-        with torch.inference_mode(), inference_rows(self.handle, [row.internal for row in rows], place, left_out):
+        with torch.inference_mode(), self.attached.inference_rows([row.internal for row in rows], place, left_out):
             return call()
 
     def positions(self, stack: str, loaded: LoadedDelta) -> int:
@@ -313,7 +303,7 @@ class Backbones:
     def check(self, facts: FolderFacts, folder: Path) -> None:
         """Check what the files of a delta say about it, before its tensors are read. Any thread may call it."""
         if facts.base is not None:
-            check_base_of_delta(self.first.handle, facts.base, folder)
+            check_base_of_delta(self.first.attached, facts.base, folder)
         if (head := self.head_of(facts)) != self.first.head:
             sibling_class(self.first, head)
 
@@ -339,7 +329,7 @@ def sibling_class(first: Backbone, head: str) -> type[PreTrainedModel]:
 def sibling(first: Backbone, head: str) -> PreTrainedModel:
     """Return a model of another class over a model's parameters; its head is empty, since deltas bring theirs."""
     chosen = sibling_class(first, head)
-    config = base_config(first.handle)
+    config = first.attached.base_config()
     implementation = str(attention_implementation(config) or "eager").removeprefix(PREFIX)
     with torch.device("meta"):
         made = getattr(transformers, HEADS[head].auto_class).from_config(config, attn_implementation=implementation)
@@ -360,7 +350,7 @@ def _share(first: Backbone, made: PreTrainedModel, kind: str) -> None:
         for leaf, parameter in list(parameters_of(module).items()):
             if parameter is None:
                 continue
-            counterpart = None if other is None else base_parameter(first.handle, other, leaf)
+            counterpart = None if other is None else first.attached.state.base_parameter(other, leaf)
             if counterpart is None or counterpart.shape != parameter.shape:
                 missing.append(f"{path}.{leaf}".strip("."))
             else:

@@ -14,8 +14,8 @@ from pathlib import Path
 from ...errors import DeltuneError, error_summary, excerpt
 from ...interop import adapterhub, peft_read
 from ...interop.base import CONFIG_FILE, is_foreign, read_options
+from ...interop.foreign import foreign_model_kind
 from ...models import HEADS, head_of_class_name
-from ...runtime.attach import foreign_model_kind
 from ...runtime.delta_schema import BaseFacts, TrainedFacts, read_metadata_file
 from ...runtime.serialization import FACTS, NUMBERS, delta_folder
 from ..errors import refusal
