@@ -318,7 +318,7 @@ def _edit_location(site: SiteLocation, modification: Modification) -> EditLocati
         site.x_width if parallel else site.h_width, site.h_width, site.x_width, (attention.heads or 0) if attention else
         0, (attention.kv_heads or 0) if attention else 0, (attention.head_width or 0) if attention else 0,
         (attention.value_width or 0) if attention else 0, experts=_expert_count(site),
-        lookup=site.lookup and parallel,
+        lookup=site.lookup and parallel, bias=site.has_bias,
     )  # fmt: skip
     if problem := modification.form.incompatibility(widths):
         raise DeltuneError(problem)
