@@ -228,3 +228,100 @@ def test_outputs_and_gradients_are_pefts(row: Row, family: str) -> None:
         peers = torch.autograd.grad((theirs * direction).sum(), [value for _, value in pairs])
         for one, two in zip(mine, peers, strict=True):
             assert distance(one, two.reshape(one.shape)) < 10 * tolerance
+
+
+def places(tuned: deltune.Tuned) -> list[tuple[dict[str, torch.Tensor], torch.nn.Linear]]:
+    """The tensors of every edit of a delta, moved, with its frozen projection."""
+    model = tuned.model
+    with torch.no_grad():
+        for number, parameter in enumerate(tuned.delta().parameters()):
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+            parameter.add_(noise.to(parameter.dtype), alpha=0.1)
+    return [(dict(e.full_tensors()), model.get_submodule(e.place.target.path)) for e in tuned.delta().all_edits()]
+
+
+def nola(t: Values, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    down = sum(a * m for a, m in zip(t["alpha"], t["A"], strict=True))
+    up = sum(b * m for b, m in zip(t["beta"], t["B"], strict=True))
+    return h + x @ down.T @ up.T
+
+
+def compacter(t: Values, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    down, up = (
+        sum(torch.kron(t["rules"][i], t[f"{side}_s"][i] @ t[f"{side}_t"][i]) for i in range(len(t["rules"])))
+        for side in ("down", "up")
+    )
+    inner = torch.nn.functional.gelu(h @ down.T + t["down_bias"])
+    return h + inner @ up.T + t["up_bias"]
+
+
+def loreft(t: Values, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    q, r = torch.linalg.qr(t["rotation"].T)
+    rows = (q @ torch.diag(torch.diag(r).sign())).T
+    assert torch.allclose(rows @ rows.T, torch.eye(len(rows), dtype=rows.dtype))
+    return h + (h @ t["source"].T + t["bias"] - h @ rows.T) @ rows
+
+
+FORMULAS: dict[str, Callable[[Values, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "nola(rank=2, bases=5)": nola,
+    "lora_xs(rank=3)": lambda t, x, h: h + x @ t["A"].T @ t["R"].T @ t["B"].T,
+    "lora_fa(rank=3)": lambda t, x, h: h + x @ t["down"].T @ t["up"].T,
+    "compacter(rank=8)": compacter,
+    "loreft(rank=3)": loreft,
+}
+"""What a module of a method that PEFT lacks computes, as the paper has it, from x and what the frozen module has."""
+
+
+@pytest.mark.parametrize("method", FORMULAS)
+def test_what_peft_lacks_is_the_papers_formula(method: str) -> None:
+    model = build(FAMILIES["bert"], "base")
+    inputs = batch(model)
+    bare = copy.deepcopy(model)
+    tuned = deltune.attach(model, method)
+    places(tuned)
+    by_path = {e.place.target.path: dict(e.full_tensors()) for e in tuned.delta().all_edits()}
+    for path, tensors in by_path.items():
+
+        def hook(module: Any, args: Any, output: Any, t: Values = tensors) -> Any:
+            h = output[0] if isinstance(output, tuple) else output
+            changed = FORMULAS[method](t, args[0], h)
+            return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+        bare.get_submodule(path).register_forward_hook(hook)
+    with torch.no_grad():
+        assert distance(model(**inputs)[0], bare(**inputs)[0]) < EXACT
+
+
+def test_ssf_scales_and_shifts() -> None:
+    model = build(FAMILIES["bert"], "base")
+    inputs, bare = batch(model), copy.deepcopy(model)
+    tuned = deltune.attach(model, "ssf(at='query')")
+    places(tuned)
+    by_path: dict[str, Values] = {}
+    for edit in tuned.delta().all_edits():
+        by_path.setdefault(edit.place.target.path, {}).update(edit.full_tensors())
+    for path, t in by_path.items():
+        bare.get_submodule(path).register_forward_hook(lambda m, a, h, t=t: t["gain"] * h + t["vector"])
+    with torch.no_grad():
+        assert distance(model(**inputs)[0], bare(**inputs)[0]) < EXACT
+
+
+@pytest.mark.parametrize("factors", [1, 2, 3])
+def test_butterfly_factors_are_pefts(factors: int) -> None:
+    """PEFT computes more than one factor on a GPU alone; its permutations and rotations are asked here."""
+    from peft.tuners.boft.layer import BOFTLayer
+
+    model = build(FAMILIES["bert"], "base")
+    tuned = deltune.attach(model, f"boft(block_size=4, factors={factors}, at='query')")
+    tensors, linear = places(tuned)[0]
+    width, block = linear.in_features, 4
+    peer = BOFTLayer.__new__(BOFTLayer)
+    rotation = torch.eye(width, dtype=torch.float64)
+    for number, matrix in enumerate(tensors["skew"]):
+        order = BOFTLayer.block_butterfly_perm(peer, width, width // block // 2**number, block // 2, factors - 1)
+        permutation = BOFTLayer.perm2mat(peer, order).double()
+        blocks = torch.block_diag(*BOFTLayer.cayley_batch(peer, matrix))
+        rotation = permutation @ blocks @ permutation.T @ rotation
+    x = torch.randn(3, width, dtype=torch.float64)
+    expected = x @ (tensors["gain"] * (rotation @ linear.weight.T).T).T + linear.bias
+    assert distance(linear(x), expected) < EXACT

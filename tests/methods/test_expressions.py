@@ -262,7 +262,11 @@ def test_python_objects_and_text_are_one() -> None:
 
 # text, where each caret stands (the text from there on), and what the messages say
 MISTAKES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
-    ("prefx(length=16)", ("prefx",), ("unknown name 'prefx'", "Did you mean 'prefix'?", "Known: Add, Bottleneck", "more")),
+    (
+        "prefx(length=16)",
+        ("prefx",),
+        ("unknown name 'prefx'", "Did you mean 'prefix'?", "Known: Add, Bottleneck", "more"),
+    ),
     ("lora(r=8)", ("r=8",), ("no argument 'r'", "Here it is called 'rank'.")),
     ("prefix(num_virtual_tokens=8)", ("num_virtual_tokens",), ("Here it is called 'length'.",)),
     ("lora(rnk=8)", ("rnk",), ("no argument 'rnk'", "Did you mean 'rank'?", "rank=8, scale=1")),

@@ -198,12 +198,12 @@ class Butterfly(ChangeForm):
         for number, matrix in enumerate(tensors["skew"]):
             rotation = cayley((matrix - matrix.mT) / 2).to(weight.dtype)
             order = self._order(number, weight)
-            columns = rotated[:, order].unflatten(1, (-1, self.block_size))
-            rotated = (columns[:, :, None] @ rotation.mT).flatten(1)[:, order.argsort()]
+            columns = rotated[:, order.argsort()].unflatten(1, (-1, self.block_size))
+            rotated = (columns[:, :, None] @ rotation.mT).flatten(1)[:, order]
         return tensors["gain"] * rotated - weight
 
     def _order(self, number: int, weight: torch.Tensor) -> torch.Tensor:
-        """Return the order of the columns in which a factor's blocks lie beside each other."""
+        """Return the permutation of a factor: where its blocks' columns come from."""
         import torch
 
         columns = torch.arange(weight.shape[1], device=weight.device)
