@@ -51,13 +51,13 @@ def named(**leaves: str) -> Callable[[Any], Values]:
     """Our tensors by PEFT's attributes: a parameter of an adapter, or a module's weight."""
 
     def values(layer: Any) -> Values:
-        found = {}
+        ours = {}
         for name, leaf in leaves.items():
             attribute = getattr(layer, leaf)
             if NAME in attribute:
                 value = attribute[NAME]
-                found[name] = getattr(value, "weight", value)
-        return found
+                ours[name] = getattr(value, "weight", value)
+        return ours
 
     return values
 
@@ -195,13 +195,13 @@ def copied(tuned: deltune.Tuned, made: Any, row: Row) -> Iterator[tuple[torch.Te
     for edit in tuned.delta().all_edits():
         assert isinstance(edit, Edit) and edit.place.linear is not None
         layer = made.base_model.model.get_submodule(edit.place.linear.path)
-        own = edit.own_tensors() | {name: table.own_tensors()[name] for name, (table, _) in edit.shared.items()}
+        tensors = edit.own_tensors() | {name: table.own_tensors()[name] for name, (table, _) in edit.shared.items()}
         for name, value in row.values(layer).items():
-            if name in own:
+            if name in tensors:
                 with torch.no_grad():
-                    own[name].copy_(value.reshape(own[name].shape))
+                    tensors[name].copy_(value.reshape(tensors[name].shape))
                 if value.requires_grad:
-                    yield own[name], value
+                    yield tensors[name], value
 
 
 def distance(one: torch.Tensor, two: torch.Tensor) -> float:
@@ -224,7 +224,7 @@ def test_outputs_and_gradients_are_pefts(row: Row, family: str) -> None:
         assert distance(theirs, plain(**inputs)[0]) > 1e-3
     direction = torch.randn(ours.shape, dtype=ours.dtype, generator=torch.Generator().manual_seed(7))
     if row.gradients:
-        mine = torch.autograd.grad((ours * direction).sum(), [own for own, _ in pairs])
+        mine = torch.autograd.grad((ours * direction).sum(), [parameter for parameter, _ in pairs])
         peers = torch.autograd.grad((theirs * direction).sum(), [value for _, value in pairs])
         for one, two in zip(mine, peers, strict=True):
             assert distance(one, two.reshape(one.shape)) < 10 * tolerance

@@ -197,7 +197,7 @@ REGISTRY: Mapping[str, RegistryEntry] = {
     "fourierft": RegistryEntry(fourierft, "Gao et al. 2024", "2n", "fourierft(frequencies=500)"),
     "shira": RegistryEntry(shira, "Bhardwaj et al. 2024", "4dr", "shira(rank=4)"),
     "vera": RegistryEntry(vera, "Kopiczko et al. 2024", "2(d + r)", "vera(rank=64) + layernorm"),
-    "randlora": RegistryEntry(randlora, "Albert et al. 2025", "2(d + d²/r)", "randlora(rank=64)"),
+    "randlora": RegistryEntry(randlora, "ICLR 2025", "2(d + d²/r)", "randlora(rank=64)"),
     "vblora": RegistryEntry(vblora, "Li et al. 2024", "4rhd/b + hb once", "vblora(vectors=64)"),
     "unilora": RegistryEntry(unilora, "Li et al. 2025", "n once", "unilora(length=1000)"),
     "tinylora": RegistryEntry(tinylora, "PEFT", "2u", "tinylora(parameters=16, tied=True)"),

@@ -363,7 +363,7 @@ class OSF(ChangeForm):
         assert at is not None
         kept = min(at.weight.shape) - len(tensors["s"])
         for ending, part in (("", slice(kept, None)), ("_start", slice(kept, None)), ("_upper", slice(kept))):
-            for name, value in singular(at.weight, part)._asdict().items():
+            for name, value in zip("usv", singular(at.weight, part), strict=True):
                 if f"{name}{ending}" in tensors:
                     tensors[f"{name}{ending}"].copy_(value)
 
