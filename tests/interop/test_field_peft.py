@@ -122,7 +122,7 @@ ROWS = (
         r=4, depth=2, scaling=0.5, target_modules=t), peanut),
     Row("delora(rank=4, bound=5.0)", lambda t: peft.DeloraConfig(r=4, delora_lambda=5, target_modules=t),
         named(down="delora_A", up="delora_B", bound="delora_lambda")),
-    Row("osf(rank=8)", lambda t: peft.OSFConfig(effective_rank=8, target_modules=t), osf, rounded=True),
+    Row("osf(rank=8)", lambda t: peft.OSFConfig(effective_rank=8, target_modules=t), osf),
     Row("loha(rank=4, scale=2)", lambda t: peft.LoHaConfig(r=4, alpha=8, target_modules=t),
         named(w1_a="hada_w1_a", w1_b="hada_w1_b", w2_a="hada_w2_a", w2_b="hada_w2_b")),
     Row("lokr(rank=2, scale=2)", lambda t: peft.LoKrConfig(r=2, alpha=4, target_modules=t), LOKR),
