@@ -51,6 +51,8 @@ PARALLEL = {
     "at": sites("ffn", "attention", "heads"), "scale": SCALES, "x": st.sampled_from(["input", "residual"]),
     "zero_up": st.booleans(), **BOTTLENECK, **WHERE, **TOWER,
 }  # fmt: skip
+FIELD = {"at": sites("query", "key", "value", "output"), **WHERE, **TOWER}
+SEEDS, EVEN = st.integers(0, 99), st.integers(1, 32).map(lambda n: 2 * n)
 ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "full": TOWER,
     "head": {},
@@ -96,6 +98,48 @@ ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "sparsity": st.floats(0, 1, exclude_min=True, exclude_max=True), "over": st.sampled_from(["linear", "all"]),
         "layers": WHERE["layers"],
     },
+    "dora": {"rank": RANKS, "scale": NUMBERS, "dropout": SHARES, **FIELD},
+    "hira": {"rank": RANKS, **FIELD},
+    "glora": {"rank": RANKS, "bias": st.sampled_from(["constant", "vector"]), **FIELD},
+    "deft": {"rank": RANKS, **FIELD},
+    "peanut": {
+        "rank": RANKS, "depth": st.integers(0, 3), "activation": st.sampled_from(sorted(ACTIVATIONS)), "scale": NUMBERS,
+        **FIELD,
+    },
+    "delora": {"rank": RANKS, "bound": NUMBERS, **FIELD},
+    "osf": {"rank": st.none() | RANKS, **FIELD},
+    "loha": {"rank": RANKS, "scale": NUMBERS, **FIELD},
+    "lokr": {
+        "rank": RANKS, "scale": NUMBERS, "factor": st.just(-1) | RANKS, "decompose_both": st.booleans(), **FIELD,
+    },
+    "miss": {"rank": RANKS, "mini_rank": st.none() | RANKS, **FIELD},
+    "gralora": {"rank": RANKS.map(lambda n: 8 * n), "blocks": st.just(4), "scale": NUMBERS, **FIELD},
+    "c3a": {"block_size": RANKS, **FIELD},
+    "fourierft": {"frequencies": RANKS, "scale": NUMBERS, "seed": SEEDS, **FIELD},
+    "shira": {"rank": RANKS, "seed": SEEDS, **FIELD},
+    "vera": {"rank": RANKS, "d_initial": NUMBERS, "seed": SEEDS, **FIELD},
+    "randlora": {"rank": RANKS, "scale": NUMBERS, "seed": SEEDS, **FIELD},
+    "vblora": {"rank": RANKS, "vectors": RANKS, "length": RANKS, "top_k": RANKS, **FIELD},
+    "unilora": {"rank": RANKS, "length": RANKS, **FIELD},
+    "tinylora": {"rank": RANKS, "parameters": RANKS, "tied": st.booleans(), **FIELD},
+    "nola": {"rank": RANKS, "bases": RANKS, "scale": NUMBERS, "seed": SEEDS, **FIELD},
+    **{name: {"rank": RANKS, "scale": NUMBERS, **FIELD} for name in ("lora_xs", "lora_fa", "mica")},
+    **{name: {"rank": RANKS, "scale": st.floats(0.1, 9), **FIELD} for name in ("pissa", "olora")},
+    "oft": {
+        "block_size": st.integers(2, 64), "terms": st.just(0) | st.integers(4, 9), "shared_block": st.booleans(),
+        **FIELD,
+    },
+    "boft": {"block_size": EVEN, "factors": RANKS, **FIELD},
+    "hra": {"rank": EVEN, **FIELD},
+    "psoft": {"rank": st.integers(2, 64), "scale": NUMBERS, "scales": st.booleans(), **FIELD},
+    "road": {"variant": st.sampled_from([1, 2, 4]), "group_size": EVEN, **FIELD},
+    "ssf": FIELD,
+    "beft": FIELD,
+    "compacter": {
+        "rank": RANKS.map(lambda n: 12 * n), "divisions": st.sampled_from([2, 3, 4]),
+        "activation": st.sampled_from(sorted(ACTIVATIONS)), **WHERE, **TOWER,
+    },
+    "loreft": {"rank": RANKS, "layers": WHERE["layers"], "stack": WHERE["stack"], **TOWER},
     "apet": {
         "pattern": st.sampled_from(["adjacent", "discrete", "uniform"]), "along": st.sampled_from(["rows", "columns"]),
         "seed": st.integers(0, 99),
@@ -174,7 +218,9 @@ def test_every_argument_of_every_method_is_generated() -> None:
     assert set(ARGUMENTS) == set(REGISTRY)
     for name, arguments in ARGUMENTS.items():
         missing = set(signature(REGISTRY[name].make).parameters) - set(arguments)
-        assert missing <= {"lora": {"alpha"}, "apet": {"method", "parameters"}}.get(name, set()), name
+        assert missing <= {"lora": {"alpha"}, "dora": {"alpha"}, "apet": {"method", "parameters"}}.get(name, set()), (
+            name
+        )
 
 
 @given(METHODS)
@@ -216,7 +262,11 @@ def test_python_objects_and_text_are_one() -> None:
 
 # text, where each caret stands (the text from there on), and what the messages say
 MISTAKES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
-    ("prefx(length=16)", ("prefx",), ("unknown name 'prefx'", "Did you mean 'prefix'?", "layernorm", "lora")),
+    (
+        "prefx(length=16)",
+        ("prefx",),
+        ("unknown name 'prefx'", "Did you mean 'prefix'?", "Known: Add, Bottleneck", "more"),
+    ),
     ("lora(r=8)", ("r=8",), ("no argument 'r'", "Here it is called 'rank'.")),
     ("prefix(num_virtual_tokens=8)", ("num_virtual_tokens",), ("Here it is called 'length'.",)),
     ("lora(rnk=8)", ("rnk",), ("no argument 'rnk'", "Did you mean 'rank'?", "rank=8, scale=1")),

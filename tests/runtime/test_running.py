@@ -102,7 +102,7 @@ def test_a_model_in_half_precision(family: Family, row: Row) -> None:
     tuned = deltune.attach(model, row.text)
     after = run(model, inputs)
     assert [v.dtype for v in after.values()] == [v.dtype for v in before.values()]
-    assert equal(after, before) == row.identity
+    assert row.identity is None or equal(after, before) == row.identity
     assert all(p.dtype == torch.float32 for n, p in tuned.named_trainable_parameters() if n.startswith("deltune."))
     loss(forward(model, inputs)).backward()
     assert all(p.grad.dtype == p.dtype for p in tuned.trainable_parameters() if p.grad is not None)

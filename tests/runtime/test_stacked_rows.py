@@ -15,6 +15,11 @@ import deltune
 from deltune.methods.forms.base import Place, WeightPlace, Widths
 from deltune.methods.forms.hidden import Bottleneck, Rescale
 from deltune.methods.forms.low_rank import LowRank
+from deltune.methods.forms.orthogonal import Householder, PrincipalRotation
+from deltune.methods.forms.shared import NoLA, RandLoRA, TinyLoRA, UniLoRA, VBLoRA, VeRA
+from deltune.methods.forms.spectral import LoRAXS
+from deltune.methods.forms.structured import FrozenSide, KroneckerBottleneck
+from deltune.methods.forms.weights import DeLoRA
 from deltune.methods.registry import FORMS
 from deltune.runtime import stacked_edits
 from tables.families import FAMILIES, Family
@@ -110,7 +115,11 @@ def test_nothing_that_is_not_finite_reaches_another_row(name: str, method: str, 
         tuned.detach()
 
 
-WIDTHS = Widths(in_width=5, out_width=7)
+WIDTHS = Widths(in_width=6, out_width=6)
+FIELD = (
+    VeRA(2), RandLoRA(2), VBLoRA(2, vectors=4, length=3), UniLoRA(2, length=9), TinyLoRA(2, parameters=3), NoLA(2),
+    LoRAXS(2), FrozenSide(2), DeLoRA(2), Householder(2), PrincipalRotation(2), KroneckerBottleneck(6, divisions=3),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -118,12 +127,16 @@ WIDTHS = Widths(in_width=5, out_width=7)
     [
         LowRank(rank=2),
         *(Bottleneck(rank=3, activation=a, bias=b) for a in ("relu", "gelu", "identity") for b in (False, True)),
+        *FIELD,
     ],
     ids=repr,
 )
 def test_two_layers_are_what_the_form_computes(form: Any) -> None:
     torch.manual_seed(0)
-    tensors = {name: torch.randn(spec.shape, dtype=torch.float64) for name, spec in form.tensors(WIDTHS).items()}
+    tensors = {
+        name: torch.randn(spec.shape, dtype=torch.float64) if spec.below is None else torch.randint(9, spec.shape)
+        for name, spec in form.tensors(WIDTHS).items()
+    }
     u = torch.randn(2, 3, WIDTHS.in_width, dtype=torch.float64)
     two = form.two_layers(tensors)
     inner = torch.nn.functional.linear(u, two.down, two.down_bias)
@@ -134,7 +147,7 @@ def test_two_layers_are_what_the_form_computes(form: Any) -> None:
 
 def test_every_form_that_has_two_layers_is_tried() -> None:
     having = {kind for kind in FORMS if kind.two_layers is not deltune.Form.two_layers}
-    assert having == {LowRank, Bottleneck}
+    assert having == {LowRank, Bottleneck, *(type(form) for form in FIELD)}
 
 
 @dataclass(frozen=True, repr=False)

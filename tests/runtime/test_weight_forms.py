@@ -244,3 +244,17 @@ def test_refusals() -> None:
     ):
         with pytest.raises(deltune.DeltuneError, match=says):
             deltune.attach(model, method)
+
+
+@pytest.mark.parametrize("wrong", [-1, 32 * 32])
+def test_positions_beyond_a_weight_are_refused(wrong: int, tmp_path: Path) -> None:
+    """On a GPU such an index would end the process."""
+    model = build(FAMILIES["bert"], "base")
+    tuned = deltune.attach(model, "shira(rank=1)")
+    entries = next(iter(tuned.delta().all_edits())).own_tensors()["entries"]
+    assert entries.dtype == torch.int64
+    entries[3] = wrong
+    tuned.save(tmp_path / "delta")
+    tuned.detach()
+    with pytest.raises(deltune.DeltuneError, match="entries has positions from"):
+        deltune.load(model, tmp_path / "delta")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from .families import FAMILIES, Family
+from .families import FAMILIES, SITES, Family
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ UP_BIAS_OF_FFN = Need(
 
 
 NUMBERED = Need("numbered", lambda f: f.numbered, "absolute positions, which the .* of this model does not have")
+VALUE_BIAS = Need("value bias", lambda f: "value" in f.biases, "no value of this model has a bias")
+EVERY_BIAS = Need("every bias", lambda f: {*f.biases} >= {*SITES} - {"norm"}, "no bias")
 GATED = Need("gated", lambda f: f.gated, "no FFN of this model shows a gate")
 HEADS = Need("heads", lambda f: f.interface, "an attention whose heads can be seen")
 NO_WORDS = Need("labels", lambda f: f.kind == "encoder", "answers in words", bare=False)
@@ -47,12 +49,17 @@ NO_WORDS = Need("labels", lambda f: f.kind == "encoder", "answers in words", bar
 
 @dataclass(frozen=True)
 class Row:
-    """A method. identity: it leaves the outputs as they are until it is trained; merges: it folds into the weights."""
+    """A method.
+
+    identity: it leaves the outputs as they are until it is trained; None: to rounding. merges: it folds into the
+    weights, where the family has what `merging` says.
+    """
 
     text: str
-    identity: bool = True
+    identity: bool | None = True
     merges: bool = False
     needs: tuple[Need, ...] = ()
+    merging: tuple[Need, ...] = ()
 
     def lacking(self, family: Family) -> list[Need]:
         return [need for need in self.needs if not need.holds(family)]
@@ -98,6 +105,50 @@ ROWS = (
     Row("lora(rank=2, at='ffn', alpha=6)", merges=True),
     Row("lora(rank=2, at=('gate_proj', 'up_proj'))", merges=True, needs=(GATED,)),
     Row("trainable_tokens(tokens=(5, 7))", merges=True),
+    Row("dora(rank=2)", merges=True),
+    Row("dora(rank=2, alpha=6, at='ffn')", merges=True),
+    Row("hira(rank=2)", merges=True),
+    Row("glora(rank=2)", merges=True),
+    Row("glora(rank=2, bias='vector')", merges=True),
+    Row("deft(rank=2)", merges=True),
+    Row("peanut(rank=2)", merges=True),
+    Row("peanut(rank=2, depth=1, activation='tanh', scale=2)", merges=True),
+    Row("delora(rank=2)", merges=True),
+    Row("osf", merges=True),
+    Row("loha(rank=2, scale=2)", merges=True),
+    Row("lokr(rank=1)", merges=True),
+    Row("lokr(rank=1, factor=2, decompose_both=True)", merges=True),
+    Row("miss(rank=3)", merges=True),
+    Row("miss(rank=4, mini_rank=2)", merges=True),
+    Row("gralora(rank=2)", merges=True),
+    Row("c3a(block_size=2)", merges=True),
+    Row("fourierft(frequencies=20)", merges=True),
+    Row("shira(rank=1)", merges=True),
+    Row("vera(rank=4)", merges=True),
+    Row("randlora(rank=4)", merges=True),
+    Row("vblora(rank=2, vectors=6, length=2)", identity=False, merges=True),
+    Row("unilora(rank=2, length=20)", identity=False, merges=True),
+    Row("tinylora(parameters=3)", merges=True),
+    Row("tinylora(parameters=3, tied=True)", merges=True),
+    Row("nola(rank=2, bases=5)", merges=True),
+    Row("lora_xs(rank=2)", identity=False, merges=True),
+    Row("lora_fa(rank=2)", merges=True),
+    Row("mica(rank=2)", merges=True),
+    Row("pissa(rank=2, scale=2)", merges=True),
+    Row("olora(rank=2)", merges=True),
+    Row("oft(block_size=4)", merges=True),
+    Row("oft(block_size=4, terms=0, shared_block=True)", merges=True),
+    Row("boft(block_size=4)", merges=True),
+    Row("boft(block_size=4, factors=2)", merges=True),
+    Row("hra(rank=2)", identity=None, merges=True),
+    Row("psoft(rank=3)", merges=True),
+    Row("psoft(rank=3, scales=False)", merges=True),
+    *(Row(f"road(variant={n}, group_size=2)", merges=True) for n in (1, 2, 4)),
+    Row("ssf", merges=True, merging=(EVERY_BIAS,)),
+    Row("beft", merges=True, merging=(VALUE_BIAS,)),
+    Row("compacter(rank=4, divisions=2)"),
+    Row("loreft(rank=2)"),
+    Row("lora(rank=2) + dora(rank=2) + hira(rank=2) + oft(block_size=4)", merges=True),
     Row("mam(length=3, rank=4)", identity=False, needs=(INTERFACE,)),
     Row("prefix(length=3) + layernorm", identity=False, needs=(INTERFACE,)),
     Row("prefix(length=3) + lora(rank=2) + layernorm", identity=False, needs=(INTERFACE,)),

@@ -16,14 +16,23 @@ from . import spec
 from .compositions import Add, Composition, Gate, PrefixGate, Scale, SigmoidGate
 from .forms.attention import MultiHead, OwnMultiHead, Prefix
 from .forms.base import Form
+from .forms.entries import SHiRA
 from .forms.hidden import Bottleneck, Mixture, Rescale, Vector
 from .forms.low_rank import Init, LowRank
+from .forms.orthogonal import Butterfly, Householder, PairRotation, PrincipalRotation, Rotation
 from .forms.prompt import Prompt
+from .forms.shared import NoLA, RandLoRA, TinyLoRA, UniLoRA, VBLoRA, VeRA
+from .forms.spectral import C3A, Centred, FourierFT, LoRAXS
+from .forms.structured import FrozenSide, GraLoRA, KroneckerBottleneck, LoHa, LoKr, LoReFT, MiSS
+from .forms.weights import DEFT, OSF, DeLoRA, DoRA, GLoRA, HiRA, PEANuT
 from .other_names import hint_for_site
 from .parser import NUMERAL
 from .spec import ADD, ExpertsArg, LayersArg, MaskedMethod, Method, Modification, NamedMethod, Selection, named_method
 
+Stack = Literal["all", "encoder", "decoder"]
+Attention = Literal["all", "self", "cross"]
 Tower = Literal["main", "text", "vision", "audio", "projector", "all"]
+Parts = tuple[Modification | Selection, ...]
 
 P = ParamSpec("P")
 
@@ -38,6 +47,7 @@ _SHARED_ARGUMENTS = {
     "dropout": "The probability of dropping an inner value while training.",
     "init": '"bert" (down N(0, 0.02)) or "lora" (down Kaiming uniform).',
     "zero_up": "Whether W_up starts at 0, so that the model is unchanged at first; else N(0, 0.02).",
+    "seed": "The seed of what is drawn and not trained.",
     "layers": '"all", "lower half", "upper half", "first N", "last N", or indices within each stack (-1 is the last).',
     "stack": '"all", "encoder" or "decoder".',
     "attention": 'Which attentions, "all", "self" or "cross"; it restricts no FFN.',
@@ -49,20 +59,37 @@ _SHARED_ARGUMENTS = {
 }
 """Descriptions of the arguments that several methods take, with one meaning."""
 
+_PROJECTION_ARGUMENTS = {
+    "at": (
+        'One or more projections: "query", "key", "value", "output", "ffn_up", "ffn_down", "ffn" (all linears of an\n'
+        '        FFN), "gate_proj" and "up_proj" (of a gated FFN), "pooler", "lm_head", or a pattern of paths.'
+    ),
+    "scale": "s, a number.",
+}
+"""The same for methods that act at projections."""
 
-def _library_method(make: Callable[P, tuple[Modification | Selection, ...]]) -> Callable[P, NamedMethod]:
+
+def _library_method(
+    make: Callable[P, tuple[Modification | Selection, ...]], arguments_of_kind: Mapping[str, str] | None = None
+) -> Callable[P, NamedMethod]:
     """Make a named method, whose docstring gets the shared arguments and the result beside what it says itself."""
     if make.__doc__ is None:  # python -OO
         return named_method(make)
     text, _, rest = inspect.cleandoc(make.__doc__).partition("\n\nArgs:\n")
     arguments, raises, errors = (rest or text).partition("\n\nRaises:\n")
     written = dict(re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", arguments if rest else "", re.MULTILINE))
-    described = {name: written.get(name) or _SHARED_ARGUMENTS[name] for name in inspect.signature(make).parameters}
+    shared = {**_SHARED_ARGUMENTS, **(arguments_of_kind or {})}
+    described = {name: written.get(name) or shared[name] for name in inspect.signature(make).parameters}
     lines = [f"    {name}: {meaning}" for name, meaning in described.items()]
     sections = ["\n".join(("Args:", *lines))] if lines else []
     sections.append("Returns:\n    The method, to attach, count or add to others.")
     make.__doc__ = "\n\n".join((text, *sections)) + raises + errors
     return named_method(make)
+
+
+def _projection_method(make: Callable[P, tuple[Modification | Selection, ...]]) -> Callable[P, NamedMethod]:
+    """Make a named method that acts at projections."""
+    return _library_method(make, _PROJECTION_ARGUMENTS)
 
 
 @_library_method
@@ -199,7 +226,7 @@ def _attention_at(attention: str, site: str, sites: Sequence[str]) -> str:
 def _at_each(
     sites: tuple[str, ...],
     form: Form,
-    insertion: Literal["parallel", "sequential"],
+    insertion: Literal["parallel", "sequential", "input"],
     compose: Composition,
     layers: LayersArg,
     stack: str,
@@ -407,6 +434,19 @@ def _scale_of_alpha(arguments: dict[str, Any]) -> dict[str, Any]:
     return arguments if alpha is None else {**arguments, "scale": alpha / arguments["rank"]}
 
 
+def _scale_from(scale: float, alpha: float | None, rank: int) -> float:
+    """Return s, which is given as `scale` or by alpha / rank."""
+    if alpha is None:
+        return scale
+    if rank < 1:
+        raise DeltuneError(f"rank={rank}: must be a whole number of at least 1")
+    if alpha <= 0:
+        raise DeltuneError(f"alpha={alpha:g}: give a number above 0; the scale is alpha / rank")
+    if scale not in (1, alpha / rank):
+        raise DeltuneError("give scale or alpha, not both (scale = alpha / rank)")
+    return alpha / rank
+
+
 @_library_method
 @spec.derives(_scale_of_alpha)
 def lora(
@@ -439,20 +479,20 @@ def lora(
         DeltuneError: Both `scale` and `alpha` are given, alpha is 0 or less, or an argument does not exist or is of the
             wrong type.
     """
-    if alpha is not None:
-        if rank < 1:
-            raise DeltuneError(f"rank={rank}: must be a whole number of at least 1")
-        if alpha <= 0:
-            raise DeltuneError(f"alpha={alpha:g}: give a number above 0; the scale is alpha / rank")
-        if scale not in (1, alpha / rank):
-            raise DeltuneError("give scale or alpha, not both (scale = alpha / rank)")
-        scale = alpha / rank
+    scale = _scale_from(scale, alpha, rank)
+    return _at_projections(LowRank(rank, dropout), at, layers, stack, attention, tower, scale=scale, experts=experts)
+
+
+def _at_projections(
+    form: Form, at: Site, layers: LayersArg, stack: Stack, attention: Attention, tower: Tower, *, scale: float = 1,
+    insertion: Literal["parallel", "sequential", "input"] = "parallel", experts: ExpertsArg = "all",
+) -> tuple[Modification, ...]:  # fmt: skip
+    """Return a modification at each of some projections."""
     sites: list[str] = []
     for site in _checked_sites(at, (*spec.PROJECTIONS, *spec.OTHER_PROJECTIONS, "ffn"), patterns=True):
         sites.extend(("ffn_up", "ffn_down") if site == "ffn" else (site,))
     spec.check_experts(experts, tuple(sites))
-    form, compose = LowRank(rank, dropout), _compose(scale)
-    return _at_each(tuple(sites), form, "parallel", compose, layers, stack, attention, tower, experts=experts)
+    return _at_each(tuple(sites), form, insertion, _compose(scale), layers, stack, attention, tower, experts=experts)
 
 
 @_library_method
@@ -599,3 +639,462 @@ OPERATIONS: Mapping[str, Callable[[], Method]] = {
     "plugin": lambda: adapter(),
 }
 """The three operations of the APET paper that insert a masked weight, by name (AP §C)."""
+
+
+# -- functions of the weight ------------------------------------------------------------------------------------------
+
+QUERY_AND_VALUE = ("query", "value")
+LINEARS = ("query", "key", "value", "output", "ffn_up", "ffn_down")
+
+
+@_projection_method
+@spec.derives(_scale_of_alpha)
+def dora(
+    rank: int = 8, *, scale: float = 1, at: Site = QUERY_AND_VALUE, alpha: float | None = None, dropout: float = 0.0,
+    layers: LayersArg = "all", stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Train a low rank and a magnitude, m / ‖W + s B A‖ ⊙ (W + s B A) x (Liu et al. 2024).
+
+    PEFT: LoraConfig(use_dora=True). The norm of each row is a constant of the gradient.
+
+    Args:
+        alpha: Another way to give s, which is then alpha / rank; above 0.
+        dropout: The probability of dropping a value of x while training.
+
+    Raises:
+        DeltuneError: Both `scale` and `alpha` are given, or an argument is out of its range.
+    """
+    form = DoRA(rank, float(_scale_from(scale, alpha, rank)), dropout)
+    return _at_projections(form, at, layers, stack, attention, tower)
+
+
+@_projection_method
+def hira(
+    rank: int = 32, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all", stack: Stack = "all",
+    attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Multiply the weight by a low rank, (W + W ⊙ B A) x (HiRA; Huang et al. 2025; PEFT: HiraConfig)."""
+    return _at_projections(HiRA(rank), at, layers, stack, attention, tower)
+
+
+@_projection_method
+def glora(
+    rank: int = 8, bias: Literal["constant", "vector"] = "constant", *, at: Site = QUERY_AND_VALUE,
+    layers: LayersArg = "all", stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Train (W + W ⊙ A + B) x + c + D ⊙ c + E + W C with A, B and C of low rank (GLoRA; Chavan et al. 2023).
+
+    PEFT: GloraConfig(config_D_E). Without a bias c there is no C, D or E.
+
+
+    Args:
+        bias: Whether D and E are one number each ("constant") or one for each output ("vector").
+    """
+    return _at_projections(GLoRA(rank, bias), at, layers, stack, attention, tower)
+
+
+@_projection_method
+def deft(
+    rank: int = 8, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all", stack: Stack = "all",
+    attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Project out of a subspace and write into it, (1 - P relu(P)ᵀ) W x + P R x (DEFT; PEFT: DeftConfig)."""
+    return _at_projections(DEFT(rank), at, layers, stack, attention, tower)
+
+
+@_projection_method
+def peanut(
+    rank: int = 32, depth: int = 0, activation: str = "relu", scale: float = 1, *, at: Site = QUERY_AND_VALUE,
+    layers: LayersArg = "all", stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Change the weight by a network on itself, W + s (B f(A Wᵀ))ᵀ (PEANuT; PEFT: PeanutConfig).
+
+    Args:
+        depth: The number of encoders and of decoders (r, r) between A and B.
+    """
+    return _at_projections(PEANuT(rank, depth, activation), at, layers, stack, attention, tower, scale=scale)
+
+
+@_projection_method
+def delora(
+    rank: int = 8, bound: float = 15.0, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all", stack: Stack = "all",
+    attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Add a bounded low rank, λ/r Σ_i b_i a_iᵀ / (‖b_i‖ ‖a_i‖) diag(‖W_j‖) x (DeLoRA; Bini et al. 2025).
+
+    PEFT: DeloraConfig(delora_lambda).
+
+
+    Args:
+        bound: λ at the start; it is trained.
+    """
+    return _at_projections(DeLoRA(rank, bound), at, layers, stack, attention, tower)
+
+
+@_projection_method
+def osf(
+    rank: int | None = None, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all", stack: Stack = "all",
+    attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Train the lower part of W's spectrum, U_h S_h V_h + U_l S_l V_l (OSF; Nayak et al. 2025).
+
+    PEFT: OSFConfig(effective_rank). Gradients are orthogonal to the upper part, so that what was learned there stays.
+
+
+    Args:
+        rank: The number of singular values that are kept; None: half of them.
+    """
+    return _at_projections(OSF(rank), at, layers, stack, attention, tower)
+
+
+# -- matrices of a structure ------------------------------------------------------------------------------------------
+
+
+@_projection_method
+def loha(
+    rank: int = 8, scale: float = 1, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all", stack: Stack = "all",
+    attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Add the Hadamard product of two low ranks, s (A₁B₁ ⊙ A₂B₂) x (LoHa; Hyeon-Woo et al. 2022; PEFT: LoHaConfig)."""
+    return _at_projections(LoHa(rank), at, layers, stack, attention, tower, scale=scale)
+
+
+@_projection_method
+def lokr(
+    rank: int = 8, scale: float = 1, factor: int = -1, *, decompose_both: bool = False, at: Site = QUERY_AND_VALUE,
+    layers: LayersArg = "all", stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Add a Kronecker product, s (C ⊗ B A) x (LoKr; Yeh et al. 2024; PEFT: LoKrConfig(decompose_factor)).
+
+    Args:
+        factor: The factor of the widths that gives the sides of C, or the greatest that it may be; -1: any.
+        decompose_both: Whether C is a low rank too, where this is smaller.
+    """
+    return _at_projections(
+        LoKr(rank, factor, decompose_both=decompose_both), at, layers, stack, attention, tower, scale=scale
+    )
+
+
+@_projection_method
+def miss(
+    rank: int = 64, mini_rank: int | None = None, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all",
+    stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Add one matrix on the sum of the blocks of x, B Σ_k x_k (MiSS, Bone; Kang and Yin 2024; PEFT: MissConfig).
+
+    Args:
+        rank: The width r of the blocks, at least 1.
+        mini_rank: How many outputs have rows of their own, which the others repeat; None: all.
+    """
+    return _at_projections(MiSS(rank, mini_rank), at, layers, stack, attention, tower)
+
+
+@_projection_method
+def gralora(
+    rank: int = 32, blocks: int = 2, scale: float = 2, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all",
+    stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Add k × k blocks with a low rank each, s Σ_k B_k A_k x_k (GraLoRA; Jung et al. 2025; PEFT: GraloraConfig).
+
+    Args:
+        rank: r, a multiple of `blocks`.
+        blocks: k, which divides the widths.
+    """
+    return _at_projections(GraLoRA(rank, blocks), at, layers, stack, attention, tower, scale=scale)
+
+
+@_projection_method
+def c3a(
+    block_size: int = 64, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all", stack: Stack = "all",
+    attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Add blocks of circulant matrices, C x (C3A; Chen et al. 2025; PEFT: C3AConfig).
+
+    Args:
+        block_size: The size of a block, which divides the widths.
+    """
+    return _at_projections(C3A(block_size), at, layers, stack, attention, tower)
+
+
+@_projection_method
+def fourierft(
+    frequencies: int = 1000, scale: float = 150, seed: int = 777, *, at: Site = QUERY_AND_VALUE,
+    layers: LayersArg = "all", stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Add the inverse Fourier transform of n entries, s IDFT(c) x (FourierFT; Gao et al. 2024; PEFT: FourierFTConfig).
+
+    Args:
+        frequencies: n.
+    """
+    return _at_projections(FourierFT(frequencies, float(scale), seed), at, layers, stack, attention, tower)
+
+
+@_projection_method
+def shira(
+    rank: int = 32, seed: int = 0, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all", stack: Stack = "all",
+    attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Train r (d_in + d_out) random entries of a weight, W + v (SHiRA; Bhardwaj et al. 2024; PEFT: ShiraConfig)."""
+    return _at_projections(SHiRA(rank, seed), at, layers, stack, attention, tower)
+
+
+# -- low ranks of few numbers, or of another start --------------------------------------------------------------------
+
+
+@_projection_method
+def vera(
+    rank: int = 256, d_initial: float = 0.1, seed: int = 0, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all",
+    stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Scale shared random matrices, b ⊙ B (d ⊙ A x) (VeRA; Kopiczko et al. 2024; PEFT: VeraConfig).
+
+    Args:
+        d_initial: d at the start.
+    """
+    return _at_projections(VeRA(rank, d_initial, seed), at, layers, stack, attention, tower)
+
+
+@_projection_method
+def randlora(
+    rank: int = 32, scale: float = 20, seed: int = 0, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all",
+    stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Scale shared random matrices to a full rank, s Σ_n B_n Λ_n A Γ_n x (RandLoRA; Albert et al. 2025).
+
+    PEFT: RandLoraConfig.
+    """
+    return _at_projections(RandLoRA(rank, seed), at, layers, stack, attention, tower, scale=scale)
+
+
+@_projection_method
+def vblora(
+    rank: int = 4, vectors: int = 256, length: int = 64, top_k: int = 2, *, at: Site = QUERY_AND_VALUE,
+    layers: LayersArg = "all", stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Mix a low rank B A x from one bank of vectors (VB-LoRA; Li et al. 2024; PEFT: VBLoRAConfig).
+
+    Args:
+        vectors: The number of vectors.
+        length: Their length, which divides the widths.
+        top_k: How many are mixed to a piece.
+    """
+    return _at_projections(VBLoRA(rank, vectors, length, top_k), at, layers, stack, attention, tower)
+
+
+@_projection_method
+def unilora(
+    rank: int = 4, length: int = 256, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all", stack: Stack = "all",
+    attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Take the entries of a low rank B A x from one vector θ (Uni-LoRA; Li et al. 2025; PEFT: UniLoraConfig).
+
+    Args:
+        length: The length of θ.
+    """
+    return _at_projections(UniLoRA(rank, length), at, layers, stack, attention, tower)
+
+
+@_projection_method
+def tinylora(
+    rank: int = 2, parameters: int = 64, *, tied: bool = False, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all",
+    stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Train few numbers v in B (Σ_i v_i P_i) A x, where B A is from W's spectrum (TinyLoRA; PEFT: TinyLoraConfig).
+
+    Args:
+        parameters: The length u of v.
+        tied: Whether all places have one v in common (PEFT: weight_tying=1).
+    """
+    return _at_projections(TinyLoRA(rank, parameters, tied=tied), at, layers, stack, attention, tower)
+
+
+@_projection_method
+def nola(
+    rank: int = 8, bases: int = 64, scale: float = 1, seed: int = 0, *, at: Site = QUERY_AND_VALUE,
+    layers: LayersArg = "all", stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Mix a low rank from random matrices, s (Σ_i β_i B_i) (Σ_i α_i A_i) x (NOLA; Koohpayegani et al. 2024).
+
+    Args:
+        bases: The number of random matrices on either side.
+    """
+    return _at_projections(NoLA(rank, bases, seed), at, layers, stack, attention, tower, scale=scale)
+
+
+@_projection_method
+def lora_xs(
+    rank: int = 16, scale: float = 1, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all", stack: Stack = "all",
+    attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Train R in s B R A x, where B A is from W's spectrum (LoRA-XS; Bałazy et al. 2024)."""
+    return _at_projections(LoRAXS(rank), at, layers, stack, attention, tower, scale=scale)
+
+
+@_projection_method
+def lora_fa(
+    rank: int = 8, scale: float = 1, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all", stack: Stack = "all",
+    attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Train B in s B A x with a random A (LoRA-FA; Zhang et al. 2023)."""
+    return _at_projections(FrozenSide(rank), at, layers, stack, attention, tower, scale=scale)
+
+
+@_projection_method
+def mica(
+    rank: int = 8, scale: float = 1, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all", stack: Stack = "all",
+    attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Train A in s B A x, where B has the last left singular vectors of W (MiCA; PEFT: init_lora_weights="mica")."""
+    return _at_projections(FrozenSide(rank, "up"), at, layers, stack, attention, tower, scale=scale)
+
+
+@_projection_method
+def pissa(
+    rank: int = 8, scale: float = 1, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all", stack: Stack = "all",
+    attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Train the first part of W's spectrum, s (B A - B₀ A₀) x (PiSSA; Meng et al. 2024).
+
+    PEFT: LoraConfig(init_lora_weights="pissa"). The base model is not changed.
+
+
+    Args:
+        scale: s, above 0.
+    """
+    return _at_projections(Centred(rank, "pissa", float(scale)), at, layers, stack, attention, tower)
+
+
+@_projection_method
+def olora(
+    rank: int = 8, scale: float = 1, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all", stack: Stack = "all",
+    attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Train a low rank from W's QR decomposition, s (B A - B₀ A₀) x (OLoRA; Büyükakyüz 2024).
+
+    PEFT: LoraConfig(init_lora_weights="olora"). The base model is not changed.
+
+
+    Args:
+        scale: s, above 0.
+    """
+    return _at_projections(Centred(rank, "olora", float(scale)), at, layers, stack, attention, tower)
+
+
+# -- rotations, vectors and subspaces ---------------------------------------------------------------------------------
+
+
+@_projection_method
+def oft(
+    block_size: int = 32, terms: int = 5, *, shared_block: bool = False, at: Site = QUERY_AND_VALUE,
+    layers: LayersArg = "all", stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Rotate the input of a projection in blocks, W R x (OFT; Qiu et al. 2023; PEFT: OFTConfig).
+
+    Args:
+        block_size: The size of a block, which divides the width.
+        terms: The number of terms, at least 4, of a series in place of the inverse; 0: the inverse.
+        shared_block: Whether all blocks are one.
+    """
+    return _at_projections(
+        Rotation(block_size, terms, shared_block=shared_block), at, layers, stack, attention, tower, insertion="input"
+    )
+
+
+@_projection_method
+def boft(
+    block_size: int = 4, factors: int = 1, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all",
+    stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Rotate and scale the weight, diag(s) W R with butterfly factors R (BOFT; Liu et al. 2024; PEFT: BOFTConfig).
+
+    Args:
+        block_size: The size b of a block, an even number that divides the width.
+        factors: The number m of factors; b · 2^(m - 1) divides the width.
+    """
+    return _at_projections(Butterfly(block_size, factors), at, layers, stack, attention, tower)
+
+
+@_projection_method
+def hra(
+    rank: int = 8, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all", stack: Stack = "all",
+    attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Reflect the input of a projection, W ∏ (1 - 2 u_i u_iᵀ) x (HRA; Yuan et al. 2024; PEFT: HRAConfig).
+
+    Args:
+        rank: The number of reflections, which is even.
+    """
+    return _at_projections(Householder(rank), at, layers, stack, attention, tower, insertion="input")
+
+
+@_projection_method
+def psoft(
+    rank: int = 32, scale: float = 1, *, scales: bool = True, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all",
+    stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Rotate the first part of W's spectrum, s B (R - 1) A x (PSOFT; PEFT: PsoftConfig).
+
+    Args:
+        scales: Whether R is scaled on both sides (PEFT: psoft_mag_a and psoft_mag_b).
+    """
+    return _at_projections(PrincipalRotation(rank, scales=scales), at, layers, stack, attention, tower, scale=scale)
+
+
+@_projection_method
+def road(
+    variant: Literal[1, 2, 4] = 1, group_size: int = 64, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all",
+    stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Rotate and scale pairs of h, α (cos θ h + sin θ h⊥) (RoAd; Liao and Monz 2024; PEFT: RoadConfig).
+
+    Args:
+        variant: One θ and α for each pair (1), for each number (2), or for each product (4).
+        group_size: The pairs are the two halves of each group of so many numbers, which divides the width.
+    """
+    return _at_projections(
+        PairRotation(group_size, variant), at, layers, stack, attention, tower, insertion="sequential"
+    )
+
+
+@_projection_method
+def ssf(
+    *, at: Site = LINEARS, layers: LayersArg = "all", stack: Stack = "all", attention: Attention = "all",
+    tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Scale and shift what projections compute, γ ⊙ h + β (SSF; Lian et al. 2022)."""
+    scaled = _at_projections(Rescale(), at, layers, stack, attention, tower, insertion="sequential")
+    return (*scaled, *_at_projections(Vector(), at, layers, stack, attention, tower))
+
+
+@_projection_method
+def beft(
+    *, at: Site = "value", layers: LayersArg = "all", stack: Stack = "all", attention: Attention = "all",
+    tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Add a bias to projections, h + b (BEFT; PEFT: BeftConfig)."""
+    return _at_projections(Vector(), at, layers, stack, attention, tower)
+
+
+@_library_method
+def compacter(
+    rank: int = 16, divisions: int = 4, *, activation: str = "gelu", layers: LayersArg = "all", stack: Stack = "all",
+    attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Add h + f(h D) U with D and U sums of Kronecker products (Compacter; Karimi Mahabadi et al. 2021).
+
+    Their first factors are shared by all places, and the second ones are of rank 1.
+
+    Args:
+        rank: The inner width r, a multiple of `divisions`.
+        divisions: The number of products, which divides the widths.
+    """
+    form = KroneckerBottleneck(rank, divisions, activation=activation)
+    return _at_each(("attention", "ffn"), form, "sequential", ADD, layers, stack, attention, tower)
+
+
+@_library_method
+def loreft(
+    rank: int = 4, *, layers: LayersArg = "all", stack: Stack = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Edit what layers compute in a subspace, h + Rᵀ (W h + b - R h) (LoReFT; Wu et al. 2024), at every position."""
+    return (Modification("block", LoReFT(rank), "sequential", ADD, layers, stack, tower=tower),)

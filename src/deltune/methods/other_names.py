@@ -31,11 +31,9 @@ METHOD_NAMES: Mapping[str, str] = {
 
 ABSENT_METHODS = frozenset(
     (
-        "adalora", "dora", "vera", "loha", "lokr", "oft", "boft", "fourierft", "hra", "bone", "miss", "vblora", "xlora",
-        "poly", "randlora", "shira", "c3a", "waveft", "road", "delora", "lorafa", "pissa", "loftq",
-        "compacter", "compacterplusplus", "multitaskprompttuning", "cpt", "adaptionprompt", "seqbninv", "reft",
-        "loreft", "noreft", "direft", "ptuning", "olora", "gralora", "adamss", "beft", "lily", "frod", "pvera", "glora",
-        "unilora", "hira", "osf", "cartridge", "tinylora", "psoft", "peanut", "shadow", "supertuning", "deft",
+        "adalora", "bone", "xlora", "poly", "waveft", "loftq", "compacterplusplus", "multitaskprompttuning", "cpt",
+        "adaptionprompt", "seqbninv", "noreft", "direft", "ptuning", "adamss", "lily", "frod", "pvera", "cartridge",
+        "shadow", "supertuning",
     )
 )  # fmt: skip
 """Methods of other libraries that have no translation, so that no similar name is suggested in their place."""

@@ -15,9 +15,15 @@ from . import library, parser, spec
 from .compositions import Add, Composition, Gate, PrefixGate, Scale, SigmoidGate
 from .forms.attention import MultiHead, OwnMultiHead, Prefix
 from .forms.base import Form, check_form_class, check_frozen
+from .forms.entries import SHiRA
 from .forms.hidden import Bottleneck, Mixture, Rescale, Vector
 from .forms.low_rank import LowRank
+from .forms.orthogonal import Butterfly, Householder, PairRotation, PrincipalRotation, Rotation
 from .forms.prompt import Prompt
+from .forms.shared import NoLA, RandLoRA, TinyLoRA, UniLoRA, VBLoRA, VeRA
+from .forms.spectral import C3A, Centred, FourierFT, LoRAXS
+from .forms.structured import FrozenSide, GraLoRA, KroneckerBottleneck, LoHa, LoKr, LoReFT, MiSS
+from .forms.weights import DEFT, OSF, DeLoRA, DoRA, GLoRA, HiRA, PEANuT
 from .spec import MaskedMethod, Method, Modification, NamedMethod, Selection
 
 DEFAULT_RATE, DEFAULT_SHORT_RATE = 1e-3, 1e-2
@@ -112,12 +118,51 @@ _ENTRIES = (
         short_rate=1e-3,
     ),
     RegistryEntry(library.apet, "AP §5.1, §C", "N in all", "apet(lora(rank=8), parameters='0.05%')"),
+    RegistryEntry(library.dora, "Liu et al. 2024", "4dr + 2d", "dora(rank=8, at='ffn')"),
+    RegistryEntry(library.hira, "Huang et al. 2025", "4dr", "hira(rank=16)"),
+    RegistryEntry(library.glora, "Chavan et al. 2023", "8dr + 2(d + 1)r + 4", "glora(rank=4, bias='vector')"),
+    RegistryEntry(library.deft, "PEFT", "4dr", "deft(rank=4)"),
+    RegistryEntry(library.peanut, "PEFT", "4dr + 4lr²", "peanut(rank=16, depth=1)"),
+    RegistryEntry(library.delora, "Bini et al. 2025", "4dr + 2", "delora(rank=8, bound=5)"),
+    RegistryEntry(library.osf, "Nayak et al. 2025", "2(2d + 1)(d - r)", "osf(rank=380)"),
+    RegistryEntry(library.loha, "Hyeon-Woo et al. 2022", "8dr", "loha(rank=4)"),
+    RegistryEntry(library.lokr, "Yeh et al. 2024", "about 2d + 4r√d", "lokr(rank=4, factor=8)"),
+    RegistryEntry(library.miss, "Kang and Yin 2024", "2dr", "miss(rank=32)"),
+    RegistryEntry(library.gralora, "Jung et al. 2025", "4dr", "gralora(rank=8, blocks=4)"),
+    RegistryEntry(library.c3a, "Chen et al. 2025", "2d²/b", "c3a(block_size=32)"),
+    RegistryEntry(library.fourierft, "Gao et al. 2024", "2n", "fourierft(frequencies=500)"),
+    RegistryEntry(library.shira, "Bhardwaj et al. 2024", "4dr", "shira(rank=4)"),
+    RegistryEntry(library.vera, "Kopiczko et al. 2024", "2(d + r)", "vera(rank=64) + layernorm"),
+    RegistryEntry(library.randlora, "ICLR 2025", "2(d + d²/r)", "randlora(rank=64)"),
+    RegistryEntry(library.vblora, "Li et al. 2024", "4rhd/b + hb once", "vblora(vectors=64)"),
+    RegistryEntry(library.unilora, "Li et al. 2025", "n once", "unilora(length=1000)"),
+    RegistryEntry(library.tinylora, "PEFT", "2u", "tinylora(parameters=16, tied=True)"),
+    RegistryEntry(library.nola, "Koohpayegani et al. 2024", "4n", "nola(rank=8, bases=100)"),
+    RegistryEntry(library.lora_xs, "Bałazy et al. 2024", "2r²", "lora_xs(rank=25)"),
+    RegistryEntry(library.lora_fa, "Zhang et al. 2023", "2dr", "lora_fa(rank=8)"),
+    RegistryEntry(library.mica, "PEFT", "2dr", "mica(rank=8)"),
+    RegistryEntry(library.pissa, "Meng et al. 2024", "4dr", "pissa(rank=8)"),
+    RegistryEntry(library.olora, "Büyükakyüz 2024", "4dr", "olora(rank=8)"),
+    RegistryEntry(library.oft, "Qiu et al. 2023", "d(b - 1)", "oft(block_size=16)"),
+    RegistryEntry(library.boft, "Liu et al. 2024", "2dbm + 2d", "boft(block_size=8, factors=2)"),
+    RegistryEntry(library.hra, "Yuan et al. 2024", "2dr", "hra(rank=4)"),
+    RegistryEntry(library.psoft, "PEFT", "r(r - 1) + 4r", "psoft(rank=16)"),
+    RegistryEntry(library.road, "Liao and Monz 2024", "2d", "road(variant=2)"),
+    RegistryEntry(library.ssf, "Lian et al. 2022", "10d + 2m", "ssf(at=('query', 'value', 'ffn'))"),
+    RegistryEntry(library.beft, "PEFT", "d", "beft(at=('query', 'value'))"),
+    RegistryEntry(library.compacter, "Karimi Mahabadi et al. 2021", "4d + 6r; n³ once", "compacter(rank=32)"),
+    RegistryEntry(library.loreft, "Wu et al. 2024", "2dr + r", "loreft(rank=4, layers='upper half')"),
 )
 
 REGISTRY: Mapping[str, RegistryEntry] = {entry.make.__name__: entry for entry in _ENTRIES}
 """Every named method, by name."""
 
-FORMS = (Bottleneck, LowRank, Prefix, MultiHead, OwnMultiHead, Prompt, Vector, Rescale, Mixture)
+FORMS = (
+    Bottleneck, LowRank, Prefix, MultiHead, OwnMultiHead, Prompt, Vector, Rescale, Mixture, DoRA, HiRA, GLoRA, DEFT,
+    PEANuT, DeLoRA, OSF, LoHa, LoKr, MiSS, GraLoRA, FrozenSide, KroneckerBottleneck, LoReFT, VeRA, RandLoRA, VBLoRA,
+    UniLoRA, TinyLoRA, NoLA, Rotation, Householder, Butterfly, PrincipalRotation, PairRotation, FourierFT, C3A, LoRAXS,
+    Centred, SHiRA,
+)  # fmt: skip
 """The forms of the library. Any other is a user's own, and checked before it acts (`forms.checks`)."""
 
 VOCABULARY: dict[str, Callable[..., Any]] = {

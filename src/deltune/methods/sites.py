@@ -268,7 +268,10 @@ def _with_reading(location: Location, modification: Modification) -> Location:
         _check_acts_on_weight(location.weight, modification)
     widths = location.widths
     widths = replace(
-        widths, in_width=widths.x_width if parallel else widths.out_width, lookup=widths.lookup and parallel
+        widths,
+        in_width=widths.x_width if parallel else widths.out_width,
+        lookup=widths.lookup and parallel,
+        bias=location.has_bias,
     )
     if problem := form.incompatibility(widths):
         raise DeltuneError(problem)

@@ -162,15 +162,20 @@ class Drawn:
 
 @dataclass
 class Expected:
-    """The tensors that a file should hold: those of a known shape, and those of which a mask selects some entries."""
+    """The tensors that a file should hold: those of a known shape, and those of which a mask selects some entries.
+
+    Attributes:
+        below: What the numbers of a buffer of whole numbers are below.
+    """
 
     shapes: dict[str, tuple[int, ...] | None] = field(default_factory=dict)
     drawn: list[Drawn] = field(default_factory=list)
+    below: dict[str, int] = field(default_factory=dict)
 
     @property
     def bounds(self) -> dict[str, int]:
         """The number of entries of the tensor that each tensor of positions refers to."""
-        return {f"{d.stem}{leaf}.index": size for d in self.drawn for leaf, size in d.leaves.items()}
+        return self.below | {f"{d.stem}{leaf}.index": size for d in self.drawn for leaf, size in d.leaves.items()}
 
 
 def expected_tensors(
@@ -185,6 +190,7 @@ def expected_tensors(
             needed.drawn.append(Drawn(f"edit.{edit.key}.", edit.mask.count, sizes))
             saved = {leaf: spec for leaf, spec in saved.items() if not spec.trained}
         needed.shapes |= {f"edit.{edit.key}.{leaf}": spec.shape for leaf, spec in saved.items()}
+        needed.below |= {f"edit.{edit.key}.{leaf}": spec.below for leaf, spec in saved.items() if spec.below}
     masks = dict(planned.common)
     for owner, specs in planned.shared_tensors(folded=True).items():
         for leaf, spec in specs.items():
@@ -223,7 +229,7 @@ def check_tensors(needed: Expected, facts: Mapping[str, TensorInfo], where: Path
             problems.append(f"{stem} ({leaves}) holds {count:,} masked values, this method has {drawn.count:,}")
     problems += [f"extra tensor {name[:200]}" for name in facts if name not in expected_names]
     for name, tensor in facts.items():
-        positions = name.endswith(".index") and name.partition(".")[0] != "base"
+        positions = name in needed.below or (name.endswith(".index") and name.partition(".")[0] != "base")
         allowed = (
             [INDEX_DTYPE] if positions else [*FLOAT_DTYPES, *SMALL] if name.startswith("base.") else [*FLOAT_DTYPES]
         )
@@ -276,7 +282,7 @@ def check_positions(needed: Expected, numbers: Mapping[str, torch.Tensor], where
             problems.append(
                 f"{name} has positions from {int(index.min())} to {int(index.max())} among {size:,} scalars"
             )
-        elif bool((index[1:] <= index[:-1]).any()):
+        elif name not in needed.below and bool((index[1:] <= index[:-1]).any()):
             problems.append(f"{name} has positions that are not sorted, or twice")
     if problems:
         raise misfit(where, problems)

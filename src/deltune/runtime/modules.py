@@ -82,7 +82,8 @@ class TensorTable(nn.Module):
             elif spec.trained:
                 self.register_parameter(name, nn.Parameter(torch.empty(spec.shape)))
             else:
-                self.register_buffer(name, torch.empty(spec.shape), persistent=spec.saved)
+                dtype = None if spec.below is None else torch.int64
+                self.register_buffer(name, torch.empty(spec.shape, dtype=dtype), persistent=spec.saved)
 
     def own_tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors that are not under a mask."""
@@ -173,11 +174,13 @@ class ModuleCall:
         module: The module.
         rerun: Calls it once more, with the tensors that the rows of the edits use.
         output: What it has computed, before any edit; None where no edit reads it.
+        by_base: Whether it has computed this with the base's weight, and not with one that an edit has changed.
     """
 
     module: nn.Module
     rerun: Callable[[torch.Tensor], torch.Tensor]
     output: torch.Tensor | None
+    by_base: bool = True
 
 
 def part_of(whole: torch.Tensor, columns: Columns | None, dim: int = 0) -> torch.Tensor:
@@ -192,8 +195,8 @@ def part_of(whole: torch.Tensor, columns: Columns | None, dim: int = 0) -> torch
 class ModulePlace:
     """The place of an edit in a call of its module; see `Place`. W is read where a form asks for it."""
 
-    def __init__(self, call: ModuleCall, location: Location, training: bool) -> None:
-        self._call, self._location, self.training = call, location, training
+    def __init__(self, call: ModuleCall, location: Location, training: bool, x: torch.Tensor | None = None) -> None:
+        self._call, self._location, self.training, self._x = call, location, training, x
 
     @property
     def weight(self) -> torch.Tensor:
@@ -211,6 +214,8 @@ class ModulePlace:
     @property
     def output(self) -> torch.Tensor | None:
         # Not cached: it may first be read without gradients.
+        if not self._call.by_base and self._x is not None:
+            return self(self._x)
         return None if self._call.output is None else self._without_bias(self._call.output)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -416,7 +421,7 @@ class Edit(TensorTable):
         else:
             assert x is not None
             u = x
-        at = ModulePlace(call, self.place, self.training)
+        at = ModulePlace(call, self.place, self.training, x)
         if self.factor is None:
             return self.compose(h, self.form(self.tensors(), u, at), x)
         return self.form.add_to(h, self.tensors(), u, at, self.factor, out)

@@ -140,6 +140,8 @@ class EditChain:
         self.for_all_rows = [one for some in edits_of_groups.values() for one in group_fused(some)] if alike else []
         self.by_group = [] if alike else [(group, group_fused(some)) for group, some in edits_of_groups.items()]
         self.reads_weight = any(edit.form.reads_weight for edit, _ in edits)
+        changed = {name for group in edits_of_groups for name, _ in group.delta.weight_edits()}
+        self.by_base = f"{place[0]}.weight" not in changed
         can_stack = not (alike or cache is None or self.reads_weight)
         self.stacked = StackedEdits(place, edits_of_groups, cache) if can_stack and cache is not None else None
 
@@ -159,7 +161,7 @@ class EditChain:
         in_place = in_place and not self.reads_weight  # what the module has computed is read by every edit
         if self.by_group:
             return self._row_by_row(h, module, read, in_place)
-        whole, call = h, ModuleCall(module, module.forward, h if self.reads_weight else None)
+        whole, call = h, ModuleCall(module, module.forward, h if self.reads_weight else None, self.by_base)
         for one in self.for_all_rows:  # only h itself may be overwritten, not the result of an edit
             h = one.apply_to(h, call, read, h if in_place and h is whole else None)
         return h
@@ -176,7 +178,8 @@ class EditChain:
             rows = part = group.select(h)
             overwritten = in_place and group.selects_view
             read_rows = _RowReader(group, read)
-            call = ModuleCall(module, partial(_forward_of, group, module), rows if self.reads_weight else None)
+            output = rows if self.reads_weight else None
+            call = ModuleCall(module, partial(_forward_of, group, module), output, self.by_base)
             for one in chain:
                 part = one.apply_to(part, call, read_rows, part if overwritten and part is rows else None)
             if not overwritten:

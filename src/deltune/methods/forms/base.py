@@ -37,6 +37,7 @@ class Widths:
         states: The number of hidden states to mix, at the site that has them all; else 0.
         experts: The number of experts that have tensors of their own each; 0 outside of experts.
         lookup: Whether x is token ids, each of which stands for a one-hot vector of `in_width`.
+        bias: Whether the projection or norm has a bias.
     """
 
     in_width: int
@@ -49,6 +50,7 @@ class Widths:
     states: int = 0
     experts: int = 0
     lookup: bool = field(default=False, kw_only=True)
+    bias: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class TensorSpec:
         shared: Which places share it: all in one "sublayer", all in one kind of attention ("group"), or all of the
             "term"; None where each place has its own.
         seed: The seed from which `draw` makes a buffer that is not saved, on the CPU.
+        below: Of a buffer of whole numbers, such as positions, what all of them are below.
     """
 
     shape: tuple[int, ...]
@@ -72,6 +75,7 @@ class TensorSpec:
     saved: bool = True
     shared: Literal["sublayer", "group", "term"] | None = None
     seed: int | None = None
+    below: int | None = None
 
     @property
     def numel(self) -> int:

@@ -1,0 +1,54 @@
+"""Forms that change few entries of the frozen weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .base import Place, Specs, Tensors, TensorSpec, Widths, check_positive, trained
+from .spectral import random_entries
+from .weights import ChangeForm
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, repr=False)
+class SHiRA(ChangeForm):
+    """W + v at r (d_in + d_out) random entries, as many as a low rank has (Bhardwaj et al. 2024; PEFT: ShiraConfig).
+
+    Tensors: values v (n,), 0; the buffer entries (n,), their positions in W, as PEFT's random mask has them.
+
+    Args:
+        rank: r, at least 1.
+        seed: The seed of the positions.
+    """
+
+    rank: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(rank=self.rank)
+
+    def _number(self, widths: Widths) -> int:
+        return self.rank * (widths.in_width + widths.out_width)
+
+    def incompatibility(self, widths: Widths) -> str | None:
+        number, size = self._number(widths), widths.in_width * widths.out_width
+        return f"rank={self.rank}: {number} entries are more than the {size} of the weight" if number > size else None
+
+    def tensors(self, widths: Widths) -> Specs:
+        number = self._number(widths)
+        entries = TensorSpec((number,), trained=False, below=widths.in_width * widths.out_width)
+        return trained({"values": (number,)}) | {"entries": entries}
+
+    def initialize(self, tensors: Tensors, at: Place | None) -> None:
+        assert at is not None
+        tensors["values"].zero_()
+        entries = random_entries(at.weight.numel(), len(tensors["values"]), self.seed)
+        tensors["entries"].copy_(entries.sort().values)
+
+    def change(self, tensors: Tensors, at: Place) -> torch.Tensor:
+        flat = tensors["values"].new_zeros(at.weight.numel())
+        return flat.index_put((tensors["entries"],), tensors["values"]).view(at.weight.shape)

@@ -1,0 +1,220 @@
+"""Forms in a spectrum: Fourier transforms, and the singular vectors of the frozen weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from ...errors import DeltuneError
+from .base import (
+    FactorForm,
+    Form,
+    MatrixForm,
+    Place,
+    Shapes,
+    Specs,
+    Tensors,
+    TensorSpec,
+    Widths,
+    check_positive,
+    trained,
+)
+from .starts import at_least_float32, buffers, down_up, indivisible, rank_above, singular
+from .weights import ChangeForm
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, repr=False)
+class FourierFT(ChangeForm):
+    """The inverse Fourier transform of n entries, W + s IDFT(c) (Gao et al. 2024; PEFT: FourierFTConfig).
+
+    Tensors: spectrum c (n,), 0; the buffer entries (n,), their positions in the matrix, drawn as PEFT draws them.
+
+    Args:
+        frequencies: n, at most the number of the weight's entries.
+        scale: s.
+        seed: The seed of the positions.
+
+    Raises:
+        DeltuneError: An argument is out of its range.
+    """
+
+    frequencies: int = 1000
+    scale: float = 150.0
+    seed: int = 777
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(frequencies=self.frequencies)
+
+    def incompatibility(self, widths: Widths) -> str | None:
+        size = widths.in_width * widths.out_width
+        return f"frequencies={self.frequencies}: this weight has {size} entries" if self.frequencies > size else None
+
+    def tensors(self, widths: Widths) -> Specs:
+        size = widths.in_width * widths.out_width
+        entries = TensorSpec((self.frequencies,), trained=False, below=size)
+        return trained({"spectrum": (self.frequencies,)}) | {"entries": entries}
+
+    def initialize(self, tensors: Tensors, at: Place | None) -> None:
+        assert at is not None
+        tensors["spectrum"].zero_()
+        tensors["entries"].copy_(random_entries(at.weight.numel(), self.frequencies, self.seed))
+
+    def change(self, tensors: Tensors, at: Place) -> torch.Tensor:
+        import torch
+
+        spectrum = at_least_float32(tensors["spectrum"])
+        flat = spectrum.new_zeros(at.weight.numel()).index_put((tensors["entries"],), spectrum)
+        return self.scale * torch.fft.ifft2(flat.view(at.weight.shape)).real
+
+
+def random_entries(size: int, number: int, seed: int) -> torch.Tensor:
+    """Return so many different positions below `size`, drawn from a seed on the CPU."""
+    import torch
+
+    return torch.randperm(size, generator=torch.Generator().manual_seed(seed))[:number]
+
+
+@dataclass(frozen=True, repr=False)
+class C3A(MatrixForm):
+    """Blocks of circulant matrices (Chen et al. 2025; PEFT: C3AConfig).
+
+    Tensor: kernel (d_out / b, d_in / b, b), 0: the first column of each block, times d_in.
+
+    Args:
+        block_size: b, which divides both widths.
+    """
+
+    acts_on_weights: ClassVar[bool] = False
+    block_size: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(block_size=self.block_size)
+
+    def incompatibility(self, widths: Widths) -> str | None:
+        return indivisible("block_size", self.block_size, widths.in_width, widths.out_width)
+
+    def tensors(self, widths: Widths) -> Specs:
+        b = self.block_size
+        return trained({"kernel": (widths.out_width // b, widths.in_width // b, b)})
+
+    def initialize(self, tensors: Tensors, at: Place | None) -> None:
+        tensors["kernel"].zero_()
+
+    def matrix(self, tensors: Tensors) -> torch.Tensor:
+        import torch
+
+        m, n, b = tensors["kernel"].shape
+        steps = torch.arange(b, device=tensors["kernel"].device)
+        blocks = tensors["kernel"][:, :, (steps - steps[:, None]) % b]
+        return blocks.permute(0, 2, 1, 3).reshape(m * b, n * b) / (n * b)
+
+
+@dataclass(frozen=True, repr=False)
+class LoRAXS(FactorForm):
+    """B R A x with the first r singular vectors of W as A and B, frozen, and R trained (Bałazy et al. 2024).
+
+    Tensors: R (r, r), N(0, 1e-5); the buffers A (r, d_in), the right singular vectors, and B (d_out, r), the left ones
+        with the singular values.
+
+    Args:
+        rank: r, at least 1.
+    """
+
+    reads_weight: ClassVar[bool] = True
+    rank: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(rank=self.rank)
+
+    @property
+    def starts_at_zero(self) -> bool:
+        return False
+
+    def incompatibility(self, widths: Widths) -> str | None:
+        return rank_above(self.rank, widths)
+
+    def tensors(self, widths: Widths) -> Specs:
+        fixed: Shapes = {"A": (self.rank, widths.in_width), "B": (widths.out_width, self.rank)}
+        return trained({"R": (self.rank, self.rank)}) | buffers(fixed)
+
+    def initialize(self, tensors: Tensors, at: Place | None) -> None:
+        assert at is not None
+        first = singular(at.weight, slice(self.rank))
+        tensors["A"].copy_(first.v)
+        tensors["B"].copy_(first.u * first.s)
+        tensors["R"].normal_(std=1e-5)
+
+    def factors(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        return tensors["A"], tensors["B"] @ tensors["R"]
+
+
+@dataclass(frozen=True, repr=False)
+class Centred(Form):
+    """A low rank from any initial values, s (B A - B₀ A₀) x, so that it starts at 0 and the base is not changed.
+
+    "pissa": A₀ and B₀ are the first r singular vectors of W with the roots of the singular values over s (Meng et al.
+    2024; PEFT: init_lora_weights="pissa"). "olora": W = Q R, B₀ is the first r columns of Q, and A₀ the first r rows of
+    R (Büyükakyüz 2024; PEFT: init_lora_weights="olora").
+
+    Tensors: down A (r, d_in) and up B (d_out, r); the buffers down_start A₀ and up_start B₀.
+
+    Args:
+        rank: r, at least 1.
+        start: "pissa" or "olora".
+        scale: s, above 0.
+
+    Raises:
+        DeltuneError: An argument is out of its range.
+    """
+
+    reads_weight: ClassVar[bool] = True
+    rank: int
+    start: Literal["pissa", "olora"] = "pissa"
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(rank=self.rank)
+        if self.scale <= 0:
+            raise DeltuneError(f"scale={self.scale:g}: give a number above 0")
+
+    def incompatibility(self, widths: Widths) -> str | None:
+        return rank_above(self.rank, widths)
+
+    def tensors(self, widths: Widths) -> Specs:
+        shapes = down_up(self.rank, widths)
+        return trained(shapes) | buffers({f"{name}_start": shape for name, shape in shapes.items()})
+
+    def initialize(self, tensors: Tensors, at: Place | None) -> None:
+        import torch
+
+        assert at is not None
+        if self.start == "pissa":
+            u, s, v = singular(at.weight, slice(self.rank))
+            root = (s / self.scale).sqrt()
+            down, up = root[:, None] * v, u * root
+        else:
+            columns, rows = torch.linalg.qr(at.weight)
+            down, up = rows[: self.rank], columns[:, : self.rank]
+        for ending in ("", "_start"):
+            tensors[f"down{ending}"].copy_(down)
+            tensors[f"up{ending}"].copy_(up)
+
+    def fill_untrained(self, tensors: Tensors, buffers: Tensors) -> None:
+        for name, tensor in tensors.items():
+            tensor.copy_(buffers[f"{name}_start"])
+
+    def affine(self, tensors: Tensors, at: Place | None) -> tuple[torch.Tensor, None]:
+        now, start = (tensors[f"up{ending}"] @ tensors[f"down{ending}"] for ending in ("", "_start"))
+        return self.scale * (now - start), None
+
+    def __call__(self, tensors: Tensors, u: torch.Tensor, at: Place) -> torch.Tensor:
+        t = {name: tensor.to(u.dtype) for name, tensor in tensors.items()}
+        now, start = (u @ t[f"down{ending}"].t() @ t[f"up{ending}"].t() for ending in ("", "_start"))
+        return self.scale * (now - start)

@@ -1,0 +1,376 @@
+"""Forms of a structure: products of Hadamard and Kronecker, blocks, subspaces, and a low rank with a frozen side."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+from ...errors import DeltuneError, unknown_name
+from .base import (
+    BeforeUp,
+    FactorForm,
+    Form,
+    MatrixForm,
+    Place,
+    Shapes,
+    Specs,
+    Tensors,
+    TensorSpec,
+    TwoLayers,
+    Widths,
+    check_positive,
+    trained,
+)
+from .hidden import ACTIVATIONS
+from .starts import at_least_float32, buffers, down_up, indivisible, kaiming_, rank_above, singular
+from .weights import ChangeForm
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, repr=False)
+class LoHa(MatrixForm):
+    """The Hadamard product of two low ranks, (A₁B₁ ⊙ A₂B₂) x (Hyeon-Woo et al. 2022; PEFT: LoHaConfig).
+
+    Tensors: w1_a, w2_a (d_out, r) and w1_b, w2_b (r, d_in), Kaiming uniform but for w2_b, 0.
+
+    Args:
+        rank: r, at least 1.
+    """
+
+    acts_on_weights: ClassVar[bool] = False  # of experts, which have a stack of matrices
+    rank: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(rank=self.rank)
+
+    def tensors(self, widths: Widths) -> Specs:
+        a, b = (widths.out_width, self.rank), (self.rank, widths.in_width)
+        return trained({"w1_a": a, "w1_b": b, "w2_a": a, "w2_b": b})
+
+    def initialize(self, tensors: Tensors, at: Place | None) -> None:
+        for name, tensor in tensors.items():
+            tensor.zero_() if name == "w2_b" else kaiming_(tensor)
+
+    def matrix(self, tensors: Tensors) -> torch.Tensor:
+        return (tensors["w1_a"] @ tensors["w1_b"]) * (tensors["w2_a"] @ tensors["w2_b"])
+
+
+@dataclass(frozen=True, repr=False)
+class LoKr(MatrixForm):
+    """A Kronecker product, (C ⊗ B A) x (Yeh et al. 2024; PEFT: LoKrConfig).
+
+    C is as large as both widths allow, which are the products of two factors. B A is one matrix where the rank is at
+    least half of its greater side, and so is C unless both are decomposed.
+
+    Tensors: w1, or w1_a and w1_b, and w2, or w2_a and w2_b; w1 or w1_a is 0, the others Kaiming uniform.
+
+    Args:
+        rank: r, at least 1.
+        factor: The factor of the widths that gives the sides of C, or the greatest that it may be; -1: any.
+        decompose_both: Whether C is a low rank too, where this is smaller.
+    """
+
+    acts_on_weights: ClassVar[bool] = False
+    rank: int
+    factor: int = -1
+    decompose_both: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(rank=self.rank)
+        if self.factor < 1 and self.factor != -1:
+            raise DeltuneError(f"factor={self.factor}: must be at least 1, or -1")
+
+    def tensors(self, widths: Widths) -> Specs:
+        rows, columns = _two_factors(widths.out_width, self.factor), _two_factors(widths.in_width, self.factor)
+        shapes: Shapes = {}
+        for name, out, width, may in zip(("w1", "w2"), rows, columns, (self.decompose_both, True), strict=True):
+            if may and self.rank < max(out, width) / 2:
+                shapes |= {f"{name}_a": (out, self.rank), f"{name}_b": (self.rank, width)}
+            else:
+                shapes[name] = (out, width)
+        return trained(shapes)
+
+    def initialize(self, tensors: Tensors, at: Place | None) -> None:
+        for name, tensor in tensors.items():
+            tensor.zero_() if name in ("w1", "w1_a") else kaiming_(tensor)
+
+    def matrix(self, tensors: Tensors) -> torch.Tensor:
+        import torch
+
+        def side(name: str) -> torch.Tensor:
+            return tensors[name] if name in tensors else tensors[f"{name}_a"] @ tensors[f"{name}_b"]
+
+        return torch.kron(side("w1"), side("w2"))
+
+
+def _two_factors(width: int, factor: int) -> tuple[int, int]:
+    """Return the two factors of a width that LyCORIS chooses, the smaller one first.
+
+    One of them is `factor`, where it divides the width; else they are as near as they can be, the smaller one at most
+    `factor`.
+    """
+    if factor > 0 and width % factor == 0:
+        return min(factor, width // factor), max(factor, width // factor)
+    most = math.isqrt(width) if factor == -1 else min(factor, math.isqrt(width))
+    small = max(n for n in range(1, most + 1) if width % n == 0)
+    return small, width // small
+
+
+@dataclass(frozen=True, repr=False)
+class MiSS(ChangeForm):
+    """One matrix on the sum of the blocks of x, B Σ_k x_k with x_k (r,) (Kang and Yin 2024; PEFT: MissConfig).
+
+    Tensor: block Bᵀ (r, d_out), 0; with `mini_rank` (r, mini_rank), repeated over the outputs.
+
+    Args:
+        rank: r, the width of the blocks, at least 1; the last block is filled up with zeros.
+        mini_rank: How many outputs have rows of their own; it divides the output's width. None: all.
+
+    Raises:
+        DeltuneError: An argument is out of its range.
+    """
+
+    through_weight: ClassVar[bool] = False
+    rank: int
+    mini_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(rank=self.rank, mini_rank=self.mini_rank or 1)
+
+    def incompatibility(self, widths: Widths) -> str | None:
+        if self.rank > widths.in_width:
+            return f"rank={self.rank} is above the width {widths.in_width}"
+        return indivisible("mini_rank", self.mini_rank, widths.out_width) if self.mini_rank else None
+
+    def tensors(self, widths: Widths) -> Specs:
+        return trained({"block": (self.rank, self.mini_rank or widths.out_width)})
+
+    def initialize(self, tensors: Tensors, at: Place | None) -> None:
+        tensors["block"].zero_()
+
+    def _rows(self, tensors: Tensors, at: Place) -> torch.Tensor:
+        if self.mini_rank is None:
+            return tensors["block"]
+        return tensors["block"].repeat(1, at.weight.shape[0] // self.mini_rank)
+
+    def change(self, tensors: Tensors, at: Place) -> torch.Tensor:
+        width = at.weight.shape[1]
+        return self._rows(tensors, at).t().repeat(1, -(-width // self.rank))[:, :width]
+
+    def __call__(self, tensors: Tensors, u: torch.Tensor, at: Place) -> torch.Tensor:
+        from torch.nn import functional as F
+
+        blocks = F.pad(u, (0, -u.shape[-1] % self.rank)).unflatten(-1, (-1, self.rank))
+        return blocks.sum(-2) @ self._rows(tensors, at).to(u.dtype)
+
+
+@dataclass(frozen=True, repr=False)
+class GraLoRA(MatrixForm):
+    """k × k blocks with a low rank each (Jung et al. 2025; PEFT: GraloraConfig).
+
+    Of the r rows of a block of the input, r / k go to each block of the output.
+
+    Tensors: down (k, d_in / k, r), Kaiming uniform; up (k, r, d_out / k), 0.
+
+    Args:
+        rank: r, a multiple of k.
+        blocks: k, which divides both widths.
+
+    Raises:
+        DeltuneError: An argument is out of its range.
+    """
+
+    acts_on_weights: ClassVar[bool] = False
+    rank: int
+    blocks: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(rank=self.rank, blocks=self.blocks)
+        if self.rank % self.blocks:
+            raise DeltuneError(f"rank={self.rank}: must be a multiple of blocks={self.blocks}")
+
+    def incompatibility(self, widths: Widths) -> str | None:
+        return indivisible("blocks", self.blocks, widths.in_width, widths.out_width)
+
+    def tensors(self, widths: Widths) -> Specs:
+        k = self.blocks
+        return trained({"down": (k, widths.in_width // k, self.rank), "up": (k, self.rank, widths.out_width // k)})
+
+    def initialize(self, tensors: Tensors, at: Place | None) -> None:
+        kaiming_(tensors["down"], fan_in=tensors["down"].shape[1])
+        tensors["up"].zero_()
+
+    def matrix(self, tensors: Tensors) -> torch.Tensor:
+        import torch
+
+        down, up = tensors["down"].unflatten(2, (self.blocks, -1)), tensors["up"].unflatten(1, (self.blocks, -1))
+        return torch.einsum("nijr,jnro->joni", down, up).flatten(2, 3).flatten(0, 1)  # n: in, j: out
+
+
+@dataclass(frozen=True, repr=False)
+class FrozenSide(FactorForm):
+    """A low rank of which one matrix is frozen, B A x (LoRA-FA; Zhang et al. 2023; MiCA).
+
+    PEFT: create_lorafa_optimizer, and LoraConfig(init_lora_weights="mica").
+
+    Tensors: down A (r, d_in) and up B (d_out, r). Frozen is a random A (Kaiming uniform), or the last r left singular
+        vectors of W as B; the other one is 0.
+
+    Args:
+        rank: r, at least 1.
+        frozen: "down" or "up".
+    """
+
+    reads_weight: ClassVar[bool] = True
+    rank: int
+    frozen: str = "down"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(rank=self.rank)
+        if self.frozen not in ("down", "up"):
+            raise DeltuneError(unknown_name("frozen", self.frozen, ("down", "up")))
+
+    def incompatibility(self, widths: Widths) -> str | None:
+        return rank_above(self.rank, widths)
+
+    def tensors(self, widths: Widths) -> Specs:
+        shapes = down_up(self.rank, widths)
+        return buffers({self.frozen: shapes.pop(self.frozen)}) | trained(shapes)
+
+    def initialize(self, tensors: Tensors, at: Place | None) -> None:
+        if self.frozen == "down":
+            kaiming_(tensors["down"])
+            tensors["up"].zero_()
+        else:
+            assert at is not None
+            tensors["down"].zero_()
+            tensors["up"].copy_(singular(at.weight, slice(min(at.weight.shape) - self.rank, None)).u)
+
+    def factors(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        return tensors["down"], tensors["up"]
+
+
+@dataclass(frozen=True, repr=False)
+class KroneckerBottleneck(Form):
+    """A bottleneck f(u Dᵀ + d) Uᵀ + e whose matrices are Σ_i A_i ⊗ s_i t_i (Compacter; Karimi Mahabadi et al. 2021).
+
+    Tensors: rules A_i (n, n, n), N(0, 0.01), which all places share; down_s (n, r / n, k) and up_s (n, d_out / n, k),
+        down_t (n, k, d_in / n), Kaiming uniform; up_t (n, k, r / n), 0; down_bias (r,) and up_bias (d_out,), 0.
+
+    Args:
+        rank: r, a multiple of n.
+        divisions: n, the number of Kronecker products, which divides the widths.
+        inner_rank: k, the rank of the second factors.
+        activation: f: "relu", "gelu", "silu", "tanh", "sigmoid" or "identity".
+
+    Raises:
+        DeltuneError: An argument is out of its range.
+    """
+
+    rank: int
+    divisions: int = 4
+    inner_rank: int = 1
+    activation: str = "gelu"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(rank=self.rank, divisions=self.divisions, inner_rank=self.inner_rank)
+        if self.rank % self.divisions:
+            raise DeltuneError(f"rank={self.rank}: must be a multiple of divisions={self.divisions}")
+        if self.activation not in ACTIVATIONS:
+            raise DeltuneError(unknown_name("activation", self.activation, ACTIVATIONS))
+
+    def incompatibility(self, widths: Widths) -> str | None:
+        return indivisible("divisions", self.divisions, widths.in_width, widths.out_width)
+
+    def tensors(self, widths: Widths) -> Specs:
+        n, k, shapes = self.divisions, self.inner_rank, down_up(self.rank, widths)
+        parts: Shapes = {}
+        for name, (rows, columns) in shapes.items():
+            parts |= {f"{name}_s": (n, rows // n, k), f"{name}_t": (n, k, columns // n), f"{name}_bias": (rows,)}
+        return trained(parts) | {"rules": TensorSpec((n, n, n), shared="term")}
+
+    def initialize(self, tensors: Tensors, at: Place | None) -> None:
+        for name, tensor in tensors.items():
+            if name == "rules":
+                tensor.normal_(std=0.01)
+            else:
+                tensor.zero_() if name == "up_t" or name.endswith("bias") else kaiming_(tensor)
+
+    def _matrix(self, tensors: Tensors, name: str) -> torch.Tensor:
+        import torch
+
+        parts = tensors[f"{name}_s"] @ tensors[f"{name}_t"]
+        return torch.einsum("iab,icd->acbd", tensors["rules"], parts).flatten(2, 3).flatten(0, 1)
+
+    def two_layers(self, tensors: Tensors) -> TwoLayers:
+        down, up = (self._matrix(tensors, name) for name in ("down", "up"))
+        return TwoLayers(down, tensors["down_bias"], self.activation, up, tensors["up_bias"])
+
+    def before_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp:
+        from torch.nn import functional as F
+
+        layers = self.two_layers(tensors)
+        assert layers.down_bias is not None
+        inner = F.linear(u, layers.down.to(u.dtype), layers.down_bias.to(u.dtype))
+        return getattr(F, self.activation, lambda h: h)(inner), layers.up, layers.up_bias
+
+
+@dataclass(frozen=True, repr=False)
+class LoReFT(Form):
+    """An edit in a subspace, h + Rᵀ (W h + b - R h) with orthonormal rows R (Wu et al. 2024), at every position.
+
+    Tensors: rotation (r, d), which R is made of; source W (r, d), R at the start; bias b (r,), 0.
+
+    Args:
+        rank: r, at least 1.
+    """
+
+    rank: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(rank=self.rank)
+
+    def incompatibility(self, widths: Widths) -> str | None:
+        if widths.in_width != widths.out_width:
+            return f"LoReFT needs u as wide as h, here they are {widths.in_width} and {widths.out_width}"
+        return rank_above(self.rank, widths)
+
+    def tensors(self, widths: Widths) -> Specs:
+        shape = (self.rank, widths.in_width)
+        return trained({"rotation": shape, "source": shape, "bias": (self.rank,)})
+
+    def initialize(self, tensors: Tensors, at: Place | None) -> None:
+        tensors["rotation"].normal_()
+        tensors["rotation"].copy_(self._rows(tensors))
+        tensors["source"].copy_(self._rows(tensors))
+        tensors["bias"].zero_()
+
+    def product(self, widths: Widths) -> None:
+        raise DeltuneError("loreft cannot be masked: entries left out of an orthonormal matrix change the others")
+
+    def _rows(self, tensors: Tensors) -> torch.Tensor:
+        """Return R, by a QR decomposition whose triangle has a positive diagonal."""
+        import torch
+
+        columns, triangle = torch.linalg.qr(at_least_float32(tensors["rotation"]).t())
+        return (columns * triangle.diagonal().sign()).t().to(tensors["rotation"].dtype)
+
+    def affine(self, tensors: Tensors, at: Place | None) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = self._rows(tensors)
+        return rows.t() @ (tensors["source"] - rows), rows.t() @ tensors["bias"]
+
+    def before_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp:
+        from torch.nn import functional as F
+
+        rows = self._rows(tensors)
+        return F.linear(u, (tensors["source"] - rows).to(u.dtype), tensors["bias"].to(u.dtype)), rows.t(), None
