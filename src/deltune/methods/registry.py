@@ -222,8 +222,8 @@ REGISTRY: Mapping[str, RegistryEntry] = {
 FORMS = (
     Bottleneck, LowRank, Prefix, MultiHead, OwnMultiHead, Prompt, Vector, Rescale, Mixture, DoRA, HiRA, GLoRA, DEFT,
     PEANuT, DeLoRA, OSF, LoHa, LoKr, MiSS, GraLoRA, FrozenSide, KroneckerBottleneck, LoReFT, VeRA, RandLoRA, VBLoRA,
-    UniLoRA, TinyLoRA, NoLA, Rotation, Householder, Butterfly, PrincipalRotation, PairRotation, FourierFT, Circulant, LoRAXS,
-    Centred, SHiRA,
+    UniLoRA, TinyLoRA, NoLA, Rotation, Householder, Butterfly, PrincipalRotation, PairRotation, FourierFT, Circulant,
+    LoRAXS, Centred, SHiRA,
 )  # fmt: skip
 """The forms of the library. Any other is a user's own, and checked before it acts (`form_checks`)."""
 
