@@ -22,7 +22,7 @@ from .forms.low_rank import Init, LowRank
 from .forms.orthogonal import Butterfly, Householder, PairRotation, PrincipalRotation, Rotation
 from .forms.prompt import Prompt
 from .forms.shared import NoLA, RandLoRA, TinyLoRA, UniLoRA, VBLoRA, VeRA
-from .forms.spectral import C3A, Centred, FourierFT, LoRAXS
+from .forms.spectral import Centred, Circulant, FourierFT, LoRAXS
 from .forms.structured import FrozenSide, GraLoRA, KroneckerBottleneck, LoHa, LoKr, LoReFT, MiSS
 from .forms.weights import DEFT, OSF, DeLoRA, DoRA, GLoRA, HiRA, PEANuT
 from .other_names import hint_for_site
@@ -813,7 +813,7 @@ def c3a(
     Args:
         block_size: The size of a block, which divides the widths.
     """
-    return _at_projections(C3A(block_size), at, layers, stack, attention, tower)
+    return _at_projections(Circulant(block_size), at, layers, stack, attention, tower)
 
 
 @_projection_method

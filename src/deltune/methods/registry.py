@@ -21,7 +21,7 @@ from .forms.low_rank import LowRank
 from .forms.orthogonal import Butterfly, Householder, PairRotation, PrincipalRotation, Rotation
 from .forms.prompt import Prompt
 from .forms.shared import NoLA, RandLoRA, TinyLoRA, UniLoRA, VBLoRA, VeRA
-from .forms.spectral import C3A, Centred, FourierFT, LoRAXS
+from .forms.spectral import Centred, Circulant, FourierFT, LoRAXS
 from .forms.structured import FrozenSide, GraLoRA, KroneckerBottleneck, LoHa, LoKr, LoReFT, MiSS
 from .forms.weights import DEFT, OSF, DeLoRA, DoRA, GLoRA, HiRA, PEANuT
 from .spec import MaskedMethod, Method, Modification, NamedMethod, Selection
@@ -160,8 +160,8 @@ REGISTRY: Mapping[str, RegistryEntry] = {entry.make.__name__: entry for entry in
 FORMS = (
     Bottleneck, LowRank, Prefix, MultiHead, OwnMultiHead, Prompt, Vector, Rescale, Mixture, DoRA, HiRA, GLoRA, DEFT,
     PEANuT, DeLoRA, OSF, LoHa, LoKr, MiSS, GraLoRA, FrozenSide, KroneckerBottleneck, LoReFT, VeRA, RandLoRA, VBLoRA,
-    UniLoRA, TinyLoRA, NoLA, Rotation, Householder, Butterfly, PrincipalRotation, PairRotation, FourierFT, C3A, LoRAXS,
-    Centred, SHiRA,
+    UniLoRA, TinyLoRA, NoLA, Rotation, Householder, Butterfly, PrincipalRotation, PairRotation, FourierFT, Circulant,
+    LoRAXS, Centred, SHiRA,
 )  # fmt: skip
 """The forms of the library. Any other is a user's own, and checked before it acts (`forms.checks`)."""
 

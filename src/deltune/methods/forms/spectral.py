@@ -79,7 +79,7 @@ def random_entries(size: int, number: int, seed: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True, repr=False)
-class C3A(MatrixForm):
+class Circulant(MatrixForm):
     """Blocks of circulant matrices (Chen et al. 2025; PEFT: C3AConfig).
 
     Tensor: kernel (d_out / b, d_in / b, b), 0: the first column of each block, times d_in.
