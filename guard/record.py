@@ -220,8 +220,8 @@ def generated(model: Any, inputs: Mapping[str, Any]) -> str:
     )
 
 
-def record(source: str, tables: str, output: str, part: str, every: int) -> None:
-    sys.path[:0] = [str(Path(source).resolve()), str(Path(tables).resolve())]
+def record(source: str, checkout: str, output: str, part: str, every: int) -> None:
+    sys.path[:0] = [str(Path(source).resolve()), str(Path(checkout).resolve())]
     import torch
 
     import deltune
@@ -264,7 +264,7 @@ if __name__ == "__main__":
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", help="folder with the package")
-    parser.add_argument("--tables", help="checkout whose tests/laws has families and methods")
+    parser.add_argument("--tables", help="checkout whose tests/tables (once tests/laws) has families and methods")
     parser.add_argument("--output")
     parser.add_argument("--part", default="1/1", help="K/N: every Nth cell, from the Kth on")
     parser.add_argument("--every", type=int, default=1, help="take one cell of so many")
