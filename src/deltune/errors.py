@@ -169,7 +169,12 @@ def closest_match(name: str, known: Iterable[str]) -> str | None:
     if len(str(name)) > MAX_NAME_LENGTH:
         return None
     candidates = [str(other) for other in known][:MAX_COMPARED_NAMES]
-    return next(iter(difflib.get_close_matches(str(name), candidates, n=1, cutoff=0.5)), None)
+    matches = difflib.get_close_matches(str(name), candidates, n=5, cutoff=0.5)
+
+    def closeness(match: str) -> tuple[float, bool]:
+        return difflib.SequenceMatcher(None, match, str(name)).ratio(), match[:1] == str(name)[:1]
+
+    return max(matches, key=closeness, default=None)
 
 
 def unknown_name(kind: str, name: object, known: Iterable[str], where: str = "", hint: str | None = None) -> str:

@@ -136,7 +136,7 @@ ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "ssf": FIELD,
     "beft": FIELD,
     "compacter": {
-        "rank": RANKS.map(lambda n: 12 * n), "divisions": st.sampled_from([2, 3, 4]),
+        "rank": RANKS.map(lambda n: 12 * n), "divisions": st.sampled_from([2, 4]),
         "activation": st.sampled_from(sorted(ACTIVATIONS)), **WHERE, **TOWER,
     },
     "loreft": {"rank": RANKS, "layers": WHERE["layers"], "stack": WHERE["stack"], **TOWER},

@@ -369,7 +369,7 @@ def test_a_lane_that_fails_while_a_delta_is_loaded_fails_alone(
         with pytest.raises(DeltuneError, match=r"the engine failed: .*a broken result"):
             one.result(60)
     check(of, [other, slow], [future.result(60), server.submit(slow).result(60)])
-    wait_until(lambda: len(server._backbones.first.handle.names) == len(server._lifecycle.in_memory()))
+    wait_until(lambda: len(server._backbones.first.attached.names) == len(server._lifecycle.in_memory()))
 
 
 def test_an_answered_request_is_freed_without_the_garbage_collector(of: Deltas) -> None:
@@ -455,14 +455,14 @@ def test_a_request_that_is_cancelled_in_its_pass_and_a_delta_that_is_taken_out_m
     slow, beside = ask("classify", 10, 0, "d0"), ask("classify", 10, 3, "d2")
     future, other = submit_together(server, [slow, beside])
     assert held.waits.wait(60)
-    names = set(server._backbones.first.handle.names)
+    names = set(server._backbones.first.attached.names)
     assert future.cancel()
     check(of, [beside, beside], [other.result(60), server.submit(beside).result(60)])
     server.unload("d0")
-    assert set(server._backbones.first.handle.names) == names, "the pass needs it"
+    assert set(server._backbones.first.attached.names) == names, "the pass needs it"
     held.release()
     wait_until(lambda: not server._jobs and not server._lifecycle.retired)
-    assert len(server._backbones.first.handle.names) == len(names) - 1
+    assert len(server._backbones.first.attached.names) == len(names) - 1
     assert not server.stats().running and server.stats().finished["d0"] == 2, "as often as it was warmed up"
     assert server.load("d0").loaded
     check(of, [slow], [server.submit(slow).result(60)])

@@ -361,7 +361,7 @@ def test_which_families_hold_prefixes_in_their_caches(family: str) -> None:
         runner: Any = lane.runner  # type: ignore[union-attr]
         assert runner.holds == HOLDS[family]
         assert not HOLDS[family] or runner.caches_prefixes
-        assert not server._backbones.first.handle.names  # the trial is gone
+        assert not server._backbones.first.attached.names  # the trial is gone
 
 
 def test_families_that_compute_with_the_values_of_their_cache_keep_prefixes_out_of_it() -> None:

@@ -109,7 +109,7 @@ def test_a_new_version_takes_over_between_two_requests(folder: Any) -> None:
         list(stream)
         old, new = stream.answer, later.result(60)
         assert old is not None and old.version != new.version == info.version and info.loaded
-        wait_until(lambda: len(server._backbones.first.handle.names) == 1)  # the old one goes with its last request
+        wait_until(lambda: len(server._backbones.first.attached.names) == 1)  # the old one goes with its last request
     check(of, [request], [old])
     model = of.model()
     deltune.load(model, root / "d2")
@@ -204,7 +204,7 @@ def test_the_least_recently_used_delta_is_dropped() -> None:
             server.submit(ask("classify", 4, 1, name)).result(60)
             assert {info.name for info in server.deltas() if info.loaded} == set(loaded.split())
         assert server.stats().loads == 4 and server.stats().evictions == 2
-        handle = server._backbones.first.handle
+        handle = server._backbones.first.attached
         assert len(handle.names) == 2
 
 
@@ -494,7 +494,7 @@ def test_numbers_that_are_not_finite_are_no_answer() -> None:
         warm(server, ask("generate", 3, 1, "d2"))
         entry = server._catalog.entries["d2"]
         assert entry.current is not None and entry.current.internal is not None
-        delta = server._backbones.first.handle.delta(entry.current.internal)
+        delta = server._backbones.first.attached.delta(entry.current.internal)
         with torch.no_grad():
             for parameter in delta.edits.parameters():
                 parameter.fill_(torch.inf)

@@ -28,7 +28,7 @@ def test_a_sibling_has_the_base_models_weights_whatever_is_in_use_meanwhile(monk
     def interrupted(*arguments: Any, **options: Any) -> Iterator[Any]:
         nonlocal swaps
         for item in walk(*arguments, **options):
-            first.handle.use("other" if swaps % 2 == 0 else None)
+            first.attached.use("other" if swaps % 2 == 0 else None)
             swaps += 1
             yield item
 
@@ -41,7 +41,7 @@ def test_a_sibling_has_the_base_models_weights_whatever_is_in_use_meanwhile(monk
         assert swaps > len(shared) > 10
         assert [name for name, value in shared.items() if not torch.equal(value, base[name])] == []
         assert made.config.id2label == labels
-    first.handle.use(None)
+    first.attached.use(None)
     owned = {id(parameter) for parameter in model.base_model.parameters()}
     assert {id(parameter) for parameter in made.base_model.parameters()} <= owned, "the weights are in memory once"
 

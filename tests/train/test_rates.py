@@ -379,8 +379,11 @@ def cache() -> ModelCache:
 @pytest.mark.parametrize("method", REGISTRY)
 @pytest.mark.sample(10)
 def test_the_defaults_of_a_method_teach_or_tell(method: str, root: Path, tmp_path: Path, cache: ModelCache) -> None:
-    short = {"prompt": "prompt(length=4)"}  # the tiny model has few positions
-    config = tiny.spec(root, method=short.get(method, repr(REGISTRY[method].plain)), epochs=2)
+    fitting = {  # the tiny model has few positions and a width of 32
+        "prompt": "prompt(length=4)", "miss": "miss(rank=8)", "c3a": "c3a(block_size=16)", "shira": "shira(rank=4)",
+        "vblora": "vblora(vectors=32, length=16)", "road": "road(group_size=32)",
+    }  # fmt: skip
+    config = tiny.spec(root, method=fitting.get(method, repr(REGISTRY[method].plain)), epochs=2)
     train(config, tmp_path / "run", cache=cache, progress=False, report=False)
     assert learned_or_told(tmp_path / "run")
 

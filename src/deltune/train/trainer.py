@@ -38,6 +38,7 @@ from .records import signed_score
 from .run_folder import RunFolder
 from .tasks.base import Columns, InferenceContext, TaskKind, TaskOptions
 from .tasks.encoding import IGNORE_INDEX, EncodedRows, LengthGroupedBatches, Row, collate
+from .tasks.generation import next_token_loss, predicts_next_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -258,6 +259,7 @@ class DeltaTrainer(Trainer):
         self.run_state, self.bar = state, bar
         # each token is predicted from those before it; the Trainer goes by the class's name, and misses some
         self.shifted = state.kind.head == "causal-lm"
+        self.model_shifts: bool | None = None  # whether the model's own loss does it, which the first batch shows
         super().__init__(
             model=state.model,
             args=arguments,
@@ -323,6 +325,10 @@ class DeltaTrainer(Trainer):
         loss = outputs.loss
         if self.label_smoother is not None:
             loss = self.label_smoother(outputs, inputs["labels"], shift_labels=self.shifted)
+        elif self.shifted:
+            if self.model_shifts is None:
+                self.model_shifts = predicts_next_tokens(outputs, inputs["labels"])
+            loss = loss if self.model_shifts else next_token_loss(outputs, inputs["labels"])
         return loss * (self.args.world_size * items / num_items_in_batch)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:

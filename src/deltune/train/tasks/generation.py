@@ -272,6 +272,24 @@ def _row_losses(
     return losses.sum(1), (labels != IGNORE_INDEX).sum(1)
 
 
+def predicts_next_tokens(outputs: Any, labels: torch.Tensor) -> bool:
+    """Return whether a language model's own loss compares what it says at each token with the next one.
+
+    Classes such as BartForCausalLM compare it with the token itself and leave shifting the labels to the caller.
+    """
+    logits, vocabulary = outputs.logits.detach().float(), outputs.logits.shape[-1]
+    next_tokens = functional.cross_entropy(logits[:, :-1].reshape(-1, vocabulary), labels[:, 1:].reshape(-1))
+    same_tokens = functional.cross_entropy(logits.reshape(-1, vocabulary), labels.reshape(-1))
+    loss = outputs.loss.detach()
+    return bool((loss - next_tokens).abs() <= (loss - same_tokens).abs())
+
+
+def next_token_loss(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+    """Return the mean loss of the next tokens."""
+    logits = outputs.logits[:, :-1].float()
+    return functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1))
+
+
 def predict_log_likelihoods(context: InferenceContext, encoded: EncodedRows) -> Predictions:
     """Predict the log-likelihood of every text, in nats; references are the numbers of its predicted tokens.
 
