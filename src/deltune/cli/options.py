@@ -22,6 +22,18 @@ if TYPE_CHECKING:
     Places = Mapping[str, tuple[str, str]]
 
 
+def split_settings(settings: Sequence[str], example: str) -> dict[str, str]:
+    """Return the texts of --set by their dotted names; the message about a malformed one has the example."""
+    values = {}
+    for item in settings:
+        name, equals, value = item.partition("=")
+        name = name.strip().replace("-", "_")
+        if not equals or not name:
+            raise DeltuneError(f"--set {item}: give SECTION.FIELD=VALUE, such as {example}")
+        values[name] = value
+    return values
+
+
 def import_user_code(names: Sequence[str] | None) -> Sequence[str] | None:
     """Import Python files and modules, in their order, each once.
 

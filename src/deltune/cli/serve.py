@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import DeltuneError, check_extra
-from .options import Imports
+from .options import Imports, split_settings
 from .output import Json, Quiet, console, fast_imports, log_to_stderr
 
 
@@ -83,7 +83,8 @@ def run(
 
     values = {} if config is None else read_values(config)
     named_model = {} if model is None else {"model": model}
-    resolved = ServeConfig.from_values(values, _without_null(options), _parse_settings(settings or []), named_model)
+    by_dotted_name = split_settings(settings or [], "limits.timeout=60")
+    resolved = ServeConfig.from_values(values, _without_null(options), _without_null(by_dotted_name), named_model)
     if imports and resolved.ray.ray:
         raise DeltuneError("--import does not reach the replicas that --ray starts: serve such deltas without --ray")
     if print_config:
@@ -101,18 +102,6 @@ def run(
 def _without_null(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options with None for the text null, which stands for no value."""
     return {name: None if value == "null" else value for name, value in options.items()}
-
-
-def _parse_settings(settings: list[str]) -> dict[str, Any]:
-    """Return the values of --set by their dotted names."""
-    values: dict[str, Any] = {}
-    for item in settings:
-        name, equals, value = item.partition("=")
-        name = name.strip().replace("-", "_")
-        if not equals or not name:
-            raise DeltuneError(f"--set {item}: give SECTION.FIELD=VALUE, such as limits.timeout=60")
-        values[name] = value
-    return _without_null(values)
 
 
 def serve_key(

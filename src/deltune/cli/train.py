@@ -26,7 +26,7 @@ import typer
 from ..errors import DeltuneError
 from ..files import user_path
 from ..methods.other_names import hint_for_option
-from .options import Imports
+from .options import Imports, split_settings
 from .output import Json, Quiet, console, fast_imports, log_to_stderr
 
 if TYPE_CHECKING:
@@ -323,14 +323,8 @@ def _parse_settings(settings: list[str]) -> dict[str, Any]:
     """Return the values of --set by their dotted names."""
     from ..train.config import DOTTED
 
-    values = {}
-    for item in settings:
-        name, equals, value = item.partition("=")
-        name = name.strip().replace("-", "_")
-        if not equals or not name:
-            raise DeltuneError(f"--set {item}: give SECTION.FIELD=VALUE, such as optim.clip=0.5")
-        values[name] = _parse_value(DOTTED.get(name, name), value)
-    return values
+    values = split_settings(settings, "optim.clip=0.5")
+    return {name: _parse_value(DOTTED.get(name, name), value) for name, value in values.items()}
 
 
 def _parse_value(name: str, text: str) -> Any:

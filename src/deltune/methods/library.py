@@ -957,7 +957,6 @@ def pissa(
 
     PEFT: LoraConfig(init_lora_weights="pissa"). The base model is not changed.
 
-
     Args:
         scale: s, above 0.
     """
@@ -972,7 +971,6 @@ def olora(
     """Train a low rank from W's QR decomposition, s (B A - B₀ A₀) x (OLoRA; Büyükakyüz 2024).
 
     PEFT: LoraConfig(init_lora_weights="olora"). The base model is not changed.
-
 
     Args:
         scale: s, above 0.

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,11 +45,9 @@ from .model_methods import METHODS, WHOLE_MODEL_METHODS
 from .model_state import ModelState, claim_modules, refuse_shared_modules
 from .modules import BasePlace, Delta, Edit, HeadLabels
 from .offloading import follow_offloading, leave_offloading, refuse_offloaded
-from .pass_manager import PassManager, Scope, choose_here, current_scope, reset_after_fork
+from .pass_manager import PassManager, Scope, choose_here, current_scope, reset_after_fork, run_to_completion
 from .prompts import check_takes_prompts
 from .row_assignment import RowAssignment, owning_modules
-
-T = TypeVar("T")
 
 _THE_MODEL = ""
 """Owner key for hooks that all deltas share; no delta has this name."""
@@ -295,7 +293,7 @@ class Attached:
             if name is not None:
                 self.delta(name)
             self.state.check_slots(name)
-            _run_to_completion(lambda: self._use(name))
+            run_to_completion(lambda: self._use(name))
 
     def _use(self, name: str | None) -> None:
         self._choose(name)
@@ -484,7 +482,7 @@ class Attached:
             self.passes.refuse_in_other_scopes("detach", removed)
             if self.passes.default_assignment.placed_delta in removed:
                 self.state.check_slots(None)
-            model: PreTrainedModel = _run_to_completion(lambda: self._detach(removed))
+            model: PreTrainedModel = run_to_completion(lambda: self._detach(removed))
             return model
 
     def _detach(self, names: Sequence[str]) -> Any:
@@ -525,7 +523,7 @@ class Attached:
             delta.warn_if_never_advanced()
             merge = merging.plan_merge(self, delta, dequantize)
             labels, model = delta.labels or self.base_labels, self.model
-            _run_to_completion(lambda: self._put_merged(model, merge, labels))
+            run_to_completion(lambda: self._put_merged(model, merge, labels))
         return model, merge.warning
 
     def _put_merged(self, model: PreTrainedModel, merge: merging.Merge, labels: HeadLabels) -> None:
@@ -629,12 +627,3 @@ def _move(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     parameters = [*parameters_of(module).values(), *buffers_of(module).values()]
     if submodules_of(module) or any(p is not None and (p.device != device or p.dtype != dtype) for p in parameters):
         module.to(device, dtype)
-
-
-def _run_to_completion(change: Callable[[], T]) -> T:
-    """Run a change whose steps may be repeated; if it is interrupted, finish it before the exception goes on."""
-    try:
-        return change()
-    except BaseException:
-        change()
-        raise

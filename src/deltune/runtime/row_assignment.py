@@ -19,7 +19,7 @@ from torch import nn
 
 from ..anatomy.offloading import call_with_weights
 from ..anatomy.types import Anatomy, is_inside
-from ..errors import DeltuneError, error_from_problems, excerpt, unknown_name
+from ..errors import DeltuneError, error_from_problems, excerpt, first_names, unknown_name
 from ..methods.forms.prompt import Prompt
 from ..methods.masks import RowMask
 from .model_state import ModelState
@@ -474,11 +474,10 @@ def _group_rows(
         facts = cache.of(delta, anatomy, state)
         shared = facts.shared
         if facts.not_by_row and not shared:
-            more = f" and {len(facts.not_by_row) - 1} more" if len(facts.not_by_row) > 1 else ""
             problems.append(
-                f"{name!r} ({delta.method!r}) changes {facts.not_by_row[0]}{more}, whose hidden states are not in the "
-                "order of the batch's rows (their first axis is the length, or they are tokens that a router chose); "
-                f"call use({name!r}) and run its rows in a batch of their own"
+                f"{name!r} ({delta.method!r}) changes {first_names(facts.not_by_row, 1)}, whose hidden states are not "
+                "in the order of the batch's rows (their first axis is the length, or they are tokens that a router "
+                f"chose); call use({name!r}) and run its rows in a batch of their own"
             )
         if all_rows := [edit.place.name for edit in delta.all_edits() if not edit.place.can_differ_by_row]:
             problems.append(
@@ -487,9 +486,8 @@ def _group_rows(
                 "batch of their own"
             )
         if shared:
-            more = f" and {len(shared) - 2} more" if len(shared) > 2 else ""
             problems.append(
-                f"{name!r} ({delta.method!r}) trains {', '.join(shared[:2])}{more}, which all rows of a batch share; "
+                f"{name!r} ({delta.method!r}) trains {first_names(shared, 2)}, which all rows of a batch share; "
                 f"call use({name!r}) and run its rows in a batch of their own"
             )
         rows = tuple(i for i, other in enumerate(names) if other == name)

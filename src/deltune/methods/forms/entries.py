@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .base import Place, Specs, Tensors, TensorSpec, Widths, check_positive, trained
-from .spectral import random_entries
+from .starts import random_entries
 from .weights import ChangeForm
 
 if TYPE_CHECKING:

@@ -31,6 +31,13 @@ ACTIVATIONS = ("relu", "gelu", "silu", "tanh", "sigmoid", "identity")
 """The activations of a bottleneck, as `torch.nn.functional` calls them but for the last one, which does nothing."""
 
 
+def activate(activation: str, inner: torch.Tensor) -> torch.Tensor:
+    """Apply one of `ACTIVATIONS`."""
+    from torch.nn import functional as F
+
+    return inner if activation == "identity" else getattr(F, activation)(inner)
+
+
 @dataclass(frozen=True, repr=False)
 class Bottleneck(Form):
     """Two projections with an activation between them, Δh = f(u W_down + b_down) W_up + b_up (UV eq. 4).
@@ -104,8 +111,7 @@ class Bottleneck(Form):
         t = {name: tensor.to(u.dtype) for name, tensor in tensors.items() if not name.startswith("up")}
         if self.layer_norm:
             u = F.layer_norm(u, u.shape[-1:], t["norm_gain"], t["norm_bias"])
-        inner = F.linear(u, t["down"], t.get("down_bias"))
-        inner = inner if self.activation == "identity" else getattr(F, self.activation)(inner)
+        inner = activate(self.activation, F.linear(u, t["down"], t.get("down_bias")))
         inner = F.dropout(inner, self.dropout) if self.dropout and at.training else inner
         return inner, tensors["up"], tensors.get("up_bias")
 

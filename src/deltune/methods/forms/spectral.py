@@ -19,7 +19,7 @@ from .base import (
     check_positive,
     trained,
 )
-from .starts import at_least_float32, buffers, down_up, indivisible, rank_above, singular
+from .starts import at_least_float32, buffers, down_up, indivisible, random_entries, rank_above, singular
 from .weights import ChangeForm
 
 if TYPE_CHECKING:
@@ -69,13 +69,6 @@ class FourierFT(ChangeForm):
         spectrum = at_least_float32(tensors["spectrum"])
         flat = spectrum.new_zeros(at.weight.numel()).index_put((tensors["entries"],), spectrum)
         return self.scale * torch.fft.ifft2(flat.view(at.weight.shape)).real
-
-
-def random_entries(size: int, number: int, seed: int) -> torch.Tensor:
-    """Return so many different positions below `size`, drawn from a seed on the CPU."""
-    import torch
-
-    return torch.randperm(size, generator=torch.Generator().manual_seed(seed))[:number]
 
 
 @dataclass(frozen=True, repr=False)

@@ -68,3 +68,10 @@ def at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
     import torch
 
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def random_entries(size: int, number: int, seed: int) -> torch.Tensor:
+    """Return so many different positions below `size`, drawn from a seed on the CPU."""
+    import torch
+
+    return torch.randperm(size, generator=torch.Generator().manual_seed(seed))[:number]

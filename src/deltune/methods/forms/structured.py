@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from ...errors import DeltuneError, unknown_name
+from ...errors import DeltuneError, check_choice
 from .base import (
     BeforeUp,
     FactorForm,
@@ -22,7 +22,7 @@ from .base import (
     check_positive,
     trained,
 )
-from .hidden import ACTIVATIONS
+from .hidden import ACTIVATIONS, activate
 from .starts import at_least_float32, buffers, down_up, indivisible, kaiming_, rank_above, singular
 from .weights import ChangeForm
 
@@ -235,8 +235,7 @@ class FrozenSide(FactorForm):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(rank=self.rank)
-        if self.frozen not in ("down", "up"):
-            raise DeltuneError(unknown_name("frozen", self.frozen, ("down", "up")))
+        check_choice("frozen", self.frozen, ("down", "up"))
 
     def incompatibility(self, widths: Widths) -> str | None:
         return rank_above(self.rank, widths)
@@ -285,8 +284,7 @@ class KroneckerBottleneck(Form):
         check_positive(rank=self.rank, divisions=self.divisions, inner_rank=self.inner_rank)
         if self.rank % self.divisions:
             raise DeltuneError(f"rank={self.rank}: must be a multiple of divisions={self.divisions}")
-        if self.activation not in ACTIVATIONS:
-            raise DeltuneError(unknown_name("activation", self.activation, ACTIVATIONS))
+        check_choice("activation", self.activation, ACTIVATIONS)
 
     def incompatibility(self, widths: Widths) -> str | None:
         return indivisible("divisions", self.divisions, widths.in_width, widths.out_width)
@@ -321,7 +319,7 @@ class KroneckerBottleneck(Form):
         layers = self.two_layers(tensors)
         assert layers.down_bias is not None
         inner = F.linear(u, layers.down.to(u.dtype), layers.down_bias.to(u.dtype))
-        return getattr(F, self.activation, lambda h: h)(inner), layers.up, layers.up_bias
+        return activate(self.activation, inner), layers.up, layers.up_bias
 
 
 @dataclass(frozen=True, repr=False)

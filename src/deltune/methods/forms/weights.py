@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from ...errors import DeltuneError, unknown_name
+from ...errors import DeltuneError, check_choice
 from .base import (
     FactorForm,
     Place,
@@ -18,7 +18,7 @@ from .base import (
     check_share,
     trained,
 )
-from .hidden import ACTIVATIONS
+from .hidden import ACTIVATIONS, activate
 from .starts import buffers, down_up, kaiming_, rank_above, singular
 
 if TYPE_CHECKING:
@@ -255,8 +255,7 @@ class PEANuT(ChangeForm):
         check_positive(rank=self.rank)
         if self.depth < 0:
             raise DeltuneError(f"depth={self.depth}: must be at least 0")
-        if self.activation not in ACTIVATIONS:
-            raise DeltuneError(unknown_name("activation", self.activation, ACTIVATIONS))
+        check_choice("activation", self.activation, ACTIVATIONS)
 
     def tensors(self, widths: Widths) -> Specs:
         inner = {f"{kind}_{n}": (self.rank, self.rank) for kind in ("encoder", "decoder") for n in range(self.depth)}
@@ -267,15 +266,12 @@ class PEANuT(ChangeForm):
             tensor.zero_() if name == "b" else kaiming_(tensor)
 
     def change(self, tensors: Tensors, at: Place) -> torch.Tensor:
-        from torch.nn import functional as F
-
-        f = getattr(F, self.activation, lambda h: h)
-        h, inputs = f(at.weight.t().to(tensors["a"].dtype) @ tensors["a"].t()), []
+        h, inputs = activate(self.activation, at.weight.t().to(tensors["a"].dtype) @ tensors["a"].t()), []
         for n in range(self.depth):
             inputs.append(h)
-            h = f(h @ tensors[f"encoder_{n}"].t())
+            h = activate(self.activation, h @ tensors[f"encoder_{n}"].t())
         for n in range(self.depth):
-            h = f(h @ tensors[f"decoder_{n}"].t()) + inputs.pop()
+            h = activate(self.activation, h @ tensors[f"decoder_{n}"].t()) + inputs.pop()
         return self.scale * (h @ tensors["b"].t()).t()
 
 

@@ -272,16 +272,14 @@ def _row_losses(
     return losses.sum(1), (labels != IGNORE_INDEX).sum(1)
 
 
+@torch.no_grad()
 def predicts_next_tokens(outputs: Any, labels: torch.Tensor) -> bool:
     """Return whether a language model's own loss compares what it says at each token with the next one.
 
     Classes such as BartForCausalLM compare it with the token itself and leave shifting the labels to the caller.
     """
-    logits, vocabulary = outputs.logits.detach().float(), outputs.logits.shape[-1]
-    next_tokens = functional.cross_entropy(logits[:, :-1].reshape(-1, vocabulary), labels[:, 1:].reshape(-1))
-    same_tokens = functional.cross_entropy(logits.reshape(-1, vocabulary), labels.reshape(-1))
-    loss = outputs.loss.detach()
-    return bool((loss - next_tokens).abs() <= (loss - same_tokens).abs())
+    same_tokens = functional.cross_entropy(outputs.logits.float().flatten(0, 1), labels.flatten())
+    return bool((outputs.loss - next_token_loss(outputs, labels)).abs() <= (outputs.loss - same_tokens).abs())
 
 
 def next_token_loss(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
