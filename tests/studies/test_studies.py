@@ -19,6 +19,7 @@ from deltune.studies.claims.decisions import decidable_effects
 from deltune.studies.jobs.job import Job, Outcome, run_job
 from deltune.studies.jobs.pool import Scheduler
 from deltune.studies.jobs.store import ErrorKind, JobRecord, ResultStore, read_results
+from deltune.studies.own import OWN_QUESTIONS, OWN_STUDIES, SIZES
 from deltune.studies.papers.apet import PAPER_FAMILIES, SMALL_FAMILIES
 from deltune.studies.papers.questions import QUESTIONS
 from deltune.studies.papers.registry import CLAIMS, STUDIES, paper_statements
@@ -35,12 +36,15 @@ from deltune.studies.report.figure_spec import TableSpec
 from deltune.studies.report.page import build_section, power_lines
 from deltune.studies.scales import (
     LEARNING_RATES,
+    START,
     StudySetup,
     choose_rates,
     cross_product,
+    grid_of_rates,
     join_plans,
     method_variants,
     small_scale_rate,
+    widened,
 )
 from deltune.studies.study import PlannedCell, Records, Study, job_outcomes
 from deltune.train.config import RunConfig
@@ -474,6 +478,50 @@ def test_a_job_is_called_by_the_labels_of_its_cell(name: str, place: StudySetup)
 def test_the_list_of_studies_has_the_questions_of_the_studies(place: StudySetup) -> None:
     assert list(QUESTIONS) == list(STUDIES)
     assert {name: built(name, "small", place).question for name in STUDIES} == QUESTIONS
+
+
+def test_studies_of_our_own_build(place: StudySetup) -> None:
+    """The 13 methods of both have equal jobs on the tasks that they share."""
+    defaults, choose = (make(place) for make in OWN_STUDIES.values())
+    assert {study.name: study.question for study in (defaults, choose)} == OWN_QUESTIONS
+    wanted = {job.name for job in choose.jobs({}) if job.spec["task"] in ("sst2", "conll04") and "seed" not in job.spec}
+    shared = wanted & {job.name for job in defaults.jobs({})}
+    assert len(shared) == 2 * len(SIZES) * len(START)
+
+
+@pytest.mark.parametrize(
+    ("quality", "tried"),
+    [
+        ({}, range(2, 5)),
+        ({2: 0.1, 3: 0.2, 4: 0.1}, range(2, 5)),
+        ({2: 0.1, 3: 0.2, 4: 0.3}, range(2, 6)),
+        ({2: 0.1, 3: 0.2, 4: 0.3, 5: 0.4}, range(2, 7)),
+        ({2: 0.1, 3: 0.2, 4: 0.3, 5: 0.4, 6: 0.5}, range(2, 7)),  # the ladder ends
+        ({1: 0.1, 2: 0.3, 3: 0.2, 4: 0.1}, range(1, 5)),
+        ({2: 0.2, 3: 0.2, 4: 0.2}, range(2, 5)),  # of equal ones the middle
+        ({2: -math.inf, 3: -math.inf, 4: -math.inf}, range(1, 5)),  # where all diverge, lower ones
+        ({i: -math.inf for i in range(7)}, range(5)),
+    ],
+)
+def test_rates_are_widened_until_the_best_is_inside(quality: dict[int, float], tried: range) -> None:
+    assert widened(range(2, 5), 7, quality) == tried
+
+
+def test_a_grid_has_a_cell_for_each_rate_and_seed() -> None:
+    def plan(rate: float) -> Callable[[Records], list[PlannedCell]]:
+        cells = [PlannedCell({"method": "lora", "seed": s}, Job("run", {"lr": rate, "seed": s})) for s in (0, 1)]
+        return lambda records: cells
+
+    rates = (1.0, 2.0, 3.0, 4.0, 5.0)
+    grid = grid_of_rates([plan(rate) for rate in rates], range(1, 4), rates)
+    assert [(cell.cell["rate"], cell.cell["seed"]) for cell in grid({})] == [(r, s) for r in "234" for s in (0, 1)]
+    values = {2.0: 0.1, 3.0: 0.2, 4.0: 0.3}
+    ended = [Job("run", {"lr": rate, "seed": 0}) for rate in values]
+    records = {
+        job.name: JobRecord(job.name, "run", dict(job.spec), {"best": {"metric": "f1", "value": value}}, None, 1.0)
+        for job, value in zip(ended, values.values(), strict=True)
+    }
+    assert [cell.cell["rate"] for cell in grid(records)] == [r for r in "2345" for _ in (0, 1)]
 
 
 def test_rates_are_chosen_on_validation_under_two_seeds() -> None:

@@ -49,9 +49,12 @@ def load_studies(
     runs: bool = False,
 ) -> list[Study]:
     """Make the studies of names or files."""
+    from ..studies.own import OWN_STUDIES
     from ..studies.papers.registry import FIRST, STUDIES
     from ..studies.scales import StudySetup
     from ..studies.study import select_cells, study_from_file
+
+    makers = {**STUDIES, **OWN_STUDIES}
 
     for root in (data_root, model_root):
         if root is not None and not user_path(root, "folder").is_dir():
@@ -61,11 +64,11 @@ def load_studies(
     names = list(dict.fromkeys(one for name in names for one in ((*FIRST, *STUDIES) if name == "all" else (name,))))
     files = [name for name in names if name.endswith((".yaml", ".yml"))]
     problems = [
-        unknown_name("study", name, (*STUDIES, "all")) for name in names if name not in STUDIES and name not in files
+        unknown_name("study", name, (*makers, "all")) for name in names if name not in makers and name not in files
     ]
     if problems:
         raise error_from_problems("these studies do not exist", problems)
-    requested = [study_from_file(name, data_root) if name in files else STUDIES[name](setup) for name in names]
+    requested = [study_from_file(name, data_root) if name in files else makers[name](setup) for name in names]
     selected = [select_cells(study, only or []) for study in requested]
     if not any(study.plan_cells({}) for study in selected):
         raise DeltuneError(
@@ -100,13 +103,15 @@ def _claimed_jobs(store: Path) -> set[str]:
 
 @app.command("list")
 def listed(as_json: Json = False) -> None:
-    """List the papers' studies, and what each of them asks."""
+    """List the studies, and what each of them asks."""
+    from ..studies.own import OWN_QUESTIONS
     from ..studies.papers.questions import QUESTIONS
 
+    questions = {**QUESTIONS, **OWN_QUESTIONS}
     if as_json:
-        console.print_json(data=dict(QUESTIONS))
+        console.print_json(data=questions)
     else:
-        console.print("\n".join(f"{name:18s} {text}" for name, text in QUESTIONS.items()))
+        console.print("\n".join(f"{name:18s} {text}" for name, text in questions.items()))
 
 
 @app.command()

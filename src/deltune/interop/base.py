@@ -330,12 +330,12 @@ class UnusedTensors:
         """Raise if the folder has problems, tensors that were not used, or two that are one tensor of this model."""
         shown = sorted(self.names.values())
         problems = [*problems, *self.doubles]
-        problems += first_of([f"extra tensor {name}" for name in shown])
         if shown and self.anatomy.unobserved:
             problems.append(f"not visible in this model: {'; '.join(self.anatomy.unobserved[:3])}")
         own_modules = {tensor.name.partition(".")[0] for tensor in self.anatomy.tensors}
         if not self.anatomy.head and any(name.partition(".")[0] not in own_modules for name in self.names):
             problems.append("this model has no head; load it with the head that the file was trained with")
+        problems += first_of([f"extra tensor {name}" for name in shown])
         if problems:
             raise error_from_problems(f"{folder} does not fit this model", problems, fault="model")
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import DeltuneError, check_booleans, error_from_problems, unknown_name
 from ..methods.registry import parse
 from ..methods.spec import MaskedMethod, Method, NamedMethod
 from ..train import TASKS, Best, finalists
 from .jobs.job import Cell, Roots
+from .jobs.store import JobRecord
 from .study import SEED_PLACEHOLDER, CellPlan, PlannedCell, Records, Sweep, labels_without_seed, plan_sweep
 
 Values = Mapping[str, Any]
@@ -72,19 +73,39 @@ STEPS = (0, -1, -2, 1)
 """Places on the ladder, seen from a method's usual rate, that are tried; of equally good ones the first is taken."""
 
 
+WHOLE_LADDER = (1e-5, 3e-5, *LADDER, 3e-1, 1.0)
+START = range(4, 8)
+"""Where the studies of our own start on the whole ladder, for every method: 1e-3, 3e-3, 1e-2 and 3e-2."""
+
+
+def widened(start: range, end: int, quality: Mapping[int, float]) -> range:
+    """Return the places on a ladder to try: the first ones, and further ones while the best is at an edge."""
+    tried = start
+    while all(place in quality for place in tried):
+        middle = (tried.start + tried.stop - 1) / 2
+        best = max(tried, key=lambda place: (quality[place], -abs(place - middle)))
+        if tried.start > 0 and (best == tried.start or quality[best] == float("-inf")):
+            tried = range(tried.start - 1, tried.stop)
+        elif tried.stop < end and best == tried.stop - 1:
+            tried = range(tried.start, tried.stop + 1)
+        else:
+            break
+    return tried
+
+
 def rates_to_try(usual: float) -> list[float]:
     """Return the learning rates to try for a method, its usual one first."""
     place = LADDER.index(usual)
     return [LADDER[place + step] for step in STEPS]
 
 
-def choose_rates(plans: Sequence[CellPlan]) -> CellPlan:
+def choose_rates(plans: Sequence[CellPlan], start: range | None = None, judges: int = 2) -> CellPlan:
     """Return the cells of several plans that differ in the learning rate alone, each cell with the best rate.
 
-    Every rate is tried under the first seed, and the two that validate best under the second seed too. The cells of the
-    other seeds have no job until all of these runs have ended; then they take the rate whose two runs validated best in
-    the mean. A run that diverged is worse than any other. There is a plan for each rate, in order of preference; their
-    cells are the same, in the same order.
+    Every rate is tried under the first seed, and the two that validate best under further ones, `judges` in all. The
+    cells have no job until all of these runs have ended; then they take the rate that validated best in the mean. A
+    run that diverged is worse than any other. There is a plan for each rate, in order of preference, or ascending if
+    they `start` in the middle and are `widened`; their cells are the same, in the same order.
     """
     if len(plans) == 1:
         return plans[0]
@@ -94,10 +115,40 @@ def choose_rates(plans: Sequence[CellPlan]) -> CellPlan:
         seeds: dict[tuple[object, ...], list[Choice]] = {}
         for choice in choices:
             seeds.setdefault(labels_without_seed(choice[0].cell), []).append(_numbered(choice))
-        chosen = {labels: _choose(of_seeds, records) for labels, of_seeds in seeds.items()}
+        chosen = {labels: _choose(of_seeds[:judges], records, start) for labels, of_seeds in seeds.items()}
         return [chosen[labels_without_seed(choice[0].cell)].of(choice) for choice in choices]
 
     return plan_cells
+
+
+def grid_of_rates(plans: Sequence[CellPlan], start: range, rates: Sequence[float]) -> CellPlan:
+    """Return the cells of several plans, as for `choose_rates`, with every rate as a label.
+
+    Rates beyond the first ones are cells where the first seed's best rate was at an edge.
+    """
+
+    def plan_cells(records: Records) -> list[PlannedCell]:
+        seeds: dict[tuple[object, ...], list[Choice]] = {}
+        for choice in zip(*(plan(records) for plan in plans), strict=True):
+            seeds.setdefault(labels_without_seed(choice[0].cell), []).append(choice)
+        return [
+            replace(choice[place], cell={**choice[place].cell, "rate": f"{rates[place]:g}"})
+            for of_seeds in seeds.values()
+            for place in widened(start, len(plans), _qualities(of_seeds[0], range(len(plans)), records))
+            for choice in of_seeds
+        ]
+
+    return plan_cells
+
+
+def _qualities(choice: Choice, places: Iterable[int], records: Records) -> dict[int, float]:
+    """Return how well the rates at these places validated, of the runs that have ended; one that failed is worst."""
+    ended = {place: records.get(job.name) for place in places if (job := choice[place].job) is not None}
+    return {
+        place: float("-inf") if record.result is None else Best(**record.result["best"]).quality
+        for place, record in ended.items()
+        if record is not None
+    }
 
 
 Choice = tuple[PlannedCell, ...]
@@ -127,25 +178,32 @@ def _numbered(choice: Choice) -> Choice:
     return tuple(replace(one, cell={**one.cell, "try": number}) for number, one in enumerate(choice, 1))
 
 
-def _choose(of_seeds: Sequence[Choice], records: Records) -> ChosenRate:
+def _choose(of_seeds: Sequence[Choice], records: Records, start: range | None) -> ChosenRate:
     """Return the rate that validated best, or which tries have not ended, or why there is none."""
-    tries, left = of_seeds[0], list(range(len(of_seeds[0])))
-    totals = [0.0] * len(tries)
-    for number, choice in enumerate(of_seeds[:2]):
-        tried = tuple(choice[i] for i in left)
-        tries = tries if number == 0 else (*tries, *tried)
-        ended = [records.get(one.job.name) for one in tried if one.job is not None]
-        if len(ended) < len(tried) or None in ended:
+    first, end = of_seeds[0], len(of_seeds[0])
+    left = list(range(end)) if start is None else list(widened(start, end, _qualities(first, range(end), records)))
+    tries: Choice = ()
+    totals = [0.0] * end
+    for choice in of_seeds:
+        tries = (*tries, *(choice[place] for place in left))
+        quality = _qualities(choice, left, records)
+        if len(quality) < len(left):
             return ChosenRate(tries)
-        done = [record for record in ended if record is not None]
-        if broken := [r.error for r in done if r.result is None and r.error_kind != "diverged"]:
+        failed = [record for place in left if (record := _record(choice[place], records)).result is None]
+        if broken := [record.error for record in failed if record.error_kind != "diverged"]:
             return ChosenRate(tries, why=f"a run that tries a learning rate failed: {broken[0]}", lost=True)
-        for i, record in zip(left, done, strict=True):
-            totals[i] += float("-inf") if record.result is None else Best(**record.result["best"]).quality
-        if max(totals[i] for i in left) == float("-inf"):
-            return ChosenRate(tries, why=f"training diverged at every learning rate: {done[0].error}", lost=True)
+        for place in left:
+            totals[place] += quality[place]
+        if max(totals[place] for place in left) == float("-inf"):
+            return ChosenRate(tries, why=f"training diverged at every learning rate: {failed[0].error}", lost=True)
         left = finalists(totals, left)
     return ChosenRate(tries, left[0])
+
+
+def _record(planned: PlannedCell, records: Records) -> JobRecord:
+    """Return the record of a cell whose job has ended."""
+    assert planned.job is not None
+    return records[planned.job.name]
 
 
 @dataclass(frozen=True)
@@ -265,18 +323,25 @@ def cross_product(
     by_task: Mapping[str, Values] | None = None,
     *,
     search_rates: bool = True,
+    ladder: Literal["steps", "choose", "grid"] = "steps",
 ) -> CellPlan:
     """Return the cells of models × tasks × variants × seeds.
 
     Small scale tries several learning rates for each model, task and variant, unless `options` have one. `options` win
     over the scale's, and `by_task` over both; `labels` are labels of every cell on further axes. Without
-    `search_rates` each variant has its usual rate.
+    `search_rates` each variant has its usual rate. The whole ladder is climbed from START, by the same rule for every
+    method, to "choose" a rate by all seeds or for a "grid" with each rate as a label; otherwise a few STEPS from each
+    method's usual rate are tried.
     """
     setup.check(models.values(), tasks)
     seeds = seeds or (SMALL_SEEDS if setup.small else SEEDS)
     options = {**(SMALL_OPTIONS if setup.small else {}), **(options or {})}
     rates: list[list[Values]] = [
-        [{}] if "lr" in options else setup.rates(variant.values["method"])[: None if search_rates else 1]
+        [{"lr": rate} for rate in WHOLE_LADDER]
+        if ladder != "steps"
+        else [{}]
+        if "lr" in options
+        else setup.rates(variant.values["method"])[: None if search_rates else 1]
         for variant in variants
     ]
     sweeps = [
@@ -290,7 +355,13 @@ def cross_product(
         )
         for pairs in (zip(tried, variants, strict=True) for tried in zip(*rates, strict=True))
     ]
-    plan_cells = choose_rates([plan_sweep(sweep, roots=setup.roots) for sweep in sweeps])
+    plans = [plan_sweep(sweep, roots=setup.roots) for sweep in sweeps]
+    if ladder == "grid":
+        plan_cells = grid_of_rates(plans, START, WHOLE_LADDER)
+    elif ladder == "choose":
+        plan_cells = choose_rates(plans, START, len(seeds))
+    else:
+        plan_cells = choose_rates(plans)
 
     def relabel(cell: Cell) -> Cell:
         """Replace the sweep's number of a variant by the variant's labels."""

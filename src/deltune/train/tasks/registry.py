@@ -40,6 +40,9 @@ class Task:
     languages: tuple[str, str] | tuple[None, None] = (None, None)
 
 
+PACKAGED = Path(__file__).parents[1] / "demo"
+"""The folders of tasks that come with deltune and need no data root."""
+
 CLASSIFICATION_METRICS = ("accuracy", "f1", "f1_macro", "matthews")
 TAGGING_METRICS = ("entity_f1",)
 TABLE_TO_TEXT_METRICS = ("bleu", "meteor", "ter", "chrf", "moverscore", "bertscore", "bleurt")
@@ -232,6 +235,7 @@ TASKS: Mapping[str, Task] = {
     "wikitext2": Task(
         "language", "wikitext2_eval", {"text": "text"}, ("perplexity",), HubLayout("Salesforce/wikitext:wikitext-2-v1")
     ),
+    "tickets": Task("classification", "tickets", {"text": "text", "label": "label"}, CLASSIFICATION_METRICS),
 }  # fmt: skip
 """Name -> task."""
 
@@ -241,6 +245,8 @@ def find_task(name: str, data_root: str | None) -> tuple[Task, str | HubLayout]:
     if name not in TASKS:
         raise DeltuneError(unknown_name("task", name, TASKS))
     task = TASKS[name]
+    if (PACKAGED / task.folder).is_dir():
+        return task, str(PACKAGED / task.folder)
     if data_root is None:
         if not task.hub:
             raise DeltuneError(f"task {name} has no hub id; give data_root, the folder that holds {task.folder}/")
