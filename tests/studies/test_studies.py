@@ -484,8 +484,8 @@ def test_studies_of_our_own_build(place: StudySetup) -> None:
     """The 13 methods of both have equal jobs on the tasks that they share."""
     defaults, choose = (make(place) for make in OWN_STUDIES.values())
     assert {study.name: study.question for study in (defaults, choose)} == OWN_QUESTIONS
-    wanted = {job.name for job in choose.jobs({}) if job.spec["task"] in ("sst2", "conll04") and "seed" not in job.spec}
-    shared = wanted & {job.name for job in defaults.jobs({})}
+    jobs = {job.name for job in choose.jobs({}) if job.spec["task"] in ("sst2", "conll04") and "seed" not in job.spec}
+    shared = jobs & {job.name for job in defaults.jobs({})}
     assert len(shared) == 2 * len(SIZES) * len(START)
 
 
