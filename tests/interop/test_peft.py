@@ -265,8 +265,11 @@ REFUSED = (
     ("bert", "sequence", "bitfit", "trains norms in place and nothing else"),
     ("bert", "sequence", "head", "the head alone is no method of PEFT"),
     ("bert", "sequence", "unipelt(length=2, rank=2, bottleneck=2)", "no gate"),
-    ("bert", "sequence", "lora(rank=2) + lora(rank=2, at='key', dropout=0.1)", "one dropout"),
+    ("bert", "sequence", "lora(rank=2) + lora(rank=2, at='key', dropout=0.1)", "one lora_dropout"),
     ("bert", "sequence", "three_vectors", "no Mixture"),
+    ("bert", "sequence", "lora(rank=2, at='key') + dora(rank=2)", r"a sum of LORA and LORA \(dora\)"),
+    ("bert", "sequence", "oft(block_size=4, at='key') + oft(block_size=8)", "PEFT's OFT has one oft_block_size, here"),
+    ("gpt2", "causal", "hira(rank=2, at='query')", "query is a part of the fused c_attn"),
 )
 
 
@@ -367,11 +370,12 @@ def saved(tmp_path: Path, row: Row = ROWS[0], **options: Any) -> Path:
 
 
 UNREAD = (
-    ({"use_dora": True, "bias": "all"}, "2 problems\n(?s:.*)bias='all'(?s:.*)use_dora=True"),
-    ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
+    ({"use_qalora": True, "bias": "all"}, "2 problems\n(?s:.*)bias='all'(?s:.*)use_qalora=True"),
+    ({"init_lora_weights": "corda"}, "init_lora_weights='corda'"),
     ({"layer_replication": [[0, 1]]}, "layer_replication"),
     ({"something_new": 3}, "option something_new=3 has no translation"),
-    ({"peft_type": "OFT"}, "unknown peft_type 'OFT'"),
+    ({"peft_type": "OPT"}, "unknown peft_type 'OPT'"),
+    ({"peft_type": "XLORA"}, "peft_type XLORA has no translation: its router"),
     ({"peft_type": "IA3"}, "lora_alpha=6"),
 )
 
@@ -405,7 +409,7 @@ def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(deltune.DeltuneError, match=r"missing tensor .*query.lora_B.weight"):
         deltune.load(model, folder)
     with_tensors(folder, lambda t: t.update({f"{stem}.lora_B.weight": torch.zeros(7, 2)}))
-    with pytest.raises(deltune.DeltuneError, match="7 values"):
+    with pytest.raises(deltune.DeltuneError, match=r"\(7, 2\), by the options and this model it is"):
         deltune.load(model, folder)
     with_tensors(folder, lambda t: t.update({f"{stem}.lora_B.weight": torch.zeros(32, 2)}))
     with_tensors(folder, lambda t: t.pop("base_model.model.classifier.bias"))
@@ -492,9 +496,9 @@ INCOMPLETE: dict[str, tuple[Row, dict[str, Any], Callable[[dict[str, torch.Tenso
     "rows of a prompt": (next(r for r in ROWS if "prompt" in r.method), {}, shaped("prompt", 2, 32), r"2 rows.* is 3"),
     "rows of a prefix": (GPT2_PREFIX, {}, shaped("prompt", 2, 128), r"2 rows.* is 3"),
     "a layer of a prefix": (GPT2_PREFIX, {}, shaped("prompt", 3, 64), r"rows of 64; the 2 layers"),
-    "a rank": (LLAMA, {}, shaped("1.self_attn.q_proj.lora_A", 1, 32), r"by the options its rank is 2"),
-    "another rank throughout": (LLAMA, {"r": 4}, without("nothing"), r"by the options its rank is 4"),
-    "a rank of a pattern": (LLAMA, {"rank_pattern": {"v_proj": 3}}, without("nothing"), r"v_proj .* its rank is 3"),
+    "a rank": (LLAMA, {}, shaped("1.self_attn.q_proj.lora_A", 1, 32), r"this model it is \(2, 32\)"),
+    "another rank throughout": (LLAMA, {"r": 4}, without("nothing"), r"8 problems\n.*this model it is \(4, 32\)"),
+    "a rank of a pattern": (LLAMA, {"rank_pattern": {"v_proj": 3}}, without("nothing"), r"v_proj.* it is \(3, 32\)"),
     "a side of a vector": (LLAMA_IA3, {"feedforward_modules": []}, without("nothing"), r"feedforward_modules"),
     "what is said to be there": (LLAMA, {"target_modules": None}, without("nothing"), r"target_modules is missing"),
     "a module too many": (

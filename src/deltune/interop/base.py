@@ -53,12 +53,15 @@ class PeftOptions(_Options):
     layers_pattern: PatternText | list[PatternText] | None = None
     feedforward_modules: PatternText | list[ShortText] | None = None
     modules_to_save: list[ShortText] | None = None
-    r: PositiveInt = 8
+    r: Annotated[int, Field(strict=True, ge=0, lt=1 << 40)] | None = None
     lora_alpha: FiniteNumber = 8
     lora_dropout: Probability | None = None
     use_rslora: OptionalBool = None
-    rank_pattern: dict[PatternText, PositiveInt] | None = None
+    rank_pattern: dict[PatternText, PositiveInt | list[StrictBool]] | None = None
     alpha_pattern: dict[PatternText, FiniteNumber] | None = None
+    lambda_pattern: dict[PatternText, FiniteNumber] | None = None
+    n_frequency_pattern: dict[PatternText, PositiveInt] | None = None
+    block_size_pattern: dict[PatternText, PositiveInt] | None = None
     num_virtual_tokens: PositiveInt | None = None
 
 
@@ -370,14 +373,17 @@ def read_options(folder: Path, name: str = CONFIG_FILE) -> dict[str, Any]:
     return read_json_object(path)
 
 
-def read_tensors(folder: Path, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Read the tensors in the first file that exists: safetensors, or torch's format without pickled objects."""
+def read_tensors(folder: Path, names: Sequence[str], *, numbers: bool = False) -> dict[str, torch.Tensor]:
+    """Read the tensors in the first file that exists: safetensors, or torch's format without pickled objects.
+
+    With `numbers`, some of them may be of whole numbers or empty.
+    """
     path = next((path for name in names if (path := find_file(folder, name)) is not None), None)
     if path is None:
         raise DeltuneError(
             f"{folder} has its options, but none of {', '.join(names)}; the folder is incomplete", fault="files"
         )
-    return load_float_tensors(path)
+    return load_float_tensors(path, numbers=numbers)
 
 
 # -- a method from its places -----------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from .base import (
     read_options,
     read_tensors,
 )
+from .peft_table import WITH_NUMBERS
 
 
 def open_folder(folder: str | Path) -> ForeignFolder:
@@ -26,7 +27,8 @@ def open_folder(folder: str | Path) -> ForeignFolder:
     options = read_options(where)
     if "peft_type" in options:
         check_options(PeftOptions, options, where / CONFIG_FILE)
-        return ForeignFolder(where, options, read_tensors(where, peft_read.WEIGHT_FILES))
+        numbers = options["peft_type"] in WITH_NUMBERS
+        return ForeignFolder(where, options, read_tensors(where, peft_read.WEIGHT_FILES, numbers=numbers))
     if "config" not in options or "model_type" not in options:
         raise DeltuneError(f"{where / CONFIG_FILE} is neither PEFT's (no peft_type) nor AdapterHub's (no model_type)")
     check_options(AdapterHubOptions, options, where / CONFIG_FILE)

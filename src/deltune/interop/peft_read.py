@@ -7,8 +7,8 @@ vectors before the embeddings; and a prefix as the content of the cache, so that
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -16,13 +16,14 @@ from typing import Any
 import torch
 
 from ..anatomy.types import Anatomy
-from ..errors import DeltuneError, error_from_problems, first_names, unknown_name, word_list
-from ..methods.compositions import Add, Scale
+from ..errors import DeltuneError, error_from_problems, first_names, word_list
+from ..methods.forms.base import Place
 from ..methods.forms.hidden import Rescale
 from ..methods.forms.low_rank import LowRank
-from ..methods.library import ia3, layernorm, lora, prefix, prompt
+from ..methods.library import ia3, layernorm, prefix, prompt
 from ..methods.resolve import resolve
-from ..methods.spec import OTHER_PROJECTIONS, PROJECTIONS, Method, Modification, Selection
+from ..methods.sites import Location, resolve_locations
+from ..methods.spec import OTHER_PROJECTIONS, PROJECTIONS, Method, Modification, Selection, is_pattern
 from .base import (
     ForeignFolder,
     Patterns,
@@ -35,34 +36,15 @@ from .base import (
     rows_of_columns,
     tensors_by_file_name,
 )
+from .peft_table import OTHERS, PATTERNS, Row, beside, check_options, options_of_module, row_of, unilora_entries
 
+_IA3_LEAF = "ia3_l"
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 NAME_PREFIX = "base_model.model."
+GLOBAL_PREFIX = "base_model."
 PROMPT_TENSOR = "prompt_embeddings"
-
-_COMMON_OPTIONS = {"peft_type", "task_type", "base_model_name_or_path", "peft_version", "revision", "inference_mode",
-           "auto_mapping", "modules_to_save"}  # fmt: skip
-_TARGET_OPTIONS = {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out"}
-_TOKEN_OPTIONS = {"num_virtual_tokens", "token_dim", "num_attention_heads", "num_layers"}
-READ_OPTIONS: dict[str, set[str]] = {
-    "LORA": {*_TARGET_OPTIONS, "r", "lora_alpha", "lora_dropout", "rank_pattern", "alpha_pattern", "use_rslora",
-             "megatron_core", "qalora_group_size", "ensure_weight_tying", "eva_config", "runtime_config"},
-    "IA3": {*_TARGET_OPTIONS, "feedforward_modules", "init_ia3_weights"},
-    "LN_TUNING": _TARGET_OPTIONS,
-    "PROMPT_TUNING": {*_TOKEN_OPTIONS, "prompt_tuning_init", "prompt_tuning_init_text", "tokenizer_name_or_path",
-                      "tokenizer_kwargs"},
-    "PREFIX_TUNING": {*_TOKEN_OPTIONS, "encoder_hidden_size", "prefix_projection", "init_weights"},
-}  # fmt: skip
-"""The types of adapters that have a translation, each with the options that are read or have no effect once trained."""
-
-_OTHER_TYPES = "It has no translation: where PEFT can merge it (merge_and_unload), save the merged model and tune that."
-
-_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "bias": ("none",),
-    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others change the base's weights
-    "num_transformer_submodules": (1,),
-}
-
+PROMPTS = ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CARTRIDGE")
+"""The types that change no modules."""
 
 # -- reading ----------------------------------------------------------------------------------------------------------
 
@@ -70,77 +52,89 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 def read_peft(
     anatomy: Anatomy,
     folder: ForeignFolder,
+    place_of: Callable[[Location], Place | None],
     base_value: Callable[[str], torch.Tensor],
     modules: Iterable[str],
     windowed: bool = False,
 ) -> Translation:
     """Translate a PEFT folder for a model.
 
-    `base_value` returns a weight of the model by its name. PEFT saves the base's own embeddings where they are adapted;
-    they are no part of the adapter, and have to be this model's. `modules` are the paths of the model's modules, and
-    `windowed` says that some of its attentions have a sliding window.
+    `place_of` returns the model's own projection at a place, and `base_value` a weight of the model by its name. PEFT
+    saves the base's own embeddings where they are adapted; they are no part of the adapter, and have to be this
+    model's. `modules` are the paths of the model's modules, and `windowed` says that some of its attentions have a
+    sliding window.
     """
     options, kind = folder.options, str(folder.options.get("peft_type"))
-    if kind not in READ_OPTIONS:
-        raise DeltuneError(f"{folder.where}: {unknown_name('peft_type', kind, READ_OPTIONS, hint=_OTHER_TYPES)}")
-    problems = [
-        f"option {name}={value!r} has no translation"
-        for name, value in options.items()
-        if name not in _COMMON_OPTIONS | READ_OPTIONS[kind] and value and value not in _NEUTRAL_VALUES.get(name, ())
-    ]
-    if kind in ("PROMPT_TUNING", "PREFIX_TUNING"):
+    problems = check_options(options)
+    if kind in PROMPTS:
         problems += _decoder_problems(anatomy, kind, windowed)
     if problems:
         raise error_from_problems(str(folder.where), problems)
-    unused = UnusedTensors(anatomy, folder.tensors, NAME_PREFIX)
+    common = {n: t for n, t in folder.tensors.items() if n.startswith(GLOBAL_PREFIX) and not n.startswith(NAME_PREFIX)}
+    unused = UnusedTensors(anatomy, {n: t for n, t in folder.tensors.items() if n not in common}, NAME_PREFIX)
+    row = row_of(options)
+    is_leaf = row.is_leaf if row else OTHERS[kind].leaves.__contains__
+    numbers = [n for n, t in folder.tensors.items() if not t.is_floating_point() and not _endings_match(n, is_leaf)]
+    if numbers:
+        raise error_from_problems(
+            str(folder.where), [f"tensor {name} is not of floating-point numbers" for name in numbers]
+        )
     incomplete = _head_problems(anatomy, options, unused)
-    if kind in _LEAVES:
-        incomplete += _target_problems(anatomy, kind, options, unused, modules)
+    paths: list[str] = []
+    if kind not in PROMPTS:
+        paths, problems = _changed_modules(anatomy, options, unused, modules, is_leaf)
+        incomplete += problems
     head = unused.take_all([t.name for t in anatomy.tensors if t.area == "head"])
     problems = _other_embeddings(anatomy, unused, base_value)
     if problems:
         raise error_from_problems(str(folder.where), problems, fault="model")
     try:
-        method, tensors = _READERS[kind](anatomy, options, unused)
+        if row is not None:
+            method, tensors = _Projections(anatomy, options, row, unused, place_of, common).read(paths)
+        else:
+            method, tensors = _READERS[kind](anatomy, options, unused)
         saved, values = _read_saved_modules(anatomy, unused, bool(options.get("ensure_weight_tying")))
     except DeltuneError as error:
         unused.check(folder.where, [*incomplete, str(error)])
         raise
+    incomplete += [f"extra tensor {name}" for name in common]
     unused.check(folder.where, incomplete)
     return Translation(sum(saved, method), tensors | values, head)
 
 
-_LORA_OF_LINEAR = ("lora_A.weight", "lora_B.weight")
-_LORA_OF_EMBEDDING = ("lora_embedding_A", "lora_embedding_B")
-_IA3_LEAF = "ia3_l"
-_LEAVES: dict[str, tuple[str, ...]] = {
-    "LORA": (*_LORA_OF_LINEAR, *_LORA_OF_EMBEDDING), "IA3": (_IA3_LEAF,),
-    "LN_TUNING": ("ln_tuning_layers.weight", "ln_tuning_layers.bias"),
-}  # fmt: skip
-"""Endings of the names of an adapter's tensors in the modules that it changes."""
+def _endings_match(name: str, is_leaf: Callable[[str], bool]) -> bool:
+    return any(is_leaf(ending) for ending in _endings(name))
 
-_GATED = ("gate_proj", "up_proj")
-_OUTSIDE_FFN = tuple(site for site in OTHER_PROJECTIONS if site not in _GATED)
 
 MethodAndTensors = tuple[Method, dict[str, torch.Tensor]]
 
 
-def _target_problems(
-    anatomy: Anatomy, kind: str, options: Mapping[str, Any], unused: UnusedTensors, modules: Iterable[str]
-) -> list[str]:
-    """Compare the modules that the options target with those that the file has tensors of."""
+def _changed_modules(
+    anatomy: Anatomy,
+    options: Mapping[str, Any],
+    unused: UnusedTensors,
+    modules: Iterable[str],
+    is_leaf: Callable[[str], bool],
+) -> tuple[list[str], list[str]]:
+    """Return the modules that the file changes, in the model's order, and where its options say otherwise."""
     if options.get("target_modules") is None:
-        return ["option target_modules is missing, so nothing says which modules the folder should have tensors of"]
+        return [], ["option target_modules is missing, so nothing says which modules the folder should have tensors of"]
     owners = {name.rpartition(".")[0] for t in anatomy.tensors for name in (t.name, *t.aliases)}
     paths = [path for path in modules if path in owners and unused.name_in_file(path) is not None]
     targeted = _targets(anatomy, options, unused, paths)
-    present = {path for path in paths if any(f"{path}.{leaf}" in unused.tensors for leaf in _LEAVES[kind])}
-    missing = [path for path in paths if path in targeted - present]
-    others = [path for path in paths if path in present - targeted]
+    named = {name[: -len(ending) - 1] for name in unused.tensors for ending in _endings(name) if is_leaf(ending)}
+    if options.get("save_indices") is False and not named:  # all that UNILORA has is one vector
+        return [path for path in paths if path in targeted], []
+    missing = [path for path in paths if path in targeted - named]
+    others = [path for path in paths if path in named - targeted]
     problems = [f"missing tensors of {_listed(missing)}, which its options target"] if missing else []
     if others:
         problems.append(f"extra tensors of {_listed(others)}, which its options do not target")
-    return problems
+    return [path for path in paths if path in named], problems
+
+
+_GATED = ("gate_proj", "up_proj")
+_OUTSIDE_FFN = tuple(site for site in OTHER_PROJECTIONS if site not in _GATED)
 
 
 def _targets(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensors, paths: list[str]) -> set[str]:
@@ -227,96 +221,277 @@ def _decoder_problems(anatomy: Anatomy, kind: str, windowed: bool) -> list[str]:
     problems = []
     if len(anatomy.stacks) != 1 or not anatomy.stacks[0].causal or anatomy.output_kind != "words":
         problems.append(f"{kind} has a translation for language models of one decoder stack; this is {anatomy.model}")
-    if kind == "PREFIX_TUNING" and windowed:
+    if kind in ("PREFIX_TUNING", "CARTRIDGE") and windowed:
         problems.append("with PEFT a prefix slides out of a sliding window, with deltune it stays visible")
     return problems
 
 
-def _read_lora(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensors) -> MethodAndTensors:
-    pieces: list[PlacedTensors] = []
-    problems: list[str] = []
-    alpha_of, rank_of = (
-        _by_pattern(options, *names) for names in (("lora_alpha", "alpha_pattern"), ("r", "rank_pattern"))
-    )
-    for path, linears in _projections_by_path(anatomy, "parallel", LowRank(1), unused):
-        leaves = _LORA_OF_EMBEDDING if linears[0][1].widths.lookup else _LORA_OF_LINEAR
-        path_in_file = unused.name_in_file(path) or path
-        down, up = (unused.take(f"{path}.{leaf}", axes=2) for leaf in leaves)
-        if down is None and up is None:
-            continue
-        if down is None or up is None:
-            problems.append(f"missing tensor {path}.{leaves[0 if down is None else 1]}")
-            continue
-        rank, alpha = rank_of(path_in_file), alpha_of(path_in_file)
-        if down.shape[0] != rank or up.shape[1] != rank:
-            shapes = f"{tuple(down.shape)} and {tuple(up.shape)}"
-            problems.append(f"{path} has matrices of shapes {shapes}, and by the options its rank is {rank}")
-            continue
-        scale = alpha / (math.sqrt(rank) if options.get("use_rslora") else rank)
-        dropout = 0.0 if leaves is _LORA_OF_EMBEDDING else float(options.get("lora_dropout") or 0)  # PEFT's has none
-        form = LowRank(rank, dropout)
-        if sum(place.widths.out_width for _, place in linears) != up.shape[0]:
-            problems.append(f"{path} should have as many outputs as this model's, not {up.shape[0]} values")
-            continue
-        for site, place in linears:
-            modification = Modification(site, form, compose=Add() if scale == 1 else Scale(scale))
-            columns = place.linear.columns if place.linear else None
-            pieces.append(PlacedTensors(modification, place, {"down": down, "up": rows_of_columns(up, columns)}))
-    if problems or not pieces:
-        raise error_from_problems("LoRA", problems or ["no tensor lora_A of a module that this model has"])
-    sites = tuple(dict.fromkeys(piece.modification.site for piece in pieces))
-    first = pieces[0].modification
-    first_form, factor = first.form, first.compose.factor({})
-    assert isinstance(first_form, LowRank) and isinstance(factor, float | int)
-    at = ("query", "value") if set(sites) == {"query", "value"} else sites
-    method = method_from_pieces(
-        anatomy, pieces, [lambda: lora(first_form.rank, scale=factor, at=at, dropout=first_form.dropout)]
-    )
-    return method, tensors_by_file_name(anatomy, method, pieces)
+class _Projections:
+    """Reads a type that changes projections: the modification of each module, and its tensors."""
+
+    def __init__(
+        self,
+        anatomy: Anatomy,
+        options: Mapping[str, Any],
+        row: Row,
+        unused: UnusedTensors,
+        place_of: Callable[[Location], Place | None],
+        common: dict[str, torch.Tensor],
+    ) -> None:
+        """Take what is common to all modules."""
+        self.anatomy, self.options, self.row, self.unused, self.place_of = anatomy, options, row, unused, place_of
+        self.common = common
+        self.patterns = {
+            name: Patterns(name, options[name]) for name in PATTERNS if isinstance(options.get(name), dict)
+        }
+        self.locations: dict[Modification, dict[str, list[Location]]] = {}
+        self.pieces: list[PlacedTensors] = []
+        self.problems: list[str] = []
+
+    def read(self, paths: list[str]) -> MethodAndTensors:
+        """Return the method of these modules, and its tensors by their names in our files."""
+        of_modules = self._of_modules(paths)
+        shared = {name: self.common.pop(f"{GLOBAL_PREFIX}{leaf}", None) for name, leaf in self.row.shared.items()}
+        known = {name: value for name, value in shared.items() if value is not None}
+        sites = _sites_by_path(self.anatomy, paths)
+        for path in paths:
+            options = self.options_of(path)
+            for row in (self.row, *beside(self.row, options)):
+                self._read_module(path, row, options, sites.get(path, []), known | of_modules.get(path, {}))
+        if self.problems or not self.pieces:
+            raise error_from_problems(
+                self.row.kind, self.problems or ["no tensor of a module that this model has and can change"]
+            )
+        method = self._method()
+        tensors = tensors_by_file_name(self.anatomy, method, self.pieces)
+        return method, tensors | self._shared_tensors(method, known)
+
+    def options_of(self, path: str) -> dict[str, Any]:
+        """Return the options of one module."""
+        path_in_file = self.unused.name_in_file(path) or path
+
+        def value(pattern: str, default: Any) -> Any:
+            first = self.patterns[pattern].first(path_in_file) if pattern in self.patterns else None
+            return default if first is None else list(self.options[pattern].values())[first[0]]
+
+        return options_of_module(self.options, self.row, value)
+
+    def _read_module(
+        self, path: str, row: Row, options: dict[str, Any], sites: list[str], known: dict[str, torch.Tensor]
+    ) -> None:
+        linear = next((x for x in self.anatomy.linears if x.path == path), None)
+        lookup = linear is None or sites == ["embedding"]
+        names = {**row.leaves, **(row.lookup if lookup else {})}
+        starred = [n for n in self.unused.tensors if n.startswith(f"{path}.")]
+        values = {}
+        for name in names:
+            for ours in self._names(name, path, starred, row):
+                value = self.unused.take(f"{path}.{row.leaf(ours, lookup)}")
+                if value is not None:
+                    values[ours] = value
+        self._take_repeated(path, row, known)
+        if not values and not known:
+            return
+        try:
+            pieces = self._modification_and_tensors(path, row, options, sites, values, known, lookup)
+        except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
+            raise DeltuneError(f"{path} has options or tensors that do not fit each other: {error}") from error
+        if pieces is None or self.problems:
+            return
+        modification, places, values = pieces
+        for site, place in places:
+            parts = {
+                name: rows_of_columns(value, place.linear.columns if place.linear else None)
+                if name in row.outputs
+                else value
+                for name, value in values.items()
+            }
+            parts = self._with_buffers(modification, place, parts)
+            self.pieces.append(PlacedTensors(replace(modification, site=site), place, parts))
+
+    def _modification_and_tensors(
+        self,
+        path: str,
+        row: Row,
+        options: dict[str, Any],
+        sites: list[str],
+        values: dict[str, torch.Tensor],
+        known: dict[str, torch.Tensor],
+        lookup: bool,
+    ) -> tuple[Modification, list[tuple[str, Location]], dict[str, torch.Tensor]] | None:
+        """Return the modification of a module, its places, and its tensors by our names; None where there is none."""
+        options |= row.sizes(values) if values else {}
+        if row.kind == "ADALORA" and not options["r"]:
+            return None  # all of its ranks were pruned
+        modification = row.modification(options)
+        form = modification.form
+        if lookup and isinstance(form, LowRank):
+            modification = replace(modification, form=replace(form, dropout=0.0))  # PEFT's has none
+        places = self._places(path, sites, modification, bool(row.outputs))
+        if not places:
+            self.problems.append(f"{path} is no projection that this model shows")
+            return None
+        widths = places[0][1].widths
+        out_width = sum(place.widths.out_width for _, place in places)
+        whole = replace(widths, out_width=out_width) if modification.insertion == "parallel" else widths
+        expected = {n: spec for n, spec in form.tensors(whole).items() if spec.saved and not spec.shared}
+        values = row.to_ours(values | known, options, whole)
+        values = {n: t for n, t in values.items() if n in expected or n not in row.shared}
+        for name, spec in expected.items():
+            where = f"{path}.{row.leaf(name, lookup) or name}"
+            if name not in values:
+                if spec.trained:
+                    self.problems.append(f"missing tensor {where}")
+            elif tuple(values[name].shape) != spec.shape:
+                shape = tuple(values[name].shape)
+                self.problems.append(f"{where} has shape {shape}, by the options and this model it is {spec.shape}")
+            elif values[name].is_floating_point() != (spec.below is None):
+                self.problems.append(f"{where} is of type {values[name].dtype}")
+        extra = values.keys() - expected.keys()
+        self.problems += [f"extra tensor {path}.{row.leaf(name, lookup) or name}" for name in extra]
+        return modification, places, values
+
+    def _names(self, name: str, path: str, in_file: list[str], row: Row) -> list[str]:
+        """Return our names of a leaf, of which a starred one has several."""
+        if not name.endswith("*"):
+            return [name]
+        numbers = range(len(in_file))
+        return [n for i in numbers if f"{path}.{row.leaf(n := name.replace('*', str(i)))}" in in_file]
+
+    def _take_repeated(self, path: str, row: Row, known: dict[str, torch.Tensor]) -> None:
+        """Take what a file has once more for a module, or as zeros for what the module lacks."""
+        for name, leaf in row.copies.items():
+            copy = self.unused.take(f"{path}.{leaf}")
+            if copy is not None and name in known and not torch.equal(copy, known[name]):
+                self.problems.append(f"{path}.{leaf} is not the one of all modules")
+        for leaf in row.zeros:
+            zeros = self.unused.take(f"{path}.{leaf}")
+            if zeros is not None and bool(zeros.any()):
+                self.problems.append(f"{path}.{leaf} is not 0")
+
+    def _places(
+        self, path: str, sites: list[str], modification: Modification, splits: bool
+    ) -> list[tuple[str, Location]]:
+        """Return the sites that a module is, each with its place; its path where it is none or has to stay whole."""
+        places = [(site, place) for site in sites for place in self._locations(site, modification, path)]
+        fused = any(place.linear is not None and place.linear.columns is not None for _, place in places)
+        if places and (splits or not fused):
+            return places
+        layer = next((x.path for x in self.anatomy.layers if path.startswith(f"{x.path}.")), None)
+        site = path if layer is None else f"*.{path.removeprefix(f'{layer}.')}"
+        return [(site, place) for place in self._locations(site, modification, path)] if is_pattern(site) else []
+
+    def _locations(self, site: str, modification: Modification, path: str) -> list[Location]:
+        at_site = replace(modification, site=site)
+        if at_site not in self.locations:
+            by_path: dict[str, list[Location]] = {}
+            for place in resolve_locations(self.anatomy, at_site):
+                if place.linear is not None:
+                    by_path.setdefault(place.linear.path, []).append(place)
+            self.locations[at_site] = by_path
+        return self.locations[at_site].get(path, [])
+
+    def _with_buffers(
+        self, modification: Modification, place: Location, values: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Add what a file lacks because it follows from the weight or from a seed."""
+        form = modification.form
+        specs = {n: spec for n, spec in form.tensors(place.widths).items() if spec.saved and not spec.shared}
+        if specs.keys() == values.keys():
+            return values
+        at = self.place_of(place)
+        assert at is not None
+        if at.weight.is_meta:
+            raise DeltuneError("the weights of the model are needed, and they are on the meta device")
+        empty = {
+            name: at.weight.new_empty(spec.shape, dtype=torch.int64 if spec.below is not None else None)
+            for name, spec in specs.items()
+        }
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            form.initialize(empty, at)
+        return {n: t.cpu() for n, t in empty.items()} | values
+
+    def _of_modules(self, paths: list[str]) -> dict[str, dict[str, torch.Tensor]]:
+        """Return what the file has in common tensors for each module, by the order of the modules."""
+        if self.row.kind == "TINYLORA" and not self.options.get("weight_tying"):
+            of_modules = {}
+            for number, path in enumerate(paths):
+                value = self.common.pop(f"{GLOBAL_PREFIX}tinylora_v.{number}", None)
+                of_modules[path] = {} if value is None else {"v": value}
+            return of_modules
+        if self.row.kind == "UNILORA" and not self.options.get("save_indices"):
+            linears = {x.path: x for x in self.anatomy.linears}
+            widths = {path: (linears[path].in_width, linears[path].out_width) for path in paths if path in linears}
+            return unilora_entries(self.options, widths)
+        return {}
+
+    def _method(self) -> Method:
+        """Return the shortest method of the pieces."""
+        sites = tuple(dict.fromkeys(piece.modification.site for piece in self.pieces))
+        at = ("query", "value") if set(sites) == {"query", "value"} else sites
+        first = self.row.method(self.options_of(self.pieces[0].place.linear.path))  # type: ignore[union-attr]
+        arguments = dict(first.arguments) | {"at": at}
+        indices = {name.split(".")[1] for name in (piece.place.name for piece in self.pieces)}
+        layers = tuple(sorted(int(index) for index in indices if index.isdigit()))
+        candidates = [
+            lambda: self.row.make(**arguments),
+            lambda: self.row.make(**arguments | {"layers": layers}),
+        ]
+        return method_from_pieces(self.anatomy, self.pieces, candidates)
+
+    def _shared_tensors(self, method: Method, known: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the tensors that places share, and check those that a seed gives."""
+        tensors: dict[str, torch.Tensor] = {}
+        owners: dict[str, str] = {}
+        for owner, specs in resolve(self.anatomy, method, lambda: 0).shared_tensors(folded=True).items():
+            drawn = {name: spec for name, spec in specs.items() if spec.seed is not None}
+            if drawn and known:
+                form = self.pieces[0].modification.form
+                generator = torch.Generator().manual_seed(next(iter(drawn.values())).seed or 0)
+                for name, value in form.draw({n: spec.shape for n, spec in drawn.items()}, generator).items():
+                    if name in known and not torch.equal(known[name].to(value.dtype), value):
+                        raise DeltuneError(
+                            f"{self.row.shared[name]} is not what the seed {drawn[name].seed} gives for these modules"
+                        )
+            for name, spec in specs.items():
+                if spec.seed is None:
+                    if name in owners:
+                        raise DeltuneError(
+                            f"its modules have {self.row.shared[name]} in common, and no one method acts at all of them"
+                        )
+                    if name not in known:
+                        raise DeltuneError(f"missing tensor {GLOBAL_PREFIX}{self.row.shared[name]}")
+                    owners[name] = owner
+                    tensors[f"common.{owner}.{name}"] = known[name]
+        return tensors
 
 
-def _by_pattern(options: Mapping[str, Any], option: str, of_modules: str) -> Callable[[str], Any]:
-    """Return a function from a module's path to its value: its pattern's in `of_modules`, or else `option`."""
-    values = options.get(of_modules) or {}
-    patterns, others = Patterns(of_modules, values), options.get(option, 8)
-
-    def value(path: str) -> Any:
-        first = patterns.first(path)
-        return others if first is None else list(values.values())[first[0]]
-
-    return value
-
-
-def _projections_by_path(
-    anatomy: Anatomy, insertion: Any, form: Any, unused: UnusedTensors
-) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
-    """Yield the modules that are projections, each with its sites and places; a fused one has several.
+def _sites_by_path(anatomy: Anatomy, paths: Iterable[str]) -> dict[str, list[str]]:
+    """Return the sites of the modules that are projections; a fused one has several.
 
     Where the file changes one of the two linears before a gated FFN's activation and not the other, the two are sites
     of their own instead of `ffn_up`.
     """
-    linears = [(site, place) for site in PROJECTIONS for place in _linears_at(anatomy, site, insertion, form)]
+    changed = set(paths)
+    linears = [(site, place) for site in PROJECTIONS for place in _linears_at(anatomy, site)]
     in_file: dict[str, set[bool]] = {}
     for site, place in linears:
         if site == "ffn_up":
-            path = place.target.path
-            leaves = (*_LORA_OF_LINEAR, _IA3_LEAF)
-            in_file.setdefault(path.rpartition(".")[0], set()).add(
-                any(f"{path}.{leaf}" in unused.tensors for leaf in leaves)
-            )
+            in_file.setdefault(place.linear.path.rpartition(".")[0], set()).add(place.linear.path in changed)
     if any(len(both) > 1 for both in in_file.values()):
         linears = [(site, place) for site, place in linears if site != "ffn_up"]
-        linears += [(site, place) for site in _GATED for place in _linears_at(anatomy, site, insertion, form)]
-    linears += [(site, place) for site in _OUTSIDE_FFN for place in _linears_at(anatomy, site, insertion, form)]
-    by_path: dict[str, list[tuple[str, Any]]] = {}
+        linears += [(site, place) for site in _GATED for place in _linears_at(anatomy, site)]
+    linears += [(site, place) for site in _OUTSIDE_FFN for place in _linears_at(anatomy, site)]
+    by_path: dict[str, list[str]] = {}
     for site, place in linears:
-        by_path.setdefault(place.target.path, []).append((site, place))
-    yield from by_path.items()
+        of_path = by_path.setdefault(place.linear.path, [])
+        of_path += [site] if site not in of_path else []
+    return by_path
 
 
-def _linears_at(anatomy: Anatomy, site: str, insertion: Any, form: Any) -> list[Any]:
+def _linears_at(anatomy: Anatomy, site: str) -> list[Any]:
     """Return the places of a site; without the weights of experts, which PEFT stores otherwise."""
-    places = locations_or_none(anatomy, Modification(site, form, insertion))
+    places = locations_or_none(anatomy, Modification(site, LowRank(1)))
     return [place for place in places if place.linear is not None]
 
 
@@ -330,7 +505,15 @@ def _read_ia3(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensor
     feedforward = options.get("feedforward_modules")
     of_input = _named(options, "feedforward_modules")
     input_gains: dict[str, torch.Tensor] = {}
-    for path, linears in _projections_by_path(anatomy, "sequential", Rescale(), unused):
+    vectors = [name for name in unused.tensors if name.endswith(f".{_IA3_LEAF}")]
+    sites = _sites_by_path(anatomy, [name.rpartition(".")[0] for name in vectors])
+    for path in sites:
+        linears = [
+            (site, place)
+            for site in sites[path]
+            for place in locations_or_none(anatomy, Modification(site, Rescale(), "sequential"))
+            if place.linear is not None and place.linear.path == path
+        ]
         gain = unused.take(f"{path}.{_IA3_LEAF}", axes=2)
         by_input = of_input(unused.name_in_file(path) or path)
         if gain is not None and feedforward is not None and by_input != (len(gain) == 1):
@@ -449,6 +632,6 @@ def _read_prefix(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTen
 
 
 _READERS: dict[str, Callable[[Anatomy, Mapping[str, Any], UnusedTensors], MethodAndTensors]] = {
-    "LORA": _read_lora, "IA3": _read_ia3, "LN_TUNING": _read_norms, "PROMPT_TUNING": _read_prompt,
-    "PREFIX_TUNING": _read_prefix,
+    "IA3": _read_ia3, "LN_TUNING": _read_norms, "PROMPT_TUNING": _read_prompt, "P_TUNING": _read_prompt,
+    "PREFIX_TUNING": _read_prefix, "CARTRIDGE": _read_prefix,
 }  # fmt: skip

@@ -18,12 +18,12 @@ from ..errors import DeltuneError, error_from_problems, first_names
 from ..methods.compositions import Add, Gate, Scale
 from ..methods.forms.attention import Prefix
 from ..methods.forms.hidden import Rescale
-from ..methods.forms.low_rank import LowRank
 from ..methods.forms.prompt import Prompt
 from ..methods.resolve import ResolvedEdit
 from ..methods.spec import Modification
 from .base import ExportedDelta
-from .peft_read import NAME_PREFIX, PROMPT_TENSOR
+from .peft_read import GLOBAL_PREFIX, NAME_PREFIX, PROMPT_TENSOR
+from .peft_table import PATTERNS, Row, row_of_form
 
 OptionsAndTensors = tuple[dict[str, Any], dict[str, torch.Tensor]]
 
@@ -58,7 +58,7 @@ def write_peft(content: ExportedDelta) -> OptionsAndTensors:
         problems[f"PEFT keeps one type of adapter in a folder, and this delta is a sum of {' and '.join(kinds)}"] = None
     if not problems:
         try:
-            return _add_head(content, *_WRITERS[next(iter(kinds))](content))
+            return _add_head(content, *_WRITERS.get(next(iter(kinds)), _write_projections)(content))
         except DeltuneError as error:
             problems[str(error)] = None
     raise error_from_problems("this delta cannot be written for PEFT", list(problems))
@@ -147,11 +147,14 @@ def _peft_type(content: ExportedDelta, edit: ResolvedEdit) -> tuple[str, str]:
     """Return PEFT's name for the method of an edit, and why PEFT cannot express it, or an empty text."""
     modification, place = edit.modification, edit.place
     form = modification.form
-    if isinstance(form, LowRank) and modification.insertion == "parallel" and place.linear is not None:
+    row = row_of_form(modification)
+    if row is not None and place.linear is not None:
         plain = isinstance(modification.compose, Add) or (
-            isinstance(modification.compose, Scale) and not modification.compose.learned
+            isinstance(modification.compose, Scale)
+            and not modification.compose.learned
+            and bool(row.alpha or "scale" in row.arguments)
         )
-        return "LORA", "" if plain else "PEFT's LoRA has one fixed scale a module, and no gate"
+        return row.label, "" if plain else f"PEFT's {row.kind} has one fixed scale a module, and no gate"
     if (
         isinstance(form, Rescale)
         and isinstance(modification.compose, Add)
@@ -212,48 +215,95 @@ def _output_width(content: ExportedDelta, path: str) -> int:
     return weight.shape[1 if transposed else 0]
 
 
-def _write_lora(content: ExportedDelta) -> OptionsAndTensors:
+def _write_projections(content: ExportedDelta) -> OptionsAndTensors:
+    """Write a type that changes projections."""
     tensors: dict[str, torch.Tensor] = {}
-    ranks: dict[str, int] = {}
-    alphas: dict[str, float] = {}
+    by_path: dict[str, dict[str, Any]] = {}
     problems: dict[str, None] = {}
-    for path, edits in _edits_by_path(content):
+    order = {name: number for number, t in enumerate(content.anatomy.tensors) for name in (t.name, *t.aliases)}
+    edited = sorted(_edits_by_path(content), key=lambda pair: order[f"{pair[0]}.weight"])
+    for number, (path, edits) in enumerate(edited):
+        form = edits[0].modification.form
+        row = row_of_form(edits[0].modification)
+        assert row is not None
         parts = [content.full_tensors[edit.key] for edit in edits]
-        scales = [edit.modification.compose.factor({}) for edit in edits]
-        down, rows = parts[0]["down"], _output_width(content, path)
-        columns = [edit.place.target.columns for edit in edits]
-        if len({edit.place.name for edit in edits}) < len(edits):
-            problems["two terms change one projection; PEFT has one pair of matrices a module"] = None
-        elif sum(edit.place.widths.out_width for edit in edits) < rows:
-            sites = " and ".join(edit.modification.site for edit in edits)
-            problems[f"{sites} is a part of the fused {path.rpartition('.')[2]}, PEFT changes whole modules"] = None
-        elif any(not torch.equal(p["down"], down) for p in parts[1:]) or len(set(scales)) > 1:
-            problems[
-                f"the parts of the fused {path.rpartition('.')[2]} have matrices of their own, in PEFT they share one"
-            ] = None
-        else:
-            scale = scales[0]
-            assert isinstance(scale, float | int)
-            names = ("embedding_A", "embedding_B") if edits[0].place.widths.lookup else ("A.weight", "B.weight")
-            tensors[f"{NAME_PREFIX}{path}.lora_{names[0]}"] = down
-            tensors[f"{NAME_PREFIX}{path}.lora_{names[1]}"] = _join_columns([p["up"] for p in parts], columns, rows)
-            ranks[path], alphas[path] = down.shape[0], scale * down.shape[0]
-    dropouts = {form.dropout for e in content.edits if isinstance(form := e.modification.form, LowRank)}
-    if len(dropouts) > 1:
-        problems[f"PEFT's LoRA has one dropout, here there are {sorted(dropouts)}"] = None
+        columns = [edit.place.linear.columns if edit.place.linear else None for edit in edits]
+        problem = _problem_of_parts(content, row, path, edits, parts)
+        if problem:
+            problems[problem] = None
+            continue
+        names = form.tensors(edits[0].place.widths)
+        rows = _output_width(content, path)
+        whole = {
+            n: _join_columns([p[n] for p in parts], columns, rows) if n in row.outputs else parts[0][n] for n in names
+        }
+        lookup = edits[0].place.widths.lookup
+        for name, tensor in row.to_peft(whole, edits[0].place.widths).items():
+            if name not in row.shared:
+                tensors[f"{NAME_PREFIX}{path}.{row.leaf(name, lookup)}"] = tensor
+            elif names[name].seed is None:
+                leaf = row.shared[name] if names[name].shared else row.shared[name].replace(".0", f".{number}")
+                name_in_file = f"{GLOBAL_PREFIX}{leaf}"
+                other = tensors.setdefault(name_in_file, tensor)
+                if other is not tensor and not torch.equal(other, tensor):
+                    problems[f"PEFT's {row.kind} has one {name} for all modules, and this delta has several"] = None
+        by_path[path] = _options_of_edit(row, edits[0])
+    row = row_of_form(content.edits[0].modification)
+    assert row is not None
+    options = _joint_options(by_path, row, problems) if by_path else {}
     if problems:
         raise DeltuneError("; ".join(problems))
-    rank, alpha = Counter(ranks.values()).most_common(1)[0][0], Counter(alphas.values()).most_common(1)[0][0]
-    options = {
-        "peft_type": "LORA", **_target_options(content, list(ranks)), "r": rank, "lora_alpha": _integer_if_whole(alpha),
-        "lora_dropout": dropouts.pop(), "bias": "none",
-        "fan_in_fan_out": any(
-            e.place.linear.transposed and not e.place.widths.lookup for e in content.edits if e.place.linear
-        ),
-        "rank_pattern": {re.escape(path): r for path, r in ranks.items() if r != rank},
-        "alpha_pattern": {re.escape(path): _integer_if_whole(a) for path, a in alphas.items() if a != alpha},
-    }  # fmt: skip
-    return options, tensors
+    transposed = any(e.place.linear.transposed and not e.place.widths.lookup for e in content.edits if e.place.linear)
+    options |= {"peft_type": row.kind, **_target_options(content, list(by_path)), "fan_in_fan_out": transposed}
+    return options | {"bias": "none"}, tensors
+
+
+def _problem_of_parts(
+    content: ExportedDelta, row: Row, path: str, edits: list[ResolvedEdit], parts: list[Mapping[str, torch.Tensor]]
+) -> str:
+    """Return why the edits of one module are not what PEFT has at a module, or an empty text."""
+    if len({edit.place.name for edit in edits}) < len(edits):
+        return f"two terms change one projection; PEFT has one {row.kind} a module"
+    fused = path.rpartition(".")[2]
+    if sum(edit.place.linear.out_width for edit in edits if edit.place.linear) < _output_width(content, path):
+        sites = " and ".join(edit.modification.site for edit in edits)
+        return f"{sites} is a part of the fused {fused}, PEFT changes whole modules"
+    same = all(torch.equal(p[n], parts[0][n]) for p in parts[1:] for n in p if n not in row.outputs)
+    alike = len({(edit.modification.form, edit.modification.compose) for edit in edits}) == 1
+    if len(edits) > 1 and not (row.outputs and same and alike):
+        return f"the parts of the fused {fused} have matrices of their own, in PEFT they share one"
+    return ""
+
+
+def _options_of_edit(row: Row, edit: ResolvedEdit) -> dict[str, Any]:
+    """Return the options of one module."""
+    form = edit.modification.form
+    options = {option: getattr(form, name) for name, option in row.arguments.items() if hasattr(form, name)}
+    options |= {**row.when, **row.write(form)}
+    factor = edit.modification.compose.factor({})
+    assert isinstance(factor, float | int)
+    scale = factor * getattr(form, "scale", 1.0)
+    if row.alpha:
+        options[row.alpha] = _integer_if_whole(scale * row.divisor(options))
+    elif "scale" in row.arguments:
+        options[row.arguments["scale"]] = scale
+    return options
+
+
+def _joint_options(by_path: Mapping[str, dict[str, Any]], row: Row, problems: dict[str, None]) -> dict[str, Any]:
+    """Return the options of all modules: the most frequent values, and patterns of the modules that have others."""
+    joint: dict[str, Any] = {}
+    for name in next(iter(by_path.values())):
+        values = {path: options[name] for path, options in by_path.items()}
+        joint[name] = Counter(values.values()).most_common(1)[0][0]
+        pattern = next((pattern for pattern in row.patterns if name in PATTERNS[pattern]), None)
+        others = {re.escape(path): value for path, value in values.items() if value != joint[name]}
+        if pattern is not None:
+            joint[pattern] = others
+        elif others:
+            shown = sorted(set(map(str, values.values())))
+            problems[f"PEFT's {row.kind} has one {name}, here there are {', '.join(shown)}"] = None
+    return joint
 
 
 def _integer_if_whole(value: float) -> float | int:
@@ -344,8 +394,7 @@ def _write_prefix(content: ExportedDelta) -> OptionsAndTensors:
 
 
 _WRITERS: Mapping[str, Callable[[ExportedDelta], OptionsAndTensors]] = {
-    "LORA": _write_lora, "IA3": _write_ia3, "LN_TUNING": _write_norms, "PROMPT_TUNING": _write_prompt,
-    "PREFIX_TUNING": _write_prefix,
+    "IA3": _write_ia3, "LN_TUNING": _write_norms, "PROMPT_TUNING": _write_prompt, "PREFIX_TUNING": _write_prefix,
 }  # fmt: skip
 
 

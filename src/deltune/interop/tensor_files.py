@@ -31,6 +31,9 @@ MAX_DIMENSIONS = 8
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types of floating-point tensors, by safetensors' names."""
 
+WHOLE_DTYPES = ("I64", "I32", "U8")
+"""Types of whole numbers that a file of another library may have, by safetensors' names."""
+
 INDEX_DTYPE = "I64"
 """Type of the indices of masked entries, by safetensors' name."""
 
@@ -110,28 +113,29 @@ def load_tensors(path: Path, raw: bytes | None = None) -> dict[str, torch.Tensor
         raise _unreadable(path, error) from error
 
 
-def load_float_tensors(path: Path) -> dict[str, torch.Tensor]:
+def load_float_tensors(path: Path, *, numbers: bool = False) -> dict[str, torch.Tensor]:
     """Load the tensors of a file of safetensors or of torch.save that may hold floating-point tensors only.
+
+    With `numbers`, a file of safetensors may hold whole numbers and empty tensors too.
 
     A file of torch.save is mapped into memory, so that nothing in it can claim more than the file has, and only
     tensors are taken from it (weights_only).
     """
     if path.suffix == ".safetensors":  # checked before anything is loaded
-        _check_float(path, read_header(path))
+        _check_float(path, read_header(path), numbers)
         return load_tensors(path)
     tensors = _load_torch_file(path)
     _check_float(path, tensor_infos(tensors))
     return tensors
 
 
-def _check_float(path: Path, infos: Mapping[str, TensorInfo]) -> None:
+def _check_float(path: Path, infos: Mapping[str, TensorInfo], numbers: bool = False) -> None:
     """Raise a DeltuneError for tensors that are empty or not floating-point."""
+    allowed = {*FLOAT_DTYPES, *(WHOLE_DTYPES if numbers else ())}
     problems = [
-        f"tensor {name[:100]} is of type {info.dtype}"
-        if info.dtype not in FLOAT_DTYPES
-        else f"tensor {name[:100]} is empty"
+        f"tensor {name[:100]} is of type {info.dtype}" if info.dtype not in allowed else f"tensor {name[:100]} is empty"
         for name, info in infos.items()
-        if info.dtype not in FLOAT_DTYPES or not info.numel
+        if info.dtype not in allowed or not (info.numel or numbers)
     ]
     if problems:
         raise error_from_problems(f"{path} does not hold floating-point tensors only", first_of(problems))

@@ -77,7 +77,9 @@ def read_foreign(attached: Attached, folder: str | Path) -> Translation:
     if "peft_type" in contents.options:
         modules = [path for path, _ in attached.model.named_modules()]
         windowed = has_sliding_window(attached.model)
-        return peft_read.read_peft(attached.anatomy, contents, attached.state.base_value, modules, windowed)
+        return peft_read.read_peft(
+            attached.anatomy, contents, attached.base_place, attached.state.base_value, modules, windowed
+        )
     relative = hasattr(attached.model.config, "relative_attention_num_buckets")
     return adapterhub.read_adapterhub(attached.anatomy, contents, relative)
 

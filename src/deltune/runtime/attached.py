@@ -29,6 +29,7 @@ from ..compat import attention_implementation, buffers_of, parameters_of, submod
 from ..errors import DeltuneError, error_from_problems, unknown_name
 from ..methods.counting import base_size
 from ..methods.resolve import ResolvedMethod, resolve
+from ..methods.sites import Location
 from ..methods.spec import Method
 from . import merging, serialization
 from .hooks import (
@@ -267,7 +268,11 @@ class Attached:
 
     def place_of(self, edit: Edit) -> BasePlace | None:
         """The base model's own projection at an edit; None where there is none."""
-        linear = edit.place.linear or edit.place.weight
+        return self.base_place(edit.place)
+
+    def base_place(self, location: Location) -> BasePlace | None:
+        """The base model's own projection at a place; None where there is none."""
+        linear = location.linear or location.weight
         if linear is None:
             return None
         module = self.model.get_submodule(linear.path)
@@ -276,7 +281,7 @@ class Attached:
         weight, bias = (known.get(name) for name in names.values())
         assert weight is not None
         read_bias = partial(bias_of, module) if bias is None else partial(self.state.base_value, bias)
-        return BasePlace(edit.place, partial(self.dense_value, weight), read_bias)
+        return BasePlace(location, partial(self.dense_value, weight), read_bias)
 
     def base_config(self) -> PreTrainedConfig:
         """Return a copy of the model's configuration with the base model's labels, whatever delta is in use."""
