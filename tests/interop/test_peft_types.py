@@ -18,6 +18,7 @@ from tables.families import FAMILIES
 from tables.specimens import batch, build
 
 from .test_field_peft import EXACT, ROUNDED, ROWS, TARGETS, Row, distance, peft
+from .test_peft import ROWS as LORA_ROWS
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
@@ -32,36 +33,38 @@ def no_values(layer: Any) -> dict[str, torch.Tensor]:
     return {}
 
 
-READ_ALONE = ("lora(rank=4, scale=2) + beft(at=('query', 'value'))", "gralora(rank=4) + lora(rank=2, scale=2)")
+FOLDERS_ALONE = ("ADALORA", "PVERA", "P_TUNING", "CARTRIDGE")
+SUMS = ("+ beft", "gralora(rank=4) + ")
 LINEARS = "('query', 'key', 'value', 'output', 'ffn')"
+ROWS_OF = "Selection(roles=('embedding',), areas=('{}',), tokens=({}))"
+ONLY_BERT, ONLY_LLAMA = {"families": ("bert",)}, {"families": ("llama",)}
 MORE = tuple(
     Row(method, config, no_values, **options)
     for method, config, options in (
         ("lora(rank=4, scale=2)", lora(), {}),
         ("lora(rank=4, scale=2) + beft(at=('query', 'value'))", lora(lora_bias=True), {}),
-        (
-            f"lora(rank=6, scale={8 / (6 + 1e-5)})",
-            lambda t: peft.AdaLoraConfig(init_r=6, target_r=4, total_step=10, target_modules=t),
-            {},
-        ),
-        (
-            "gralora(rank=4) + lora(rank=2, scale=2)",
-            lambda t: peft.GraloraConfig(r=4, hybrid_r=2, alpha=12, target_modules=t),
-            {},
-        ),
+        (f"lora(rank=6, scale={8 / (6 + 1e-5)})", lambda t: peft.AdaLoraConfig(
+            init_r=6, target_r=4, total_step=10, target_modules=t), {}),
+        ("gralora(rank=4) + lora(rank=2, scale=2)", lambda t: peft.GraloraConfig(
+            r=4, hybrid_r=2, alpha=12, target_modules=t), {}),
         ("lora(rank=4)", lambda t: peft.PveraConfig(r=4, target_modules=t), {}),
-        (
-            "unilora(rank=4, length=50)",
-            lambda t: peft.UniLoraConfig(r=4, theta_d_length=50, save_indices=True, target_modules=t),
-            {},
-        ),
-        (
-            f"tinylora(rank=2, parameters=5, at={LINEARS})",
-            lambda t: peft.TinyLoraConfig(r=2, u=5, target_modules="all-linear"),
-            {"families": ("llama",)},
-        ),
+        ("unilora(rank=4, length=50)", lambda t: peft.UniLoraConfig(
+            r=4, theta_d_length=50, save_indices=True, target_modules=t), {}),
+        (f"tinylora(rank=2, parameters=5, at={LINEARS})", lambda t: peft.TinyLoraConfig(
+            r=2, u=5, target_modules="all-linear"), ONLY_LLAMA),
+        ("loha(rank=4, scale=2, at='query') + loha(rank=4, scale=2, at='value', layers=(0,))"
+         "+ loha(rank=2, scale=2, at='value', layers=(1,))", lambda t: peft.LoHaConfig(
+            r=4, alpha=8, rank_pattern={"1.*value": 2}, alpha_pattern={"1.*value": 4}, target_modules=t), ONLY_BERT),
+        ("lora(rank=4, scale=2) + trainable_tokens(tokens=(5, 7))", lora(trainable_token_indices=[7, 5]), ONLY_BERT),
+        (f"lora(rank=4, scale=2) + {ROWS_OF.format('embedding', '5, 7')}", lora(trainable_token_indices=[7, 5]),
+         ONLY_LLAMA),
+        (f"lora(rank=4, scale=2) + {ROWS_OF.format('vocabulary', '3,')}",
+         lora(trainable_token_indices={"lm_head": [3]}), ONLY_LLAMA),
+        ("trainable_tokens(tokens=(5, 7))", lambda t: peft.TrainableTokensConfig(token_indices=[7, 5]), ONLY_BERT),
+        ("prompt(length=3)", lambda t: peft.PromptEncoderConfig(num_virtual_tokens=3), ONLY_LLAMA),
+        ("prefix(length=3, shift_positions=True)", lambda t: peft.CartridgeConfig(num_virtual_tokens=3), ONLY_LLAMA),
     )
-)
+)  # fmt: skip
 
 cells = pytest.mark.parametrize(
     ("row", "family"), [(row, f) for row in (*ROWS, *MORE) for f in row.families], ids=lambda v: getattr(v, "method", v)
@@ -85,7 +88,12 @@ def trained(row: Row, family: str) -> Any:
 def logits(model: Any, family: str) -> torch.Tensor:
     inputs = batch(build(FAMILIES[family], TASKS[family][0]))
     with torch.no_grad():
-        return model(**inputs).logits
+        return model(**inputs).logits[:, -inputs["input_ids"].shape[1] :]  # without those of a prompt
+
+
+def expression(row: Row) -> str:
+    """Return the expression of a row with the seed of its configuration."""
+    return row.method.replace("shira(rank=2)", "shira(rank=2, seed=5)")
 
 
 def tolerance(row: Row, family: str) -> float:
@@ -97,6 +105,19 @@ def tolerance(row: Row, family: str) -> float:
 
 
 @cells
+def test_a_configuration_is_attached(row: Row, family: str) -> None:
+    config = row.config(TARGETS[family])
+    config.task_type = TASKS[family][1]
+    model = build(FAMILIES[family], TASKS[family][0], row.dtype)
+    if config.peft_type.value in FOLDERS_ALONE:
+        with pytest.raises(deltune.DeltuneError, match=r"is read from folders alone"):
+            deltune.attach(model, config)
+        return
+    tuned = deltune.attach(model, config)
+    assert set(tuned.method.parts) == set(deltune.parse(expression(row)).parts)
+
+
+@cells
 def test_a_folder_is_read_and_written_back(row: Row, family: str, tmp_path: Path) -> None:
     theirs = trained(row, family)
     theirs.save_pretrained(tmp_path / "peft")
@@ -105,9 +126,9 @@ def test_a_folder_is_read_and_written_back(row: Row, family: str, tmp_path: Path
     assert distance(plain, expected) > 1e-3
     tuned = deltune.load(model, tmp_path / "peft")
     assert distance(logits(model, family), expected) < tolerance(row, family)
-    expected_parts = deltune.parse(row.method.replace("shira(rank=2)", "shira(rank=2, seed=5)")).parts
+    expected_parts = deltune.parse(expression(row)).parts
     assert set(tuned.method.parts) == set(expected_parts)
-    if row.method in READ_ALONE:
+    if any(text in row.method for text in SUMS):
         with pytest.raises(deltune.DeltuneError, match="PEFT keeps one type of adapter in a folder"):
             deltune.export(model, tmp_path / "ours")
         return
@@ -116,3 +137,38 @@ def test_a_folder_is_read_and_written_back(row: Row, family: str, tmp_path: Path
         build(FAMILIES[family], TASKS[family][0], row.dtype), str(tmp_path / "ours")
     ).eval()
     assert distance(logits(again, family), expected) < tolerance(row, family)
+
+
+NAMED = [r for r in LORA_ROWS if getattr(r.config(), "target_modules", "prompts") is not None]
+
+
+@pytest.mark.parametrize("row", NAMED, ids=lambda row: row.id)
+def test_a_configuration_with_targets_is_attached(row: Any) -> None:
+    tuned = deltune.attach(build(FAMILIES[row.family], row.role), row.config())
+    if "reparameterise" not in repr(tuned.method):
+        assert {repr(part) for part in tuned.method.parts} == {repr(part) for part in deltune.parse(row.method).parts}
+
+
+REFUSED_CONFIGS: tuple[tuple[Callable[[], Any], str], ...] = (
+    (lambda: peft.LoraConfig(target_modules=["query"], init_lora_weights="gaussian"), "init_lora_weights='gaussian'"),
+    (lambda: peft.LoraConfig(target_modules=["q_proj"]), "names no module of BertForSequenceClassification"),
+    (lambda: peft.LoraConfig(target_modules=["query"], layer_replication=[[0, 1]]), "option layer_replication"),
+    (lambda: peft.HiraConfig(target_modules=["query"], hira_dropout=0.1), "option hira_dropout=0.1 has no translation"),
+    (lambda: peft.OFTConfig(target_modules=["query"], coft=True, eps=1e-4), "2 problems|option coft=True"),
+    (lambda: peft.XLoraConfig(), "peft_type XLORA has no translation: its router weighs"),
+    (lambda: peft.AdaLoraConfig(target_modules=["query"], total_step=9), "ADALORA is read from folders alone"),
+    (lambda: peft.LoraConfig(trainable_token_indices=[3], target_modules=["embeddings.Nothing"]), "names no module"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "message"), REFUSED_CONFIGS, ids=[message for _, message in REFUSED_CONFIGS])
+def test_a_configuration_without_a_translation(config: Callable[[], Any], message: str) -> None:
+    model = build(FAMILIES["bert"], "sequence")
+    with pytest.raises(deltune.DeltuneError, match=message):
+        deltune.attach(model, config())
+    assert "deltune" not in model._modules
+
+
+def test_a_configuration_without_targets_is_said() -> None:
+    with pytest.warns(UserWarning, match=r"names no target_modules.*here it is lora\(rank=4, scale=2\.0\)"):
+        deltune.attach(build(FAMILIES["bert"], "sequence"), peft.LoraConfig(r=4, lora_alpha=8))

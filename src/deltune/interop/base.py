@@ -28,6 +28,7 @@ from .tensor_files import load_float_tensors
 FiniteNumber = Annotated[float, Field(strict=True, allow_inf_nan=False, gt=-1e30, lt=1e30)]
 Probability = Annotated[float, Field(strict=True, ge=0, lt=1)]
 PositiveInt = Annotated[int, Field(strict=True, ge=1, lt=1 << 40)]
+TokenIds = Annotated[list[Annotated[int, Field(strict=True, ge=0, lt=1 << 40)]], Field(max_length=1 << 20)]
 OptionalBool = StrictBool | None
 ShortText = Annotated[str, Field(strict=True, max_length=4096)]
 PatternText = Annotated[str, Field(strict=True, max_length=1000)]
@@ -63,6 +64,8 @@ class PeftOptions(_Options):
     n_frequency_pattern: dict[PatternText, PositiveInt] | None = None
     block_size_pattern: dict[PatternText, PositiveInt] | None = None
     num_virtual_tokens: PositiveInt | None = None
+    token_indices: TokenIds | None = None
+    trainable_token_indices: TokenIds | dict[ShortText, TokenIds] | None = None
 
 
 class _AdapterHubConfig(_Options):
@@ -138,7 +141,7 @@ ADAPTERHUB_KINDS: dict[str, type[_Options]] = {
 
 def check_options(schema: type[_Options], options: Mapping[str, Any], path: Path) -> None:
     """Raise if options of a folder, or configurations of adapters inside them, are not valid; list all that are not."""
-    problems = _problems(schema, options)
+    problems = check_types(schema, options)
     config = options.get("config")
     if schema is AdapterHubOptions and isinstance(config, dict) and not problems:
         problems = _config_problems(config)
@@ -155,10 +158,11 @@ def _config_problems(config: Mapping[str, Any], nested: bool = False) -> list[st
     if architecture is not None and not isinstance(architecture, str):
         return [f"architecture: {architecture!r:.100} is not a name"]
     kind = ADAPTERHUB_KINDS.get(architecture or "bottleneck")
-    return [] if kind is None else _problems(kind, config)
+    return [] if kind is None else check_types(kind, config)
 
 
-def _problems(schema: type[_Options], options: Mapping[str, Any]) -> list[str]:
+def check_types(schema: type[_Options], options: Mapping[str, Any]) -> list[str]:
+    """Return which options are of a wrong type or out of range."""
     try:
         schema.model_validate(options)
     except ValidationError as error:
@@ -272,6 +276,7 @@ class ExportedDelta:
         edits: Its edits.
         full_tensors: The full tensors of each edit, by the edit's key.
         in_place: The parameters that are tuned in place, by name.
+        rows: The rows of those of which some rows alone are.
         head: The parameters of the head, by name.
         original: Returns the pretrained value of a parameter.
         sliding_window: Whether some attention of the model has a sliding window.
@@ -284,6 +289,7 @@ class ExportedDelta:
     head: NamedTensors
     original: Callable[[str], torch.Tensor]
     sliding_window: bool = False
+    rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 class UnusedTensors:

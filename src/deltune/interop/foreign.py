@@ -18,7 +18,7 @@ from .base import (
     read_options,
     read_tensors,
 )
-from .peft_table import WITH_NUMBERS
+from .peft_table import NAME_PREFIX, WITH_NUMBERS
 
 
 def open_folder(folder: str | Path) -> ForeignFolder:
@@ -68,7 +68,7 @@ def foreign_base(folder: str | Path) -> tuple[str, str, int | None]:
 
 def _of_head(name: str) -> bool:
     """Whether a tensor belongs to the last linear of a classification head, by the names that transformers gives it."""
-    stem = name.removeprefix(peft_read.NAME_PREFIX).rpartition(".")[0]
+    stem = name.removeprefix(NAME_PREFIX).rpartition(".")[0]
     return stem.partition(".")[0] in ("classifier", "score", "classification_head", "qa_outputs") and (
         "." not in stem or stem.endswith("out_proj")
     )

@@ -7,8 +7,7 @@ vectors before the embeddings; and a prefix as the content of the cache, so that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import product
 from typing import Any
@@ -19,11 +18,10 @@ from ..anatomy.types import Anatomy
 from ..errors import DeltuneError, error_from_problems, first_names, word_list
 from ..methods.forms.base import Place
 from ..methods.forms.hidden import Rescale
-from ..methods.forms.low_rank import LowRank
-from ..methods.library import ia3, layernorm, prefix, prompt
-from ..methods.resolve import resolve
-from ..methods.sites import Location, resolve_locations
-from ..methods.spec import OTHER_PROJECTIONS, PROJECTIONS, Method, Modification, Selection, is_pattern
+from ..methods.library import ia3, layernorm, prefix, prompt, trainable_tokens
+from ..methods.resolve import resolve, token_rows
+from ..methods.sites import Location
+from ..methods.spec import Method, Modification, Selection
 from .base import (
     ForeignFolder,
     Patterns,
@@ -36,15 +34,13 @@ from .base import (
     rows_of_columns,
     tensors_by_file_name,
 )
-from .peft_table import OTHERS, PATTERNS, Row, beside, check_options, options_of_module, row_of, unilora_entries
+from .peft_projections import MethodAndTensors, Projections, sites_by_path
+from .peft_table import GLOBAL_PREFIX, NAME_PREFIX, OTHERS, PROMPTS, check_options, row_of
 
 _IA3_LEAF = "ia3_l"
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
-NAME_PREFIX = "base_model.model."
-GLOBAL_PREFIX = "base_model."
 PROMPT_TENSOR = "prompt_embeddings"
-PROMPTS = ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CARTRIDGE")
-"""The types that change no modules."""
+TOKENS = "TRAINABLE_TOKENS"
 
 # -- reading ----------------------------------------------------------------------------------------------------------
 
@@ -67,7 +63,7 @@ def read_peft(
     options, kind = folder.options, str(folder.options.get("peft_type"))
     problems = check_options(options)
     if kind in PROMPTS:
-        problems += _decoder_problems(anatomy, kind, windowed)
+        problems += decoder_problems(anatomy, kind, windowed)
     if problems:
         raise error_from_problems(str(folder.where), problems)
     common = {n: t for n, t in folder.tensors.items() if n.startswith(GLOBAL_PREFIX) and not n.startswith(NAME_PREFIX)}
@@ -81,32 +77,35 @@ def read_peft(
         )
     incomplete = _head_problems(anatomy, options, unused)
     paths: list[str] = []
-    if kind not in PROMPTS:
+    if kind not in (*PROMPTS, TOKENS):
         paths, problems = _changed_modules(anatomy, options, unused, modules, is_leaf)
         incomplete += problems
     head = unused.take_all([t.name for t in anatomy.tensors if t.area == "head"])
     problems = _other_embeddings(anatomy, unused, base_value)
     if problems:
         raise error_from_problems(str(folder.where), problems, fault="model")
+    method: Method | None = None
+    tensors: dict[str, torch.Tensor] = {}
     try:
         if row is not None:
-            method, tensors = _Projections(anatomy, options, row, unused, place_of, common).read(paths)
-        else:
+            method, tensors = Projections(anatomy, options, row, unused, place_of, common).read(paths)
+        elif kind in _READERS:
             method, tensors = _READERS[kind](anatomy, options, unused)
+        chosen, rows = _read_tokens(anatomy, options, unused)
         saved, values = _read_saved_modules(anatomy, unused, bool(options.get("ensure_weight_tying")))
     except DeltuneError as error:
         unused.check(folder.where, [*incomplete, str(error)])
         raise
     incomplete += [f"extra tensor {name}" for name in common]
     unused.check(folder.where, incomplete)
-    return Translation(sum(saved, method), tensors | values, head)
+    terms = [*([method] if method is not None else []), *chosen, *saved]
+    if not terms:
+        raise error_from_problems(str(folder.where), ["it has no tensors that this model has a place for"])
+    return Translation(sum(terms[1:], terms[0]), tensors | rows | values, head)
 
 
 def _endings_match(name: str, is_leaf: Callable[[str], bool]) -> bool:
     return any(is_leaf(ending) for ending in _endings(name))
-
-
-MethodAndTensors = tuple[Method, dict[str, torch.Tensor]]
 
 
 def _changed_modules(
@@ -121,7 +120,7 @@ def _changed_modules(
         return [], ["option target_modules is missing, so nothing says which modules the folder should have tensors of"]
     owners = {name.rpartition(".")[0] for t in anatomy.tensors for name in (t.name, *t.aliases)}
     paths = [path for path in modules if path in owners and unused.name_in_file(path) is not None]
-    targeted = _targets(anatomy, options, unused, paths)
+    targeted = targets(anatomy, options, unused, paths)
     named = {name[: -len(ending) - 1] for name in unused.tensors for ending in _endings(name) if is_leaf(ending)}
     if options.get("save_indices") is False and not named:  # all that UNILORA has is one vector
         return [path for path in paths if path in targeted], []
@@ -133,14 +132,10 @@ def _changed_modules(
     return [path for path in paths if path in named], problems
 
 
-_GATED = ("gate_proj", "up_proj")
-_OUTSIDE_FFN = tuple(site for site in OTHER_PROJECTIONS if site not in _GATED)
-
-
-def _targets(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensors, paths: list[str]) -> set[str]:
+def targets(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensors, paths: list[str]) -> set[str]:
     """Return which of the modules the options target, by PEFT's rules and the names in the model of the file."""
     target, layers = options["target_modules"], options.get("layers_to_transform")
-    excluded, saved = _named(options, "exclude_modules"), options.get("modules_to_save") or ()
+    excluded, saved = names_module(options, "exclude_modules"), options.get("modules_to_save") or ()
     saved_whole = Patterns("modules_to_save", saved, r"(?:^|.*\.){}(?:$|\..*)")
     of_layers = options.get("layers_pattern") or r"[^.]*"
     stems = [of_layers] if isinstance(of_layers, str) else of_layers
@@ -152,7 +147,7 @@ def _targets(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensors
             linear.path for linear in anatomy.linears if linear.path not in left
         }.__contains__
     else:
-        named = _named(options, "target_modules")
+        named = names_module(options, "target_modules")
     chosen = set()
     for path in paths:
         name = unused.name_in_file(path) or path
@@ -170,7 +165,7 @@ def _listed(names: list[str]) -> str:
     return first_names(names, 5) if len(names) > 5 else word_list(names)
 
 
-def _named(options: Mapping[str, Any], option: str) -> Callable[[str], bool]:
+def names_module(options: Mapping[str, Any], option: str) -> Callable[[str], bool]:
     """Return whether an option names a module: by a pattern of its path, or in a list by the end of its path."""
     value = options.get(option) or []
     if isinstance(value, str):
@@ -217,7 +212,8 @@ def _other_embeddings(anatomy: Anatomy, unused: UnusedTensors, base_value: Calla
     return problems
 
 
-def _decoder_problems(anatomy: Anatomy, kind: str, windowed: bool) -> list[str]:
+def decoder_problems(anatomy: Anatomy, kind: str, windowed: bool) -> list[str]:
+    """Return why a model cannot have PEFT's prompt or prefix."""
     problems = []
     if len(anatomy.stacks) != 1 or not anatomy.stacks[0].causal or anatomy.output_kind != "words":
         problems.append(f"{kind} has a translation for language models of one decoder stack; this is {anatomy.model}")
@@ -226,318 +222,59 @@ def _decoder_problems(anatomy: Anatomy, kind: str, windowed: bool) -> list[str]:
     return problems
 
 
-class _Projections:
-    """Reads a type that changes projections: the modification of each module, and its tensors."""
-
-    def __init__(
-        self,
-        anatomy: Anatomy,
-        options: Mapping[str, Any],
-        row: Row,
-        unused: UnusedTensors,
-        place_of: Callable[[Location], Place | None],
-        common: dict[str, torch.Tensor],
-    ) -> None:
-        """Take what is common to all modules."""
-        self.anatomy, self.options, self.row, self.unused, self.place_of = anatomy, options, row, unused, place_of
-        self.common = common
-        self.patterns = {
-            name: Patterns(name, options[name]) for name in PATTERNS if isinstance(options.get(name), dict)
-        }
-        self.locations: dict[Modification, dict[str, list[Location]]] = {}
-        self.pieces: list[PlacedTensors] = []
-        self.problems: list[str] = []
-
-    def read(self, paths: list[str]) -> MethodAndTensors:
-        """Return the method of these modules, and its tensors by their names in our files."""
-        of_modules = self._of_modules(paths)
-        shared = {name: self.common.pop(f"{GLOBAL_PREFIX}{leaf}", None) for name, leaf in self.row.shared.items()}
-        known = {name: value for name, value in shared.items() if value is not None}
-        sites = _sites_by_path(self.anatomy, paths)
-        for path in paths:
-            options = self.options_of(path)
-            for row in (self.row, *beside(self.row, options)):
-                self._read_module(path, row, options, sites.get(path, []), known | of_modules.get(path, {}))
-        if self.problems or not self.pieces:
-            raise error_from_problems(
-                self.row.kind, self.problems or ["no tensor of a module that this model has and can change"]
-            )
-        method = self._method()
-        tensors = tensors_by_file_name(self.anatomy, method, self.pieces)
-        return method, tensors | self._shared_tensors(method, known)
-
-    def options_of(self, path: str) -> dict[str, Any]:
-        """Return the options of one module."""
-        path_in_file = self.unused.name_in_file(path) or path
-
-        def value(pattern: str, default: Any) -> Any:
-            first = self.patterns[pattern].first(path_in_file) if pattern in self.patterns else None
-            return default if first is None else list(self.options[pattern].values())[first[0]]
-
-        return options_of_module(self.options, self.row, value)
-
-    def _read_module(
-        self, path: str, row: Row, options: dict[str, Any], sites: list[str], known: dict[str, torch.Tensor]
-    ) -> None:
-        linear = next((x for x in self.anatomy.linears if x.path == path), None)
-        lookup = linear is None or sites == ["embedding"]
-        names = {**row.leaves, **(row.lookup if lookup else {})}
-        starred = [n for n in self.unused.tensors if n.startswith(f"{path}.")]
-        values = {}
-        for name in names:
-            for ours in self._names(name, path, starred, row):
-                value = self.unused.take(f"{path}.{row.leaf(ours, lookup)}")
-                if value is not None:
-                    values[ours] = value
-        self._take_repeated(path, row, known)
-        if not values and not known:
-            return
-        try:
-            pieces = self._modification_and_tensors(path, row, options, sites, values, known, lookup)
-        except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
-            raise DeltuneError(f"{path} has options or tensors that do not fit each other: {error}") from error
-        if pieces is None or self.problems:
-            return
-        modification, places, values = pieces
-        for site, place in places:
-            parts = {
-                name: rows_of_columns(value, place.linear.columns if place.linear else None)
-                if name in row.outputs
-                else value
-                for name, value in values.items()
-            }
-            parts = self._with_buffers(modification, place, parts)
-            self.pieces.append(PlacedTensors(replace(modification, site=site), place, parts))
-
-    def _modification_and_tensors(
-        self,
-        path: str,
-        row: Row,
-        options: dict[str, Any],
-        sites: list[str],
-        values: dict[str, torch.Tensor],
-        known: dict[str, torch.Tensor],
-        lookup: bool,
-    ) -> tuple[Modification, list[tuple[str, Location]], dict[str, torch.Tensor]] | None:
-        """Return the modification of a module, its places, and its tensors by our names; None where there is none."""
-        options |= row.sizes(values) if values else {}
-        if row.kind == "ADALORA" and not options["r"]:
-            return None  # all of its ranks were pruned
-        modification = row.modification(options)
-        form = modification.form
-        if lookup and isinstance(form, LowRank):
-            modification = replace(modification, form=replace(form, dropout=0.0))  # PEFT's has none
-        places = self._places(path, sites, modification, bool(row.outputs))
-        if not places:
-            self.problems.append(f"{path} is no projection that this model shows")
-            return None
-        widths = places[0][1].widths
-        out_width = sum(place.widths.out_width for _, place in places)
-        whole = replace(widths, out_width=out_width) if modification.insertion == "parallel" else widths
-        expected = {n: spec for n, spec in form.tensors(whole).items() if spec.saved and not spec.shared}
-        values = row.to_ours(values | known, options, whole)
-        values = {n: t for n, t in values.items() if n in expected or n not in row.shared}
-        for name, spec in expected.items():
-            where = f"{path}.{row.leaf(name, lookup) or name}"
-            if name not in values:
-                if spec.trained:
-                    self.problems.append(f"missing tensor {where}")
-            elif tuple(values[name].shape) != spec.shape:
-                shape = tuple(values[name].shape)
-                self.problems.append(f"{where} has shape {shape}, by the options and this model it is {spec.shape}")
-            elif values[name].is_floating_point() != (spec.below is None):
-                self.problems.append(f"{where} is of type {values[name].dtype}")
-        extra = values.keys() - expected.keys()
-        self.problems += [f"extra tensor {path}.{row.leaf(name, lookup) or name}" for name in extra]
-        return modification, places, values
-
-    def _names(self, name: str, path: str, in_file: list[str], row: Row) -> list[str]:
-        """Return our names of a leaf, of which a starred one has several."""
-        if not name.endswith("*"):
-            return [name]
-        numbers = range(len(in_file))
-        return [n for i in numbers if f"{path}.{row.leaf(n := name.replace('*', str(i)))}" in in_file]
-
-    def _take_repeated(self, path: str, row: Row, known: dict[str, torch.Tensor]) -> None:
-        """Take what a file has once more for a module, or as zeros for what the module lacks."""
-        for name, leaf in row.copies.items():
-            copy = self.unused.take(f"{path}.{leaf}")
-            if copy is not None and name in known and not torch.equal(copy, known[name]):
-                self.problems.append(f"{path}.{leaf} is not the one of all modules")
-        for leaf in row.zeros:
-            zeros = self.unused.take(f"{path}.{leaf}")
-            if zeros is not None and bool(zeros.any()):
-                self.problems.append(f"{path}.{leaf} is not 0")
-
-    def _places(
-        self, path: str, sites: list[str], modification: Modification, splits: bool
-    ) -> list[tuple[str, Location]]:
-        """Return the sites that a module is, each with its place; its path where it is none or has to stay whole."""
-        places = [(site, place) for site in sites for place in self._locations(site, modification, path)]
-        fused = any(place.linear is not None and place.linear.columns is not None for _, place in places)
-        if places and (splits or not fused):
-            return places
-        layer = next((x.path for x in self.anatomy.layers if path.startswith(f"{x.path}.")), None)
-        site = path if layer is None else f"*.{path.removeprefix(f'{layer}.')}"
-        return [(site, place) for place in self._locations(site, modification, path)] if is_pattern(site) else []
-
-    def _locations(self, site: str, modification: Modification, path: str) -> list[Location]:
-        at_site = replace(modification, site=site)
-        if at_site not in self.locations:
-            by_path: dict[str, list[Location]] = {}
-            for place in resolve_locations(self.anatomy, at_site):
-                if place.linear is not None:
-                    by_path.setdefault(place.linear.path, []).append(place)
-            self.locations[at_site] = by_path
-        return self.locations[at_site].get(path, [])
-
-    def _with_buffers(
-        self, modification: Modification, place: Location, values: dict[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """Add what a file lacks because it follows from the weight or from a seed."""
-        form = modification.form
-        specs = {n: spec for n, spec in form.tensors(place.widths).items() if spec.saved and not spec.shared}
-        if specs.keys() == values.keys():
-            return values
-        at = self.place_of(place)
-        assert at is not None
-        if at.weight.is_meta:
-            raise DeltuneError("the weights of the model are needed, and they are on the meta device")
-        empty = {
-            name: at.weight.new_empty(spec.shape, dtype=torch.int64 if spec.below is not None else None)
-            for name, spec in specs.items()
-        }
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            form.initialize(empty, at)
-        return {n: t.cpu() for n, t in empty.items()} | values
-
-    def _of_modules(self, paths: list[str]) -> dict[str, dict[str, torch.Tensor]]:
-        """Return what the file has in common tensors for each module, by the order of the modules."""
-        if self.row.kind == "TINYLORA" and not self.options.get("weight_tying"):
-            of_modules = {}
-            for number, path in enumerate(paths):
-                value = self.common.pop(f"{GLOBAL_PREFIX}tinylora_v.{number}", None)
-                of_modules[path] = {} if value is None else {"v": value}
-            return of_modules
-        if self.row.kind == "UNILORA" and not self.options.get("save_indices"):
-            linears = {x.path: x for x in self.anatomy.linears}
-            widths = {path: (linears[path].in_width, linears[path].out_width) for path in paths if path in linears}
-            return unilora_entries(self.options, widths)
-        return {}
-
-    def _method(self) -> Method:
-        """Return the shortest method of the pieces."""
-        sites = tuple(dict.fromkeys(piece.modification.site for piece in self.pieces))
-        at = ("query", "value") if set(sites) == {"query", "value"} else sites
-        first = self.row.method(self.options_of(self.pieces[0].place.linear.path))  # type: ignore[union-attr]
-        arguments = dict(first.arguments) | {"at": at}
-        indices = {name.split(".")[1] for name in (piece.place.name for piece in self.pieces)}
-        layers = tuple(sorted(int(index) for index in indices if index.isdigit()))
-        candidates = [
-            lambda: self.row.make(**arguments),
-            lambda: self.row.make(**arguments | {"layers": layers}),
-        ]
-        return method_from_pieces(self.anatomy, self.pieces, candidates)
-
-    def _shared_tensors(self, method: Method, known: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the tensors that places share, and check those that a seed gives."""
-        tensors: dict[str, torch.Tensor] = {}
-        owners: dict[str, str] = {}
-        for owner, specs in resolve(self.anatomy, method, lambda: 0).shared_tensors(folded=True).items():
-            drawn = {name: spec for name, spec in specs.items() if spec.seed is not None}
-            if drawn and known:
-                form = self.pieces[0].modification.form
-                generator = torch.Generator().manual_seed(next(iter(drawn.values())).seed or 0)
-                for name, value in form.draw({n: spec.shape for n, spec in drawn.items()}, generator).items():
-                    if name in known and not torch.equal(known[name].to(value.dtype), value):
-                        raise DeltuneError(
-                            f"{self.row.shared[name]} is not what the seed {drawn[name].seed} gives for these modules"
-                        )
-            for name, spec in specs.items():
-                if spec.seed is None:
-                    if name in owners:
-                        raise DeltuneError(
-                            f"its modules have {self.row.shared[name]} in common, and no one method acts at all of them"
-                        )
-                    if name not in known:
-                        raise DeltuneError(f"missing tensor {GLOBAL_PREFIX}{self.row.shared[name]}")
-                    owners[name] = owner
-                    tensors[f"common.{owner}.{name}"] = known[name]
-        return tensors
-
-
-def _sites_by_path(anatomy: Anatomy, paths: Iterable[str]) -> dict[str, list[str]]:
-    """Return the sites of the modules that are projections; a fused one has several.
-
-    Where the file changes one of the two linears before a gated FFN's activation and not the other, the two are sites
-    of their own instead of `ffn_up`.
-    """
-    changed = set(paths)
-    linears = [(site, place) for site in PROJECTIONS for place in _linears_at(anatomy, site)]
-    in_file: dict[str, set[bool]] = {}
-    for site, place in linears:
-        if site == "ffn_up":
-            in_file.setdefault(place.linear.path.rpartition(".")[0], set()).add(place.linear.path in changed)
-    if any(len(both) > 1 for both in in_file.values()):
-        linears = [(site, place) for site, place in linears if site != "ffn_up"]
-        linears += [(site, place) for site in _GATED for place in _linears_at(anatomy, site)]
-    linears += [(site, place) for site in _OUTSIDE_FFN for place in _linears_at(anatomy, site)]
-    by_path: dict[str, list[str]] = {}
-    for site, place in linears:
-        of_path = by_path.setdefault(place.linear.path, [])
-        of_path += [site] if site not in of_path else []
-    return by_path
-
-
-def _linears_at(anatomy: Anatomy, site: str) -> list[Any]:
-    """Return the places of a site; without the weights of experts, which PEFT stores otherwise."""
-    places = locations_or_none(anatomy, Modification(site, LowRank(1)))
-    return [place for place in places if place.linear is not None]
-
-
-def _read_ia3(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensors) -> MethodAndTensors:
-    pieces: list[PlacedTensors] = []
-    inputs = {
+def ia3_pieces(
+    anatomy: Anatomy, paths: list[str], of_input: Callable[[str], bool]
+) -> Iterator[tuple[str, Modification, Location]]:
+    """Yield the vectors of IA3 at modules: of their outputs, or of their inputs where `of_input` says so."""
+    at_inputs = {
         place.target.path: (site, place)
         for site in ("heads", "ffn_inner")
         for place in locations_or_none(anatomy, Modification(site, Rescale(), "sequential"))
     }
-    feedforward = options.get("feedforward_modules")
-    of_input = _named(options, "feedforward_modules")
-    input_gains: dict[str, torch.Tensor] = {}
-    vectors = [name for name in unused.tensors if name.endswith(f".{_IA3_LEAF}")]
-    sites = _sites_by_path(anatomy, [name.rpartition(".")[0] for name in vectors])
-    for path in sites:
-        linears = [
-            (site, place)
-            for site in sites[path]
-            for place in locations_or_none(anatomy, Modification(site, Rescale(), "sequential"))
-            if place.linear is not None and place.linear.path == path
-        ]
-        gain = unused.take(f"{path}.{_IA3_LEAF}", axes=2)
-        by_input = of_input(unused.name_in_file(path) or path)
-        if gain is not None and feedforward is not None and by_input != (len(gain) == 1):
+    for path, sites in sites_by_path(anatomy, paths).items():
+        if path not in paths:
+            continue
+        if of_input(path):
+            if path not in at_inputs:
+                raise DeltuneError(
+                    f"IA3 on the input of {path}: rescaled inputs have a translation for W_o and the FFN's last linear "
+                    "only"
+                )
+            site, place = at_inputs[path]
+            yield path, Modification(site, Rescale(), "sequential"), place
+            continue
+        for site in sites:
+            modification = Modification(site, Rescale(), "sequential")
+            for place in locations_or_none(anatomy, modification):
+                if place.linear is not None and place.linear.path == path:
+                    yield path, modification, place
+
+
+def _read_ia3(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensors) -> MethodAndTensors:
+    ending = f".{_IA3_LEAF}"
+    names = [name.removesuffix(ending) for name in unused.tensors if name.endswith(ending)]
+    gains = {path: gain for path in names if (gain := unused.take(f"{path}{ending}", axes=2)) is not None}
+    of_input = names_module(options, "feedforward_modules")
+    for path, gain in gains.items():
+        is_named = of_input(unused.name_in_file(path) or path)
+        if options.get("feedforward_modules") is not None and is_named != (len(gain) == 1):
             raise DeltuneError(
-                f"{path}.{_IA3_LEAF} has shape {tuple(gain.shape)}, which does not fit option feedforward_modules: "
+                f"{path}{ending} has shape {tuple(gain.shape)}, which does not fit option feedforward_modules: "
                 "vectors of these modules have one row, others one column"
             )
-        if gain is not None and gain.shape[0] != 1:
-            if tuple(gain.shape) != (sum(place.widths.out_width for _, place in linears), 1):
-                raise DeltuneError(f"{path}.ia3_l has shape {tuple(gain.shape)}, which does not fit {path}")
-            rescale = [(Modification(site, Rescale(), "sequential"), place) for site, place in linears]
-            pieces += [
-                PlacedTensors(modification, p, {"gain": rows_of_columns(gain, p.target.columns)[:, 0].contiguous()})
-                for modification, p in rescale
-            ]
-        elif gain is not None:
-            input_gains[path] = gain[0]
-    for path, gain in input_gains.items():
-        if path not in inputs:
-            raise DeltuneError(
-                f"IA3 on the input of {path}: rescaled inputs have a translation for W_o and the FFN's last linear only"
-            )
-        site, place = inputs[path]
-        pieces.append(PlacedTensors(Modification(site, Rescale(), "sequential"), place, {"gain": gain}))
+    pieces: list[PlacedTensors] = []
+    planned = list(ia3_pieces(anatomy, list(gains), lambda path: len(gains[path]) == 1))
+    for path, modification, place in planned:
+        gain, columns = gains[path], place.target.columns
+        if place.target.side == "input":
+            pieces.append(PlacedTensors(modification, place, {"gain": gain[0]}))
+            continue
+        width = sum(other.widths.out_width for other_path, _, other in planned if other_path == path)
+        if tuple(gain.shape) != (width, 1):
+            raise DeltuneError(f"{path}{ending} has shape {tuple(gain.shape)}, which does not fit {path}")
+        pieces.append(PlacedTensors(modification, place, {"gain": rows_of_columns(gain, columns)[:, 0].contiguous()}))
+    if missing := gains.keys() - {piece.place.target.path for piece in pieces}:
+        raise error_from_problems("IA3", [f"extra tensor {path}{ending}" for path in sorted(missing)])
     if not pieces:
         raise DeltuneError("no tensor ia3_l of a module that this model has")
     method = method_from_pieces(anatomy, pieces, [ia3])
@@ -555,15 +292,19 @@ def _read_norms(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTens
     norms = [t.name for t in anatomy.tensors if t.role.startswith("norm.") and t.name.rpartition(".")[0] in owners]
     if missing := [f"missing tensor {name}" for name in norms if name not in values]:
         raise error_from_problems("norms", missing)
-    norm_layers = [anatomy.layers[t.layer] for t in anatomy.tensors if t.name in values and t.layer is not None]
+    return norm_method(anatomy, set(values)), {f"base.{name}": value for name, value in values.items()}
+
+
+def norm_method(anatomy: Anatomy, names: set[str]) -> Method:
+    """Return the method that trains these tensors of norms and no others."""
+    norm_layers = [anatomy.layers[t.layer] for t in anatomy.tensors if t.name in names and t.layer is not None]
     layers = tuple(sorted({layer.index for layer in norm_layers}))
     choices = product(("both", "attention", "ffn"), ("all", layers), (None, False, True), (None, False, True))
 
     def candidate(of: Any, layer_choice: Any, embedding: bool | None, final: bool | None) -> Callable[[], Method]:
         return lambda: layernorm("both", of, layer_choice, embedding=embedding, final=final)
 
-    method = method_selecting(anatomy, set(values), [candidate(*choice) for choice in choices])
-    return method, {f"base.{name}": value for name, value in values.items()}
+    return method_selecting(anatomy, names, [candidate(*choice) for choice in choices])
 
 
 def _read_prompt(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensors) -> MethodAndTensors:
@@ -592,15 +333,93 @@ def _read_saved_modules(
                 )
     if problems:
         raise error_from_problems("modules_to_save", problems)
-    scopes = {(t.role, t.area, t.layer) for t in anatomy.tensors if t.name in values}
+    return whole_tensors(anatomy, values.keys()), {f"base.{name}": value for name, value in values.items()}
+
+
+def whole_tensors(anatomy: Anatomy, names: Collection[str]) -> list[Method]:
+    """Return selections that train these tensors and no others."""
+    scopes = {(t.role, t.area, t.layer) for t in anatomy.tensors if t.name in names}
     selections: list[Method] = []
     for role, area in sorted({(role, area) for role, area, _ in scopes}):
         layers = tuple(sorted(layer for r, a, layer in scopes if (r, a) == (role, area) and layer is not None))
-        names_there = {t.name for t in anatomy.tensors if (t.role, t.area) == (role, area)} & values.keys()
+        names_there = {t.name for t in anatomy.tensors if (t.role, t.area) == (role, area) and t.name in names}
         scoped = [partial(Selection, (role,), (area,), of=of) for of in ("both", "attention", "ffn")]
         choices = [*scoped, *(partial(make, layers=layers) for make in scoped)]
         selections.append(method_selecting(anatomy, names_there, choices))
-    return selections, {f"base.{name}": value for name, value in values.items()}
+    return selections
+
+
+def token_tables(anatomy: Anatomy, options: Mapping[str, Any], named: Callable[[str], str]) -> dict[str, list[int]]:
+    """Return the tables of which the options train rows, by their paths, with the ids of the tokens.
+
+    `named` returns what the options call a module.
+    """
+    tokens = options.get("trainable_token_indices") or options.get("token_indices") or ()
+    words = [table.path for stack in anatomy.stacks if (table := stack.embedding) is not None]
+    vocabulary = [anatomy.vocabulary.path] if anatomy.vocabulary is not None else []
+    if isinstance(tokens, Mapping):
+        by_name = {name: ids for name, ids in tokens.items()}
+    else:
+        targets = options.get("target_modules") if options.get("peft_type") == TOKENS else None
+        names = [targets] if isinstance(targets, str) else targets
+        by_name = dict.fromkeys(names if names else [named(path) for path in words[:1]], tokens)
+    return {
+        path: list(ids)
+        for path in dict.fromkeys((*words, *vocabulary))
+        for name, ids in by_name.items()
+        if ids and name in _endings(named(path))
+    }
+
+
+def token_method(anatomy: Anatomy, tables: Mapping[str, list[int]]) -> list[Method]:
+    """Return the methods that train rows of these tables and of no others."""
+    methods: list[Method] = []
+    for tokens in {tuple(sorted(ids)) for ids in tables.values()}:
+        paths = {path for path, ids in tables.items() if tuple(sorted(ids)) == tokens}
+        choices: list[Method] = [trainable_tokens(tokens)]
+        choices += [Selection(("embedding",), (area,), tokens=tokens) for area in ("embedding", "vocabulary")]
+        for method in choices:
+            part = method.parts[0]
+            assert isinstance(part, Selection)
+            tensors = [tensor for tensor, _ in token_rows(anatomy, part, tokens)]
+            owners = [{name.rpartition(".")[0] for name in (t.name, *t.aliases)} for t in tensors]
+            if all(paths & names for names in owners) and paths <= set().union(*owners):
+                methods.append(method)
+                break
+        else:
+            raise DeltuneError(f"no selection of rows of embeddings is of {word_list(sorted(paths))} alone")
+    return methods
+
+
+def _read_tokens(
+    anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensors
+) -> tuple[list[Method], dict[str, torch.Tensor]]:
+    """Read rows of embeddings, which PEFT has in the order of the token ids in its options."""
+    tables = token_tables(anatomy, options, lambda path: unused.name_in_file(path) or path)
+    if not tables:
+        if options.get("peft_type") == TOKENS or options.get("trainable_token_indices"):
+            raise DeltuneError("its options choose tokens of no table of embeddings that this model shows")
+        return [], {}
+    values: dict[str, torch.Tensor] = {}
+    for path, tokens in tables.items():
+        tensor = next(t for t in anatomy.tensors if f"{path}.weight" in (t.name, *t.aliases))
+        stems = [name.rpartition(".")[0] for name in (tensor.name, *tensor.aliases)]
+        names = [f"{stem}.{part}trainable_tokens_delta" for stem in stems for part in ("", "token_adapter.")]
+        saved = list(unused.take_all(names).values())
+        width = tensor.shape[1]
+        if not saved or any(tuple(rows.shape) != (len(tokens), width) for rows in saved):
+            raise DeltuneError(
+                f"{path} should have a row of {width} for each of the {len(tokens)} tokens in the options"
+            )
+        if any(not torch.equal(rows, saved[0]) for rows in saved[1:]):
+            raise DeltuneError(
+                f"{tensor.name} is one tensor of this model, and the file has several values for its rows"
+            )
+        order = torch.tensor(tokens).argsort()
+        index = torch.tensor(tokens)[order][:, None] * width + torch.arange(width)
+        values[f"partly.{tensor.name}.values"] = saved[0][order].flatten()
+        values[f"partly.{tensor.name}.index"] = index.flatten()
+    return token_method(anatomy, tables), values
 
 
 def _take_prompt_tensor(options: Mapping[str, Any], unused: UnusedTensors) -> torch.Tensor:

@@ -21,6 +21,10 @@ from ..methods import library
 from ..methods.forms.base import Form, Widths
 from ..methods.spec import Modification, NamedMethod
 
+NAME_PREFIX = "base_model.model."
+GLOBAL_PREFIX = "base_model."
+"""What the names of tensors of modules begin with, and the names of those that modules share."""
+
 Options = Mapping[str, Any]
 Values = dict[str, torch.Tensor]
 
@@ -171,7 +175,8 @@ def options_of_module(options: Options, row: Row, value: Callable[[str, Any], An
 # -- the options that no method has -----------------------------------------------------------------------------------
 
 COMMON = {"peft_type", "task_type", "base_model_name_or_path", "peft_version", "revision", "inference_mode",
-          "auto_mapping", "modules_to_save"}  # fmt: skip
+          "auto_mapping", "modules_to_save",
+          "trainable_token_indices", "save_projection", "save_indices", "save_precomputed_indices"}  # fmt: skip
 """Options that every type has."""
 
 TARGETS = {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out"}
@@ -181,13 +186,13 @@ OF_TRAINING = {
     "init_weights", "init_ia3_weights", "init_scale", "d_initial", "init_theta_d_bound", "init_v_bound",
     "init_vector_bank_bound", "init_logits_std", "module_dropout", "rank_dropout", "rank_dropout_scale", "boft_dropout",
     "deft_dropout", "gralora_dropout", "hira_dropout", "miss_dropout", "psoft_dropout", "pvera_dropout",
-    "randlora_dropout", "tinylora_dropout", "unilora_dropout", "vblora_dropout", "vera_dropout", "save_projection",
-    "projection_seed", "save_indices", "random_seed", "target_r", "init_r", "tinit", "tfinal", "deltaT", "beta1",
+    "randlora_dropout", "tinylora_dropout", "unilora_dropout", "vblora_dropout", "vera_dropout",
+    "projection_seed", "random_seed", "target_r", "init_r", "tinit", "tfinal", "deltaT", "beta1",
     "beta2", "orth_reg_weight", "total_step", "eva_config", "runtime_config", "ensure_weight_tying", "megatron_core",
     "qalora_group_size", "use_effective_conv2d", "psoft_svd_lowrank_niter", "num_cayley_neumann_terms",
     "prompt_tuning_init", "prompt_tuning_init_text", "tokenizer_name_or_path", "tokenizer_kwargs", "eps",
     "generator_seed", "encoder_reparameterization_type", "encoder_num_layers", "encoder_dropout", "num_frozen_tokens",
-    "save_precomputed_indices", "lora_dropout",
+    "lora_dropout",
 }  # fmt: skip
 """Options that act while a type is initialised, trained or saved, and change nothing of what a folder computes."""
 
@@ -415,6 +420,7 @@ OTHERS: Mapping[str, Other] = {
                       note="the prompt that its network made"),
     "PREFIX_TUNING": Other("prefix", options=_TOKENS | {"encoder_hidden_size", "prefix_projection"}),
     "CARTRIDGE": Other("prefix", options=_TOKENS, written=False),
+    "TRAINABLE_TOKENS": Other("trainable_tokens", options=frozenset({"token_indices", "target_modules"})),
 }  # fmt: skip
 """The other types that are read."""
 
@@ -428,11 +434,13 @@ REFUSED: Mapping[str, str] = {
     "POLY": "each row of a batch has a task, which a folder does not say",
     "SHADOW": "it is a second model beside this one",
     "SUPERTUNING": "it changes entries of weights by their magnitude",
-    "TRAINABLE_TOKENS": "rows of embeddings",
     "WAVEFT": "its matrices are wavelet transforms",
     "XLORA": "its router weighs other folders by a first pass of the model",
 }
 """The types that are not read, each with the reason."""
+
+PROMPTS = ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CARTRIDGE")
+"""The types that change no modules."""
 
 WITH_NUMBERS = ("ADALORA", "SHIRA", "UNILORA")
 """The types whose files have tensors of whole numbers, or empty ones."""

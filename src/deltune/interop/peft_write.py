@@ -22,8 +22,8 @@ from ..methods.forms.prompt import Prompt
 from ..methods.resolve import ResolvedEdit
 from ..methods.spec import Modification
 from .base import ExportedDelta
-from .peft_read import GLOBAL_PREFIX, NAME_PREFIX, PROMPT_TENSOR
-from .peft_table import PATTERNS, Row, row_of_form
+from .peft_read import PROMPT_TENSOR
+from .peft_table import GLOBAL_PREFIX, NAME_PREFIX, PATTERNS, Row, row_of_form
 
 OptionsAndTensors = tuple[dict[str, Any], dict[str, torch.Tensor]]
 
@@ -47,18 +47,24 @@ def write_peft(content: ExportedDelta) -> OptionsAndTensors:
         else:
             kinds[kind] = None
     norms = {t.name for t in content.anatomy.tensors if t.role.startswith("norm.")}
-    if content.in_place:
+    whole = [name for name in content.in_place if name not in content.rows]
+    if whole:
         kinds["LN_TUNING"] = None
-        if others := [name for name in content.in_place if name not in norms]:
+        if others := [name for name in whole if name not in norms]:
             names = first_names(others, 3)
             problems[f"PEFT trains norms in place and nothing else; this delta also trains {names}"] = None
+    if content.rows and not kinds:
+        kinds["TRAINABLE_TOKENS"] = None
+    elif content.rows and list(kinds) != ["LORA"]:
+        problems[f"PEFT trains rows of embeddings alone or beside LoRA, and not beside {' and '.join(kinds)}"] = None
     if not problems and not kinds:
         problems["the head alone is no method of PEFT; save the model instead"] = None
     if not problems and len(kinds) > 1:
         problems[f"PEFT keeps one type of adapter in a folder, and this delta is a sum of {' and '.join(kinds)}"] = None
     if not problems:
         try:
-            return _add_head(content, *_WRITERS.get(next(iter(kinds)), _write_projections)(content))
+            write = _WRITERS.get(next(iter(kinds)), _write_projections)
+            return _add_head(content, *_add_rows(content, *write(content)))
         except DeltuneError as error:
             problems[str(error)] = None
     raise error_from_problems("this delta cannot be written for PEFT", list(problems))
@@ -393,8 +399,25 @@ def _write_prefix(content: ExportedDelta) -> OptionsAndTensors:
     return options, {PROMPT_TENSOR: rows}
 
 
+def _add_rows(content: ExportedDelta, options: dict[str, Any], tensors: dict[str, torch.Tensor]) -> OptionsAndTensors:
+    """Add the rows of embeddings that are trained."""
+    by_path = {name.removesuffix(".weight"): list(rows) for name, rows in content.rows.items()}
+    alone = options["peft_type"] == "TRAINABLE_TOKENS"
+    part = "" if alone else "token_adapter."
+    for path, rows in by_path.items():
+        values = content.in_place[f"{path}.weight"][rows]
+        tensors[f"{NAME_PREFIX}{path}.{part}trainable_tokens_delta"] = values
+    if alone:
+        tokens = {tuple(rows) for rows in by_path.values()}
+        if len(tokens) > 1:
+            raise DeltuneError("PEFT trains rows of the same tokens in all tables, and this delta of others in each")
+        return options | {"token_indices": list(tokens.pop()), "target_modules": list(by_path)}, tensors
+    return options | ({"trainable_token_indices": by_path} if by_path else {}), tensors
+
+
 _WRITERS: Mapping[str, Callable[[ExportedDelta], OptionsAndTensors]] = {
     "IA3": _write_ia3, "LN_TUNING": _write_norms, "PROMPT_TUNING": _write_prompt, "PREFIX_TUNING": _write_prefix,
+    "TRAINABLE_TOKENS": lambda content: ({"peft_type": "TRAINABLE_TOKENS"}, {}),
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import safetensors
 import torch
@@ -36,9 +36,10 @@ from ..anatomy.types import Anatomy
 from ..compat import attention_implementation, copy_tensors, set_in_parameter_dict, submodules_of
 from ..errors import DeltuneError, describe_value, excerpt, unknown_name
 from ..files import atomic_folder, user_path, write_error
-from ..interop import adapterhub, peft_read, peft_write
+from ..interop import adapterhub, peft_config, peft_read, peft_write
 from ..interop.base import CONFIG_FILE, ExportedDelta, Translation, has_file, is_foreign
 from ..interop.foreign import foreign_base, open_folder
+from ..interop.peft_config import PeftConfiguration
 from ..interop.tensor_files import TensorInfo, tensor_infos
 from ..methods.counting import TRAINING_COPIES, base_size
 from ..methods.forms.prompt import Prompt
@@ -95,6 +96,7 @@ def content(attached: Attached, name: str | None = None) -> ExportedDelta:
     return ExportedDelta(
         attached.anatomy, delta.planned.edits, full, values, head, lambda n: attached.dense_value(n).detach(),
         has_sliding_window(attached.model),
+        {tensor.name: mask.rows for tensor, mask in delta.planned.masked if isinstance(mask, RowMask)},
     )  # fmt: skip
 
 
@@ -144,7 +146,10 @@ def has_sliding_window(model: PreTrainedModel) -> bool:
 
 @explain_arguments
 def attach(
-    model: PreTrainedModel, method: str | Method, name: str = "default", head: Literal["train", "freeze"] = "train"
+    model: PreTrainedModel,
+    method: str | Method | PeftConfiguration,
+    name: str = "default",
+    head: Literal["train", "freeze"] = "train",
 ) -> Tuned:
     """Attach a method to a model and put it in use. The model is changed in place, and all other weights are frozen.
 
@@ -152,7 +157,8 @@ def attach(
 
     Args:
         model: A model of transformers.
-        method: An expression, such as "prefix(length=16) + layernorm", or a method object.
+        method: An expression, such as "prefix(length=16) + layernorm", a method object, or a configuration of PEFT,
+            such as LoraConfig(r=8, target_modules=["q_proj"]).
         name: The name of the delta on this model: letters, digits, "-" and "_".
         head: "train" trains the task head, "freeze" does not. The head is saved with the delta either way.
 
@@ -167,13 +173,17 @@ def attach(
     _check_model(model)
     with _default_modes():
         check_gradients_pass(model)
-        parsed = _parse_or_explain(method)
+        of_peft = method if hasattr(method, "peft_type") and hasattr(method, "to_dict") else None
+        parsed = _parse_or_explain(method) if of_peft is None else None  # type: ignore[arg-type]
         if head not in ("train", "freeze"):
             raise DeltuneError(unknown_name("head", head, ("train", "freeze")))
         handle = find_tuned(model)
         check_name(name, handle.names if handle else ())
         anatomy = handle.anatomy if handle else inspect(model)
         _check_head_plain(anatomy)
+        if parsed is None:
+            paths = [path for path, _ in model.named_modules()]
+            parsed = peft_config.method_of_config(anatomy, cast(Any, of_peft), paths, has_sliding_window(model))
         planned = handle.attached.resolve(parsed) if handle else resolve(anatomy, parsed, lambda: base_size(model)[1])
         check_memory(model, anatomy, planned, parsed, TRAINING_COPIES)
         if any(edit.modification.form.needs == "attention" for edit in planned.edits):
