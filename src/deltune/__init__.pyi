@@ -76,6 +76,7 @@ from .methods.library import road as road
 from .methods.library import scaled_parallel_adapter as scaled_parallel_adapter
 from .methods.library import shira as shira
 from .methods.library import ssf as ssf
+from .methods.library import supertuning as supertuning
 from .methods.library import three_vectors as three_vectors
 from .methods.library import tinylora as tinylora
 from .methods.library import trainable_tokens as trainable_tokens
@@ -83,6 +84,7 @@ from .methods.library import unilora as unilora
 from .methods.library import unipelt as unipelt
 from .methods.library import vblora as vblora
 from .methods.library import vera as vera
+from .methods.library import waveft as waveft
 from .methods.registry import methods as methods
 from .methods.registry import parse as parse
 from .methods.registry import register as register

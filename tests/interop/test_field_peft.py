@@ -137,6 +137,10 @@ ROWS = (
         rounded=True, gradients=False),  # PEFT's gradient of its convolution's input fails gradcheck
     Row("fourierft(frequencies=40, scale=30)", lambda t: peft.FourierFTConfig(
         n_frequency=40, scaling=30.0, target_modules=t), named(spectrum="fourierft_spectrum"), rounded=True),
+    Row("waveft(frequencies=40, scale=30)", lambda t: peft.WaveFTConfig(
+        n_frequency=40, scaling=30.0, target_modules=t), named(spectrum="waveft_spectrum")),
+    Row("supertuning(sparsity=0.9)", lambda t: peft.SupertuningConfig(sparsity=0.9, target_modules=t),
+        named(values="supertuning_values", entries="supertuning_indices")),
     Row("shira(rank=2)", lambda t: peft.ShiraConfig(r=2, random_seed=5, target_modules=t), shira),
     Row("vera(rank=8, seed=5)", lambda t: peft.VeraConfig(r=8, projection_prng_key=5, target_modules=t),
         named(d="vera_lambda_d", b="vera_lambda_b")),

@@ -233,7 +233,7 @@ REGRESSIONS: dict[str, tuple[tuple[str, int | str], Spoil, str]] = {
     "an option nested too deeply": (
         PEFT_LORA, lambda f: (f / "adapter_config.json").write_text('{"peft_type": ' + nested(5000) + "}"), "nested",
     ),
-    "lora_alpha is missing a number": (PEFT_LORA, options(lora_alpha=None), f"{WORDS}: option lora_alpha"),
+    "lora_alpha is missing a number": (PEFT_LORA, options(lora_alpha=None), "option lora_alpha=None is no number"),
     "lora_alpha is a text": (PEFT_LORA, options(lora_alpha="8"), f"{WORDS}: option lora_alpha"),
     "lora_alpha is an object": (PEFT_LORA, options(lora_alpha={}), f"{WORDS}: option lora_alpha"),
     "lora_alpha is NaN": (PEFT_LORA, options(lora_alpha=float("nan")), f"{WORDS}: option lora_alpha"),

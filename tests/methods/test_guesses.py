@@ -25,6 +25,7 @@ from peft import (
 from safetensors.torch import save_file
 
 import deltune
+from deltune.interop import peft_table
 from deltune.methods import other_names
 from deltune.methods.registry import REGISTRY, VOCABULARY
 from deltune.methods.spec import SITES
@@ -111,13 +112,17 @@ def test_a_type_of_peft_is_ours_or_no_method_and_never_a_similar_name(kind: Peft
         assert "Here it is called" in str(error) or "deltune has no such method" in str(error)
 
 
-@pytest.mark.parametrize("kind", ["ADALORA", "LOHA", "P_TUNING", "TRAINABLE_TOKENS"])
+@pytest.mark.parametrize("kind", ["BONE", *peft_table.REFUSED])
 def test_a_folder_of_peft_without_translation_says_what_to_do(kind: str, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": kind}))
     save_file({"base_model.model.x": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(deltune.DeltuneError, match=rf"'{kind}'\. It has no translation: .*merge_and_unload") as caught:
+    with pytest.raises(deltune.DeltuneError, match=rf"peft_type '?{kind}.*merge_and_unload") as caught:
         deltune.load(build(FAMILIES["bert"], "base"), tmp_path)
     assert "Did you mean" not in str(caught.value)
+
+
+def test_every_type_of_peft_is_read_or_refused_with_a_reason() -> None:
+    assert set(peft_table.KINDS) == {kind.value for kind in PeftType}
 
 
 WRAPPERS: dict[str, Callable[[Any], Any]] = {

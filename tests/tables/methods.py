@@ -124,6 +124,8 @@ ROWS = (
     Row("c3a(block_size=2)", merges=True),
     Row("fourierft(frequencies=20)", merges=True),
     Row("shira(rank=1)", merges=True),
+    Row("waveft(frequencies=20)", merges=True),
+    Row("supertuning(sparsity=0.9, largest=False)", merges=True),
     Row("vera(rank=4)", merges=True),
     Row("randlora(rank=4)", merges=True),
     Row("vblora(rank=2, vectors=6, length=2)", identity=False, merges=True),

@@ -55,7 +55,7 @@ class PeftOptions(_Options):
     feedforward_modules: PatternText | list[ShortText] | None = None
     modules_to_save: list[ShortText] | None = None
     r: Annotated[int, Field(strict=True, ge=0, lt=1 << 40)] | None = None
-    lora_alpha: FiniteNumber = 8
+    lora_alpha: FiniteNumber | None = None
     lora_dropout: Probability | None = None
     use_rslora: OptionalBool = None
     rank_pattern: dict[PatternText, PositiveInt | list[StrictBool]] | None = None

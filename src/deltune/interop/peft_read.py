@@ -13,14 +13,17 @@ from itertools import product
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from ..anatomy.types import Anatomy
 from ..errors import DeltuneError, error_from_problems, first_names, word_list
+from ..methods.forms.attention import Prefix
 from ..methods.forms.base import Place
 from ..methods.forms.hidden import Rescale
+from ..methods.forms.low_rank import LowRank
 from ..methods.library import ia3, layernorm, prefix, prompt, trainable_tokens
 from ..methods.resolve import resolve, token_rows
-from ..methods.sites import Location
+from ..methods.sites import Location, resolve_locations
 from ..methods.spec import Method, Modification, Selection
 from .base import (
     ForeignFolder,
@@ -77,7 +80,7 @@ def read_peft(
         )
     incomplete = _head_problems(anatomy, options, unused)
     paths: list[str] = []
-    if kind not in (*PROMPTS, TOKENS):
+    if kind not in (*PROMPTS, TOKENS, "ADAPTION_PROMPT"):
         paths, problems = _changed_modules(anatomy, options, unused, modules, is_leaf)
         incomplete += problems
     head = unused.take_all([t.name for t in anatomy.tensors if t.area == "head"])
@@ -89,6 +92,8 @@ def read_peft(
     try:
         if row is not None:
             method, tensors = Projections(anatomy, options, row, unused, place_of, common).read(paths)
+        elif kind == "ADAPTION_PROMPT":
+            method, tensors = _read_adaption(anatomy, options, unused, place_of)
         elif kind in _READERS:
             method, tensors = _READERS[kind](anatomy, options, unused)
         chosen, rows = _read_tokens(anatomy, options, unused)
@@ -309,6 +314,16 @@ def norm_method(anatomy: Anatomy, names: set[str]) -> Method:
 
 def _read_prompt(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensors) -> MethodAndTensors:
     rows = _take_prompt_tensor(options, unused)
+    columns_and_rows = [unused.take(f"prefix_task_{part}", axes=3) for part in ("cols", "rows")]
+    if options["peft_type"] == "MULTITASK_PROMPT_TUNING":
+        columns, task_rows = columns_and_rows
+        shapes = [tuple(t.shape) if t is not None else None for t in columns_and_rows]
+        ranks = options.get("num_ranks")
+        if columns is None or task_rows is None or shapes != [(1, len(rows), ranks), (1, ranks, rows.shape[1])]:
+            raise DeltuneError(
+                f"prefix_task_cols and prefix_task_rows have shapes {shapes}, of {ranks} ranks and one task"
+            )
+        rows = rows * (columns[0] @ task_rows[0])
     method = prompt(rows.shape[0])
     (edit,) = resolve(anatomy, method, lambda: 0).edits
     return method, {f"edit.{edit.key}.rows": rows}
@@ -450,7 +465,47 @@ def _read_prefix(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTen
     return method, tensors
 
 
+def _read_adaption(
+    anatomy: Anatomy,
+    options: Mapping[str, Any],
+    unused: UnusedTensors,
+    place_of: Callable[[Location], Place | None],
+) -> MethodAndTensors:
+    """Read a prompt that the attention's own projections make keys and values of, behind a gate on the values."""
+    length, number = options.get("adapter_len"), options.get("adapter_layers")
+    if not isinstance(length, int) or not 0 < length < 1 << 20:
+        raise DeltuneError(f"option adapter_len={length!r} is no length")
+    modification = Modification("heads", Prefix(length))
+    places = {site: resolve_locations(anatomy, Modification(site, LowRank(1))) for site in ("key", "value")}
+    pieces: list[PlacedTensors] = []
+    for location in resolve_locations(anatomy, modification):
+        path, widths = location.target.path, location.widths
+        rows, gate = (unused.take(f"{path}.adaption_{part}") for part in ("prompt", "gate"))
+        if rows is None and gate is None:
+            continue
+        width = anatomy.stack(location.shifted_stack or location.name.partition(".")[0]).width
+        if rows is None or gate is None or tuple(rows.shape) != (1, length, width) or tuple(gate.shape) != (1,):
+            raise DeltuneError(f"{path} should have a prompt of 1 × {length} × {width} and a gate")
+        pair = {}
+        for name, site, heads in (("keys", "key", widths.head_width), ("values", "value", widths.value_width)):
+            place = next(place for place in places[site] if place.sublayer == location.sublayer)
+            at = place_of(place)
+            assert at is not None and place.linear is not None
+            if place.linear.columns is not None:
+                raise DeltuneError(f"{path} has query, key and value in one linear, where PEFT's prompt passes W_o by")
+            pair[name] = F.linear(rows[0].to(at.weight), at.weight, at.bias).unflatten(1, (-1, heads)).cpu()
+        pair["values"] = pair["values"] * gate.to(pair["values"])
+        pieces.append(PlacedTensors(modification, location, pair))
+    if len(pieces) != number:
+        raise DeltuneError(f"{len(pieces)} attentions have a prompt, and option adapter_layers is {number!r}")
+    layers = tuple(int(piece.place.name.split(".")[1]) for piece in pieces)
+    candidates = [lambda: prefix(length, gate=False), lambda: prefix(length, gate=False, layers=layers)]
+    method = method_from_pieces(anatomy, pieces, candidates)
+    return method, tensors_by_file_name(anatomy, method, pieces)
+
+
 _READERS: dict[str, Callable[[Anatomy, Mapping[str, Any], UnusedTensors], MethodAndTensors]] = {
     "IA3": _read_ia3, "LN_TUNING": _read_norms, "PROMPT_TUNING": _read_prompt, "P_TUNING": _read_prompt,
+    "MULTITASK_PROMPT_TUNING": _read_prompt, "CPT": _read_prompt,
     "PREFIX_TUNING": _read_prefix, "CARTRIDGE": _read_prefix,
 }  # fmt: skip

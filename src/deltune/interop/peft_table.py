@@ -285,6 +285,11 @@ _LORA_BIAS = Row(
     to_ours=lambda t, o, w: {"vector": t["vector"] * (o["lora_alpha"] / o["r"] ** (0.5 if o.get("use_rslora") else 1))},
 )  # fmt: skip
 
+_SUPRA = Row(
+    "SUPERTUNING", library.lora, _LORA_DROPOUT,
+    {"down": "supertuning_lora_A.weight", "up": "supertuning_lora_B.weight"}, "lora_alpha", written=False,
+)  # fmt: skip
+
 _HYBRID = Row(
     "GRALORA", library.lora, {"rank": "hybrid_r"},
     {"down": "gralora_A_general.weight", "up": "gralora_B_general.weight"}, "alpha",
@@ -378,6 +383,10 @@ ROWS = (
         {"entries_down": "unilora_indices_A", "entries_up": "unilora_indices_B", "scales_down": "unilora_scales_A",
          "scales_up": "unilora_scales_B"}, shared={"theta": "unilora_theta_d"}, reads=("proj_seed",),
         write=lambda form: {"save_indices": True}),
+    Row("SUPERTUNING", library.supertuning, {"sparsity": "sparsity", "largest": "select_top"},
+        {"values": "supertuning_values", "entries": "supertuning_indices"}, beside=(_SUPRA,),
+        to_ours=lambda t, o, w: {n: x if n == "values" else x.long() for n, x in t.items()},
+        to_peft=lambda t, w: t | {"entries": t["entries"].int()}),
     Row("VBLORA", library.vblora,
         {"rank": "r", "vectors": "num_vectors", "length": "vector_length", "top_k": "topk"},
         {"logits_down": "vblora_logits_A", "logits_up": "vblora_logits_B"},
@@ -385,6 +394,9 @@ ROWS = (
     Row("VERA", library.vera, {"rank": "r", "seed": "projection_prng_key"},
         {"d": "vera_lambda_d", "b": "vera_lambda_b"}, shared={"A": "vera_A", "B": "vera_B"},
         write=lambda form: {"save_projection": False}),
+    Row("WAVEFT", library.waveft, {"frequencies": "n_frequency", "scale": "scaling", "seed": "random_loc_seed"},
+        {"spectrum": "waveft_spectrum"}, patterns=("n_frequency_pattern",),
+        only={"wavelet_family": ("db1", "haar"), "use_idwt": (True,)}),
 )  # fmt: skip
 """The types that change projections; of several rows of a type the first counts whose options are there."""
 
@@ -410,14 +422,24 @@ class Other:
     note: str = ""
 
 
+_CPT = frozenset({
+    "cpt_token_ids", "cpt_mask", "cpt_tokens_type_mask", "opt_weighted_loss_type", "opt_loss_decay_factor",
+    "opt_projection_epsilon", "opt_projection_format_epsilon",
+})  # fmt: skip
 _TOKENS = frozenset({"num_virtual_tokens", "token_dim", "num_attention_heads", "num_layers"})
-_NO_TASKS = "the prompt of one task; of several, each row of a batch has a task, which a folder does not say"
 OTHERS: Mapping[str, Other] = {
     "IA3": Other("ia3", ("ia3_l",), frozenset({*TARGETS, "feedforward_modules"})),
     "LN_TUNING": Other("layernorm", ("ln_tuning_layers.weight", "ln_tuning_layers.bias"), frozenset(TARGETS)),
     "PROMPT_TUNING": Other("prompt", options=_TOKENS),
     "P_TUNING": Other("prompt", options=_TOKENS | {"encoder_hidden_size"}, written=False,
                       note="the prompt that its network made"),
+    "MULTITASK_PROMPT_TUNING": Other("prompt", options=_TOKENS | {"num_ranks"}, only={"num_tasks": (1,)}, written=False,
+                                     note="the prompt of a task, where there is one"),
+    "CPT": Other("prompt", options=_TOKENS | _CPT, written=False, note="its prompt; the loss is not weighted"),
+    "ADAPTION_PROMPT": Other("prefix", ("adaption_gate", "adaption_prompt"),
+                             frozenset({"target_modules", "adapter_len", "adapter_layers"}), written=False,
+                             note="as `gate=False`, with the keys and values that its prompt has; query, key and value "
+                             "in linears of their own"),
     "PREFIX_TUNING": Other("prefix", options=_TOKENS | {"encoder_hidden_size", "prefix_projection"}),
     "CARTRIDGE": Other("prefix", options=_TOKENS, written=False),
     "TRAINABLE_TOKENS": Other("trainable_tokens", options=frozenset({"token_indices", "target_modules"})),
@@ -426,24 +448,21 @@ OTHERS: Mapping[str, Other] = {
 
 REFUSED: Mapping[str, str] = {
     "ADAMSS": "a folder does not say which rows of a weight each of its clusters has; PEFT clusters them again",
-    "ADAPTION_PROMPT": "it adds an attention of its own to some layers, behind a gate",
-    "CPT": "its prompt is near given tokens, and its loss weighs them",
     "FROD": "its matrices are computed from the weights of all layers together",
     "LILY": "its router is averaged over a batch, so that rows change each other",
-    "MULTITASK_PROMPT_TUNING": _NO_TASKS,
     "POLY": "each row of a batch has a task, which a folder does not say",
     "SHADOW": "it is a second model beside this one",
-    "SUPERTUNING": "it changes entries of weights by their magnitude",
-    "WAVEFT": "its matrices are wavelet transforms",
     "XLORA": "its router weighs other folders by a first pass of the model",
 }
 """The types that are not read, each with the reason."""
 
-PROMPTS = ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CARTRIDGE")
+PROMPTS = ("PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING", "CPT", "PREFIX_TUNING", "CARTRIDGE")
 """The types that change no modules."""
 
-WITH_NUMBERS = ("ADALORA", "SHIRA", "UNILORA")
+WITH_NUMBERS = ("ADALORA", "SHIRA", "SUPERTUNING", "UNILORA")
 """The types whose files have tensors of whole numbers, or empty ones."""
+
+_MERGE = "Where PEFT can merge it (merge_and_unload), save the merged model and tune that."
 
 KINDS = tuple(sorted({*(row.kind for row in ROWS), *OTHERS, *REFUSED}))
 """All of PEFT's types."""
@@ -483,15 +502,14 @@ def check_options(options: Options) -> list[str]:
     """Return what is wrong with the options of a folder: its type, and each option without a translation by name."""
     kind = str(options.get("peft_type"))
     if kind in REFUSED:
-        return [f"peft_type {kind} has no translation: {REFUSED[kind]}"]
+        return [f"peft_type {kind} has no translation: {REFUSED[kind]}. {_MERGE}"]
     row, other = row_of(options), OTHERS.get(kind)
     if row is not None:
         known, only = COMMON | TARGETS | OF_TRAINING | row.options, row.only
     elif other is not None:
         known, only = COMMON | OF_TRAINING | other.options, other.only
     else:
-        hint = "Where PEFT can merge it (merge_and_unload), save the merged model and tune that."
-        return [unknown_name("peft_type", kind, KINDS, hint=hint)]
+        return [unknown_name("peft_type", kind, KINDS, hint=_MERGE)]
     return [
         f"option {name}={value!r} has no translation"
         for name, value in options.items()

@@ -16,13 +16,13 @@ from . import spec
 from .compositions import Add, Composition, Gate, PrefixGate, Scale, SigmoidGate
 from .forms.attention import MultiHead, OwnMultiHead, Prefix
 from .forms.base import Form
-from .forms.entries import SHiRA
+from .forms.entries import SHiRA, SuperTuning
 from .forms.hidden import Bottleneck, Mixture, Rescale, Vector
 from .forms.low_rank import Init, LowRank
 from .forms.orthogonal import Butterfly, Householder, PairRotation, PrincipalRotation, Rotation
 from .forms.prompt import Prompt
 from .forms.shared import NoLA, RandLoRA, TinyLoRA, UniLoRA, VBLoRA, VeRA
-from .forms.spectral import Centred, Circulant, FourierFT, LoRAXS
+from .forms.spectral import Centred, Circulant, FourierFT, LoRAXS, WaveFT
 from .forms.structured import FrozenSide, GraLoRA, KroneckerBottleneck, LoHa, LoKr, LoReFT, MiSS
 from .forms.weights import DEFT, OSF, DeLoRA, DoRA, GLoRA, HiRA, PEANuT
 from .other_names import hint_for_site
@@ -827,6 +827,33 @@ def fourierft(
         frequencies: n.
     """
     return _at_projections(FourierFT(frequencies, float(scale), seed), at, layers, stack, attention, tower)
+
+
+@_projection_method
+def waveft(
+    frequencies: int = 2592, scale: float = 25, seed: int = 777, *, at: Site = QUERY_AND_VALUE,
+    layers: LayersArg = "all", stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Add the inverse Haar transform of n entries, s IDWT(c) x (WaveFT; Bilican et al. 2025; PEFT: WaveFTConfig).
+
+    Args:
+        frequencies: n.
+    """
+    return _at_projections(WaveFT(frequencies, float(scale), seed), at, layers, stack, attention, tower)
+
+
+@_projection_method
+def supertuning(
+    sparsity: float = 0.99, *, largest: bool = True, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all",
+    stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Train the entries of a weight of the greatest magnitude, W + v (PEFT: SupertuningConfig).
+
+    Args:
+        sparsity: The share of the entries that stay as they are.
+        largest: Whether the greatest entries are trained, and not the smallest.
+    """
+    return _at_projections(SuperTuning(sparsity, largest=largest), at, layers, stack, attention, tower)
 
 
 @_projection_method

@@ -31,9 +31,9 @@ METHOD_NAMES: Mapping[str, str] = {
 
 ABSENT_METHODS = frozenset(
     (
-        "adalora", "bone", "xlora", "poly", "waveft", "loftq", "compacterplusplus", "multitaskprompttuning", "cpt",
+        "adalora", "bone", "xlora", "poly", "loftq", "compacterplusplus", "multitaskprompttuning", "cpt",
         "adaptionprompt", "seqbninv", "noreft", "direft", "ptuning", "adamss", "lily", "frod", "pvera", "cartridge",
-        "shadow", "supertuning",
+        "shadow",
     )
 )  # fmt: skip
 """Methods of other libraries that have no translation, so that no similar name is suggested in their place."""

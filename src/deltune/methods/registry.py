@@ -15,13 +15,13 @@ from . import library, parser, spec
 from .compositions import Add, Composition, Gate, PrefixGate, Scale, SigmoidGate
 from .forms.attention import MultiHead, OwnMultiHead, Prefix
 from .forms.base import Form, check_form_class, check_frozen
-from .forms.entries import SHiRA
+from .forms.entries import SHiRA, SuperTuning
 from .forms.hidden import Bottleneck, Mixture, Rescale, Vector
 from .forms.low_rank import LowRank
 from .forms.orthogonal import Butterfly, Householder, PairRotation, PrincipalRotation, Rotation
 from .forms.prompt import Prompt
 from .forms.shared import NoLA, RandLoRA, TinyLoRA, UniLoRA, VBLoRA, VeRA
-from .forms.spectral import Centred, Circulant, FourierFT, LoRAXS
+from .forms.spectral import Centred, Circulant, FourierFT, LoRAXS, WaveFT
 from .forms.structured import FrozenSide, GraLoRA, KroneckerBottleneck, LoHa, LoKr, LoReFT, MiSS
 from .forms.weights import DEFT, OSF, DeLoRA, DoRA, GLoRA, HiRA, PEANuT
 from .spec import MaskedMethod, Method, Modification, NamedMethod, Selection
@@ -131,6 +131,8 @@ _ENTRIES = (
     RegistryEntry(library.gralora, "Jung et al. 2025", "4dr", "gralora(rank=8, blocks=4)"),
     RegistryEntry(library.c3a, "Chen et al. 2025", "2d²/b", "c3a(block_size=32)"),
     RegistryEntry(library.fourierft, "Gao et al. 2024", "2n", "fourierft(frequencies=500)"),
+    RegistryEntry(library.waveft, "Bilican et al. 2025", "2n", "waveft(frequencies=1000)"),
+    RegistryEntry(library.supertuning, "PEFT", "0.02 d²", "supertuning(sparsity=0.98)"),
     RegistryEntry(library.shira, "Bhardwaj et al. 2024", "4dr", "shira(rank=4)"),
     RegistryEntry(library.vera, "Kopiczko et al. 2024", "2(d + r)", "vera(rank=64) + layernorm"),
     RegistryEntry(library.randlora, "ICLR 2025", "2(d + d²/r)", "randlora(rank=64)"),
@@ -161,7 +163,7 @@ FORMS = (
     Bottleneck, LowRank, Prefix, MultiHead, OwnMultiHead, Prompt, Vector, Rescale, Mixture, DoRA, HiRA, GLoRA, DEFT,
     PEANuT, DeLoRA, OSF, LoHa, LoKr, MiSS, GraLoRA, FrozenSide, KroneckerBottleneck, LoReFT, VeRA, RandLoRA, VBLoRA,
     UniLoRA, TinyLoRA, NoLA, Rotation, Householder, Butterfly, PrincipalRotation, PairRotation, FourierFT, Circulant,
-    LoRAXS, Centred, SHiRA,
+    LoRAXS, Centred, SHiRA, WaveFT, SuperTuning,
 )  # fmt: skip
 """The forms of the library. Any other is a user's own, and checked before it acts (`forms.checks`)."""
 

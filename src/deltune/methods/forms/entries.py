@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from .base import Place, Specs, Tensors, TensorSpec, Widths, check_positive, trained
+from .base import Place, Specs, Tensors, TensorSpec, Widths, check_positive, check_share, trained
 from .starts import random_entries
 from .weights import ChangeForm
 
@@ -50,5 +50,53 @@ class SHiRA(ChangeForm):
         tensors["entries"].copy_(entries.sort().values)
 
     def change(self, tensors: Tensors, at: Place) -> torch.Tensor:
-        flat = tensors["values"].new_zeros(at.weight.numel())
-        return flat.index_put((tensors["entries"],), tensors["values"]).view(at.weight.shape)
+        return scattered(tensors, at)
+
+
+@dataclass(frozen=True, repr=False)
+class SuperTuning(ChangeForm):
+    """W + v at the entries of W of the greatest or smallest magnitude (PEFT: SupertuningConfig).
+
+    Tensors: values v (n,), 0; the buffer entries (n,), their positions in W.
+
+    Args:
+        sparsity: The share of the entries that stay as they are.
+        largest: Whether the greatest entries are trained, and not the smallest.
+
+    Raises:
+        DeltuneError: The sparsity is not between 0 and 1.
+    """
+
+    sparsity: float = 0.99
+    largest: bool = field(default=True, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_share("sparsity", self.sparsity)
+
+    def incompatibility(self, widths: Widths) -> str | None:
+        size = widths.in_width * widths.out_width
+        return None if self._number(size) else f"sparsity={self.sparsity} leaves no entry of {size}"
+
+    def _number(self, size: int) -> int:
+        return int(size * (1 - self.sparsity))
+
+    def tensors(self, widths: Widths) -> Specs:
+        size = widths.in_width * widths.out_width
+        number = self._number(size)
+        return trained({"values": (number,)}) | {"entries": TensorSpec((number,), trained=False, below=size)}
+
+    def initialize(self, tensors: Tensors, at: Place | None) -> None:
+        assert at is not None
+        tensors["values"].zero_()
+        magnitudes = at.weight.abs().flatten()
+        tensors["entries"].copy_(magnitudes.topk(len(tensors["values"]), largest=self.largest).indices)
+
+    def change(self, tensors: Tensors, at: Place) -> torch.Tensor:
+        return scattered(tensors, at)
+
+
+def scattered(tensors: Tensors, at: Place) -> torch.Tensor:
+    """Return the matrix that has values at its entries, and is 0 elsewhere."""
+    flat = tensors["values"].new_zeros(at.weight.numel())
+    return flat.index_put((tensors["entries"],), tensors["values"]).view(at.weight.shape)

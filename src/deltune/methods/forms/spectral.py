@@ -72,6 +72,57 @@ class FourierFT(ChangeForm):
 
 
 @dataclass(frozen=True, repr=False)
+class WaveFT(ChangeForm):
+    """The inverse Haar transform of n entries, W + s IDWT(c) (Bilican et al. 2025; PEFT: WaveFTConfig).
+
+    Tensors: spectrum c (n,), 0; the buffer entries (n,), their positions in the matrix, drawn as PEFT draws them.
+
+    Args:
+        frequencies: n, at most the number of the weight's entries.
+        scale: s.
+        seed: The seed of the positions.
+
+    Raises:
+        DeltuneError: An argument is out of its range.
+    """
+
+    frequencies: int = 2592
+    scale: float = 25.0
+    seed: int = 777
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(frequencies=self.frequencies)
+
+    def incompatibility(self, widths: Widths) -> str | None:
+        size = widths.in_width * widths.out_width
+        return f"frequencies={self.frequencies}: this weight has {size} entries" if self.frequencies > size else None
+
+    def tensors(self, widths: Widths) -> Specs:
+        size = widths.in_width * widths.out_width
+        entries = TensorSpec((self.frequencies,), trained=False, below=size)
+        return trained({"spectrum": (self.frequencies,)}) | {"entries": entries}
+
+    def initialize(self, tensors: Tensors, at: Place | None) -> None:
+        assert at is not None
+        tensors["spectrum"].zero_()
+        tensors["entries"].copy_(random_entries(at.weight.numel(), self.frequencies, self.seed))
+
+    def change(self, tensors: Tensors, at: Place) -> torch.Tensor:
+        import torch
+        from torch.nn import functional as F
+
+        rows, columns = at.weight.shape
+        flat = tensors["spectrum"].new_zeros(rows * columns).index_put((tensors["entries"],), tensors["spectrum"])
+        even = F.pad(flat.view(rows, columns), (0, columns % 2, 0, rows % 2))
+        upper, lower = even.chunk(2)
+        (a, h), (v, d) = upper.chunk(2, 1), lower.chunk(2, 1)  # a mean, and three differences
+        quarters = torch.stack((a + h + v + d, a + h - v - d, a - h + v - d, a - h - v + d)) / 2
+        blocks = quarters.unflatten(0, (2, 2)).permute(2, 0, 3, 1).flatten(2, 3).flatten(0, 1)
+        return self.scale * blocks[:rows, :columns]
+
+
+@dataclass(frozen=True, repr=False)
 class Circulant(MatrixForm):
     """Blocks of circulant matrices (Chen et al. 2025; PEFT: C3AConfig).
 
