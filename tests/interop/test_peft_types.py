@@ -6,16 +6,19 @@ computes norms in float32, to float32's rounding.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import deltune
+from deltune.interop import peft_table
 from tables.families import FAMILIES
-from tables.specimens import batch, build
+from tables.specimens import batch, build, stir
 
 from .test_field_peft import EXACT, ROUNDED, ROWS, TARGETS, Row, distance, peft
 from .test_peft import ROWS as LORA_ROWS
@@ -185,3 +188,52 @@ def test_a_configuration_without_a_translation(config: Callable[[], Any], messag
 def test_a_configuration_without_targets_is_said() -> None:
     with pytest.warns(UserWarning, match=r"names no target_modules.*here it is lora\(rank=4, scale=2\.0\)"):
         deltune.attach(build(FAMILIES["bert"], "sequence"), peft.LoraConfig(r=4, lora_alpha=8))
+
+
+def test_the_documentation_has_the_table() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "library" / "peft.md").read_text(encoding="utf-8")
+    assert "\n".join(peft_table.documentation()) in page
+
+
+def test_the_gradient_of_an_input_of_c3a() -> None:
+    """PEFT's own convolution fails gradcheck; the form here passes it."""
+    from peft.tuners.c3a.utils import BlockCircularConvolution
+
+    x, kernel = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 8), (2, 2, 4)))
+    form = deltune.parse("Modification('query', Circulant(block_size=4))").parts[0].form
+
+    def ours(x: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
+        return x @ form.matrix({"kernel": kernel}).T
+
+    assert torch.allclose(ours(x, kernel), BlockCircularConvolution.apply(x, kernel) / 8, atol=1e-6)
+    assert torch.autograd.gradcheck(ours, (x, kernel))
+    assert not torch.autograd.gradcheck(BlockCircularConvolution.apply, (x, kernel), raise_exception=False)
+
+
+def test_adalora_trains_its_count_of_ranks(tmp_path: Path) -> None:
+    row = next(row for row in MORE if "1.3333" in row.method)
+    theirs = trained(row, "bert")
+    assert all(p.requires_grad for n, p in theirs.named_parameters() if "ranknum" in n)
+    theirs.save_pretrained(tmp_path)
+    assert not any("ranknum" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
+
+
+def test_most_types_ignore_the_adapters_of_rows() -> None:
+    """PEFT answers every row with the active adapter; here each row has its own."""
+    model = build(FAMILIES["bert"], "sequence")
+    inputs = batch(model)
+    config = peft.LoHaConfig(r=2, target_modules=["query"], init_weights=False)
+    theirs = peft.get_peft_model(copy.deepcopy(model), config).eval()
+    theirs.add_adapter("other", config)
+    names = ["default", "other"]
+    with torch.no_grad():
+        mixed, alone = theirs(**inputs, adapter_names=names).logits, theirs(**inputs).logits
+        assert torch.equal(mixed, alone)
+        for name in names:
+            tuned = stir(
+                deltune.attach(model, peft.LoHaConfig(r=2, target_modules=["query"]), name=name), seed=len(name)
+            )
+        with tuned.rows(names):
+            rows = model(**inputs).logits
+        tuned.use("other")
+        assert torch.allclose(rows[1], model(**inputs).logits[1]) and not torch.allclose(rows[1], alone[1])

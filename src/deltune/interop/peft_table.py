@@ -304,12 +304,13 @@ ROWS = (
     Row("LORA", library.mica, _LORA, _LOW_RANK, "lora_alpha", when={"init_lora_weights": "mica"}, patterns=_PATTERNS,
         write=lambda form: {"init_lora_weights": "mica" if form.frozen == "up" else True}),
     Row("LORA", library.lora, _LORA_DROPOUT, _LOW_RANK, "lora_alpha", patterns=_PATTERNS, outputs=("up",),
+        note="with `lora_bias` also `beft`, which is read alone; heads and whole modules in `modules_to_save`",
         reads=("use_rslora",), lookup={"down": "lora_embedding_A", "up": "lora_embedding_B"}, beside=(_LORA_BIAS,)),
     Row("ADALORA", library.lora, _LORA, {"down": "lora_A", "energies": "lora_E", "up": "lora_B"},
         sizes=lambda t: {"r": len(t["down"])}, to_ours=_values_of_energies,
         reads=("lora_alpha", "init_r", "rank_pattern"), written=False,
         read=lambda o: {"scale": o["lora_alpha"] / (o["init_r"] + 1e-5)},
-        note="as LoRA of the ranks that were kept"),
+        note="as LoRA of the ranks that were kept; PEFT trains its count of ranks and does not save it"),
     Row("BEFT", library.beft, leaves={"vector": "beft_bias"},
         to_ours=lambda t, o, w: {"vector": t["vector"].flatten()}, to_peft=lambda t, w: {"vector": t["vector"][None]}),
     Row("BOFT", library.boft, {"block_size": "boft_block_size", "factors": "boft_n_butterfly_factor"},
@@ -331,7 +332,7 @@ ROWS = (
         only={"config_A_B": ("lora",), "config_C": ("lora",)}, read=_glora_bias, reads=("config_D_E",),
         write=lambda form: {"config_D_E": form.bias, "config_A_B": "lora", "config_C": "lora"}),
     Row("GRALORA", library.gralora, {"rank": "r", "blocks": "gralora_k"}, {"down": "gralora_A", "up": "gralora_B"},
-        "alpha", ranks=("hybrid_r",), beside=(_HYBRID,)),
+        "alpha", ranks=("hybrid_r",), note="with `hybrid_r` also `lora`, which is read alone", beside=(_HYBRID,)),
     Row("HIRA", library.hira, _LORA, {"down": "hira_A", "up": "hira_B"}, patterns=("rank_pattern",)),
     Row("HRA", library.hra, _LORA, {"vectors": "hra_u"}),
     Row("LOHA", library.loha, _LORA, {n: f"hada_{n}" for n in ("w1_a", "w1_b", "w2_a", "w2_b")}, "alpha",
@@ -386,7 +387,7 @@ ROWS = (
     Row("SUPERTUNING", library.supertuning, {"sparsity": "sparsity", "largest": "select_top"},
         {"values": "supertuning_values", "entries": "supertuning_indices"}, beside=(_SUPRA,),
         to_ours=lambda t, o, w: {n: x if n == "values" else x.long() for n, x in t.items()},
-        to_peft=lambda t, w: t | {"entries": t["entries"].int()}),
+        to_peft=lambda t, w: t | {"entries": t["entries"].int()}, note="with `r` also `lora`, which is read alone"),
     Row("VBLORA", library.vblora,
         {"rank": "r", "vectors": "num_vectors", "length": "vector_length", "top_k": "topk"},
         {"logits_down": "vblora_logits_A", "logits_up": "vblora_logits_B"},
@@ -428,9 +429,11 @@ _CPT = frozenset({
 })  # fmt: skip
 _TOKENS = frozenset({"num_virtual_tokens", "token_dim", "num_attention_heads", "num_layers"})
 OTHERS: Mapping[str, Other] = {
-    "IA3": Other("ia3", ("ia3_l",), frozenset({*TARGETS, "feedforward_modules"})),
-    "LN_TUNING": Other("layernorm", ("ln_tuning_layers.weight", "ln_tuning_layers.bias"), frozenset(TARGETS)),
-    "PROMPT_TUNING": Other("prompt", options=_TOKENS),
+    "IA3": Other("ia3", ("ia3_l",), frozenset({*TARGETS, "feedforward_modules"}),
+                 note="of inputs at the output projection and the FFN's last linear"),
+    "LN_TUNING": Other("layernorm", ("ln_tuning_layers.weight", "ln_tuning_layers.bias"), frozenset(TARGETS),
+                       note="sets of norms that `layernorm` can choose are read"),
+    "PROMPT_TUNING": Other("prompt", options=_TOKENS, note="language models of one decoder stack, as all prompts"),
     "P_TUNING": Other("prompt", options=_TOKENS | {"encoder_hidden_size"}, written=False,
                       note="the prompt that its network made"),
     "MULTITASK_PROMPT_TUNING": Other("prompt", options=_TOKENS | {"num_ranks"}, only={"num_tasks": (1,)}, written=False,
@@ -440,8 +443,9 @@ OTHERS: Mapping[str, Other] = {
                              frozenset({"target_modules", "adapter_len", "adapter_layers"}), written=False,
                              note="as `gate=False`, with the keys and values that its prompt has; query, key and value "
                              "in linears of their own"),
-    "PREFIX_TUNING": Other("prefix", options=_TOKENS | {"encoder_hidden_size", "prefix_projection"}),
-    "CARTRIDGE": Other("prefix", options=_TOKENS, written=False),
+    "PREFIX_TUNING": Other("prefix", options=_TOKENS | {"encoder_hidden_size", "prefix_projection"},
+                           note="with `shift_positions=True`"),
+    "CARTRIDGE": Other("prefix", options=_TOKENS, written=False, note="with `shift_positions=True`"),
     "TRAINABLE_TOKENS": Other("trainable_tokens", options=frozenset({"token_indices", "target_modules"})),
 }  # fmt: skip
 """The other types that are read."""
@@ -496,6 +500,24 @@ def _written() -> dict[tuple[type[Form], str], Row]:
 def row_of_form(modification: Modification) -> Row | None:
     """Return the row by which a modification is written, or None where PEFT has none."""
     return _written().get((type(modification.form), modification.insertion))
+
+
+def documentation() -> list[str]:
+    """Return the lines of the documentation's table: each type, what it is here, whether it is written, and notes."""
+    lines = []
+    for kind in KINDS:
+        for row in (row for row in ROWS if row.kind == kind):
+            arguments = [f"{name}={option}" for name, option in row.arguments.items()]
+            arguments += [f"scale={row.alpha} / {row.rank}"] if row.alpha else []
+            when = "".join(f" with `{name}={value!r}`" for name, value in row.when.items())
+            call = f"{row.make.__name__}({', '.join(arguments)})" if arguments else row.make.__name__
+            lines.append(f"| `{kind}`{when} | `{call}` | {'yes' if row.written else 'no'} | {row.note} |")
+        if kind in OTHERS:
+            other = OTHERS[kind]
+            lines.append(f"| `{kind}` | `{other.method}` | {'yes' if other.written else 'no'} | {other.note} |")
+        if kind in REFUSED:
+            lines.append(f"| `{kind}` | not read | no | {REFUSED[kind]} |")
+    return lines
 
 
 def check_options(options: Options) -> list[str]:
