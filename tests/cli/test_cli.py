@@ -142,6 +142,14 @@ def test_what_parts_of_the_users_own_derive_from_has_pages(deltune: Command, bas
     assert json.loads(deltune("methods", base, "--json").out)["name"] == base
 
 
+def test_every_method_is_listed_in_one_group(deltune: Command) -> None:
+    names = [name for group in registry.GROUPS.values() for name in group]
+    assert sorted(names) == sorted(registry.REGISTRY)
+    out = deltune("methods").out
+    assert all(group.partition(":")[0].upper() in out for group in registry.GROUPS)
+    assert json.loads(deltune("methods", "hra", "--json").out)["group"] == "orthogonal"
+
+
 WAVE = """
 from __future__ import annotations
 from dataclasses import dataclass

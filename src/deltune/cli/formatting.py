@@ -13,7 +13,7 @@ from rich.table import Table
 from ..methods.compositions import Composition
 from ..methods.forms.base import Form, Widths
 from ..methods.parser import signature_text
-from ..methods.registry import LONG_STEPS, REGISTRY, SHORT_STEPS, VOCABULARY
+from ..methods.registry import GROUPS, LONG_STEPS, REGISTRY, SHORT_STEPS, VOCABULARY
 from ..methods.spec import AREAS, ROLES, SITES
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ def method_facts() -> dict[str, dict[str, Any]]:
     return {
         name: {
             **_facts(name, entry.make),
+            "group": next(group.partition(":")[0] for group, names in GROUPS.items() if name in names),
             "formula": entry.formula,
             "rate": entry.rate,
             "short_rate": entry.short_rate,
@@ -75,11 +76,15 @@ def term_page(fact: Mapping[str, Any]) -> str:
 
 
 def method_table(facts: Mapping[str, Mapping[str, Any]], terms: Mapping[str, Any]) -> RenderableType:
-    """Return a table with one line a method, and the names of the terms they are made of."""
+    """Return a table of the kinds of methods, with one line a method, and the names of the terms they are made of."""
     table = _table("method", "formula", "scalars a layer", "paper")
     table.columns[0].min_width = max(map(len, facts))
-    for fact in facts.values():
-        table.add_row(fact["name"], fact["formula"], fact["scalars"], fact["paper"])
+    for group, names in GROUPS.items():
+        kind, _, meaning = group.partition(": ")
+        table.add_section()
+        table.add_row(kind.upper(), meaning, style="bold")
+        for fact in (facts[name] for name in names):
+            table.add_row(fact["name"], fact["formula"], fact["scalars"], fact["paper"])
     made_of = f"Methods are sums of these terms, which are explained in the same way: {', '.join(terms)}"
     made_of += "\nParts of your own derive from Form or Composition: deltune methods Form"
     return Group(table, f"{LETTERS}\n{PAPERS}\nOne in full: deltune methods NAME\n{made_of}")

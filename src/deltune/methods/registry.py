@@ -159,6 +159,30 @@ _ENTRIES = (
 REGISTRY: Mapping[str, RegistryEntry] = {entry.make.__name__: entry for entry in _ENTRIES}
 """Every named method, by name."""
 
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "selections: existing parameters, trained in place": (
+        "full", "head", "layernorm", "bitfit", "trainable_tokens", "diff_pruning", "apet",
+    ),
+    "adapters: changes of hidden states": (
+        "adapter", "parallel_adapter", "scaled_parallel_adapter", "multi_head_parallel_adapter", "compacter", "loreft",
+        "ia3", "ssf", "beft", "three_vectors",
+    ),
+    "prompts: vectors that an attention reads beside the text": ("prefix", "p_tuning_v2", "prompt"),
+    "low-rank: matrices of few ranks, blocks or products": (
+        "lora", "dora", "pissa", "olora", "mica", "lora_fa", "lora_xs", "hira", "glora", "deft", "peanut", "delora",
+        "loha", "lokr", "miss", "gralora",
+    ),
+    "shared: few numbers and matrices that all places have in common": (
+        "vera", "randlora", "vblora", "unilora", "tinylora", "nola",
+    ),
+    "orthogonal: rotations and reflections": ("oft", "boft", "hra", "psoft", "road"),
+    "spectral and sparse: transforms, spectra and entries of weights": (
+        "fourierft", "waveft", "c3a", "osf", "shira", "supertuning",
+    ),
+    "sums: several of them at once": ("mam", "prefix_layernorm", "unipelt"),
+}  # fmt: skip
+"""The named methods by kind."""
+
 FORMS = (
     Bottleneck, LowRank, Prefix, MultiHead, OwnMultiHead, Prompt, Vector, Rescale, Mixture, DoRA, HiRA, GLoRA, DEFT,
     PEANuT, DeLoRA, OSF, LoHa, LoKr, MiSS, GraLoRA, FrozenSide, KroneckerBottleneck, LoReFT, VeRA, RandLoRA, VBLoRA,
