@@ -159,6 +159,8 @@ class Sweep(BaseModel):
                 values["method"] = values["method"].replace(SEED_PLACEHOLDER, str(seed))
             try:
                 config = RunConfig.from_flat(**self._solve_size(values))
+                if config.method.pooling is None and "pooling" not in config.runtime.search:
+                    config = config.replace(pooling="model")  # as all stored results; a study may give another
                 if config.optim.lr is None and not {"lr", "method"} & {*config.runtime.search}:
                     config = config.replace(lr=default_learning_rate(config.method.expression))
                 runs.append(PlannedRun(cell, config, roots))

@@ -29,7 +29,7 @@ from ..files import user_path
 from ..methods.other_names import hint_for_option
 from ..methods.registry import default_learning_rate, parse
 from ..methods.spec import explicit_expression
-from ..models import Quantization
+from ..models import Pooling, Quantization
 from ..runtime.linear import LinearBackend
 from .data.columns import TASK_COLUMNS
 from .metrics.registry import METRICS, option_problems
@@ -136,6 +136,12 @@ class MethodSection(RunSection):
         description='expression, such as "prefix(length=16) + layernorm"', json_schema_extra={"common": True}
     )
     head: Literal["train", "freeze"] = option("train", "train the task head with the method, or freeze it", common=True)
+    pooling: Pooling | None = option(
+        None,
+        "what a head reads in place of a pooler: mean, first or last of the hidden states, or model, the class's own "
+        "[modules.json's; mean for a pooler that the weights lack; else model]",
+        common=True,
+    )
     trunk_dropout: Literal["on", "off"] = option(
         "on", "off: the layers below everything trained run without dropout, once for each row"
     )
@@ -371,8 +377,9 @@ class RunConfig(BaseModel):
                 problems.append(str(error))
         if (official := official_options(flat)) and isinstance(flat.get("metric_options"), Mapping | None):
             flat["metric_options"] = merge_metric_options(official, flat.get("metric_options") or {})
-        if flat.get("lr") == DEFAULT:
-            flat["lr"] = None
+        for name in ("lr", "pooling"):
+            if flat.get(name) == DEFAULT:
+                flat[name] = None
         problems += _rate_problems(flat)
         try:
             config = handler(LAYOUT.nest(flat))
@@ -388,11 +395,16 @@ class RunConfig(BaseModel):
     def from_canonical(cls, values: Mapping[str, Any]) -> RunConfig:
         """Make the config whose `canonical` values these are.
 
-        Where they have no learning rate, the config gets the method's, whatever the number of steps.
+        Where they have no learning rate, the config gets the method's, whatever the number of steps; and where they
+        have no pooling, the class's own.
         """
         search = values.get("search", {})
-        rate = {} if {"lr", "method"} & {*search} else {"lr": default_learning_rate(values["method"])}
-        return cls.from_flat(**{**rate, **values})
+        defaults: dict[str, Any] = {}
+        if not {"lr", "method"} & {*search}:
+            defaults["lr"] = default_learning_rate(values["method"])
+        if "pooling" not in search:
+            defaults["pooling"] = "model"
+        return cls.from_flat(**{**defaults, **values})
 
     @classmethod
     def from_flat(cls, **values: Any) -> RunConfig:
@@ -462,17 +474,20 @@ class RunConfig(BaseModel):
     def canonical(self) -> dict[str, Any]:
         """Return the values that are not at their default and can change the result, by flat name, as JSON values.
 
-        `from_canonical` is the inverse. A learning rate that a run found is named by where it comes from.
+        `from_canonical` is the inverse. A learning rate that a run found is named by where it comes from; a pooling is
+        named unless it is the class's own, which stored results have.
         """
         values = self.flat(mode="json", exclude_defaults=True)
         values["linear_backend"] = self.runtime.linear_backend  # stored results are found by names that have it
         search, limit = self.runtime.search, self.data.target_length
+        values["pooling"] = self.method.pooling or DEFAULT
         source = values.pop("lr_source", DEFAULT if self.optim.lr is None and "lr" not in search else None)
         if source is not None:
             values["lr"] = source
         redundant = {
             **dict.fromkeys(SILENT, True),
             "lr": values.get("lr") == default_learning_rate(self.method.expression) and "method" not in search,
+            "pooling": self.method.pooling == "model" or "pooling" in search,
             "seed": bool(self.runtime.seeds),
             "epochs": self.optim.steps is not None,
             "aggregate": not self.runtime.seeds,

@@ -20,6 +20,7 @@ from ..models import align_padding_token
 from ..runtime.attach import attach, load
 from ..runtime.linear import LinearBackend, optimize_linear
 from ..runtime.padding import padding_side
+from ..runtime.pooling import choose_pooling
 from ..runtime.serialization import open_delta
 from . import activation_cache, checkpoints, distributed
 from . import setup as task_setup
@@ -264,7 +265,8 @@ def _prepare(
         check_causal(model)
     same_length = padding_side(model) is None
     set_seed(seed)
-    tuned = attach(model, config.method.expression, head=config.method.head)
+    pooling, why_pooling = choose_pooling(model, config.model.name, config.method.pooling)
+    tuned = attach(model, config.method.expression, head=config.method.head, pooling=pooling)
     if not any(True for _ in tuned.named_trainable_parameters()):
         raise DeltuneError(f"{config.method.expression!r} with head={config.method.head!r} trains nothing")
     frozen_layers = None if config.method.trunk_dropout == "on" else FrozenLayers(tuned)
@@ -282,7 +284,7 @@ def _prepare(
     config = with_default_rate(config, total_steps(config.optim, batches))
     return RunState(
         config, run, tuned, tokenizer, data, kind, setup.metrics, limits, columns, encoded, batches, precision,
-        frozen_layers,
+        frozen_layers, why_pooling,
     )  # fmt: skip
 
 
@@ -419,6 +421,10 @@ def _log_start(state: RunState) -> None:
         logger.warning("not read: %s; --columns says which columns are", _listed(state.data.unread))
     if state.data.tag_scheme is not None:
         logger.info("tags: %s", _tags_line(state))
+    if state.why_pooling:
+        pooling = state.tuned.delta().pooling
+        what = "the pooler of the model's class" if pooling == "model" else f"{pooling} of the last hidden states"
+        logger.info("the head reads: %s, %s (--pooling)", what, state.why_pooling)
     sources = {DEFAULT: f", the default of the method for {state.total_steps:,} steps", AUTO: ", found by lr auto"}
     steps = state.batches.steps_per_epoch
     length = f"{counted(optim.epochs, 'epoch')} of {counted(steps, 'step')}"

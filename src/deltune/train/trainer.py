@@ -78,6 +78,7 @@ class RunState:
 
     Attributes:
         frozen_layers: The layers below everything that is trained, where they run without dropout.
+        why_pooling: Where the pooling of the delta comes from; "" where the head reads no pooler.
         best: What is known of the best validation so far; empty before the first one.
         stale: How many validations there were since the best one.
         seconds_before: Seconds that earlier processes worked on this run.
@@ -98,6 +99,7 @@ class RunState:
     batches: LengthGroupedBatches
     precision: str
     frozen_layers: FrozenLayers | None = None
+    why_pooling: str = ""
     best: dict[str, Any] = field(default_factory=dict)
     stale: int = 0
     seconds_before: float = 0.0
