@@ -153,14 +153,13 @@ class Sweep(BaseModel):
             values: Values = {} if data_root is None else {"data_root": data_root}
             layers = [self.options, self.models[model], self.tasks[task], self.methods[method]]
             layers += [self.axes[axis][label] for axis, label in axis_labels.items()]
+            values["pooling"] = "model"  # as all stored results, unless the study gives another
             for layer in (*layers, {"seed": seed}):
                 values = merge_values(values, flatten(layer))
             if isinstance(values.get("method"), str):
                 values["method"] = values["method"].replace(SEED_PLACEHOLDER, str(seed))
             try:
                 config = RunConfig.from_flat(**self._solve_size(values))
-                if config.method.pooling is None and "pooling" not in config.runtime.search:
-                    config = config.replace(pooling="model")  # as all stored results; a study may give another
                 if config.optim.lr is None and not {"lr", "method"} & {*config.runtime.search}:
                     config = config.replace(lr=default_learning_rate(config.method.expression))
                 runs.append(PlannedRun(cell, config, roots))
