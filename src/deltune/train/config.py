@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -45,10 +46,11 @@ from .presets import (
 )
 from .tasks.registry import TASKS
 
-SILENT = ("protocol", "report_to", "device_batch_size", "trunk_cache")
+SILENT = ("protocol", "report_to", "device_batch_size", "trunk_cache", "probe")
 """Flat names of the fields that cannot change the result, and so do not enter a run's name. A protocol counts by the
 values that it sets; the rows and the loss of a step are the same however the step is cut into device batches; the
-states of the frozen layers are the same wherever they come from. All of this holds up to rounding."""
+states of the frozen layers are the same wherever they come from; a probe stands beside a run. All of this holds up to
+rounding."""
 
 UNSEARCHED = ("search", "seed", "seeds", "protocol", "aggregate", "metric", "report_to")
 """Flat names of the fields that are the same in all runs of a search."""
@@ -81,6 +83,14 @@ class RunSection(Section):
         except DeltuneError as error:
             raise ValueError(str(error)) from error
         return str(path.resolve()) if path.exists() else value
+
+
+def _read_switch(value: Any) -> Any:
+    """Return a switch: YAML reads on and off as booleans."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+Switch = Annotated[Literal["on", "off"], BeforeValidator(_read_switch)]
 
 
 class ModelSection(RunSection):
@@ -142,7 +152,10 @@ class MethodSection(RunSection):
         "[modules.json's; mean for a pooler that the weights lack; else model]",
         common=True,
     )
-    trunk_dropout: Literal["on", "off"] = option(
+    head_init: Literal["model", "probe"] = option(
+        "model", "probe: the head begins with the weights of a linear probe of the frozen model", common=True
+    )
+    trunk_dropout: Switch = option(
         "on", "off: the layers below everything trained run without dropout, once for each row"
     )
 
@@ -153,11 +166,6 @@ class MethodSection(RunSection):
             return repr(parse(repr(parse(value))))  # the result of `fit` prints its sizes, also where they are defaults
         except DeltuneError as error:
             raise ValueError(str(error)) from error
-
-    @field_validator("trunk_dropout", mode="before")
-    @classmethod
-    def _read_switch(cls, value: Any) -> Any:
-        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value  # YAML's on and off
 
 
 class OptimSection(RunSection):
@@ -280,6 +288,7 @@ class RuntimeSection(RunSection):
         ge=0, allow_inf_nan=False,
     )  # fmt: skip
     report_to: Annotated[tuple[Tracker, ...], CommaSeparated] = option((), "tensorboard, wandb, mlflow", common=True)
+    probe: Switch = option("on", "score a linear probe of the frozen model beside the run, which tuning has to beat")
 
     @field_validator("seeds")
     @classmethod
