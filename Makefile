@@ -19,7 +19,7 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error TOKE
 .PHONY: help install quickstart test test-all test-ends dist lint format docs notebooks results studies clean distclean bench bench-whole check-gpu bench-adapterhub-env
 
 help:
-	@echo "make quickstart [TEXT=\"…\"]   tune the packaged model on the packaged data; show a prediction for TEXT"
+	@echo "make quickstart [TEXT=\"…\"] [SEED=N]   tune the packaged model on the packaged data; show a prediction for TEXT"
 	@echo "make install                 .venv with everything that the other targets need"
 	@echo "make test                    lint, types and the everyday tests"
 	@echo "make test-all                lint, types, all tests at full length, and mutations that the everyday tests must notice"
@@ -48,7 +48,7 @@ $(DEMO) $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 quickstart: $(or $(wildcard $(STAMP)),$(DEMO))
-	@$(BIN)/deltune quickstart $${TEXT:+--text="$$TEXT"}
+	@$(BIN)/deltune quickstart $${TEXT:+--text="$$TEXT"} $${SEED:+--seed $$SEED}
 
 # Nothing is printed after pytest's summary line.
 test: lint

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import re
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from .errors import DeltuneError, check_booleans, check_choice, check_extra, error_summary, missing_extra, unknown_name
-from .files import read_json, user_path
+from .files import find_file, read_json, user_path
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +38,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 HEADS_WITH_LABELS = ("classification", "tagging")
 NAME_ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 LANGUAGE_MODEL_HEADS = ("causal-lm", "seq2seq-lm")
+Pooling = Literal["mean", "first", "last", "model"]
+"""What a head reads whose class reads the model's `pooler_output`: the mean, the first or the last of the hidden states
+of the text, or what the class's own pooler gives."""
+POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 
 
 @dataclass(frozen=True)
@@ -220,6 +225,76 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
     return tokenizer
 
 
+@dataclass(frozen=True)
+class SentenceModules:
+    """What a model of sentence-transformers computes from the last hidden states.
+
+    Attributes:
+        pooling: The pooling, one of `POOLINGS`; another one by sentence-transformers' own name.
+        head: The weights of the linear that ends it, where that is a head over the labels of the configuration.
+    """
+
+    pooling: Pooling | str
+    head: Path | None = None
+
+
+SENTENCE_POOLINGS = {"mean": "mean", "first": "cls", "last": "lasttoken"}
+"""The names of poolings in sentence-transformers."""
+
+POOLING_SWITCHES = {
+    "pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "lasttoken",
+    "pooling_mode_max_tokens": "max", "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+}  # fmt: skip
+"""sentence-transformers' switches of poolings, which every release reads; newer ones write the name alone."""
+
+
+def sentence_modules(name: str) -> SentenceModules | None:
+    """Read what a model's modules.json says about the pooling of sentences; None if it has no such file."""
+    source = locate_model(name)
+    file = _file_beside(source, "modules.json")
+    modules = [] if file is None else read_json(file, unique_keys=False)
+    if not isinstance(modules, list) or not all(isinstance(one, dict) for one in modules):
+        raise DeltuneError(f"{file} is not as sentence-transformers writes it: a list of modules")
+    folders = [(str(one.get("type", "")).rpartition(".")[2], str(one.get("path", ""))) for one in modules]
+    place = next((path for kind, path in folders if kind == "Pooling"), None)
+    config = None if place is None else _file_beside(source, f"{place}/config.json")
+    if config is None:
+        return None
+    options = read_json(config, unique_keys=False)
+    modes = options.get("pooling_mode", [name for switch, name in POOLING_SWITCHES.items() if options.get(switch)])
+    modes = "+".join(map(str, modes or ["mean"])) if isinstance(modes, list) else str(modes)
+    pooling = next((ours for ours, theirs in SENTENCE_POOLINGS.items() if theirs == modes), modes)
+    kind, path = folders[-1]
+    dense = _file_beside(source, f"{path}/config.json") if kind == "Dense" else None
+    options = {} if dense is None else read_json(dense, unique_keys=False)
+    labels = options.get("out_features")
+    is_head = labels == load_config(name).num_labels and str(options.get("activation_function")).endswith(".Identity")
+    return SentenceModules(pooling, _file_beside(source, f"{path}/model.safetensors") if is_head else None)
+
+
+def _file_beside(source: ModelSource, name: str) -> Path | None:
+    """Return a file of a model's folder or repository; None if it has none of this name."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    if source.local:
+        return find_file(source.config.parent, name)
+    try:
+        return Path(hf_hub_download(source.name, name, local_files_only=source.cached))
+    except EntryNotFoundError:
+        return None
+
+
+_FRESH: weakref.WeakKeyDictionary[PreTrainedModel, frozenset[str]] = weakref.WeakKeyDictionary()
+"""The tensors that `load_model` did not find in the weights, by model."""
+
+
+def fresh_tensors(model: PreTrainedModel) -> frozenset[str]:
+    """Return the names of the tensors of a model that were not in the weights that `load_model` read."""
+    return _FRESH.get(model, frozenset())
+
+
 @check_booleans
 def load_model(
     name: str,
@@ -309,12 +384,29 @@ def load_model(
     except (ValueError, TypeError, RuntimeError) as error:
         raise DeltuneError(f"{name!r} cannot be built from its configuration: {error_summary(error)}") from error
     _check_loaded(model, info, name, head)
+    fresh = _FRESH[model] = frozenset({*info["missing_keys"], *(key for key, _, _ in info["mismatched_keys"])})
+    if head == "classification":
+        _load_sentence_head(model, name)
     if cache is not None and cache.model_class is None:
-        fresh = {*info["missing_keys"], *(key for key, _, _ in info["mismatched_keys"])}
         cache.model_class = type(model)
         cache.generation_config = copy.deepcopy(model.generation_config) if model.can_generate() else None
         cache.tensors = {key: tensor.clone() for key, tensor in model.state_dict().items() if key not in fresh}
     return model
+
+
+def _load_sentence_head(model: PreTrainedModel, name: str) -> None:
+    """Give a fresh head the weights of the head that a folder of sentence-transformers ends with, if these fit."""
+    from safetensors.torch import load_file
+
+    modules = sentence_modules(name)
+    if modules is None or modules.head is None:
+        return
+    stored = {key.rpartition(".")[2]: tensor for key, tensor in load_file(modules.head).items()}
+    fresh = fresh_tensors(model)
+    leaves = {key.rpartition(".")[2]: tensor for key, tensor in model.named_parameters() if key in fresh}
+    if {leaf: tensor.shape for leaf, tensor in leaves.items()} == {leaf: t.shape for leaf, t in stored.items()}:
+        for leaf, tensor in leaves.items():
+            tensor.data.copy_(stored[leaf])
 
 
 def _head_modules(config: PreTrainedConfig, head: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The quickstart: two runs, a table, a prediction."""
+"""The quickstart: a linear probe, a tuned model, a prediction."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ def test_its_story_on_a_tiny_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(use, "MODEL", str(tiny.model(tmp_path / "model")))
-    monkeypatch.setattr(use, "EPOCHS", 1)
-    whole = tmp_path / "runs" / "prefix_layernorm" / "metrics.json"
-    use.quickstart("Where is it?", tmp_path / "runs")
-    before = whole.stat().st_mtime_ns
-    use.quickstart("Please cancel my plan.", tmp_path / "runs")
-    assert whole.stat().st_mtime_ns == before, "what is trained is used again"
-    monkeypatch.setattr(use, "BATCH", 16)
-    use.quickstart("Please cancel my plan.", tmp_path / "runs")
-    assert whole.stat().st_mtime_ns > before, "another spec begins afresh"
+    monkeypatch.setattr(use, "TICKETS", tiny.data(tmp_path / "data"))
+    run = tmp_path / "run"
+    use.quickstart("Where is it?", 0, run)
+    before = (run / "metrics.json").stat().st_mtime_ns
+    use.quickstart("Please cancel my plan.", 0, run)
+    assert (run / "metrics.json").stat().st_mtime_ns == before, "what is trained is used again"
+    use.quickstart("Please cancel my plan.", 1, run)
+    assert (run / "metrics.json").stat().st_mtime_ns > before, "another seed begins afresh"
     output = capsys.readouterr().out
+    probe = RunFolder(run).metrics.probe
+    assert probe is not None
     for part in (
-        "test accuracy",
-        "trained parameters",
-        "Run 2 of 2 trains prefix(length=16) + layernorm",
+        "a logistic regression on the mean of the model's last hidden states",
+        "lora trains 2,048 parameters inside the model",
+        f"test accuracy: probe {probe.test['accuracy']:.3f}, tuned {RunFolder(run).metrics.test['accuracy']:.3f}",
         "Please cancel my plan.",
         "deltune predict",
     ):
         assert part in output, part
-    assert all(RunFolder(tmp_path / "runs" / name).finished for name in ("head", "prefix_layernorm"))
 
 
 def test_the_packaged_tickets_are_whole() -> None:
@@ -45,6 +45,12 @@ def test_the_packaged_tickets_are_whole() -> None:
 
 @pytest.mark.slow
 def test_on_minilm_tuning_wins(tmp_path: Path) -> None:
-    use.quickstart(output=tmp_path)
-    accuracy = [RunFolder(tmp_path / name).metrics.test["accuracy"] for name in ("head", "prefix_layernorm")]
-    assert accuracy[1] > accuracy[0] + 0.1
+    """Over five seeds the mean is at least .76, and above the probe by a paired interval over the tickets."""
+    right = []
+    for seed in range(5):
+        use.quickstart(seed=seed, output=tmp_path / str(seed))
+        metrics = RunFolder(tmp_path / str(seed)).metrics
+        assert metrics.probe is not None
+        right.append((metrics.test["accuracy"], metrics.probe.test["accuracy"]))
+    assert sum(tuned for tuned, _ in right) / 5 >= 0.76
+    assert all(tuned > probe for tuned, probe in right)

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import deltune
 import tiny
-from deltune.models import align_padding_token, load_model, load_tokenizer
+from deltune.models import Pooling, align_padding_token, load_model, load_tokenizer
 from deltune.serve.api.app import create_app
 from deltune.serve.config import ServeConfig
 from deltune.serve.process import DrainingServer, bind, build_engine, uvicorn_config
@@ -51,11 +51,13 @@ def language_model(folder: Path, template: str | None = TEMPLATE) -> Path:
     return folder
 
 
-def save_delta(model: Any, folder: Path, method: str, seed: int, scale: float = 0.3) -> None:
+def save_delta(
+    model: Any, folder: Path, method: str, seed: int, scale: float = 0.3, pooling: Pooling = "model"
+) -> None:
     """Save a delta that changes what the model says."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        tuned = deltune.attach(model, method, name="made")
+        tuned = deltune.attach(model, method, name="made", pooling=pooling)
         with torch.no_grad():
             for parameter in tuned.trainable_parameters():
                 parameter.add_(scale * torch.randn_like(parameter))

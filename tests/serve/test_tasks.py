@@ -12,14 +12,14 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM
 import deltune
 import deltune.serve
 import tiny
-from deltune.models import align_padding_token, load_model, load_tokenizer
+from deltune.models import Pooling, align_padding_token, load_model, load_tokenizer
 from deltune.serve.engine.requests import Request, Sampling
 
 from .served import Served, save_delta, served
 
 LABELS = ("beast", "fruit", "tool")
 TAGS = ("O", "B-THING", "I-THING")
-CLASSIFIERS = {"by-lora": "lora(rank=4)", "by-prefix": "prefix(length=3) + layernorm"}
+CLASSIFIERS = {"by-lora": "lora(rank=4)", "by-prefix": "prefix(length=3) + layernorm", "by-mean": "prompt(length=2)"}
 TEXTS = ("the old hammer", "a plum", "my small otter was near the table")
 
 
@@ -29,7 +29,9 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, 
     root = tmp_path_factory.mktemp("encoder")
     source = tiny.still(tiny.model(root / "model"))
     for seed, (name, method) in enumerate(CLASSIFIERS.items()):
-        save_delta(load_model(str(source), "classification", LABELS), root / "deltas" / name, method, seed)
+        model = load_model(str(source), "classification", LABELS)
+        pooling: Pooling = "mean" if name == "by-mean" else "model"
+        save_delta(model, root / "deltas" / name, method, seed, pooling=pooling)
     save_delta(load_model(str(source), "tagging", TAGS), root / "deltas" / "tagger", "ia3 + layernorm", 7)
     with served(model=str(source), deltas=str(root / "deltas"), served_name="base") as running:
         yield running, source, root / "deltas"

@@ -179,6 +179,7 @@ ALLOWED_FAMILIES = {
     "methods.forms.low_rank": "bert", "methods.forms.hidden": "bert", "methods.forms.attention": "bert",
     "methods.library": "bert",  # all four: an initialisation
     "train.metrics.model_based": "bert",  # the library bert-score
+    "runtime.pooling": "bert",  # a file of the library sentence-transformers
     "cli.use": "llama", "interop.peft_write": "llama",  # the program llama.cpp
     "interop.peft_table": "opt",  # options of PEFT's CPT
     "train.presets": "bert",  # where a paper printed its settings

@@ -115,7 +115,8 @@ def test_what_is_given_wins() -> None:
 def test_a_protocol_is_the_values_it_stands_for() -> None:
     """Its name says nothing that the values do not; a file of it reads back as the same spec."""
     named = spec(protocol="ap")
-    assert named.name == spec(batch_size=32, lr=3e-4, max_length=256, seeds="0,1,2").name != spec().name
+    values = {"batch_size": 32, "lr": 3e-4, "max_length": 256, "seeds": "0,1,2", "pooling": "model"}
+    assert named.name == spec(**values).name != spec().name
 
 
 def test_a_file_of_several_runs_reads_back(tmp_path: Path) -> None:

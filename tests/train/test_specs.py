@@ -70,6 +70,7 @@ OTHER = [
     {"epochs": 4},
     {"method": "bitfit"},
     {"head": "freeze"},
+    {"pooling": "mean"},
     {"max_train_rows": 10},
     {"batch_tokens": 1000},
 ]
@@ -91,8 +92,11 @@ def test_specs_that_differ_have_different_names(change: dict[str, Any]) -> None:
 
 def test_a_name_does_not_change_with_the_version() -> None:
     """Stored results are found by it: if this fails, names of old results no longer fit."""
-    assert spec(lr=1e-2).name == "9ba9ebe97fb8cb92"
-    assert spec(method="prefix(length=4) + layernorm", epochs=5, lr=0.01, seed=7).name == "2f7cf4ffe3b521bb"
+    assert spec(lr=1e-2, pooling="model").name == "9ba9ebe97fb8cb92"
+    assert (
+        spec(method="prefix(length=4) + layernorm", epochs=5, lr=0.01, seed=7, pooling="model").name
+        == "2f7cf4ffe3b521bb"
+    )
     with_protocol = RunConfig.from_flat(
         model="owner/model", task="sick", data_root="no/such/folder", method="mam", protocol="ln_nlu",
         report_to="wandb", trunk_dropout=False, head="freeze",
@@ -103,7 +107,7 @@ def test_a_name_does_not_change_with_the_version() -> None:
         template="{source} is", max_length=64, beams=3, metric="rouge2", metrics="rouge1, rouge2",
         metric_options={"bertscore": {"model": "m"}}, seeds="3, 4", aggregate="median", precision="bf16",
         search={"method": ["lora", "full"], "target_length": [32, 64]}, adam_betas="0.9,0.98", validate_every=50,
-        steps=200,
+        steps=200, pooling="model",
     )  # fmt: skip
     assert series.name == "d2b61b516d6f6247"
 
@@ -288,9 +292,10 @@ def test_options_of_metrics_are_merged_metric_by_metric() -> None:
     assert spec.replace(task="dart").replace(task="e2e_nlg") == spec == RunConfig.from_canonical(spec.canonical())
     layers = merge_values(flatten(yaml.safe_load(spec.yaml())), {"task": "dart", "metric_options": {"bleu": {}}})
     assert RunConfig.from_flat(**layers).evaluation.metric_options == chosen
-    plain = RunConfig.from_flat(model="minilm", task="e2e_nlg", method="layernorm")
+    plain = RunConfig.from_flat(model="minilm", task="e2e_nlg", method="layernorm", pooling="model")
+    plain_dart = RunConfig.from_flat(model="minilm", task="dart", method="layernorm", pooling="model")
     assert plain.name == "5b89bf8c04038389", "stored results are found by this name"
-    assert plain.replace(task="dart").name == RunConfig.from_flat(model="minilm", task="dart", method="layernorm").name
+    assert plain.replace(task="dart").name == plain_dart.name
     with pytest.raises(DeltuneError, match="metric_options"):
         RunConfig.from_flat(**merge_values(spec.flat(), {"task": "dart", "metric_options": 3}))
     assert TASKS["e2e_nlg"].metrics == ("bleu", "nist", "meteor", "rougeL_coco", "cider")

@@ -13,6 +13,7 @@ from .._version import __version__
 from ..errors import DeltuneError
 from . import model, use
 from .output import console
+from .probe import probe
 from .serve import serve, serve_key
 from .study import app as study
 from .train import PASS_EVERYTHING_ON, exit_with_launcher, is_main_process, train
@@ -46,6 +47,7 @@ app.command()(model.methods)
 app.command()(model.tasks)
 app.command()(model.count)
 app.command()(model.fit)
+app.command()(probe)
 app.command(add_help_option=False, context_settings=PASS_EVERYTHING_ON)(train)
 app.command(add_help_option=False, context_settings=PASS_EVERYTHING_ON)(serve)
 app.command("serve-key")(serve_key)

@@ -140,6 +140,7 @@ def score_table(
 
 def run_table(finished: FinishedRun, folder: str) -> RenderableType:
     """Return the outcome of a run: what was trained, which epoch is kept, and the scores."""
+    from ..train.report.advice import against_probe
     from ..train.series import value_text, verdict
 
     config, kept, metrics = finished.config, finished.best_config, finished.metrics
@@ -155,6 +156,9 @@ def run_table(finished: FinishedRun, folder: str) -> RenderableType:
     rate = f" at {kept.optim.lr:g}" if isinstance(kept.optim.lr, float) else ""
     method = value_text(config, "method", kept.method.expression) if "method" in search else kept.method.expression
     lines = f"{method}{rate}: {trained}, {metrics.seconds:.0f} s, {outcome}\nin {folder}"
+    if compared := against_probe(finished.best_metrics, finished.split):
+        name, of_probe, tuned = compared
+        lines += f"\n{name} on {finished.split}: a linear probe of the frozen model {of_probe:.3f}, tuned {tuned:.3f}"
     return Group(lines, score_table(metrics.scores, metrics.std)) if metrics.scores else lines
 
 

@@ -14,8 +14,7 @@ from .output import Json, Quiet, RunArgument, console, fast_imports, log_to_stde
 
 MODEL = "minilm"
 TICKETS = Path(__file__).parents[1] / "train" / "demo" / "tickets"
-METHODS = ("head", "prefix(length=16) + layernorm")
-EPOCHS, BATCH = 6, 8
+METHOD, MAX_LENGTH = "lora", 64
 SENTENCE = "I was charged twice for March, and I would like the second payment back."
 
 
@@ -170,7 +169,7 @@ def cache(
 
 def merge(
     run: RunArgument,
-    to: Annotated[Path, typer.Option(help="A new folder for the plain transformers checkpoint.")],
+    to: Annotated[Path, typer.Option(help="A new folder for the plain checkpoint.")],
     dequantize: Annotated[
         bool, typer.Option(help="Write a quantised model in floating point, so that nothing is rounded.")
     ] = False,
@@ -178,12 +177,17 @@ def merge(
     imports: Imports = None,
     as_json: Json = False,
 ) -> None:
-    """Fold a run's delta into the weights. It becomes a plain transformers checkpoint, where the method allows it."""
+    """Fold a run's delta into the weights, where the method allows it. It becomes a plain transformers checkpoint.
+
+    A run whose head reads a mean becomes a folder of sentence-transformers, since no class of transformers does.
+    """
     with log_to_stderr(quiet):
         from ..train import inference
 
         target = inference.merge_run(run, to, dequantize=dequantize)
-    console.print_json(data={"to": str(target)}) if as_json else console.print(f"merged into {target}")
+    kind = "sentence-transformers" if (target / "modules.json").is_file() else "transformers"
+    facts = {"to": str(target), "for": kind}
+    console.print_json(data=facts) if as_json else console.print(f"merged into {target}, which {kind} reads")
 
 
 def export(
@@ -259,57 +263,43 @@ def report(
 
 def quickstart(
     text: Annotated[str | None, typer.Option(help="A sentence to classify at the end.")] = None,
-    output: Annotated[Path, typer.Option(help="Folder for the two runs.")] = Path("runs/quickstart"),
+    seed: Annotated[int, typer.Option(help="Of initial values, order and dropout.")] = 0,
+    output: Annotated[Path, typer.Option(help="Folder for the run.")] = Path("runs/quickstart"),
 ) -> None:
-    """Train two small runs offline, in about two minutes. MiniLM sorts tickets by its head alone, then by a method."""
-    from rich import box
-    from rich.table import Table
-
+    """Tune MiniLM on support tickets, offline, in about a minute. A linear probe shows what it does without tuning."""
     with log_to_stderr(False):
         with fast_imports():
             from .threads import LoadMeter, set_threads
 
             meter = LoadMeter()
             from ..methods.counting import count
-            from ..methods.registry import default_learning_rate
             from ..models import load_config
             from ..train.config import RunConfig
             from ..train.inference import predict
+            from ..train.probe import probe_model
             from ..train.run import train
             from ..train.run_folder import RunFolder
 
         set_threads(meter)
+        config = RunConfig.from_flat(model=MODEL, data=str(TICKETS), method=METHOD, max_length=MAX_LENGTH, seed=seed)
+        share = count(load_config(MODEL), METHOD)
         console.print(
-            "MiniLM-L6, a model of 22.7 million parameters, learns to sort support tickets into 8 kinds.\n"
-            "Two runs of about a minute each where a core is free; beside other work they take longer."
+            f"MiniLM-L6, a model of {share.denominator_size / 1e6:.1f} million parameters, learns to sort support "
+            "tickets into 8 kinds from 400 examples; 120 others test it.\n"
+            "Without tuning: a logistic regression on the mean of the model's last hidden states, a linear probe."
         )
-        runs = {}
-        for number, (method, folder) in enumerate(zip(METHODS, ("head", "prefix_layernorm"), strict=True), start=1):
-            config = RunConfig.from_flat(
-                model=MODEL, data=str(TICKETS), method=method, epochs=EPOCHS, batch_size=BATCH, max_length=64,
-                lr=default_learning_rate(method),  # docs/start/quickstart.md has the scores at this rate
-            )  # fmt: skip
-            run = runs[method] = RunFolder(Path(output) / folder)
-            share, what = count(load_config(MODEL), method), "the head alone, a new last layer that gives the kind"
-            if share.method:
-                what = f"{method}, {share.method:,} parameters ({share.percent:.2f} % of the model's), and the head"
-            console.print(
-                f"\nRun {number} of {len(METHODS)} trains {what}.\n"
-                f"All other parameters stay as they are; the learning rate is {config.optim.rate:g}.",
-                markup=False,
-            )
-            train(config, run.folder, resume=run.exists and not run.config.differences(config))
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        table.add_column("method", no_wrap=True)
-        for title in ("test accuracy", "trained parameters", "seconds"):
-            table.add_column(title, justify="right", no_wrap=True)
-        for method, run in runs.items():
-            metrics = run.metrics
-            accuracy, trained = f"{metrics.test['accuracy']:.3f}", f"{metrics.count['trained']:,}"
-            table.add_row(method, accuracy, trained, f"{metrics.seconds:.0f}")
-        console.print(table)
-        best = max(runs.values(), key=lambda run: run.metrics.test["accuracy"])
-        answer = predict(best.folder, [text or SENTENCE])[0]
+        probe = probe_model(config).test["accuracy"]
+        console.print(
+            f"Its test accuracy is {probe:.3f}.\n\n"
+            f"With tuning: {METHOD} trains {share.method:,} parameters inside the model ({share.percent:.2f} %), and "
+            "the head, a new last layer that gives the kind.\n"
+            "All other parameters stay as they are. It takes about a minute where a core is free."
+        )
+        run = RunFolder(Path(output))
+        metrics = train(config, run.folder, resume=run.exists and not run.config.differences(config))
+        tuned = metrics.test["accuracy"]
+        console.print(f"\ntest accuracy: probe {probe:.3f}, tuned {tuned:.3f} ({metrics.seconds:.0f} s)")
+        answer = predict(run.folder, [text or SENTENCE])[0]
         console.print(f"{text or SENTENCE!r}: {answer['label']} ({answer['scores'][answer['label']]:.0%})")
-        console.print(f"more about that run: open {best.report_file} in a browser")
-        console.print(f'another one: deltune predict {best.folder} --text "…"')
+        console.print(f"more about that run: open {run.report_file} in a browser")
+        console.print(f'another one: deltune predict {run.folder} --text "…"')

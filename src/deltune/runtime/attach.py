@@ -41,15 +41,15 @@ from ..interop.base import CONFIG_FILE, ExportedDelta, Translation, has_file, is
 from ..interop.foreign import foreign_base, open_folder
 from ..interop.peft_config import PeftConfiguration
 from ..interop.tensor_files import TensorInfo, tensor_infos
-from ..methods.counting import TRAINING_COPIES, base_size
+from ..methods.counting import TRAINING_COPIES
 from ..methods.forms.prompt import Prompt
 from ..methods.masks import RowMask
 from ..methods.memory import check_memory
 from ..methods.parser import explain_arguments
 from ..methods.registry import parse
-from ..methods.resolve import ResolvedMethod, resolve
+from ..methods.resolve import ResolvedMethod
 from ..methods.spec import Method
-from ..models import HEADS, HEADS_WITH_LABELS, head_of_class, head_of_class_name, load_model
+from ..models import HEADS, HEADS_WITH_LABELS, Pooling, head_of_class, head_of_class_name, load_model
 from . import hub, serialization
 from .attached import Attached
 from .attention import prefix_implementation
@@ -67,6 +67,7 @@ from .handle import Tuned
 from .model_state import refuse_inference_tensors, refuse_shared_modules
 from .modules import Delta, HeadLabels, parameter_key
 from .offloading import check_offloading, follow_offloading
+from .pooling import check_pooling
 
 FORMATS = ("peft", *peft_write.SERVERS)
 """The formats that `export` writes: PEFT's own, and what other programs read of it."""
@@ -104,6 +105,11 @@ def export_delta(attached: Attached, folder: str | Path, format: str = "peft", n
     """Write a delta in the format of another library, completely or not at all; see `deltune.export`."""
     if format not in FORMATS:
         raise DeltuneError(unknown_name("format", format, FORMATS))
+    if (pooling := attached.delta(name).pooling) != "model":
+        raise DeltuneError(
+            f"this delta's head reads {pooling!r} of the hidden states, and {format} has adapters of the model's class "
+            "alone, whose head reads its pooler: train with --pooling model (attach(…, pooling='model'))"
+        )
     model, exported = attached.model, content(attached, name)
     task = HEADS[head_of_class_name(type(model).__name__) or "base"].peft_task
     if format == "peft":
@@ -150,6 +156,7 @@ def attach(
     method: str | Method | PeftConfiguration,
     name: str = "default",
     head: Literal["train", "freeze"] = "train",
+    pooling: Pooling = "model",
 ) -> Tuned:
     """Attach a method to a model and put it in use. The model is changed in place, and all other weights are frozen.
 
@@ -161,14 +168,16 @@ def attach(
             such as LoraConfig(r=8, target_modules=["q_proj"]).
         name: The name of the delta on this model: letters, digits, "-" and "_".
         head: "train" trains the task head, "freeze" does not. The head is saved with the delta either way.
+        pooling: What a head reads whose class reads the model's `pooler_output`: "model", what the class's own pooler
+            gives; or the mean, the first or the last of the hidden states of the text.
 
     Returns:
         The handle of the model.
 
     Raises:
-        DeltuneError: The method is unknown or needs a place that this model does not have, the name is taken, the model
-            is quantised in a way that cannot be tuned, a part of it belongs to another model with deltas,
-            or there is too little memory. The model stays as it was.
+        DeltuneError: The method is unknown or needs a place that this model does not have, the name is taken, the head
+            does not read a pooler, the model is quantised in a way that cannot be tuned, a part of it belongs to
+            another model with deltas, or there is too little memory. The model stays as it was.
     """
     _check_model(model)
     with _default_modes():
@@ -184,13 +193,14 @@ def attach(
         if parsed is None:
             paths = [path for path, _ in model.named_modules()]
             parsed = peft_config.method_of_config(anatomy, cast(Any, of_peft), paths, has_sliding_window(model))
-        planned = handle.attached.resolve(parsed) if handle else resolve(anatomy, parsed, lambda: base_size(model)[1])
+        check_pooling(model, anatomy, pooling)
+        handle = handle or Tuned(model)
+        planned = handle.attached.resolve(parsed, pooling)
         check_memory(model, anatomy, planned, parsed, TRAINING_COPIES)
         if any(edit.modification.form.needs == "attention" for edit in planned.edits):
             for config in all_configs(model):
                 prefix_implementation(attention_implementation(config))
-        handle = handle or Tuned(model)
-        _attach(handle, parsed, planned, name, head)
+        _attach(handle, parsed, planned, name, head, pooling)
     return handle
 
 
@@ -218,10 +228,11 @@ def _default_modes() -> Iterator[None]:
         yield
 
 
-def _attach(handle: Tuned, parsed: Method, planned: ResolvedMethod, name: str, head: str) -> None:
+def _attach(handle: Tuned, parsed: Method, planned: ResolvedMethod, name: str, head: str, pooling: Pooling) -> None:
     attached, base_value = handle.attached, handle.attached.state.base_value
     heads = tuple(t.name for t in handle.anatomy.tensors if t.area == "head")
     delta = attached.move_to_model(Delta(parsed, planned, heads, head))
+    delta.pooling = pooling
     delta.initialize(attached.place_of)
     for name_in_model, sparse in delta.masked_tensors():
         sparse.initialize(base_value(name_in_model).detach())
@@ -427,13 +438,15 @@ def _read_delta(
     if head:
         _check_purpose(facts.base.model, model, where)
     method, explicit = parse_saved_method(attached.anatomy, facts, len(saved.tensors), where)
-    planned = attached.resolve(explicit)
+    check_pooling(model, attached.anatomy, facts.pooling)
+    planned = attached.resolve(explicit, facts.pooling)
     labels = None
     if facts.labels is not None and (head or not heads_here):
         labels = HeadLabels(facts.labels.pairs, facts.labels.problem_type)
     needed = _check_file(attached, planned, head, saved.tensors, labels, where)
     check_memory(model, attached.anatomy, planned, explicit)
     delta = attached.move_to_model(Delta(method, planned, head, facts.head.mode, folded=True))
+    delta.pooling = facts.pooling
     _fill(attached, delta, needed, saved.numbers(), where, allow_nonfinite)
     return delta, labels or attached.base_labels
 

@@ -47,6 +47,7 @@ from .model_state import ModelState, claim_modules, refuse_shared_modules
 from .modules import BasePlace, Delta, Edit, HeadLabels
 from .offloading import follow_offloading, leave_offloading, refuse_offloaded
 from .pass_manager import PassManager, Scope, choose_here, current_scope, reset_after_fork, run_to_completion
+from .pooling import without_pooler
 from .prompts import check_takes_prompts
 from .row_assignment import RowAssignment, owning_modules
 
@@ -370,9 +371,10 @@ class Attached:
 
     # -- attaching
 
-    def resolve(self, method: Method) -> ResolvedMethod:
-        """Resolve a method on this model."""
-        return resolve(self.anatomy, method, lambda: base_size(self.model)[1])
+    def resolve(self, method: Method, pooling: str = "model") -> ResolvedMethod:
+        """Resolve a method on this model; a pooler that nothing reads is left as it is."""
+        anatomy = self.anatomy if pooling == "model" else without_pooler(self.anatomy)
+        return resolve(anatomy, method, lambda: base_size(self.model)[1])
 
     def new_delta(self, method: Method) -> Delta:
         """Return a delta with a frozen head and without values; it is on the model's device, not attached."""
@@ -519,13 +521,22 @@ class Attached:
         self.hooks.remove_all()
         submodules_of(model).pop(HANDLE_NAME, None)
 
-    def merge(self, name: str | None, dequantize: bool) -> tuple[PreTrainedModel, str]:
-        """Fold a delta into the weights and detach everything; return the model and a warning of rounding, or ""."""
+    def merge(self, name: str | None, dequantize: bool, pooled: bool = False) -> tuple[PreTrainedModel, str]:
+        """Fold a delta into the weights and detach everything; return the model and a warning of rounding, or "".
+
+        A pooling that the model's class does not have gets lost; with `pooled` the caller keeps it.
+        """
         with self.exclusive("merge"):
             self.passes.refuse_in_other_scopes("merge", self.names, any_scope=True)
             refuse_offloaded(self.model, "merge")
             delta = self.delta(name)
             delta.warn_if_never_advanced()
+            if delta.pooling != "model" and not pooled:
+                raise DeltuneError(
+                    f"this delta's head reads {delta.pooling!r} of the hidden states, and {type(self.model).__name__} "
+                    "computes something else, so it cannot be merged into it: `deltune merge RUN --to DIR` writes a "
+                    "folder of sentence-transformers; or train with --pooling model (attach(…, pooling='model'))"
+                )
             merge = merging.plan_merge(self, delta, dequantize)
             labels, model = delta.labels or self.base_labels, self.model
             run_to_completion(lambda: self._put_merged(model, merge, labels))

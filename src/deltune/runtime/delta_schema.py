@@ -22,6 +22,7 @@ from ..methods.other_names import registration_hint
 from ..methods.registry import parse, unregistered_names
 from ..methods.resolve import ResolvedMethod, resolve
 from ..methods.spec import MaskedMethod, Method, explicit_expression
+from ..models import Pooling
 
 FORMAT = 1
 
@@ -111,6 +112,7 @@ class DeltaMetadata(_Part):
     explicit: Expression
     head: HeadFacts
     labels: LabelFacts | None
+    pooling: Pooling = "model"
     base: BaseFacts
     trained: TrainedFacts | None = None
     tensors: dict[str, Shape]

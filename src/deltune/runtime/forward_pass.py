@@ -37,6 +37,7 @@ class ForwardPass:
         turn: Its place in the order in which passes and changes came to the lock.
         inputs: The inputs of other modules, for the edits that use them as x.
         prompt: What a prompt did at the entry of the stack, for its exit.
+        mask: The attention mask of the text, for the pooling of a delta.
         states: The hidden states that were collected, by path of the stack's container.
         batch_size: How many rows the batch has, for positions that are looked up once for all of them.
         called_vocabulary: Whether the projection to the vocabulary was called, where some delta acts at it.
@@ -54,6 +55,7 @@ class ForwardPass:
         self.in_threads, self.moves_tensors, self.turn = in_threads, False, 0
         self.inputs: dict[Any, torch.Tensor] = {}
         self.prompt: Any = None
+        self.mask: torch.Tensor | None = None
         self.states: dict[str, list[torch.Tensor]] = {}
         self.batch_size = 0
         self.called_vocabulary = False

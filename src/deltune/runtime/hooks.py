@@ -37,6 +37,7 @@ from .linear import LinearForward, linear_forward
 from .model_methods import METHODS, WHOLE_MODEL_METHODS
 from .modules import Delta, Edit, ModuleCall, ModulePlace
 from .pass_manager import PassManager
+from .pooling import PoolingHook
 from .prompts import PositionHook, PromptHook
 from .row_assignment import RowAssignment, name_arguments, owning_modules, parameter_names
 from .rows import DeltaRows, forward_with
@@ -362,9 +363,10 @@ HOOK_CLASSES: dict[str, Any] = {
 }  # fmt: skip
 """The hook for each side of a module that a place may be at."""
 
-INSTALL_ORDER = ("states", "tokens", "positions")
+INSTALL_ORDER = ("states", "tokens", "positions", "pooling")
 """Kinds of hooks at the same modules, in the order in which they run, whatever was attached first: hidden states are
-read before a prompt's rows are removed from them, and positions are shifted where the prompt has put them."""
+read before a prompt's rows are removed from them, positions are shifted where the prompt has put them, and what is left
+of the states is pooled."""
 
 
 Hooks = dict[tuple[str, str], Callable[[], Hook]]
@@ -388,6 +390,9 @@ def hooks_of_delta(passes: PassManager, anatomy: Anatomy, delta: Delta) -> Hooks
         if edit.place.shifted_stack:
             entry = anatomy.stack(edit.place.shifted_stack).entry
             needed[entry, "positions"] = partial(PositionHook, passes, anatomy, entry)
+    if delta.pooling != "model":
+        needed[anatomy.base, "pass"] = partial(ForwardEntry, passes, anatomy.base, always_begins=False)
+        needed[anatomy.base, "pooling"] = partial(PoolingHook, passes, anatomy, anatomy.base)
     overridden: set[nn.Module] = set()  # a module that has several paths is replaced once, under its first path
     for tensor, _ in delta.masked_tensors():
         for path, _ in owning_modules(anatomy, tensor):

@@ -76,6 +76,8 @@ def write_card(title: str, metadata: Mapping[str, Any], count: Count, source: st
         rows.append(("with every argument", _code(metadata["explicit"])))
     share = f"{count.method:,}, {count.percent:.4f} % of {count.denominator_size:,}"
     rows.append(("trained parameters", share + (f"; head {count.head:,}" if count.head else "")))
+    if "pooling" in metadata:
+        rows.append(("the head reads", f"pooling={_code(metadata['pooling'])} of the last hidden states"))
     if (labels := metadata["labels"]) and metadata["head"]["tensors"]:
         names = [_cell(name) for name in labels["id2label"].values()]
         rows.append((f"labels ({len(names):,})", first_names(names, MAX_LISTED_LABELS)))

@@ -25,6 +25,7 @@ from ..methods.forms.low_rank import LowRank
 from ..methods.resolve import ResolvedEdit, ResolvedMethod
 from ..methods.sites import Location
 from ..methods.spec import Method, Modification
+from ..models import Pooling
 from .hard_concrete import GatedDifference, HardConcreteGates
 
 
@@ -447,6 +448,7 @@ class Delta(nn.Module):
         self.selected = tuple(t.name for t in planned.selected)
         self.head, self.head_mode, self.folded = head, head_mode, folded
         self.labels: HeadLabels | None = None
+        self.pooling: Pooling = "model"
         self.trained: dict[str, Any] = {}  # what the run that trained it writes into delta.json, as `TrainedFacts`
         self.saved_requires_grad: dict[str, bool] | None = {}  # of a delta that is not in use; None while it is
         self.freezes = 0  # how often it was frozen

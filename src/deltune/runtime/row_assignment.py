@@ -230,6 +230,7 @@ class RowAssignment:
         attention: The edits inside each attention, by path.
         states: The edits that read all hidden states of a stack, by path of its container.
         prompts: The prompts of each group.
+        poolings: The groups whose head reads something else than the class's pooler gives, each with its pooling.
         shifts: By how much each group shifts the positions of a stack's tokens, by name of the stack.
         tensors: For each module, by path, how it runs with tensors of deltas instead of its own.
         prefixes: The prefixes of all rows, by path of the attention, where no tensor changes; else None.
@@ -273,6 +274,8 @@ class RowAssignment:
             for group in self.groups
         ]
         self.prompts = [(group, edits) for group, edits in prompts if edits]
+        poolings = [(group, group.delta.pooling) for group in self.groups]
+        self.poolings = [(group, pooling) for group, pooling in poolings if pooling != "model"]
         self.shifts = _shifts(self.groups)
         if (
             not all_rows_alike(self.groups)

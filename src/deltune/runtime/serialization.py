@@ -108,6 +108,7 @@ def delta_metadata(delta: Delta, base: dict[str, Any]) -> dict[str, Any]:
         "explicit": explicit_expression(delta.method),
         "head": {"mode": delta.head_mode, "tensors": list(delta.head)},
         "labels": {"id2label": dict(labels.id2label), "problem_type": labels.problem_type} if labels else None,
+        **({} if delta.pooling == "model" else {"pooling": delta.pooling}),
         "base": base,
         **({"trained": delta.trained} if delta.trained else {}),
     }

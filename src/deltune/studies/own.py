@@ -75,7 +75,7 @@ def defaults(setup: StudySetup) -> Study:
         plans.append(_plan(setup, "own/defaults", model, task, methods, LONG))
     for task in ("tickets", "sick"):
         methods = {label: label for label in DEFAULTS}
-        plans.append(_plan(setup, "own/defaults", BUNDLED_MODEL, task, methods, {"epochs": 3}))
+        plans.append(_plan(setup, "own/defaults", BUNDLED_MODEL, task, methods, {"epochs": 3, "pooling": "mean"}))
     return Study(
         "own/defaults",
         OWN_QUESTIONS["own/defaults"],

@@ -153,6 +153,7 @@ class Sweep(BaseModel):
             values: Values = {} if data_root is None else {"data_root": data_root}
             layers = [self.options, self.models[model], self.tasks[task], self.methods[method]]
             layers += [self.axes[axis][label] for axis, label in axis_labels.items()]
+            values["pooling"] = "model"  # as all stored results, unless the study gives another
             for layer in (*layers, {"seed": seed}):
                 values = merge_values(values, flatten(layer))
             if isinstance(values.get("method"), str):

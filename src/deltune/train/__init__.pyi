@@ -8,6 +8,9 @@ from .inference import evaluate as evaluate
 from .inference import rescore_with_statistics as rescore_with_statistics
 from .metrics.registry import METRICS as METRICS
 from .presets import merge_values as merge_values
+from .probe import fit_probe as fit_probe
+from .probe import pooled_features as pooled_features
+from .probe import probe_model as probe_model
 from .progress import ProgressDisplay as ProgressDisplay
 from .rates import finalists as finalists
 from .records import Best as Best

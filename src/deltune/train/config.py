@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -29,7 +30,7 @@ from ..files import user_path
 from ..methods.other_names import hint_for_option
 from ..methods.registry import default_learning_rate, parse
 from ..methods.spec import explicit_expression
-from ..models import Quantization
+from ..models import Pooling, Quantization
 from ..runtime.linear import LinearBackend
 from .data.columns import TASK_COLUMNS
 from .metrics.registry import METRICS, option_problems
@@ -45,10 +46,11 @@ from .presets import (
 )
 from .tasks.registry import TASKS
 
-SILENT = ("protocol", "report_to", "device_batch_size", "trunk_cache")
+SILENT = ("protocol", "report_to", "device_batch_size", "trunk_cache", "probe")
 """Flat names of the fields that cannot change the result, and so do not enter a run's name. A protocol counts by the
 values that it sets; the rows and the loss of a step are the same however the step is cut into device batches; the
-states of the frozen layers are the same wherever they come from. All of this holds up to rounding."""
+states of the frozen layers are the same wherever they come from; a probe stands beside a run. All of this holds up to
+rounding."""
 
 UNSEARCHED = ("search", "seed", "seeds", "protocol", "aggregate", "metric", "report_to")
 """Flat names of the fields that are the same in all runs of a search."""
@@ -81,6 +83,14 @@ class RunSection(Section):
         except DeltuneError as error:
             raise ValueError(str(error)) from error
         return str(path.resolve()) if path.exists() else value
+
+
+def _read_switch(value: Any) -> Any:
+    """Return a switch: YAML reads on and off as booleans."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+Switch = Annotated[Literal["on", "off"], BeforeValidator(_read_switch)]
 
 
 class ModelSection(RunSection):
@@ -136,7 +146,16 @@ class MethodSection(RunSection):
         description='expression, such as "prefix(length=16) + layernorm"', json_schema_extra={"common": True}
     )
     head: Literal["train", "freeze"] = option("train", "train the task head with the method, or freeze it", common=True)
-    trunk_dropout: Literal["on", "off"] = option(
+    pooling: Pooling | None = option(
+        None,
+        "what a head reads in place of a pooler: mean, first or last of the hidden states, or model, the class's own "
+        "[modules.json's; mean for a pooler that the weights lack; else model]",
+        common=True,
+    )
+    head_init: Literal["model", "probe"] = option(
+        "model", "probe: the head begins with the weights of a linear probe of the frozen model", common=True
+    )
+    trunk_dropout: Switch = option(
         "on", "off: the layers below everything trained run without dropout, once for each row"
     )
 
@@ -147,11 +166,6 @@ class MethodSection(RunSection):
             return repr(parse(repr(parse(value))))  # the result of `fit` prints its sizes, also where they are defaults
         except DeltuneError as error:
             raise ValueError(str(error)) from error
-
-    @field_validator("trunk_dropout", mode="before")
-    @classmethod
-    def _read_switch(cls, value: Any) -> Any:
-        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value  # YAML's on and off
 
 
 class OptimSection(RunSection):
@@ -274,6 +288,7 @@ class RuntimeSection(RunSection):
         ge=0, allow_inf_nan=False,
     )  # fmt: skip
     report_to: Annotated[tuple[Tracker, ...], CommaSeparated] = option((), "tensorboard, wandb, mlflow", common=True)
+    probe: Switch = option("on", "score a linear probe of the frozen model beside the run, which tuning has to beat")
 
     @field_validator("seeds")
     @classmethod
@@ -371,8 +386,9 @@ class RunConfig(BaseModel):
                 problems.append(str(error))
         if (official := official_options(flat)) and isinstance(flat.get("metric_options"), Mapping | None):
             flat["metric_options"] = merge_metric_options(official, flat.get("metric_options") or {})
-        if flat.get("lr") == DEFAULT:
-            flat["lr"] = None
+        for name in ("lr", "pooling"):
+            if flat.get(name) == DEFAULT:
+                flat[name] = None
         problems += _rate_problems(flat)
         try:
             config = handler(LAYOUT.nest(flat))
@@ -388,11 +404,16 @@ class RunConfig(BaseModel):
     def from_canonical(cls, values: Mapping[str, Any]) -> RunConfig:
         """Make the config whose `canonical` values these are.
 
-        Where they have no learning rate, the config gets the method's, whatever the number of steps.
+        Where they have no learning rate, the config gets the method's, whatever the number of steps; and where they
+        have no pooling, the class's own.
         """
         search = values.get("search", {})
-        rate = {} if {"lr", "method"} & {*search} else {"lr": default_learning_rate(values["method"])}
-        return cls.from_flat(**{**rate, **values})
+        defaults: dict[str, Any] = {}
+        if not {"lr", "method"} & {*search}:
+            defaults["lr"] = default_learning_rate(values["method"])
+        if "pooling" not in search:
+            defaults["pooling"] = "model"
+        return cls.from_flat(**{**defaults, **values})
 
     @classmethod
     def from_flat(cls, **values: Any) -> RunConfig:
@@ -462,17 +483,20 @@ class RunConfig(BaseModel):
     def canonical(self) -> dict[str, Any]:
         """Return the values that are not at their default and can change the result, by flat name, as JSON values.
 
-        `from_canonical` is the inverse. A learning rate that a run found is named by where it comes from.
+        `from_canonical` is the inverse. A learning rate that a run found is named by where it comes from; a pooling is
+        named unless it is the class's own, which stored results have.
         """
         values = self.flat(mode="json", exclude_defaults=True)
         values["linear_backend"] = self.runtime.linear_backend  # stored results are found by names that have it
         search, limit = self.runtime.search, self.data.target_length
+        values["pooling"] = self.method.pooling or DEFAULT
         source = values.pop("lr_source", DEFAULT if self.optim.lr is None and "lr" not in search else None)
         if source is not None:
             values["lr"] = source
         redundant = {
             **dict.fromkeys(SILENT, True),
             "lr": values.get("lr") == default_learning_rate(self.method.expression) and "method" not in search,
+            "pooling": self.method.pooling == "model" or "pooling" in search,
             "seed": bool(self.runtime.seeds),
             "epochs": self.optim.steps is not None,
             "aggregate": not self.runtime.seeds,

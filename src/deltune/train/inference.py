@@ -31,12 +31,14 @@ from ..models import (
     load_config,
     load_model,
     load_tokenizer,
+    sentence_modules,
     tokenizer_languages,
 )
 from ..runtime import attach
 from ..runtime.attach import atomic_new_folder, load, tuned
 from ..runtime.handle import Tuned
 from ..runtime.linear import optimize_linear
+from ..runtime.pooling import write_sentence_model
 from ..runtime.serialization import read_metadata
 from ..templates import cut_at_end, end_tokens, tokenize_prompts
 from . import setup as task_setup
@@ -362,7 +364,9 @@ def evaluate_model(
     setup = set_up_task(*arguments)
     labels: tuple[str, ...] | None = None
     head = setup.kind.head
-    if head not in LANGUAGE_MODEL_HEADS and not has_trained_head(configuration, head):
+    sentences = sentence_modules(name) if head == "classification" else None
+    has_head = has_trained_head(configuration, head) or (sentences is not None and sentences.head is not None)
+    if head not in LANGUAGE_MODEL_HEADS and not has_head:
         raise DeltuneError(
             f"{model} has no trained head for {setup.kind.name}, so it has no score before it is tuned: give --answer "
             "words for a language model, or train the head alone (deltune train --method head)"
@@ -372,6 +376,8 @@ def evaluate_model(
         setup = set_up_task(*arguments, labels)
     tokenizer = load_task_tokenizer(name, config.data)
     backbone = load_model(name, head, labels, "float32", quantize=config.model.quantize)
+    if sentences is not None and sentences.head is not None:
+        attach.attach(backbone, "head", head="freeze", pooling=sentences.pooling)  # type: ignore[arg-type]
     align_padding_token(backbone, tokenizer)
     if head == "causal-lm":
         check_causal(backbone)
@@ -690,7 +696,13 @@ def merge_run(run: str | Path, to: str | Path, *, dequantize: bool = False) -> P
     to = user_path(to, "to")
     with atomic_new_folder(to) as fresh, silent_loading():
         loaded = load_run(run)
-        merged = tuned(loaded.model).merge(dequantize=dequantize)
+        handle = tuned(loaded.model)
+        if (pooling := handle.delta().pooling) != "model":
+            merged, _ = handle.attached.merge(None, dequantize, pooled=True)
+            trained = read_metadata(loaded.run.folder).trained
+            write_sentence_model(merged, loaded.tokenizer, pooling, fresh, trained.max_length if trained else None)
+            return to
+        merged = handle.merge(dequantize=dequantize)
         if loaded.kind.head in LANGUAGE_MODEL_HEADS:  # whoever loads it is to stop where training has written an end
             merged.generation_config.eos_token_id = list(end_tokens(loaded.tokenizer, merged)) or None
         merged.save_pretrained(fresh)

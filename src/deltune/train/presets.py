@@ -27,8 +27,8 @@ DEFAULT, AUTO = "default", "auto"
 """Where a learning rate comes from that is not given: the method and the number of steps, or a search."""
 
 DECIDES_RATE = (
-    "model", "data", "task", "max_train_rows", "method", "head", "epochs", "steps", "batch_size", "batch_tokens",
-    "schedule", "warmup",
+    "model", "data", "task", "max_train_rows", "method", "head", "pooling", "epochs", "steps", "batch_size",
+    "batch_tokens", "schedule", "warmup",
 )  # fmt: skip
 """Flat names of the fields with which a learning rate that was not given changes."""
 
@@ -64,7 +64,7 @@ class Protocol:
 
     def values_for(self, task: str | None, method: str | None) -> dict[str, Any]:
         """Return the values for a task and a named method."""
-        values = dict(self.values)
+        values = {"pooling": "model", **self.values}  # the papers tune the models' classes as they are
         for rule in self.rules:
             values = merge_values(values, rule.values) if rule.applies(task, method) else values
         return values

@@ -136,6 +136,20 @@ class RateSearch(Record):
     lr: Number | None = None
 
 
+class ProbeRecord(Record):
+    """The scores of a linear probe on the features of the frozen model, and its inverse penalty C."""
+
+    features: str
+    C: Number
+    validation: dict[str, Number] = {}
+    test: dict[str, Number] = {}
+
+    @property
+    def scores(self) -> dict[str, dict[str, Number]]:
+        """The scores of the splits that the data has, by split."""
+        return {split: scores for split, scores in (("validation", self.validation), ("test", self.test)) if scores}
+
+
 class RunMetrics(Record):
     """metrics.json: the results of a finished run.
 
@@ -155,6 +169,7 @@ class RunMetrics(Record):
         omitted: Why a metric could not be computed.
         intervals: The 95 % intervals of the scores over the examples, by split and metric; two numbers each.
         rate_search: What `lr: auto` tried.
+        probe: What a linear probe of the frozen model scores, by split, its features and its penalty.
         runs: The single runs of several.
     """
 
@@ -172,6 +187,7 @@ class RunMetrics(Record):
     omitted: dict[str, str]
     intervals: dict[str, dict[str, list[Number]]] = {}
     rate_search: RateSearch | None = None
+    probe: ProbeRecord | None = None
     runs: list[SeriesRun] = []
 
     @property
@@ -184,6 +200,8 @@ class RunMetrics(Record):
         values = self.model_dump(exclude_unset=True)
         if self.rate_search is None:
             values.pop("rate_search", None)
+        if self.probe is None:
+            values.pop("probe", None)
         return values
 
 

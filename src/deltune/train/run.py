@@ -16,10 +16,11 @@ from transformers.trainer_callback import PrinterCallback
 from ..compat import set_training_device, use_one_gpu
 from ..errors import DeltuneError, check_booleans, counted, unknown_name
 from ..files import explain_write_errors
-from ..models import align_padding_token
+from ..models import HEADS_WITH_LABELS, align_padding_token
 from ..runtime.attach import attach, load
 from ..runtime.linear import LinearBackend, optimize_linear
 from ..runtime.padding import padding_side
+from ..runtime.pooling import choose_pooling
 from ..runtime.serialization import open_delta
 from . import activation_cache, checkpoints, distributed
 from . import setup as task_setup
@@ -27,11 +28,12 @@ from .config import ModelSection, OptimSection, RunConfig
 from .data.columns import INPUT_TYPES, TASK_COLUMNS
 from .data.tag_schemes import PLAIN
 from .frozen_layers import FrozenLayers
-from .inference import SPLITS
+from .inference import SPLITS, with_tag_scheme
 from .presets import AUTO, DEFAULT
+from .probe import LinearProbe, probe_head, score_probe
 from .progress import ProgressDisplay
 from .rates import Slice, plan_search, search_rate, with_default_rate
-from .records import Best, RunMetrics, collect_environment
+from .records import Best, ProbeRecord, RunMetrics, collect_environment
 from .report.page import write_report
 from .run_folder import RunFolder
 from .series import run_series
@@ -264,7 +266,8 @@ def _prepare(
         check_causal(model)
     same_length = padding_side(model) is None
     set_seed(seed)
-    tuned = attach(model, config.method.expression, head=config.method.head)
+    pooling, why_pooling = choose_pooling(model, config.model.name, config.method.pooling)
+    tuned = attach(model, config.method.expression, head=config.method.head, pooling=pooling)
     if not any(True for _ in tuned.named_trainable_parameters()):
         raise DeltuneError(f"{config.method.expression!r} with head={config.method.head!r} trains nothing")
     frozen_layers = None if config.method.trunk_dropout == "on" else FrozenLayers(tuned)
@@ -280,10 +283,49 @@ def _prepare(
         cache.drop()  # its weights are sharded now
     batches = _batches(config.optim, encoded["train"], rows, seed, same_length)
     config = with_default_rate(config, total_steps(config.optim, batches))
-    return RunState(
+    state = RunState(
         config, run, tuned, tokenizer, data, kind, setup.metrics, limits, columns, encoded, batches, precision,
-        frozen_layers,
+        frozen_layers, why_pooling,
     )  # fmt: skip
+    if config.method.head_init == "probe":
+        _begin_with_probe(state, device)
+    return state
+
+
+def _probe(state: RunState, bar: ProgressDisplay | None = None) -> tuple[LinearProbe, ProbeRecord]:
+    """Fit a linear probe to the frozen model, and score it on the splits of a run."""
+    options, pooling = (
+        with_tag_scheme(state.config.evaluation.metric_options, state.data.tag_scheme),
+        state.tuned.delta().pooling,
+    )
+    with state.tuned.disable():
+        return score_probe(
+            state.kind, state.inference_context(bar), state.encoded, state.columns, state.metrics, options, pooling,
+            state.config.runtime.seed,
+        )  # fmt: skip
+
+
+def _begin_with_probe(state: RunState, device: torch.device) -> None:
+    """Let the head begin with the weights of a linear probe of the frozen model."""
+    problem = ""
+    if state.kind.head not in HEADS_WITH_LABELS or "pair" in state.columns["train"]:
+        problem = "it is for labels of single texts and of words"
+    elif state.kind.name == "classification" and state.tuned.delta().pooling == "model":
+        problem = "its head reads the class's own pooler: give --pooling mean, if this class has a pooler"
+    elif distributed.is_sharded(state.model):
+        problem = "the model is sharded"
+    else:
+        state.model.to(device)  # type: ignore[arg-type]
+        probe, state.probe = _probe(state)
+        head = probe_head(state.model, state.tuned.anatomy.head, probe)
+        problem = "" if head else f"its head ({', '.join(state.tuned.anatomy.head)}) is not one linear over the labels"
+        if head is not None:
+            with torch.no_grad():
+                head.weight.copy_(torch.from_numpy(probe.weight))
+                if head.bias is not None:
+                    head.bias.copy_(torch.from_numpy(probe.bias))
+    if problem:
+        raise DeltuneError(f"head_init=probe cannot be used on {type(state.model).__name__}: {problem}")
 
 
 def _base_model(
@@ -419,6 +461,10 @@ def _log_start(state: RunState) -> None:
         logger.warning("not read: %s; --columns says which columns are", _listed(state.data.unread))
     if state.data.tag_scheme is not None:
         logger.info("tags: %s", _tags_line(state))
+    if state.why_pooling:
+        pooling = state.tuned.delta().pooling
+        what = "the pooler of the model's class" if pooling == "model" else f"{pooling} of the last hidden states"
+        logger.info("the head reads: %s, %s (--pooling)", what, state.why_pooling)
     sources = {DEFAULT: f", the default of the method for {state.total_steps:,} steps", AUTO: ", found by lr auto"}
     steps = state.batches.steps_per_epoch
     length = f"{counted(optim.epochs, 'epoch')} of {counted(steps, 'step')}"
@@ -466,6 +512,9 @@ def _finish(state: RunState, bar: ProgressDisplay) -> RunMetrics:
         seed, setup = state.config.runtime.seed, TaskSetup(state.data, state.kind, state.metrics)
         model = _base_model(state.config.model, setup, state.tokenizer, seed, ModelCache())
     else:
+        if state.config.runtime.probe == "on" and state.kind.head in HEADS_WITH_LABELS and state.probe is None:
+            bar.start("a linear probe", sum(map(len, state.encoded.values())))
+            state.probe = _probe(state, bar)[1]
         model = state.tuned.detach()
     state.tuned = load(model, state.run.delta)
     if sharded:
@@ -488,6 +537,7 @@ def _finish(state: RunState, bar: ProgressDisplay) -> RunMetrics:
         omitted=last["omitted"],
         rate_search=state.run.rate_search,
         intervals={split: answered[split].get("intervals", {}) for split in splits},
+        probe=state.probe,
     )
     state.tuned.detach()
     state.run.finish(metrics)

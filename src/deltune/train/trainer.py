@@ -34,7 +34,7 @@ from .frozen_layers import FrozenLayers
 from .inference import EvalResult, log_omitted, prediction_lines, score_split, with_tag_scheme
 from .progress import ProgressDisplay, format_duration
 from .rates import PASSES_OF_A_STEP
-from .records import signed_score
+from .records import ProbeRecord, signed_score
 from .run_folder import RunFolder
 from .tasks.base import Columns, InferenceContext, TaskKind, TaskOptions
 from .tasks.encoding import IGNORE_INDEX, EncodedRows, LengthGroupedBatches, Row, collate
@@ -78,6 +78,8 @@ class RunState:
 
     Attributes:
         frozen_layers: The layers below everything that is trained, where they run without dropout.
+        probe: What a linear probe scores, once that is known.
+        why_pooling: Where the pooling of the delta comes from; "" where the head reads no pooler.
         best: What is known of the best validation so far; empty before the first one.
         stale: How many validations there were since the best one.
         seconds_before: Seconds that earlier processes worked on this run.
@@ -98,6 +100,8 @@ class RunState:
     batches: LengthGroupedBatches
     precision: str
     frozen_layers: FrozenLayers | None = None
+    why_pooling: str = ""
+    probe: ProbeRecord | None = None
     best: dict[str, Any] = field(default_factory=dict)
     stale: int = 0
     seconds_before: float = 0.0

@@ -305,7 +305,7 @@ def _run(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> RunR
 
 
 def _train(spec: RunConfig, folder: Path, model_cache: ModelCache) -> RunMetrics:
-    return train(spec, folder, progress=False, cache=model_cache, report=False)
+    return train(spec.replace(probe="off"), folder, progress=False, cache=model_cache, report=False)
 
 
 def _curve(log: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

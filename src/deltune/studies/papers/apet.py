@@ -507,7 +507,9 @@ def _plan_thresholds(setup: StudySetup, label: str, model: str, task: str) -> Ce
     first, *_ = SEEDS
 
     def job(method: str, seed: int, rate: Values) -> Job:
-        return run_job(RunConfig.from_flat(**{**base, "method": method, "seed": seed, **rate}), setup.roots)
+        return run_job(
+            RunConfig.from_flat(pooling="model", **{**base, "method": method, "seed": seed, **rate}), setup.roots
+        )
 
     def first_runs(name: str, method: str) -> CellPlan:
         """Return the cell of a method under the first seed."""

@@ -13,7 +13,7 @@ from ..inference import SPLITS
 from ..metrics.intervals import share_interval
 from ..metrics.registry import METRICS
 from ..rates import edge_of_rates
-from ..records import DataFacts, RunMetrics
+from ..records import DataFacts, RunMetrics, signed_score
 from ..run_folder import RunFolder
 from .error_analysis import Analysis, analyse
 
@@ -86,6 +86,7 @@ def advice(finished: FinishedRun) -> list[str]:
     has_learned = finished.analysis.accuracy is not None and finished.analysis.baseline is not None
     of_best = [
         *(nothing or ([] if has_learned else loss_stayed(finished.best_config, finished.log))),
+        *beaten_by_probe(finished.best_config, finished.best_metrics, finished.split, finished.log),
         *loss_rose(finished.best_config, finished.log),
         *still_improving(finished.best_config, finished.best_metrics, finished.log),
         *(
@@ -99,6 +100,31 @@ def advice(finished: FinishedRun) -> list[str]:
         *(f"{which}{text}" for text in of_best),
         *edge_of_search(finished.config, finished.metrics),
         *(edge_of_rates(search, search.lr) if (search := finished.best_metrics.rate_search) is not None else ()),
+    ]
+
+
+def against_probe(metrics: RunMetrics, split: str) -> tuple[str, float, float] | None:
+    """Return the metric that a run and its probe are compared by, and the probe's and the run's value of it."""
+    if metrics.probe is None or split not in metrics.scores:
+        return None
+    scores, of_probe = metrics.scores[split], metrics.probe.scores.get(split, {})
+    names = [name for name in (metrics.best.metric, *scores) if name in scores and name in of_probe]
+    return (names[0], float(of_probe[names[0]]), float(scores[names[0]])) if names else None
+
+
+def beaten_by_probe(config: RunConfig, metrics: RunMetrics, split: str, log: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Say if a linear probe of the frozen model does better than the tuned model."""
+    compared = against_probe(metrics, split)
+    if compared is None:
+        return []
+    name, of_probe, tuned = compared
+    if signed_score(name, tuned) >= signed_score(name, of_probe):
+        return []
+    start = "" if config.method.head_init == "probe" else "let the head begin from the probe (--head-init probe), "
+    return [
+        f"a linear probe of the frozen model has a {name} of {of_probe:.3f} on {split}, and the tuned model "
+        f"{tuned:.3f}: as it is, tuning does not pay. Try {_longer(config)}, {start}another learning rate, such as "
+        f"--lr {_other_rate(config, log, bool(loss_rose(config, log))):.2g}, or more training rows"
     ]
 
 

@@ -28,7 +28,7 @@ from ..presets import DEFAULT
 from ..records import DataFacts, RunMetrics, SeriesRun, command_line, signed_score
 from ..run_folder import RunFolder
 from ..series import value_text, verdict
-from .advice import FinishedRun, advice, metric_without_say, read_finished
+from .advice import FinishedRun, advice, against_probe, metric_without_say, read_finished
 from .charts import Line, line_chart
 from .rendering import render
 
@@ -158,6 +158,11 @@ def _facts(finished: FinishedRun) -> list[tuple[str, str]]:
         ("learning rate", f"{optim.rate:g}{_rate_source(finished)}, {optim.schedule}, steps of {batch}"),
         ("time", f"{metrics.seconds:,.0f} s"),
     ]
+    if compared := against_probe(finished.best_metrics, finished.split):
+        name, of_probe, tuned = compared
+        facts.append(
+            ("linear probe", f"{short_number(of_probe)} {name} on {finished.split}, tuned {short_number(tuned)}")
+        )
     cut = [f"{n:,} {split} inputs" for split, n in metrics.truncated.items() if n]
     cut += [f"{n:,} {split} targets" for split, n in metrics.truncated_targets.items() if n]
     return [*facts, ("cut", ", ".join(cut))] if cut else facts
@@ -234,7 +239,12 @@ def _charts(finished: FinishedRun) -> list[Markup]:
     charts = [line_chart("Loss", loss, "step")]
     if name != "loss":
         points = _curve(log, f"eval_{name}")
-        charts.append(line_chart(f"Validation {name}", [Line(name, points, dots=True, marked=best.step)], "step"))
+        lines = [Line(name, points, dots=True, marked=best.step)]
+        probe = finished.metrics.probe
+        if points and probe is not None and name in probe.validation:
+            level = float(probe.validation[name])
+            lines.append(Line("linear probe", [(points[0][0], level), (points[-1][0], level)]))
+        charts.append(line_chart(f"Validation {name}", lines, "step"))
     charts.append(line_chart("Learning rate", [Line("learning rate", _curve(log, "learning_rate"))], "step"))
     return [chart for chart in charts if chart]
 

@@ -1,0 +1,49 @@
+"""`deltune probe`: what a linear model makes of the features of a model as it is, before anything is tuned."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .options import Imports
+from .output import Json, ModelArgument, Quiet, console, fast_imports, log_to_stderr
+
+
+def probe(
+    model: ModelArgument,
+    data: Annotated[
+        str | None, typer.Argument(metavar="[DATA]", help="Folder or hub id; or give a known --task.")
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="Known task; beside DATA its kind of task.")] = None,
+    data_root: Annotated[str | None, typer.Option(help="Folder that holds the folders of known tasks.")] = None,
+    columns: Annotated[str | None, typer.Option(help="Columns of DATA: text=a,label=b.")] = None,
+    pooling: Annotated[str | None, typer.Option(help="mean, first or last [as `deltune train`; else mean].")] = None,
+    max_train_rows: Annotated[int | None, typer.Option(min=1, help="Fit a sample of that many rows.")] = None,
+    max_length: Annotated[int, typer.Option(min=2, help="Tokens of a row; longer texts are cut.")] = 128,
+    seed: Annotated[int, typer.Option(help="Of the sample of rows.")] = 0,
+    quiet: Quiet = False,
+    imports: Imports = None,
+    as_json: Json = False,
+) -> None:
+    """Score a linear probe of a frozen model. It is a logistic regression on its features, the floor of tuning."""
+    from . import formatting
+
+    with log_to_stderr(quiet):
+        with fast_imports():
+            from ..train.config import RunConfig
+            from ..train.probe import probe_model
+
+        values = {
+            "data": data, "task": task, "data_root": data_root, "columns": columns, "pooling": pooling,
+            "max_train_rows": max_train_rows,
+        }  # fmt: skip
+        options = {name: value for name, value in values.items() if value is not None}
+        record = probe_model(
+            RunConfig.from_flat(model=model, method="head", max_length=max_length, seed=seed, **options)
+        )
+    if as_json:
+        console.print_json(data=record.model_dump())
+        return
+    console.print(f"logistic regression on the frozen features ({record.features}), C={record.C:g} by validation")
+    console.print(formatting.score_table(record.scores))

@@ -1,0 +1,232 @@
+"""A linear probe: what a linear model makes of the frozen features of a model, the floor that tuning has to beat.
+
+Features of a text are its pooled last hidden states, of a pair |u − v| and u · v of its two texts, of tagging the last
+hidden state of each word's first sub-word. The probe is scikit-learn's logistic regression, or its ridge regression for
+numbers; its penalty is chosen on the validation split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..errors import DeltuneError
+from ..models import HEADS_WITH_LABELS, Pooling, align_padding_token, load_model, tag_all_words
+from ..runtime.pooling import choose_pooling, pool
+from .config import RunConfig
+from .inference import MetricOptions, measure, with_tag_scheme
+from .records import ProbeRecord
+from .setup import fit_lengths, length_limits, load_task_tokenizer, resolve_device, set_up_task
+from .tasks import token_cache
+from .tasks.base import Columns, InferenceContext, TaskKind
+from .tasks.encoding import IGNORE_INDEX, EncodedRows, encode_texts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Array = np.ndarray[Any, np.dtype[Any]]
+STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
+"""Inverse penalties C that are tried, on standardised features."""
+
+MOST_ROWS = 10_000
+"""Of more training rows, or words, a sample is fitted, which takes seconds."""
+
+
+@dataclass(frozen=True)
+class LinearProbe:
+    """A fitted probe.
+
+    Attributes:
+        weight: Its weights for the features as they are, a row for each label, or one for a number.
+        bias: Its biases.
+        strength: The chosen inverse penalty C.
+        predictions: Its answers by split: numbers of labels, or numbers.
+    """
+
+    weight: Array
+    bias: Array
+    strength: float
+    predictions: Mapping[str, Array]
+
+
+def fit_probe(
+    features: Mapping[str, Array], answers: Mapping[str, Array], labels: int | None = None, seed: int = 0
+) -> LinearProbe:
+    """Fit a linear probe on the train split; the penalty with the best validation wins, of equal ones the greatest.
+
+    Args:
+        features: The features of every split, (rows, width).
+        answers: The number of the label of each row, or the number to predict, at least of train and validation.
+        labels: How many labels there are. Default: the answers are numbers, to which a ridge regression is fitted.
+        seed: Of the sample of more than `MOST_ROWS` rows.
+
+    Returns:
+        The probe. Without a validation split C is 1.
+    """
+    from sklearn.linear_model import LogisticRegression, Ridge
+
+    train, target = np.asarray(features["train"], np.float64), np.asarray(answers["train"])
+    if len(train) > MOST_ROWS:
+        sample = np.random.default_rng(seed).choice(len(train), MOST_ROWS, replace=False)
+        train, target = train[sample], target[sample]
+    mean, scale = train.mean(0), train.std(0)
+    scale[scale == 0] = 1.0
+    standard = (train - mean) / scale
+    classes = np.unique(target) if labels is not None else None
+    tries = []
+    for strength in STRENGTHS if "validation" in answers else (1.0,):
+        if classes is not None and len(classes) == 1:
+            weight, bias = np.zeros((1, train.shape[1])), np.zeros(1)
+        elif classes is not None:
+            logistic = LogisticRegression(C=strength, max_iter=1000).fit(standard, target)
+            weight, bias = logistic.coef_, logistic.intercept_
+            if len(classes) == 2:  # of which one row says both
+                weight, bias = np.concatenate([-weight, weight]) / 2, np.concatenate([-bias, bias]) / 2
+        else:
+            ridge = Ridge(alpha=1 / strength).fit(standard, target)
+            weight, bias = ridge.coef_[None], np.atleast_1d(ridge.intercept_)
+        weight = weight / scale
+        bias = bias - weight @ mean
+        if classes is not None:
+            assert labels is not None
+            weight, bias = _for_all_labels(weight, bias, classes, labels)
+        outputs = {split: np.asarray(values, np.float64) @ weight.T + bias for split, values in features.items()}
+        predictions = {s: o.argmax(-1) if labels is not None else o[:, 0] for s, o in outputs.items()}
+        quality = 0.0
+        if "validation" in answers:
+            right = predictions["validation"] == answers["validation"]
+            error = -np.square(predictions["validation"] - answers["validation"]).mean()
+            quality = float(right.mean() if labels is not None else error)
+        tries.append((quality, -strength, LinearProbe(weight, bias, strength, predictions)))
+    return max(tries, key=lambda one: one[:2])[2]
+
+
+def _for_all_labels(weight: Array, bias: Array, classes: Array, labels: int) -> tuple[Array, Array]:
+    """Return weights and biases with a row for every label; one that training rows lack is never predicted."""
+    whole, biases = np.zeros((labels, weight.shape[1])), np.full(labels, -1e4)
+    whole[classes], biases[classes] = weight, bias
+    return whole, biases
+
+
+def pooled_features(context: InferenceContext, encoded: EncodedRows, pooling: Pooling) -> Array:
+    """Return the pooled last hidden states of rows, (rows, width); "model" stands for the mean."""
+    parts: dict[int, Array] = {}
+
+    def process(indices: list[int], batch: dict[str, torch.Tensor]) -> None:
+        states = _last_states(context.model, batch)
+        rows = pool(states, batch.get("attention_mask"), "mean" if pooling == "model" else pooling)
+        parts.update(zip(indices, rows.float().cpu().numpy(), strict=True))
+
+    context.for_each_batch(encoded, process)
+    return np.stack([parts[i] for i in range(len(encoded))])
+
+
+def word_features(context: InferenceContext, encoded: EncodedRows) -> tuple[Array, Array]:
+    """Return the last hidden states of the words of all rows that the model sees, one after another, and their tags."""
+    parts: dict[int, tuple[Array, Array]] = {}
+
+    def process(indices: list[int], batch: dict[str, torch.Tensor]) -> None:
+        labels, states = batch["labels"], _last_states(context.model, batch)
+        for number, i in enumerate(indices):
+            kept = labels[number] != IGNORE_INDEX
+            parts[i] = states[number][kept].float().cpu().numpy(), labels[number][kept].cpu().numpy()
+
+    context.for_each_batch(encoded, process)
+    states, tags = zip(*(parts[i] for i in range(len(encoded))), strict=True)
+    return np.concatenate(states), np.concatenate(tags)
+
+
+def _last_states(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the last hidden states of a batch, of an encoder-decoder those of its encoder."""
+    body: Any = model.get_encoder() if model.config.is_encoder_decoder else model.base_model
+    states: torch.Tensor = body(**{name: tensor for name, tensor in batch.items() if name != "labels"})[0]
+    return states
+
+
+def score_probe(
+    kind: TaskKind,
+    context: InferenceContext,
+    encoded: Mapping[str, EncodedRows],
+    columns: Mapping[str, Columns],
+    metrics: Sequence[str],
+    options: MetricOptions,
+    pooling: Pooling,
+    seed: int = 0,
+) -> tuple[LinearProbe, ProbeRecord]:
+    """Fit a probe on the frozen features of a task's rows, and measure it as a run is measured."""
+    labels = len(context.labels)
+    encoded = {split: EncodedRows(rows.rows, rows.truncated) for split, rows in encoded.items()}  # no cached states
+    if kind.name == "tagging":
+        by_split = {split: word_features(context, rows) for split, rows in encoded.items()}
+        features = {split: states for split, (states, _) in by_split.items()}
+        answers = {split: tags for split, (_, tags) in by_split.items()}
+        name = "words"
+    else:
+        features = {split: _text_features(context, encoded[split], columns[split], pooling) for split in encoded}
+        answers = {split: np.asarray(columns[split]["label"]) for split in encoded}
+        name = "mean" if pooling == "model" else pooling
+    probe = fit_probe(features, answers, labels, seed)
+    scores: dict[str, Any] = {}
+    for split in (split for split in ("validation", "test") if split in encoded):
+        predictions: list[Any] = probe.predictions[split].tolist()
+        if kind.name == "tagging":
+            predictions = _tags_of_rows(predictions, encoded[split], context.labels)
+        references = kind.references(columns[split], context.labels)
+        measured = measure(kind, metrics, predictions, references, labels, options)
+        scores[split] = {metric: score.value for metric, score in measured.items()}
+    return probe, ProbeRecord(features=name, C=probe.strength, **scores)
+
+
+def probe_model(config: RunConfig) -> ProbeRecord:
+    """Probe the model of a config on its data, with the pooling that a run on it would have."""
+    name, seed = config.model.name, config.runtime.seed
+    setup = set_up_task(name, config.data, "head", config.evaluation, seed)
+    kind, data = setup.kind, setup.data
+    if kind.head not in HEADS_WITH_LABELS:
+        raise DeltuneError(f"a probe is of labels of texts or of words, and this is {kind.name}")
+    tokenizer = load_task_tokenizer(name, config.data)
+    model = load_model(name, kind.head, data.labels, "float32", seed, quantize=config.model.quantize)
+    align_padding_token(model, tokenizer)
+    pooling, _ = choose_pooling(model, name, config.method.pooling)
+    model.to(resolve_device())  # type: ignore[arg-type]
+    limits = fit_lengths(model, kind, length_limits(config.data, config.generation, kind, data.labels))
+    columns: dict[str, Columns] = {split: rows.to_dict() for split, rows in data.splits.items()}
+    encoded = token_cache.encode_splits(kind, tokenizer, model, columns, limits, ("train",), data.fingerprint)
+    context = InferenceContext(model, tokenizer, data.labels, limits, config.optim.rows_per_device())
+    options = with_tag_scheme(config.evaluation.metric_options, data.tag_scheme)
+    return score_probe(kind, context, encoded, columns, setup.metrics, options, pooling, seed)[1]
+
+
+def _text_features(context: InferenceContext, encoded: EncodedRows, columns: Columns, pooling: Pooling) -> Array:
+    if "pair" not in columns:
+        return pooled_features(context, encoded, pooling)
+    length = context.options.max_length
+    u, v = (
+        pooled_features(
+            context, encode_texts(context.tokenizer, context.model, {"text": columns[role]}, length), pooling
+        )
+        for role in ("text", "pair")
+    )
+    return np.concatenate([np.abs(u - v), u * v], axis=-1)
+
+
+def _tags_of_rows(numbers: Sequence[int], encoded: EncodedRows, labels: Sequence[str]) -> list[list[str]]:
+    remaining = iter(numbers)
+    rows = []
+    for row in encoded.rows:
+        tags = {word: labels[next(remaining)] for word in row["words"]}
+        rows.append(tag_all_words(tags, row["num_words"], labels))
+    return rows
+
+
+def probe_head(model: PreTrainedModel, head: Sequence[str], probe: LinearProbe) -> nn.Linear | None:
+    """Return the linear of a head that can begin with the weights of a probe; None if the head is something else."""
+    modules = [model.get_submodule(path) for path in head]
+    if len(modules) != 1 or type(modules[0]) is not nn.Linear or modules[0].weight.shape != probe.weight.shape:
+        return None
+    return modules[0]
