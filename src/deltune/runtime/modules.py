@@ -166,6 +166,20 @@ ReadInput = Callable[["Edit"], torch.Tensor | None]
 """Returns the x of an edit, or None where it reads none."""
 
 
+def input_reader(inputs: dict[Edit, torch.Tensor], module_input: torch.Tensor | None = None) -> ReadInput:
+    """Return what reads the x of the edits at one place; several groups of rows may have an edit in common."""
+    known: dict[Edit, torch.Tensor | None] = {}
+
+    def read(edit: Edit) -> torch.Tensor | None:
+        if edit.source_path is None:
+            return edit.resolve_input(inputs, module_input)
+        if edit not in known:
+            known[edit] = edit.resolve_input(inputs, module_input)
+        return known[edit]
+
+    return read
+
+
 @dataclass(frozen=True, eq=False)
 class ModuleCall:
     """A call of the module that edits act at.
@@ -225,8 +239,11 @@ class ModulePlace:
         return self._without_bias(type(module).forward(module, x))
 
     def _without_bias(self, output: torch.Tensor) -> torch.Tensor:
-        product = part_of(output, self._location.target.columns, dim=-1)
-        return product if self.bias is None else product - self.bias.to(product.dtype)
+        columns, bias = self._location.target.columns, bias_of(self._call.module)
+        product = part_of(output, columns, dim=-1)
+        if bias is None:
+            return product
+        return product - part_of(bias, columns).to(product.dtype)  # with its gradient, which a trained one has twice
 
 
 @dataclass(frozen=True, eq=False)
