@@ -94,6 +94,10 @@ from .runtime.attach import attach as attach
 from .runtime.attach import export as export
 from .runtime.attach import load as load
 from .runtime.attach import tuned as tuned
+from .runtime.combine import Dare as Dare
+from .runtime.combine import Magnitude as Magnitude
+from .runtime.combine import Ties as Ties
+from .runtime.extract import extract as extract
 from .runtime.handle import Tuned as Tuned
 from .runtime.linear import optimize_linear as optimize_linear
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -22,7 +21,7 @@ from ..methods.forms.hidden import Rescale
 from ..methods.forms.low_rank import LowRank
 from ..methods.library import ia3, layernorm, lora, prefix, prompt
 from ..methods.resolve import resolve
-from ..methods.spec import OTHER_PROJECTIONS, PROJECTIONS, Method, Modification, Selection
+from ..methods.spec import OTHER_PROJECTIONS, PROJECTIONS, Method, Modification
 from .base import (
     ForeignFolder,
     Patterns,
@@ -32,6 +31,7 @@ from .base import (
     locations_or_none,
     method_from_pieces,
     method_selecting,
+    methods_selecting,
     rows_of_columns,
     tensors_by_file_name,
 )
@@ -409,15 +409,7 @@ def _read_saved_modules(
                 )
     if problems:
         raise error_from_problems("modules_to_save", problems)
-    scopes = {(t.role, t.area, t.layer) for t in anatomy.tensors if t.name in values}
-    selections: list[Method] = []
-    for role, area in sorted({(role, area) for role, area, _ in scopes}):
-        layers = tuple(sorted(layer for r, a, layer in scopes if (r, a) == (role, area) and layer is not None))
-        names_there = {t.name for t in anatomy.tensors if (t.role, t.area) == (role, area)} & values.keys()
-        scoped = [partial(Selection, (role,), (area,), of=of) for of in ("both", "attention", "ffn")]
-        choices = [*scoped, *(partial(make, layers=layers) for make in scoped)]
-        selections.append(method_selecting(anatomy, names_there, choices))
-    return selections, {f"base.{name}": value for name, value in values.items()}
+    return methods_selecting(anatomy, set(values)), {f"base.{name}": value for name, value in values.items()}
 
 
 def _take_prompt_tensor(options: Mapping[str, Any], unused: UnusedTensors) -> torch.Tensor:

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,7 +50,7 @@ from ..methods.resolve import ResolvedMethod, resolve
 from ..methods.spec import Method
 from ..models import HEADS, HEADS_WITH_LABELS, head_of_class, head_of_class_name, load_model
 from . import hub, serialization
-from .attached import Attached
+from .attached import Attached, check_name
 from .attention import prefix_implementation
 from .delta_schema import (
     BaseFacts,
@@ -598,17 +598,6 @@ def _check_model(model: object) -> None:
     elif isinstance(model, str | Path | PreTrainedConfig):
         advice = ": load the model first, with transformers' Auto class for its task or deltune.models.load_model"
     raise DeltuneError(f"a method is attached to a model of transformers, not to {describe_value(model)}{advice}")
-
-
-def check_name(name: str, taken: Iterable[str]) -> None:
-    """Raise an error for a name that a delta cannot have, or that is taken."""
-    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name) or hasattr(nn.ModuleDict(), name):
-        raise DeltuneError(
-            f"name {excerpt(name)} cannot name a delta: use letters, digits, '-' and '_', and no name that torch's "
-            "ModuleDict uses itself"
-        )
-    if name in taken:
-        raise DeltuneError(f"a delta named {name!r} is already attached; detach it or choose another name")
 
 
 def find_tuned(model: nn.Module) -> Tuned | None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import re
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -647,6 +648,17 @@ class Attached:
     def release_base(self) -> None:
         """Undo `fix_base`: the base model may change again, and `detach()` of the last delta removes the handle."""
         self.state.base_is_fixed, self._fixed, self._base_metadata = False, None, None
+
+
+def check_name(name: str, taken: Iterable[str]) -> None:
+    """Raise an error for a name that a delta cannot have, or that is taken."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name) or hasattr(nn.ModuleDict(), name):
+        raise DeltuneError(
+            f"name {excerpt(name)} cannot name a delta: use letters, digits, '-' and '_', and no name that torch's "
+            "ModuleDict uses itself"
+        )
+    if name in taken:
+        raise DeltuneError(f"a delta named {name!r} is already attached; detach it or choose another name")
 
 
 def _move(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

@@ -26,6 +26,7 @@ from ..methods.parser import explain_arguments
 from ..methods.spec import Method
 from . import hub, serialization
 from .attached import Attached
+from .combine import How, combine
 from .model_card import write_card
 from .model_methods import plain_copy
 from .modules import Delta, up_projections
@@ -417,6 +418,37 @@ class Tuned(nn.Module):
         if warning:
             warnings.warn(warning, stacklevel=3)
         return model
+
+    @explain_arguments
+    def combine(
+        self, expression: str, name: str, *, rank: int | None = None, how: How | None = None, head: str | None = None
+    ) -> Tuned:
+        """Attach a weighted sum of deltas, or their average, as a new delta and put it in use.
+
+        A sum adds what each delta changes of the base model's weights, and never one delta's factors to another's: it
+        is exact, whatever the methods are. Low ranks stay low ranks, whose ranks add up; vectors that scale or shift
+        stay such vectors; tensors that are trained in place become W + Σ w (V - W); every other change of a weight
+        becomes a low rank, of its full rank where it needs that.
+
+        Args:
+            expression: A sum such as "0.5*a + b - 2*'my-task'", in which a name with '-' or of digits stands in quotes;
+                or "average(a, b)", which has the mean parameters of deltas of one method, whatever that is.
+            name: The new delta's name.
+            rank: The rank of every linear's change, instead of an exact one: the best approximation of this rank, whose
+                loss is said in a warning. It makes a LoRA of any method that can be merged.
+            how: `Ties`, `Dare` or `Magnitude`, which join the changes of each weight in another way than by adding.
+            head: The delta whose head it gets, or "average". Needed where several deltas have a head that trains.
+
+        Returns:
+            The handle itself.
+
+        Raises:
+            DeltuneError: The expression cannot be read, a weight is not finite, a name is unknown or the new one is
+                taken, a term cannot be expressed as weights (a prefix, an adapter), or the methods or labels of what is
+                averaged differ. Nothing is attached.
+        """
+        combine(self.attached, expression, name, rank, how, head)
+        return self
 
     @explain_arguments
     def save(self, folder: str | Path, name: str | None = None, *, model_card: bool = False) -> Path:

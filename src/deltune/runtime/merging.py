@@ -7,7 +7,7 @@ A = W' - W of the base model's W.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -100,7 +100,9 @@ def _quantized_linears(source: Source) -> dict[str, list[nn.Module]]:
     return {name: linears for name, linears in by_name.items() if linears}
 
 
-def merged_weights(source: Source, deltas: Sequence[Delta], head: Delta | None) -> dict[str, torch.Tensor]:
+def merged_weights(
+    source: Source, deltas: Sequence[Delta], head: Delta | None, left_out: Collection[Edit] = ()
+) -> dict[str, torch.Tensor]:
     """Compute the weights of a model with deltas merged, which act together, and the head of one of them.
 
     Sums are computed in at least float32.
@@ -118,11 +120,11 @@ def merged_weights(source: Source, deltas: Sequence[Delta], head: Delta | None) 
             replaced |= {n: part.pruned_value(state.base_value(n)) for n, part in delta.masked_tensors()}
             for name, value in replaced.items():
                 values[name] = (values[name] + (value - base_value(name)) if name in values else value).detach()
-        for name, edit in (pair for delta in deltas for pair in delta.weight_edits()):
+        for name, edit in (pair for delta in deltas for pair in delta.weight_edits() if pair[1] not in left_out):
             base = base_value(name).detach()
             old, precision = values.get(name, base), torch.promote_types(base.dtype, torch.float32)
             values[name] = edit.apply_to_weight(old.to(precision), base.to(precision)).to(old.dtype)
-        for edit in _edits_in_order(deltas):
+        for edit in (edit for edit in _edits_in_order(deltas) if edit not in left_out):
             names = {leaf: _tensor_name(anatomy, edit, leaf) for leaf in ("weight", "bias")}
             at = source.place_of(edit)
             change = _affine_change(edit, at)
