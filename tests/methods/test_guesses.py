@@ -44,7 +44,7 @@ NAMES = {
     "adapter_tuning": "Here it is called adapter.",
     "seq_bn": "Here it is called adapter(style='pfeiffer').",
     "p_tuning(length=4)": "deltune has no such method.",
-    "adalora": "deltune has no such method.",
+    "xlora": "deltune has no such method.",
     "lora(r=8)": "Here it is called 'rank'.",
     "lora(lora_alpha=16)": "Here it is called 'alpha'.",
     "mam(lora_alpha=16)": "Here it is called 'scale'.",

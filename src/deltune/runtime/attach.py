@@ -631,6 +631,19 @@ def tuned(model: nn.Module) -> Tuned:
     return handle
 
 
+class ScheduleCallback(TrainerCallback):
+    """Call `Tuned.advance` in each step of a Trainer, which methods with a schedule need, such as `adalora`.
+
+    Trainer(model=model, …, callbacks=[deltune.ScheduleCallback()])
+    """
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Advance the delta in use, after the step of the optimizer and before its gradients go."""
+        tuned(kwargs["model"]).advance(min(1.0, (state.global_step + 1) / state.max_steps))
+
+
 class SaveDeltaCallback(TrainerCallback):
     """Make the checkpoints of a Trainer hold the deltas alone, without the frozen model.
 

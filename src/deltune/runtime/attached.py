@@ -399,7 +399,12 @@ class Attached:
         for edit in delta.all_edits():
             inside = (device for name, device in placement.devices if is_inside(name, edit.place.target.path))
             _move(edit, next(inside, default), dtype)
-        for shared in (*delta.common.values(), *delta.partly.values(), *delta.gated.values()):
+        for shared in (
+            *delta.common.values(),
+            *delta.partly.values(),
+            *delta.gated.values(),
+            *delta.schedules.values(),
+        ):
             _move(shared, default, dtype)
         return delta
 
@@ -594,12 +599,15 @@ class Attached:
 
     # -- saving, and what identifies the base model
 
-    def contents(self, name: str | None) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Return what the files of a delta hold: its metadata, and its tensors on the CPU."""
+    def contents(
+        self, name: str | None, shrink: Callable[[Attached, Delta], Delta] = lambda attached, delta: delta
+    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Return what the files of a delta hold, or of what `shrink` makes of it: metadata, and tensors on the CPU."""
         follow_offloading(self.state)
         with self.state.mutex:
             delta = self.delta(name)
             delta.warn_if_never_advanced()
+            delta = shrink(self, delta)
             base = self._base_metadata or self.metadata_of_base(delta)
             return serialization.delta_metadata(delta, base), self.tensors_to_save(delta)
 

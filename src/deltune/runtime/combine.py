@@ -489,3 +489,43 @@ def _product(edit: Edit, weight: float) -> Product:
     assert isinstance(edit.form, FactorForm) and edit.factor is not None
     down, up = edit.form.factors(edit.tensors())
     return up * (edit.factor * weight), down
+
+
+def allocated(attached: Attached, delta: Delta) -> Delta:
+    """Return a delta with the ranks that its schedules have left, as low ranks; itself where they are not final."""
+    left = {e: kept for state in delta.schedule_states() for e, kept in zip(state.edits, state.ranks(), strict=False)}
+    if not left:
+        return delta
+    pieces: dict[int, list[PlacedTensors]] = {}
+    sources: dict[tuple[Modification, str], Mapping[str, torch.Tensor]] = {}
+    for edit in delta.all_edits():
+        if edit not in left:
+            sources[edit.modification, edit.place.name] = edit.tensors_to_save()
+        elif left[edit].any():
+            up, down = _product(edit, 1.0)
+            modification = replace(without_scope(edit.modification), form=LowRank(int(left[edit].sum())))
+            tensors = {"down": down[left[edit]], "up": up[:, left[edit]]}
+            pieces.setdefault(edit.origin, []).append(PlacedTensors(modification, edit.place, tensors))
+            sources[modification, edit.place.name] = tensors
+    terms: list[Method] = []
+    number = 0
+    for term in delta.method.terms:
+        some = pieces.get(number)
+        terms += [term] if some is None else method_from_pieces(attached.anatomy, some).terms
+        number += len(term.parts)
+    method = terms[0] if len(terms) == 1 else MethodSum(tuple(terms))
+    smaller = attached.move_to_model(Delta(method, attached.resolve(method), delta.head, delta.head_mode, folded=True))
+    smaller.labels, smaller.trained = delta.labels, delta.trained
+    with torch.inference_mode(False), torch.no_grad():
+        for edit in smaller.all_edits():
+            unscoped = without_scope(edit.modification), edit.place.name
+            values = sources[unscoped if unscoped in sources else (edit.modification, edit.place.name)]
+            for name, tensor in edit.tensors_to_save().items():
+                tensor.copy_(values[name])
+        others = [[t for n, t in d.tensors_to_save().items() if not n.startswith("edit.")] for d in (smaller, delta)]
+        for tensor, value in zip(*others, strict=True):
+            tensor.copy_(value)
+        for name in smaller.owned_tensors:
+            value = attached.state.delta_value(delta, name).clone()
+            set_in_parameter_dict(smaller.held, parameter_key(name), nn.Parameter(value))
+    return smaller

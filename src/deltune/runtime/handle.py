@@ -26,7 +26,7 @@ from ..methods.parser import explain_arguments
 from ..methods.spec import Method
 from . import hub, serialization
 from .attached import Attached
-from .combine import How, combine
+from .combine import How, allocated, combine
 from .model_card import write_card
 from .model_methods import plain_copy
 from .modules import Delta, up_projections
@@ -316,16 +316,18 @@ class Tuned(nn.Module):
         return self
 
     def advance(self, share: float) -> None:
-        """Tell the delta in use how much of its training is done. Call it before every step.
+        """Tell the delta in use how much of its training is done, after each optimizer.step() and before zero_grad().
 
-        Only a learned mask (`sparsity`) needs it: its penalty grows during the first half of training, then its gates
-        are fixed. `deltune train` calls it; a training loop of your own must call it too.
+        Only methods with a schedule need it: `adalora` prunes ranks, and a learned mask (`sparsity`) has a penalty that
+        grows during the first half of training, then its gates are fixed. `deltune train` calls it, and so does
+        `ScheduleCallback` in a Trainer; a training loop of your own must call it too.
 
         Args:
-            share: The share of the training steps that are done, from 0 to 1: `step / steps`.
+            share: The share of the training steps that are done, from 0 to 1: `(step + 1) / steps`.
 
         Raises:
-            DeltuneError: `share` is not a number from 0 to 1, or no delta is in use.
+            DeltuneError: `share` is not a number from 0 to 1, no delta is in use, or gradients that a schedule needs
+                were removed.
         """
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
             raise DeltuneError(
@@ -335,6 +337,8 @@ class Tuned(nn.Module):
         for delta in self.attached.training():
             for _, gates in delta.learned_masks():
                 gates.advance(share)
+            for state in delta.schedule_states():
+                state.advance(share)
 
     @explain_arguments
     def disable(self) -> Scope:
@@ -517,7 +521,7 @@ class Tuned(nn.Module):
         self, folder: str | Path, name: str | None, card: tuple[str, str] | None = None
     ) -> tuple[Path, str | None]:
         """Write a delta, with a model card of a title and a folder to load from; return the folder and the card."""
-        metadata, tensors = self.attached.contents(name)
+        metadata, tensors = self.attached.contents(name, allocated)
         text = None
         if card is not None:
             title, source = card

@@ -433,9 +433,14 @@ class ReportCallback(TrainerCallback):
         self.bar.advance(0)  # here and not after the step before, whose losses are logged later, as is its validation
         self.step_start = time.monotonic()
         # gates may be fixed in this step, which needs all of their values
-        gated = any(True for _ in self.run_state.tuned.delta().learned_masks())
-        with distributed.unsharded(self.run_state.tuned, write=True) if gated else contextlib.nullcontext():
-            self.run_state.tuned.advance(state.global_step / state.max_steps)
+        gates = [gates for _, gates in self.run_state.tuned.delta().learned_masks()]
+        with distributed.unsharded(self.run_state.tuned, write=True) if gates else contextlib.nullcontext():
+            for one in gates:
+                one.advance(state.global_step / state.max_steps)
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for schedule in self.run_state.tuned.delta().schedule_states():
+            schedule.advance((state.global_step + 1) / state.max_steps)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.step_seconds += time.monotonic() - self.step_start
