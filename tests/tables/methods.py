@@ -107,7 +107,7 @@ ROWS = (
     Row("trainable_tokens(tokens=(5, 7))", merges=True),
     Row("dora(rank=2)", merges=True),
     Row("dora(rank=2, alpha=6, at='ffn')", merges=True),
-    Row("adalora(rank=2, initial_rank=3)", merges=True),
+    Row("adalora(rank=2, initial_rank=3, orthogonality=0)", merges=True),  # a penalty is of the step, not of the rows
     Row("hira(rank=2)", merges=True),
     Row("glora(rank=2)", merges=True),
     Row("glora(rank=2, bias='vector')", merges=True),

@@ -376,7 +376,7 @@ class DeltaTrainer(Trainer):
         checkpoints.save_checkpoint(
             self.run_state.run.checkpoint,
             self.state.global_step,
-            dict(self.run_state.tuned.named_trainable_parameters()),
+            self._trained_tensors(),
             self.optimizer,
             self.lr_scheduler,
             self.run_state.progress(),
@@ -385,9 +385,12 @@ class DeltaTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         with distributed.unsharded(self.run_state.tuned, write=True):
-            checkpoints.restore_trained(
-                Path(resume_from_checkpoint), dict(self.run_state.tuned.named_trainable_parameters())
-            )
+            checkpoints.restore_trained(Path(resume_from_checkpoint), self._trained_tensors())
+
+    def _trained_tensors(self) -> dict[str, torch.Tensor]:
+        """The parameters that train, and the state of the method's schedules."""
+        schedules = dict(self.run_state.tuned.delta().schedules.named_buffers(prefix="schedules"))
+        return {**dict(self.run_state.tuned.named_trainable_parameters()), **schedules}
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
