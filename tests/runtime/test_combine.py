@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import deltune
 from deltune.runtime.combine import parse_expression
 from tables.families import FAMILIES, Family
 from tables.methods import METHODS, Row, cells
-from tables.specimens import batch, build, differences, distance, equal, facts, run, stir
+from tables.specimens import batch, build, differences, distance, equal, facts, forward, run, stir
 
 MERGING = [text for text, row in METHODS.items() if row.merges]
 
@@ -117,6 +118,24 @@ def test_dare_keeps_what_is_expected() -> None:
     )
 
 
+@pytest.mark.parametrize("weights", ["scalar", "softmax", "attention"])
+def test_a_mix_starts_as_the_mean_and_trains_weights_alone(weights: Any, tmp_path: Path) -> None:
+    tuned = build_two("gpt2", "lora(rank=2)", "dora(rank=3, at=('value', 'ffn_down'))")
+    inputs = batch(tuned.model)
+    mean = run(tuned.combine("0.5*a + 0.5*b", name="mean").model, inputs)
+    mixed = run(tuned.combine("mix(a, b)", name="m", weights=weights).model, inputs)
+    assert distance(mixed, mean) < 1e-11
+    trained = {name.rpartition(".")[2] for name, _ in tuned.named_trainable_parameters()}
+    assert trained == ({"query", "key"} if weights == "attention" else {"weights"})
+    forward(tuned.model, inputs)["last_hidden_state"].square().sum().backward()
+    assert all(p.grad.abs().max() > 0 for n, p in tuned.named_trainable_parameters() if not n.endswith("query"))
+    before = run(stir(tuned).model, inputs)
+    tuned.save(tmp_path / "m")
+    model = tuned.detach()
+    assert distance(before, mean) > 1e-3
+    assert equal(run(deltune.load(model, tmp_path / "m").model, inputs), before)
+
+
 def test_an_average_is_of_parameters_and_of_any_method() -> None:
     for text in ("prefix(length=2)", "adapter(rank=4) + layernorm"):
         tuned = build_two("bert", text, text, "sequence").combine("average(a, b)", name="c")
@@ -167,14 +186,17 @@ def test_expressions(text: str, weights: dict[str, float] | None) -> None:
         ("a", {"how": "ties"}, "give Ties"),
         ("average(a, b)", {}, "the same method"),
         ("average(a, a)", {"rank": 2}, "no meaning"),
+        ("mix(a, c)", {}, "changes of linears' weights"),
+        ("mix(a, a)", {"weights": "learned"}, "weights"),
     ],
 )
 def test_what_is_refused_attaches_nothing(text: str, options: dict, says: str) -> None:  # type: ignore[type-arg]
     model = build(FAMILIES["bert"], "base")
     before = facts(model)
     tuned = stir(deltune.attach(model, "lora(rank=2)", name="a"))
+    deltune.attach(model, "layernorm", name="c")
     deltune.attach(model, "prefix(length=2)", name="b")
     with pytest.raises(deltune.DeltuneError, match=says):
-        tuned.combine(text, **{"name": "c", **options})
-    assert tuned.names == ("a", "b") and tuned.active == "b"
+        tuned.combine(text, **{"name": "d", **options})
+    assert tuned.names == ("a", "c", "b") and tuned.active == "b"
     assert not [n for n in differences(before, facts(tuned.detach())) if n.startswith("value")]

@@ -149,6 +149,10 @@ ROWS = (
     Row("beft", merges=True, merging=(VALUE_BIAS,)),
     Row("compacter(rank=4, divisions=2)"),
     Row("loreft(rank=2)"),
+    Row(
+        "Modification('query', Mix(2, 3)) + Modification('value', Mix(2, 3, softmax=True))", identity=False, merges=True
+    ),
+    Row("Modification('query', AttentionMix(2, 3, 4))", identity=False),
     Row("lora(rank=2) + dora(rank=2) + hira(rank=2) + oft(block_size=4)", merges=True),
     Row("mam(length=3, rank=4)", identity=False, needs=(INTERFACE,)),
     Row("prefix(length=3) + layernorm", identity=False, needs=(INTERFACE,)),

@@ -18,6 +18,7 @@ from .forms.base import Form, check_form_class, check_frozen
 from .forms.entries import SHiRA
 from .forms.hidden import Bottleneck, Mixture, Rescale, Vector
 from .forms.low_rank import LowRank
+from .forms.mix import AttentionMix, Mix
 from .forms.orthogonal import Butterfly, Householder, PairRotation, PrincipalRotation, Rotation
 from .forms.prompt import Prompt
 from .forms.shared import NoLA, RandLoRA, TinyLoRA, UniLoRA, VBLoRA, VeRA
@@ -162,7 +163,7 @@ FORMS = (
     Bottleneck, LowRank, Prefix, MultiHead, OwnMultiHead, Prompt, Vector, Rescale, Mixture, DoRA, HiRA, GLoRA, DEFT,
     PEANuT, DeLoRA, OSF, LoHa, LoKr, MiSS, GraLoRA, FrozenSide, KroneckerBottleneck, LoReFT, VeRA, RandLoRA, VBLoRA,
     UniLoRA, TinyLoRA, NoLA, Rotation, Householder, Butterfly, PrincipalRotation, PairRotation, FourierFT, Circulant,
-    LoRAXS, Centred, SHiRA, SVD,
+    LoRAXS, Centred, SHiRA, SVD, Mix, AttentionMix,
 )  # fmt: skip
 """The forms of the library. Any other is a user's own, and checked before it acts (`forms.checks`)."""
 

@@ -34,6 +34,7 @@ from ..interop.base import (
 from ..methods.forms.base import FactorForm, check_positive, check_share
 from ..methods.forms.hidden import Vector
 from ..methods.forms.low_rank import LowRank
+from ..methods.forms.mix import Weights, mix_form
 from ..methods.library import head as head_alone
 from ..methods.library import lora
 from ..methods.masks import RowMask
@@ -109,32 +110,32 @@ def join_changes(changes: torch.Tensor, weights: torch.Tensor, how: How | None, 
 
 
 class Expression(NamedTuple):
-    """What an expression says: the weight of each delta, and whether their parameters are averaged."""
+    """What an expression says: the weight of each delta, and the function whose arguments they are, or ""."""
 
     weights: dict[str, float]
-    averages: bool = False
+    function: str = ""
 
 
 _TERM = re.compile(
     r"\s*(?P<sign>[+-]?)\s*(?:(?P<weight>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*\*\s*)?"
     r"(?:(?P<name>[A-Za-z_]\w*)|'(?P<single>[\w-]+)'|\"(?P<double>[\w-]+)\")\s*"
 )
-_AVERAGE = re.compile(rf"\s*{AVERAGE}\s*\((.*)\)\s*")
+_FUNCTION = re.compile(rf"\s*({AVERAGE}|mix)\s*\((.*)\)\s*")
 
 
 def parse_expression(text: str) -> Expression:
-    """Read a sum such as "0.5*a + b - 2*'my-task'", or "average(a, b)".
+    """Read a sum such as "0.5*a + b - 2*'my-task'", or "average(a, b)" or "mix(a, b)".
 
     Raises:
         DeltuneError: It is neither, or a weight is not finite.
     """
     if not isinstance(text, str):
         raise DeltuneError(f"combine takes an expression such as '0.5*a + b', not {excerpt(text)}")
-    average = _AVERAGE.fullmatch(text)
-    rest, weights = text if average is None else average[1].replace(",", "+"), dict[str, float]()
+    call = _FUNCTION.fullmatch(text)
+    rest, weights = text if call is None else call[2].replace(",", "+"), dict[str, float]()
     while rest.strip() or not weights:
         match = _TERM.match(rest)
-        if match is None or (weights and not match["sign"]) or (average and (match["weight"] or match["sign"] == "-")):
+        if match is None or (weights and not match["sign"]) or (call and (match["weight"] or match["sign"] == "-")):
             raise DeltuneError(
                 f'{excerpt(text)} is no sum of deltas at {excerpt(rest.strip() or "its end")}: write "0.5*a + b - '
                 "2*'my-task'\" (a name with '-' or of digits stands in quotes), or \"average(a, b)\""
@@ -145,11 +146,17 @@ def parse_expression(text: str) -> Expression:
         rest = rest[match.end() :]
     if wrong := [name for name, weight in weights.items() if not math.isfinite(weight)]:
         raise DeltuneError(f"{excerpt(text)}: the weight of {', '.join(wrong)} is not finite")
-    return Expression(weights, average is not None)
+    return Expression(weights, "" if call is None else call[1])
 
 
 def combine(
-    attached: Attached, text: str, name: str, rank: int | None = None, how: How | None = None, head: str | None = None
+    attached: Attached,
+    text: str,
+    name: str,
+    rank: int | None = None,
+    how: How | None = None,
+    head: str | None = None,
+    weights: Weights = "scalar",
 ) -> None:
     """Attach a combination of deltas and put it in use; see `Tuned.combine`."""
     expression = parse_expression(text)
@@ -163,10 +170,14 @@ def combine(
         raise DeltuneError(f"how={excerpt(how)}: give Ties(density=…), Dare(density=…) or Magnitude(density=…)")
     deltas = {n: attached.delta(n) for n in expression.weights}
     with torch.inference_mode(False), torch.no_grad():
-        if expression.averages:
-            if rank is not None or how is not None:
-                raise DeltuneError(f"{AVERAGE}(…) is of parameters, so rank= and how= have no meaning: write a sum")
+        if expression.function and (rank is not None or how is not None):
+            raise DeltuneError(
+                f"{expression.function}(…) adds no changes, so rank= and how= have no meaning: write a sum"
+            )
+        if expression.function == AVERAGE:
             method, tensors, owned = _averaged(attached, deltas)
+        elif expression.function:
+            method, tensors, owned = *_mixed(attached, deltas, weights), {}
         else:
             changes = Changes(attached, deltas, expression.weights, rank, how)
             method, tensors, owned = changes.method, changes.tensors, changes.owned
@@ -176,7 +187,7 @@ def combine(
                     "entries)",
                     stacklevel=5,
                 )
-        heads, labels = _head(attached, deltas, AVERAGE if expression.averages and head is None else head)
+        heads, labels = _head(attached, deltas, AVERAGE if expression.function == AVERAGE and head is None else head)
         attach_tensors(attached, name, method, tensors, owned | heads, tuple(heads), labels)
 
 
@@ -246,6 +257,35 @@ def _averaged(
                 f"{AVERAGE}(…): the deltas train other entries ({name}), so that no parameters correspond"
             )
     return first.method, tensors, {name: torch.stack([of[name] for of in owned]).mean(0) for name in owned[0]}
+
+
+def _mixed(attached: Attached, deltas: Mapping[str, Delta], weights: Weights) -> tuple[Method, dict[str, torch.Tensor]]:
+    """Return the method that mixes the changes of deltas, and its tensors."""
+    places: dict[tuple[Modification, str], dict[int, PlacedTensors]] = {}
+    for number, (name, delta) in enumerate(deltas.items()):
+        changes = Changes(attached, {name: delta}, {name: 1.0}, None, None)
+        if changes.owned or not all(isinstance(piece.modification.form, LowRank) for piece in changes.pieces):
+            raise DeltuneError(
+                f"mix(…) is of changes of linears' weights, and {name!r} ({delta.method!r}) has others: merge it, use "
+                "several at once, or write a sum"
+            )
+        for piece in changes.pieces:
+            key = replace(piece.modification, form=LowRank(1)), piece.place.name
+            places.setdefault(key, {})[number] = piece
+    pieces = []
+    for (modification, _), some in places.items():
+        rank = max(piece.tensors["down"].shape[-2] for piece in some.values())
+        place = next(iter(some.values())).place
+        form = mix_form(len(deltas), rank, weights)
+        tensors = {n: torch.zeros(s.shape) for n, s in form.tensors(place.widths).items()}
+        form.initialize(tensors, None)
+        tensors["up"].zero_()
+        for number, piece in some.items():
+            for name, part in piece.tensors.items():
+                tensors[name] = tensors[name].to(part)
+                tensors[name][number][tuple(map(slice, part.shape))] = part
+        pieces.append(PlacedTensors(replace(modification, form=form), place, tensors))
+    return method_of(attached.anatomy, pieces, set())
 
 
 Product = tuple[torch.Tensor, torch.Tensor]

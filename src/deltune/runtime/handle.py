@@ -21,6 +21,7 @@ from ..compat import submodules_of
 from ..errors import DeltuneError, excerpt
 from ..files import user_path
 from ..methods.counting import Count, base_size, count_resolved, with_storage
+from ..methods.forms.mix import Weights
 from ..methods.other_names import hint_for_function
 from ..methods.parser import explain_arguments
 from ..methods.spec import Method
@@ -425,7 +426,14 @@ class Tuned(nn.Module):
 
     @explain_arguments
     def combine(
-        self, expression: str, name: str, *, rank: int | None = None, how: How | None = None, head: str | None = None
+        self,
+        expression: str,
+        name: str,
+        *,
+        rank: int | None = None,
+        how: How | None = None,
+        head: str | None = None,
+        weights: Weights = "scalar",
     ) -> Tuned:
         """Attach a weighted sum of deltas, or their average, as a new delta and put it in use.
 
@@ -436,12 +444,15 @@ class Tuned(nn.Module):
 
         Args:
             expression: A sum such as "0.5*a + b - 2*'my-task'", in which a name with '-' or of digits stands in quotes;
-                or "average(a, b)", which has the mean parameters of deltas of one method, whatever that is.
+                or "average(a, b)", which has the mean parameters of deltas of one method, whatever that is; or
+                "mix(a, b)", which trains the weights of their changes at each place and nothing else.
             name: The new delta's name.
             rank: The rank of every linear's change, instead of an exact one: the best approximation of this rank, whose
                 loss is said in a warning. It makes a LoRA of any method that can be merged.
             how: `Ties`, `Dare` or `Magnitude`, which join the changes of each weight in another way than by adding.
             head: The delta whose head it gets, or "average". Needed where several deltas have a head that trains.
+            weights: Of a mix: "scalar" (a number for each, 1/n at first), "softmax" (positive, in all 1) or "attention"
+                (for each token, as in AdapterFusion).
 
         Returns:
             The handle itself.
@@ -451,7 +462,7 @@ class Tuned(nn.Module):
                 taken, a term cannot be expressed as weights (a prefix, an adapter), or the methods or labels of what is
                 averaged differ. Nothing is attached.
         """
-        combine(self.attached, expression, name, rank, how, head)
+        combine(self.attached, expression, name, rank, how, head, weights)
         return self
 
     @explain_arguments
