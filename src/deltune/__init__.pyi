@@ -29,6 +29,7 @@ from .methods.forms.hidden import Rescale as Rescale
 from .methods.forms.hidden import Vector as Vector
 from .methods.forms.low_rank import LowRank as LowRank
 from .methods.forms.prompt import Prompt as Prompt
+from .methods.library import adalora as adalora
 from .methods.library import adapter as adapter
 from .methods.library import apet as apet
 from .methods.library import beft as beft
@@ -88,14 +89,20 @@ from .methods.library import waveft as waveft
 from .methods.registry import methods as methods
 from .methods.registry import parse as parse
 from .methods.registry import register as register
+from .methods.schedules import Schedule as Schedule
 from .methods.spec import Modification as Modification
 from .methods.spec import Selection as Selection
 from .methods.spec import named_method as named_method
 from .runtime.attach import SaveDeltaCallback as SaveDeltaCallback
+from .runtime.attach import ScheduleCallback as ScheduleCallback
 from .runtime.attach import attach as attach
 from .runtime.attach import export as export
 from .runtime.attach import load as load
 from .runtime.attach import tuned as tuned
+from .runtime.combine import Dare as Dare
+from .runtime.combine import Magnitude as Magnitude
+from .runtime.combine import Ties as Ties
+from .runtime.extract import extract as extract
 from .runtime.handle import Tuned as Tuned
 from .runtime.linear import optimize_linear as optimize_linear
 

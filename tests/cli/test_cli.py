@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.main import get_command
 
+import deltune as library
 import tiny
 from deltune.cli import app as cli
 from deltune.cli.train import train_app
@@ -320,6 +321,50 @@ def test_train_evaluate_predict_merge(deltune: Command, root: Path, tmp_path: Pa
 
     result = deltune("merge", run, "--to", tmp_path / "plain")
     assert result.code == 0 and "model.safetensors" in names(tmp_path / "plain")
+
+
+def test_sums_and_differences_of_folders(deltune: Command, tmp_path: Path) -> None:
+    """What is merged is extracted again, and added; deltas of another base are refused and nothing is written."""
+    base = tiny.model(tmp_path / "base", "gpt2")
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base)).save_pretrained(base)
+    for number in (1, 2):
+        torch.manual_seed(number)
+        handle = library.attach(AutoModelForCausalLM.from_pretrained(base), "lora(rank=2)")
+        for parameter in handle.trainable_parameters():
+            torch.nn.init.normal_(parameter)
+        handle.save(tmp_path / f"d{number}")
+    handle.merge().save_pretrained(tmp_path / "tuned")
+    extracted = deltune("extract", base, tmp_path / "tuned", "--output", tmp_path / "extracted", "--json")
+    assert json.loads(extracted.out)["method"] == "lora(rank=2)", extracted.err
+    command = (
+        "combine",
+        "0.5*a - b + 'c-1'",
+        f"a={tmp_path / 'd1'}",
+        f"b={tmp_path / 'd2'}",
+        f"c-1={tmp_path / 'extracted'}",
+    )
+    result = deltune(*command, "--output", tmp_path / "sum", "--json")
+    assert json.loads(result.out)["method"] == "lora(rank=6)", result.err
+    model = AutoModelForCausalLM.from_pretrained(base)
+    ids = torch.tensor([[5, 7, 9, 11]])
+    for name in ("d1", "sum"):
+        library.load(model, tmp_path / name, name=name)
+    expected = library.tuned(model).combine("0.5*d1", name="halved").model(ids).logits
+    assert torch.allclose(library.tuned(model).use("sum").model(ids).logits, expected, atol=1e-4)
+    result = deltune(*command, "--output", tmp_path / "rank", "--rank", 1)
+    assert result.code == 0 and "rank=1 loses" in result.err and "lora(rank=1)" in result.out
+    assert deltune(*command, "--output", tmp_path / "ties", "--how", "ties", "--density", 0.5).code == 0
+    other = library.attach(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base)), "lora(rank=2)")
+    other.save(tmp_path / "other")
+    for arguments, says in (
+        (("combine", "a + b", f"a={tmp_path / 'd1'}", f"b={tmp_path / 'other'}"), "base"),
+        (("combine", "a + z", f"a={tmp_path / 'd1'}"), "unknown delta 'z'"),
+        (("combine", "a", tmp_path / "d1"), "NAME=DIR"),
+        (("combine", "a", f"a={tmp_path / 'd1'}", "--how", "mean"), "dare, magnitude, ties"),
+    ):
+        result = deltune(*arguments, "--output", tmp_path / "no")
+        assert result.code == 2 and says in result.err and not (tmp_path / "no").exists(), result.err
 
 
 def test_running_text(deltune: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,6 +99,11 @@ ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "layers": WHERE["layers"],
     },
     "dora": {"rank": RANKS, "scale": NUMBERS, "dropout": SHARES, **FIELD},
+    "adalora": {
+        "rank": RANKS, "initial_rank": st.none() | RANKS.map(lambda n: 4096 + n), "start": st.floats(0, 0.4),
+        "stop": st.floats(0.5, 1), "every": RANKS, "orthogonality": SHARES, "dropout": SHARES,
+        **{f"beta{n}": st.floats(0.1, 0.9) for n in (1, 2)}, **FIELD,
+    },
     "hira": {"rank": RANKS, **FIELD},
     "glora": {"rank": RANKS, "bias": st.sampled_from(["constant", "vector"]), **FIELD},
     "deft": {"rank": RANKS, **FIELD},
@@ -220,9 +225,12 @@ def test_every_argument_of_every_method_is_generated() -> None:
     assert set(ARGUMENTS) == set(REGISTRY)
     for name, arguments in ARGUMENTS.items():
         missing = set(signature(REGISTRY[name].make).parameters) - set(arguments)
-        assert missing <= {"lora": {"alpha"}, "dora": {"alpha"}, "apet": {"method", "parameters"}}.get(name, set()), (
-            name
-        )
+        assert missing <= {
+            "lora": {"alpha"},
+            "dora": {"alpha"},
+            "adalora": {"alpha"},
+            "apet": {"method", "parameters"},
+        }.get(name, set()), name
 
 
 @given(METHODS)
@@ -353,7 +361,7 @@ def test_mistakes(text: str, places: tuple[str, ...], says: tuple[str, ...]) -> 
 
 
 @pytest.mark.parametrize(
-    "text", ["prefx(length=16)", "lorra", "LoRA(rank=8)", "adalora", "Modification(ffn, lowrank(4))"]
+    "text", ["prefx(length=16)", "lorra", "LoRA(rank=8)", "xlora", "Modification(ffn, lowrank(4))"]
 )
 def test_a_name_of_ours_misspelt_is_no_part_of_the_users_own(text: str) -> None:
     with pytest.raises(deltune.DeltuneError) as caught:

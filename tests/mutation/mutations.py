@@ -76,8 +76,8 @@ MUTATIONS = (
     ),
     Mutation(
         "rows: rows of one delta are taken for neighbours",
-        "rows = tuple(i for i, other in enumerate(names) if other == name)",
-        "rows = tuple(range(names.index(name), names.index(name) + names.count(name)))",
+        "rows = tuple(i for i, other in enumerate(use.rows) if other == names)",
+        "rows = tuple(range(use.rows.index(names), use.rows.index(names) + use.rows.count(names)))",
         "A delta may have the first and the last row of a batch.",
         ("tests/runtime/test_rows.py",),
     ),

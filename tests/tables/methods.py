@@ -107,6 +107,7 @@ ROWS = (
     Row("trainable_tokens(tokens=(5, 7))", merges=True),
     Row("dora(rank=2)", merges=True),
     Row("dora(rank=2, alpha=6, at='ffn')", merges=True),
+    Row("adalora(rank=2, initial_rank=3, orthogonality=0)", merges=True),  # a penalty is of the step, not of the rows
     Row("hira(rank=2)", merges=True),
     Row("glora(rank=2)", merges=True),
     Row("glora(rank=2, bias='vector')", merges=True),
@@ -150,6 +151,10 @@ ROWS = (
     Row("beft", merges=True, merging=(VALUE_BIAS,)),
     Row("compacter(rank=4, divisions=2)"),
     Row("loreft(rank=2)"),
+    Row(
+        "Modification('query', Mix(2, 3)) + Modification('value', Mix(2, 3, softmax=True))", identity=False, merges=True
+    ),
+    Row("Modification('query', AttentionMix(2, 3, 4))", identity=False),
     Row("lora(rank=2) + dora(rank=2) + hira(rank=2) + oft(block_size=4)", merges=True),
     Row("mam(length=3, rank=4)", identity=False, needs=(INTERFACE,)),
     Row("prefix(length=3) + layernorm", identity=False, needs=(INTERFACE,)),

@@ -145,6 +145,7 @@ def test_patience(root: Path, tmp_path: Path) -> None:
         {"method": "prefix(length=3, reparameterise=8)"},
         {"method": "prefix(length=3, reparameterise=8)", "precision": "bf16"},
         {"method": "diff_pruning(sparsity=0.02)"},
+        {"method": "adalora(rank=2, start=0, stop=0.5)"},
         {"method": "head", "max_train_rows": 17},
     ],
     ids=str,
@@ -231,13 +232,16 @@ def test_what_is_trained_in_bf16_is_float32_and_so_is_the_base(root: Path, tmp_p
     assert metrics.validation["loss"] == pytest.approx(other.validation["loss"], rel=1e-2)
 
 
-def test_an_interrupted_run_in_bf16_goes_on_with_the_same_numbers(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "changes", [BF16, {"method": "adalora(rank=1, initial_rank=3, stop=0.9)"}], ids=["bf16", "ranks"]
+)
+def test_an_interrupted_run_goes_on_with_the_same_numbers(
+    changes: dict[str, Any], root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train(tiny.spec(root, **BF16), tmp_path / "whole")
-    run, _ = interrupted(root, tmp_path / "run", 12, monkeypatch, **BF16)
+    train(tiny.spec(root, **changes), tmp_path / "whole")
+    run, _ = interrupted(root, tmp_path / "run", 12, monkeypatch, **changes)
     assert run.checkpoint.exists() and not run.finished
-    train(tiny.spec(root, **BF16), run.folder)
+    train(tiny.spec(root, **changes), run.folder)
     same(RunFolder(tmp_path / "whole"), run)
 
 

@@ -59,6 +59,8 @@ app.command()(use.cache)
 app.command()(use.merge)
 app.command()(use.export)
 app.command("import")(use.import_folder)
+app.command()(use.combine)
+app.command()(use.extract)
 app.command()(use.report)
 app.command()(use.quickstart)
 

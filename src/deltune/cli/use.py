@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import DeltuneError
 from .options import Imports
 from .output import Json, Quiet, RunArgument, console, fast_imports, log_to_stderr
+
+if TYPE_CHECKING:
+    from ..runtime.handle import Tuned
 
 MODEL = "minilm"
 TICKETS = Path(__file__).parents[1] / "train" / "demo" / "tickets"
@@ -206,6 +209,83 @@ def export(
     console.print_json(data={"to": str(target)}) if as_json else console.print(f"written for {format} into {target}")
 
 
+def combine(
+    expression: Annotated[str, typer.Argument(metavar="SUM", help='Such as "0.5*a - b", or "average(a, b)".')],
+    deltas: Annotated[list[str], typer.Argument(metavar="NAME=DIR...", help="A run or a delta for each name.")],
+    output: Annotated[Path, typer.Option(help="A new folder for the delta.")],
+    rank: Annotated[int | None, typer.Option(min=1, help="A LoRA of this rank, as near as can be [exact].")] = None,
+    how: Annotated[str | None, typer.Option(help="ties, dare or magnitude, in place of adding.")] = None,
+    density: Annotated[float | None, typer.Option(help="With --how: the share of each change that is kept.")] = None,
+    head: Annotated[str | None, typer.Option(help="The name whose head is kept, or average.")] = None,
+    quiet: Quiet = False,
+    imports: Imports = None,
+    as_json: Json = False,
+) -> None:
+    """Add deltas of one model with weights, or average them. The sum is exact where no rank is given."""
+    from ..errors import unknown_name
+
+    folders = {name: folder for name, _, folder in (pair.partition("=") for pair in deltas) if folder}
+    if len(folders) < len(deltas):
+        raise DeltuneError(f"give each delta a name of its own, NAME=DIR: {' '.join(deltas)}")
+    if density is not None and how is None:
+        raise DeltuneError("--density is of --how")
+    with log_to_stderr(quiet):
+        with fast_imports():
+            from .. import Dare, Magnitude, Ties, load, tuned
+            from ..compat import silent_loading
+
+        ways: dict[str | None, Any] = {"ties": Ties, "dare": Dare, "magnitude": Magnitude}
+        if how not in (None, *ways):
+            raise DeltuneError(unknown_name("--how", how, [str(way) for way in ways]))
+        (first, folder), *others = folders.items()
+        with silent_loading():
+            model = load(folder, name=first).model
+            for name, other in others:
+                load(model, other, name=name, use=False)
+        made = None if how is None else ways[how](**({} if density is None else {"density": density}))
+        handle = tuned(model).combine(expression, "_combined", rank=rank, how=made, head=head)
+        handle.save(output)
+    _print_delta(handle, output, as_json)
+
+
+def extract(
+    base: Annotated[str, typer.Argument(metavar="BASE", help="Hub id or folder of the base model, or minilm.")],
+    checkpoint: Annotated[str, typer.Argument(metavar="TUNED", help="Hub id or folder of the tuned model.")],
+    output: Annotated[Path, typer.Option(help="A new folder for the delta.")],
+    method: Annotated[
+        str | None, typer.Argument(metavar="METHOD", help='"lora(rank=?) + layernorm" [all that differs].')
+    ] = None,
+    energy: Annotated[float, typer.Option(help="The share of the changes' energy that the rank ? keeps.")] = 0.99,
+    kind: Annotated[
+        str | None, typer.Option(help="classification, base, causal-lm or seq2seq-lm [what TUNED is].")
+    ] = None,
+    quiet: Quiet = False,
+    imports: Imports = None,
+    as_json: Json = False,
+) -> None:
+    """Make a delta of the difference of two models. Changes of linears become LoRAs of one rank."""
+    with log_to_stderr(quiet):
+        with fast_imports():
+            from .. import extract as extract_delta
+            from ..models import HEADS_WITH_LABELS, load_config, load_model, trained_head
+
+        config = load_config(checkpoint)
+        head = kind or trained_head(config) or "base"
+        labels = list((config.id2label or {}).values()) if head in HEADS_WITH_LABELS else None
+        other = load_model(checkpoint, head, labels)
+        handle = extract_delta(load_model(base, head, labels), other, method, energy=energy)
+        handle.save(output)
+    _print_delta(handle, output, as_json)
+
+
+def _print_delta(handle: Tuned, output: Path, as_json: bool) -> None:
+    """Print what a new delta is and where."""
+    facts = {"method": repr(handle.method), "count": handle.count().method, "to": str(output)}
+    console.print_json(data=facts) if as_json else console.print(
+        f"{handle.method!r}\n{facts['count']:,} scalars in {output}"
+    )
+
+
 def import_folder(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that PEFT or AdapterHub saved.")],
     model: Annotated[str, typer.Option(help="Its base model: hub id, folder or minilm.")],
@@ -221,10 +301,7 @@ def import_folder(
         from ..train import inference
 
         handle = inference.import_adapter(folder, model, output, kind)
-    facts = {"method": repr(handle.method), "count": handle.count().method, "to": str(output)}
-    console.print_json(data=facts) if as_json else console.print(
-        f"{handle.method!r}\n{facts['count']:,} scalars in {output}"
-    )
+    _print_delta(handle, output, as_json)
 
 
 def report(

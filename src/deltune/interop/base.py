@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -483,6 +484,19 @@ def method_selecting(anatomy: Anatomy, names: set[str], candidates: Iterable[Cal
         if chosen == names:
             return method
     raise DeltuneError(f"no selection by role, area and layers trains {first_names(sorted(names), 4)} and no others")
+
+
+def methods_selecting(anatomy: Anatomy, names: set[str]) -> list[Method]:
+    """Return selections that train exactly these parameters in place, one for each role and area."""
+    scopes = {(t.role, t.area, t.layer) for t in anatomy.tensors if t.name in names}
+    selections: list[Method] = []
+    for role, area in sorted({(role, area) for role, area, _ in scopes}):
+        layers = tuple(sorted(layer for r, a, layer in scopes if (r, a) == (role, area) and layer is not None))
+        names_there = {t.name for t in anatomy.tensors if (t.role, t.area) == (role, area)} & names
+        scoped = [partial(Selection, (role,), (area,), of=of) for of in ("both", "attention", "ffn")]
+        choices = [*scoped, *(partial(make, layers=layers) for make in scoped)]
+        selections.append(method_selecting(anatomy, names_there, choices))
+    return selections
 
 
 def rows_of_columns(tensor: torch.Tensor, columns: Columns | None) -> torch.Tensor:

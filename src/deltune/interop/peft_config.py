@@ -12,7 +12,7 @@ from ..anatomy.types import Anatomy
 from ..errors import DeltuneError, error_from_problems
 from ..methods.library import ia3, layernorm, prefix, prompt
 from ..methods.spec import Method
-from .base import PeftOptions, PlacedTensors, UnusedTensors, check_types, method_from_pieces
+from .base import PeftOptions, PlacedTensors, UnusedTensors, check_types, method_from_pieces, methods_selecting
 from .peft_projections import Projections
 from .peft_read import (
     decoder_problems,
@@ -22,7 +22,6 @@ from .peft_read import (
     targets,
     token_method,
     token_tables,
-    whole_tensors,
 )
 from .peft_table import COMMON, OTHERS, PROMPTS, TARGETS, check_options, row_of
 
@@ -136,4 +135,4 @@ def _whole_modules(anatomy: Anatomy, options: Mapping[str, Any]) -> list[Method]
         for name in (tensor.name, *tensor.aliases)
         if tensor.area != "head" and any(name[:end].endswith(ends) for end, letter in enumerate(name) if letter == ".")
     ]
-    return whole_tensors(anatomy, set(names)) if ends else []
+    return methods_selecting(anatomy, set(names)) if ends else []

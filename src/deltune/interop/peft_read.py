@@ -7,8 +7,7 @@ vectors before the embeddings; and a prefix as the content of the cache, so that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import product
 from typing import Any
 
@@ -34,6 +33,7 @@ from .base import (
     locations_or_none,
     method_from_pieces,
     method_selecting,
+    methods_selecting,
     rows_of_columns,
     tensors_by_file_name,
 )
@@ -348,20 +348,7 @@ def _read_saved_modules(
                 )
     if problems:
         raise error_from_problems("modules_to_save", problems)
-    return whole_tensors(anatomy, values.keys()), {f"base.{name}": value for name, value in values.items()}
-
-
-def whole_tensors(anatomy: Anatomy, names: Collection[str]) -> list[Method]:
-    """Return selections that train these tensors and no others."""
-    scopes = {(t.role, t.area, t.layer) for t in anatomy.tensors if t.name in names}
-    selections: list[Method] = []
-    for role, area in sorted({(role, area) for role, area, _ in scopes}):
-        layers = tuple(sorted(layer for r, a, layer in scopes if (r, a) == (role, area) and layer is not None))
-        names_there = {t.name for t in anatomy.tensors if (t.role, t.area) == (role, area) and t.name in names}
-        scoped = [partial(Selection, (role,), (area,), of=of) for of in ("both", "attention", "ffn")]
-        choices = [*scoped, *(partial(make, layers=layers) for make in scoped)]
-        selections.append(method_selecting(anatomy, names_there, choices))
-    return selections
+    return methods_selecting(anatomy, set(values)), {f"base.{name}": value for name, value in values.items()}
 
 
 def token_tables(anatomy: Anatomy, options: Mapping[str, Any], named: Callable[[str], str]) -> dict[str, list[int]]:

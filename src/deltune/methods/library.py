@@ -23,7 +23,7 @@ from .forms.orthogonal import Butterfly, Householder, PairRotation, PrincipalRot
 from .forms.prompt import Prompt
 from .forms.shared import NoLA, RandLoRA, TinyLoRA, UniLoRA, VBLoRA, VeRA
 from .forms.spectral import Centred, Circulant, FourierFT, LoRAXS, WaveFT
-from .forms.structured import FrozenSide, GraLoRA, KroneckerBottleneck, LoHa, LoKr, LoReFT, MiSS
+from .forms.structured import SVD, FrozenSide, GraLoRA, KroneckerBottleneck, LoHa, LoKr, LoReFT, MiSS
 from .forms.weights import DEFT, OSF, DeLoRA, DoRA, GLoRA, HiRA, PEANuT
 from .other_names import hint_for_site
 from .parser import NUMERAL
@@ -665,6 +665,39 @@ def dora(
         DeltuneError: Both `scale` and `alpha` are given, or an argument is out of its range.
     """
     form = DoRA(rank, float(_scale_from(scale, alpha, rank)), dropout)
+    return _at_projections(form, at, layers, stack, attention, tower)
+
+
+@_projection_method
+def adalora(
+    rank: int = 8, initial_rank: int | None = None, *, alpha: float | None = None, at: Site = QUERY_AND_VALUE,
+    start: float = 0.1, stop: float = 0.7, every: int = 1, beta1: float = 0.85, beta2: float = 0.85,
+    orthogonality: float = 0.5, dropout: float = 0.0, layers: LayersArg = "all", stack: Stack = "all",
+    attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Prune the ranks of B diag(e) A x that matter least, over all places (AdaLoRA; Zhang et al. 2023).
+
+    PEFT: AdaLoraConfig(init_r, target_r, tinit, tfinal, deltaT, orth_reg_weight). A training loop of your own calls
+    `tuned.advance`, a Trainer `ScheduleCallback`. Once the ranks are final, the file is a LoRA with exactly those.
+
+    Args:
+        rank: The mean number of ranks of a place in the end, at least 1.
+        initial_rank: The ranks of each place at the start; None: one and a half times as many.
+        alpha: s is alpha / initial_rank; None: s is 1.
+        start: The share of the training without pruning at its beginning.
+        stop: The share of the training after which the ranks are final.
+        every: After how many steps ranks are pruned.
+        beta1: Of the moving average of the sensitivity |w ∂L/∂w|.
+        beta2: Of the moving average of how much the sensitivity varies.
+        orthogonality: The weight of the penalty that keeps A and B orthogonal.
+        dropout: The probability of dropping a value of x while training.
+
+    Raises:
+        DeltuneError: An argument is out of its range.
+    """
+    first = -(-3 * rank // 2) if initial_rank is None else initial_rank
+    scale = 1.0 if alpha is None else alpha / (first + 1e-5)  # as PEFT divides, so that folders agree
+    form = SVD(first, scale, dropout, rank, start, stop, every, beta1, beta2, orthogonality)
     return _at_projections(form, at, layers, stack, attention, tower)
 
 

@@ -18,11 +18,12 @@ from .forms.base import Form, check_form_class, check_frozen
 from .forms.entries import SHiRA, SuperTuning
 from .forms.hidden import Bottleneck, Mixture, Rescale, Vector
 from .forms.low_rank import LowRank
+from .forms.mix import AttentionMix, Mix
 from .forms.orthogonal import Butterfly, Householder, PairRotation, PrincipalRotation, Rotation
 from .forms.prompt import Prompt
 from .forms.shared import NoLA, RandLoRA, TinyLoRA, UniLoRA, VBLoRA, VeRA
 from .forms.spectral import Centred, Circulant, FourierFT, LoRAXS, WaveFT
-from .forms.structured import FrozenSide, GraLoRA, KroneckerBottleneck, LoHa, LoKr, LoReFT, MiSS
+from .forms.structured import SVD, FrozenSide, GraLoRA, KroneckerBottleneck, LoHa, LoKr, LoReFT, MiSS
 from .forms.weights import DEFT, OSF, DeLoRA, DoRA, GLoRA, HiRA, PEANuT
 from .spec import MaskedMethod, Method, Modification, NamedMethod, Selection
 
@@ -119,6 +120,7 @@ _ENTRIES = (
     ),
     RegistryEntry(library.apet, "AP §5.1, §C", "N in all", "apet(lora(rank=8), parameters='0.05%')"),
     RegistryEntry(library.dora, "Liu et al. 2024", "4dr + 2d", "dora(rank=8, at='ffn')"),
+    RegistryEntry(library.adalora, "Zhang et al. 2023", "6dr + 3r", "adalora(rank=8, initial_rank=12)"),
     RegistryEntry(library.hira, "Huang et al. 2025", "4dr", "hira(rank=16)"),
     RegistryEntry(library.glora, "Chavan et al. 2023", "8dr + 2(d + 1)r + 4", "glora(rank=4, bias='vector')"),
     RegistryEntry(library.deft, "PEFT", "4dr", "deft(rank=4)"),
@@ -187,7 +189,7 @@ FORMS = (
     Bottleneck, LowRank, Prefix, MultiHead, OwnMultiHead, Prompt, Vector, Rescale, Mixture, DoRA, HiRA, GLoRA, DEFT,
     PEANuT, DeLoRA, OSF, LoHa, LoKr, MiSS, GraLoRA, FrozenSide, KroneckerBottleneck, LoReFT, VeRA, RandLoRA, VBLoRA,
     UniLoRA, TinyLoRA, NoLA, Rotation, Householder, Butterfly, PrincipalRotation, PairRotation, FourierFT, Circulant,
-    LoRAXS, Centred, SHiRA, WaveFT, SuperTuning,
+    LoRAXS, Centred, SHiRA, WaveFT, SuperTuning, SVD, Mix, AttentionMix,
 )  # fmt: skip
 """The forms of the library. Any other is a user's own, and checked before it acts (`forms.checks`)."""
 

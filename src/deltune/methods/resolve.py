@@ -159,22 +159,29 @@ def _conflicts(plans: Sequence[ResolvedMethod], terms: Sequence[Method]) -> Iter
             f"two terms train {', '.join(twice[:3])}, one of them in part: give them one mask, as in "
             "apet(A + B, …), or one of the two"
         )
-    replaced: dict[ModuleSide, ResolvedEdit] = {}
-    for edit in (e for plan in plans for e in plan.edits if e.modification.form.replaces):
-        if edit.place.target in replaced:
-            yield (
-                f"two terms put {edit.modification.form!r} in place of what is at {edit.place.name}: the first of them "
-                "would have no effect; give one"
-            )
-        replaced[edit.place.target] = edit
+    yield from edit_conflicts(edit for plan in plans for edit in plan.edits)
     yield from _terms_without_effect(plans, terms)
     if unreached := sorted({t.name for t in in_part if t.read_without_call}):
         yield (
             f"{', '.join(unreached[:3])} cannot be trained in part: the model reads it directly and not by calling its "
             "module, so that what is trained of it would never be used; choose a method without it, or train it whole"
         )
-    forms = [e.modification.form for plan in plans for e in plan.edits]
-    if any(form.shift for form in forms) and any(form.needs == "tokens" for form in forms):
+
+
+def edit_conflicts(edits: Iterable[ResolvedEdit]) -> Iterator[str]:
+    """Yield why edits cannot act together."""
+    replaced: set[ModuleSide] = set()
+    shift = prompt = False
+    for edit in edits:
+        form, target = edit.modification.form, edit.place.target
+        shift, prompt = shift or bool(form.shift), prompt or form.needs == "tokens"
+        if form.replaces and target in replaced:
+            yield (
+                f"two terms put {form!r} in place of what is at {edit.place.name}: the first of them would have no "
+                "effect; give one"
+            )
+        replaced |= {target} if form.replaces else set()
+    if shift and prompt:
         yield "shift_positions beside a prompt: both would move the positions of the text"
 
 

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -51,7 +51,7 @@ from ..methods.resolve import ResolvedMethod
 from ..methods.spec import Method
 from ..models import HEADS, HEADS_WITH_LABELS, Pooling, head_of_class, head_of_class_name, load_model
 from . import hub, serialization
-from .attached import Attached
+from .attached import Attached, check_name
 from .attention import prefix_implementation
 from .delta_schema import (
     BaseFacts,
@@ -625,17 +625,6 @@ def _check_model(model: object) -> None:
     raise DeltuneError(f"a method is attached to a model of transformers, not to {describe_value(model)}{advice}")
 
 
-def check_name(name: str, taken: Iterable[str]) -> None:
-    """Raise an error for a name that a delta cannot have, or that is taken."""
-    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name) or hasattr(nn.ModuleDict(), name):
-        raise DeltuneError(
-            f"name {excerpt(name)} cannot name a delta: use letters, digits, '-' and '_', and no name that torch's "
-            "ModuleDict uses itself"
-        )
-    if name in taken:
-        raise DeltuneError(f"a delta named {name!r} is already attached; detach it or choose another name")
-
-
 def find_tuned(model: nn.Module) -> Tuned | None:
     """Return the handle of a model, or None if nothing is attached."""
     handle: Any = submodules_of(model).get(HANDLE_NAME)
@@ -665,6 +654,19 @@ def tuned(model: nn.Module) -> Tuned:
             f"nothing is attached to this {type(model).__name__}; call deltune.attach(model, method) first"
         )
     return handle
+
+
+class ScheduleCallback(TrainerCallback):
+    """Call `Tuned.advance` in each step of a Trainer, which methods with a schedule need, such as `adalora`.
+
+    Trainer(model=model, …, callbacks=[deltune.ScheduleCallback()])
+    """
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Advance the delta in use, after the step of the optimizer and before its gradients go."""
+        tuned(kwargs["model"]).advance(min(1.0, (state.global_step + 1) / state.max_steps))
 
 
 class SaveDeltaCallback(TrainerCallback):

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import re
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,7 +27,7 @@ from ..anatomy.skeleton import HANDLE_NAME, base_parameters, base_tensors
 from ..anatomy.tracing import CallOrder, all_configs, call_order, check_takes_embeddings
 from ..anatomy.types import Anatomy, is_inside
 from ..compat import attention_implementation, buffers_of, parameters_of, submodules_of
-from ..errors import DeltuneError, error_from_problems, unknown_name
+from ..errors import DeltuneError, error_from_problems, excerpt, unknown_name
 from ..methods.counting import base_size
 from ..methods.resolve import ResolvedMethod, resolve
 from ..methods.sites import Location
@@ -49,7 +50,7 @@ from .offloading import follow_offloading, leave_offloading, refuse_offloaded
 from .pass_manager import PassManager, Scope, choose_here, current_scope, reset_after_fork, run_to_completion
 from .pooling import without_pooler
 from .prompts import check_takes_prompts
-from .row_assignment import RowAssignment, owning_modules
+from .row_assignment import Names, RowAssignment, Use, checked_names, each_name, head_of, owning_modules
 
 _THE_MODEL = ""
 """Owner key for hooks that all deltas share; no delta has this name."""
@@ -111,14 +112,14 @@ class PickledDeltas:
         anatomy: The model's anatomy.
         deltas: The deltas by name, none of them in the model.
         requires_grad: Which of the base's parameters were trainable before the first delta was attached, by name.
-        in_use: The name of the delta in use, or None, or inside `rows()` the name for each row.
+        in_use: What is in use.
     """
 
     handle_class: Callable[[PreTrainedModel, Anatomy], Any]
     anatomy: Anatomy
     deltas: dict[str, Delta]
     requires_grad: dict[str, bool]
-    in_use: str | tuple[str | None, ...] | None
+    in_use: Use
 
     def attach_to(self, model: PreTrainedModel) -> None:
         """Attach the deltas to the model of the pickle.
@@ -247,15 +248,17 @@ class Attached:
         return tuple(self.deltas)
 
     @property
-    def active(self) -> str | None:
-        """The name of the delta that all rows use, or None; inside `rows()` and `disable()` it is None."""
-        return self.passes.default_assignment.placed_delta if current_scope(self.passes) is None else None
+    def active(self) -> Names:
+        """What all rows use; inside `rows()` and `disable()` it is None."""
+        return self.passes.default_assignment.used.names if current_scope(self.passes) is None else None
 
     def delta(self, name: str | None = None) -> Delta:
         """Return the delta of a name, or the one in use."""
         requested = self.active if name is None else name
         if requested is None:
             raise DeltuneError(f"no delta is in use; call use(name) with one of: {', '.join(self.names)}")
+        if isinstance(requested, tuple):
+            raise DeltuneError(f"several deltas are in use: give the name of one of {', '.join(requested)}")
         if not isinstance(requested, str) or requested not in self.deltas:
             raise DeltuneError(unknown_name("delta", requested, self.names))
         follow_offloading(self.state, every_module=False)
@@ -293,39 +296,55 @@ class Attached:
 
     # -- which delta each row uses
 
-    def use(self, name: str | None) -> None:
-        """Put a delta in use for the whole model; see `Tuned.use`."""
+    def use(self, names: object, train: object = None, head: str | None = None) -> None:
+        """Put a delta, or several, in use for the whole model; see `Tuned.use`."""
         with self.exclusive("use"):
-            if name is not None:
-                self.delta(name)
-            self.state.check_slots(name)
-            run_to_completion(lambda: self._use(name))
+            chosen = checked_names(names, "use()")
+            some = [self.delta(name) for name in each_name(chosen)]
+            trained = None if train is None else each_name(checked_names(train, "train="))
+            for name in trained or ():
+                if name not in each_name(chosen):
+                    raise DeltuneError(unknown_name("delta in use", name, each_name(chosen), "train="))
+            self.state.check_slots(chosen if isinstance(chosen, str) else None)
+            use = Use(chosen, train=trained, head=head if len(some) > 1 else None)
+            self.assign(use)  # raises before anything has changed
+            run_to_completion(lambda: self._use(use))
 
-    def _use(self, name: str | None) -> None:
-        self._choose(name)
+    def _use(self, use: Use) -> None:
+        self._choose(use)
         self.passes.update_model(self.passes.assignment_of_new_pass())
 
-    def _choose(self, in_use: str | tuple[str | None, ...] | None) -> None:
+    def _choose(self, use: Use) -> None:
         """Let passes outside of `rows()` and `disable()` use a delta, none, or one for each row."""
-        assign = self.assign_each_row(in_use) if isinstance(in_use, tuple) else self.assign_all_rows(in_use)
-        self.passes.default_assignment = assign
+        self.passes.default_assignment = self.assign(use)
         choose_here(self.passes)
 
-    def assign_all_rows(self, name: str | None, left_out: Collection[Edit] | None = None) -> RowAssignment:
-        if name is None:
-            return RowAssignment([], None, self.base_labels)
-        delta = self.delta(name)
-        return RowAssignment.of_all(name, delta, delta.labels or self.base_labels, self.state, left_out)
+    def assign_each_row(self, names: Sequence[object], head: str | None = None) -> RowAssignment:
+        """Make the assignment of `rows(names)`."""
+        if not isinstance(names, Sequence) or isinstance(names, str | bytes) or not names:
+            raise DeltuneError(
+                "rows() takes a list with the name of a delta, a list of names, or None, for each row of the batch, "
+                f"not {excerpt(names)}"
+            )
+        rows = tuple(checked_names(name, "rows()") for name in names)
+        every = [name for row in rows for name in each_name(row)]
+        if wrong := [unknown_name("delta", name, self.deltas, "rows()") for name in every if name not in self.deltas]:
+            raise error_from_problems("these deltas cannot be used in one batch", list(dict.fromkeys(wrong)))
+        if head is not None and head not in every:
+            raise DeltuneError(unknown_name("delta in use", head, every, "head="))
+        return self.assign(Use(rows=rows, head=head))
 
-    def assign_each_row(
-        self, names: Sequence[str | None], constant: bool = False, left_out: Collection[Edit] | None = None
-    ) -> RowAssignment:
-        """Make the assignment of `rows(names)`, and replace the forward of the modules whose tensors differ by row."""
+    def assign(self, use: Use, constant: bool = False, left_out: Collection[Edit] | None = None) -> RowAssignment:
+        """Make an assignment, and replace the forward of the modules whose tensors differ by row or are sums."""
+        if not use.rows and use.names is None:
+            return RowAssignment([], None, self.base_labels)
+        follow_offloading(self.state, every_module=False)
         deltas: dict[str, Any] = dict(self.deltas.items())
-        cache = self.passes.delta_cache
-        assignment = RowAssignment.of_rows(
-            names, deltas, self.base_labels, self.anatomy, self.state, cache, constant, left_out
-        )
+        facts = (deltas, self.base_labels, self.anatomy, self.state, self.passes.delta_cache)
+        if use.rows:
+            assignment = RowAssignment.of_rows(use, *facts, constant, left_out)
+        else:
+            assignment = RowAssignment.of_all(use, *facts, left_out)
         with self.state.mutex:
             for path in assignment.tensors:
                 if (path, "tensors") not in self.hooks.installed:
@@ -355,9 +374,9 @@ class Attached:
         assignment = kept.get((names, placed, left_out))
         if assignment is None:
             if placed:
-                assignment = self.assign_all_rows(names[0], left_out)
+                assignment = self.assign(Use(names[0]), left_out=left_out)
             else:
-                assignment = self.assign_each_row(names, constant=True, left_out=left_out)
+                assignment = self.assign(Use(rows=names), constant=True, left_out=left_out)
             while len(kept) >= KEPT_ASSIGNMENTS:
                 del kept[next(iter(kept))]
             kept[names, placed, left_out] = assignment
@@ -387,7 +406,12 @@ class Attached:
         for edit in delta.all_edits():
             inside = (device for name, device in placement.devices if is_inside(name, edit.place.target.path))
             _move(edit, next(inside, default), dtype)
-        for shared in (*delta.common.values(), *delta.partly.values(), *delta.gated.values()):
+        for shared in (
+            *delta.common.values(),
+            *delta.partly.values(),
+            *delta.gated.values(),
+            *delta.schedules.values(),
+        ):
             _move(shared, default, dtype)
         return delta
 
@@ -437,7 +461,7 @@ class Attached:
                 self.deltas[name] = delta
                 self.hooks.add(name, delta)
                 if use:
-                    self._use(name)
+                    self._use(Use(name))
                 else:
                     delta.freeze(self.state.parameters_by_name(delta))
             except BaseException:
@@ -487,7 +511,7 @@ class Attached:
             for delta_name in removed:
                 self.delta(delta_name)
             self.passes.refuse_in_other_scopes("detach", removed)
-            if self.passes.default_assignment.placed_delta in removed:
+            if self.passes.default_assignment.used.deltas.intersection(removed):
                 self.state.check_slots(None)
             model: PreTrainedModel = run_to_completion(lambda: self._detach(removed))
             return model
@@ -496,9 +520,8 @@ class Attached:
         model = self.live_model
         if model is None:
             return model  # a first attempt was interrupted after its last step
-        in_use = self.passes.default_assignment
-        if in_use.placed_delta in names or any(name in names for name in in_use.rows if name is not None):
-            self.passes.default_assignment = self.assign_all_rows(None)
+        if self.passes.default_assignment.used.deltas.intersection(names):
+            self.passes.default_assignment = self.assign(Use())
         self.passes.update_model(self.passes.default_assignment)
         for name in names:
             if name in self.deltas:
@@ -521,24 +544,39 @@ class Attached:
         self.hooks.remove_all()
         submodules_of(model).pop(HANDLE_NAME, None)
 
-    def merge(self, name: str | None, dequantize: bool, pooled: bool = False) -> tuple[PreTrainedModel, str]:
-        """Fold a delta into the weights and detach everything; return the model and a warning of rounding, or "".
+    def training(self) -> list[Delta]:
+        """Return the deltas that train with what is in use."""
+        used = self.passes.default_assignment
+        if not used.groups:
+            self.delta()  # raises
+        return [delta for group in used.groups for delta in group.trained]
+
+    def merge(
+        self, names: object, head: str | None, dequantize: bool, pooled: bool = False
+    ) -> tuple[PreTrainedModel, str]:
+        """Fold deltas into the weights and detach everything; return the model and a warning of rounding, or "".
 
         A pooling that the model's class does not have gets lost; with `pooled` the caller keeps it.
         """
         with self.exclusive("merge"):
             self.passes.refuse_in_other_scopes("merge", self.names, any_scope=True)
             refuse_offloaded(self.model, "merge")
-            delta = self.delta(name)
-            delta.warn_if_never_advanced()
-            if delta.pooling != "model" and not pooled:
+            used = self.passes.default_assignment.used
+            chosen = used.names if names is None else checked_names(names, "merge()")
+            some = {name: self.delta(name) for name in each_name(chosen)} or {"": self.delta()}
+            head = head_of(tuple(some), some, head or (used.head if names is None else None))
+            for delta in some.values():
+                delta.warn_if_never_advanced()
+            of_head = some[head] if head else next(iter(some.values()))
+            if of_head.pooling != "model" and not pooled:
                 raise DeltuneError(
-                    f"this delta's head reads {delta.pooling!r} of the hidden states, and {type(self.model).__name__} "
-                    "computes something else, so it cannot be merged into it: `deltune merge RUN --to DIR` writes a "
+                    f"this delta's head reads {of_head.pooling!r} of the hidden states, and "
+                    f"{type(self.model).__name__} computes something else, so it cannot be merged into it: "
+                    "`deltune merge RUN --to DIR` writes a "
                     "folder of sentence-transformers; or train with --pooling model (attach(…, pooling='model'))"
                 )
-            merge = merging.plan_merge(self, delta, dequantize)
-            labels, model = delta.labels or self.base_labels, self.model
+            merge = merging.plan_merge(self, list(some.values()), some.get(head or ""), dequantize)
+            labels, model = of_head.labels or self.base_labels, self.model
             run_to_completion(lambda: self._put_merged(model, merge, labels))
         return model, merge.warning
 
@@ -556,7 +594,7 @@ class Attached:
 
     def take_apart(self) -> PickledDeltas:
         """Make the model a bare one, and return what was attached; the handle belongs to a copy and ends with it."""
-        in_use = self.passes.default_assignment
+        used = self.passes.default_assignment.used
         self.state.place_tensors(None)
         self.state.set_labels(self.base_labels)
         self._leave_model(self.model)
@@ -564,30 +602,31 @@ class Attached:
         for delta in deltas.values():
             delta.saved_requires_grad = delta.trainable_when_used(self.state.parameters_by_name(delta))
             delta.freezes = 0
-        used = in_use.rows or in_use.placed_delta
         return PickledDeltas(type(self.handle), self.anatomy, deltas, self._initial_requires_grad, used)
 
     def put_back(self, pickled: PickledDeltas) -> None:
         """Attach the deltas of a pickle to its model, to which nothing is attached yet."""
         self._initial_requires_grad = pickled.requires_grad
         self._join_model()
-        used = pickled.in_use if isinstance(pickled.in_use, tuple) else (pickled.in_use,)
         for name, delta in pickled.deltas.items():
             self.deltas[name] = delta
             self.hooks.add(name, delta)
-            if name in used or any(p.requires_grad for p in self.state.parameters_of(delta)):
+            if name in pickled.in_use.deltas or any(p.requires_grad for p in self.state.parameters_of(delta)):
                 self.state.remember_trainable(delta)
         self._choose(pickled.in_use)
         self.passes.update_model(self.passes.default_assignment, set_requires_grad=False)
 
     # -- saving, and what identifies the base model
 
-    def contents(self, name: str | None) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Return what the files of a delta hold: its metadata, and its tensors on the CPU."""
+    def contents(
+        self, name: str | None, shrink: Callable[[Attached, Delta], Delta] = lambda attached, delta: delta
+    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Return what the files of a delta hold, or of what `shrink` makes of it: metadata, and tensors on the CPU."""
         follow_offloading(self.state)
         with self.state.mutex:
             delta = self.delta(name)
             delta.warn_if_never_advanced()
+            delta = shrink(self, delta)
             base = self._base_metadata or self.metadata_of_base(delta)
             return serialization.delta_metadata(delta, base), self.tensors_to_save(delta)
 
@@ -620,7 +659,7 @@ class Attached:
 
         It reads a sample of every weight, so it must be called before the weights are sharded over processes.
         """
-        self._base_metadata = self.metadata_of_base(self.delta() if self.active is not None else None)
+        self._base_metadata = self.metadata_of_base(self.delta() if isinstance(self.active, str) else None)
 
     def fix_base(self) -> None:
         """Declare that nobody changes, moves or offloads the base model until `release_base`, as a server does.
@@ -636,6 +675,17 @@ class Attached:
     def release_base(self) -> None:
         """Undo `fix_base`: the base model may change again, and `detach()` of the last delta removes the handle."""
         self.state.base_is_fixed, self._fixed, self._base_metadata = False, None, None
+
+
+def check_name(name: str, taken: Iterable[str]) -> None:
+    """Raise an error for a name that a delta cannot have, or that is taken."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name) or hasattr(nn.ModuleDict(), name):
+        raise DeltuneError(
+            f"name {excerpt(name)} cannot name a delta: use letters, digits, '-' and '_', and no name that torch's "
+            "ModuleDict uses itself"
+        )
+    if name in taken:
+        raise DeltuneError(f"a delta named {name!r} is already attached; detach it or choose another name")
 
 
 def _move(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

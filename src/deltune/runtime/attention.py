@@ -19,7 +19,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 
 from ..errors import DeltuneError
 from ..methods.forms.attention import Prefix
-from .modules import Delta, Edit
+from .modules import Delta, Edit, ReadInput, input_reader
 from .rows import DeltaRows, stack_by_row
 
 PREFIX = "deltune_"
@@ -57,9 +57,9 @@ def _with_prefixes(original: AttentionFunction, additive: bool) -> AttentionFunc
             return original(module, query, key, value, attention_mask, **kwargs)
         scaling = kwargs.get("scaling")
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        call = Call(module, query, key, value, attention_mask, kwargs)
+        call, read = Call(module, query, key, value, attention_mask, kwargs), input_reader(hook.inputs())
         if joining := [(edit, group) for edit, group in edits if edit.in_softmax]:
-            gates = _gates(joining, hook, query)
+            gates = _gates(joining, read, query)
             prefix = hook.prefix_of_rows(key, lambda: _stack_prefixes(_prefixes(joining, len(gates)), key))
             output, weights = _attend_with_prefix(prefix, _widened(call, gates, scaling), original, additive)
             output = _narrowed(output, gates)
@@ -68,7 +68,7 @@ def _with_prefixes(original: AttentionFunction, additive: bool) -> AttentionFunc
         for edit, group in edits:
             if not edit.in_softmax:
                 delta = edit.modification.form.per_head(edit.tensors(), group.select(query), scaling)
-                x = edit.resolve_input(hook.inputs(), None)
+                x = read(edit)
                 x = None if x is None else group.select(x)
                 output = group.replace(output, edit.compose(group.select(output), delta, x))
         return output, weights
@@ -110,12 +110,12 @@ def _parts(edits: EditsOfRows) -> list[int]:
     return parts
 
 
-def _gates(edits: EditsOfRows, hook: Any, query: torch.Tensor) -> list[torch.Tensor]:
+def _gates(edits: EditsOfRows, read: ReadInput, query: torch.Tensor) -> list[torch.Tensor]:
     """Return the gates (B, n) of each part but the first; rows without such a gate have 0."""
     gates: list[torch.Tensor] = []
     for (edit, group), part in zip(edits, _parts(edits), strict=True):
         if part:
-            x = edit.resolve_input(hook.inputs(), None)
+            x = read(edit)
             assert x is not None
             gate = edit.gates(group.select(x)).to(query.dtype)
             if part > len(gates):

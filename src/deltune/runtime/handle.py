@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -20,16 +21,19 @@ from ..compat import submodules_of
 from ..errors import DeltuneError, excerpt
 from ..files import user_path
 from ..methods.counting import Count, base_size, count_resolved, with_storage
+from ..methods.forms.mix import Weights
 from ..methods.other_names import hint_for_function
 from ..methods.parser import explain_arguments
 from ..methods.spec import Method
 from . import hub, serialization
 from .attached import Attached
+from .combine import How, allocated, combine
 from .model_card import write_card
 from .model_methods import plain_copy
 from .modules import Delta, up_projections
 from .offloading import follow_offloading
 from .pass_manager import Scope
+from .row_assignment import Names, Use, each_name
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo
@@ -67,10 +71,11 @@ class Tuned(nn.Module):
 
     def __repr__(self) -> str:
         attached = ", ".join(f"{name}: {self.delta(name).method!r}" for name in self.names)
-        return f"Tuned({attached or 'nothing'}; in use: {self.active or ', '.join(map(str, self.mixed)) or None})"
+        in_use = ", ".join(" + ".join(each_name(names)) or "None" for names in self.mixed or (self.active,))
+        return f"Tuned({attached or 'nothing'}; in use: {in_use})"
 
     def _repr_html_(self) -> str:
-        used = {self.active, *self.mixed}
+        used = self.attached.passes.assignment_of_new_pass().used.deltas
         rows = [
             (name, repr(self.delta(name).method), f"{self.count(name=name).trained:,}", "yes" if name in used else "no")
             for name in self.names
@@ -164,13 +169,13 @@ class Tuned(nn.Module):
         return self.attached.model
 
     @property
-    def active(self) -> str | None:
-        """The name of the delta that all rows use, or None; inside `rows()` and `disable()` it is None."""
+    def active(self) -> Names:
+        """The name of the delta that all rows use, the names of several, or None, as in `rows()` and `disable()`."""
         return self.attached.active
 
     @property
-    def mixed(self) -> tuple[str | None, ...]:
-        """The delta of each row inside `rows()`; outside, an empty tuple."""
+    def mixed(self) -> tuple[Names, ...]:
+        """The delta, or the deltas, of each row inside `rows()`; outside, an empty tuple."""
         return self.attached.passes.assignment_of_new_pass().rows
 
     @property
@@ -180,8 +185,9 @@ class Tuned(nn.Module):
 
     @property
     def method(self) -> Method | None:
-        """The method of the delta in use, or None."""
-        return None if self.active is None else self.delta().method
+        """The method of the delta in use, the sum of the methods of several, or None."""
+        methods = [self.delta(name).method for name in each_name(self.active)]
+        return functools.reduce(operator.add, methods) if methods else None
 
     @explain_arguments
     def delta(self, name: str | None = None) -> Delta:
@@ -238,7 +244,8 @@ class Tuned(nn.Module):
             An iterator over (name, parameter); the names are those of `model.named_parameters()`.
         """
         state = self.attached.state
-        used = {id(group.delta) for group in self.attached.passes.assignment_of_new_pass().groups}
+        groups = self.attached.passes.assignment_of_new_pass().groups
+        used = {id(delta) for group in groups for delta in group.trained}
         if not used:
             return
         follow_offloading(state, every_module=False)
@@ -280,44 +287,59 @@ class Tuned(nn.Module):
     # -- switching, mixing, removing and saving
 
     @explain_arguments
-    def use(self, name: str | None) -> Tuned:
-        """Put a delta in use for the whole model, its head and labels included.
+    def use(
+        self, name: str | Sequence[str] | None, *, train: str | Sequence[str] | None = None, head: str | None = None
+    ) -> Tuned:
+        """Put a delta in use for the whole model, its head and labels included; or several, which act together.
+
+        Several act as one method that is the sum of theirs in this order: their changes of the hidden states one after
+        another, their values of a tensor of the model as W + Σ (W_i - W), and prefixes and prompts beside each other.
+        Functions of a weight (DoRA) read the base model's.
 
         This holds for every thread that is not inside `rows()` or `disable()`. The call waits until no forward pass
         and no `generate` of this model runs. Which parameters of a delta are trainable is remembered while it is not
         in use. Switch between training steps, not between a forward pass and its backward pass.
 
         Args:
-            name: The delta's name, or None for the base model.
+            name: The delta's name, a list of names, or None for the base model.
+            train: Those of them that train; the others are frozen, as for learning on top of what was learned before.
+                Default: all.
+            head: The delta whose head answers. Needed where several have a head that trains.
 
         Returns:
             The handle itself.
 
         Raises:
-            DeltuneError: No delta has this name, or the call is inside `rows()` or a forward pass.
+            DeltuneError: No delta has this name, the deltas cannot act together, or the call is inside `rows()` or a
+                forward pass.
         """
-        self.attached.use(name)
+        self.attached.use(name, train, head)
         return self
 
     def advance(self, share: float) -> None:
-        """Tell the delta in use how much of its training is done. Call it before every step.
+        """Tell the delta in use how much of its training is done, after each optimizer.step() and before zero_grad().
 
-        Only a learned mask (`sparsity`) needs it: its penalty grows during the first half of training, then its gates
-        are fixed. `deltune train` calls it; a training loop of your own must call it too.
+        Only methods with a schedule need it: `adalora` prunes ranks, and a learned mask (`sparsity`) has a penalty that
+        grows during the first half of training, then its gates are fixed. `deltune train` calls it, and so does
+        `ScheduleCallback` in a Trainer; a training loop of your own must call it too.
 
         Args:
-            share: The share of the training steps that are done, from 0 to 1: `step / steps`.
+            share: The share of the training steps that are done, from 0 to 1: `(step + 1) / steps`.
 
         Raises:
-            DeltuneError: `share` is not a number from 0 to 1, or no delta is in use.
+            DeltuneError: `share` is not a number from 0 to 1, no delta is in use, or gradients that a schedule needs
+                were removed.
         """
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
             raise DeltuneError(
                 f"advance takes the share of the training that is done, a number from 0 to 1, not {excerpt(share)}: "
                 "advance(step / steps)"
             )
-        for _, gates in self.delta().learned_masks():
-            gates.advance(share)
+        for delta in self.attached.training():
+            for _, gates in delta.learned_masks():
+                gates.advance(share)
+            for state in delta.schedule_states():
+                state.advance(share)
 
     @explain_arguments
     def disable(self) -> Scope:
@@ -330,10 +352,10 @@ class Tuned(nn.Module):
             DeltuneError: The handle was detached or merged.
         """
         _ = self.model  # raises after detach() and merge()
-        return Scope(self.attached.passes, self, lambda: self.attached.assign_all_rows(None))
+        return Scope(self.attached.passes, self, lambda: self.attached.assign(Use()))
 
     @explain_arguments
-    def rows(self, names: Sequence[str | None]) -> Scope:
+    def rows(self, names: Sequence[str | Sequence[str] | None], *, head: str | None = None) -> Scope:
         """Give each row of a batch its own delta inside a `with` block, in training and in generation.
 
         It holds for the thread or asyncio task that enters the block; a pass in a thread that is in no block is an
@@ -343,7 +365,9 @@ class Tuned(nn.Module):
         Inside, `trainable_parameters()` are those of all deltas that are named; run the backward pass there too.
 
         Args:
-            names: For each row of the batch the name of its delta, or None for the base model.
+            names: For each row of the batch the name of its delta, a list of several that act together as in `use`, or
+                None for the base model.
+            head: Of several that act together, the delta whose head answers.
 
         Returns:
             A context manager, which gives the handle.
@@ -354,7 +378,7 @@ class Tuned(nn.Module):
                 and a backward pass outside the block, are errors too, when they run.
         """
         _ = self.model  # raises after detach() and merge()
-        return Scope(self.attached.passes, self, lambda: self.attached.assign_each_row(names))
+        return Scope(self.attached.passes, self, lambda: self.attached.assign_each_row(names, head))
 
     @explain_arguments
     def detach(self, name: str | None = None) -> PreTrainedModel:
@@ -375,14 +399,16 @@ class Tuned(nn.Module):
         return self.attached.detach(name)
 
     @explain_arguments
-    def merge(self, name: str | None = None, *others: str, dequantize: bool = False) -> PreTrainedModel:
-        """Fold a delta into the weights and detach everything, all other deltas included.
+    def merge(
+        self, name: str | Sequence[str] | None = None, *, head: str | None = None, dequantize: bool = False
+    ) -> PreTrainedModel:
+        """Fold a delta, or several, into the weights and detach everything, all other deltas included.
 
         The merged weight of a quantised linear is quantised again, which rounds it; a warning has the error.
 
         Args:
-            name: The delta's name. Default: the delta in use.
-            others: Refused: one delta is merged at a time.
+            name: The delta's name, or a list of names whose deltas act together as in `use`. Default: what is in use.
+            head: Of several, the delta whose head is kept.
             dequantize: Put plain linears in floating point in place of all quantised ones, so that nothing is rounded.
 
         Returns:
@@ -390,20 +416,54 @@ class Tuned(nn.Module):
 
         Raises:
             DeltuneError: A term of the method cannot be expressed as weights (a prefix, an adapter, a prompt); the
-                message names it. Or several names are given, no delta has this name or none is in use, a weight cannot
-                be quantised again, weights are offloaded, or another thread or task is inside `rows()` or `disable()`.
-                Nothing is changed.
+                message names it. Or no delta has this name or none is in use, a weight cannot be quantised again,
+                weights are offloaded, or another thread or task is inside `rows()` or `disable()`. Nothing is changed.
         """
-        if others:
-            raise DeltuneError(
-                f"merge takes one name and was called with {len(others) + 1}; merging several deltas at once is not "
-                "supported yet. Merge one, save the model with save_pretrained, and load each of the others on the "
-                'saved model: load(model, folder, base="any")'
-            )
-        model, warning = self.attached.merge(name, dequantize)
+        model, warning = self.attached.merge(name, head, dequantize)
         if warning:
             warnings.warn(warning, stacklevel=3)
         return model
+
+    @explain_arguments
+    def combine(
+        self,
+        expression: str,
+        name: str,
+        *,
+        rank: int | None = None,
+        how: How | None = None,
+        head: str | None = None,
+        weights: Weights = "scalar",
+    ) -> Tuned:
+        """Attach a weighted sum of deltas, or their average, as a new delta and put it in use.
+
+        A sum adds what each delta changes of the base model's weights, and never one delta's factors to another's: it
+        is exact, whatever the methods are. Low ranks stay low ranks, whose ranks add up; vectors that scale or shift
+        stay such vectors; tensors that are trained in place become W + Σ w (V - W); every other change of a weight
+        becomes a low rank, of its full rank where it needs that.
+
+        Args:
+            expression: A sum such as "0.5*a + b - 2*'my-task'", in which a name with '-' or of digits stands in quotes;
+                or "average(a, b)", which has the mean parameters of deltas of one method, whatever that is; or
+                "mix(a, b)", which trains the weights of their changes at each place and nothing else.
+            name: The new delta's name.
+            rank: The rank of every linear's change, instead of an exact one: the best approximation of this rank, whose
+                loss is said in a warning. It makes a LoRA of any method that can be merged.
+            how: `Ties`, `Dare` or `Magnitude`, which join the changes of each weight in another way than by adding.
+            head: The delta whose head it gets, or "average". Needed where several deltas have a head that trains.
+            weights: Of a mix: "scalar" (a number for each, 1/n at first), "softmax" (positive, in all 1) or "attention"
+                (for each token, as in AdapterFusion).
+
+        Returns:
+            The handle itself.
+
+        Raises:
+            DeltuneError: The expression cannot be read, a weight is not finite, a name is unknown or the new one is
+                taken, a term cannot be expressed as weights (a prefix, an adapter), or the methods or labels of what is
+                averaged differ. Nothing is attached.
+        """
+        combine(self.attached, expression, name, rank, how, head, weights)
+        return self
 
     @explain_arguments
     def save(self, folder: str | Path, name: str | None = None, *, model_card: bool = False) -> Path:
@@ -472,7 +532,7 @@ class Tuned(nn.Module):
         self, folder: str | Path, name: str | None, card: tuple[str, str] | None = None
     ) -> tuple[Path, str | None]:
         """Write a delta, with a model card of a title and a folder to load from; return the folder and the card."""
-        metadata, tensors = self.attached.contents(name)
+        metadata, tensors = self.attached.contents(name, allocated)
         text = None
         if card is not None:
             title, source = card

@@ -7,7 +7,7 @@ A = W' - W of the base model's W.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -75,9 +75,9 @@ class Merge:
         forget_quantization(model)
 
 
-def plan_merge(source: Source, delta: Delta, dequantize: bool) -> Merge:
-    """Compute what merging a delta puts into the model, which is not changed."""
-    weights = merged_weights(source, delta)
+def plan_merge(source: Source, deltas: Sequence[Delta], head: Delta | None, dequantize: bool) -> Merge:
+    """Compute what merging deltas puts into the model, which is not changed."""
+    weights = merged_weights(source, deltas, head)
     modules = _quantized_linears(source)
     linears: dict[nn.Module, nn.Module] = {}
     if dequantize:
@@ -100,19 +100,31 @@ def _quantized_linears(source: Source) -> dict[str, list[nn.Module]]:
     return {name: linears for name, linears in by_name.items() if linears}
 
 
-def merged_weights(source: Source, delta: Delta) -> dict[str, torch.Tensor]:
-    """Compute the weights of a merged model; sums are computed in at least float32."""
+def merged_weights(
+    source: Source, deltas: Sequence[Delta], head: Delta | None, left_out: Collection[Edit] = ()
+) -> dict[str, torch.Tensor]:
+    """Compute the weights of a model with deltas merged, which act together, and the head of one of them.
+
+    Sums are computed in at least float32.
+    """
     anatomy, state, base_value = source.anatomy, source.state, source.dense_value
-    values: dict[str, torch.Tensor] = {n: state.delta_value(delta, n).detach() for n in delta.owned_tensors}
+    values: dict[str, torch.Tensor] = {}
     reasons: dict[str, None] = {}
     wrong_forms: set[Form] = set()
     with torch.no_grad():
-        values |= {n: part.pruned_value(state.base_value(n).detach()).detach() for n, part in delta.masked_tensors()}
-        for name, edit in delta.weight_edits():
+        for delta in deltas:
+            replaced: dict[str, torch.Tensor] = {}
+            replaced |= {
+                n: state.delta_value(delta, n) for n in delta.owned_tensors if delta is head or n not in delta.head
+            }
+            replaced |= {n: part.pruned_value(state.base_value(n)) for n, part in delta.masked_tensors()}
+            for name, value in replaced.items():
+                values[name] = (values[name] + (value - base_value(name)) if name in values else value).detach()
+        for name, edit in (pair for delta in deltas for pair in delta.weight_edits() if pair[1] not in left_out):
             base = base_value(name).detach()
             old, precision = values.get(name, base), torch.promote_types(base.dtype, torch.float32)
             values[name] = edit.apply_to_weight(old.to(precision), base.to(precision)).to(old.dtype)
-        for edit in _edits_in_order(delta):
+        for edit in (edit for edit in _edits_in_order(deltas) if edit not in left_out):
             names = {leaf: _tensor_name(anatomy, edit, leaf) for leaf in ("weight", "bias")}
             at = source.place_of(edit)
             change = _affine_change(edit, at)
@@ -127,7 +139,8 @@ def merged_weights(source: Source, delta: Delta) -> dict[str, torch.Tensor]:
                 before = {leaf: values.get(name, base_value(name).detach()) for leaf, name in names.items() if name}
                 values |= {names[leaf]: tensor for leaf, tensor in _fold(edit, change, before).items()}
     if reasons:
-        raise error_from_problems(f"{delta.method!r} cannot be merged into the weights", list(reasons))
+        methods = " + ".join(repr(delta.method) for delta in deltas)
+        raise error_from_problems(f"{methods} cannot be merged into the weights", list(reasons))
     return values
 
 
@@ -165,13 +178,14 @@ def _rounding(count: int, names: str, change: float, error: float) -> str:
     )
 
 
-def _edits_in_order(delta: Delta) -> list[Edit]:
+def _edits_in_order(deltas: Sequence[Delta]) -> list[Edit]:
     """Return edits in the order of folding: edits of outputs as they run, then edits of inputs in reverse.
 
     Every other edit of a projection reads the input that the edits of its input have changed.
     """
-    of_input = [e for e in delta.all_edits() if e.place.target.side == "input"]
-    return [e for e in delta.all_edits() if e.place.target.side not in ("input", "weight")] + of_input[::-1]
+    edits = [edit for delta in deltas for edit in delta.all_edits()]
+    of_input = [e for e in edits if e.place.target.side == "input"]
+    return [e for e in edits if e.place.target.side not in ("input", "weight")] + of_input[::-1]
 
 
 def _tensor_name(anatomy: Anatomy, edit: Edit, leaf: str) -> str:

@@ -146,9 +146,11 @@ class SavePretrained(ModelMethod):
         return output is not None and folder.name.startswith(CHECKPOINT_PREFIX) and output in folder.resolve().parents
 
     def _save_deltas(self, folder: Path) -> None:
-        """Write the delta in use below a folder, and a file of the tensors of all deltas for `load_state_dict`."""
+        """Write each delta that trains below a folder, and the tensors of all deltas for `load_state_dict`."""
         handle: Any = submodules_of(self.passes.model)[HANDLE_NAME]
-        handle.save(folder / "delta")
+        trained = [name for name in handle.names if handle.delta(name) in handle.attached.training()]
+        for name in trained:
+            handle.save(folder / ("delta" if len(trained) == 1 else f"delta-{name}"), name)
         with self._tensors_placed(None):
             tensors = handle.state_dict(prefix=f"{HANDLE_NAME}.")
             tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
@@ -240,6 +242,7 @@ class DeepCopy(ModelMethod):
         copied = self.passes.run_reader(lambda: _copied(model, memo))
         claim_modules(copied)
         choose_here(memo[id(self.passes)])
+        memo[id(self.passes)].state.watch()
         return copied
 
 

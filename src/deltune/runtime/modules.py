@@ -23,10 +23,12 @@ from ..methods.compositions import SigmoidGate
 from ..methods.forms.base import Form, Place, Shapes, Specs, WeightPlace
 from ..methods.forms.low_rank import LowRank
 from ..methods.resolve import ResolvedEdit, ResolvedMethod
+from ..methods.schedules import Schedule
 from ..methods.sites import Location
 from ..methods.spec import Method, Modification
 from ..models import Pooling
 from .hard_concrete import GatedDifference, HardConcreteGates
+from .scheduling import ScheduleState
 
 
 class SparseParameter(nn.Module):
@@ -167,6 +169,20 @@ ReadInput = Callable[["Edit"], torch.Tensor | None]
 """Returns the x of an edit, or None where it reads none."""
 
 
+def input_reader(inputs: dict[Edit, torch.Tensor], module_input: torch.Tensor | None = None) -> ReadInput:
+    """Return what reads the x of the edits at one place; several groups of rows may have an edit in common."""
+    known: dict[Edit, torch.Tensor | None] = {}
+
+    def read(edit: Edit) -> torch.Tensor | None:
+        if edit.source_path is None:
+            return edit.resolve_input(inputs, module_input)
+        if edit not in known:
+            known[edit] = edit.resolve_input(inputs, module_input)
+        return known[edit]
+
+    return read
+
+
 @dataclass(frozen=True, eq=False)
 class ModuleCall:
     """A call of the module that edits act at.
@@ -226,8 +242,11 @@ class ModulePlace:
         return self._without_bias(type(module).forward(module, x))
 
     def _without_bias(self, output: torch.Tensor) -> torch.Tensor:
-        product = part_of(output, self._location.target.columns, dim=-1)
-        return product if self.bias is None else product - self.bias.to(product.dtype)
+        columns, bias = self._location.target.columns, bias_of(self._call.module)
+        product = part_of(output, columns, dim=-1)
+        if bias is None:
+            return product
+        return product - part_of(bias, columns).to(product.dtype)  # with its gradient, which a trained one has twice
 
 
 @dataclass(frozen=True, eq=False)
@@ -474,6 +493,13 @@ class Delta(nn.Module):
             edits[edit.key] = Edit(edit, shared, folded)
         for tensor, mask in planned.masked:
             self.partly[parameter_key(tensor.name)] = SparseParameter(tensor.shape, mask.indices()[tensor.name])
+        self.schedules = nn.ModuleDict()  # states of schedules, by the number of the term's first part
+        scheduled: dict[int, list[Edit]] = {}
+        for one in self.all_edits():
+            if one.form.schedule is not None:
+                scheduled.setdefault(one.origin, []).append(one)
+        for origin, some in scheduled.items():
+            self.schedules[str(origin)] = ScheduleState(cast("Schedule", some[0].form.schedule), some)
         for gates in planned.gated:
             self.gated[gates.key] = HardConcreteGates(gates.tensors, gates.keep, folded)
 
@@ -516,6 +542,12 @@ class Delta(nn.Module):
             result |= {f"gated.{key}.{leaf}": t for leaf, t in gates.tensors_to_save().items()}
         return result
 
+    def schedule_states(self) -> Iterator[ScheduleState]:
+        """Iterate over the states of the schedules of its terms."""
+        for state in self.schedules.values():
+            assert isinstance(state, ScheduleState)
+            yield state
+
     def learned_masks(self) -> Iterator[tuple[str, HardConcreteGates]]:
         """Iterate over the learned masks with their keys."""
         for key, gates in self.gated.items():
@@ -547,11 +579,12 @@ class Delta(nn.Module):
                 yield f"{edit.place.weight.path}.{edit.place.weight.leaf}", edit
 
     def warn_if_never_advanced(self) -> None:
-        """Warn if the delta has learned gates and `advance` was never called while they were trained."""
-        if not all(gates.advanced for _, gates in self.learned_masks()):
+        """Warn if the delta has learned gates or a schedule, and `advance` was never called while it was trained."""
+        parts = (*(gates for _, gates in self.learned_masks()), *self.schedule_states())
+        if not all(part.advanced for part in parts):
             warnings.warn(
-                f"{self.method!r} needs tuned.advance(step / steps) before every training step, but it was never "
-                "called, so the mask was not learned",
+                f"{self.method!r} needs tuned.advance(step / steps) after every training step (in a Trainer, "
+                "callbacks=[deltune.ScheduleCallback()]), but it was never called, so that nothing was chosen",
                 stacklevel=3,
             )
 
@@ -570,6 +603,8 @@ class Delta(nn.Module):
         for name, trainable in self.trainable_when_used(parameters).items():
             parameters[name].requires_grad_(trainable)
         self.saved_requires_grad = None
+        for state in self.schedule_states():
+            state.watch()
 
     def trainable_when_used(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, bool]:
         """Return by name which of its parameters train while it is in use."""

@@ -512,7 +512,8 @@ class PassManager:
             scope.open(assignment)
             self.update_model(assignment, scope.set_requires_grad)
             for group in assignment.groups if assignment.rows and scope.set_requires_grad else ():
-                refuse_late_gradients(group.delta)
+                for delta in group.trained:
+                    refuse_late_gradients(delta)
 
     def leave_scope(self, scope: Scope) -> None:
         with self.lock.mutex:
@@ -532,7 +533,11 @@ class PassManager:
             self._place(assignment)
         if set_requires_grad:
             self.state.train_only(
-                group.delta for a in (self.default_assignment, *scopes) if a is not None for group in a.groups
+                delta
+                for a in (self.default_assignment, *scopes)
+                if a is not None
+                for group in a.groups
+                for delta in group.trained
             )
 
     @contextlib.contextmanager
@@ -553,7 +558,7 @@ class PassManager:
         """Raise an error if a scope of another thread or task uses one of the deltas, or if there is any at all."""
         this_scope = current_scope(self)
         others = [scope.assignment for scope in self.open_scopes() if scope is not this_scope]
-        if used := [name for name in names if any(a is not None and name in a.rows for a in others)]:
+        if used := [name for name in names if any(a and a.rows and name in a.used.deltas for a in others)]:
             raise DeltuneError(
                 f"{operation}: {', '.join(used)} is used inside rows() by another thread or task, which must leave "
                 "it first"

@@ -172,19 +172,19 @@ class PoolingHook:
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the mask of the text."""
-        if self.passes.assignment().poolings:
+        if self.passes.assignment().pooled:
             self.passes.current_pass().mask = name_arguments(self.arguments, args, kwargs).get("attention_mask")
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Replace the rows of `pooler_output`."""
-        poolings = self.passes.assignment().poolings
-        if not poolings:
+        groups = self.passes.assignment().pooled
+        if not groups:
             return None
         this_pass = self.passes.current_pass()
         mask, this_pass.mask = this_pass.mask, None
         states, pooled = (output[0], output[1]) if isinstance(output, tuple) else (output[0], output["pooler_output"])
-        for group, pooling in poolings:
-            rows = pool(group.select(states), None if mask is None else group.select(mask), pooling)
+        for group in groups:
+            rows = pool(group.select(states), None if mask is None else group.select(mask), group.pooling)
             pooled = group.replace(pooled, rows.to(pooled.dtype))
         if isinstance(output, tuple):
             return type(output)((states, pooled, *output[2:]))

@@ -19,15 +19,18 @@ from torch import nn
 
 from ..anatomy.offloading import call_with_weights
 from ..anatomy.types import Anatomy, is_inside
-from ..errors import DeltuneError, error_from_problems, excerpt, first_names, unknown_name
+from ..errors import DeltuneError, error_from_problems, excerpt, first_names
 from ..methods.forms.prompt import Prompt
 from ..methods.masks import RowMask
+from ..methods.resolve import edit_conflicts
+from ..models import Pooling
 from .model_state import ModelState
-from .modules import Delta, Edit, HeadLabels, ModuleCall, ReadInput
+from .modules import Delta, Edit, HeadLabels, ModuleCall, ReadInput, input_reader
 from .rows import (
     Change,
     ChangedTensors,
     DeltaRows,
+    OwnTensors,
     RowCache,
     TensorGetters,
     TensorOverride,
@@ -41,6 +44,49 @@ from .stacked_edits import EditStack, StackedEdits
 
 Inputs = dict[Edit, torch.Tensor]
 """The inputs of other modules in a pass, by the edit that uses them; an edit removes its own."""
+
+
+Names = str | tuple[str, ...] | None
+"""What a row uses: the name of a delta, the names of several that act together, or None for the base model."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """What `use` and `rows` were told.
+
+    Attributes:
+        names: What all rows use.
+        rows: What each row uses inside `rows()`; otherwise empty.
+        train: Which deltas train; None for all.
+        head: The delta whose head answers where several act together; None where one alone has a head that trains.
+    """
+
+    names: Names = None
+    rows: tuple[Names, ...] = ()
+    train: tuple[str, ...] | None = None
+    head: str | None = None
+
+    @property
+    def deltas(self) -> frozenset[str]:
+        """The names of all deltas in use."""
+        return frozenset(name for names in (self.names, *self.rows) for name in each_name(names))
+
+
+def each_name(names: Names) -> tuple[str, ...]:
+    """Return the names of the deltas of a row."""
+    return () if names is None else (names,) if isinstance(names, str) else names
+
+
+def checked_names(names: object, where: str) -> Names:
+    """Return what a row uses, as `use` and `rows` are given it."""
+    if not isinstance(names, list | tuple):
+        return names  # type: ignore[return-value]  # looked up by name later
+    if not names or len(set(map(repr, names))) < len(names):
+        raise DeltuneError(
+            f"{where} was given {excerpt(names)}: give the name of a delta, a list of several that act together, each "
+            "once, or None for the base model"
+        )
+    return names[0] if len(names) == 1 else tuple(names)
 
 
 @dataclass(frozen=True)
@@ -136,11 +182,12 @@ class EditChain:
         edits_of_groups = {
             group: [edit for edit, its in edits if its is group] for group in dict.fromkeys(group for _, group in edits)
         }
-        alike = all_rows_alike(tuple(edits_of_groups))
+        self.groups = tuple(edits_of_groups)
+        alike = all_rows_alike(self.groups)
         self.for_all_rows = [one for some in edits_of_groups.values() for one in group_fused(some)] if alike else []
         self.by_group = [] if alike else [(group, group_fused(some)) for group, some in edits_of_groups.items()]
         self.reads_weight = any(edit.form.reads_weight for edit, _ in edits)
-        changed = {name for group in edits_of_groups for name, _ in group.delta.weight_edits()}
+        changed = {n for group in edits_of_groups for delta in group.deltas for n, _ in delta.weight_edits()}
         self.by_base = f"{place[0]}.weight" not in changed
         can_stack = not (alike or cache is None or self.reads_weight)
         self.stacked = StackedEdits(place, edits_of_groups, cache) if can_stack and cache is not None else None
@@ -154,17 +201,18 @@ class EditChain:
         in_place: bool = False,
     ) -> torch.Tensor:
         """Return h with the edits applied, each to the rows that use it."""
-
-        def read(edit: Edit) -> torch.Tensor | None:
-            return edit.resolve_input(inputs, module_input)
-
+        read = input_reader(inputs, module_input)
         in_place = in_place and not self.reads_weight  # what the module has computed is read by every edit
         if self.by_group:
             return self._row_by_row(h, module, read, in_place)
-        whole, call = h, ModuleCall(module, module.forward, h if self.reads_weight else None, self.by_base)
+        whole, call = h, ModuleCall(module, module.forward, h if self.reads_weight else None, self._by_base(module))
         for one in self.for_all_rows:  # only h itself may be overwritten, not the result of an edit
             h = one.apply_to(h, call, read, h if in_place and h is whole else None)
         return h
+
+    def _by_base(self, module: nn.Module) -> bool:
+        """Whether the module has computed with the base's tensors for all rows."""
+        return self.by_base and not any(module in group.overrides for group in self.groups)
 
     def _row_by_row(self, h: torch.Tensor, module: nn.Module, read: ReadInput, in_place: bool) -> torch.Tensor:
         chains = self.by_group
@@ -179,7 +227,7 @@ class EditChain:
             overwritten = in_place and group.selects_view
             read_rows = _RowReader(group, read)
             output = rows if self.reads_weight else None
-            call = ModuleCall(module, partial(_forward_of, group, module), output, self.by_base)
+            call = ModuleCall(module, partial(_forward_of, group, module), output, self._by_base(module))
             for one in chain:
                 part = one.apply_to(part, call, read_rows, part if overwritten and part is rows else None)
             if not overwritten:
@@ -222,7 +270,7 @@ class RowAssignment:
 
     Attributes:
         groups: The deltas in use, each with its rows.
-        rows: The delta's name, or None, for each row; empty where all rows use the same delta.
+        used: What `use` or `rows` was told.
         placed_delta: The delta whose tensors must be in the model's own slots during a pass, or None for the base's.
         labels: The labels of the logits.
         inputs: For each module, by path, the edits of other modules that read its input.
@@ -230,7 +278,7 @@ class RowAssignment:
         attention: The edits inside each attention, by path.
         states: The edits that read all hidden states of a stack, by path of its container.
         prompts: The prompts of each group.
-        poolings: The groups whose head reads something else than the class's pooler gives, each with its pooling.
+        pooled: The groups whose head reads something else than the class's pooler gives.
         shifts: By how much each group shifts the positions of a stack's tokens, by name of the stack.
         tensors: For each module, by path, how it runs with tensors of deltas instead of its own.
         prefixes: The prefixes of all rows, by path of the attention, where no tensor changes; else None.
@@ -248,7 +296,7 @@ class RowAssignment:
     ) -> None:
         self.explicit_positions, left_out = left_out is not None, left_out or ()
         self.groups, self.placed_delta, self.labels = list(groups), placed_delta, labels
-        self.rows: tuple[str | None, ...] = ()
+        self.used = Use()
         self.no_common_loss = self.unequal_labels = False
         self.prefixes: dict[str, Any] | None = None
         self.inputs: dict[str, list[tuple[Edit, DeltaRows]]] = {}
@@ -270,12 +318,11 @@ class RowAssignment:
                 written.setdefault((target.path, target.side), []).append((edit, group))
         self.writes = {place: EditChain(edits, place, cache) for place, edits in written.items()}
         prompts = [
-            (group, [e for e in group.delta.all_edits() if e.place.target.side == "tokens" and e not in left_out])
+            (group, [e for e in group.all_edits() if e.place.target.side == "tokens" and e not in left_out])
             for group in self.groups
         ]
         self.prompts = [(group, edits) for group, edits in prompts if edits]
-        poolings = [(group, group.delta.pooling) for group in self.groups]
-        self.poolings = [(group, pooling) for group, pooling in poolings if pooling != "model"]
+        self.pooled = [group for group in self.groups if group.pooling != "model"]
         self.shifts = _shifts(self.groups)
         if (
             not all_rows_alike(self.groups)
@@ -283,12 +330,37 @@ class RowAssignment:
         ):
             raise DeltuneError("prompts with positions='shift' and with positions='none' cannot be in one batch")
 
+    @property
+    def rows(self) -> tuple[Names, ...]:
+        """What each row uses; empty where all rows use the same."""
+        return self.used.rows
+
     @classmethod
     def of_all(
-        cls, name: str, delta: Delta, labels: HeadLabels, state: ModelState, left_out: Collection[Edit] | None = None
+        cls,
+        use: Use,
+        deltas: Mapping[str, Delta],
+        base_labels: HeadLabels,
+        anatomy: Anatomy,
+        state: ModelState,
+        cache: DeltaCache,
+        left_out: Collection[Edit] | None = None,
     ) -> RowAssignment:
-        """Assign one delta to all rows."""
-        assignment = cls([DeltaRows(delta)], name, labels, left_out=left_out)
+        """Assign one delta to all rows, or several that act together."""
+        names = each_name(use.names)
+        chosen = tuple(deltas[name] for name in names)
+        frozen = frozenset(deltas[name] for name in names if use.train is not None and name not in use.train)
+        if len(chosen) > 1:
+            joint = _together(use.names, deltas, use.head, anatomy, state, cache)
+            group = DeltaRows(chosen, overrides=joint.overrides, frozen=frozen, pooling=joint.pooling)
+            assignment = cls([group], None, joint.labels or base_labels, left_out=left_out)
+            assignment.tensors = {state.paths[m]: OwnTensors(getters) for m, getters in joint.overrides.items()}
+            assignment.used = use
+            return assignment
+        (delta,) = chosen
+        group = DeltaRows(chosen, frozen=frozen, pooling=delta.pooling)
+        assignment = cls([group], names[0], delta.labels or base_labels, left_out=left_out)
+        assignment.used = use
         changed: dict[nn.Module, dict[str, list[Change]]] = {}
         for (module, leaf), (_, changes) in _changes_of(state, delta).items():
             changed.setdefault(module, {})[leaf] = changes
@@ -298,7 +370,7 @@ class RowAssignment:
     @classmethod
     def of_rows(
         cls,
-        names: Sequence[str | None],
+        use: Use,
         deltas: Mapping[str, Delta],
         base_labels: HeadLabels,
         anatomy: Anatomy,
@@ -307,16 +379,16 @@ class RowAssignment:
         constant: bool = False,
         left_out: Collection[Edit] | None = None,
     ) -> RowAssignment:
-        """Assign a delta to each row."""
-        groups = _group_rows(names, deltas, anatomy, state, cache)
-        labels = [group.delta.labels or base_labels for group in groups]
-        labels += [base_labels] if None in names else []
+        """Assign a delta, or several that act together, to each row."""
+        groups, heads = _group_rows(use, deltas, anatomy, state, cache)
+        labels = [head or base_labels for head in heads]
+        labels += [base_labels] if None in use.rows else []
         if not anatomy.head:
             labels = [base_labels]
         widest = max(labels, key=lambda head: len(head.id2label))
         shared = RowCache(constant, cache.stacks)
         assignment = cls(groups, None, widest, shared if constant else None, left_out)
-        assignment.rows = tuple(names)
+        assignment.used = use
         sizes, kinds = {len(head.id2label) for head in labels}, {head.problem_type for head in labels}
         assignment.no_common_loss = (1 in sizes and len(sizes) > 1) or len(kinds - {None}) > 1
         assignment.unequal_labels = len(sizes) > 1
@@ -379,12 +451,13 @@ def _shifts(groups: Sequence[DeltaRows]) -> dict[str, list[tuple[DeltaRows, int]
     shifts: dict[str, list[tuple[DeltaRows, int]]] = {}
     for group in groups:
         each = {
-            (e.place.shifted_stack, e.origin): e.modification.form.shift
-            for e in group.delta.all_edits()
+            (e.place.shifted_stack, number, e.origin): e.modification.form.shift
+            for number, delta in enumerate(group.deltas)
+            for e in delta.all_edits()
             if e.place.shifted_stack
         }
-        for stack in dict.fromkeys(stack for stack, _ in each):
-            if total := sum(shift for (of, _), shift in each.items() if of == stack):
+        for stack in dict.fromkeys(stack for stack, _, _ in each):
+            if total := sum(shift for (of, _, _), shift in each.items() if of == stack):
                 shifts.setdefault(stack or "", []).append((group, total))
     return shifts
 
@@ -424,8 +497,9 @@ class DeltaCache:
     def forget(self, delta: Delta) -> None:
         """Forget a delta that is detached."""
         self._of.pop(delta, None)
-        for place in [place for place, stack in self.stacks.items() if delta in stack.number_of]:
-            del self.stacks[place]
+        for place, stack in list(self.stacks.items()):
+            if any(delta in deltas for deltas in stack.number_of):
+                del self.stacks[place]
 
     def of(self, delta: Delta, anatomy: Anatomy, state: ModelState) -> DeltaFacts:
         """Return the facts about a delta."""
@@ -456,23 +530,89 @@ def _modules_not_by_row(delta: Delta, names: Iterable[str], anatomy: Anatomy) ->
     return tuple(dict.fromkeys(path for part in parts for path in part.not_by_row if path in {*changed}))
 
 
-def _group_rows(
-    names: Sequence[str | None],
-    deltas: Mapping[str, Delta],
-    anatomy: Anatomy,
-    state: ModelState,
-    cache: DeltaCache,
-) -> list[DeltaRows]:
-    if not isinstance(names, Sequence) or isinstance(names, str | bytes) or not names:
+@dataclass(frozen=True)
+class Together:
+    """What deltas that act together have in place of the model's own.
+
+    Attributes:
+        labels: The labels of the head that answers; None for the model's own.
+        pooling: What that head reads.
+        overrides: The values of parameters of modules, by module and name.
+    """
+
+    labels: HeadLabels | None
+    pooling: Pooling
+    overrides: Mapping[nn.Module, TensorGetters]
+
+
+def head_of(names: tuple[str, ...], deltas: Mapping[str, Delta], head: str | None) -> str | None:
+    """Return which of deltas that act together has the head that answers; None where none has one.
+
+    Raises:
+        DeltuneError: Several have one, and `head` names none of them.
+    """
+    having = [name for name in names if deltas[name].head]
+    candidates = [name for name in having if deltas[name].head_mode == "train"] or having
+    if head is not None and head not in having:
+        raise DeltuneError(f"head={excerpt(head)}: it is the head of one of {', '.join(having) or 'no delta here'}")
+    if head is None and len(candidates) > 1:
         raise DeltuneError(
-            f"rows() takes a list with the name of a delta, or None, for each row of the batch, not {excerpt(names)}"
+            f"{' and '.join(map(repr, candidates))} each have a head, and one can answer: name it, as in "
+            f"head={candidates[0]!r}"
         )
-    if wrong_types := [name for name in names if name is not None and not isinstance(name, str)]:
-        raise DeltuneError(unknown_name("delta", wrong_types[0], deltas, "rows()"))
-    unique_names = [name for name in dict.fromkeys(names) if name is not None]
-    problems = [unknown_name("delta", name, deltas) for name in unique_names if name not in deltas]
-    groups = []
-    for name in unique_names if not problems else []:
+    return head or next(iter(candidates), None)
+
+
+def _together(
+    names: Names, deltas: Mapping[str, Delta], head: str | None, anatomy: Anatomy, state: ModelState, cache: DeltaCache
+) -> Together:
+    """Return what the deltas of a row have in place of the model's own: W + Σ (W_i - W) where several have a W_i."""
+    some = each_name(names)
+    if len(some) == 1:
+        delta = deltas[some[0]]
+        return Together(delta.labels, delta.pooling, cache.of(delta, anatomy, state).overrides)
+    answering = head_of(some, deltas, head)
+    problems = list(edit_conflicts(edit for name in some for edit in deltas[name].planned.edits))
+    values: dict[tuple[nn.Module, str], list[Callable[[], torch.Tensor]]] = {}
+    for name in some:
+        delta = deltas[name]
+        of_head = {place for tensor in delta.head for place in state.slots[tensor]}
+        directly = [t for t in delta.owned_tensors if t not in delta.head and anatomy.tensor(t).read_without_call]
+        if directly:
+            problems.append(
+                f"{name!r} ({delta.method!r}) trains {first_names(directly, 2)}, which the model reads directly and "
+                "not by calling its module: merge it, and load the others on the merged model"
+            )
+        for module, getters in cache.of(delta, anatomy, state).overrides.items():
+            for leaf, value in getters.items():
+                if name == answering or (module, leaf) not in of_head:
+                    values.setdefault((module, leaf), []).append(value)
+    if problems:
+        raise error_from_problems(f"{' and '.join(map(repr, some))} cannot act together", problems)
+    overrides: dict[nn.Module, dict[str, Callable[[], torch.Tensor]]] = {}
+    for (module, leaf), each in values.items():
+        summed = partial(_sum_of_changes, partial(state.base_parameter, module, leaf), each)
+        overrides.setdefault(module, {})[leaf] = each[0] if len(each) == 1 else summed
+    if answering is None:
+        return Together(None, "model", overrides)
+    return Together(deltas[answering].labels, deltas[answering].pooling, overrides)
+
+
+def _sum_of_changes(base: Callable[[], Any], values: Sequence[Callable[[], torch.Tensor]]) -> torch.Tensor:
+    """Return W + Σ (W_i - W)."""
+    whole: torch.Tensor = base().detach()
+    return sum((value() - whole for value in values), whole)
+
+
+def _group_rows(
+    use: Use, deltas: Mapping[str, Delta], anatomy: Anatomy, state: ModelState, cache: DeltaCache
+) -> tuple[list[DeltaRows], list[HeadLabels | None]]:
+    """Return the groups of rows that use the same, and the labels of each group's head."""
+    unique = dict.fromkeys(names for names in use.rows if names is not None)
+    problems: list[str] = []
+    groups: list[DeltaRows] = []
+    labels: list[HeadLabels | None] = []
+    for name in dict.fromkeys(name for names in unique for name in each_name(names)):
         delta = deltas[name]
         facts = cache.of(delta, anatomy, state)
         shared = facts.shared
@@ -493,11 +633,21 @@ def _group_rows(
                 f"{name!r} ({delta.method!r}) trains {first_names(shared, 2)}, which all rows of a batch share; "
                 f"call use({name!r}) and run its rows in a batch of their own"
             )
-        rows = tuple(i for i, other in enumerate(names) if other == name)
-        groups.append(DeltaRows(delta, rows, len(names), facts.overrides))
+    for names in unique if not problems else ():
+        rows = tuple(i for i, other in enumerate(use.rows) if other == names)
+        some = each_name(names)
+        try:
+            head = use.head if use.head in some else None
+            joint = _together(names, deltas, head, anatomy, state, cache)
+        except DeltuneError as error:
+            problems.append(str(error))
+        else:
+            chosen = tuple(deltas[name] for name in some)
+            groups.append(DeltaRows(chosen, rows, len(use.rows), joint.overrides, pooling=joint.pooling))
+            labels.append(joint.labels)
     if problems:
         raise error_from_problems("these deltas cannot be used in one batch", problems)
-    return groups
+    return groups, labels
 
 
 def _changes_of(state: ModelState, delta: Delta) -> dict[tuple[nn.Module, str], tuple[str, list[Change]]]:

@@ -8,7 +8,7 @@ computes with the tensors the pass needs: different ones for each row, or partly
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Protocol
@@ -25,6 +25,7 @@ from ..compat import (
     when_backward_ends,
 )
 from ..errors import DeltuneError
+from ..models import Pooling
 from .hard_concrete import GatedDifference
 from .linear import linear_forward
 from .modules import Delta, Edit, SparseParameter
@@ -65,20 +66,35 @@ def _made_once(made: Indices, size: int, device: torch.device, make: Callable[[]
 
 @dataclass(eq=False)
 class DeltaRows:
-    """A delta and the rows of the batch that use it.
+    """Deltas that act together, mostly one, and the rows of the batch that use them.
 
     Attributes:
-        delta: The delta.
+        deltas: The deltas, in the order in which they act.
         rows: The numbers of the rows, or None for all rows.
-        batch_size: The number of rows of the batch; 0 where all rows use the delta.
-        overrides: Where only some rows use the delta, its own values of the parameters of modules.
+        batch_size: The number of rows of the batch; 0 where all rows use the deltas.
+        overrides: Where only some rows use the deltas, or several act together, their own values of the parameters of
+            modules.
+        frozen: Those of the deltas that do not train.
+        pooling: What the head reads.
     """
 
-    delta: Delta
+    deltas: tuple[Delta, ...]
     rows: tuple[int, ...] | None = None
     batch_size: int = 0
     overrides: Mapping[nn.Module, TensorGetters] = field(default_factory=dict)
+    frozen: frozenset[Delta] = frozenset()
+    pooling: Pooling = "model"
     _indices: Indices = field(default_factory=dict)
+
+    @property
+    def trained(self) -> list[Delta]:
+        """The deltas that train."""
+        return [delta for delta in self.deltas if delta not in self.frozen]
+
+    def all_edits(self) -> Iterator[Edit]:
+        """Iterate over the edits of the deltas in the order in which they act."""
+        for delta in self.deltas:
+            yield from delta.all_edits()
 
     def index(self, size: int, device: torch.device) -> torch.Tensor:
         """Return the indices of these rows in a tensor of `size` rows."""
@@ -168,7 +184,7 @@ def stack_by_row(
 
 def active_edits(groups: Sequence[DeltaRows]) -> list[tuple[Edit, DeltaRows]]:
     """The edits of all groups, each with its group."""
-    return [(edit, group) for group in groups for edit in group.delta.all_edits()]
+    return [(edit, group) for group in groups for edit in group.all_edits()]
 
 
 _LATE_GRADIENT = (
@@ -182,7 +198,7 @@ def refuse_frozen(groups: Iterable[DeltaRows]) -> None:
 
     The delta would be treated as a constant, and its gradient would be lost silently.
     """
-    if any(group.delta.saved_requires_grad is not None for group in groups):
+    if any(delta.saved_requires_grad is not None for group in groups for delta in group.trained):
         raise DeltuneError(_LATE_GRADIENT)
 
 
@@ -213,7 +229,7 @@ class _LateGradientCheck:
         if delta is None:
             return
         freezes = delta.freezes
-        refuse_frozen([DeltaRows(delta)])
+        refuse_frozen([DeltaRows((delta,))])
         if self.checked != backward_id():
             self.checked = backward_id()
             when_backward_ends(lambda: _refuse_if_frozen_since(delta, freezes))
@@ -232,6 +248,16 @@ class TensorOverride(Protocol):
     """Runs a module with tensors that are not its own."""
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+
+class OwnTensors:
+    """Runs a module with the values of its parameters that deltas have."""
+
+    def __init__(self, getters: TensorGetters) -> None:
+        self.getters = getters
+
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return forward_with(module, {leaf: value() for leaf, value in self.getters.items()}, *args, **kwargs)
 
 
 class ChangedTensors:
@@ -301,7 +327,7 @@ class ModuleByRow:
         size = groups[0].batch_size
         taken = {row for group in self.groups for row in group.rows or ()}
         if rest := tuple(row for row in range(size) if row not in taken):
-            self.groups.append(DeltaRows(groups[0].delta, rest, size))  # without overrides
+            self.groups.append(DeltaRows((), rest, size))  # without overrides
         self._orders: Indices = {}
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -115,17 +115,17 @@ class EditStack:
 
     Attributes:
         edits: The same.
-        number_of: The number of each delta, counted from 1.
+        number_of: The number of the deltas that act together, mostly one, counted from 1.
         is_finite: Whether nothing of a delta can reach the rows of others.
     """
 
-    def __init__(self, edits: Mapping[Delta, Sequence[Edit]], h: torch.Tensor) -> None:
+    def __init__(self, edits: Mapping[tuple[Delta, ...], Sequence[Edit]], h: torch.Tensor) -> None:
         self.edits, self.like = dict(edits), _facts(h)
-        self.number_of = {delta: number for number, delta in enumerate(edits, start=1)}
+        self.number_of = {deltas: number for number, deltas in enumerate(edits, start=1)}
         products: dict[tuple[int, str | None], list[tuple[int, Edit]]] = {}
         self.gain: torch.Tensor | None = None
-        for delta, its_edits in edits.items():
-            number = self.number_of[delta]
+        for deltas, its_edits in edits.items():
+            number = self.number_of[deltas]
             for edit in its_edits:
                 stage = _stage(edit)
                 assert stage != _OTHER
@@ -142,10 +142,10 @@ class EditStack:
         )
         self.is_finite = all(product.is_finite for product in (*self.before, *self.after))
 
-    def has(self, deltas: Collection[Delta], h: torch.Tensor) -> bool:
-        """Whether the stack covers these deltas and at most twice as many, for tensors like h."""
-        few = len(self.number_of) <= MOST_OTHERS * len(deltas)
-        return few and self.like == _facts(h) and all(delta in self.number_of for delta in deltas)
+    def has(self, groups: Collection[tuple[Delta, ...]], h: torch.Tensor) -> bool:
+        """Whether the stack covers the deltas of these groups and at most twice as many, for tensors like h."""
+        few = len(self.number_of) <= MOST_OTHERS * len(groups)
+        return few and self.like == _facts(h) and all(deltas in self.number_of for deltas in groups)
 
 
 MOST_OTHERS = 2
@@ -162,7 +162,7 @@ class StackedEdits:
     def __init__(self, place: tuple[str, str], edits: Mapping[DeltaRows, Sequence[Edit]], cache: RowCache) -> None:
         chains = {group: tuple(some) for group, some in edits.items() if can_stack(some)}
         self.place, self.cache, self.groups = place, cache, tuple(chains)
-        self.edits = {group.delta: some for group, some in chains.items()}
+        self.edits = {group.deltas: some for group, some in chains.items()}
         self.all_edits = {edit for some in chains.values() for edit in some}
         layers = [two_layers(edit) for edit in self.all_edits if not edit.only_scales()]
         self.down_size = sum(two.down.numel() for two in layers if two is not None)
@@ -198,9 +198,9 @@ class StackedEdits:
     def _make(self, h: torch.Tensor) -> EditStack:
         """Stack the edits of the batch's deltas, and of some that the newest stack has beside them."""
         newest = self.cache.stacks.get(self.place)
-        others = [] if newest is None else [delta for delta in newest.edits if delta not in self.edits]
+        others = [] if newest is None else [deltas for deltas in newest.edits if deltas not in self.edits]
         kept = others[: (MOST_OTHERS - 1) * len(self.edits)]
-        edits = {**self.edits, **{delta: newest.edits[delta] for delta in kept if newest is not None}}
+        edits = {**self.edits, **{deltas: newest.edits[deltas] for deltas in kept if newest is not None}}
         stack = self.cache.stacks[self.place] = EditStack(edits, h)
         return stack
 
@@ -235,7 +235,7 @@ class StackedEdits:
         """The values of each row's delta, (rows, 1, …, d); kept for passes with as many rows."""
 
         def make() -> torch.Tensor:
-            numbers = [0, *(stack.number_of[group.delta] for group in self.groups)]
+            numbers = [0, *(stack.number_of[group.deltas] for group in self.groups)]
             of_rows = self.cache.numbers(self.groups, like.shape[0], like.device)
             return values[torch.tensor(numbers, device=like.device)[of_rows]]
 

@@ -18,7 +18,6 @@ import numpy
 import safetensors
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from ..errors import DeltuneError, error_from_problems, error_summary
 from ..files import atomic_folder, file_sha256, read_json_object, write_error, write_json, write_text
@@ -42,7 +41,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
 def save_checkpoint(
     folder: Path,
     step: int,
-    trained: Mapping[str, nn.Parameter],
+    trained: Mapping[str, torch.Tensor],
     optimizer: Any,
     scheduler: Any,
     progress: dict[str, Any],
@@ -138,7 +137,7 @@ def read_progress(checkpoint: Path) -> dict[str, Any]:
         raise _unreadable(checkpoint, error) from error
 
 
-def restore_trained(checkpoint: Path, trained: Mapping[str, nn.Parameter]) -> None:
+def restore_trained(checkpoint: Path, trained: Mapping[str, torch.Tensor]) -> None:
     """Copy the trained values of a checkpoint into the parameters."""
     values = _read_tensors(checkpoint, "trained.")
     if set(values) != set(trained) or any(values[n].shape != p.shape for n, p in trained.items()):

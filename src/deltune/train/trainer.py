@@ -380,7 +380,7 @@ class DeltaTrainer(Trainer):
         checkpoints.save_checkpoint(
             self.run_state.run.checkpoint,
             self.state.global_step,
-            dict(self.run_state.tuned.named_trainable_parameters()),
+            self._trained_tensors(),
             self.optimizer,
             self.lr_scheduler,
             self.run_state.progress(),
@@ -389,9 +389,12 @@ class DeltaTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         with distributed.unsharded(self.run_state.tuned, write=True):
-            checkpoints.restore_trained(
-                Path(resume_from_checkpoint), dict(self.run_state.tuned.named_trainable_parameters())
-            )
+            checkpoints.restore_trained(Path(resume_from_checkpoint), self._trained_tensors())
+
+    def _trained_tensors(self) -> dict[str, torch.Tensor]:
+        """The parameters that train, and the state of the method's schedules."""
+        schedules = dict(self.run_state.tuned.delta().schedules.named_buffers(prefix="schedules"))
+        return {**dict(self.run_state.tuned.named_trainable_parameters()), **schedules}
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
@@ -437,9 +440,14 @@ class ReportCallback(TrainerCallback):
         self.bar.advance(0)  # here and not after the step before, whose losses are logged later, as is its validation
         self.step_start = time.monotonic()
         # gates may be fixed in this step, which needs all of their values
-        gated = any(True for _ in self.run_state.tuned.delta().learned_masks())
-        with distributed.unsharded(self.run_state.tuned, write=True) if gated else contextlib.nullcontext():
-            self.run_state.tuned.advance(state.global_step / state.max_steps)
+        gates = [gates for _, gates in self.run_state.tuned.delta().learned_masks()]
+        with distributed.unsharded(self.run_state.tuned, write=True) if gates else contextlib.nullcontext():
+            for one in gates:
+                one.advance(state.global_step / state.max_steps)
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for schedule in self.run_state.tuned.delta().schedule_states():
+            schedule.advance((state.global_step + 1) / state.max_steps)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.step_seconds += time.monotonic() - self.step_start

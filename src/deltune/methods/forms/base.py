@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, NoReturn, Proto
 from ...errors import DeltuneError, excerpt
 from ..masks import Factor
 from ..parser import check_fields, to_expression
+from ..schedules import Schedule
 
 if TYPE_CHECKING:
     import torch
@@ -212,6 +213,7 @@ class Form(MethodPart):
     - `affine` returns (A, b) where Δh = A u + b, so that the form can be merged into weights.
     - `incompatibility` says at which places the form cannot act, and `waste` where it trains more than it can use.
     - `before_up`, in place of `__call__`, returns (v, U, e) where Δh = v Uᵀ + e.
+    - `schedule` is a `deltune.Schedule` where training does more to the tensors than the steps of the optimizer.
     - `product` and `fill_untrained` serve masks (`apet`), `fold` a reparameterisation, and `draw` random buffers.
 
     A form that is a product of two matrices derives from `FactorForm`, one that is a matrix from `MatrixForm`, and one
@@ -294,6 +296,11 @@ class Form(MethodPart):
     def starts_at_zero(self) -> bool:
         """Whether Δh = 0 at the start for every u."""
         return True
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """What training does to the tensors beside the steps of the optimizer, or None."""
+        return None
 
     def fold(self, tensors: Tensors, widths: Widths) -> Tensors:
         """Compute the saved tensors of a reparameterisation.

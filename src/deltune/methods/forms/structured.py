@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from ...errors import DeltuneError, check_choice
+from ..schedules import RankSchedule
 from .base import (
     BeforeUp,
     FactorForm,
@@ -20,6 +21,7 @@ from .base import (
     TwoLayers,
     Widths,
     check_positive,
+    check_share,
     trained,
 )
 from .hidden import ACTIVATIONS, activate
@@ -255,6 +257,75 @@ class FrozenSide(FactorForm):
 
     def factors(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         return tensors["down"], tensors["up"]
+
+
+@dataclass(frozen=True, repr=False)
+class SVD(FactorForm):
+    """A product with the values of its ranks, s B diag(e) A x, and the ranks as its schedule allocates them (AdaLoRA).
+
+    Tensors: down A (r, d_in) and up B (d_out, r), N(0, 0.02), like singular vectors; values e (r,), 0.
+
+    Args:
+        rank: r at the start, at least 1.
+        scale: s.
+        dropout: The probability of dropping a value of x while training.
+        target: The mean number of ranks of a place in the end, from 1 to r.
+        start: The share of the training without pruning at its beginning.
+        stop: The share of the training after which the ranks are final.
+        every: After how many steps ranks are pruned.
+        beta1: Of the moving average of the sensitivity.
+        beta2: Of the moving average of its variation.
+        orthogonality: Of the penalty that keeps A and B orthogonal.
+
+    Raises:
+        DeltuneError: An argument is out of its range.
+    """
+
+    rank: int
+    scale: float = 1.0
+    dropout: float = 0.0
+    target: int = 8
+    start: float = 0.1
+    stop: float = 0.7
+    every: int = 1
+    beta1: float = 0.85
+    beta2: float = 0.85
+    orthogonality: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(rank=self.rank, target=self.target)
+        check_share("dropout", self.dropout)
+        if self.target > self.rank:
+            raise DeltuneError(
+                f"target={self.target}: the schedule prunes ranks, and there are {self.rank} at the start"
+            )
+        _ = self.schedule  # checks the rest
+
+    @property
+    def schedule(self) -> RankSchedule:
+        """The schedule of the ranks."""
+        return RankSchedule(self.target, self.start, self.stop, self.every, self.beta1, self.beta2, self.orthogonality)
+
+    def tensors(self, widths: Widths) -> Specs:
+        return trained(down_up(self.rank, widths) | {"values": (self.rank,)})
+
+    def initialize(self, tensors: Tensors, at: Place | None) -> None:
+        tensors["down"].normal_(std=0.02)
+        tensors["up"].normal_(std=0.02)
+        tensors["values"].zero_()
+
+    def product(self, widths: Widths) -> None:
+        raise DeltuneError("adalora cannot be masked: its schedule chooses whole ranks; mask lora")
+
+    def factors(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        return tensors["values"][:, None] * tensors["down"], tensors["up"] * self.scale
+
+    def before_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp:
+        from torch.nn import functional as F
+
+        u = F.dropout(u, self.dropout) if self.dropout and at.training else u
+        return super().before_up(tensors, u, at)
 
 
 @dataclass(frozen=True, repr=False)

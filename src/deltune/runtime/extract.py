@@ -1,0 +1,203 @@
+"""`extract`: the difference of two models as a delta."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from ..errors import DeltuneError, error_from_problems, excerpt, first_names
+from ..interop.base import PlacedTensors, rows_of_columns, without_scope
+from ..methods.forms.low_rank import LowRank
+from ..methods.parser import explain_arguments
+from ..methods.registry import parse
+from ..methods.spec import Method
+from .attach import find_tuned
+from .attached import Attached, check_name
+from .combine import Projections, attach_tensors, method_of, of_rank
+from .handle import Tuned
+from .modules import HeadLabels
+
+
+class _Spectrum(NamedTuple):
+    """The singular vectors and values of the change of one linear, or of a part of it."""
+
+    piece: PlacedTensors
+    u: torch.Tensor
+    s: torch.Tensor
+    v: torch.Tensor
+
+
+@explain_arguments
+def extract(
+    base: PreTrainedModel,
+    checkpoint: PreTrainedModel | str | Path,
+    method: str | None = None,
+    *,
+    energy: float = 0.99,
+    name: str = "default",
+) -> Tuned:
+    """Attach the difference of a tuned model from its base as a delta and put it in use.
+
+    The change of each linear's weight becomes a low rank by its singular values (Eckart and Young); what else differs
+    is kept whole, with the head and its labels.
+
+    Args:
+        base: The base model.
+        checkpoint: The tuned model, of the same class; or its folder or hub id.
+        method: Where, such as "lora(rank=?, at=('query', 'value')) + layernorm", with ? for a rank that follows from
+            `energy`, or with a rank; a warning says how much it leaves out. Default: lora(rank=?) at all linears that
+            differ, and everything else that differs.
+        energy: The share of the sum of the squares of the linears' changes that the rank keeps: one rank for all.
+        name: The name of the delta on the base model.
+
+    Returns:
+        The handle of the base model.
+
+    Raises:
+        DeltuneError: The models have other tensors or nothing differs, the method has terms other than LoRA and
+            parameters that are trained in place, or the name is taken. The base stays as it was.
+    """
+    if not 0 < energy <= 1:
+        raise DeltuneError(f"energy={excerpt(energy)}: a share above 0, and 1 at most")
+    handle = find_tuned(base)
+    check_name(name, handle.names if handle else ())
+    handle = handle or Tuned(base)
+    with torch.inference_mode(False), torch.no_grad():
+        _Difference(handle.attached, _loaded(base, checkpoint)).attach(method, energy, name)
+    return handle
+
+
+def _loaded(base: PreTrainedModel, checkpoint: PreTrainedModel | str | Path) -> PreTrainedModel:
+    if isinstance(checkpoint, PreTrainedModel):
+        return checkpoint
+    try:
+        return type(base).from_pretrained(str(checkpoint), dtype=base.dtype)
+    except (OSError, ValueError) as error:
+        raise DeltuneError(f"the checkpoint {excerpt(str(checkpoint))} cannot be loaded: {str(error)[:300]}") from error
+
+
+class _Difference:
+    """What a tuned model differs in from its base.
+
+    Attributes:
+        changes: V - W of each tensor that differs, without those of the head.
+        values: V of the same.
+        head: The tensors of the tuned model's head.
+    """
+
+    def __init__(self, attached: Attached, tuned: PreTrainedModel) -> None:
+        self.attached, self.at = attached, Projections(attached.anatomy)
+        values = dict(tuned.named_parameters(remove_duplicate=False))
+        tensors = attached.anatomy.tensors
+        of_head = [t.name for t in tensors if t.area == "head"]
+        wrong = [t.name for t in tensors if t.name not in values]
+        wrong += [
+            t.name for t in tensors if t.name in values and t.name not in of_head and values[t.name].shape != t.shape
+        ]
+        if wrong:
+            raise error_from_problems(
+                f"{type(tuned).__name__} is no tuned {type(attached.model).__name__} of this base",
+                [f"{first_names(wrong, 4)}: missing, or of another shape"],
+            )
+        self.head = {name: values[name] for name in of_head}
+        self.labels = HeadLabels.from_config(tuned.config) if of_head else attached.base_labels
+        self.changes: dict[str, torch.Tensor] = {}
+        for tensor in tensors:
+            if tensor.name not in self.head:
+                value = attached.dense_value(tensor.name)
+                precision = torch.promote_types(value.dtype, torch.float32)
+                change = values[tensor.name].to(value.device, precision) - value.to(precision)
+                if change.any():
+                    self.changes[tensor.name] = change
+        self.values: dict[str, torch.Tensor] = {name: values[name] for name in self.changes}
+
+    def attach(self, method: str | None, energy: float, name: str) -> None:
+        if not self.changes and all(torch.equal(self.attached.state.base_value(n), v) for n, v in self.head.items()):
+            raise DeltuneError("the checkpoint has the weights of the base model: there is nothing to extract")
+        spectra = self._of_method(method) if method is not None else self._of_all()
+        squares = [spectrum.s.square() for spectrum in spectra]
+        total = sum(float(s.sum()) for s in squares)
+        rank = 1
+        longest = max((len(s) for s in squares), default=1)
+        while rank < longest and sum(float(s[:rank].sum()) for s in squares) < energy * total:
+            rank += 1
+        if method is None:
+            pieces = [_low_rank(spectrum, rank) for spectrum in spectra]
+            in_linears = {f"{path}.weight" for path in self.at.parts}
+            owned = {n: v for n, v in self.values.items() if n not in in_linears}
+            chosen, tensors = method_of(self.attached.anatomy, pieces, set(owned))
+        else:
+            chosen = parse(method.replace("?", str(rank)))
+            tensors, owned = self._tensors_of(chosen, spectra)
+        attach_tensors(self.attached, name, chosen, tensors, owned | self.head, tuple(self.head), self.labels)
+
+    def _of_all(self) -> list[_Spectrum]:
+        """Return the spectra of all linears that differ."""
+        spectra = []
+        for path, columns in self.at.parts.items():
+            change = self.changes.get(f"{path}.weight")
+            for part in columns if change is not None else ():
+                modification, place = self.at.of(path, part)
+                rows = self._rows(path, part)
+                if rows.any():
+                    spectra.append(_spectrum(PlacedTensors(modification, place, {}), rows))
+        return spectra
+
+    def _rows(self, path: str, columns: object) -> torch.Tensor:
+        change = self.changes[f"{path}.weight"]
+        return rows_of_columns(change.mT if self.at.transposed(path) else change, columns)  # type: ignore[arg-type]
+
+    def _of_method(self, method: str) -> list[_Spectrum]:
+        """Return the spectra at the places of a method."""
+        edits = self.attached.resolve(parse(method.replace("?", "1"))).edits
+        spectra = []
+        for edit in edits:
+            linear, columns = edit.place.linear, edit.place.target.columns
+            product = isinstance(edit.modification.form, LowRank) and edit.modification.insertion == "parallel"
+            if linear is None or not product or linear.path not in self.at.parts:
+                raise DeltuneError(
+                    f"extract writes LoRA at linears and parameters in place, and {edit.modification!r} is neither"
+                )
+            rows = self._rows(linear.path, columns) if f"{linear.path}.weight" in self.changes else None
+            if rows is not None:
+                spectra.append(_spectrum(PlacedTensors(without_scope(edit.modification), edit.place, {}), rows))
+        return spectra
+
+    def _tensors_of(
+        self, method: Method, spectra: Sequence[_Spectrum]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Return the tensors of a method's edits and its values of the model's own; warn of what it leaves out."""
+        planned, by_place = self.attached.resolve(method), {s.piece.place.name: s for s in spectra}
+        selected = {t.name for t in (*planned.selected, *(t for t, _ in planned.masked))}
+        owned, tensors = {n: v for n, v in self.values.items() if n in selected}, dict[str, torch.Tensor]()
+        kept = sum(float(self.changes[name].square().sum()) for name in owned)
+        for edit in planned.edits:
+            form, factor = edit.modification.form, edit.modification.compose.factor({})
+            assert isinstance(form, LowRank) and factor is not None
+            shapes = {name: spec.shape for name, spec in edit.tensors.items()}
+            values = {name: torch.zeros(shape) for name, shape in shapes.items()}
+            if spectrum := by_place.get(edit.place.name):
+                up, down = of_rank(spectrum.u, spectrum.s, spectrum.v, form.rank)
+                values = {"up": up / factor, "down": down}
+                kept += float(spectrum.s[: form.rank].square().sum())
+            tensors |= {f"edit.{edit.key}.{leaf}": value for leaf, value in values.items()}
+        left = 1 - kept / (sum(float(change.square().sum()) for change in self.changes.values()) or 1.0)
+        if left > 1e-9:
+            warnings.warn(f"{method!r} leaves out {left:.1%} of the energy of the difference", stacklevel=6)
+        return tensors, owned
+
+
+def _spectrum(piece: PlacedTensors, change: torch.Tensor) -> _Spectrum:
+    return _Spectrum(piece, *torch.linalg.svd(change, full_matrices=False))
+
+
+def _low_rank(spectrum: _Spectrum, rank: int) -> PlacedTensors:
+    up, down = of_rank(spectrum.u, spectrum.s, spectrum.v, rank)
+    modification = replace(spectrum.piece.modification, form=LowRank(rank))
+    return PlacedTensors(modification, spectrum.piece.place, {"up": up, "down": down})

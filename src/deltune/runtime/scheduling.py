@@ -1,0 +1,154 @@
+"""The state of the schedules of a delta's terms: what is penalised, projected and pruned while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..compat import buffers_of, hooks_of_tensor, parameters_of
+from ..errors import DeltuneError
+from ..methods.schedules import RankSchedule, Schedule
+
+if TYPE_CHECKING:
+    from .modules import Edit
+
+
+class _PenaltyGradient:
+    """A hook of a parameter: it notes that it is trained, and adds the gradient of the penalty once in each step."""
+
+    __torch_unserializable__ = True  # a copy registers its own when it needs one
+
+    def __init__(self, state: ScheduleState, number: int, name: str) -> None:
+        self.state, self.number, self.name = state, number, name
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        key, self.state.advanced = (self.number, self.name), False
+        if key not in self.state.missing:
+            return gradient
+        self.state.missing.discard(key)
+        return gradient + self.state.penalty_gradient(*key)
+
+
+class ScheduleState(nn.Module):
+    """The schedule of one term and its state.
+
+    Attributes:
+        edits: The edits of the term.
+        advanced: Whether `advance` was called since a gradient came, or none has come.
+        missing: The parameters whose penalty was not yet added in this step.
+    """
+
+    steps: torch.Tensor
+    is_final: torch.Tensor
+
+    def __init__(self, schedule: Schedule, edits: Sequence[Edit]) -> None:
+        super().__init__()
+        self.__dict__.update(schedule=schedule, edits=list(edits))
+        self.schedule: Schedule
+        self.edits: list[Edit]
+        self.advanced = True
+        self.missing: set[tuple[int, str]] = set()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("is_final", torch.zeros((), dtype=torch.bool))
+        if isinstance(schedule, RankSchedule):
+            for number, edit in enumerate(edits):
+                for name in schedule.axes:
+                    for average in ("sensitivity", "variation"):
+                        self.register_buffer(f"{average}_{number}_{name}", torch.zeros(edit.specs[name].shape))
+                first = edit.specs[next(iter(schedule.axes))]
+                self.register_buffer(f"kept_{number}", torch.ones(first.shape, dtype=torch.bool))
+        self._expect_penalties()
+
+    def _parameters_at(self, number: int) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in parameters_of(self.edits[number]).items() if p is not None}
+
+    def _expect_penalties(self) -> None:
+        self.missing = {(n, name) for n in range(len(self.edits)) for name in parameters_of(self.edits[n])}
+
+    def watch(self) -> None:
+        """Let the backward passes that follow add the gradient of the penalty."""
+        for number in range(len(self.edits)):
+            for name, parameter in self._parameters_at(number).items():
+                hooks = hooks_of_tensor(parameter)
+                if parameter.requires_grad and not any(isinstance(hook, _PenaltyGradient) for hook in hooks):
+                    parameter.register_hook(_PenaltyGradient(self, number, name))
+
+    def penalty_gradient(self, number: int, name: str) -> torch.Tensor:
+        """Return the gradient of the penalty for one parameter."""
+        with torch.enable_grad():
+            tensors = {n: p.detach().requires_grad_(n == name) for n, p in self._parameters_at(number).items()}
+            penalty = self.schedule.penalty(tensors)
+            if penalty is None or not penalty.requires_grad:
+                return torch.zeros_like(tensors[name])
+            (gradient,) = torch.autograd.grad(penalty / len(self.edits), tensors[name], materialize_grads=True)
+        return gradient
+
+    @torch.no_grad()
+    def advance(self, share: float) -> None:
+        """Follow the schedule after a step of the optimizer, while the step's gradients are there."""
+        self.watch()
+        self._expect_penalties()
+        self.advanced = True
+        if share:
+            self.steps += 1
+            for number in range(len(self.edits)):
+                self.schedule.project(self._parameters_at(number))
+            if isinstance(self.schedule, RankSchedule):
+                self._allocate(self.schedule, share)
+
+    def _allocate(self, schedule: RankSchedule, share: float) -> None:
+        buffers = buffers_of(self)
+        if not self.is_final and schedule.is_before(share, schedule.stop):
+            self._average(schedule)
+            waits = bool(self.steps % schedule.every) or not schedule.is_before(schedule.start, share)
+        else:
+            waits = bool(self.is_final)
+            self.is_final.fill_(True)
+        kept: list[Any] = [buffers[f"kept_{number}"] for number in range(len(self.edits))]
+        values = [self._parameters_at(number)[next(iter(schedule.axes))] for number in range(len(self.edits))]
+        if not waits:
+            scores = [self._scores(schedule, number) for number in range(len(self.edits))]
+            total = sum(map(len, scores))
+            best = torch.cat(scores).topk(schedule.budget(share, total, len(scores))).indices
+            chosen = torch.zeros(total, dtype=torch.bool, device=best.device)
+            chosen[best] = True
+            for mask, part in zip(kept, chosen.split([len(s) for s in scores]), strict=True):
+                mask.copy_(part)
+        if self.is_final or not waits:
+            for value, mask in zip(values, kept, strict=True):
+                value.mul_(mask)
+
+    def _average(self, schedule: RankSchedule) -> None:
+        """Take the step into the averages."""
+        buffers = buffers_of(self)
+        for number in range(len(self.edits)):
+            for name, parameter in self._parameters_at(number).items():
+                if name not in schedule.axes:
+                    continue
+                if parameter.grad is None:
+                    raise DeltuneError(
+                        "advance needs the gradients of the step for the importance of each rank: call it after "
+                        "optimizer.step() and before optimizer.zero_grad()"
+                    )
+                mean, variation = buffers[f"sensitivity_{number}_{name}"], buffers[f"variation_{number}_{name}"]
+                assert mean is not None and variation is not None
+                now = (parameter * parameter.grad).abs()
+                mean.mul_(schedule.beta1).add_(now, alpha=1 - schedule.beta1)
+                variation.mul_(schedule.beta2).add_((now - mean).abs(), alpha=1 - schedule.beta2)
+
+    def _scores(self, schedule: RankSchedule, number: int) -> torch.Tensor:
+        """Return the importance of each rank of a place."""
+        buffers, means = buffers_of(self), []
+        for name, axis in schedule.axes.items():
+            mean, variation = buffers[f"sensitivity_{number}_{name}"], buffers[f"variation_{number}_{name}"]
+            assert mean is not None and variation is not None
+            means.append((mean * variation).movedim(axis, 0).flatten(1).mean(1) if mean.dim() > 1 else mean * variation)
+        return torch.stack(means).sum(0)
+
+    def ranks(self) -> list[torch.Tensor]:
+        """Return which ranks of each edit are left once they are final; nothing before, and where nothing allocates."""
+        kept = [buffers_of(self).get(f"kept_{number}") for number in range(len(self.edits))] if self.is_final else []
+        return [mask for mask in kept if mask is not None]
