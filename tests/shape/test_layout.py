@@ -180,6 +180,7 @@ ALLOWED_FAMILIES = {
     "methods.library": "bert",  # all four: an initialisation
     "train.metrics.model_based": "bert",  # the library bert-score
     "cli.use": "llama", "interop.peft_write": "llama",  # the program llama.cpp
+    "train.data.formats": "gpt2",  # the format ShareGPT, and who speaks in it
     "train.presets": "bert",  # where a paper printed its settings
 }  # fmt: skip
 """Module -> the family that its strings may name, since it means something else there. Papers' studies name models."""

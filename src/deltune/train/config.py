@@ -31,7 +31,7 @@ from ..methods.registry import default_learning_rate, parse
 from ..methods.spec import explicit_expression
 from ..models import Quantization
 from ..runtime.linear import LinearBackend
-from .data.columns import TASK_COLUMNS
+from .data.columns import TASK_COLUMNS, LossOn
 from .metrics.registry import METRICS, option_problems
 from .presets import (
     AUTO,
@@ -55,6 +55,9 @@ UNSEARCHED = ("search", "seed", "seeds", "protocol", "aggregate", "metric", "rep
 
 MAX_COMBINATIONS = 1000
 """The most combinations of values that a search may try."""
+
+DEFAULT_LENGTH = 128
+"""Tokens of a row where none are given and it is no conversation."""
 
 Size = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
@@ -121,8 +124,12 @@ class DataSection(RunSection):
     max_train_rows: Size | None = option(None, "train on a sample of that many rows", common=True)
     validation_rows: Size | None = option(None, "validate on a sample of that many rows")
     test_rows: Size | None = option(None, "score on a sample of that many test rows")
-    max_length: int = option(128, "tokens of a row; longer texts are cut", common=True, ge=2, le=MAX_COUNT)
+    max_length: Annotated[int, Field(ge=2, le=MAX_COUNT)] | None = option(
+        None, "tokens of a row; longer texts are cut [128; of conversations 2048, or what the model holds]", common=True
+    )
     target_length: Size = option(64, "tokens of a target; longer ones are cut", common=True)
+    loss_on: LossOn = option("answers", "tokens of a conversation that are trained: answers, all, or the last answer")
+    max_cut: float = option(0.1, "share of conversations that may be longer than max_length", ge=0, le=1)
     source_language: str | None = option(
         None, "for a multilingual tokenizer: en, or its own en_XX [the task's]", min_length=1
     )
@@ -211,7 +218,10 @@ class GenerationSection(RunSection):
     words: Annotated[dict[str, str] | None, CommaSeparated] = option(
         None, "the word of each label: label=word,… [the task's, else the label]"
     )
-    template: str | None = option(None, 'the text that a model is given: "{source}" [the task\'s]')
+    template: str | None = option(
+        None,
+        'the text that a model is given: "{source}" [the task\'s]; of conversations roles, chatml, … or FILE.jinja',
+    )
     max_generated: Size | None = option(None, "tokens of a generated answer, at most [target_length]")
     min_target_length: int = option(0, "tokens of a generated answer, at least", ge=0, le=MAX_COUNT)
     beams: Size = option(1, "beams of beam search", common=True)
@@ -478,6 +488,8 @@ class RunConfig(BaseModel):
             "aggregate": not self.runtime.seeds,
             "max_generated": self.generation.max_generated == limit and "target_length" not in search,
             "data_root": self.data.source is not None,
+            "max_length": self.data.max_length == DEFAULT_LENGTH
+            and (self.data.source is None or self.data.task not in (None, "chat")),
         }
         if self.data.source is None and TASKS[str(self.data.task)].version > 1:
             values["task_version"] = TASKS[str(self.data.task)].version

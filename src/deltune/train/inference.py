@@ -38,7 +38,7 @@ from ..runtime.attach import atomic_new_folder, load, tuned
 from ..runtime.handle import Tuned
 from ..runtime.linear import optimize_linear
 from ..runtime.serialization import read_metadata
-from ..templates import cut_at_end, end_tokens, tokenize_prompts
+from ..templates import chat_prompt, cut_at_end, end_tokens, tokenize_prompts, with_chat_template
 from . import setup as task_setup
 from .config import RunConfig
 from .data import loading
@@ -62,6 +62,7 @@ from .setup import (
 )
 from .tasks import token_cache
 from .tasks.base import Columns, InferenceContext, TaskKind, TaskOptions
+from .tasks.chat import CHAT
 from .tasks.classification import CLASSIFICATION, predict_logits
 from .tasks.encoding import EncodedRows, check_causal, longest_length, tokenize
 from .tasks.generation import truncate_prompt
@@ -204,6 +205,12 @@ class LoadedRun:
         return self.run.config
 
     @property
+    def is_conversational(self) -> bool:
+        """True if the first run was trained on conversations by a chat template."""
+        trained = read_metadata(self.run.folder).trained
+        return trained is not None and trained.chat_template is not None
+
+    @property
     def precision(self) -> str:
         """The precision of the first run on this device."""
         return task_setup.resolve_precision(self.config.runtime.precision, self.model.device)
@@ -232,6 +239,9 @@ def load_run(run: str | Path | Mapping[str, str | Path]) -> LoadedRun:
     labels = {name: _labels(folder) for name, folder in runs.items()}
     kind = task_kind_for(first.data.kind, load_config(config.model.name), config.generation.answer)
     tokenizer = load_task_tokenizer(config.model.name, config.data)
+    trained = read_metadata(first.folder).trained
+    if trained is not None and trained.chat_template is not None:
+        tokenizer = with_chat_template(tokenizer, trained.chat_template)
     if len(runs) > 1 and language_codes(tokenizer):
         _check_same_languages(runs)
     head_labels = labels[name] if kind.name in HEADS_WITH_LABELS else None
@@ -512,6 +522,8 @@ def _prompt_ids(loaded: LoadedRun | None, tokenizer: Any, prompt: str, is_encode
     if loaded is not None and loaded.kind.name == "generation":
         row = _encode(loaded, next(iter(loaded.runs)), {0: prompt})[0].rows[0]
         return list(row["input_ids"])
+    if loaded is not None and loaded.kind is CHAT and loaded.is_conversational:
+        return chat_prompt(tokenizer, [{"role": "user", "content": prompt}])
     if is_encoder_decoder:
         return list(tokenize(tokenizer, [prompt], names=[repr(prompt)])["input_ids"][0])
     ids = tokenize_prompts(tokenizer, [prompt])[0]

@@ -21,10 +21,12 @@ from ..runtime.attach import attach, load
 from ..runtime.linear import LinearBackend, optimize_linear
 from ..runtime.padding import padding_side
 from ..runtime.serialization import open_delta
+from ..templates import end_tokens, with_chat_template
 from . import activation_cache, checkpoints, distributed
 from . import setup as task_setup
 from .config import ModelSection, OptimSection, RunConfig
 from .data.columns import INPUT_TYPES, TASK_COLUMNS
+from .data.formats import COLUMN
 from .data.tag_schemes import PLAIN
 from .frozen_layers import FrozenLayers
 from .inference import SPLITS
@@ -38,6 +40,7 @@ from .series import run_series
 from .setup import ModelCache, TaskSetup, fit_lengths, length_limits, load_task_data, set_up_task
 from .tasks import token_cache
 from .tasks.base import Columns
+from .tasks.chat import CHAT, check_lengths, notes
 from .tasks.encoding import EncodedRows, LengthGroupedBatches, check_causal
 from .trainer import DeltaTrainer, ReportCallback, RunState, total_steps
 
@@ -259,6 +262,8 @@ def _prepare(
         raise DeltuneError(f"data {data.source} has no validation split, so neither patience nor metric can be used")
     limits = length_limits(config.data, config.generation, kind, data.labels)
     tokenizer = cache.tokenizer(config.model.name, config.data)
+    if kind is CHAT and config.generation.template is not None:
+        tokenizer = with_chat_template(tokenizer, config.generation.template)
     model = _base_model(config.model, setup, tokenizer, seed, cache)
     if kind.head == "causal-lm":
         check_causal(model)
@@ -273,6 +278,14 @@ def _prepare(
     tuned.delta().trained = {"max_length": limits.max_length, "takes_pairs": pairs}
     columns: dict[str, Columns] = {split: rows.to_dict() for split, rows in data.splits.items()}
     encoded = token_cache.encode_splits(kind, tokenizer, model, columns, limits, ("train",), data.fingerprint)
+    if kind is CHAT:
+        for split, rows_of in encoded.items():
+            check_lengths(rows_of, split, limits.max_length, config.data.max_cut)
+        chats = any('"messages"' in text for text in columns["train"][COLUMN])
+        tuned.delta().trained |= {
+            "chat_template": tokenizer.get_chat_template() if chats else None,
+            "end_tokens": list(end_tokens(tokenizer, model)),
+        }
     if not len(encoded["train"]):
         raise DeltuneError(f"data {data.source}: no text of train has two tokens, so there is none to predict")
     if sharded == "fsdp":
@@ -403,7 +416,7 @@ def _fit(state: RunState, arguments: TrainingArguments, bar: ProgressDisplay, ch
 def _log_start(state: RunState) -> None:
     """Log what was assumed of the data and of training, each with the option that changes it, and what is cut."""
     data, optim = state.config.data, state.config.optim
-    roles = " and ".join(role for role in state.data.columns if role in INPUT_TYPES)
+    roles = state.data.format or " and ".join(role for role in state.data.columns if role in INPUT_TYPES)
     labels = f" into {len(state.data.labels)} labels ({_listed(state.data.labels)})" if state.data.labels else ""
     assumed = ""
     if data.source is not None and data.task is None:
@@ -417,6 +430,8 @@ def _log_start(state: RunState) -> None:
         logger.info("columns: %s; --columns names others", pairs)
     if state.data.unread:
         logger.warning("not read: %s; --columns says which columns are", _listed(state.data.unread))
+    for line in state.data.notes:
+        logger.info("data: %s", line)
     if state.data.tag_scheme is not None:
         logger.info("tags: %s", _tags_line(state))
     sources = {DEFAULT: f", the default of the method for {state.total_steps:,} steps", AUTO: ", found by lr auto"}
@@ -428,6 +443,10 @@ def _log_start(state: RunState) -> None:
         f"{len(state.encoded['train']):,}", length, optim.rate, sources.get(optim.lr_source or "", ""),
     )  # fmt: skip
     for split, rows in state.encoded.items():
+        if state.kind is CHAT:
+            for line in notes(rows, split, state.limits.max_length):
+                logger.info("%s", line)
+            continue
         for cut, texts, option, tokens in (
             (rows.truncated, "inputs", "--max-length", state.limits.max_length),
             (rows.truncated_targets, "targets", "--target-length", state.limits.max_target_length),

@@ -1,0 +1,101 @@
+"""Conversations, answered prompts and texts as a task: a decoder learns the answers, or all tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...errors import DeltuneError, counted
+from ...templates import NAMED_TEMPLATES, target_end
+from ..data.conversations import Conversations
+from ..data.formats import COLUMN, plural
+from ..data.readers import file_error
+from .base import Columns, TaskKind, TaskOptions
+from .encoding import IGNORE_INDEX, EncodedRows, Row
+from .generation import predict_log_likelihoods
+
+
+def encode_chat(tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool) -> EncodedRows:
+    """Encode conversations; those longer than `max_length` tokens lose their end.
+
+    A conversation is one row, or a row for each answer; a row's `text_index` is the conversation that it is of.
+    """
+    texts = list(columns[COLUMN])
+    places = list(columns.get("place") or [f"row {i + 1}" for i in range(len(texts))])
+    if any('"messages"' in text for text in texts) and not getattr(tokenizer, "chat_template", None):
+        raise no_chat_template()
+    maker, problems = Conversations(tokenizer, target_end(tokenizer, model), options.loss_on), []  # type: ignore[var-annotated]
+    rows: list[Row] = []
+    truncated = truncated_tokens = trained_tokens = longest = 0
+    trained_rows: set[int] = set()
+    for row in maker.tokenize(texts, places, problems):
+        ids = row.ids[: options.max_length]
+        longest = max(longest, len(row.ids))
+        truncated += len(ids) < len(row.ids)
+        truncated_tokens += len(row.ids) - len(ids)
+        labels = [token if trained else IGNORE_INDEX for token, trained in zip(ids, row.trained, strict=False)]
+        predicted = sum(label != IGNORE_INDEX for label in labels[1:])  # nothing stands before the first token
+        trained_tokens += predicted
+        trained_rows |= {row.row} if predicted else set()
+        if ids:
+            mask = [1] * len(ids)
+            rows.append({"input_ids": ids, "attention_mask": mask, "labels": labels, "text_index": row.row})
+    if problems:
+        raise file_error("these rows cannot be made to tokens", problems)
+    return EncodedRows(
+        rows, truncated, len(texts), 0, truncated_tokens, len(texts) - len(trained_rows), trained_tokens, longest,
+        tuple(maker.notes()),
+    )  # fmt: skip
+
+
+def no_chat_template() -> DeltuneError:
+    """Return the error for conversations without a chat template."""
+    return DeltuneError(
+        "the tokenizer has no chat template, by which conversations become texts: choose one by --template: "
+        f"{', '.join(NAMED_TEMPLATES)}, or a file with a template in Jinja (.jinja)"
+    )
+
+
+def check_lengths(encoded: EncodedRows, split: str, max_length: int, max_cut: float) -> None:
+    """Refuse rows of which too many are cut, or all answers.
+
+    Raises:
+        DeltuneError: More than the share `max_cut` of the rows is cut, or no row has a token that is trained.
+    """
+    cut = (
+        f"{encoded.truncated:,} of {counted(len(encoded), 'row')} of {split} are longer than {max_length:,} tokens, "
+        f"and {counted(encoded.truncated_tokens, 'token')} of them would be cut"
+    )
+    todo = f"Give a greater length (--max-length), of which the longest row needs {encoded.longest:,} tokens"
+    if not encoded.trained_tokens:
+        if encoded.truncated:
+            raise DeltuneError(f"every answer is cut away: {cut}. {todo}")
+        raise DeltuneError(f"no row of {split} has a token that is trained")
+    if encoded.truncated > max_cut * len(encoded):
+        raise DeltuneError(
+            f"{cut}, more than the share of {max_cut:g} that may be (--max-cut). {todo}, or leave these rows out"
+        )
+
+
+def notes(encoded: EncodedRows, split: str, max_length: int) -> list[str]:
+    """Return what a user should know about the rows of a split: what is cut, and what is not trained."""
+    lines = list(encoded.notes)
+    if encoded.truncated:
+        lines.append(
+            f"{encoded.truncated:,} of {counted(len(encoded), 'row')} are cut to {max_length:,} tokens, by "
+            f"{counted(encoded.truncated_tokens, 'token')} in all (--max-length)"
+        )
+    if encoded.untrained:
+        lines.append(f"{plural(encoded.untrained, 'conversation')} without a token that is trained")
+    return [f"{split}: {line}" for line in lines]
+
+
+CHAT = TaskKind(
+    name="chat",
+    head="causal-lm",
+    default_metrics=("perplexity",),
+    metric_inputs=("log-likelihoods",),
+    encode=encode_chat,
+    predict=predict_log_likelihoods,
+    references=lambda columns, labels: [],
+    row_input=lambda columns, i: columns[COLUMN][i],
+)
