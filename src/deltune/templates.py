@@ -116,15 +116,21 @@ def _is_ordinary(tokenizer: Any, token: int) -> bool:
     return list(tokenizer(tokenizer.decode([token]), add_special_tokens=False)["input_ids"]) == [token]
 
 
-def chat_prompt(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> list[int]:
+def chat_prompt(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Any = None, template: str | None = None
+) -> list[int]:
     """Return the tokens of a conversation up to where the next answer begins; control tokens in questions are text.
+
+    The chat template is the one that is given, or else the tokenizer's.
 
     Raises:
         Exception: Whatever the chat template raises.
         DeltuneError: The tokenizer cannot read a control token as text.
     """
     broken, sentinel = break_control_tokens(special_tokens(tokenizer).values(), messages)
-    text = tokenizer.apply_chat_template(broken, tools=tools, tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(
+        broken, tools=tools, chat_template=template, tokenize=False, add_generation_prompt=True
+    )
     ids = [int(i) for i in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
     return without_sentinel(tokenizer, ids, sentinel, text.count(sentinel)) if sentinel else ids
 

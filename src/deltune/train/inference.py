@@ -449,7 +449,7 @@ def generate(
     loaded = load_run(source) if is_run(source) else None
     if loaded is not None and loaded.kind.head not in LANGUAGE_MODEL_HEADS:
         raise DeltuneError(f"{source} answers {loaded.kind.name} by a head and generates no text: deltune predict")
-    model, tokenizer = _language_model(str(source)) if loaded is None else (loaded.model, loaded.tokenizer)
+    model, tokenizer = language_model(str(source)) if loaded is None else (loaded.model, loaded.tokenizer)
     is_encoder_decoder = model.config.is_encoder_decoder
     encoded = [_prompt_ids(loaded, tokenizer, prompt, is_encoder_decoder) for prompt in prompts]
     if not is_encoder_decoder:
@@ -506,7 +506,7 @@ def _check_room(model: PreTrainedModel, prompt_tokens: Sequence[int], max_new_to
         raise error_from_problems(f"nothing was generated ({advice})", problems)
 
 
-def _language_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def language_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a language model as it is, with its tokenizer."""
     head = "seq2seq-lm" if load_config(name).is_encoder_decoder else "causal-lm"
     tokenizer = load_tokenizer(name)
@@ -712,7 +712,11 @@ def merge_run(run: str | Path, to: str | Path, *, dequantize: bool = False) -> P
 
 def export_run(run: str | Path, to: str | Path, format: str = "peft") -> Path:
     """Write a run's delta for another library; all or nothing."""
-    return attach.export(load_run(run).model, user_path(to, "to"), format)
+    loaded = load_run(run)
+    target = attach.export(loaded.model, user_path(to, "to"), format)
+    if loaded.is_conversational:  # whoever loads the adapter finds the template of its training beside it
+        loaded.tokenizer.save_pretrained(target)
+    return target
 
 
 def import_adapter(folder: str | Path, model: str, to: str | Path, kind: str | None = None) -> Tuned:

@@ -30,6 +30,7 @@ from .data.formats import COLUMN
 from .data.tag_schemes import PLAIN
 from .frozen_layers import FrozenLayers
 from .inference import SPLITS
+from .overview import balance, cut_notes, data_notes, example_text, label_counts, token_facts, token_line
 from .presets import AUTO, DEFAULT
 from .progress import ProgressDisplay
 from .rates import Slice, plan_search, search_rate, with_default_rate
@@ -40,7 +41,7 @@ from .series import run_series
 from .setup import ModelCache, TaskSetup, fit_lengths, length_limits, load_task_data, set_up_task
 from .tasks import token_cache
 from .tasks.base import Columns
-from .tasks.chat import CHAT, check_lengths, notes
+from .tasks.chat import CHAT, check_lengths
 from .tasks.encoding import EncodedRows, LengthGroupedBatches, check_causal
 from .trainer import DeltaTrainer, ReportCallback, RunState, total_steps
 
@@ -430,8 +431,10 @@ def _log_start(state: RunState) -> None:
         logger.info("columns: %s; --columns names others", pairs)
     if state.data.unread:
         logger.warning("not read: %s; --columns says which columns are", _listed(state.data.unread))
-    for line in state.data.notes:
+    for line in data_notes(state.data):
         logger.info("data: %s", line)
+    for split, counts in label_counts(state.data).items():
+        logger.info("labels of %s: %s", split, balance(counts))
     if state.data.tag_scheme is not None:
         logger.info("tags: %s", _tags_line(state))
     sources = {DEFAULT: f", the default of the method for {state.total_steps:,} steps", AUTO: ", found by lr auto"}
@@ -443,16 +446,10 @@ def _log_start(state: RunState) -> None:
         f"{len(state.encoded['train']):,}", length, optim.rate, sources.get(optim.lr_source or "", ""),
     )  # fmt: skip
     for split, rows in state.encoded.items():
-        if state.kind is CHAT:
-            for line in notes(rows, split, state.limits.max_length):
-                logger.info("%s", line)
-            continue
-        for cut, texts, option, tokens in (
-            (rows.truncated, "inputs", "--max-length", state.limits.max_length),
-            (rows.truncated_targets, "targets", "--target-length", state.limits.max_target_length),
-        ):
-            if cut:
-                logger.info("%d of %d %s %s are cut to %d tokens (%s)", cut, len(rows), split, texts, tokens, option)
+        logger.info("%s: %s", split, token_line(token_facts(rows)))
+        for line in cut_notes(state.kind, rows, split, state.limits):
+            logger.info("%s", line)
+    logger.info("example: %s", example_text(state.tokenizer, [state.encoded["train"].rows[0]]))
     state.run.log({"step": 0, "event": "start", **state.truncated})
 
 

@@ -232,6 +232,20 @@ FORMATS = (
 """The formats, the first that fits being that of a file."""
 
 
+def as_completions(preference: str) -> list[str]:
+    """Return a preference in the one form as conversations: each of its answers behind the prompt."""
+    row = json.loads(preference)
+    answers = [row[name] for name in ("chosen", "rejected", "completion") if name in row]
+    if "messages" in row:
+        return [preference]
+    if isinstance(row["prompt"], str):
+        values: list[Any] = [{"prompt": row["prompt"], "completion": answer} for answer in answers]
+    else:
+        before = [{**one, "weight": 0} for one in row["prompt"]]
+        values = [{"messages": [*before, *answer]} for answer in answers]
+    return [json.dumps(value, ensure_ascii=False) for value in values]
+
+
 # -- parts of rows
 
 

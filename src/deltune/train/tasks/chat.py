@@ -62,7 +62,7 @@ def check_lengths(encoded: EncodedRows, split: str, max_length: int, max_cut: fl
         DeltuneError: More than the share `max_cut` of the rows is cut, or no row has a token that is trained.
     """
     cut = (
-        f"{encoded.truncated:,} of {counted(len(encoded), 'row')} of {split} are longer than {max_length:,} tokens, "
+        f"{encoded.truncated:,} of {len(encoded):,} rows of {split} are longer than {max_length:,} tokens, "
         f"and {counted(encoded.truncated_tokens, 'token')} of them would be cut"
     )
     todo = f"Give a greater length (--max-length), of which the longest row needs {encoded.longest:,} tokens"
@@ -81,7 +81,7 @@ def notes(encoded: EncodedRows, split: str, max_length: int) -> list[str]:
     lines = list(encoded.notes)
     if encoded.truncated:
         lines.append(
-            f"{encoded.truncated:,} of {counted(len(encoded), 'row')} are cut to {max_length:,} tokens, by "
+            f"{encoded.truncated:,} of {len(encoded):,} rows are cut to {max_length:,} tokens, by "
             f"{counted(encoded.truncated_tokens, 'token')} in all (--max-length)"
         )
     if encoded.untrained:
