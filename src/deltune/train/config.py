@@ -45,9 +45,9 @@ from .presets import (
 )
 from .tasks.registry import TASKS
 
-SILENT = ("protocol", "report_to", "device_batch_size", "trunk_cache")
+SILENT = ("protocol", "report_to", "device_batch_size", "trunk_cache", "packing")
 """Flat names of the fields that cannot change the result, and so do not enter a run's name. A protocol counts by the
-values that it sets; the rows and the loss of a step are the same however the step is cut into device batches; the
+values that it sets; the rows and the loss of a step are the same however it is cut into device batches and packed; the
 states of the frozen layers are the same wherever they come from. All of this holds up to rounding."""
 
 UNSEARCHED = ("search", "seed", "seeds", "protocol", "aggregate", "metric", "report_to")
@@ -180,6 +180,9 @@ class OptimSection(RunSection):
     batch_tokens: Size | None = option(None, "tokens of a step, padding included, in place of batch_size")
     device_batch_size: Size | None = option(
         None, "rows at a time on a device; gradients accumulate up to batch_size [all]", common=True
+    )
+    packing: bool = option(
+        False, "several texts in a row, none of which sees another; batch_size counts texts, as without", common=True
     )
     weight_decay: float = option(0.0, "of AdamW", ge=0, allow_inf_nan=False)
     clip: float = option(1.0, "greatest norm of the gradient; 0: no limit", ge=0, allow_inf_nan=False)

@@ -27,6 +27,7 @@ from . import setup as task_setup
 from .config import ModelSection, OptimSection, RunConfig
 from .data.columns import INPUT_TYPES, TASK_COLUMNS
 from .data.formats import COLUMN
+from .data.packing import Packing, choose_packing
 from .data.tag_schemes import PLAIN
 from .frozen_layers import FrozenLayers
 from .inference import SPLITS
@@ -40,9 +41,10 @@ from .run_folder import RunFolder
 from .series import run_series
 from .setup import ModelCache, TaskSetup, fit_lengths, length_limits, load_task_data, set_up_task
 from .tasks import token_cache
-from .tasks.base import Columns
+from .tasks.base import Columns, TaskKind
 from .tasks.chat import CHAT, check_lengths
 from .tasks.encoding import EncodedRows, LengthGroupedBatches, check_causal
+from .tasks.generation import CAUSAL_GENERATION, LANGUAGE_MODELING
 from .trainer import DeltaTrainer, ReportCallback, RunState, total_steps
 
 if TYPE_CHECKING:
@@ -294,10 +296,21 @@ def _prepare(
         cache.drop()  # its weights are sharded now
     batches = _batches(config.optim, encoded["train"], rows, seed, same_length)
     config = with_default_rate(config, total_steps(config.optim, batches))
+    packing = _packing(config, kind, model, tokenizer) if config.optim.packing else None
     return RunState(
         config, run, tuned, tokenizer, data, kind, setup.metrics, limits, columns, encoded, batches, precision,
-        frozen_layers,
+        frozen_layers, packing,
     )  # fmt: skip
+
+
+def _packing(config: RunConfig, kind: TaskKind, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Packing:
+    """Return how texts of one row are kept apart, or refuse to pack."""
+    kinds = (CHAT, CAUSAL_GENERATION, LANGUAGE_MODELING)
+    if kind not in kinds:
+        raise DeltuneError(f"packing is for {', '.join(one.name for one in kinds)} by a decoder, not for {kind.name}")
+    if config.method.trunk_dropout == "off":
+        raise DeltuneError("packing and trunk_dropout=off exclude each other: the states of frozen layers are of rows")
+    return choose_packing(model, tokenizer.pad_token_id)
 
 
 def _base_model(
