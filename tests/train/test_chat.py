@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+import deltune
 import deltune.serve
 import tiny
 from deltune.errors import DeltuneError
@@ -23,6 +25,7 @@ from deltune.train.config import RunConfig
 from deltune.train.inference import export_run, generate, load_run, merge_run
 from deltune.train.run import train
 from deltune.train.run_folder import RunFolder
+from deltune.train.tasks.chat import untrained_tokens
 from test_templates import END, TURN, byte_tokenizer, chain
 
 TEMPLATE = (
@@ -91,6 +94,19 @@ def test_control_tokens_in_a_question_are_text_in_use_too() -> None:
     tokenizer = with_chat_template(byte_tokenizer(eos_token="<|end|>"), TEMPLATE)
     ids = chat_prompt(tokenizer, [{"role": "user", "content": "a<|im_end|>b"}])
     assert tokenizer.decode(ids) == "ua<|im_end|>b<|im_end|>a" and ids.count(TURN) == 1
+
+
+def test_tokens_that_the_base_never_trained_are_named(base: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(base / "model")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[TURN] = 0
+    tokenizer, rows = byte_tokenizer(), [{"input_ids": [TURN, END, 9]}]
+    for method, expected in (
+        ("lora", {TURN: "<|im_end|>"}), (f"lora + trainable_tokens(tokens=({TURN},))", {}), ("full", {}),
+    ):  # fmt: skip
+        tuned = deltune.attach(model, method)
+        assert untrained_tokens(tuned, tokenizer, rows) == expected
+        tuned.detach()
 
 
 @pytest.mark.parametrize("name", NAMED_TEMPLATES)

@@ -17,6 +17,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 import tiny
 from deltune.anatomy.tracing import meta_model
 from deltune.errors import DeltuneError
+from deltune.train.config import RunConfig
 from deltune.train.data.loading import load_data
 from deltune.train.tasks.base import TaskOptions
 from deltune.train.tasks.chat import check_lengths, encode_chat, notes
@@ -373,3 +374,26 @@ def test_pairs_that_are_equal_are_named(tmp_path: Path) -> None:
     assert "row 2: chosen equals rejected" in data.notes
     with pytest.raises(DeltuneError, match="chosen equals rejected in all rows"):
         load_data(str(tiny.lines(tmp_path / "all.jsonl", [equal])))
+
+
+def test_a_mixture_has_its_shares_by_the_seed(tmp_path: Path) -> None:
+    tiny.lines(tmp_path / "a.jsonl", [{"prompt": f"a{i}", "completion": "x"} for i in range(60)])
+    tiny.lines(tmp_path / "b" / "train.jsonl", [m(u(f"b{i}"), a("y")) for i in range(20)])
+    tiny.lines(tmp_path / "b" / "test.jsonl", [m(u("c"), a("y"))])
+    source = f"{tmp_path / 'a.jsonl'}=.5,{tmp_path / 'b'}=0.5"
+    data = load_data(source)
+    rows = data.splits["train"]["conversation"]
+    assert [sum('"prompt"' in row for row in rows), len(rows), len(set(rows)), len(data.splits["test"])] == [
+        40,
+        80,
+        60,
+        1,
+    ]
+    assert data.notes[0] == f"40 rows of an epoch are from the 60 of {tmp_path / 'a.jsonl'}"
+    assert load_data(source).fingerprint == data.fingerprint != load_data(source, seed=1).fingerprint
+    assert len(load_data(source, max_rows={"train": 10}).splits["train"]) == 10
+    config = RunConfig.from_flat(model="minilm", data=source, method="lora")
+    assert RunConfig.from_flat(**config.flat()) == config and config.data.source == source.replace("=.5", "=0.5")
+    tiny.data(tmp_path / "c")
+    with pytest.raises(DeltuneError, match="is classification"):
+        load_data(f"{tmp_path / 'b'}=1,{tmp_path / 'c'}=1")

@@ -32,6 +32,7 @@ from ..methods.spec import explicit_expression
 from ..models import Quantization
 from ..runtime.linear import LinearBackend
 from .data.columns import TASK_COLUMNS, LossOn
+from .data.loading import mixture
 from .metrics.registry import METRICS, option_problems
 from .presets import (
     AUTO,
@@ -79,6 +80,8 @@ class RunSection(Section):
     def _make_absolute(cls, value: str | None) -> str | None:
         if value is None or value == "minilm":
             return value
+        if weights := mixture(value):
+            return ",".join(f"{cls._make_absolute(name)}={weight:g}" for name, weight in weights.items())
         try:
             path = user_path(value)
         except DeltuneError as error:
@@ -103,7 +106,10 @@ class DataSection(RunSection):
     """The rows that are read, and how long their texts may be."""
 
     source: str | None = option(
-        None, "folder with train, validation and test files, or a hub id", common=True, min_length=1
+        None,
+        "folder with train, validation and test files, a file, or a hub id; of several A=.7, repeatable",
+        common=True,
+        min_length=1,
     )
     task: str | None = option(
         None, "known task (`deltune tasks`); beside --data its kind of task: tagging, language, …", common=True

@@ -42,7 +42,7 @@ from .series import run_series
 from .setup import ModelCache, TaskSetup, fit_lengths, length_limits, load_task_data, set_up_task
 from .tasks import token_cache
 from .tasks.base import Columns, TaskKind
-from .tasks.chat import CHAT, check_lengths
+from .tasks.chat import CHAT, check_lengths, untrained_tokens
 from .tasks.encoding import EncodedRows, LengthGroupedBatches, check_causal
 from .tasks.generation import CAUSAL_GENERATION, LANGUAGE_MODELING
 from .trainer import DeltaTrainer, ReportCallback, RunState, total_steps
@@ -462,6 +462,13 @@ def _log_start(state: RunState) -> None:
         logger.info("%s: %s", split, token_line(token_facts(rows)))
         for line in cut_notes(state.kind, rows, split, state.limits):
             logger.info("%s", line)
+    sample = state.encoded["train"].rows[:200]
+    if state.kind is CHAT and (tokens := untrained_tokens(state.tuned, state.tokenizer, sample)):
+        logger.warning(
+            "%s: the base never trained the embeddings of these tokens, and %s leaves them as they are; add "
+            "+ trainable_tokens(tokens=%s)",
+            ", ".join(tokens.values()), state.config.method.expression, tuple(tokens),
+        )  # fmt: skip
     logger.info("example: %s", example_text(state.tokenizer, [state.encoded["train"].rows[0]]))
     state.run.log({"step": 0, "event": "start", **state.truncated})
 

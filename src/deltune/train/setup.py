@@ -386,7 +386,8 @@ class ModelCache:
 
     def data(self, source: str, columns: Any, labels: Any, samples: Any, seed: int, **options: Any) -> TaskData:
         """Return a data set, as `data.loading.load_data` does with the same arguments."""
-        key = repr((source, columns, labels, samples, seed if samples else None, options))
+        drawn = seed if samples or loading.mixture(source) else None
+        key = repr((source, columns, labels, samples, drawn, options))
         if key not in self._data:
             self.read["data"] += 1
             self._data[key] = loading.load_data(source, columns, labels, samples, seed, **options)

@@ -217,7 +217,8 @@ def load_data(
     Args:
         source: A folder of train, validation and test files (.jsonl, .json, .csv, .txt, .conll, .bio, also with .gz, or
             .parquet), one such file, which is the train split, or without training the test split, or a hub id, which
-            may name a revision and a configuration: OWNER/NAME@REVISION:CONFIGURATION.
+            may name a revision and a configuration: OWNER/NAME@REVISION:CONFIGURATION. Or a mixture of these, such as
+            "A=0.7,B=0.3": an epoch has as many rows as all of them, in these shares.
         columns: The columns, as {"text": …, "pair": …, "label": …} or in the order of the kind's roles. Default: those
             of meta.json, else those that have usual names.
         labels: Names of the labels in the order of their ids. Default: `label_names` of meta.json, else the labels of
@@ -235,6 +236,14 @@ def load_data(
     Raises:
         DeltuneError: Something is wrong with the source or its rows; one error lists all, with file and line.
     """
+    if weights := mixture(source):
+        parts = {
+            name: load_data(
+                name, columns, labels, training=training, kind=kind, tag_scheme=tag_scheme, iob2_labels=iob2_labels
+            )
+            for name in weights
+        }
+        return _mixed(source, parts, weights, max_rows or {}, seed)
     problems: list[str] = []
     for split, count in (max_rows or {}).items():
         if count < 1:
@@ -337,6 +346,55 @@ def _load_conversations(
     return _task_data(
         source, splits, max_rows, seed, columns=columns, kind=form.kind, unread=unread, format=form.name,
         notes=tuple(notes),
+    )  # fmt: skip
+
+
+def mixture(source: str) -> dict[str, float]:
+    """Return the weights of a mixture, by source; nothing for a single source."""
+    parts = [re.fullmatch(r"\s*(.+)=(\d+\.?\d*|\.\d+)\s*", part) for part in source.split(",")]
+    return {part[1]: float(part[2]) for part in parts if part} if len(parts) > 1 and all(parts) else {}
+
+
+def _mixed(
+    source: str, parts: Mapping[str, TaskData], weights: Mapping[str, float], max_rows: Mapping[str, int], seed: int
+) -> TaskData:
+    """Join data sets: of train the shares that the weights say, repeated or drawn, of other splits all rows."""
+    from datasets import concatenate_datasets
+
+    first = next(iter(parts.values()))
+    problems = [
+        f"{n} is {p.kind}, and {first.source} is {first.kind}" for n, p in parts.items() if p.kind != first.kind
+    ]
+    problems += [f"{n} has other labels than {first.source}" for n, p in parts.items() if p.labels != first.labels]
+    problems += [] if sum(weights.values()) else ["all weights are 0"]
+    if problems:
+        raise file_error(f"data {source}", problems)
+    rows_of_train = sum(len(part.splits.get("train", ())) for part in parts.values())
+    total = min(rows_of_train, max_rows.get("train", rows_of_train))
+    splits: dict[str, list[Dataset]] = {}
+    notes: list[str] = []
+    for name, part in parts.items():
+        for split, rows in part.splits.items():
+            if split == "train":
+                count, numbers = round(total * weights[name] / sum(weights.values())), range(len(rows))
+                again, rest = divmod(count, len(rows))
+                drawn = sorted(random.Random(f"{seed} {name}").sample(numbers, rest))
+                rows = rows.select([*(again * list(numbers)), *drawn])
+                notes.append(f"{count:,} rows of an epoch are from the {len(numbers):,} of {name}")
+            splits.setdefault(split, []).append(rows)
+        notes += [f"{name}: {note}" for note in part.notes]
+    joined: dict[str, Dataset] = {}
+    for split, some in splits.items():
+        rows = concatenate_datasets(some)
+        rows = rows.remove_columns("id").add_column("id", [f"{split}-{i + 1}" for i in range(len(rows))])
+        if split != "train" and len(rows) > max_rows.get(split, len(rows)):
+            rows = rows.select(sorted(random.Random(0).sample(range(len(rows)), max_rows[split])))
+        joined[split] = rows
+    chosen = [[weights[name], *part.digests.items()] for name, part in parts.items()]
+    digests = {split: _digest([split, len(rows), seed, chosen])[:16] for split, rows in joined.items()}
+    return replace(
+        first, splits=joined, source=source, fingerprint=_digest([first.labels, digests]), digests=digests,
+        format=" and ".join(dict.fromkeys(part.format for part in parts.values())), notes=tuple(notes),
     )  # fmt: skip
 
 

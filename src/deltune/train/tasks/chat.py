@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from ...errors import DeltuneError, counted
-from ...templates import NAMED_TEMPLATES, target_end
+from ...methods.masks import RowMask
+from ...runtime.handle import Tuned
+from ...runtime.serialization import word_embeddings
+from ...templates import NAMED_TEMPLATES, special_tokens, target_end
 from ..data.conversations import Conversations
 from ..data.formats import COLUMN, plural
 from ..data.readers import file_error
@@ -74,6 +80,23 @@ def check_lengths(encoded: EncodedRows, split: str, max_length: int, max_cut: fl
         raise DeltuneError(
             f"{cut}, more than the share of {max_cut:g} that may be (--max-cut). {todo}, or leave these rows out"
         )
+
+
+def untrained_tokens(tuned: Tuned, tokenizer: Any, rows: Sequence[Row]) -> dict[int, str]:
+    """Return the control tokens of rows whose embeddings the base never trained, and which the method leaves alone.
+
+    Such a row of the table is zero, or is there several times.
+    """
+    delta = tuned.delta()
+    tables = {tensor.name for tensor in word_embeddings(tuned.anatomy)}
+    chosen = {row for _, mask in delta.planned.masked if isinstance(mask, RowMask) for row in mask.rows}
+    if not chosen and tables & {*delta.owned_tensors}:
+        return {}
+    special = special_tokens(tokenizer)
+    used = sorted({token for row in rows for token in row["input_ids"] if token in special} - chosen)
+    table: torch.Tensor = tuned.model.get_input_embeddings().weight.detach().float()
+    least = 1e-3 * table.norm(dim=1).median()
+    return {t: special[t] for t in used if table[t].norm() < least or (table == table[t]).all(1).sum() > 1}
 
 
 def notes(encoded: EncodedRows, split: str, max_length: int) -> list[str]:
