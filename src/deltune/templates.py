@@ -185,11 +185,11 @@ class NamedTemplate:
 
 
 NAMED_TEMPLATES = {
-    "roles": NamedTemplate(
+    "roles": NamedTemplate(  # a line end behind a name, since many tokenizers join a blank and the next word
         "{{ bos_token }}{% for message in messages %}"
-        "{{ {'system': 'System', 'user': 'User', 'assistant': 'Assistant', 'tool': 'Tool'}[message['role']] }}: "
-        "{{ message['content'] }}{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}"
-        "{% endfor %}{% if add_generation_prompt %}Assistant: {% endif %}"
+        "{{ {'system': 'System', 'user': 'User', 'assistant': 'Assistant', 'tool': 'Tool'}[message['role']] }}:"
+        "{{ '\n' }}{{ message['content'] }}{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}Assistant:{{ '\n' }}{% endif %}"
     ),
     "alpaca": NamedTemplate(
         "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'assistant' %}### Response:\n"

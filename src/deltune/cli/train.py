@@ -328,8 +328,10 @@ def _parse_settings(settings: list[str]) -> dict[str, Any]:
     return {name: _parse_value(DOTTED.get(name, name), value) for name, value in values.items()}
 
 
-def _parse_value(name: str, text: str) -> Any:
+def _parse_value(name: str, text: str | bool) -> Any:
     """Return the value of an option: null is none, lists and mappings are YAML, anything else is checked as text."""
+    if isinstance(text, bool):
+        return text
     from ..config import parse_yaml
     from ..train.config import PLACES, SECTIONS
 

@@ -318,6 +318,10 @@ def evaluate(
         if config.data.source is not None:
             raise DeltuneError(f"{run} was trained on {config.data.source}, which is no known task; give --data")
         config = config.replace(data_root=data_root)
+    if data is None and other is None and config.data.source is not None and Path(config.data.source).is_file():
+        raise DeltuneError(
+            f"{run} was trained on the file {config.data.source} alone, and has no other split; give --data"
+        )
     loaded = load_run(run)
     if data is not None:  # it is laid out as the run's own, unless it says otherwise
         chosen = columns or config.data.columns or folder.data.columns or None

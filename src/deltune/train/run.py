@@ -42,7 +42,7 @@ from .series import run_series
 from .setup import ModelCache, TaskSetup, fit_lengths, length_limits, load_task_data, set_up_task
 from .tasks import token_cache
 from .tasks.base import Columns, TaskKind
-from .tasks.chat import CHAT, check_lengths, untrained_tokens
+from .tasks.chat import CHAT, check_lengths, check_template, untrained_tokens
 from .tasks.encoding import EncodedRows, LengthGroupedBatches, check_causal
 from .tasks.generation import CAUSAL_GENERATION, LANGUAGE_MODELING
 from .trainer import DeltaTrainer, ReportCallback, RunState, total_steps
@@ -267,6 +267,8 @@ def _prepare(
     tokenizer = cache.tokenizer(config.model.name, config.data)
     if kind is CHAT and config.generation.template is not None:
         tokenizer = with_chat_template(tokenizer, config.generation.template)
+    if kind is CHAT:  # before the model is loaded
+        check_template(tokenizer, data.splits["train"][COLUMN])
     model = _base_model(config.model, setup, tokenizer, seed, cache)
     if kind.head == "causal-lm":
         check_causal(model)

@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ...errors import DeltuneError, error_summary, excerpt
+from ...errors import DeltuneError, error_summary
 from ...templates import (
     Tokens,
     break_control_tokens,
@@ -241,11 +241,9 @@ class Conversations:
             return len(beginning)
         same = next(i for i, (a, b) in enumerate(zip([*beginning, None], [*ids, None], strict=False)) if a != b)
         token = self.tokenizer.decode(ids[same : same + 1])
-        around = text.text[max(0, point - 20) : point], text.text[point : point + 20]
-        raise DeltuneError(
-            f"the token {token!r} belongs to both sides of the place where what is trained begins or ends, between "
-            f"{excerpt(around[0])} and {excerpt(around[1])}; move a blank or a line end across it"
-        )
+        self.counts["shared"] += 1
+        before, after = text.text[max(0, point - 12) : point], text.text[point : point + 12]
+        raise DeltuneError(f"the token {token!r} belongs to both sides of {before!r} | {after!r}")
 
     def _answer_stop(self, ids: list[int], start: int, stop: int) -> int:
         """Return where an answer ends: behind its last control token, if only white space follows that."""

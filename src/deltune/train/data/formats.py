@@ -246,6 +246,14 @@ def as_completions(preference: str) -> list[str]:
     return [json.dumps(value, ensure_ascii=False) for value in values]
 
 
+def readable(text: str) -> str:
+    """Return a row in the one form as a text that people read."""
+    row = json.loads(text)
+    if "messages" in row:
+        return "\n".join(f"{one['role']}: {one['content']}" for one in row["messages"])
+    return str(row["text"] if "text" in row else row["prompt"] + row["completion"])
+
+
 # -- parts of rows
 
 

@@ -239,10 +239,11 @@ def load_data(
     if weights := mixture(source):
         parts = {
             name: load_data(
-                name, columns, labels, training=training, kind=kind, tag_scheme=tag_scheme, iob2_labels=iob2_labels
+                name, columns, labels, training=training or user_path(name, "data").is_file(), kind=kind,
+                tag_scheme=tag_scheme, iob2_labels=iob2_labels,
             )
             for name in weights
-        }
+        }  # fmt: skip
         return _mixed(source, parts, weights, max_rows or {}, seed)
     problems: list[str] = []
     for split, count in (max_rows or {}).items():
@@ -351,7 +352,7 @@ def _load_conversations(
 
 def mixture(source: str) -> dict[str, float]:
     """Return the weights of a mixture, by source; nothing for a single source."""
-    parts = [re.fullmatch(r"\s*(.+)=(\d+\.?\d*|\.\d+)\s*", part) for part in source.split(",")]
+    parts = [re.fullmatch(r"\s*(.+)=(\d+\.?\d*|\.\d+)\s*", part) for part in str(source).split(",")]
     return {part[1]: float(part[2]) for part in parts if part} if len(parts) > 1 and all(parts) else {}
 
 
@@ -359,8 +360,6 @@ def _mixed(
     source: str, parts: Mapping[str, TaskData], weights: Mapping[str, float], max_rows: Mapping[str, int], seed: int
 ) -> TaskData:
     """Join data sets: of train the shares that the weights say, repeated or drawn, of other splits all rows."""
-    from datasets import concatenate_datasets
-
     first = next(iter(parts.values()))
     problems = [
         f"{n} is {p.kind}, and {first.source} is {first.kind}" for n, p in parts.items() if p.kind != first.kind
@@ -371,30 +370,27 @@ def _mixed(
         raise file_error(f"data {source}", problems)
     rows_of_train = sum(len(part.splits.get("train", ())) for part in parts.values())
     total = min(rows_of_train, max_rows.get("train", rows_of_train))
-    splits: dict[str, list[Dataset]] = {}
+    splits: dict[str, dict[str, list]] = {}
     notes: list[str] = []
     for name, part in parts.items():
         for split, rows in part.splits.items():
+            columns, chosen = rows.to_dict(), list(range(len(rows)))
             if split == "train":
-                count, numbers = round(total * weights[name] / sum(weights.values())), range(len(rows))
+                count = round(total * weights[name] / sum(weights.values()))
                 again, rest = divmod(count, len(rows))
-                drawn = sorted(random.Random(f"{seed} {name}").sample(numbers, rest))
-                rows = rows.select([*(again * list(numbers)), *drawn])
-                notes.append(f"{count:,} rows of an epoch are from the {len(numbers):,} of {name}")
-            splits.setdefault(split, []).append(rows)
+                chosen = again * chosen + sorted(random.Random(f"{seed} {name}").sample(chosen, rest))
+                notes.append(f"{count:,} rows of an epoch are from the {len(rows):,} of {name}")
+            joined = splits.setdefault(split, {role: [] for role in columns})
+            for role, values in joined.items():
+                values += [columns[role][i] for i in chosen]
         notes += [f"{name}: {note}" for note in part.notes]
-    joined: dict[str, Dataset] = {}
-    for split, some in splits.items():
-        rows = concatenate_datasets(some)
-        rows = rows.remove_columns("id").add_column("id", [f"{split}-{i + 1}" for i in range(len(rows))])
-        if split != "train" and len(rows) > max_rows.get(split, len(rows)):
-            rows = rows.select(sorted(random.Random(0).sample(range(len(rows)), max_rows[split])))
-        joined[split] = rows
-    chosen = [[weights[name], *part.digests.items()] for name, part in parts.items()]
-    digests = {split: _digest([split, len(rows), seed, chosen])[:16] for split, rows in joined.items()}
-    return replace(
-        first, splits=joined, source=source, fingerprint=_digest([first.labels, digests]), digests=digests,
-        format=" and ".join(dict.fromkeys(part.format for part in parts.values())), notes=tuple(notes),
+    for split, columns in splits.items():
+        columns["id"] = [f"{split}-{i + 1}" for i in range(len(columns["id"]))]
+    samples = {split: count for split, count in max_rows.items() if split != "train"}
+    form = " and ".join(dict.fromkeys(part.format for part in parts.values()))
+    return _task_data(
+        source, splits, samples, seed, labels=first.labels, columns=first.columns, kind=first.kind,
+        tag_scheme=first.tag_scheme, unread=first.unread, format=form, notes=tuple(notes),
     )  # fmt: skip
 
 

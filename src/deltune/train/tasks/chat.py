@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from ...errors import DeltuneError, counted
 from ...methods.masks import RowMask
 from ...runtime.handle import Tuned
 from ...runtime.serialization import word_embeddings
 from ...templates import NAMED_TEMPLATES, special_tokens, target_end
 from ..data.conversations import Conversations
-from ..data.formats import COLUMN, plural
+from ..data.formats import COLUMN, plural, readable
 from ..data.readers import file_error
 from .base import Columns, TaskKind, TaskOptions
 from .encoding import IGNORE_INDEX, EncodedRows, Row
@@ -27,8 +25,7 @@ def encode_chat(tokenizer: Any, model: Any, columns: Columns, options: TaskOptio
     """
     texts = list(columns[COLUMN])
     places = list(columns.get("place") or [f"row {i + 1}" for i in range(len(texts))])
-    if any('"messages"' in text for text in texts) and not getattr(tokenizer, "chat_template", None):
-        raise no_chat_template()
+    check_template(tokenizer, texts)
     maker, problems = Conversations(tokenizer, target_end(tokenizer, model), options.loss_on), []  # type: ignore[var-annotated]
     rows: list[Row] = []
     truncated = truncated_tokens = trained_tokens = longest = 0
@@ -46,11 +43,21 @@ def encode_chat(tokenizer: Any, model: Any, columns: Columns, options: TaskOptio
             mask = [1] * len(ids)
             rows.append({"input_ids": ids, "attention_mask": mask, "labels": labels, "text_index": row.row})
     if problems:
-        raise file_error("these rows cannot be made to tokens", problems)
+        shared = (
+            "; what is trained must not share a token with what is not: move a blank or a line end to the other side"
+        )
+        title = "these rows cannot be made to tokens" + (shared if maker.counts["shared"] else "")
+        raise file_error(title, problems)
     return EncodedRows(
         rows, truncated, len(texts), 0, truncated_tokens, len(texts) - len(trained_rows), trained_tokens, longest,
         tuple(maker.notes()),
     )  # fmt: skip
+
+
+def check_template(tokenizer: Any, texts: Sequence[str]) -> None:
+    """Check that a tokenizer has a chat template where texts in the one form are conversations."""
+    if any('"messages"' in text for text in texts) and not getattr(tokenizer, "chat_template", None):
+        raise no_chat_template()
 
 
 def no_chat_template() -> DeltuneError:
@@ -85,7 +92,8 @@ def check_lengths(encoded: EncodedRows, split: str, max_length: int, max_cut: fl
 def untrained_tokens(tuned: Tuned, tokenizer: Any, rows: Sequence[Row]) -> dict[int, str]:
     """Return the control tokens of rows whose embeddings the base never trained, and which the method leaves alone.
 
-    Such a row of the table is zero, or is there several times.
+    Such a row of the table is zero, or nearly the same as another: what only weight decay moved, such as the unused
+    tokens of a base model. Without a row of its own a token cannot be told from others.
     """
     delta = tuned.delta()
     tables = {tensor.name for tensor in word_embeddings(tuned.anatomy)}
@@ -94,9 +102,15 @@ def untrained_tokens(tuned: Tuned, tokenizer: Any, rows: Sequence[Row]) -> dict[
         return {}
     special = special_tokens(tokenizer)
     used = sorted({token for row in rows for token in row["input_ids"] if token in special} - chosen)
-    table: torch.Tensor = tuned.model.get_input_embeddings().weight.detach().float()
-    least = 1e-3 * table.norm(dim=1).median()
-    return {t: special[t] for t in used if table[t].norm() < least or (table == table[t]).all(1).sum() > 1}
+    embeddings: Any = tuned.model.get_input_embeddings()
+    table = embeddings.weight.detach().float()
+    norms = table.norm(dim=1)
+
+    def is_untrained(token: int) -> bool:
+        alike = (table - table[token]).norm(dim=1) < 0.02 * norms[token]
+        return bool(norms[token] < 1e-3 * norms.median() or alike.sum() > 1)
+
+    return {token: special[token] for token in used if is_untrained(token)}
 
 
 def notes(encoded: EncodedRows, split: str, max_length: int) -> list[str]:
@@ -120,5 +134,5 @@ CHAT = TaskKind(
     encode=encode_chat,
     predict=predict_log_likelihoods,
     references=lambda columns, labels: [],
-    row_input=lambda columns, i: columns[COLUMN][i],
+    row_input=lambda columns, i: readable(columns[COLUMN][i]),
 )
