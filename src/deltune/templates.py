@@ -6,9 +6,15 @@ each target, and an answer ends at any of the tokens by which tokenizer, model o
 
 from __future__ import annotations
 
+import copy
+import re
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from .errors import DeltuneError, error_summary, unknown_name
+from .files import user_path
 
 Tokens = tuple[int, ...]
 
@@ -108,3 +114,132 @@ def _is_ordinary(tokenizer: Any, token: int) -> bool:
     if token in special_tokens(tokenizer):
         return False
     return list(tokenizer(tokenizer.decode([token]), add_special_tokens=False)["input_ids"]) == [token]
+
+
+def chat_prompt(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Any = None, template: str | None = None
+) -> list[int]:
+    """Return the tokens of a conversation up to where the next answer begins; control tokens in questions are text.
+
+    The chat template is the one that is given, or else the tokenizer's.
+
+    Raises:
+        Exception: Whatever the chat template raises.
+        DeltuneError: The tokenizer cannot read a control token as text.
+    """
+    broken, sentinel = break_control_tokens(special_tokens(tokenizer).values(), messages)
+    text = tokenizer.apply_chat_template(
+        broken, tools=tools, chat_template=template, tokenize=False, add_generation_prompt=True
+    )
+    ids = [int(i) for i in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
+    return without_sentinel(tokenizer, ids, sentinel, text.count(sentinel)) if sentinel else ids
+
+
+def has_control_tokens(names: Iterable[str], text: str) -> bool:
+    """Return whether a text contains the text of a control token."""
+    return any(name in text for name in names)
+
+
+def break_control_tokens(
+    names: Iterable[str], messages: Sequence[Mapping[str, Any]]
+) -> tuple[list[Mapping[str, Any]], str]:
+    """Break up the texts of control tokens in all messages but answers, by a letter that the messages do not have.
+
+    Returns:
+        The messages, and the letter, which is to be taken out of the tokens again (`without_sentinel`); "" without any.
+    """
+    pattern = re.compile("|".join(sorted(map(re.escape, names), key=len, reverse=True)) or "(?!)")
+    is_broken = [one["role"] != "assistant" and pattern.search(str(one["content"])) for one in messages]
+    if not any(is_broken):
+        return list(messages), ""
+    letters = str([one["content"] for one in messages])
+    sentinel = next(letter for letter in map(chr, range(0xE000, 0xF8FF)) if letter not in letters)
+    broken = [
+        {**one, "content": pattern.sub(lambda m: m[0][0] + sentinel + m[0][1:], one["content"])} if breaks else one
+        for one, breaks in zip(messages, is_broken, strict=True)
+    ]
+    return broken, sentinel
+
+
+def without_sentinel(tokenizer: Any, ids: Sequence[int], sentinel: str, count: int) -> list[int]:
+    """Return tokens without those of a letter that stood so often in their text."""
+    alone, between = (list(row) for row in tokenizer(["a", f"a{sentinel}a"], add_special_tokens=False)["input_ids"])
+    letter = between[len(alone) : len(between) - 1]
+    kept: list[int] = []
+    for token in ids:
+        kept.append(int(token))
+        if kept[-len(letter) :] == letter:
+            del kept[-len(letter) :]
+            count -= 1
+    if count or not letter:
+        raise DeltuneError("a question contains control tokens, which this tokenizer cannot read as text")
+    return kept
+
+
+@dataclass(frozen=True)
+class NamedTemplate:
+    """A chat template for models whose tokenizer has none, and the tokens that it needs; "eos" is the tokenizer's."""
+
+    text: str
+    needs: tuple[str, ...] = ("eos",)
+
+
+NAMED_TEMPLATES = {
+    "roles": NamedTemplate(  # a line end behind a name, since many tokenizers join a blank and the next word
+        "{{ bos_token }}{% for message in messages %}"
+        "{{ {'system': 'System', 'user': 'User', 'assistant': 'Assistant', 'tool': 'Tool'}[message['role']] }}:"
+        "{{ '\n' }}{{ message['content'] }}{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}Assistant:{{ '\n' }}{% endif %}"
+    ),
+    "alpaca": NamedTemplate(
+        "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'assistant' %}### Response:\n"
+        "{{ message['content'] }}{{ eos_token }}{% elif message['role'] == 'user' %}### Instruction:\n"
+        "{{ message['content'] }}{% else %}{{ message['content'] }}{% endif %}{{ '\n\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}### Response:\n{% endif %}"
+    ),
+    "zephyr": NamedTemplate(
+        "{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}{{ eos_token }}{{ '\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    ),
+    "chatml": NamedTemplate(
+        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>{{ '\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        ("<|im_start|>", "<|im_end|>"),
+    ),
+}
+"""Name -> chat template."""
+
+
+def with_chat_template(tokenizer: Any, template: str) -> Any:
+    """Return a copy of a tokenizer with a chat template: a named one, a file that ends with .jinja, or its text.
+
+    Raises:
+        DeltuneError: There is no such template, or the tokenizer lacks the tokens that it needs.
+    """
+    if template in NAMED_TEMPLATES:
+        fitting = [name for name, one in NAMED_TEMPLATES.items() if not _missing_tokens(tokenizer, one)]
+        if missing := _missing_tokens(tokenizer, NAMED_TEMPLATES[template]):
+            raise DeltuneError(
+                f"template {template} needs the tokens {', '.join(missing)}, which the tokenizer does not have, so "
+                f"that no answer would end; it has those of {', '.join(fitting) or 'no named template'}"
+            )
+        template = NAMED_TEMPLATES[template].text
+    elif template.endswith(".jinja"):
+        path = user_path(template, "template")
+        try:
+            template = path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise DeltuneError(f"template {path} cannot be read: {error_summary(error)}") from error
+    elif "{%" not in template and "{{" not in template:
+        raise DeltuneError(
+            unknown_name("chat template", template, NAMED_TEMPLATES, hint="Or give a file with one in Jinja (.jinja).")
+        )
+    copied = copy.deepcopy(tokenizer)
+    copied.chat_template = template
+    return copied
+
+
+def _missing_tokens(tokenizer: Any, template: NamedTemplate) -> list[str]:
+    """Return the tokens that a named template needs and a tokenizer does not have as special tokens."""
+    known = {*special_tokens(tokenizer).values()}
+    return [one for one in template.needs if (tokenizer.eos_token is None if one == "eos" else one not in known)]

@@ -182,6 +182,7 @@ ALLOWED_FAMILIES = {
     "runtime.pooling": "bert",  # a file of the library sentence-transformers
     "cli.use": "llama", "interop.peft_write": "llama",  # the program llama.cpp
     "interop.peft_table": "opt",  # options of PEFT's CPT
+    "train.data.formats": "gpt2",  # the format ShareGPT, and who speaks in it
     "train.presets": "bert",  # where a paper printed its settings
 }  # fmt: skip
 """Module -> the family that its strings may name, since it means something else there. Papers' studies name models."""

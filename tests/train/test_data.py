@@ -308,21 +308,10 @@ TOPICS = [{"text": f"t {i}", "sentiment": "ab"[i % 2], "topic": "cd"[i % 2]} for
 COMMAS = "text,labels\n" + "Ada in Rome,B-PER O B-LOC\nhi,O\n" * 4
 LISTS = "text,labels\n" + "Ada in Rome,\"['B-PER', 'O', 'B-LOC']\"\nhi,['O']\n" * 4
 DOUBTS: dict[str, tuple[dict[str, Any], str, dict[str, Any], str]] = {
-    "instructions": ({"train_jsonl": ALPACA}, "instruction would not be read", {"columns": ["input", "output"]}, ""),
-    "one instruction": (
-        {"train_jsonl": [{**row, "instruction": "translate"} for row in 4 * ALPACA]},
-        "source=input,targets=output, and instruction would not be read",
-        {"columns": {"source": "input", "targets": "output"}}, "generation",
-    ),
-    "no input": (
-        {"train_jsonl": [{"instruction": r["instruction"], "output": r["output"]} for r in ALPACA]},
+    "instructions": (
+        {"train_jsonl": [{"instruction": r["instruction"], "response": r["output"]} for r in ALPACA]},
         "--task generation --columns source=…,targets=…",
-        {"columns": {"source": "instruction", "targets": "output"}}, "generation",
-    ),
-    "chats": ({"train_jsonl": [{"messages": [{"role": "user", "content": "x"}]}] * 4}, "put all of its input", {}, ""),
-    "preferences": (
-        {"train_jsonl": [{"prompt": "p", "chosen": "a", "rejected": "b"}] * 4},
-        "chosen, rejected by", {}, "",
+        {"columns": {"source": "instruction", "targets": "response"}}, "generation",
     ),
     "a context": (
         {"train_jsonl": [{"context": "a b", "question": f"q {i}", "answers": ["x"]} for i in range(4)]},
@@ -525,7 +514,7 @@ def test_tags_of_no_single_scheme_are_named(tmp_path: Path, case: str) -> None:
         ({"train_jsonl": ROWS, "test_jsonl": "\n"}, ["test.jsonl is empty"]),
         ({"train_jsonl": lines(ROWS) + '{"text": "a"\n'}, ["train.jsonl line 5: broken JSON"]),
         ({"train_jsonl": [*ROWS, 3]}, ["train.jsonl line 5: not a JSON object but 3 (int)"]),
-        ({"train_json": json.dumps(ROWS)}, ["train.json line 1: a JSON array; give one JSON object on each line"]),
+        ({"train_json": json.dumps([*ROWS, 3])}, ["train.json row 5: not a JSON object but 3"]),
         ({"train_conll": "a O\nb\n"}, ["train.conll line 2: 1 columns, the lines before it have 2"]),
         ({"train_bio": "a\tO\nb\t\n"}, ["train.bio line 2: an empty column"]),
         ({"train_csv": "text,label\na,x\nb\n"}, ["train.csv line 3: 1 fields, the header has 2"]),
@@ -694,7 +683,11 @@ def test_read_one_file(tmp_path: Path) -> None:
             readers.read_rows(tmp_path / name)
 
 
-def test_a_file_is_not_its_folder(tmp_path: Path) -> None:
-    tiny.lines(tmp_path / "train.jsonl", tiny.sentences(4, 0))
-    with pytest.raises(DeltuneError, match="is a file: give"):
-        loading.load_data(str(tmp_path / "train.jsonl"))
+def test_a_file_is_one_split(tmp_path: Path) -> None:
+    rows = tiny.sentences(4, 0)
+    tiny.lines(tmp_path / "a.jsonl", rows)
+    (tmp_path / "b.json").write_text(json.dumps(rows, indent=1))
+    lined, array = (loading.load_data(str(tmp_path / name)) for name in ("a.jsonl", "b.json"))
+    assert list(lined.splits) == ["train"] and lined.fingerprint == array.fingerprint
+    scored = loading.load_data(str(tmp_path / "a.jsonl"), labels=lined.labels, training=False)
+    assert list(scored.splits) == ["test"] and scored.splits["test"]["text"] == lined.splits["train"]["text"]

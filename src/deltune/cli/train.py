@@ -189,7 +189,7 @@ def _config_parameters() -> list[inspect.Parameter]:
         from ..train.config import PLACES, SECTIONS
         from .options import config_parameters
 
-    return config_parameters(SECTIONS, PLACES, repeatable=("search",))
+    return config_parameters(SECTIONS, PLACES, repeatable=("search", "data"))
 
 
 def run(
@@ -309,6 +309,7 @@ def _train(config: RunConfig, folder: Path, fresh: bool, quiet: bool, devices: s
 
 def _parse_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of options by flat name; --search FIELD=VALUE becomes lists of values by field."""
+    options = {**options, **({"data": ",".join(options["data"])} if options.get("data") else {})}
     values = {name: _parse_value(name, value) for name, value in options.items() if name != "search"}
     search: dict[str, list[Any]] = {}
     for item in options.get("search", ()):
@@ -327,8 +328,10 @@ def _parse_settings(settings: list[str]) -> dict[str, Any]:
     return {name: _parse_value(DOTTED.get(name, name), value) for name, value in values.items()}
 
 
-def _parse_value(name: str, text: str) -> Any:
+def _parse_value(name: str, text: str | bool) -> Any:
     """Return the value of an option: null is none, lists and mappings are YAML, anything else is checked as text."""
+    if isinstance(text, bool):
+        return text
     from ..config import parse_yaml
     from ..train.config import PLACES, SECTIONS
 

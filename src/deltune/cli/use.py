@@ -21,6 +21,37 @@ METHOD, MAX_LENGTH = "lora", 64
 SENTENCE = "I was charged twice for March, and I would like the second payment back."
 
 
+def data(
+    source: Annotated[str, typer.Argument(metavar="DATA", help="Folder, file or hub id.")],
+    model: Annotated[str | None, typer.Option(help="Also show what this model sees of it: hub id or folder.")] = None,
+    row: Annotated[int, typer.Option(min=1, help="The row that is shown as an example.")] = 1,
+    columns: Annotated[str | None, typer.Option(help="Columns: text=a,label=b [by their names].")] = None,
+    task: Annotated[str | None, typer.Option(help="The kind of task [as the columns show].")] = None,
+    labels: Annotated[str | None, typer.Option(help="Label names in the order of their ids: a,b,c.")] = None,
+    template: Annotated[str | None, typer.Option(help="Of conversations: roles, chatml, … or FILE.jinja.")] = None,
+    max_length: Annotated[int | None, typer.Option(min=2, help="Tokens of a row [as in a run].")] = None,
+    loss_on: Annotated[str, typer.Option(help="Trained of a conversation: answers, all or last.")] = "answers",
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Show what a data set holds and what a model would see of it, without training. A run's first lines say so too."""
+    with log_to_stderr(quiet):
+        with fast_imports():
+            from ..train.config import RunConfig
+            from ..train.overview import overview
+
+        config = RunConfig.from_flat(
+            model=model or MODEL, data=source, method="head", columns=columns, task=task, labels=labels,
+            template=template, max_length=max_length, loss_on=loss_on,
+        )  # fmt: skip
+        facts = overview(config, model, row)
+    if as_json:
+        console.print_json(data=facts.as_json())
+        return
+    for line in facts.lines():
+        console.print(line)
+
+
 def evaluate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run; or a model as it is, beside --data.")],
     data: Annotated[str | None, typer.Option(help="Other data with the same labels [the run's own].")] = None,
@@ -143,6 +174,41 @@ def generate(
         texts = generate_texts(str(run), prompt, max_new_tokens, temperature, top_p, seed, stream=not as_json)
     if as_json:
         console.print_json(data=[{"prompt": p, "text": text} for p, text in zip(prompt, texts, strict=True)])
+
+
+def chat(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, or a language model as it is.")],
+    system: Annotated[str | None, typer.Option(help="A system message, which begins the conversation.")] = None,
+    template: Annotated[str | None, typer.Option(help="Of a model that has none: roles, … or FILE.jinja.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 512,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0: the likeliest token each time; above, tokens are drawn.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    imports: Imports = None,
+) -> None:
+    """Talk to a model, line by line. /reset begins anew, and the end of the input ends it; a pipe is answered too."""
+    with log_to_stderr(True):
+        with fast_imports():
+            from ..train.chat import Chat
+
+        conversation = Chat.open(str(run), system, max_tokens, temperature, seed, template)
+        is_terminal = sys.stdin.isatty()
+        while True:
+            try:
+                line = input("> ") if is_terminal else sys.stdin.readline()
+            except EOFError:
+                line = ""
+                print()
+            else:
+                line = f"{line}\n" if is_terminal else line
+            if not line:
+                return
+            if line.strip() == "/reset":
+                conversation.reset()
+            elif line.strip():
+                conversation.answer(line.rstrip("\r\n"), lambda part: print(part, end="", flush=True))
+                print(flush=True)
 
 
 def cache(

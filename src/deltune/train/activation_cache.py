@@ -15,7 +15,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -203,8 +203,8 @@ class _CacheFile:
         states = self.read()
         if states is None:
             return None
-        counts = (encoded.truncated, encoded.num_texts, encoded.truncated_targets)
-        rows = CachedRows(encoded.rows, *counts, states, self.starts, self.reads)
+        facts = {field.name: getattr(encoded, field.name) for field in fields(encoded)}
+        rows = CachedRows(**facts, states=states, starts=self.starts, reads=self.reads)
         rows.__dict__["lengths"] = encoded.lengths  # lengths of the whole rows, by which batches are ordered
         return rows
 

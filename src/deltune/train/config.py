@@ -32,7 +32,8 @@ from ..methods.registry import default_learning_rate, parse
 from ..methods.spec import explicit_expression
 from ..models import Pooling, Quantization
 from ..runtime.linear import LinearBackend
-from .data.columns import TASK_COLUMNS
+from .data.columns import TASK_COLUMNS, LossOn
+from .data.loading import mixture
 from .metrics.registry import METRICS, option_problems
 from .presets import (
     AUTO,
@@ -46,9 +47,9 @@ from .presets import (
 )
 from .tasks.registry import TASKS
 
-SILENT = ("protocol", "report_to", "device_batch_size", "trunk_cache", "probe")
+SILENT = ("protocol", "report_to", "device_batch_size", "trunk_cache", "probe", "packing")
 """Flat names of the fields that cannot change the result, and so do not enter a run's name. A protocol counts by the
-values that it sets; the rows and the loss of a step are the same however the step is cut into device batches; the
+values that it sets; the rows and the loss of a step are the same however it is cut into device batches and packed; the
 states of the frozen layers are the same wherever they come from; a probe stands beside a run. All of this holds up to
 rounding."""
 
@@ -57,6 +58,9 @@ UNSEARCHED = ("search", "seed", "seeds", "protocol", "aggregate", "metric", "rep
 
 MAX_COMBINATIONS = 1000
 """The most combinations of values that a search may try."""
+
+DEFAULT_LENGTH = 128
+"""Tokens of a row where none are given and it is no conversation."""
 
 Size = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
@@ -78,6 +82,8 @@ class RunSection(Section):
     def _make_absolute(cls, value: str | None) -> str | None:
         if value is None or value == "minilm":
             return value
+        if weights := mixture(value):
+            return ",".join(f"{cls._make_absolute(name)}={weight:g}" for name, weight in weights.items())
         try:
             path = user_path(value)
         except DeltuneError as error:
@@ -110,7 +116,10 @@ class DataSection(RunSection):
     """The rows that are read, and how long their texts may be."""
 
     source: str | None = option(
-        None, "folder with train, validation and test files, or a hub id", common=True, min_length=1
+        None,
+        "folder with train, validation and test files, a file, or a hub id; of several A=.7, repeatable",
+        common=True,
+        min_length=1,
     )
     task: str | None = option(
         None, "known task (`deltune tasks`); beside --data its kind of task: tagging, language, …", common=True
@@ -131,8 +140,12 @@ class DataSection(RunSection):
     max_train_rows: Size | None = option(None, "train on a sample of that many rows", common=True)
     validation_rows: Size | None = option(None, "validate on a sample of that many rows")
     test_rows: Size | None = option(None, "score on a sample of that many test rows")
-    max_length: int = option(128, "tokens of a row; longer texts are cut", common=True, ge=2, le=MAX_COUNT)
+    max_length: Annotated[int, Field(ge=2, le=MAX_COUNT)] | None = option(
+        None, "tokens of a row; longer texts are cut [128; of conversations 2048, or what the model holds]", common=True
+    )
     target_length: Size = option(64, "tokens of a target; longer ones are cut", common=True)
+    loss_on: LossOn = option("answers", "tokens of a conversation that are trained: answers, all, or the last answer")
+    max_cut: float = option(0.1, "share of conversations that may be longer than max_length", ge=0, le=1)
     source_language: str | None = option(
         None, "for a multilingual tokenizer: en, or its own en_XX [the task's]", min_length=1
     )
@@ -188,6 +201,9 @@ class OptimSection(RunSection):
     device_batch_size: Size | None = option(
         None, "rows at a time on a device; gradients accumulate up to batch_size [all]", common=True
     )
+    packing: bool = option(
+        False, "several texts in a row, none of which sees another; batch_size counts texts, as without", common=True
+    )
     weight_decay: float = option(0.0, "of AdamW", ge=0, allow_inf_nan=False)
     clip: float = option(1.0, "greatest norm of the gradient; 0: no limit", ge=0, allow_inf_nan=False)
     label_smoothing: float = option(0.0, "share of every label that is spread over all labels", ge=0, lt=1)
@@ -225,7 +241,10 @@ class GenerationSection(RunSection):
     words: Annotated[dict[str, str] | None, CommaSeparated] = option(
         None, "the word of each label: label=word,… [the task's, else the label]"
     )
-    template: str | None = option(None, 'the text that a model is given: "{source}" [the task\'s]')
+    template: str | None = option(
+        None,
+        'the text that a model is given: "{source}" [the task\'s]; of conversations roles, chatml, … or FILE.jinja',
+    )
     max_generated: Size | None = option(None, "tokens of a generated answer, at most [target_length]")
     min_target_length: int = option(0, "tokens of a generated answer, at least", ge=0, le=MAX_COUNT)
     beams: Size = option(1, "beams of beam search", common=True)
@@ -502,6 +521,8 @@ class RunConfig(BaseModel):
             "aggregate": not self.runtime.seeds,
             "max_generated": self.generation.max_generated == limit and "target_length" not in search,
             "data_root": self.data.source is not None,
+            "max_length": self.data.max_length == DEFAULT_LENGTH
+            and (self.data.source is None or self.data.task not in (None, "chat")),
         }
         if self.data.source is None and TASKS[str(self.data.task)].version > 1:
             values["task_version"] = TASKS[str(self.data.task)].version

@@ -40,7 +40,7 @@ from ..runtime.handle import Tuned
 from ..runtime.linear import optimize_linear
 from ..runtime.pooling import write_sentence_model
 from ..runtime.serialization import read_metadata
-from ..templates import cut_at_end, end_tokens, tokenize_prompts
+from ..templates import chat_prompt, cut_at_end, end_tokens, tokenize_prompts, with_chat_template
 from . import setup as task_setup
 from .config import RunConfig
 from .data import loading
@@ -64,6 +64,7 @@ from .setup import (
 )
 from .tasks import token_cache
 from .tasks.base import Columns, InferenceContext, TaskKind, TaskOptions
+from .tasks.chat import CHAT
 from .tasks.classification import CLASSIFICATION, predict_logits
 from .tasks.encoding import EncodedRows, check_causal, longest_length, tokenize
 from .tasks.generation import truncate_prompt
@@ -206,6 +207,12 @@ class LoadedRun:
         return self.run.config
 
     @property
+    def is_conversational(self) -> bool:
+        """True if the first run was trained on conversations by a chat template."""
+        trained = read_metadata(self.run.folder).trained
+        return trained is not None and trained.chat_template is not None
+
+    @property
     def precision(self) -> str:
         """The precision of the first run on this device."""
         return task_setup.resolve_precision(self.config.runtime.precision, self.model.device)
@@ -234,6 +241,9 @@ def load_run(run: str | Path | Mapping[str, str | Path]) -> LoadedRun:
     labels = {name: _labels(folder) for name, folder in runs.items()}
     kind = task_kind_for(first.data.kind, load_config(config.model.name), config.generation.answer)
     tokenizer = load_task_tokenizer(config.model.name, config.data)
+    trained = read_metadata(first.folder).trained
+    if trained is not None and trained.chat_template is not None:
+        tokenizer = with_chat_template(tokenizer, trained.chat_template)
     if len(runs) > 1 and language_codes(tokenizer):
         _check_same_languages(runs)
     head_labels = labels[name] if kind.name in HEADS_WITH_LABELS else None
@@ -310,6 +320,10 @@ def evaluate(
         if config.data.source is not None:
             raise DeltuneError(f"{run} was trained on {config.data.source}, which is no known task; give --data")
         config = config.replace(data_root=data_root)
+    if data is None and other is None and config.data.source is not None and Path(config.data.source).is_file():
+        raise DeltuneError(
+            f"{run} was trained on the file {config.data.source} alone, and has no other split; give --data"
+        )
     loaded = load_run(run)
     if data is not None:  # it is laid out as the run's own, unless it says otherwise
         chosen = columns or config.data.columns or folder.data.columns or None
@@ -445,7 +459,7 @@ def generate(
     loaded = load_run(source) if is_run(source) else None
     if loaded is not None and loaded.kind.head not in LANGUAGE_MODEL_HEADS:
         raise DeltuneError(f"{source} answers {loaded.kind.name} by a head and generates no text: deltune predict")
-    model, tokenizer = _language_model(str(source)) if loaded is None else (loaded.model, loaded.tokenizer)
+    model, tokenizer = language_model(str(source)) if loaded is None else (loaded.model, loaded.tokenizer)
     is_encoder_decoder = model.config.is_encoder_decoder
     encoded = [_prompt_ids(loaded, tokenizer, prompt, is_encoder_decoder) for prompt in prompts]
     if not is_encoder_decoder:
@@ -502,7 +516,7 @@ def _check_room(model: PreTrainedModel, prompt_tokens: Sequence[int], max_new_to
         raise error_from_problems(f"nothing was generated ({advice})", problems)
 
 
-def _language_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def language_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a language model as it is, with its tokenizer."""
     head = "seq2seq-lm" if load_config(name).is_encoder_decoder else "causal-lm"
     tokenizer = load_tokenizer(name)
@@ -518,6 +532,8 @@ def _prompt_ids(loaded: LoadedRun | None, tokenizer: Any, prompt: str, is_encode
     if loaded is not None and loaded.kind.name == "generation":
         row = _encode(loaded, next(iter(loaded.runs)), {0: prompt})[0].rows[0]
         return list(row["input_ids"])
+    if loaded is not None and loaded.kind is CHAT and loaded.is_conversational:
+        return chat_prompt(tokenizer, [{"role": "user", "content": prompt}])
     if is_encoder_decoder:
         return list(tokenize(tokenizer, [prompt], names=[repr(prompt)])["input_ids"][0])
     ids = tokenize_prompts(tokenizer, [prompt])[0]
@@ -712,7 +728,11 @@ def merge_run(run: str | Path, to: str | Path, *, dequantize: bool = False) -> P
 
 def export_run(run: str | Path, to: str | Path, format: str = "peft") -> Path:
     """Write a run's delta for another library; all or nothing."""
-    return attach.export(load_run(run).model, user_path(to, "to"), format)
+    loaded = load_run(run)
+    target = attach.export(loaded.model, user_path(to, "to"), format)
+    if loaded.is_conversational:  # whoever loads the adapter finds the template of its training beside it
+        loaded.tokenizer.save_pretrained(target)
+    return target
 
 
 def import_adapter(folder: str | Path, model: str, to: str | Path, kind: str | None = None) -> Tuned:

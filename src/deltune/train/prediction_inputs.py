@@ -24,6 +24,8 @@ MAX_ROWS_LISTED = 10
 
 def input_columns(kind: str, run: RunFolder) -> dict[str, str]:
     """Return the columns of the inputs that a run was trained on, by role."""
+    if kind == "chat":
+        raise DeltuneError(f"{run.folder} was trained on conversations: talk to it by deltune chat or deltune generate")
     columns = run.data.columns
     roles = [c.role for c in TASK_COLUMNS[kind] if c.role in INPUT_TYPES and (c.role in columns or not c.optional)]
     return {role: columns.get(role, role) for role in roles}

@@ -22,13 +22,17 @@ from ..runtime.linear import LinearBackend, optimize_linear
 from ..runtime.padding import padding_side
 from ..runtime.pooling import choose_pooling
 from ..runtime.serialization import open_delta
+from ..templates import end_tokens, with_chat_template
 from . import activation_cache, checkpoints, distributed
 from . import setup as task_setup
 from .config import ModelSection, OptimSection, RunConfig
 from .data.columns import INPUT_TYPES, TASK_COLUMNS
+from .data.formats import COLUMN
+from .data.packing import Packing, choose_packing
 from .data.tag_schemes import PLAIN
 from .frozen_layers import FrozenLayers
 from .inference import SPLITS, with_tag_scheme
+from .overview import balance, cut_notes, data_notes, example_text, label_counts, token_facts, token_line
 from .presets import AUTO, DEFAULT
 from .probe import LinearProbe, probe_head, score_probe
 from .progress import ProgressDisplay
@@ -39,8 +43,10 @@ from .run_folder import RunFolder
 from .series import run_series
 from .setup import ModelCache, TaskSetup, fit_lengths, length_limits, load_task_data, set_up_task
 from .tasks import token_cache
-from .tasks.base import Columns
+from .tasks.base import Columns, TaskKind
+from .tasks.chat import CHAT, check_lengths, check_template, untrained_tokens
 from .tasks.encoding import EncodedRows, LengthGroupedBatches, check_causal
+from .tasks.generation import CAUSAL_GENERATION, LANGUAGE_MODELING
 from .trainer import DeltaTrainer, ReportCallback, RunState, total_steps
 
 if TYPE_CHECKING:
@@ -261,6 +267,10 @@ def _prepare(
         raise DeltuneError(f"data {data.source} has no validation split, so neither patience nor metric can be used")
     limits = length_limits(config.data, config.generation, kind, data.labels)
     tokenizer = cache.tokenizer(config.model.name, config.data)
+    if kind is CHAT and config.generation.template is not None:
+        tokenizer = with_chat_template(tokenizer, config.generation.template)
+    if kind is CHAT:  # before the model is loaded
+        check_template(tokenizer, data.splits["train"][COLUMN])
     model = _base_model(config.model, setup, tokenizer, seed, cache)
     if kind.head == "causal-lm":
         check_causal(model)
@@ -276,6 +286,14 @@ def _prepare(
     tuned.delta().trained = {"max_length": limits.max_length, "takes_pairs": pairs}
     columns: dict[str, Columns] = {split: rows.to_dict() for split, rows in data.splits.items()}
     encoded = token_cache.encode_splits(kind, tokenizer, model, columns, limits, ("train",), data.fingerprint)
+    if kind is CHAT:
+        for split, rows_of in encoded.items():
+            check_lengths(rows_of, split, limits.max_length, config.data.max_cut)
+        chats = any('"messages"' in text for text in columns["train"][COLUMN])
+        tuned.delta().trained |= {
+            "chat_template": tokenizer.get_chat_template() if chats else None,
+            "end_tokens": list(end_tokens(tokenizer, model)),
+        }
     if not len(encoded["train"]):
         raise DeltuneError(f"data {data.source}: no text of train has two tokens, so there is none to predict")
     if sharded == "fsdp":
@@ -283,9 +301,10 @@ def _prepare(
         cache.drop()  # its weights are sharded now
     batches = _batches(config.optim, encoded["train"], rows, seed, same_length)
     config = with_default_rate(config, total_steps(config.optim, batches))
+    packing = _packing(config, kind, model, tokenizer) if config.optim.packing else None
     state = RunState(
         config, run, tuned, tokenizer, data, kind, setup.metrics, limits, columns, encoded, batches, precision,
-        frozen_layers, why_pooling,
+        frozen_layers, why_pooling, packing=packing,
     )  # fmt: skip
     if config.method.head_init == "probe":
         _begin_with_probe(state, device)
@@ -326,6 +345,16 @@ def _begin_with_probe(state: RunState, device: torch.device) -> None:
                     head.bias.copy_(torch.from_numpy(probe.bias))
     if problem:
         raise DeltuneError(f"head_init=probe cannot be used on {type(state.model).__name__}: {problem}")
+
+
+def _packing(config: RunConfig, kind: TaskKind, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Packing:
+    """Return how texts of one row are kept apart, or refuse to pack."""
+    kinds = (CHAT, CAUSAL_GENERATION, LANGUAGE_MODELING)
+    if kind not in kinds:
+        raise DeltuneError(f"packing is for {', '.join(one.name for one in kinds)} by a decoder, not for {kind.name}")
+    if config.method.trunk_dropout == "off":
+        raise DeltuneError("packing and trunk_dropout=off exclude each other: the states of frozen layers are of rows")
+    return choose_packing(model, tokenizer.pad_token_id)
 
 
 def _base_model(
@@ -445,7 +474,7 @@ def _fit(state: RunState, arguments: TrainingArguments, bar: ProgressDisplay, ch
 def _log_start(state: RunState) -> None:
     """Log what was assumed of the data and of training, each with the option that changes it, and what is cut."""
     data, optim = state.config.data, state.config.optim
-    roles = " and ".join(role for role in state.data.columns if role in INPUT_TYPES)
+    roles = state.data.format or " and ".join(role for role in state.data.columns if role in INPUT_TYPES)
     labels = f" into {len(state.data.labels)} labels ({_listed(state.data.labels)})" if state.data.labels else ""
     assumed = ""
     if data.source is not None and data.task is None:
@@ -459,6 +488,10 @@ def _log_start(state: RunState) -> None:
         logger.info("columns: %s; --columns names others", pairs)
     if state.data.unread:
         logger.warning("not read: %s; --columns says which columns are", _listed(state.data.unread))
+    for line in data_notes(state.data):
+        logger.info("data: %s", line)
+    for split, counts in label_counts(state.data).items():
+        logger.info("labels of %s: %s", split, balance(counts))
     if state.data.tag_scheme is not None:
         logger.info("tags: %s", _tags_line(state))
     if state.why_pooling:
@@ -474,12 +507,17 @@ def _log_start(state: RunState) -> None:
         f"{len(state.encoded['train']):,}", length, optim.rate, sources.get(optim.lr_source or "", ""),
     )  # fmt: skip
     for split, rows in state.encoded.items():
-        for cut, texts, option, tokens in (
-            (rows.truncated, "inputs", "--max-length", state.limits.max_length),
-            (rows.truncated_targets, "targets", "--target-length", state.limits.max_target_length),
-        ):
-            if cut:
-                logger.info("%d of %d %s %s are cut to %d tokens (%s)", cut, len(rows), split, texts, tokens, option)
+        logger.info("%s: %s", split, token_line(token_facts(rows)))
+        for line in cut_notes(state.kind, rows, split, state.limits):
+            logger.info("%s", line)
+    sample = state.encoded["train"].rows[:200]
+    if state.kind is CHAT and (tokens := untrained_tokens(state.tuned, state.tokenizer, sample)):
+        logger.warning(
+            "%s: the base never trained the embeddings of these tokens, and %s leaves them as they are; add "
+            "+ trainable_tokens(tokens=%s)",
+            ", ".join(tokens.values()), state.config.method.expression, tuple(tokens),
+        )  # fmt: skip
+    logger.info("example: %s", example_text(state.tokenizer, [state.encoded["train"].rows[0]]))
     state.run.log({"step": 0, "event": "start", **state.truncated})
 
 

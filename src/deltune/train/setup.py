@@ -25,13 +25,14 @@ from ..models import (
     set_languages,
 )
 from ..runtime.attach import find_tuned
-from .config import DataSection, EvaluationSection, GenerationSection
+from .config import DEFAULT_LENGTH, DataSection, EvaluationSection, GenerationSection
 from .data import loading
 from .data.loading import HubLayout, TaskData
 from .data.tag_schemes import PLAIN
 from .metrics.registry import METRICS
 from .presets import without_official_options
 from .tasks.base import TaskKind, TaskOptions
+from .tasks.chat import CHAT
 from .tasks.classification import (
     CAUSAL_CHOICE,
     CAUSAL_CLASSIFICATION,
@@ -65,8 +66,13 @@ TASK_KINDS: Mapping[str, TaskKinds] = {
     "choice": TaskKinds(CHOICE, SEQ2SEQ_CHOICE, CAUSAL_CHOICE),
     "generation": TaskKinds(None, SEQ2SEQ_GENERATION, CAUSAL_GENERATION),
     "language": TaskKinds(None, LANGUAGE_MODELING, LANGUAGE_MODELING),
+    "chat": TaskKinds(None, None, CHAT),
+    "preference": TaskKinds(None, None, None),
 }
 """Every kind of data -> the task kinds that it is trained as."""
+
+CONVERSATION_LENGTH = 2048
+"""Tokens of a conversation where none are given."""
 
 MIN_LENGTH = 32
 """The least `max_length`, in tokens, that is taken by itself for a model that holds fewer than the default."""
@@ -181,6 +187,11 @@ def load_task_tokenizer(model: str, data: DataSection) -> PreTrainedTokenizerBas
 def task_kind_for(name: str, config: PreTrainedConfig, answer: str = "head") -> TaskKind:
     """Return the task kind for a kind of data on a model of this configuration."""
     kinds = TASK_KINDS[name]
+    if not any(kinds):
+        raise DeltuneError(
+            f"the data is read as {name}, which deltune train does not learn; to learn the chosen answers alone, give "
+            "--task chat --columns prompt=prompt,completion=chosen"
+        )
     in_words = kinds.encoder_decoder if config.is_encoder_decoder else kinds.decoder
     kind = kinds.head if answer == "head" and kinds.head else in_words
     if kind is None:
@@ -234,7 +245,13 @@ def length_limits(
         "max_new_tokens": generation.max_generated or data.target_length,
     }
     by_label = {label: words.get(kind.word_key(label), "") for label in labels} if kind.word_key else {}
-    return TaskOptions(data.max_length, data.target_length, template, by_label, generate)
+    length = data.max_length or default_length(kind)
+    return TaskOptions(length, data.target_length, template, by_label, generate, data.loss_on)
+
+
+def default_length(kind: TaskKind) -> int:
+    """Return how many tokens a row has at most where the config does not say it."""
+    return CONVERSATION_LENGTH if kind is CHAT else DEFAULT_LENGTH
 
 
 def fit_lengths(model: PreTrainedModel, kind: TaskKind, limits: TaskOptions) -> TaskOptions:
@@ -247,7 +264,7 @@ def fit_lengths(model: PreTrainedModel, kind: TaskKind, limits: TaskOptions) -> 
     if kind.target_follows_input and target == fields["target_length"].default:
         target = available * target // needed
     length = available - (target if kind.target_follows_input else 0)
-    if limits.max_length != fields["max_length"].default or length < MIN_LENGTH:
+    if limits.max_length != default_length(kind) or length < MIN_LENGTH:
         handle = find_tuned(model)
         method = "" if handle is None else f" with {handle.method!r}"
         raise DeltuneError(
@@ -369,7 +386,8 @@ class ModelCache:
 
     def data(self, source: str, columns: Any, labels: Any, samples: Any, seed: int, **options: Any) -> TaskData:
         """Return a data set, as `data.loading.load_data` does with the same arguments."""
-        key = repr((source, columns, labels, samples, seed if samples else None, options))
+        drawn = seed if samples or loading.mixture(source) else None
+        key = repr((source, columns, labels, samples, drawn, options))
         if key not in self._data:
             self.read["data"] += 1
             self._data[key] = loading.load_data(source, columns, labels, samples, seed, **options)

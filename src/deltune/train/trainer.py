@@ -30,6 +30,7 @@ from ..runtime.serialization import read_metadata
 from . import checkpoints, distributed
 from .config import OptimSection, RunConfig
 from .data.loading import TaskData
+from .data.packing import Packing, best_fit
 from .frozen_layers import FrozenLayers
 from .inference import EvalResult, log_omitted, prediction_lines, score_split, with_tag_scheme
 from .progress import ProgressDisplay, format_duration
@@ -80,6 +81,7 @@ class RunState:
         frozen_layers: The layers below everything that is trained, where they run without dropout.
         probe: What a linear probe scores, once that is known.
         why_pooling: Where the pooling of the delta comes from; "" where the head reads no pooler.
+        packing: How several texts in one row are kept apart, where rows are packed.
         best: What is known of the best validation so far; empty before the first one.
         stale: How many validations there were since the best one.
         seconds_before: Seconds that earlier processes worked on this run.
@@ -102,6 +104,7 @@ class RunState:
     frozen_layers: FrozenLayers | None = None
     why_pooling: str = ""
     probe: ProbeRecord | None = None
+    packing: Packing | None = None
     best: dict[str, Any] = field(default_factory=dict)
     stale: int = 0
     seconds_before: float = 0.0
@@ -290,9 +293,14 @@ class DeltaTrainer(Trainer):
 
     def _batch(self, rows: list[Row]) -> dict[str, torch.Tensor]:
         """Collate rows; a device without rows in this step gets one whose labels are ignored."""
+        state = self.run_state
+        if rows and state.packing is not None:
+            state.tokens += sum(len(row["input_ids"]) for row in rows)
+            bins = best_fit([len(row["input_ids"]) for row in rows], state.kind.max_input_tokens(state.limits))
+            return state.packing.batch([[rows[i] for i in one] for one in bins], state.model.dtype)
         if rows:
-            batch = collate(self.run_state.tokenizer, self.run_state.model, rows)
-            self.run_state.tokens += int(batch["attention_mask"].sum()) if "attention_mask" in batch else 0
+            batch = collate(state.tokenizer, state.model, rows)
+            state.tokens += int(batch["attention_mask"].sum()) if "attention_mask" in batch else 0
             return batch
         batch = collate(self.run_state.tokenizer, self.run_state.model, [self.run_state.encoded["train"][0]])
         return {**batch, "labels": torch.full_like(batch["labels"], IGNORE_INDEX)}

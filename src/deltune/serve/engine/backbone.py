@@ -33,6 +33,7 @@ from ...runtime.handle import Tuned
 from ...runtime.modules import Delta, Edit, HeadLabels
 from ...runtime.prompts import unused_position_rows
 from ...runtime.row_assignment import parameter_names
+from ...templates import Tokens
 from .cache import States
 from .folders import HEAD_TASKS, FolderFacts, Signature, head_of_model_class, locate_delta, signature
 from .requests import Task
@@ -85,6 +86,8 @@ class LoadedDelta:
     own_bytes: int = 0  # the size of its tensors
     max_length: int | None = None  # the length in tokens to which its run cuts texts, or None
     takes_pairs: bool | None = None  # whether its run classifies pairs of texts; None where no run says so
+    chat_template: str | None = None  # the chat template of its run, or None for the tokenizer's
+    end_tokens: Tokens = ()  # the tokens that end an answer beside the model's
     users: int = 0  # how many requests need it now
     used: bool = False  # whether a request has used it since it was loaded
     last_used: float = 0.0  # when it was last needed, on the monotonic clock
@@ -158,6 +161,7 @@ class Backbone:
         loaded = self._loaded(prepared.name, internal, facts.version, prepared.delta)
         loaded.own_bytes, loaded.max_length, loaded.permanent = prepared.bytes, facts.max_length, False
         loaded.takes_pairs = facts.takes_pairs
+        loaded.chat_template, loaded.end_tokens = facts.chat_template, facts.end_tokens
         loaded.parameters = facts.parameters or loaded.parameters
         loaded.tasks = tuple(task for task in facts.tasks if task in HEAD_TASKS[self.head])
         if not set(loaded.tasks) & {"classify", "tag"}:

@@ -18,6 +18,7 @@ from ...interop.foreign import foreign_model_kind
 from ...models import HEADS, head_of_class_name
 from ...runtime.delta_schema import BaseFacts, TrainedFacts, read_metadata_file
 from ...runtime.serialization import FACTS, NUMBERS, delta_folder
+from ...templates import Tokens
 from ..errors import refusal
 from .requests import DELTA_NAME, Task
 
@@ -50,6 +51,8 @@ class FolderFacts:
     max_length: int | None = None  # the length in tokens to which the run that it is from cuts its texts, or None
     # whether the run that it is from classifies pairs of texts; None where no run says so
     takes_pairs: bool | None = None
+    chat_template: str | None = None  # the chat template by which the run that it is from made its texts, or None
+    end_tokens: Tokens = ()  # the tokens that ended an answer in that run
     # the base model that it was tuned on; None where its files do not tell it from others of its shape
     base: BaseFacts | None = None
 
@@ -89,6 +92,8 @@ def _facts(where: Path) -> FolderFacts:
         _digest([where / FACTS], metadata.sha256),
         trained.max_length,
         trained.takes_pairs,
+        trained.chat_template,
+        tuple(trained.end_tokens or ()),
         metadata.base,
     )
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from ...templates import Tokens
 from .backbone import Backbone
 from .cache import columns, row_of, set_columns
 from .encoding import BatchLimits, LaneContext, answer_of, not_finite
@@ -157,11 +158,15 @@ class GenerationLane:
             candidates.append(job)
         return min(candidates, key=lambda one: (self.share.of(one.tenant), one.submitted), default=None)
 
+    def _ends(self, job: Job) -> Tokens:
+        """Return the tokens that end an answer of the model, and those of the run that the delta is from."""
+        return (*self.ends, *job.version.end_tokens)
+
     def _row(self, job: Job) -> Row:
         before = self.runner.start_tokens(job)
         sampling = job.request.sampling
         processors = config_processors(
-            self.backbone.model, len(before), sampling.max_tokens, self.ends, self.runner.forced
+            self.backbone.model, len(before), sampling.max_tokens, self._ends(job), self.runner.forced
         )
         encoder, is_decoder = self.options.encoder, not self.backbone.is_encoder_decoder
         chooser = TokenChooser(sampling, processors, encoder.token_text)
@@ -293,7 +298,7 @@ class GenerationLane:
                     choice = TokenChoice(plain[number], "")
                 else:
                     choice = row.chooser.choose(logits[number], [*row.before, *row.generated])
-                self._take(row, choice, ends_anyway=plain[number] in self.ends)
+                self._take(row, choice, ends_anyway=plain[number] in self._ends(row.job))
                 generated += 1
             except Exception as error:
                 self._end(row, error)
@@ -307,7 +312,7 @@ class GenerationLane:
         """
         self.share.charge(row.job.tenant, 1)
         last = len(row.generated) + 1 >= row.job.request.sampling.max_tokens
-        if choice.token in self.ends:
+        if choice.token in self._ends(row.job):
             row.builder.end(choice.token)
             if rest := row.builder.take(final=True):
                 self._tell(row, TokenChoice(choice.token, rest), rest=True)

@@ -16,7 +16,7 @@ from typing import Any
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ...errors import describe_value, excerpt, unknown_name
-from ...templates import Tokens, begin_token, end_tokens, special_tokens, tokenize_prompts
+from ...templates import Tokens, begin_token, chat_prompt, end_tokens, special_tokens, tokenize_prompts
 from ..errors import InvalidRequest
 from .backbone import LoadedDelta
 from .requests import Answer, Request, TokenChoice
@@ -110,8 +110,9 @@ class RequestEncoder:
         listener: Listener | None = None,
         max_length: int | None = None,
         readable: int | None = None,
+        chat_template: str | None = None,
     ) -> Job:
-        """Return a request as a job."""
+        """Return a request as a job; messages become a text by a chat template, or by the tokenizer's."""
         names = ("text", "tokens", "words", "messages")
         kinds = [name for name in names if getattr(request, name) is not None]
         if len(kinds) != 1:
@@ -132,7 +133,7 @@ class RequestEncoder:
         if request.task == "generate":
             if request.second_text is not None:
                 raise InvalidRequest("second_text is for classifiers of pairs; put both texts into one prompt")
-            return Job(request, {"input_ids": self._prompt(request)}, listener=listener)
+            return Job(request, {"input_ids": self._prompt(request, chat_template)}, listener=listener)
         limits = {} if max_length is None else {"truncation": True, "max_length": max_length}
         words: list[str] = []
         with self._tokenizer_for(request) as tokenizer:
@@ -175,7 +176,7 @@ class RequestEncoder:
                     self._long_tokenizer = copy.deepcopy(self.tokenizer)
             yield self._long_tokenizer
 
-    def _prompt(self, request: Request) -> list[int]:
+    def _prompt(self, request: Request, chat_template: str | None) -> list[int]:
         """Token ids of a prompt."""
         text, is_long = request.text or "", input_size(request) > LONG_TEXT
         source = text if request.messages is None else request.messages
@@ -183,7 +184,7 @@ class RequestEncoder:
             if is_long and self._last_prompt is not None and self._last_prompt[0] is source:
                 return self._last_prompt[1]  # another answer to the same prompt
             if request.messages is not None:
-                ids = _chat_tokens(tokenizer, request.messages)
+                ids = _chat_tokens(tokenizer, request.messages, chat_template)
                 self._last_prompt = (source, ids) if is_long else self._last_prompt
                 return ids
             try:
@@ -245,16 +246,15 @@ def _spelled_bytes(name: str, text: str) -> bytes:
     return bytes(BYTES[letter] for letter in name) if BYTES.keys() >= set(name) else text.encode()
 
 
-def _chat_tokens(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
-    """Token ids of a chat, by the template of a tokenizer."""
-    if not getattr(tokenizer, "chat_template", None):
+def _chat_tokens(tokenizer: Any, messages: Sequence[dict[str, str]], template: str | None) -> list[int]:
+    """Token ids of a chat, by a chat template or by the tokenizer's."""
+    if template is None and not getattr(tokenizer, "chat_template", None):
         raise InvalidRequest(
             "the model's tokenizer has no chat template, so it cannot chat: give it a chat_template, or send the whole "
             "prompt as a text (over HTTP to /v1/completions)"
         )
     try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        ids = [int(i) for i in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
+        ids = chat_prompt(tokenizer, messages, template=template)
     except Exception as error:  # a template may raise anything about what it is given
         raise InvalidRequest(f"the chat template refuses these messages: {str(error)[:300]}") from error
     if not ids:

@@ -361,7 +361,8 @@ class Server:
             raise InvalidRequest(f"a timeout is a number of seconds above 0, not {request.timeout}")
         loaded = (None if entry is None else entry.current) or self._base
         readable = readable_length(loaded, self.max_length)
-        job = self._encoder.encode(request, listener, cut_length(request, facts.max_length, readable), readable)
+        cut = cut_length(request, facts.max_length, readable)
+        job = self._encoder.encode(request, listener, cut, readable, facts.chat_template)
         job.submitted = arrived
         if request.task == "generate":
             check_sampling(request.sampling, self.tokenizer is not None)

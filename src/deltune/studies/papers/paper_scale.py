@@ -135,7 +135,7 @@ def training(spec: Mapping[str, Any], times: int = 1) -> Training:
     values = RunConfig.from_canonical(spec).flat()
     model, task = str(spec["model"]), str(spec["task"])
     written = TASKS[task].kind == "generation" or values["answer"] == "words"
-    length = int(values["max_length"]) + (int(values["target_length"] or values["max_length"]) if written else 0)
+    length = int(values["max_length"] or 128) + (int(values["target_length"] or values["max_length"]) if written else 0)
     in_tokens = values["batch_tokens"]
     rows = int(values["batch_size"]) if in_tokens is None else max(1, int(in_tokens) // length)
     steps = int(values["steps"] or math.ceil(TRAIN_ROWS[task] / rows) * int(values["epochs"]))

@@ -33,7 +33,9 @@ SAMPLED_ROWS = 200
 
 ColumnNames = Mapping[str, str] | Sequence[str]
 """The columns to use: by role, or in the order of the roles."""
-ColumnType = Literal["text", "texts", "label", "labels", "index", "answers"]
+LossOn = Literal["answers", "all", "last"]
+"""Which tokens of a conversation are trained: of all answers, all, or of the last answer."""
+ColumnType = Literal["text", "texts", "label", "labels", "index", "answers", "conversation"]
 
 TYPE_DESCRIPTIONS: Mapping[ColumnType, str] = {
     "text": "text",
@@ -42,6 +44,7 @@ TYPE_DESCRIPTIONS: Mapping[ColumnType, str] = {
     "labels": "a list of labels",
     "index": "the index of a choice",
     "answers": "a text or a list of texts",
+    "conversation": "a conversation",
 }
 
 
@@ -87,6 +90,8 @@ TASK_COLUMNS: Mapping[str, tuple[Column, ...]] = {
         ),
     ),
     "language": (Column("text", "text", ("text", "content")),),
+    "chat": (Column("conversation", "conversation", ()),),
+    "preference": (Column("conversation", "conversation", ()),),
 }
 """Task kind -> its columns, in the order in which they are listed."""
 

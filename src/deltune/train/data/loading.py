@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ...errors import DeltuneError, check_booleans, closest_match, error_summary, excerpt, unknown_name
 from ...files import explain_write_errors, parse_json, user_path
 from ...models import why_not_on_hub
+from . import formats
 from .columns import (
     TASK_COLUMNS,
     Column,
@@ -155,6 +156,8 @@ class TaskData:
         digests: Split -> hash of its contents alone.
         tag_scheme: The scheme of tags, a key of `tag_schemes.SCHEMES` or "plain"; None if they show none.
         unread: Columns that were neither chosen nor named by anyone, and are not read.
+        format: The format of conversations and preferences, as `formats` calls it; "" for other kinds.
+        notes: What a user should know about such rows: empty answers, repetitions.
     """
 
     splits: dict[str, Dataset]
@@ -166,6 +169,8 @@ class TaskData:
     digests: Mapping[str, str] = field(default_factory=dict)
     tag_scheme: str | None = None
     unread: tuple[str, ...] = ()
+    format: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -211,7 +216,9 @@ def load_data(
 
     Args:
         source: A folder of train, validation and test files (.jsonl, .json, .csv, .txt, .conll, .bio, also with .gz, or
-            .parquet), or a hub id, which may name a revision and a configuration: OWNER/NAME@REVISION:CONFIGURATION.
+            .parquet), one such file, which is the train split, or without training the test split, or a hub id, which
+            may name a revision and a configuration: OWNER/NAME@REVISION:CONFIGURATION. Or a mixture of these, such as
+            "A=0.7,B=0.3": an epoch has as many rows as all of them, in these shares.
         columns: The columns, as {"text": …, "pair": …, "label": …} or in the order of the kind's roles. Default: those
             of meta.json, else those that have usual names.
         labels: Names of the labels in the order of their ids. Default: `label_names` of meta.json, else the labels of
@@ -229,6 +236,15 @@ def load_data(
     Raises:
         DeltuneError: Something is wrong with the source or its rows; one error lists all, with file and line.
     """
+    if weights := mixture(source):
+        parts = {
+            name: load_data(
+                name, columns, labels, training=training or user_path(name, "data").is_file(), kind=kind,
+                tag_scheme=tag_scheme, iob2_labels=iob2_labels,
+            )
+            for name in weights
+        }  # fmt: skip
+        return _mixed(source, parts, weights, max_rows or {}, seed)
     problems: list[str] = []
     for split, count in (max_rows or {}).items():
         if count < 1:
@@ -236,18 +252,10 @@ def load_data(
     if kind is not None and kind not in TASK_COLUMNS:
         raise DeltuneError(unknown_name("kind of task", kind, TASK_COLUMNS))
     folder = user_path(source, "data")
-    if folder.is_file():
-        suffix = data_suffix(folder) or ".jsonl"
-        raise DeltuneError(
-            f"data {source} is a file: give a folder with the rows of each split in a file of its own, "
-            + (
-                f"train{suffix}, and validation{suffix} and test{suffix} if there are any"
-                if training
-                else f"such as test{suffix} alone"
-            )
-        )
     needed = ("train",) if training else tuple(SPLITS)
-    if folder.is_dir():
+    if folder.is_file():
+        raw = _RawData({"train" if training else "test": read_rows(folder, problems)})
+    elif folder.is_dir():
         raw = _read_folder(folder, needed, problems)
     else:
         raw = _read_hub(source, needed, layout or HubLayout(source))
@@ -256,6 +264,8 @@ def load_data(
         apply_layout(files, layout, problems)
         columns, labels = columns or layout.column_names, labels or layout.labels
     first = next((files[split] for split in needed if split in files), None)
+    if first and first.rows and (format := formats.choose(first, kind, columns or raw.column_names)):
+        return _load_conversations(source, files, *format, max_rows or {}, seed, problems)
     is_guess, guesses_columns = kind is None, columns is None and not isinstance(raw.column_names, Mapping)
     kind = kind or (guess_task_kind(first, raw.column_names, columns) if first else "classification")
     chosen = choose_columns(kind, first, columns, raw.column_names, problems) if first else {}
@@ -293,9 +303,6 @@ def load_data(
     splits: dict[str, dict[str, list]] = {}
     for split, row_label_ids in label_ids.items():
         rows = [row for _, row in files[split].rows]
-        row_ids = [str(row["id"]) for row in rows if "id" in row]
-        if len(set(row_ids)) < len(rows):
-            row_ids = [f"{split}-{i + 1}" for i in range(len(rows))]
         values = {
             c.role: [_normalized_value(c, row[chosen[c.role]]) for row in rows]
             for c in TASK_COLUMNS[kind]
@@ -303,27 +310,125 @@ def load_data(
         }
         if label_role is not None:
             values[label_role] = [ids if label_role == "tags" else ids[0] for ids in row_label_ids]
-        splits[split] = {"id": row_ids, **values}
-    for split, count in (max_rows or {}).items():
+        splits[split] = {"id": _row_ids(rows, split), **values}
+    return _task_data(
+        source, splits, max_rows or {}, seed, labels=label_names, columns=chosen, kind=kind, tag_scheme=scheme,
+        unread=unread,
+    )  # fmt: skip
+
+
+def _load_conversations(
+    source: str,
+    files: Mapping[str, DataFile],
+    form: formats.Format,
+    columns: dict[str, str],
+    max_rows: Mapping[str, int],
+    seed: int,
+    problems: list[str],
+) -> TaskData:
+    """Read conversations, preferences and texts: each row in the one form as JSON."""
+    read = formats.read_files(files, form, columns, problems)
+    if problems:
+        raise file_error(f"data {source}", problems)
+    splits = {
+        split: {
+            "id": _row_ids(rows, split),
+            **{name: [row[name] for row in rows] for name in (formats.COLUMN, "place")},
+        }
+        for split, file in read.items()
+        if (rows := [row for _, row in file.rows])
+    }
+    first = next(iter(files.values()))
+    as_text = any(isinstance(row.get(columns[form.needed[0]]), str) for _, row in first.rows[:1]) and form.has_messages
+    texts, places = ({s: values[name] for s, values in splits.items()} for name in (formats.COLUMN, "place"))
+    notes = [*([f"{form.needed[0]} read from text, which holds JSON"] if as_text else [])]
+    notes += formats.notes_on_rows(texts, places)
+    unread = tuple(c for c in unread_columns(first, None, columns) if c not in form.others)
+    return _task_data(
+        source, splits, max_rows, seed, columns=columns, kind=form.kind, unread=unread, format=form.name,
+        notes=tuple(notes),
+    )  # fmt: skip
+
+
+def mixture(source: str) -> dict[str, float]:
+    """Return the weights of a mixture, by source; nothing for a single source."""
+    parts = [re.fullmatch(r"\s*(.+)=(\d+\.?\d*|\.\d+)\s*", part) for part in str(source).split(",")]
+    return {part[1]: float(part[2]) for part in parts if part} if len(parts) > 1 and all(parts) else {}
+
+
+def _mixed(
+    source: str, parts: Mapping[str, TaskData], weights: Mapping[str, float], max_rows: Mapping[str, int], seed: int
+) -> TaskData:
+    """Join data sets: of train the shares that the weights say, repeated or drawn, of other splits all rows."""
+    first = next(iter(parts.values()))
+    problems = [
+        f"{n} is {p.kind}, and {first.source} is {first.kind}" for n, p in parts.items() if p.kind != first.kind
+    ]
+    problems += [f"{n} has other labels than {first.source}" for n, p in parts.items() if p.labels != first.labels]
+    problems += [] if sum(weights.values()) else ["all weights are 0"]
+    if problems:
+        raise file_error(f"data {source}", problems)
+    rows_of_train = sum(len(part.splits.get("train", ())) for part in parts.values())
+    total = min(rows_of_train, max_rows.get("train", rows_of_train))
+    splits: dict[str, dict[str, list]] = {}
+    notes: list[str] = []
+    for name, part in parts.items():
+        for split, rows in part.splits.items():
+            columns, chosen = rows.to_dict(), list(range(len(rows)))
+            if split == "train":
+                count = round(total * weights[name] / sum(weights.values()))
+                again, rest = divmod(count, len(rows))
+                chosen = again * chosen + sorted(random.Random(f"{seed} {name}").sample(chosen, rest))
+                notes.append(f"{count:,} rows of an epoch are from the {len(rows):,} of {name}")
+            joined = splits.setdefault(split, {role: [] for role in columns})
+            for role, values in joined.items():
+                values += [columns[role][i] for i in chosen]
+        notes += [f"{name}: {note}" for note in part.notes]
+    for split, columns in splits.items():
+        columns["id"] = [f"{split}-{i + 1}" for i in range(len(columns["id"]))]
+    samples = {split: count for split, count in max_rows.items() if split != "train"}
+    form = " and ".join(dict.fromkeys(part.format for part in parts.values()))
+    return _task_data(
+        source, splits, samples, seed, labels=first.labels, columns=first.columns, kind=first.kind,
+        tag_scheme=first.tag_scheme, unread=first.unread, format=form, notes=tuple(notes),
+    )  # fmt: skip
+
+
+def _row_ids(rows: Sequence[Row], split: str) -> list[str]:
+    """Return the ids of rows, or where not every row has its own, their numbers behind the name of the split."""
+    ids = [str(row["id"]) for row in rows if "id" in row]
+    return ids if len(set(ids)) == len(rows) else [f"{split}-{i + 1}" for i in range(len(rows))]
+
+
+def _task_data(
+    source: str,
+    splits: dict[str, dict[str, list]],
+    max_rows: Mapping[str, int],
+    seed: int,
+    *,
+    labels: tuple[str, ...] = (),
+    **facts: Any,
+) -> TaskData:
+    """Draw the samples of splits, and make the data of a task of them."""
+    for split, count in max_rows.items():
         if split in splits and count < len(splits[split]["id"]):
             rng = random.Random(seed if split == "train" else 0)
             sample = sorted(rng.sample(range(len(splits[split]["id"])), count))
             splits[split] = {role: [values[i] for i in sample] for role, values in splits[split].items()}
-    content = {split: {role: values for role, values in s.items() if role != "id"} for split, s in splits.items()}
-    digests = {split: _digest(values)[:16] for split, values in content.items()}
+    content = {
+        split: {role: values for role, values in s.items() if role not in ("id", "place")}
+        for split, s in splits.items()
+    }
 
     from datasets import Dataset
 
     return TaskData(
         splits={split: Dataset.from_dict(columns) for split, columns in splits.items()},
-        labels=label_names,
-        columns=chosen,
+        labels=labels,
         source=source,
-        fingerprint=_digest([label_names, content]),
-        kind=kind,
-        digests=digests,
-        tag_scheme=scheme,
-        unread=unread,
+        fingerprint=_digest([labels, content]),
+        digests={split: _digest(values)[:16] for split, values in content.items()},
+        **facts,
     )
 
 

@@ -70,6 +70,7 @@ def read_rows(path: Path, problems: list[str] | None = None) -> DataFile:
         own_problems.append(unknown_name("file format", path.suffix, READERS, where=path.name))
     else:
         try:
+            file.unit = "row" if _is_array(path) else file.unit
             file.rows.extend(READERS[suffix](path, own_problems))
         except UnreadableFileError as error:
             own_problems.append(str(error))
@@ -145,23 +146,40 @@ def _byte_order_mark_encoding(start: bytes) -> str:
 
 
 def _read_json_lines(path: Path, problems: list[str]) -> NumberedRows:
+    unit, values = ("row", _array_values(path)) if _is_array(path) else ("line", _line_values(path, problems))
+    for n, row in values:
+        if not isinstance(row, dict):
+            problems.append(f"{path.name} {unit} {n}: not a JSON object but {short_repr(row)}")
+        elif problem := _column_name_problem(row):
+            problems.append(f"{path.name} {unit} {n}: {problem}")
+        else:
+            yield n, row
+
+
+def _is_array(path: Path) -> bool:
+    """Return whether a file of JSON is one array of rows."""
+    return (
+        data_suffix(path).startswith(".json")
+        and path != STDIN
+        and (next((line.lstrip()[:1] for _, line in text_lines(path) if line.strip()), "") == "[")
+    )
+
+
+def _array_values(path: Path) -> Iterator[tuple[int, Any]]:
+    try:
+        yield from enumerate(parse_json("".join(line for _, line in text_lines(path))), 1)
+    except ValueError as error:
+        raise UnreadableFileError(f"{path.name}: broken JSON ({error})") from error
+
+
+def _line_values(path: Path, problems: list[str]) -> Iterator[tuple[int, Any]]:
     for n, line in text_lines(path):
-        if n == 1 and line.lstrip().startswith("["):
-            problems.append(f"{path.name} line 1: a JSON array; give one JSON object on each line")
-            return
         if not line.strip():
             continue
         try:
-            row = parse_json(line)
+            yield n, parse_json(line)
         except ValueError as error:
             problems.append(f"{path.name} line {n}: broken JSON ({error})")
-            continue
-        if not isinstance(row, dict):
-            problems.append(f"{path.name} line {n}: not a JSON object but {short_repr(row)}")
-        elif problem := _column_name_problem(row):
-            problems.append(f"{path.name} line {n}: {problem}")
-        else:
-            yield n, row
 
 
 def _read_csv(path: Path, problems: list[str]) -> NumberedRows:
@@ -228,9 +246,20 @@ def _read_parquet(path: Path, problems: list[str]) -> NumberedRows:
         if problem := _column_name_problem(names):
             problems.append(f"{path.name}: {problem}: {excerpt(names)}")
             return
-        yield from enumerate(file.read().to_pylist(), 1)
+        yield from enumerate(map(_without_absent_keys, file.read().to_pylist()), 1)
     except (pyarrow.ArrowException, OverflowError) as error:  # some are neither OSError nor ValueError
         raise ValueError(error_summary(error)) from error
+
+
+def _without_absent_keys(row: Row) -> Row:
+    """Return a row without the keys that only other rows have: inside columns, Parquet fills them with None."""
+
+    def present(value: Any) -> Any:
+        if isinstance(value, list):
+            return [present(one) for one in value]
+        return {k: present(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+    return {name: present(value) for name, value in row.items()}
 
 
 def has_lone_surrogate(text: str) -> bool:

@@ -264,6 +264,7 @@ ANALYSES: Mapping[str, Callable[[Sequence[Line], Sequence[str]], Analysis]] = {
     "choice": _analyse_labels,
     "generation": _analyse_texts,
     "language": _analyse_running_text,
+    "chat": _analyse_running_text,
 }
 """Kind of task -> what analyses its predictions."""
 

@@ -11,6 +11,7 @@ import torch
 
 from ...runtime.attach import tuned
 from ...runtime.padding import eval_mode, padding_side
+from ..data.columns import LossOn
 from .encoding import EncodedRows, collate, longest_first
 
 if TYPE_CHECKING:
@@ -27,9 +28,11 @@ class TaskOptions:
     Attributes:
         max_length: Longest input, in tokens.
         max_target_length: Longest answer, in tokens.
-        template: The prompt of a language model, with roles in braces. Default: a row's texts, with blanks between.
+        template: The prompt of a language model, with roles in braces. Default: a row's texts, with blanks between. Of
+            conversations the name of a chat template, which the tokenizer has by then.
         label_words: Label -> the word that stands for it in the answer of a language model, in the order of their ids.
         generate_kwargs: Options of transformers' `generate`.
+        loss_on: Which tokens of a conversation are trained.
     """
 
     max_length: int = 128
@@ -37,6 +40,7 @@ class TaskOptions:
     template: str = ""
     label_words: Mapping[str, str] = field(default_factory=dict)
     generate_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    loss_on: LossOn = "answers"
 
 
 def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:

@@ -40,12 +40,22 @@ class EncodedRows(Dataset[Row]):
         truncated: How many inputs were cut.
         num_texts: How many texts the rows belong to, where a text has several rows; a row's `text_index` says to which.
         truncated_targets: How many answers that are token sequences were cut. In training every reference counts.
+        truncated_tokens: How many tokens of conversations were cut.
+        untrained: How many conversations have no token that is trained.
+        trained_tokens: How many tokens of conversations are trained.
+        longest: How many tokens the longest conversation has.
+        notes: What else a user should know about how conversations were encoded.
     """
 
     rows: Sequence[Row]
     truncated: int
     num_texts: int = 0
     truncated_targets: int = 0
+    truncated_tokens: int = 0
+    untrained: int = 0
+    trained_tokens: int = 0
+    longest: int = 0
+    notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.rows)

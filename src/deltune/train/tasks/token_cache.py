@@ -24,14 +24,17 @@ from .encoding import EncodedRows, Row
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-VERSION = 6
+VERSION = 7
 """Raised when an encoder returns other rows for the same input."""
 NAME_LENGTH = 32
 """Hexadecimal digits of the name of a cached file."""
 TEMPORARY_PREFIX = ".deltune-"
 """Begins the names of files that are still being written."""
-METADATA_FIELDS = ("truncated", "num_texts", "truncated_targets")
-"""Fields of `EncodedRows` that are stored beside the rows."""
+METADATA_FIELDS = (
+    "truncated", "num_texts", "truncated_targets", "truncated_tokens", "untrained", "trained_tokens", "longest",
+    "notes",
+)  # fmt: skip
+"""Fields of `EncodedRows` that are stored beside the rows, as JSON."""
 ACTIVATIONS = "trunk"
 """The folder in the cache that holds the activations of frozen layers."""
 MAX_BYTES = 8 * 2**30
@@ -135,7 +138,7 @@ def _write_rows(path: Path, encoded: EncodedRows) -> None:
     """Write rows as one file, atomically."""
     rows = [{**row, "length": length} for row, length in zip(encoded.rows, encoded.lengths, strict=True)]
     table = pyarrow.Table.from_pylist(rows)
-    table = table.replace_schema_metadata({name: str(getattr(encoded, name)) for name in METADATA_FIELDS})
+    table = table.replace_schema_metadata({name: json.dumps(getattr(encoded, name)) for name in METADATA_FIELDS})
     with write_complete(path) as file, pyarrow.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table, max_chunksize=10_000)
     evict_old_files(path.parent, ".arrow", [path], MAX_BYTES)
@@ -147,12 +150,13 @@ def _read_rows(path: Path) -> EncodedRows | None:
         return None
     try:
         table = pyarrow.ipc.open_file(pyarrow.memory_map(str(path))).read_all()
-        counts = {name: int(table.schema.metadata[name.encode()]) for name in METADATA_FIELDS}
+        facts = {name: json.loads(table.schema.metadata[name.encode()]) for name in METADATA_FIELDS}
+        facts["notes"] = tuple(facts["notes"])
         lengths = table["length"].to_pylist()
         os.utime(path)
     except (OSError, KeyError, TypeError, ValueError, pyarrow.ArrowException):
         return None
-    encoded = EncodedRows(ArrowRows(table.drop_columns(["length"])), **counts)
+    encoded = EncodedRows(ArrowRows(table.drop_columns(["length"])), **facts)
     encoded.__dict__["lengths"] = lengths  # fills the cached property, so that the rows need not be read
     return encoded
 

@@ -1,0 +1,234 @@
+"""What a data set holds and what a model sees of it: the first lines of a run, and `deltune data` without one."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import transformers
+
+from ..anatomy.tracing import meta_model
+from ..errors import DeltuneError, number_range
+from ..models import HEADS, load_config
+from ..templates import with_chat_template
+from .config import RunConfig
+from .data.columns import INPUT_TYPES, TASK_COLUMNS
+from .data.formats import COLUMN, as_completions, plural
+from .data.loading import TaskData
+from .setup import length_limits, load_task_data, load_task_tokenizer, task_kind_for
+from .tasks.base import TaskKind, TaskOptions
+from .tasks.chat import CHAT, check_lengths, notes
+from .tasks.encoding import IGNORE_INDEX, EncodedRows, Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TRAINED = ("⟦", "⟧")
+"""The marks around what is trained of an example."""
+SHOWN = 600
+"""Characters of an example that are shown."""
+
+
+@dataclass(frozen=True)
+class Overview:
+    """What a data set holds.
+
+    Attributes:
+        source: Its folder, file or hub id.
+        kind: The kind of task.
+        format: The format of conversations and preferences, "" for other kinds.
+        columns: Role -> column.
+        rows: Split -> how many rows it has.
+        labels: Split -> label -> how many rows have it.
+        notes: What a user should know about it.
+        tokens: Split -> facts about its tokens; empty without a model.
+        example: A row as the model sees it, with its special tokens, what is trained between ⟦ and ⟧.
+    """
+
+    source: str
+    kind: str
+    format: str
+    columns: dict[str, str]
+    rows: dict[str, int]
+    labels: dict[str, dict[str, int]]
+    notes: tuple[str, ...]
+    tokens: dict[str, dict[str, int]]
+    example: str
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the facts as JSON values."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """Return the facts as lines."""
+        roles = self.format or " and ".join(role for role in self.columns if role in INPUT_TYPES)
+        splits = ", ".join(f"{split} {count:,}" for split, count in self.rows.items())
+        lines = [f"{self.source}: {self.kind} of {roles}", f"rows: {splits}"]
+        for split, counts in self.labels.items():
+            lines.append(f"labels of {split}: {balance(counts)}")
+        lines += [f"{split}: {token_line(facts)}" for split, facts in self.tokens.items()]
+        return [*lines, *self.notes, f"example: {self.example}"]
+
+
+def overview(config: RunConfig, model: str | None = None, row: int = 1) -> Overview:
+    """Read a data set, and encode it for a model, without loading any weights.
+
+    Args:
+        config: Which data, and how it is read; its model does not matter.
+        model: The model whose tokenizer encodes the rows. Default: none, and nothing is said of tokens.
+        row: The number of the row that is the example.
+
+    Raises:
+        DeltuneError: The data or the model is wrong, or there is no such row.
+    """
+    is_file = config.data.source is not None and Path(config.data.source).is_file()
+    _, data = load_task_data(config.data, config.runtime.seed, training=is_file)  # a file alone is the train split
+    split = next(iter(data.splits))
+    if not 1 <= row <= len(data.splits[split]):
+        raise DeltuneError(f"row {row} is none of the {len(data.splits[split]):,} rows of {split}")
+    lines, tokens, example = list(data_notes(data)), {}, str(_inputs(data, split, row))
+    if model is not None:
+        encoded, tokenizer, limits, kind = _encode(config, data, model)
+        tokens = {split: token_facts(rows) for split, rows in encoded.items()}
+        for name, rows in encoded.items():
+            lines += cut_notes(kind, rows, name, limits)
+            try:
+                if kind is CHAT:
+                    check_lengths(rows, name, limits.max_length, config.data.max_cut)
+            except DeltuneError as error:
+                lines.append(f"a run refuses it: {error}")
+        answers = len(encoded[split]) and encoded[split].num_texts // len(data.splits[split])  # two of a preference
+        example = example_text(tokenizer, _rows_of(encoded[split], row, max(1, answers)))
+    sizes = {name: len(rows) for name, rows in data.splits.items()}
+    return Overview(
+        data.source, data.kind, data.format, data.columns, sizes, label_counts(data), tuple(lines), tokens, example
+    )
+
+
+def _inputs(data: TaskData, split: str, row: int) -> Any:
+    """Return a row as it was read."""
+    values = {role: value for role, value in data.splits[split][row - 1].items() if role not in ("id", "place")}
+    return values.get(COLUMN, values)
+
+
+def _encode(
+    config: RunConfig, data: TaskData, name: str
+) -> tuple[dict[str, EncodedRows], PreTrainedTokenizerBase, TaskOptions, TaskKind]:
+    """Encode all splits as a run does, by a model on the meta device."""
+    configuration = load_config(name)
+    pairs = data.kind == "preference"  # each is read as two conversations
+    kind = CHAT if pairs else task_kind_for(data.kind, configuration, config.generation.answer)
+    tokenizer = load_task_tokenizer(name, config.data)
+    if kind is CHAT and config.generation.template is not None:
+        tokenizer = with_chat_template(tokenizer, config.generation.template)
+    model = meta_model(configuration, getattr(transformers, HEADS[kind.head].auto_class))
+    limits = length_limits(config.data, config.generation, kind, data.labels)
+    positions = getattr(configuration.get_text_config(), "max_position_embeddings", None)
+    if config.data.max_length is None and isinstance(positions, int):
+        limits = replace(limits, max_length=min(limits.max_length, positions))
+    encoded = {}
+    for split, rows in data.splits.items():
+        columns = rows.to_dict()
+        if pairs:
+            columns = {COLUMN: [one for text in columns[COLUMN] for one in as_completions(text)]}
+        encoded[split] = kind.encode(tokenizer, model, columns, limits, True)
+    return encoded, tokenizer, limits, kind
+
+
+def _rows_of(encoded: EncodedRows, row: int, texts: int) -> list[Row]:
+    """Return the encoded rows that a row of the data became, of so many texts each."""
+    several = [one for one in encoded.rows if "text_index" in one and one["text_index"] // texts == row - 1]
+    return several or [encoded.rows[min(row, len(encoded)) - 1]]
+
+
+def data_notes(data: TaskData) -> list[str]:
+    """Return what a user should know about a data set before anything is tokenised."""
+    if data.notes or data.kind in ("chat", "preference"):
+        return list(data.notes)
+    lines: list[str] = []
+    train = data.splits.get("train")
+    roles = [c.role for c in TASK_COLUMNS[data.kind] if train is not None and c.role in train.column_names]
+    known = {repr(row) for row in zip(*(data.splits["train"][role] for role in roles), strict=True)}
+    for split, rows in data.splits.items() if roles else ():
+        shared = sum(repr(row) in known for row in zip(*(rows[role] for role in roles), strict=True))
+        if split != "train" and shared:
+            lines.append(f"{plural(shared, 'row')} of {split} {'is' if shared == 1 else 'are'} in train too")
+    return lines
+
+
+def label_counts(data: TaskData) -> dict[str, dict[str, int]]:
+    """Return split -> label -> how many rows, or words of a tagging, have it."""
+    role = next((c.role for c in TASK_COLUMNS[data.kind] if c.type in ("label", "labels")), None)
+    if role is None or not data.labels:
+        return {}
+    counts = {}
+    for split, rows in data.splits.items():
+        values = [one for value in rows[role] for one in (value if isinstance(value, list) else [value])]
+        number = Counter(values)
+        counts[split] = {name: number[i] for i, name in enumerate(data.labels)}
+    return counts
+
+
+def balance(counts: dict[str, int], most: int = 8) -> str:
+    """Return the shares of labels in one line, the most frequent first."""
+    total = sum(counts.values()) or 1
+    ordered = sorted(counts, key=lambda name: -counts[name])
+    shown = ", ".join(f"{name} {counts[name] / total:.0%}" for name in ordered[:most])
+    return shown + (f" and {len(ordered) - most:,} more" if len(ordered) > most else "")
+
+
+def token_facts(encoded: EncodedRows) -> dict[str, int]:
+    """Return numbers of tokens of a split."""
+    lengths = encoded.lengths or [0]
+    facts = {
+        "shortest": min(lengths), "median": round(statistics.median(lengths)), "longest": max(lengths),
+        "total": sum(lengths), "cut_rows": encoded.truncated, "cut_tokens": encoded.truncated_tokens,
+    }  # fmt: skip
+    return {**facts, "trained": encoded.trained_tokens} if encoded.longest else facts
+
+
+def token_line(facts: dict[str, int]) -> str:
+    """Return numbers of tokens in one line."""
+    trained = f", {facts['trained']:,} of them trained" if "trained" in facts else ""
+    span = number_range([facts["shortest"], facts["longest"]])
+    return f"{span} tokens a row, median {facts['median']:,}; {facts['total']:,} in all{trained}"
+
+
+def cut_notes(kind: TaskKind, encoded: EncodedRows, split: str, limits: TaskOptions) -> list[str]:
+    """Return what is cut of a split, with the option that says how much."""
+    if kind is CHAT:
+        return notes(encoded, split, limits.max_length)
+    return [
+        f"{cut:,} of {len(encoded):,} {split} {texts} are cut to {tokens} tokens ({option})"
+        for cut, texts, option, tokens in (
+            (encoded.truncated, "inputs", "--max-length", limits.max_length),
+            (encoded.truncated_targets, "targets", "--target-length", limits.max_target_length),
+        )
+        if cut
+    ]
+
+
+def example_text(tokenizer: Any, rows: Sequence[Row]) -> str:
+    """Return rows as the model sees them: special tokens shown, what is trained marked, long ones without a middle."""
+    texts = [_shown(tokenizer, row) for row in rows]
+    return " | ".join(text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} … {text[-SHOWN // 2 :]}" for text in texts)
+
+
+def _shown(tokenizer: Any, row: Row) -> str:
+    ids, labels = row["input_ids"], row.get("labels")
+    if not isinstance(ids[0], int):
+        return " | ".join(str(tokenizer.decode(choice)) for choice in ids)
+    if not isinstance(labels, list) or len(labels) != len(ids):
+        target = [token for token in labels if token != IGNORE_INDEX] if isinstance(labels, list) else []
+        return str(tokenizer.decode(ids)) + (f" {TRAINED[0]}{tokenizer.decode(target)}{TRAINED[1]}" if target else "")
+    text, start = "", 0
+    for stop in range(1, len(ids) + 1):
+        if stop == len(ids) or (labels[stop] == IGNORE_INDEX) != (labels[start] == IGNORE_INDEX):
+            part = str(tokenizer.decode(ids[start:stop]))
+            text += part if labels[start] == IGNORE_INDEX else f"{TRAINED[0]}{part}{TRAINED[1]}"
+            start = stop
+    return text

@@ -1,0 +1,138 @@
+"""Conversations, answered prompts and texts as a task: a decoder learns the answers, or all tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...errors import DeltuneError, counted
+from ...methods.masks import RowMask
+from ...runtime.handle import Tuned
+from ...runtime.serialization import word_embeddings
+from ...templates import NAMED_TEMPLATES, special_tokens, target_end
+from ..data.conversations import Conversations
+from ..data.formats import COLUMN, plural, readable
+from ..data.readers import file_error
+from .base import Columns, TaskKind, TaskOptions
+from .encoding import IGNORE_INDEX, EncodedRows, Row
+from .generation import predict_log_likelihoods
+
+
+def encode_chat(tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool) -> EncodedRows:
+    """Encode conversations; those longer than `max_length` tokens lose their end.
+
+    A conversation is one row, or a row for each answer; a row's `text_index` is the conversation that it is of.
+    """
+    texts = list(columns[COLUMN])
+    places = list(columns.get("place") or [f"row {i + 1}" for i in range(len(texts))])
+    check_template(tokenizer, texts)
+    maker, problems = Conversations(tokenizer, target_end(tokenizer, model), options.loss_on), []  # type: ignore[var-annotated]
+    rows: list[Row] = []
+    truncated = truncated_tokens = trained_tokens = longest = 0
+    trained_rows: set[int] = set()
+    for row in maker.tokenize(texts, places, problems):
+        ids = row.ids[: options.max_length]
+        longest = max(longest, len(row.ids))
+        truncated += len(ids) < len(row.ids)
+        truncated_tokens += len(row.ids) - len(ids)
+        labels = [token if trained else IGNORE_INDEX for token, trained in zip(ids, row.trained, strict=False)]
+        predicted = sum(label != IGNORE_INDEX for label in labels[1:])  # nothing stands before the first token
+        trained_tokens += predicted
+        trained_rows |= {row.row} if predicted else set()
+        if ids:
+            mask = [1] * len(ids)
+            rows.append({"input_ids": ids, "attention_mask": mask, "labels": labels, "text_index": row.row})
+    if problems:
+        shared = (
+            "; what is trained must not share a token with what is not: move a blank or a line end to the other side"
+        )
+        title = "these rows cannot be made to tokens" + (shared if maker.counts["shared"] else "")
+        raise file_error(title, problems)
+    return EncodedRows(
+        rows, truncated, len(texts), 0, truncated_tokens, len(texts) - len(trained_rows), trained_tokens, longest,
+        tuple(maker.notes()),
+    )  # fmt: skip
+
+
+def check_template(tokenizer: Any, texts: Sequence[str]) -> None:
+    """Check that a tokenizer has a chat template where texts in the one form are conversations."""
+    if any('"messages"' in text for text in texts) and not getattr(tokenizer, "chat_template", None):
+        raise no_chat_template()
+
+
+def no_chat_template() -> DeltuneError:
+    """Return the error for conversations without a chat template."""
+    return DeltuneError(
+        "the tokenizer has no chat template, by which conversations become texts: choose one by --template: "
+        f"{', '.join(NAMED_TEMPLATES)}, or a file with a template in Jinja (.jinja)"
+    )
+
+
+def check_lengths(encoded: EncodedRows, split: str, max_length: int, max_cut: float) -> None:
+    """Refuse rows of which too many are cut, or all answers.
+
+    Raises:
+        DeltuneError: More than the share `max_cut` of the rows is cut, or no row has a token that is trained.
+    """
+    cut = (
+        f"{encoded.truncated:,} of {len(encoded):,} rows of {split} are longer than {max_length:,} tokens, "
+        f"and {counted(encoded.truncated_tokens, 'token')} of them would be cut"
+    )
+    todo = f"Give a greater length (--max-length), of which the longest row needs {encoded.longest:,} tokens"
+    if not encoded.trained_tokens:
+        if encoded.truncated:
+            raise DeltuneError(f"every answer is cut away: {cut}. {todo}")
+        raise DeltuneError(f"no row of {split} has a token that is trained")
+    if encoded.truncated > max_cut * len(encoded):
+        raise DeltuneError(
+            f"{cut}, more than the share of {max_cut:g} that may be (--max-cut). {todo}, or leave these rows out"
+        )
+
+
+def untrained_tokens(tuned: Tuned, tokenizer: Any, rows: Sequence[Row]) -> dict[int, str]:
+    """Return the control tokens of rows whose embeddings the base never trained, and which the method leaves alone.
+
+    Such a row of the table is zero, or nearly the same as another: what only weight decay moved, such as the unused
+    tokens of a base model. Without a row of its own a token cannot be told from others.
+    """
+    delta = tuned.delta()
+    tables = {tensor.name for tensor in word_embeddings(tuned.anatomy)}
+    chosen = {row for _, mask in delta.planned.masked if isinstance(mask, RowMask) for row in mask.rows}
+    if not chosen and tables & {*delta.owned_tensors}:
+        return {}
+    special = special_tokens(tokenizer)
+    used = sorted({token for row in rows for token in row["input_ids"] if token in special} - chosen)
+    embeddings: Any = tuned.model.get_input_embeddings()
+    table = embeddings.weight.detach().float()
+    norms = table.norm(dim=1)
+
+    def is_untrained(token: int) -> bool:
+        alike = (table - table[token]).norm(dim=1) < 0.02 * norms[token]
+        return bool(norms[token] < 1e-3 * norms.median() or alike.sum() > 1)
+
+    return {token: special[token] for token in used if is_untrained(token)}
+
+
+def notes(encoded: EncodedRows, split: str, max_length: int) -> list[str]:
+    """Return what a user should know about the rows of a split: what is cut, and what is not trained."""
+    lines = list(encoded.notes)
+    if encoded.truncated:
+        lines.append(
+            f"{encoded.truncated:,} of {len(encoded):,} rows are cut to {max_length:,} tokens, by "
+            f"{counted(encoded.truncated_tokens, 'token')} in all (--max-length)"
+        )
+    if encoded.untrained:
+        lines.append(f"{plural(encoded.untrained, 'conversation')} without a token that is trained")
+    return [f"{split}: {line}" for line in lines]
+
+
+CHAT = TaskKind(
+    name="chat",
+    head="causal-lm",
+    default_metrics=("perplexity",),
+    metric_inputs=("log-likelihoods",),
+    encode=encode_chat,
+    predict=predict_log_likelihoods,
+    references=lambda columns, labels: [],
+    row_input=lambda columns, i: readable(columns[COLUMN][i]),
+)

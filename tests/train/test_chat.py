@@ -1,0 +1,151 @@
+"""A chat model from its data to its answers: what a run says, where answers stop, and what is saved of the template."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+import deltune
+import deltune.serve
+import tiny
+from deltune.errors import DeltuneError
+from deltune.models import align_padding_token
+from deltune.serve.engine.requests import Request, Sampling
+from deltune.templates import NAMED_TEMPLATES, chat_prompt, with_chat_template
+from deltune.train.chat import Chat
+from deltune.train.config import RunConfig
+from deltune.train.inference import export_run, generate, load_run, merge_run
+from deltune.train.run import train
+from deltune.train.run_folder import RunFolder
+from deltune.train.tasks.chat import untrained_tokens
+from test_templates import END, TURN, byte_tokenizer, chain
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}a{% endif %}"
+)
+ROWS = [{"instruction": f"Question {i}?", "output": "y"} for i in range(8)]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that answers "yes", and then ends a turn by a token that neither it nor its tokenizer calls an end."""
+    folder = tmp_path_factory.mktemp("base")
+    tokenizer = byte_tokenizer(eos_token="<|end|>")
+    model = chain(tokenizer, {"a": "y", "y": "e", "e": "s", "s": TURN, TURN: "x"}, eos_token_id=END)
+    align_padding_token(model, tokenizer)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "turns.jinja").write_text(TEMPLATE)
+    tiny.lines(folder / "alpaca.jsonl", ROWS)
+    return folder
+
+
+def config(base: Path, **values: Any) -> RunConfig:
+    fixed = {"model": str(base / "model"), "data": str(base / "alpaca.jsonl"), "method": "lora(rank=2)", "lr": 1e-9}
+    return RunConfig.from_flat(**fixed, steps=2, batch_size=4, **values)
+
+
+@pytest.fixture(scope="module")
+def run(base: Path) -> Path:
+    train(config(base, template=str(base / "turns.jinja")), base / "run", progress=False)
+    return base / "run"
+
+
+def test_answers_stop_where_training_stopped(base: Path, run: Path, tmp_path: Path) -> None:
+    """In `generate`, in a chat, behind a server, after `merge` and with PEFT's file: the template goes along."""
+    trained = json.loads((run / "delta" / "delta.json").read_text())["trained"]
+    assert trained["chat_template"] == TEMPLATE and set(trained["end_tokens"]) == {END, TURN}
+    assert generate(str(run), ["Is it?"], 20) == ["yes"]
+    chat = Chat.open(str(run), system="Be brief.", max_tokens=20)
+    parts: list[str] = []
+    assert chat.answer("Is it?", parts.append) == "yes" == "".join(parts)
+    assert chat.answer("Really?") == "yes" and [one["role"][0] for one in chat.messages] == list("suaua")
+    chat.reset()
+    assert chat.messages == [{"role": "system", "content": "Be brief."}]
+    merge_run(run, tmp_path / "merged")
+    assert set(GenerationConfig.from_pretrained(tmp_path / "merged").eos_token_id) == {END, TURN}
+    export_run(run, tmp_path / "peft")
+    for folder in ("merged", "peft"):
+        assert AutoTokenizer.from_pretrained(tmp_path / folder).chat_template == TEMPLATE
+    AutoPeftModelForCausalLM.from_pretrained(tmp_path / "peft")
+    model = AutoModelForCausalLM.from_pretrained(base / "model")
+    (tmp_path / "deltas").mkdir()
+    (tmp_path / "deltas" / "talks").symlink_to(run)
+    with deltune.serve.Server(model, byte_tokenizer(eos_token="<|end|>"), deltas=tmp_path / "deltas") as server:
+        request = Request(
+            "generate",
+            messages=({"role": "user", "content": "?"},),
+            delta="talks",
+            sampling=Sampling(max_tokens=20, temperature=0.0),
+        )
+        assert server.submit(request).result(60).text == "yes"
+
+
+def test_control_tokens_in_a_question_are_text_in_use_too() -> None:
+    tokenizer = with_chat_template(byte_tokenizer(eos_token="<|end|>"), TEMPLATE)
+    ids = chat_prompt(tokenizer, [{"role": "user", "content": "a<|im_end|>b"}])
+    assert tokenizer.decode(ids) == "ua<|im_end|>b<|im_end|>a" and ids.count(TURN) == 1
+
+
+def test_tokens_that_the_base_never_trained_are_named(base: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(base / "model")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[TURN] = 0
+    tokenizer, rows = byte_tokenizer(), [{"input_ids": [TURN, END, 9]}]
+    for method, expected in (
+        ("lora", {TURN: "<|im_end|>"}), (f"lora + trainable_tokens(tokens=({TURN},))", {}), ("full", {}),
+    ):  # fmt: skip
+        tuned = deltune.attach(model, method)
+        assert untrained_tokens(tuned, tokenizer, rows) == expected
+        tuned.detach()
+
+
+@pytest.mark.parametrize("name", NAMED_TEMPLATES)
+def test_named_templates_end_their_answers(name: str) -> None:
+    plain = byte_tokenizer()
+    with pytest.raises(DeltuneError, match=rf"template {name} needs the tokens"):
+        with_chat_template(plain, name)
+    plain.add_special_tokens({"eos_token": "<|end|>", "additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer = with_chat_template(plain, name)
+    messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+    prompt = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
+    whole = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert "Q" in prompt and whole.startswith(prompt) and whole[len(prompt) :].strip() in ("A<|end|>", "A<|im_end|>")
+    with pytest.raises(DeltuneError, match=r"unknown chat template 'nothing'.*Known: alpaca, chatml"):
+        with_chat_template(plain, "nothing")
+
+
+def deltune_command(*arguments: object, typed: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "deltune", *map(str, arguments)]
+    return subprocess.run(command, input=typed, capture_output=True, text=True)
+
+
+def test_the_command_line(base: Path, run: Path) -> None:
+    """A pipe is answered line by line; a conversation without a template is a mistake of the user."""
+    done = deltune_command("chat", run, "--max-tokens", 9, typed="Is it?\n\n/reset\nIs it?\n")
+    assert (done.returncode, done.stdout) == (0, "yes\nyes\n"), done.stderr
+    done = deltune_command("data", base / "alpaca.jsonl", "--model", base / "model")
+    assert done.returncode == 2 and "no chat template" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_what_a_run_says_first(base: Path, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    with caplog.at_level("INFO", logger="deltune"):
+        train(config(base, template=str(base / "turns.jinja"), max_length=17), tmp_path / "run", progress=False)
+    lines = "\n".join(record.getMessage() for record in caplog.records)
+    for part in (
+        "task: chat of Alpaca, assumed from the columns",
+        "columns: instruction=instruction,output=output",
+        "train: 16 tokens a row, median 16; 128 in all, 16 of them trained",
+        "example: uQuestion 0?<|im_end|>a⟦y<|im_end|>⟧",
+    ):
+        assert part in lines
+    assert RunFolder(tmp_path / "run").finished and load_run(tmp_path / "run").is_conversational
