@@ -114,13 +114,55 @@ def test_the_same_logits(family: str, name: str, tmp_path: Path) -> None:
     assert torch.equal(logits(model, family), plain)
 
 
+@pytest.mark.parametrize(("family", "name"), MEANT, ids=[f"{f}: {n}" for f, n in MEANT])
+@pytest.mark.sample(14)
+def test_what_is_written_is_what_the_library_wrote(family: str, name: str, tmp_path: Path) -> None:
+    """The same options and tensors; a prefix is flat, once, and a head is with every classifier."""
+    model = base(family)
+    deltune.load(model, HERE / family / name, name=name)
+    deltune.export(model, tmp_path / "again", format="adapterhub")
+    theirs, ours = (
+        json.loads((f / "adapter_config.json").read_text()) for f in (HERE / family / name, tmp_path / "again")
+    )
+    configs = [c["config"].pop("configs", None) or [c["config"]] for c in (theirs, ours)]
+    for one, two in zip(*configs, strict=True):
+        one = one | ({"flat": True, "bottleneck_size": 512} if "prefix_length" in one else {})
+        neutral = {"cross_adapter", "encoder_prefix", "cross_prefix", "residual_before_ln", "original_ln_before"}
+        assert {n: v for n, v in one.items() if n not in neutral} == {n: v for n, v in two.items() if n not in neutral}
+    assert {n: theirs[n] for n in theirs if n != "config"} == {n: ours[n] for n in ours if n != "config"}
+    files = [next((HERE / family / name).glob("*adapter.*[sn]")), tmp_path / "again" / "adapter.safetensors"]
+    before, after = (load_file(f) if f.suffix == ".safetensors" else torch.load(f) for f in files)
+    if "prefix" not in name and name != "mam":
+        assert before.keys() == after.keys() and all(torch.equal(before[n].double(), after[n].double()) for n in before)
+    again = base(family)
+    deltune.load(again, tmp_path / "again")
+    assert close(logits(again, family), recorded(family)[name])
+
+
+NOT_WRITTEN = (
+    ("bert", "adapter(rank=2)", "no options that mean"),  # without biases
+    ("bert", "layernorm", r"trains bert\..* in place"),
+    ("bert", "vera(rank=2)", "no options that mean .*VeRA"),
+    ("bert", "lora(rank=2) + lora(rank=4, at='output')", "no options that mean"),
+)
+
+
+@pytest.mark.parametrize(("family", "method", "message"), NOT_WRITTEN)
+def test_what_the_library_has_no_options_for(family: str, method: str, message: str, tmp_path: Path) -> None:
+    model = base(family)
+    deltune.attach(model, method)
+    with pytest.raises(deltune.DeltuneError, match=message):
+        deltune.export(model, tmp_path / "new", format="adapterhub")
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_head_comes_along() -> None:
     model = base("bert", num_labels=2, ignore_mismatched_sizes=True)
     tuned = deltune.load(model, HERE / "bert" / "seq_bn")
     assert model.config.num_labels == 3 and close(logits(model, "bert"), recorded("bert")["seq_bn"])
     assert tuned.delta().head_mode == "train"
     assert deltune.load(base("bert"), HERE / "bert" / "par_bn").delta().head_mode == "freeze"
-    with pytest.raises(deltune.DeltuneError, match=r"extra tensor classifier.bias(?s:.*)has no head"):
+    with pytest.raises(deltune.DeltuneError, match=r"has no head(?s:.*)extra tensor classifier.bias"):
         deltune.load(transformers.BertModel.from_pretrained(HERE / "bert" / "base"), HERE / "bert" / "seq_bn")
     inside = transformers.BertModel.from_pretrained(HERE / "bert" / "base")
     assert repr(deltune.load(inside, HERE / "bert" / "par_bn").method) == _PARALLEL

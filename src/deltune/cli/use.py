@@ -262,7 +262,7 @@ def merge(
 def export(
     run: RunArgument,
     to: Annotated[Path, typer.Option(help="A new folder.")],
-    format: Annotated[str, typer.Option(help="peft, vllm or llama.cpp.")] = "peft",
+    format: Annotated[str, typer.Option(help="peft, adapterhub, vllm or llama.cpp.")] = "peft",
     quiet: Quiet = False,
     imports: Imports = None,
     as_json: Json = False,

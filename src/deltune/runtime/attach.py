@@ -36,7 +36,7 @@ from ..anatomy.types import Anatomy
 from ..compat import attention_implementation, copy_tensors, set_in_parameter_dict, submodules_of
 from ..errors import DeltuneError, describe_value, excerpt, unknown_name
 from ..files import atomic_folder, user_path, write_error
-from ..interop import adapterhub, peft_config, peft_read, peft_write
+from ..interop import adapterhub, adapterhub_write, peft_config, peft_read, peft_write
 from ..interop.base import CONFIG_FILE, ExportedDelta, Translation, has_file, is_foreign
 from ..interop.foreign import foreign_base, open_folder
 from ..interop.peft_config import PeftConfiguration
@@ -69,8 +69,8 @@ from .modules import Delta, HeadLabels, parameter_key
 from .offloading import check_offloading, follow_offloading
 from .pooling import check_pooling
 
-FORMATS = ("peft", *peft_write.SERVERS)
-"""The formats that `export` writes: PEFT's own, and what other programs read of it."""
+FORMATS = ("peft", "adapterhub", *peft_write.SERVERS)
+"""The formats that `export` writes: folders of PEFT and AdapterHub, and what other programs read of PEFT's."""
 
 
 def read_foreign(attached: Attached, folder: str | Path) -> Translation:
@@ -112,6 +112,8 @@ def export_delta(attached: Attached, folder: str | Path, format: str = "peft", n
         )
     model, exported = attached.model, content(attached, name)
     task = HEADS[head_of_class_name(type(model).__name__) or "base"].peft_task
+    if format == "adapterhub":
+        return _export_adapterhub(attached, exported, folder, name)
     if format == "peft":
         options, tensors = peft_write.write_peft(exported)
     else:
@@ -120,11 +122,33 @@ def export_delta(attached: Attached, folder: str | Path, format: str = "peft", n
         "task_type": task, "base_model_name_or_path": model.config.name_or_path,
         "inference_mode": True,
     }  # fmt: skip
+    return _write_folder(folder, {CONFIG_FILE: options}, {peft_read.WEIGHT_FILES[0]: tensors})
+
+
+def _export_adapterhub(attached: Attached, exported: ExportedDelta, folder: str | Path, name: str | None) -> Path:
+    """Write a delta as AdapterHub's library saves an adapter, under its name here."""
+    delta = attached.delta(name)
+    if name is None:
+        name = next(each for each in attached.names if attached.delta(each) is delta)
+    ids = {label: label_id for label_id, label in (delta.labels or attached.base_labels).id2label}
+    files = adapterhub_write.write_adapterhub(exported, type(attached.model).__name__, name, ids)
+    options, tensors = {CONFIG_FILE: files.options}, {adapterhub.WEIGHT_FILES[0]: files.tensors}
+    if files.head:
+        options[adapterhub.HEAD_CONFIG], tensors[adapterhub.HEAD_WEIGHTS[0]] = files.head_options, files.head
+    return _write_folder(folder, options, tensors)
+
+
+def _write_folder(
+    folder: str | Path, options: dict[str, dict[str, Any]], tensors: dict[str, dict[str, torch.Tensor]]
+) -> Path:
+    """Write a new folder of options and tensors by the names of their files."""
     target = user_path(folder, "folder")
     with atomic_new_folder(target) as fresh:
-        whole = {n: t.detach().to("cpu", copy=True).contiguous() for n, t in tensors.items()}
-        save_file(whole, fresh / peft_read.WEIGHT_FILES[0], metadata={"format": "pt"})
-        (fresh / CONFIG_FILE).write_text(json.dumps(options, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        for file, values in tensors.items():
+            whole = {n: t.detach().to("cpu", copy=True).contiguous() for n, t in values.items()}
+            save_file(whole, fresh / file, metadata={"format": "pt"})
+        for file, facts in options.items():
+            (fresh / file).write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return target
 
 
@@ -557,8 +581,9 @@ def export(model: PreTrainedModel, folder: str | Path, format: str = "peft", nam
     Args:
         model: A model with attached deltas.
         folder: A new or empty folder.
-        format: "peft", the adapter folder that PEFT loads. "vllm", such a folder that vLLM serves, and "llama.cpp", one
-            that its script convert_lora_to_gguf.py converts: both for LoRA on a causal language model.
+        format: "peft", the adapter folder that PEFT loads. "adapterhub", what AdapterHub's `load_adapter` takes.
+            "vllm", a folder of PEFT that vLLM serves, and "llama.cpp", one that its script convert_lora_to_gguf.py
+            converts: both for LoRA on a causal language model.
         name: The delta's name. Default: the delta in use.
 
     Returns:
