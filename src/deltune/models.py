@@ -402,8 +402,9 @@ def _load_sentence_head(model: PreTrainedModel, name: str) -> None:
     if modules is None or modules.head is None:
         return
     stored = {key.rpartition(".")[2]: tensor for key, tensor in load_file(modules.head).items()}
-    fresh = fresh_tensors(model)
-    leaves = {key.rpartition(".")[2]: tensor for key, tensor in model.named_parameters() if key in fresh}
+    fresh, base = fresh_tensors(model), f"{model.base_model_prefix}."
+    parameters = ((key, tensor) for key, tensor in model.named_parameters() if not key.startswith(base))
+    leaves = {key.rpartition(".")[2]: tensor for key, tensor in parameters if key in fresh}
     if {leaf: tensor.shape for leaf, tensor in leaves.items()} == {leaf: t.shape for leaf, t in stored.items()}:
         for leaf, tensor in leaves.items():
             tensor.data.copy_(stored[leaf])

@@ -108,7 +108,7 @@ def test_it_stands_beside_a_run(make: Any, options: dict[str, Any], metric: str,
     assert answer.exit_code == 0, answer.output
     assert RunMetrics.model_fields["probe"] and f'"{metric}": {record.test[metric]}' in answer.stdout
     loses = record.scores[finished.split][metric] > finished.metrics.scores[finished.split][metric]
-    assert any("tuning does not pay" in note for note in advice(finished)) == loses
+    assert any("no better than a linear probe" in note for note in advice(finished)) == loses
 
 
 def test_a_head_begins_from_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

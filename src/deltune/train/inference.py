@@ -714,7 +714,9 @@ def merge_run(run: str | Path, to: str | Path, *, dequantize: bool = False) -> P
         loaded = load_run(run)
         handle = tuned(loaded.model)
         if (pooling := handle.delta().pooling) != "model":
-            merged, _ = handle.attached.merge(None, None, dequantize, pooled=True)
+            merged, warning = handle.attached.merge(None, None, dequantize, pooled=True)
+            if warning:
+                warnings.warn(warning, stacklevel=2)
             trained = read_metadata(loaded.run.folder).trained
             write_sentence_model(merged, loaded.tokenizer, pooling, fresh, trained.max_length if trained else None)
             return to

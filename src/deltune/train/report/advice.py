@@ -86,7 +86,7 @@ def advice(finished: FinishedRun) -> list[str]:
     has_learned = finished.analysis.accuracy is not None and finished.analysis.baseline is not None
     of_best = [
         *(nothing or ([] if has_learned else loss_stayed(finished.best_config, finished.log))),
-        *beaten_by_probe(finished.best_config, finished.best_metrics, finished.split, finished.log),
+        *beaten_by_probe(finished.best_config, finished.best_metrics, finished.split),
         *loss_rose(finished.best_config, finished.log),
         *still_improving(finished.best_config, finished.best_metrics, finished.log),
         *(
@@ -112,7 +112,7 @@ def against_probe(metrics: RunMetrics, split: str) -> tuple[str, float, float] |
     return (names[0], float(of_probe[names[0]]), float(scores[names[0]])) if names else None
 
 
-def beaten_by_probe(config: RunConfig, metrics: RunMetrics, split: str, log: Sequence[Mapping[str, Any]]) -> list[str]:
+def beaten_by_probe(config: RunConfig, metrics: RunMetrics, split: str) -> list[str]:
     """Say if a linear probe of the frozen model does better than the tuned model."""
     compared = against_probe(metrics, split)
     if compared is None:
@@ -120,11 +120,10 @@ def beaten_by_probe(config: RunConfig, metrics: RunMetrics, split: str, log: Seq
     name, of_probe, tuned = compared
     if signed_score(name, tuned) >= signed_score(name, of_probe):
         return []
-    start = "" if config.method.head_init == "probe" else "let the head begin from the probe (--head-init probe), "
+    start = "" if config.method.head_init == "probe" else "a head that begins from the probe (--head-init probe), "
     return [
-        f"a linear probe of the frozen model has a {name} of {of_probe:.3f} on {split}, and the tuned model "
-        f"{tuned:.3f}: as it is, tuning does not pay. Try {_longer(config)}, {start}another learning rate, such as "
-        f"--lr {_other_rate(config, log, bool(loss_rose(config, log))):.2g}, or more training rows"
+        f"the tuned model is no better than a linear probe of the frozen one: {name} {tuned:.3f} and {of_probe:.3f} on "
+        f"{split}. Try a longer run, such as {_longer(config)}, {start}or another learning rate (--lr)"
     ]
 
 
