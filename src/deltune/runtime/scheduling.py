@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,9 +11,6 @@ from torch import nn
 from ..compat import buffers_of, hooks_of_tensor, parameters_of
 from ..errors import DeltuneError
 from ..methods.schedules import RankSchedule, Schedule
-
-if TYPE_CHECKING:
-    from .modules import Edit
 
 
 class _PenaltyGradient:
@@ -44,22 +41,23 @@ class ScheduleState(nn.Module):
     steps: torch.Tensor
     is_final: torch.Tensor
 
-    def __init__(self, schedule: Schedule, edits: Sequence[Edit]) -> None:
+    def __init__(self, schedule: Schedule, edits: Sequence[nn.Module]) -> None:
         super().__init__()
         self.__dict__.update(schedule=schedule, edits=list(edits))
         self.schedule: Schedule
-        self.edits: list[Edit]
+        self.edits: list[nn.Module]
         self.advanced = True
         self.missing: set[tuple[int, str]] = set()
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("is_final", torch.zeros((), dtype=torch.bool))
         if isinstance(schedule, RankSchedule):
             for number, edit in enumerate(edits):
-                for name in schedule.axes:
+                shapes = {name: edit.get_parameter(name).shape for name in schedule.axes}
+                for name, shape in shapes.items():
                     for average in ("sensitivity", "variation"):
-                        self.register_buffer(f"{average}_{number}_{name}", torch.zeros(edit.specs[name].shape))
-                first = edit.specs[next(iter(schedule.axes))]
-                self.register_buffer(f"kept_{number}", torch.ones(first.shape, dtype=torch.bool))
+                        self.register_buffer(f"{average}_{number}_{name}", torch.zeros(shape))
+                first = shapes[next(iter(schedule.axes))]
+                self.register_buffer(f"kept_{number}", torch.ones(first, dtype=torch.bool))
         self._expect_penalties()
 
     def _parameters_at(self, number: int) -> dict[str, nn.Parameter]:

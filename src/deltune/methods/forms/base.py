@@ -509,8 +509,11 @@ def check_share(name: str, value: float) -> None:
 class FactorForm(Form):
     """A form that is a product of two matrices, Δh = U D u with (D, U) = `factors(tensors)`.
 
-    Deltas of such forms are computed together in a mixed batch, as with LoRA.
+    Deltas of such forms are computed together in a mixed batch, as with LoRA. A field `dropout` of a subclass is the
+    probability of dropping a value of u while training.
     """
+
+    dropout = 0.0
 
     def factors(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the two matrices of the product.
@@ -532,6 +535,7 @@ class FactorForm(Form):
         from torch.nn import functional as F
 
         down, up = self.factors(tensors)
+        u = F.dropout(u, self.dropout) if self.dropout and at.training else u
         if not u.is_floating_point():  # token ids: a row of Dᵀ each
             return F.embedding(u, down.t()), up, None
         return F.linear(u, down.to(u.dtype)), up, None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ...errors import DeltuneError
 from ..masks import Factor
-from .base import BeforeUp, FactorForm, Place, Product, Specs, Tensors, Widths, check_positive, check_share, trained
+from .base import FactorForm, Place, Product, Specs, Tensors, Widths, check_positive, check_share, trained
 
 if TYPE_CHECKING:
     import torch
@@ -71,12 +71,6 @@ class LowRank(FactorForm):
 
     def factors(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         return tensors["down"], tensors["up"]
-
-    def before_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp:
-        from torch.nn import functional as F
-
-        u = F.dropout(u, self.dropout) if self.dropout and at.training else u
-        return super().before_up(tensors, u, at)
 
 
 def down_up_product(rank: int, widths: Widths) -> Product:

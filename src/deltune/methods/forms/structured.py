@@ -321,12 +321,6 @@ class SVD(FactorForm):
     def factors(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         return tensors["values"][:, None] * tensors["down"], tensors["up"] * self.scale
 
-    def before_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp:
-        from torch.nn import functional as F
-
-        u = F.dropout(u, self.dropout) if self.dropout and at.training else u
-        return super().before_up(tensors, u, at)
-
 
 @dataclass(frozen=True, repr=False)
 class KroneckerBottleneck(Form):

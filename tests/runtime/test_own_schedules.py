@@ -1,0 +1,73 @@
+"""A schedule of the user's own: its penalty and projection are what a loop would do by hand."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+
+import deltune
+from tables.families import FAMILIES
+from tables.specimens import batch, build, forward, loss
+
+
+@dataclass(frozen=True)
+class UnitRows(deltune.Schedule):
+    """Rows of unit length, and a penalty on the other factor."""
+
+    def penalty(self, tensors):  # type: ignore[no-untyped-def]
+        return 0.3 * tensors["up"].square().sum()
+
+    def project(self, tensors):  # type: ignore[no-untyped-def]
+        tensors["down"].div_(tensors["down"].norm(dim=1, keepdim=True))
+
+
+@dataclass(frozen=True, repr=False)
+class UnitLora(deltune.FactorForm):
+    rank: int = 2
+    schedule = UnitRows()
+
+    def tensors(self, widths):  # type: ignore[no-untyped-def]
+        down, up = (self.rank, widths.in_width), (widths.out_width, self.rank)
+        return {"down": deltune.TensorSpec(down), "up": deltune.TensorSpec(up)}
+
+    def initialize(self, tensors, at):  # type: ignore[no-untyped-def]
+        tensors["down"].normal_(), tensors["up"].zero_()
+
+    def factors(self, tensors):  # type: ignore[no-untyped-def]
+        return tensors["down"], tensors["up"]
+
+
+def test_a_penalty_and_a_projection_are_what_a_loop_does_by_hand() -> None:
+    """Over two passes in each step, with checkpointing, in a copy of the model, and after another delta was in use."""
+    method = deltune.Modification("query", UnitLora()) + deltune.Modification("value", UnitLora())
+    tuned = deltune.attach(build(FAMILIES["bert"], "base"), method)
+    by_hand = copy.deepcopy(tuned.delta())
+    plain = deltune.attach(build(FAMILIES["bert"], "base"), "lora(rank=2)")
+    for ours, other in zip(plain.delta().all_edits(), by_hand.all_edits(), strict=True):
+        ours.load_state_dict(other.state_dict())
+    deltune.attach(tuned.model, "layernorm", name="other")
+    tuned = deltune.tuned(copy.deepcopy(tuned.use("default").model))
+    tuned.model.gradient_checkpointing_enable()
+    tuned.model.train(), plain.model.train()
+    for model in (tuned, plain):
+        optimizer = torch.optim.SGD(model.trainable_parameters(), lr=0.02)
+        for step in range(4):
+            for part in range(2):
+                loss(forward(model.model, batch(model.model, seed=2 * step + part))).backward()
+            if model is plain:
+                edits = [*plain.delta().all_edits()]  # two terms, each with its mean
+                sum(0.3 * edit.up.square().sum() for edit in edits).div(len(edits) / 2).backward()
+            optimizer.step()
+            if model is plain:
+                with torch.no_grad():
+                    for edit in plain.delta().all_edits():
+                        edit.down.div_(edit.down.norm(dim=1, keepdim=True))
+            else:
+                model.advance((step + 1) / 4)
+            optimizer.zero_grad()
+    for ours, other in zip(plain.delta().all_edits(), tuned.delta().all_edits(), strict=True):
+        assert torch.allclose(ours.down, other.down, rtol=1e-10) and torch.allclose(
+            ours.up, other.up, rtol=1e-9, atol=1e-13
+        )
