@@ -23,6 +23,7 @@ from deltune.templates import NAMED_TEMPLATES, chat_prompt, with_chat_template
 from deltune.train.chat import Chat
 from deltune.train.config import RunConfig
 from deltune.train.inference import export_run, generate, load_run, merge_run
+from deltune.train.overview import overview
 from deltune.train.run import train
 from deltune.train.run_folder import RunFolder
 from deltune.train.tasks.chat import untrained_tokens
@@ -149,3 +150,24 @@ def test_what_a_run_says_first(base: Path, caplog: pytest.LogCaptureFixture, tmp
     ):
         assert part in lines
     assert RunFolder(tmp_path / "run").finished and load_run(tmp_path / "run").is_conversational
+
+
+def test_what_a_data_set_holds(base: Path, tmp_path: Path) -> None:
+    """`deltune data` says it without weights: numbers of tokens, what is cut, labels, shared rows, an example."""
+    chats = config(base, template=str(base / "turns.jinja"), max_length=15)
+    facts = overview(chats, str(base / "model"), row=3)
+    assert facts.rows == {"train": 8} and facts.example == "uQuestion 2?<|im_end|>a⟦y⟧"
+    assert facts.tokens["train"]["cut_rows"] == facts.tokens["train"]["cut_tokens"] == 8
+    assert any("a run refuses it: 8 of 8 rows of train are longer than 15 tokens" in line for line in facts.lines())
+    with pytest.raises(DeltuneError, match="row 9 is none of the 8 rows of train"):
+        overview(chats, row=9)
+    tiny.lines(tmp_path / "train.jsonl", rows := [{"text": f"t {i}", "label": "abb"[i % 3]} for i in range(6)])
+    tiny.lines(tmp_path / "test.jsonl", [*rows[:1], {"text": "u", "label": "a"}])
+    lines = overview(chats.replace(data=str(tmp_path), template=None), "minilm").lines()
+    assert lines[1:4] == ["rows: train 6, test 2", "labels of train: b 67%, a 33%", "labels of test: a 100%, b 0%"]
+    assert "one row of test is in train too" in lines and lines[-1] == "example: [CLS] t 0 [SEP]"
+    tiny.lines(tmp_path / "pairs.jsonl", [{"prompt": "p", "chosen": "a", "rejected": "b"}] * 2)
+    pairs = overview(chats.replace(data=str(tmp_path / "pairs.jsonl")), str(base / "model"), row=2)
+    assert (pairs.kind, pairs.example) == ("preference", "p⟦a<|end|>⟧ | p⟦b<|end|>⟧")
+    with pytest.raises(DeltuneError, match="--task chat --columns prompt=prompt,completion=chosen"):
+        train(chats.replace(data=str(tmp_path / "pairs.jsonl")), tmp_path / "run", progress=False)

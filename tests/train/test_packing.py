@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import deltune
 import tiny
 from deltune.errors import DeltuneError
-from deltune.files import read_json
 from deltune.train.config import RunConfig
 from deltune.train.data.packing import best_fit, choose_packing
 from deltune.train.run import train
@@ -101,11 +101,12 @@ def test_no_text_is_split_and_little_room_is_left() -> None:
     assert len(bins) <= 1.1 * (sum(lengths) / 32) + 2
 
 
-def test_a_packed_run_is_the_run_without(tmp_path: Path) -> None:
-    """Step by step: a batch has as many conversations, and the mean is over its trained tokens."""
-    tokenizer = byte_tokenizer("plain")
-    from transformers import AutoConfig, AutoModelForCausalLM
+def test_a_run_is_the_same_packed_and_in_parts(tmp_path: Path) -> None:
+    """A step has as many conversations, and its loss is the mean over its trained tokens, of which a row may have none.
 
+    So is the loss of a validation, whatever its batches.
+    """
+    tokenizer = byte_tokenizer("plain")
     torch.manual_seed(0)
     sizes = {**tiny.FAMILIES["llama"], "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
     AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes)).save_pretrained(tmp_path / "model")
@@ -114,17 +115,25 @@ def test_a_packed_run_is_the_run_without(tmp_path: Path) -> None:
         {"messages": [{"role": "user", "content": "q" * (i % 7 + 1)}, {"role": "assistant", "content": "a" * (i % 5)}]}
         for i in range(12)
     ]
-    tiny.lines(tmp_path / "chats.jsonl", chats)
-    losses = {}
-    for packing in (False, True):
-        config = RunConfig.from_flat(
-            model=str(tmp_path / "model"), data=str(tmp_path / "chats.jsonl"), method="prefix(length=2) + lora(rank=2)",
-            epochs=2, batch_size=6, device_batch_size=3, lr=1e-2, max_length=40, packing=packing,
-        )  # fmt: skip
-        train(config, tmp_path / f"{packing}", progress=False)
-        losses[packing] = [one["loss"] for one in tiny.objects(tmp_path / f"{packing}" / "log.jsonl") if "loss" in one]
-    assert len(losses[True]) == 4 and losses[True] == pytest.approx(losses[False], rel=1e-4)
-    assert read_json(tmp_path / "True" / "metrics.json")["truncated"] == {"train": 0}
+    for chat in chats[::4]:
+        chat["messages"].pop()
+    for split in ("train", "validation"):
+        tiny.lines(tmp_path / "chats" / f"{split}.jsonl", chats)
+    config = RunConfig.from_flat(
+        model=str(tmp_path / "model"), data=str(tmp_path / "chats"), method="prefix(length=2) + lora(rank=2)", lr=1e-2,
+        epochs=2, batch_size=6, device_batch_size=3, max_length=40,
+    )  # fmt: skip
+    losses = []
+    for number, changes in enumerate(({}, {"packing": True}, {"device_batch_size": 1}, {"device_batch_size": 6})):
+        metrics = train(config.replace(**changes), tmp_path / f"{number}", progress=False)
+        log = tiny.objects(tmp_path / f"{number}" / "log.jsonl")
+        losses.append([*(one["loss"] for one in log if "loss" in one), metrics.validation["loss"]])
+    assert len(losses[0]) == 5
+    for others in losses[1:]:
+        assert others == pytest.approx(losses[0], rel=1e-4)
+    alone = train(config.replace(batch_size=1, device_batch_size=1, epochs=1), tmp_path / "alone", progress=False)
+    steps = [one["loss"] for one in tiny.objects(tmp_path / "alone" / "log.jsonl") if "loss" in one]
+    assert steps.count(0) == 3 and alone.validation["loss"] > 0
 
 
 def test_what_cannot_be_packed_is_refused(tmp_path: Path) -> None:
