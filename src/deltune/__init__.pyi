@@ -94,6 +94,8 @@ from .runtime.attach import attach as attach
 from .runtime.attach import export as export
 from .runtime.attach import load as load
 from .runtime.attach import tuned as tuned
+from .runtime.causal_loss import CausalLossMixin as CausalLossMixin
+from .runtime.causal_loss import causal_loss as causal_loss
 from .runtime.handle import Tuned as Tuned
 from .runtime.linear import optimize_linear as optimize_linear
 
