@@ -99,6 +99,8 @@ from .runtime.attach import attach as attach
 from .runtime.attach import export as export
 from .runtime.attach import load as load
 from .runtime.attach import tuned as tuned
+from .runtime.causal_loss import CausalLossMixin as CausalLossMixin
+from .runtime.causal_loss import causal_loss as causal_loss
 from .runtime.combine import Dare as Dare
 from .runtime.combine import Magnitude as Magnitude
 from .runtime.combine import Ties as Ties

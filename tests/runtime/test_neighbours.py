@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from deltune.errors import DeltuneError
+from deltune.models import LANGUAGE_MODEL_HEADS
+from deltune.runtime.causal_loss import causal_loss
 from deltune.runtime.padding import padding_side, pads_prompts
 from deltune.train.tasks import classification, generation, token_classification
 from deltune.train.tasks.base import InferenceContext, TaskKind, TaskOptions
@@ -107,10 +110,7 @@ def gradient(model: PreTrainedModel, kind: TaskKind, tokens: Any, rows: Any, bat
     for batch in batches:
         inputs = collate(tokens, model, [rows[i] for i in batch])
         items = inputs["labels"][..., 1:] if kind.head == "causal-lm" else inputs["labels"]
-        outputs = model(**inputs)
-        loss = outputs.loss
-        if kind.head == "causal-lm" and not generation.predicts_next_tokens(outputs, inputs["labels"]):
-            loss = generation.next_token_loss(outputs, inputs["labels"])
+        loss = causal_loss(model, inputs) if kind.head in LANGUAGE_MODEL_HEADS else model(**inputs).loss
         loss = loss * (items != IGNORE_INDEX).sum()
         loss.backward()
         total += loss.item()
@@ -194,7 +194,8 @@ def test_language_models_learn_the_next_token(name: str) -> None:
     (entry,) = (entry for entry in identity.entries() if entry.class_name == f"{name}ForCausalLM")
     model = identity.build(entry)
     tokens = torch.tensor([[5, 6, 7, 8, 9, 10, 11], [12, 13, 14, 15, 16, 17, 18]])
-    outputs = model(input_ids=tokens, labels=tokens)
-    next_tokens = generation.next_token_loss(outputs, tokens)
-    used = outputs.loss if generation.predicts_next_tokens(outputs, tokens) else next_tokens
-    assert used.item() == pytest.approx(next_tokens.item(), rel=0.02)
+    logits = model(input_ids=tokens).logits
+    next_tokens = functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    assert causal_loss(model, {"input_ids": tokens, "labels": tokens}).item() == pytest.approx(
+        next_tokens.item(), rel=0.02
+    )

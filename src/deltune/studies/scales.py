@@ -267,7 +267,8 @@ class StudySetup:
             problems.append("no data: give --data-root, the folder with the folders of tasks")
         else:
             root = Path(self.data_root).expanduser()
-            lacking = [TASKS[task].folder for task in dict.fromkeys(tasks) if not (root / TASKS[task].folder).is_dir()]
+            folders = [TASKS[task].folder for task in dict.fromkeys(tasks) if not TASKS[task].packaged]
+            lacking = [folder for folder in folders if not (root / folder).is_dir()]
             if lacking:
                 problems.append(f"{root} has no folder {', '.join(lacking)}: give another --data-root")
         needed = [model for model in dict.fromkeys(models) if model != BUNDLED_MODEL]

@@ -25,6 +25,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from ..errors import DIVERGED, DeltuneError, DivergedError
 from ..files import file_sha256
 from ..methods.registry import default_learning_rate
+from ..models import LANGUAGE_MODEL_HEADS
+from ..runtime.causal_loss import causal_loss
 from ..runtime.handle import Tuned
 from ..runtime.serialization import read_metadata
 from . import checkpoints, distributed
@@ -39,7 +41,6 @@ from .records import ProbeRecord, signed_score
 from .run_folder import RunFolder
 from .tasks.base import Columns, InferenceContext, TaskKind, TaskOptions
 from .tasks.encoding import IGNORE_INDEX, EncodedRows, LengthGroupedBatches, Row, collate
-from .tasks.generation import next_token_loss, predicts_next_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -266,7 +267,6 @@ class DeltaTrainer(Trainer):
         self.run_state, self.bar = state, bar
         # each token is predicted from those before it; the Trainer goes by the class's name, and misses some
         self.shifted = state.kind.head == "causal-lm"
-        self.model_shifts: bool | None = None  # whether the model's own loss does it, which the first batch shows
         super().__init__(
             model=state.model,
             args=arguments,
@@ -331,16 +331,16 @@ class DeltaTrainer(Trainer):
         The loss of a step is the mean over the items of all its batches on all devices. The gradients of the devices
         are averaged, so each part is multiplied by the number of devices.
         """
-        outputs, items = model(**inputs), self._items(inputs)
-        if not items:  # its own mean is 0 / 0; the pass is for the other devices, which wait for its gradient
-            return outputs.logits.sum() * 0
-        loss = outputs.loss
-        if self.label_smoother is not None:
-            loss = self.label_smoother(outputs, inputs["labels"], shift_labels=self.shifted)
-        elif self.shifted:
-            if self.model_shifts is None:
-                self.model_shifts = predicts_next_tokens(outputs, inputs["labels"])
-            loss = loss if self.model_shifts else next_token_loss(outputs, inputs["labels"])
+        items = self._items(inputs)
+        if self.label_smoother is None and self.run_state.kind.head in LANGUAGE_MODEL_HEADS:
+            loss = causal_loss(model, inputs)
+        else:
+            outputs = model(**inputs)
+            if not items:  # its own mean is 0 / 0; the pass is for the other devices, which wait for its gradient
+                return outputs.logits.sum() * 0
+            loss = outputs.loss
+            if self.label_smoother is not None:
+                loss = self.label_smoother(outputs, inputs["labels"], shift_labels=self.shifted)
         return loss * (self.args.world_size * items / num_items_in_batch)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -272,22 +272,6 @@ def _row_losses(
     return losses.sum(1), (labels != IGNORE_INDEX).sum(1)
 
 
-@torch.no_grad()
-def predicts_next_tokens(outputs: Any, labels: torch.Tensor) -> bool:
-    """Return whether a language model's own loss compares what it says at each token with the next one.
-
-    Classes such as BartForCausalLM compare it with the token itself and leave shifting the labels to the caller.
-    """
-    same_tokens = functional.cross_entropy(outputs.logits.float().flatten(0, 1), labels.flatten())
-    return bool((outputs.loss - next_token_loss(outputs, labels)).abs() <= (outputs.loss - same_tokens).abs())
-
-
-def next_token_loss(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
-    """Return the mean loss of the next tokens."""
-    logits = outputs.logits[:, :-1].float()
-    return functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1))
-
-
 def predict_log_likelihoods(context: InferenceContext, encoded: EncodedRows) -> Predictions:
     """Predict the log-likelihood of every text, in nats; references are the numbers of its predicted tokens.
 

@@ -10,6 +10,8 @@ from ...errors import DeltuneError, unknown_name
 from ...files import user_path
 from ..data.loading import PARQUET_REVISION, HubLayout, bio_tags, format_triples, nested_field, parquet_files
 
+PACKAGED = Path(__file__).parents[1] / "demo"
+
 
 @dataclass(frozen=True)
 class Task:
@@ -39,9 +41,12 @@ class Task:
     metric_options: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     languages: tuple[str, str] | tuple[None, None] = (None, None)
 
+    @property
+    def packaged(self) -> Path | None:
+        """The folder of its data where it comes with deltune and needs no data root."""
+        folder = PACKAGED / self.folder
+        return folder if folder.is_dir() else None
 
-PACKAGED = Path(__file__).parents[1] / "demo"
-"""The folders of tasks that come with deltune and need no data root."""
 
 CLASSIFICATION_METRICS = ("accuracy", "f1", "f1_macro", "matthews")
 TAGGING_METRICS = ("entity_f1",)
@@ -245,8 +250,8 @@ def find_task(name: str, data_root: str | None) -> tuple[Task, str | HubLayout]:
     if name not in TASKS:
         raise DeltuneError(unknown_name("task", name, TASKS))
     task = TASKS[name]
-    if (PACKAGED / task.folder).is_dir():
-        return task, str(PACKAGED / task.folder)
+    if task.packaged is not None:
+        return task, str(task.packaged)
     if data_root is None:
         if not task.hub:
             raise DeltuneError(f"task {name} has no hub id; give data_root, the folder that holds {task.folder}/")

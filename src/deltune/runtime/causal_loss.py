@@ -1,0 +1,336 @@
+"""The loss of a language model without its logits: head and cross-entropy are computed together, some tokens at a time.
+
+A model's own loss holds its logits, tokens × vocabulary, several times. Here the projection to the vocabulary is asked
+for a few tokens alone, and a hook at it computes the loss of all tokens from the hidden states that it was to read.
+What the model makes of these few tokens, its logits and its own loss, shows whether anything stands between the hidden
+states and the loss: a cap, a scale, a delta at the head, a loss of the router. Then the plain way is taken.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from ..anatomy.inspection import inspect
+from ..compat import transforms_active
+from ..errors import DeltuneError
+from ..models import head_of_class_name
+
+IGNORE_INDEX = -100
+"""The label of a token that is not trained on."""
+CHUNK_LOGITS, MIN_CHUNK = 2**21, 32
+"""How many logits exist at a time, of at least so many tokens. torch's own choice takes ten times as long on a CPU at
+128,256 words."""
+WINDOW = 4
+"""Consecutive tokens of which the model computes logits and loss, to be compared."""
+
+logger = logging.getLogger("deltune")
+
+
+@dataclass
+class LanguageHead:
+    """Where a language model projects to its vocabulary, and what it predicts.
+
+    Attributes:
+        path: The path of the projection; "" if none is known.
+        shifts: Whether each token is predicted from those before it.
+        decodes: Whether a decoder reads the labels, one place to the right.
+        plain: Why the model's own loss is computed from all logits; "" where it need not be.
+        own_loss_shifts: Whether the model's own loss is of the next tokens, once that is known.
+    """
+
+    path: str
+    shifts: bool
+    decodes: bool
+    plain: str = ""
+    own_loss_shifts: bool | None = None
+
+
+_HEADS: weakref.WeakKeyDictionary[nn.Module, LanguageHead] = weakref.WeakKeyDictionary()
+
+
+def language_head(model: PreTrainedModel) -> LanguageHead:
+    """Return a model's head; what was found is kept as long as the model."""
+    if model not in _HEADS:
+        anatomy = inspect(model)
+        stack = anatomy.stacks[-1]
+        path = anatomy.vocabulary.path if anatomy.vocabulary is not None else ""
+        plain = "" if path else "its projection to the vocabulary is no linear that the forward pass shows"
+        decodes = len(anatomy.stacks) > 1
+        shifts = head_of_class_name(type(model).__name__) == "causal-lm" or (stack.causal and not decodes)
+        _HEADS[model] = LanguageHead(path, shifts, decodes, plain)
+    return _HEADS[model]
+
+
+@dataclass
+class _Capture:
+    """What the hooks at a head are told by the call, and find for it.
+
+    Attributes:
+        targets: What each position is to predict, (B, T).
+        window: The positions whose logits the model computes.
+        total: The loss, summed over the trained tokens; None if the head was not reached as expected.
+        logits: What head and bias alone say at the window.
+        why: Why the loss cannot be computed at the head.
+    """
+
+    targets: torch.Tensor
+    window: slice
+    total: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    hidden: torch.Tensor | None = field(default=None, repr=False)
+    why: str = "its head is not called once with the hidden states of all tokens"
+
+
+_CAPTURE: ContextVar[_Capture | None] = ContextVar("capture at the head", default=None)
+
+
+def causal_loss(
+    model: nn.Module, batch: Mapping[str, Any], *, num_items_in_batch: float | torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the loss of a language model on a batch, without holding its logits.
+
+    Decoders predict the next token, whatever the loss of their class does; encoder-decoders and masked language models
+    the labels themselves. Where something else stands between the hidden states and the model's own loss, such as
+    soft-capped logits, a delta at the head or a loss of a router, and where the pass is compiled or mapped by
+    torch.func, the loss is computed the plain way from all logits, and the log says why.
+
+    Args:
+        model: A tuned or a plain model of transformers with a language modelling head, or a wrapper such as DDP.
+        batch: The model's inputs with `labels` of shape (B, T), in which -100 is not trained on.
+        num_items_in_batch: What the sum of the tokens' losses is divided by; None for the number of trained tokens in
+            this batch.
+
+    Returns:
+        A scalar; 0 for a batch without a trained token.
+
+    Raises:
+        DeltuneError: If the batch has no labels, or the model no language modelling head.
+    """
+    inner = unwrapped(model)
+    labels = batch.get("labels")
+    if labels is None:
+        raise DeltuneError("the batch has no labels; causal_loss needs them, with -100 for tokens that are not trained")
+    head = language_head(inner)
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX) if head.shifts else labels
+    items = (targets != IGNORE_INDEX).sum() if num_items_in_batch is None else num_items_in_batch
+    total = None
+    if not head.plain and not (torch.compiler.is_compiling() or hasattr(model, "_orig_mod") or transforms_active()):
+        total = _total_at_head(model, inner, head, dict(batch), targets)
+    if total is None:
+        total = _plain_total(model, head, batch, targets)
+    return total / (items.clamp(min=1) if isinstance(items, torch.Tensor) else max(items, 1))
+
+
+class CausalLossMixin:
+    """For a Trainer: training steps compute the loss without logits, as `causal_loss` does.
+
+    Put it first: `class MyTrainer(CausalLossMixin, SFTTrainer): pass`. Evaluation, which returns logits, is unchanged.
+    """
+
+    args: Any
+    accelerator: Any
+    model_accepts_loss_kwargs: bool
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the loss of a batch; with `return_outputs` the Trainer's own, and the outputs."""
+        if return_outputs:
+            return super().compute_loss(model, inputs, True, num_items_in_batch)  # type: ignore[misc]
+        items = num_items_in_batch if self.model_accepts_loss_kwargs else None
+        loss = causal_loss(model, inputs, num_items_in_batch=items)
+        if items is not None and self.args.average_tokens_across_devices:
+            loss = loss * self.accelerator.num_processes  # the gradients of the processes are averaged
+        return loss
+
+
+def unwrapped(model: nn.Module) -> PreTrainedModel:
+    """Return the model of transformers inside wrappers such as DDP and torch.compile's."""
+    while not isinstance(model, PreTrainedModel):
+        inner = getattr(model, "module", getattr(model, "_orig_mod", None))
+        if not isinstance(inner, nn.Module):
+            raise DeltuneError(f"{type(model).__name__} is no model of transformers and has none as .module")
+        model = inner
+    return model
+
+
+def _total_at_head(
+    model: nn.Module, inner: PreTrainedModel, head: LanguageHead, batch: dict[str, Any], targets: torch.Tensor
+) -> torch.Tensor | None:
+    """Return the sum of the losses, computed at the head; None if the model does more, which is remembered."""
+    labels = batch["labels"]
+    shift_right = getattr(inner, "prepare_decoder_input_ids_from_labels", None)
+    if "shift_labels" in batch:
+        head.plain = "it is given labels that are shifted already"
+        return None
+    if head.decodes and "decoder_input_ids" not in batch and "decoder_inputs_embeds" not in batch:
+        if shift_right is None:
+            head.plain = "it does not say what its decoder reads"
+            return None
+        batch["decoder_input_ids"] = shift_right(labels=labels)
+    trained = (targets != IGNORE_INDEX).any(0).nonzero()
+    start = int(trained[0]) if len(trained) else 0
+    capture = _Capture(targets, slice(start, start + WINDOW))
+    batch["labels"] = labels[:, capture.window].contiguous()
+    with _hooks(inner.get_submodule(head.path), capture):
+        outputs = model(**batch)
+    if capture.total is None or capture.logits is None:
+        head.plain = capture.why
+    elif not _same_logits(outputs.logits, capture.logits):
+        head.plain = "its logits are more than the projection of its hidden states"
+    elif len(trained) and not _same_loss(outputs.loss, capture.logits, batch["labels"], head.shifts):
+        head.plain = "its loss is more than the cross-entropy of its logits"
+    if not head.plain:
+        return capture.total
+    logger.info("%s: the loss is computed from all logits, because %s", type(inner).__name__, head.plain)
+    return None
+
+
+def _plain_total(model: nn.Module, head: LanguageHead, batch: Mapping[str, Any], targets: torch.Tensor) -> torch.Tensor:
+    """Return the model's own loss times the trained tokens, or of the next tokens where its class does not shift."""
+    outputs, count = model(**batch), (targets != IGNORE_INDEX).sum()
+    if not count:
+        return outputs.logits.sum() * 0
+    if head.shifts and head.own_loss_shifts is None:
+        head.own_loss_shifts = _own_loss_shifts(model, batch, outputs)
+    return (_mean(outputs.logits, targets) if head.shifts and not head.own_loss_shifts else outputs.loss) * count
+
+
+@torch.no_grad()
+def _own_loss_shifts(model: nn.Module, batch: Mapping[str, Any], outputs: Any) -> bool:
+    """Whether a model's own loss is of the next tokens; BartForCausalLM and others leave shifting to the caller.
+
+    The change of its loss with the labels tells, from which whatever else it adds drops out.
+    """
+    labels = batch["labels"]
+    others = torch.where(labels == IGNORE_INDEX, labels, (labels + 1) % outputs.logits.shape[-1])
+    again = model(**{**batch, "labels": others})
+    change = outputs.loss - again.loss
+    same = _mean(outputs.logits, labels) - _mean(again.logits, others)
+    after = _mean(outputs.logits[:, :-1], labels[:, 1:]) - _mean(again.logits[:, :-1], others[:, 1:])
+    return bool((change - after).abs() <= (change - same).abs())
+
+
+@contextmanager
+def _hooks(module: nn.Module, capture: _Capture) -> Iterator[None]:
+    """Let a head compute the window alone, and the loss of everything, in passes of this context."""
+
+    def before(module: nn.Module, args: tuple[Any, ...]) -> Any:
+        if _CAPTURE.get() is not capture:
+            return None
+        if not args or args[0].shape[:2] != capture.targets.shape or capture.hidden is not None:
+            capture.hidden, capture.total = None, None
+            return None
+        capture.hidden = args[0]
+        return (args[0][:, capture.window].contiguous(), *args[1:])
+
+    def after(module: Any, args: tuple[Any, ...], output: torch.Tensor) -> None:
+        if _CAPTURE.get() is not capture or capture.hidden is None:
+            return
+        if type(module).forward is not nn.Linear.forward or not module.weight.is_floating_point():
+            capture.why = f"its head is a {type(module).__name__}, not a plain linear"
+            return
+        dtype = output.dtype  # under autocast the linear computes in it
+        weight = module.weight.to(dtype)
+        bias = None if module.bias is None else module.bias.to(dtype)
+        with torch.no_grad():
+            capture.logits = F.linear(args[0].to(dtype), weight, bias)
+        hidden, targets = capture.hidden.to(dtype).flatten(0, 1), capture.targets.flatten()
+        capture.total = _Fused.apply(hidden, weight, bias, targets)
+
+    handles = [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+    token = _CAPTURE.set(capture)
+    try:
+        yield
+    finally:
+        _CAPTURE.reset(token)
+        for handle in handles:
+            handle.remove()
+
+
+class _Fused(torch.autograd.Function):
+    """The sum of the cross-entropies of all tokens, from hidden states (N, d), weight, bias and targets (N,).
+
+    The gradients are made with the loss and given out once; who asks for them again, or for second derivatives, has
+    them computed from all logits. torch's own function would give wrong second derivatives.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        hidden, weight, bias, targets = inputs
+        copies: list[Any] = [
+            x if x is None else x.detach().requires_grad_(x.requires_grad) for x in (hidden, weight, bias)
+        ]
+        with torch.enable_grad():
+            total = _in_chunks(copies[0], copies[1], copies[2], targets)
+        needed = [x for x in copies if x is not None and x.requires_grad]
+        ctx.gradients = torch.autograd.grad(total, needed) if needed else ()
+        ctx.save_for_backward(*inputs)
+        return total.detach()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Any) -> Any:
+        again = torch.is_grad_enabled()
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None or again:
+            needed = [x for x in ctx.saved_tensors[:3] if x is not None and x.requires_grad]
+            with torch.enable_grad():
+                total = _cross_entropy(*ctx.saved_tensors)
+                gradients = torch.autograd.grad(total, needed, upstream, create_graph=again)
+        else:
+            gradients = [gradient.mul_(upstream) for gradient in gradients]
+        remaining = iter(gradients)
+        return tuple(next(remaining) if need else None for need in ctx.needs_input_grad)
+
+
+def _in_chunks(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
+) -> torch.Tensor:
+    """Return the sum of the cross-entropies, a chunk of logits at a time."""
+    chunk = max(MIN_CHUNK, CHUNK_LOGITS // weight.shape[0])
+    if hasattr(F, "linear_cross_entropy"):
+        options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk)
+        return F.linear_cross_entropy(
+            hidden, weight, targets, linear_bias=bias, reduction="sum", ignore_index=IGNORE_INDEX, options=options
+        )
+    chunks = zip(hidden.split(chunk), targets.split(chunk), strict=True)
+    parts = [checkpoint(_cross_entropy, part, weight, bias, target, use_reentrant=False) for part, target in chunks]
+    return torch.stack(parts).sum()
+
+
+def _cross_entropy(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
+) -> torch.Tensor:
+    return F.cross_entropy(F.linear(hidden, weight, bias), targets, reduction="sum", ignore_index=IGNORE_INDEX)
+
+
+def _same_logits(logits: torch.Tensor, projected: torch.Tensor) -> bool:
+    """Whether a model's logits are exactly what its head alone says."""
+    return logits.shape == projected.shape and torch.equal(logits.detach().to(projected.dtype), projected)
+
+
+def _same_loss(loss: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor, shifts: bool) -> bool:
+    """Whether a model's own loss is a mean of cross-entropies, of the next tokens or of the same ones."""
+    next_labels = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+    candidates = (next_labels, labels) if shifts else (labels,)
+    tolerance = 16 * torch.finfo(loss.dtype).eps
+    means = (_mean(logits, one) for one in candidates if (one != IGNORE_INDEX).any())
+    return any(bool((loss.detach() - mean).abs() <= tolerance * mean.abs().clamp(min=1)) for mean in means)
+
+
+def _mean(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    flat = logits.reshape(-1, logits.shape[-1])
+    flat = flat.float() if flat.dtype in (torch.float16, torch.bfloat16) else flat
+    return F.cross_entropy(flat, labels.reshape(-1), ignore_index=IGNORE_INDEX)

@@ -1,0 +1,226 @@
+"""The loss without logits: the cross-entropy of the logits, whatever is tuned, or computed from them."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+from torch.nn import functional as F
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+
+import deltune
+from benchmarks.memory import peak
+from deltune.runtime import causal_loss as module
+from deltune.runtime.causal_loss import causal_loss, language_head
+from tables.families import FAMILIES
+from tables.specimens import batch, build, roles, stir
+
+CASES = [(f, role) for f in FAMILIES for role in ("causal", "seq2seq", "masked") if role in roles(FAMILIES[f])]
+CASES = [(f, role) for f, role in CASES if not (role == "masked" and FAMILIES[f].kind == "both")]
+PLAIN = {("gemma2", "causal"): "more than the projection", ("blenderbot", "seq2seq"): "what its decoder reads"}
+"""The cases that are computed from all logits, and what the log says."""
+METHODS = ("lora(rank=2)", "layernorm", "full", "prompt(length=3)", "adapter(rank=4)", "dora(rank=2)")
+
+
+def batch_with_labels(model: PreTrainedModel, role: str) -> dict[str, Any]:
+    inputs = batch(model, length=9)
+    inputs.pop("decoder_input_ids", None)
+    labels = torch.where(inputs["attention_mask"].bool(), inputs["input_ids"], -100)
+    labels[:, :3] = -100  # a prompt
+    if role == "seq2seq":
+        labels = torch.randint(5, 99, (2, 6), generator=torch.Generator().manual_seed(0))
+        labels[1, 4:] = -100
+    cache = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
+    return {**inputs, **cache, "labels": labels}
+
+
+def from_logits(model: PreTrainedModel, inputs: dict[str, Any], role: str) -> torch.Tensor:
+    """The mean cross-entropy of a model's logits, in its dtype."""
+    labels = inputs["labels"]
+    if role == "seq2seq" and hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        inputs = {**inputs, "decoder_input_ids": model.prepare_decoder_input_ids_from_labels(labels=labels)}
+    targets = F.pad(labels[:, 1:], (0, 1), value=-100) if role == "causal" else labels
+    return F.cross_entropy(model(**inputs).logits.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("family", "role"), CASES)
+def test_loss_and_gradients_are_those_of_the_logits(family: str, role: str, method: str) -> None:
+    model = build(FAMILIES[family], role)
+    tuned = stir(deltune.attach(model, method))
+    inputs = batch_with_labels(model, role)
+    parameters = list(tuned.trainable_parameters())
+    found, expected = causal_loss(model, inputs), from_logits(model, inputs, role)
+    head = language_head(model)
+    reason = PLAIN.get((family, role), "")
+    assert reason in head.plain and bool(reason) == bool(head.plain)
+    tolerance = 2e-6 if reason else 1e-12  # transformers' own loss rounds logits to float32
+    assert abs(found - expected) <= tolerance * expected
+    gradients = (torch.autograd.grad(loss, parameters, allow_unused=True) for loss in (found, expected))
+    for one, two in zip(*gradients, strict=True):
+        assert (one is None) == (two is None)
+        if one is not None and two is not None:
+            assert (one - two).abs().max() <= tolerance * max(1, two.abs().max())
+
+
+def llama(**changes: Any) -> PreTrainedModel:
+    return build(FAMILIES["llama"], "causal", **changes)
+
+
+def mixtral() -> PreTrainedModel:
+    config = transformers.MixtralConfig(
+        vocab_size=99, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.5, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.MixtralForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "reason"),
+    [
+        (llama, "lora(rank=2, at='lm_head')", "more than the projection"),
+        (mixtral, "lora(rank=2)", "more than the cross-entropy"),
+        (lambda: build(FAMILIES["granite"], "causal", logits_scaling=3.0), "lora(rank=2)", "more than the projection"),
+    ],
+    ids=["delta at the head", "loss of the router", "scaled logits"],
+)
+def test_what_stands_between_takes_the_plain_way(
+    model: Any, method: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = model()
+    stir(deltune.attach(model, method))
+    inputs = batch_with_labels(model, "causal")
+    with caplog.at_level("INFO", "deltune"):
+        losses = [causal_loss(model, inputs) for _ in range(2)]
+    assert reason in caplog.text and caplog.text.count("computed from all logits") == 1
+    torch.testing.assert_close(losses, 2 * [model(**inputs).loss])
+
+
+def test_a_class_that_does_not_shift_learns_the_next_token_the_plain_way() -> None:
+    model = build(FAMILIES["bart"], "causal")
+    tuned = deltune.attach(model, "lora(rank=2, at='lm_head')")
+    stir(tuned)
+    inputs = batch_with_labels(model, "causal")
+    torch.testing.assert_close(causal_loss(model, inputs), from_logits(model, inputs, "causal"))
+    assert language_head(model).plain and not language_head(model).own_loss_shifts
+
+
+def test_a_batch_without_trained_tokens_has_loss_0() -> None:
+    for family in ("llama", "gemma2"):
+        model = build(FAMILIES[family], "causal")
+        tuned = deltune.attach(model, "lora(rank=2)")
+        inputs = batch_with_labels(model, "causal")
+        causal_loss(model, inputs)
+        loss = causal_loss(model, {**inputs, "labels": torch.full_like(inputs["labels"], -100)})
+        loss.backward()
+        assert loss == 0 and all(p.grad is None or not p.grad.any() for p in tuned.trainable_parameters())
+
+
+def test_items_threads_and_what_is_refused() -> None:
+    model = llama()
+    deltune.attach(model, "lora(rank=2)")
+    inputs = batch_with_labels(model, "causal")
+    count = int((inputs["labels"][:, 1:] != -100).sum())
+    mean = causal_loss(model, inputs)
+    torch.testing.assert_close(causal_loss(model, inputs, num_items_in_batch=2 * count), mean / 2)
+    outputs: list[torch.Tensor] = []
+    threads = [threading.Thread(target=lambda: outputs.append(causal_loss(model, inputs))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    logits = [model(**inputs).logits.shape for _ in range(4)]  # a pass beside them computes all of its own
+    for thread in threads:
+        thread.join()
+    assert outputs == 4 * [mean] and set(logits) == {(2, 9, model.config.vocab_size)}
+    inputs.pop("labels")
+    with pytest.raises(deltune.DeltuneError, match="no labels"):
+        causal_loss(model, inputs)
+    with pytest.raises(deltune.DeltuneError, match="no model of transformers"):
+        causal_loss(torch.nn.Linear(2, 2), {"labels": torch.zeros(1, 1)})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_half_precision_is_within_its_own_rounding(dtype: torch.dtype) -> None:
+    model = llama().to(dtype)
+    deltune.attach(model, "lora(rank=2)")
+    inputs = batch_with_labels(model, "causal")
+    found, plain = causal_loss(model, inputs), model(**inputs).loss
+    assert not language_head(model).plain
+    assert abs(found - plain) <= 4 * torch.finfo(dtype).eps * plain
+    model = model.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert abs(causal_loss(model, inputs) - model(**inputs).loss) <= 4 * torch.finfo(torch.bfloat16).eps * plain
+    assert not language_head(model).plain
+
+
+def test_without_torch_s_own_kernel_chunks_are_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama()
+    tuned = stir(deltune.attach(model, "lora(rank=2)"))
+    inputs = batch_with_labels(model, "causal")
+    first = torch.autograd.grad(causal_loss(model, inputs), list(tuned.trainable_parameters()))
+    monkeypatch.delattr(F, "linear_cross_entropy")
+    monkeypatch.setattr(module, "CHUNK_LOGITS", 0)
+    monkeypatch.setattr(module, "MIN_CHUNK", 4)
+    second = torch.autograd.grad(causal_loss(model, inputs), list(tuned.trainable_parameters()))
+    torch.testing.assert_close(first, second)
+
+
+def test_second_derivatives_and_a_second_backward_pass() -> None:
+    """torch's own function gives wrong second derivatives."""
+    model = llama(attn_implementation="eager")
+    parameters = list(stir(deltune.attach(model, "lora(rank=2)")).trainable_parameters())
+    inputs = batch_with_labels(model, "causal")
+
+    def second(loss: torch.Tensor) -> list[torch.Tensor]:
+        first = torch.autograd.grad(loss, parameters, create_graph=True)
+        return list(torch.autograd.grad(sum(g.square().sum() for g in first), parameters))
+
+    torch.testing.assert_close(second(causal_loss(model, inputs)), second(from_logits(model, inputs, "causal")))
+    loss = causal_loss(model, inputs)
+    once = torch.autograd.grad(loss, parameters, retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(2 * loss, parameters), tuple(2 * gradient for gradient in once))
+
+
+def test_a_step_does_not_hold_the_logits() -> None:
+    vocabulary, tokens = 20_000, 256
+    model = llama(vocab_size=vocabulary).float()
+    deltune.attach(model, "lora(rank=2)")
+    ids = torch.randint(5, vocabulary, (4, tokens // 4))
+    inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
+    logits = 4 * tokens * vocabulary
+    assert peak(lambda: causal_loss(model, inputs).backward()) < logits < peak(lambda: model(**inputs).loss.backward())
+
+
+def test_a_trainer_with_the_mixin_has_the_losses_of_the_plain_one(tmp_path: Path) -> None:
+    class Mixed(deltune.CausalLossMixin, Trainer):  # type: ignore[type-arg]
+        pass
+
+    def losses(kind: type[Trainer]) -> list[float]:
+        model = llama().float()
+        deltune.attach(model, "lora(rank=2)")
+        rows = [{"input_ids": [i, i + 1, i + 2], "labels": [-100, i + 1, i + 2]} for i in range(5, 21)]
+        arguments = TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=2, logging_steps=1, max_steps=3,
+            learning_rate=1e-2, report_to=[], save_strategy="no", eval_strategy="steps", eval_steps=3,
+        )  # fmt: skip
+        trainer = kind(model, arguments, train_dataset=Dataset.from_list(rows), eval_dataset=Dataset.from_list(rows))
+        trainer.train()
+        return [line[name] for line in trainer.state.log_history for name in ("loss", "eval_loss") if name in line]
+
+    assert losses(Mixed) == pytest.approx(losses(Trainer), rel=1e-5) and len(losses(Mixed)) == 4
+
+
+def test_a_compiled_model_takes_the_plain_way() -> None:
+    model = llama().float()
+    deltune.attach(model, "lora(rank=2)")
+    inputs = batch_with_labels(model, "causal")
+    expected = causal_loss(model, inputs)
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(causal_loss(compiled, inputs), expected)
+    assert not language_head(model).plain, "the model itself is not remembered as one that needs logits"
