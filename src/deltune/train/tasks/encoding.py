@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, Sampler
 from ...anatomy.inspection import inspect
 from ...errors import DeltuneError
 from ...runtime.attach import find_tuned
+from ...runtime.causal_loss import IGNORE_INDEX as IGNORE_INDEX
 from ...runtime.padding import Side, eval_mode, padding_side
 from ...templates import begin_token
 
@@ -151,8 +152,6 @@ entities are written. words, num_words: which words of a text have a token, and 
 candidate_indices: the tokens and the indices of the answers that the row scores. correct: the index of the correct
 answer. states: argument -> cached activations.
 """
-IGNORE_INDEX = -100
-"""The label of tokens that the loss ignores."""
 
 
 def collate(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
