@@ -385,29 +385,11 @@ def load_model(
         raise DeltuneError(f"{name!r} cannot be built from its configuration: {error_summary(error)}") from error
     _check_loaded(model, info, name, head)
     fresh = _FRESH[model] = frozenset({*info["missing_keys"], *(key for key, _, _ in info["mismatched_keys"])})
-    if head == "classification":
-        _load_sentence_head(model, name)
     if cache is not None and cache.model_class is None:
         cache.model_class = type(model)
         cache.generation_config = copy.deepcopy(model.generation_config) if model.can_generate() else None
         cache.tensors = {key: tensor.clone() for key, tensor in model.state_dict().items() if key not in fresh}
     return model
-
-
-def _load_sentence_head(model: PreTrainedModel, name: str) -> None:
-    """Give a fresh head the weights of the head that a folder of sentence-transformers ends with, if these fit."""
-    from safetensors.torch import load_file
-
-    modules = sentence_modules(name)
-    if modules is None or modules.head is None:
-        return
-    stored = {key.rpartition(".")[2]: tensor for key, tensor in load_file(modules.head).items()}
-    fresh, base = fresh_tensors(model), f"{model.base_model_prefix}."
-    parameters = ((key, tensor) for key, tensor in model.named_parameters() if not key.startswith(base))
-    leaves = {key.rpartition(".")[2]: tensor for key, tensor in parameters if key in fresh}
-    if {leaf: tensor.shape for leaf, tensor in leaves.items()} == {leaf: t.shape for leaf, t in stored.items()}:
-        for leaf, tensor in leaves.items():
-            tensor.data.copy_(stored[leaf])
 
 
 def _head_modules(config: PreTrainedConfig, head: str) -> list[str]:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import tiny
 from deltune import DeltuneError
+from deltune.models import load_model
 from deltune.train.inference import evaluate, evaluate_model, export_run, load_run, merge_run, predict
 from deltune.train.run import train
 
@@ -93,5 +94,7 @@ def test_a_merged_run(tmp_path: Path) -> None:
         scores["test"]["loss"], abs=1e-5
     )
     assert load_run(tmp_path / "further").model.deltune.delta().pooling == "mean"
+    head = load_model(str(merged), "classification", load_run(run).labels).classifier.weight
+    assert not torch.equal(head, load_file(merged / "2_Dense" / "model.safetensors")["linear.weight"]), "a fresh one"
     with pytest.raises(DeltuneError, match=r"--pooling model"):
         export_run(run, tmp_path / "peft")

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
@@ -119,6 +119,31 @@ def pool(states: torch.Tensor, mask: torch.Tensor | None, pooling: str) -> torch
     return states[torch.arange(len(states), device=states.device), index]
 
 
+def linear_head(model: PreTrainedModel, anatomy: Anatomy) -> nn.Linear | None:
+    """Return the head of a model where it is one linear over labels."""
+    modules = [model.get_submodule(path) for path in anatomy.head]
+    is_linear = len(modules) == 1 and anatomy.output_kind == "labels" and type(modules[0]) is nn.Linear
+    return cast("nn.Linear", modules[0]) if is_linear else None
+
+
+def begin_with_head_of(name: str, model: PreTrainedModel, anatomy: Anatomy, pooling: Pooling) -> None:
+    """Give the delta in use the head that a model of this name ends with as sentence-transformers has it, if it fits.
+
+    Only with the pooling of that folder does such a head say what it was trained to say.
+    """
+    modules, head = sentence_modules(name), linear_head(model, anatomy)
+    if modules is None or modules.head is None or modules.pooling != pooling or head is None:
+        return
+    stored = {key.rpartition(".")[2]: tensor for key, tensor in load_file(modules.head).items()}
+    leaves = dict(head.named_parameters())
+    if {leaf: tensor.shape for leaf, tensor in leaves.items()} == {
+        leaf: tensor.shape for leaf, tensor in stored.items()
+    }:
+        with torch.no_grad():
+            for leaf, tensor in leaves.items():
+                tensor.copy_(stored[leaf])
+
+
 def write_sentence_model(
     model: PreTrainedModel, tokenizer: Any, pooling: str, folder: Path, max_length: int | None = None
 ) -> None:
@@ -127,13 +152,12 @@ def write_sentence_model(
     Longer texts than `max_length` tokens are cut there too.
     """
     anatomy = inspect(model)
-    heads = [model.get_submodule(path) for path in anatomy.head]
-    if len(heads) != 1 or type(heads[0]) is not nn.Linear or anatomy.output_kind != "labels":
+    head = linear_head(model, anatomy)
+    if head is None:
         raise DeltuneError(
             f"the head of {anatomy.model} ({', '.join(anatomy.head)}) is not one linear over labels, the only head "
             "that a folder of sentence-transformers has: keep the delta, or train with --pooling model"
         )
-    head = heads[0]
     model.get_submodule(anatomy.base).save_pretrained(folder)  # type: ignore[operator]
     tokenizer.save_pretrained(folder)
     modules = {"Transformer": "", "Pooling": "1_Pooling", "Dense": "2_Dense"}

@@ -38,7 +38,7 @@ from ..runtime import attach
 from ..runtime.attach import atomic_new_folder, load, tuned
 from ..runtime.handle import Tuned
 from ..runtime.linear import optimize_linear
-from ..runtime.pooling import write_sentence_model
+from ..runtime.pooling import begin_with_head_of, write_sentence_model
 from ..runtime.serialization import read_metadata
 from ..templates import chat_prompt, cut_at_end, end_tokens, tokenize_prompts, with_chat_template
 from . import setup as task_setup
@@ -391,7 +391,8 @@ def evaluate_model(
     tokenizer = load_task_tokenizer(name, config.data)
     backbone = load_model(name, head, labels, "float32", quantize=config.model.quantize)
     if sentences is not None and sentences.head is not None:
-        attach.attach(backbone, "head", head="freeze", pooling=sentences.pooling)  # type: ignore[arg-type]
+        handle = attach.attach(backbone, "head", head="freeze", pooling=sentences.pooling)  # type: ignore[arg-type]
+        begin_with_head_of(name, backbone, handle.anatomy, handle.delta().pooling)
     align_padding_token(backbone, tokenizer)
     if head == "causal-lm":
         check_causal(backbone)

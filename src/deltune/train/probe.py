@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from ..errors import DeltuneError
 from ..models import HEADS_WITH_LABELS, Pooling, align_padding_token, load_model, tag_all_words
@@ -159,7 +158,7 @@ def score_probe(
     seed: int = 0,
 ) -> tuple[LinearProbe, ProbeRecord]:
     """Fit a probe on the frozen features of a task's rows, and measure it as a run is measured."""
-    labels = len(context.labels)
+    labels = len(context.labels) if kind.predicts_label_ids or kind.name == "tagging" else None
     encoded = {split: EncodedRows(rows.rows, rows.truncated) for split, rows in encoded.items()}  # no cached states
     if kind.name == "tagging":
         by_split = {split: word_features(context, rows) for split, rows in encoded.items()}
@@ -177,7 +176,7 @@ def score_probe(
         if kind.name == "tagging":
             predictions = _tags_of_rows(predictions, encoded[split], context.labels)
         references = kind.references(columns[split], context.labels)
-        measured = measure(kind, metrics, predictions, references, labels, options)
+        measured = measure(kind, metrics, predictions, references, len(context.labels), options)
         scores[split] = {metric: score.value for metric, score in measured.items()}
     return probe, ProbeRecord(features=name, C=probe.strength, **scores)
 
@@ -222,11 +221,3 @@ def _tags_of_rows(numbers: Sequence[int], encoded: EncodedRows, labels: Sequence
         tags = {word: labels[next(remaining)] for word in row["words"]}
         rows.append(tag_all_words(tags, row["num_words"], labels))
     return rows
-
-
-def probe_head(model: PreTrainedModel, head: Sequence[str], probe: LinearProbe) -> nn.Linear | None:
-    """Return the linear of a head that can begin with the weights of a probe; None if the head is something else."""
-    modules = [model.get_submodule(path) for path in head]
-    if len(modules) != 1 or type(modules[0]) is not nn.Linear or modules[0].weight.shape != probe.weight.shape:
-        return None
-    return modules[0]

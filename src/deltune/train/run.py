@@ -20,7 +20,7 @@ from ..models import HEADS_WITH_LABELS, align_padding_token
 from ..runtime.attach import attach, load
 from ..runtime.linear import LinearBackend, optimize_linear
 from ..runtime.padding import padding_side
-from ..runtime.pooling import choose_pooling
+from ..runtime.pooling import begin_with_head_of, choose_pooling, linear_head
 from ..runtime.serialization import open_delta
 from ..templates import end_tokens, with_chat_template
 from . import activation_cache, checkpoints, distributed
@@ -34,7 +34,7 @@ from .frozen_layers import FrozenLayers
 from .inference import SPLITS, with_tag_scheme
 from .overview import balance, cut_notes, data_notes, example_text, label_counts, token_facts, token_line
 from .presets import AUTO, DEFAULT
-from .probe import LinearProbe, probe_head, score_probe
+from .probe import LinearProbe, score_probe
 from .progress import ProgressDisplay
 from .rates import Slice, plan_search, search_rate, with_default_rate
 from .records import Best, ProbeRecord, RunMetrics, collect_environment
@@ -278,6 +278,8 @@ def _prepare(
     set_seed(seed)
     pooling, why_pooling = choose_pooling(model, config.model.name, config.method.pooling)
     tuned = attach(model, config.method.expression, head=config.method.head, pooling=pooling)
+    if kind.head == "classification":
+        begin_with_head_of(config.model.name, model, tuned.anatomy, pooling)
     if not any(True for _ in tuned.named_trainable_parameters()):
         raise DeltuneError(f"{config.method.expression!r} with head={config.method.head!r} trains nothing")
     frozen_layers = None if config.method.trunk_dropout == "on" else FrozenLayers(tuned)
@@ -336,9 +338,10 @@ def _begin_with_probe(state: RunState, device: torch.device) -> None:
     else:
         state.model.to(device)  # type: ignore[arg-type]
         probe, state.probe = _probe(state)
-        head = probe_head(state.model, state.tuned.anatomy.head, probe)
-        problem = "" if head else f"its head ({', '.join(state.tuned.anatomy.head)}) is not one linear over the labels"
-        if head is not None:
+        head = linear_head(state.model, state.tuned.anatomy)
+        fits = head is not None and head.weight.shape == probe.weight.shape
+        problem = "" if fits else f"its head ({', '.join(state.tuned.anatomy.head)}) is not one linear over the labels"
+        if head is not None and fits:
             with torch.no_grad():
                 head.weight.copy_(torch.from_numpy(probe.weight))
                 if head.bias is not None:
