@@ -39,7 +39,7 @@ def no_values(layer: Any) -> dict[str, torch.Tensor]:
 FOLDERS_ALONE = (
     "ADALORA", "PVERA", "P_TUNING", "CARTRIDGE", "MULTITASK_PROMPT_TUNING", "CPT", "ADAPTION_PROMPT",
 )  # fmt: skip
-SUMS = ("+ beft", "gralora(rank=4) + ", "supertuning(sparsity=0.9) + ", "gate=False")
+SUMS = ("+ beft", "+ bitfit", "gralora(rank=4) + ", "supertuning(sparsity=0.9) + ", "gate=False")
 LINEARS = "('query', 'key', 'value', 'output', 'ffn')"
 ROWS_OF = "Selection(roles=('embedding',), areas=('{}',), tokens=({}))"
 ONLY_BERT, ONLY_LLAMA = {"families": ("bert",)}, {"families": ("llama",)}
@@ -48,6 +48,8 @@ MORE = tuple(
     for method, config, options in (
         ("lora(rank=4, scale=2)", lora(), {}),
         ("lora(rank=4, scale=2) + beft(at=('query', 'value'))", lora(lora_bias=True), {}),
+        ("lora(rank=4, scale=2) + beft(at=('query', 'value'))", lora(bias="lora_only"), ONLY_BERT),
+        ("lora(rank=4, scale=2) + bitfit", lora(bias="all"), ONLY_BERT),
         (f"lora(rank=6, scale={8 / (6 + 1e-5)})", lambda t: peft.AdaLoraConfig(
             init_r=6, target_r=4, total_step=10, target_modules=t), {}),
         ("gralora(rank=4) + lora(rank=2, scale=2)", lambda t: peft.GraloraConfig(
@@ -145,7 +147,9 @@ def test_a_folder_is_read_and_written_back(row: Row, family: str, tmp_path: Path
     expected_parts = deltune.parse(expression(row)).parts
     assert set(tuned.method.parts) == set(expected_parts)
     if any(text in row.method for text in SUMS):
-        with pytest.raises(deltune.DeltuneError, match=r"PEFT keeps one type of adapter|joins the keys and values"):
+        with pytest.raises(
+            deltune.DeltuneError, match=r"PEFT keeps one type of adapter|nothing else|joins the keys and values"
+        ):
             deltune.export(model, tmp_path / "ours")
         return
     deltune.export(model, tmp_path / "ours")

@@ -84,7 +84,12 @@ class Projections:
                 places = self._places(path, sites.get(path, []), modification, bool(row.outputs))
                 if not places:
                     raise DeltuneError(f"{path} is no projection that this model shows")
-                self.pieces += [PlacedTensors(replace(modification, site=site), place, {}) for site, place in places]
+                biases = row.leaves.get("vector") == "base_layer.bias"
+                self.pieces += [
+                    PlacedTensors(replace(modification, site=site), place, {})
+                    for site, place in places
+                    if place.has_bias or not biases
+                ]
         return self._method()
 
     def options_of(self, path: str) -> dict[str, Any]:

@@ -197,10 +197,16 @@ OF_TRAINING = {
 """Options that act while a type is initialised, trained or saved, and change nothing of what a folder computes."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "bias": ("none",), "num_transformer_submodules": (1,),
+    "num_transformer_submodules": (1,),
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }  # fmt: skip
 """Values of further options that change nothing of what a folder computes."""
+
+
+def trains_biases(options: Options) -> str:
+    """Return "all" or "changed" where biases of the base are trained, in all modules or in the changed ones."""
+    bias = str(options.get("bias") or "none")
+    return "changed" if bias == f"{str(options['peft_type']).lower()}_only" else "" if bias == "none" else bias
 
 
 def _terms(options: Options) -> dict[str, Any]:
@@ -278,6 +284,9 @@ def _centred(make: Callable[..., NamedMethod], start: str) -> Row:
         note="the base model stays as it is, which PEFT changes; written as LoRA of twice the rank",
     )  # fmt: skip
 
+
+_BASE_BIAS = Row("", library.beft, leaves={"vector": "base_layer.bias"}, outputs=("vector",), written=False)
+"""The change of a bias of the base, which is trained beside a type."""
 
 _LORA_BIAS = Row(
     "LORA", library.beft, leaves={"vector": "lora_B.bias"}, when={"lora_bias": True}, outputs=("vector",),
@@ -483,7 +492,8 @@ def _has(options: Options, when: Options) -> bool:
 
 def beside(row: Row, options: Options) -> list[Row]:
     """Return the rows that act beside a row, by the options."""
-    return [r for r in row.beside if _has(options, r.when) and (r.when or options.get(r.arguments["rank"]))]
+    rows = [r for r in row.beside if _has(options, r.when) and (r.when or options.get(r.arguments["rank"]))]
+    return [*rows, _BASE_BIAS] if trains_biases(options) == "changed" else rows
 
 
 @cache
@@ -532,6 +542,8 @@ def check_options(options: Options) -> list[str]:
         known, only = COMMON | OF_TRAINING | other.options, other.only
     else:
         return [unknown_name("peft_type", kind, KINDS, hint=_MERGE)]
+    if row is not None and trains_biases(options) in ("", "all", "changed"):
+        known = known | {"bias"}
     return [
         f"option {name}={value!r} has no translation"
         for name, value in options.items()
