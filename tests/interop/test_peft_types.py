@@ -159,6 +159,33 @@ def test_a_folder_is_read_and_written_back(row: Row, family: str, tmp_path: Path
     assert distance(logits(again, family), expected) < tolerance(row, family)
 
 
+@pytest.mark.parametrize("saved", [True, False])
+def test_random_matrices_of_other_widths_are_refused(saved: bool, tmp_path: Path) -> None:
+    """PEFT draws RandLoRA's for the greatest widths of all modules, which here are those of each."""
+    targets = ["intermediate.dense", "output.dense"]
+    config = peft.RandLoraConfig(r=4, target_modules=targets, task_type="SEQ_CLS", save_projection=saved)
+    peft.get_peft_model(build(FAMILIES["bert"], "sequence"), config).save_pretrained(tmp_path)
+    with pytest.raises(deltune.DeltuneError, match="draws its random matrices for the greatest widths"):
+        deltune.load(build(FAMILIES["bert"], "sequence"), tmp_path)
+
+
+@pytest.mark.parametrize("method", ["hira(rank=4)", "vera(rank=8, seed=5)", "tinylora(rank=4, parameters=6)"])
+def test_a_fused_module_stays_whole(method: str, tmp_path: Path) -> None:
+    row = next(row for row in ROWS if row.method == method)
+    config = row.config(["c_attn", "mlp.c_proj"])
+    config.task_type = "CAUSAL_LM"
+    theirs = peft.get_peft_model(build(FAMILIES["gpt2"], "causal"), config).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn(parameter.shape)).copy_(parameter.float())
+    theirs.save_pretrained(tmp_path)
+    model = build(FAMILIES["gpt2"], "causal")
+    tuned = deltune.load(model, tmp_path)
+    assert "at=('*.attn.c_attn', 'ffn_down')" in repr(tuned.method)
+    assert distance(logits(model, "gpt2"), logits(theirs, "gpt2")) < EXACT
+
+
 NAMED = [r for r in LORA_ROWS if getattr(r.config(), "target_modules", "prompts") is not None]
 
 

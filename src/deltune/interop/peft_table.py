@@ -121,12 +121,6 @@ class Row:
             arguments["scale"] = alpha / self.divisor(options)
         return self.make(**arguments)
 
-    def modification(self, options: Options) -> Modification:
-        """Return the modification of that method, whose site is to be replaced."""
-        part = self.method(options).parts[0]
-        assert isinstance(part, Modification)
-        return part
-
     def leaf(self, name: str, lookup: bool = False) -> str | None:
         """Return what the name of one of our tensors ends in; None for a tensor that a file does not have."""
         leaves = self.lookup if lookup and self.lookup else self.leaves
@@ -376,6 +370,7 @@ ROWS = (
         to_ours=lambda t, o, w: {_gamma(w) if n == "gamma" else n: x for n, x in t.items()},
         to_peft=lambda t, w: {"gamma" if n == _gamma(w) else n: x for n, x in t.items()},
         shared={"A": "randlora_A", "B": "randlora_B"}, copies={"A": "randlora_A", "B": "randlora_B"},
+        note="modules of one pair of widths",
         write=lambda form: {"save_projection": False}),
     Row("ROAD", library.road, {"group_size": "group_size"}, {"theta": "road_theta", "alpha": "road_alpha"},
         read=lambda o: {"variant": int(str(_option(o, "variant")).removeprefix("road_"))}, reads=("variant",),
