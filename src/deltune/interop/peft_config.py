@@ -22,6 +22,7 @@ from .peft_read import (
     targets,
     token_method,
     token_tables,
+    whole_tensors,
 )
 from .peft_table import COMMON, OTHERS, PROMPTS, TARGETS, check_options, row_of, trains_biases
 
@@ -61,7 +62,7 @@ def method_of_config(
     terms = [] if kind == "TRAINABLE_TOKENS" else [_method(anatomy, options, unused, paths)]
     terms += [*token_method(anatomy, tables), *_whole_modules(anatomy, options)]
     if trains_biases(options) == "all":
-        biases = [t.name for t in anatomy.tensors if t.role.endswith("bias") and t.area != "head"]
+        biases = {t.name for t in anatomy.tensors if t.role.endswith("bias") and t.area != "head"}
         terms += whole_tensors(anatomy, biases)
     if not terms:
         raise DeltuneError(f"{where} chooses tokens of no table of embeddings that this model shows")

@@ -7,6 +7,7 @@ vectors before the embeddings; and a prefix as the content of the cache, so that
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import product
 from typing import Any
@@ -20,7 +21,7 @@ from ..methods.forms.attention import Prefix
 from ..methods.forms.base import Place
 from ..methods.forms.hidden import Rescale
 from ..methods.forms.low_rank import LowRank
-from ..methods.library import ia3, layernorm, prefix, prompt, trainable_tokens
+from ..methods.library import bitfit, ia3, layernorm, prefix, prompt, trainable_tokens
 from ..methods.resolve import resolve, token_rows
 from ..methods.sites import Location, resolve_locations
 from ..methods.spec import Method, Modification, Selection
@@ -369,7 +370,15 @@ def _read_saved_modules(
                 )
     if problems:
         raise error_from_problems("modules_to_save", problems)
-    return methods_selecting(anatomy, set(values)), {f"base.{name}": value for name, value in values.items()}
+    return whole_tensors(anatomy, set(values)), {f"base.{name}": value for name, value in values.items()}
+
+
+def whole_tensors(anatomy: Anatomy, names: set[str]) -> list[Method]:
+    """Return methods that train these tensors and no others: one where they are all biases of the model."""
+    if names and all(anatomy.tensor(name).role.endswith("bias") for name in names):
+        with contextlib.suppress(DeltuneError):
+            return [method_selecting(anatomy, names, [bitfit])]
+    return methods_selecting(anatomy, names)
 
 
 def token_tables(anatomy: Anatomy, options: Mapping[str, Any], named: Callable[[str], str]) -> dict[str, list[int]]:
