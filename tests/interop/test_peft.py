@@ -370,7 +370,7 @@ def saved(tmp_path: Path, row: Row = ROWS[0], **options: Any) -> Path:
 
 
 UNREAD = (
-    ({"use_qalora": True, "bias": "all"}, "2 problems\n(?s:.*)bias='all'(?s:.*)use_qalora=True"),
+    ({"use_qalora": True, "bias": "vera_only"}, "2 problems\n(?s:.*)bias='vera_only'(?s:.*)use_qalora=True"),
     ({"init_lora_weights": "corda"}, "init_lora_weights='corda'"),
     ({"layer_replication": [[0, 1]]}, "layer_replication"),
     ({"something_new": 3}, "option something_new=3 has no translation"),

@@ -39,7 +39,7 @@ def no_values(layer: Any) -> dict[str, torch.Tensor]:
 FOLDERS_ALONE = (
     "ADALORA", "PVERA", "P_TUNING", "CARTRIDGE", "MULTITASK_PROMPT_TUNING", "CPT", "ADAPTION_PROMPT",
 )  # fmt: skip
-SUMS = ("+ beft", "gralora(rank=4) + ", "supertuning(sparsity=0.9) + ", "gate=False")
+SUMS = ("+ beft", "+ bitfit", "gralora(rank=4) + ", "supertuning(sparsity=0.9) + ", "gate=False")
 LINEARS = "('query', 'key', 'value', 'output', 'ffn')"
 ROWS_OF = "Selection(roles=('embedding',), areas=('{}',), tokens=({}))"
 ONLY_BERT, ONLY_LLAMA = {"families": ("bert",)}, {"families": ("llama",)}
@@ -48,6 +48,8 @@ MORE = tuple(
     for method, config, options in (
         ("lora(rank=4, scale=2)", lora(), {}),
         ("lora(rank=4, scale=2) + beft(at=('query', 'value'))", lora(lora_bias=True), {}),
+        ("lora(rank=4, scale=2) + beft(at=('query', 'value'))", lora(bias="lora_only"), ONLY_BERT),
+        ("lora(rank=4, scale=2) + bitfit", lora(bias="all"), ONLY_BERT),
         (f"lora(rank=6, scale={8 / (6 + 1e-5)})", lambda t: peft.AdaLoraConfig(
             init_r=6, target_r=4, total_step=10, target_modules=t), {}),
         ("gralora(rank=4) + lora(rank=2, scale=2)", lambda t: peft.GraloraConfig(
@@ -145,7 +147,9 @@ def test_a_folder_is_read_and_written_back(row: Row, family: str, tmp_path: Path
     expected_parts = deltune.parse(expression(row)).parts
     assert set(tuned.method.parts) == set(expected_parts)
     if any(text in row.method for text in SUMS):
-        with pytest.raises(deltune.DeltuneError, match=r"PEFT keeps one type of adapter|joins the keys and values"):
+        with pytest.raises(
+            deltune.DeltuneError, match=r"PEFT keeps one type of adapter|nothing else|joins the keys and values"
+        ):
             deltune.export(model, tmp_path / "ours")
         return
     deltune.export(model, tmp_path / "ours")
@@ -153,6 +157,33 @@ def test_a_folder_is_read_and_written_back(row: Row, family: str, tmp_path: Path
         build(FAMILIES[family], TASKS[family][0], row.dtype), str(tmp_path / "ours")
     ).eval()
     assert distance(logits(again, family), expected) < tolerance(row, family)
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_random_matrices_of_other_widths_are_refused(saved: bool, tmp_path: Path) -> None:
+    """PEFT draws RandLoRA's for the greatest widths of all modules, which here are those of each."""
+    targets = ["intermediate.dense", "output.dense"]
+    config = peft.RandLoraConfig(r=4, target_modules=targets, task_type="SEQ_CLS", save_projection=saved)
+    peft.get_peft_model(build(FAMILIES["bert"], "sequence"), config).save_pretrained(tmp_path)
+    with pytest.raises(deltune.DeltuneError, match="draws its random matrices for the greatest widths"):
+        deltune.load(build(FAMILIES["bert"], "sequence"), tmp_path)
+
+
+@pytest.mark.parametrize("method", ["hira(rank=4)", "vera(rank=8, seed=5)", "tinylora(rank=4, parameters=6)"])
+def test_a_fused_module_stays_whole(method: str, tmp_path: Path) -> None:
+    row = next(row for row in ROWS if row.method == method)
+    config = row.config(["c_attn", "mlp.c_proj"])
+    config.task_type = "CAUSAL_LM"
+    theirs = peft.get_peft_model(build(FAMILIES["gpt2"], "causal"), config).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn(parameter.shape)).copy_(parameter.float())
+    theirs.save_pretrained(tmp_path)
+    model = build(FAMILIES["gpt2"], "causal")
+    tuned = deltune.load(model, tmp_path)
+    assert "at=('*.attn.c_attn', 'ffn_down')" in repr(tuned.method)
+    assert distance(logits(model, "gpt2"), logits(theirs, "gpt2")) < EXACT
 
 
 NAMED = [r for r in LORA_ROWS if getattr(r.config(), "target_modules", "prompts") is not None]

@@ -181,6 +181,7 @@ ALLOWED_FAMILIES = {
     "train.metrics.model_based": "bert",  # the library bert-score
     "runtime.pooling": "bert",  # a file of the library sentence-transformers
     "cli.use": "llama", "interop.peft_write": "llama",  # the program llama.cpp
+    "interop.adapterhub_write": "bert",  # an initialisation of AdapterHub's
     "interop.peft_table": "opt",  # options of PEFT's CPT
     "train.data.formats": "gpt2",  # the format ShareGPT, and who speaks in it
     "train.presets": "bert",  # where a paper printed its settings

@@ -22,8 +22,9 @@ from .peft_read import (
     targets,
     token_method,
     token_tables,
+    whole_tensors,
 )
-from .peft_table import COMMON, OTHERS, PROMPTS, TARGETS, check_options, row_of
+from .peft_table import COMMON, OTHERS, PROMPTS, TARGETS, check_options, row_of, trains_biases
 
 
 class PeftConfiguration(Protocol):
@@ -60,6 +61,9 @@ def method_of_config(
     tables = token_tables(anatomy, options, lambda path: path)
     terms = [] if kind == "TRAINABLE_TOKENS" else [_method(anatomy, options, unused, paths)]
     terms += [*token_method(anatomy, tables), *_whole_modules(anatomy, options)]
+    if trains_biases(options) == "all":
+        biases = {t.name for t in anatomy.tensors if t.role.endswith("bias") and t.area != "head"}
+        terms += whole_tensors(anatomy, biases)
     if not terms:
         raise DeltuneError(f"{where} chooses tokens of no table of embeddings that this model shows")
     return sum(terms[1:], terms[0])
@@ -98,7 +102,7 @@ def _of_training(config: PeftConfiguration, options: Mapping[str, Any]) -> list[
     row, other = row_of(options), OTHERS.get(str(options["peft_type"]))
     if not (row.written if row else other and other.written):
         return [f"{options['peft_type']} is read from folders alone: what trains it has no translation"]
-    known = COMMON | TARGETS | (row.options if row else set(other.options) if other else set())
+    known = COMMON | TARGETS | {"bias"} | (row.options if row else set(other.options) if other else set())
     fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
     return [
         f"option {field.name}={options[field.name]!r} has no translation"

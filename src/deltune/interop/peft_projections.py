@@ -14,7 +14,7 @@ from ..methods.forms.base import Place
 from ..methods.forms.low_rank import LowRank
 from ..methods.resolve import resolve
 from ..methods.sites import Location, resolve_locations
-from ..methods.spec import OTHER_PROJECTIONS, PROJECTIONS, Method, Modification, is_pattern
+from ..methods.spec import OTHER_PROJECTIONS, PROJECTIONS, Method, Modification, NamedMethod, is_pattern
 from .base import (
     Patterns,
     PlacedTensors,
@@ -53,6 +53,7 @@ class Projections:
         self.locations: dict[Modification, dict[str, list[Location]]] = {}
         self.pieces: list[PlacedTensors] = []
         self.problems: list[str] = []
+        self.first: NamedMethod | None = None
 
     def read(self, paths: list[str]) -> MethodAndTensors:
         """Return the method of these modules, and its tensors by their names in our files."""
@@ -78,14 +79,27 @@ class Projections:
         for path in paths:
             options = self.options_of(path)
             for row in (self.row, *beside(self.row, options)):
-                modification = row.modification(options)
+                modification = self._modification(row, options)
                 if isinstance(modification.form, LowRank) and sites.get(path) == ["embedding"]:
                     modification = replace(modification, form=replace(modification.form, dropout=0.0))
                 places = self._places(path, sites.get(path, []), modification, bool(row.outputs))
                 if not places:
                     raise DeltuneError(f"{path} is no projection that this model shows")
-                self.pieces += [PlacedTensors(replace(modification, site=site), place, {}) for site, place in places]
+                biases = row.leaves.get("vector") == "base_layer.bias"
+                self.pieces += [
+                    PlacedTensors(replace(modification, site=site), place, {})
+                    for site, place in places
+                    if place.has_bias or not biases
+                ]
         return self._method()
+
+    def _modification(self, row: Row, options: dict[str, Any]) -> Modification:
+        """Return the modification of a module, and keep the first method of the type."""
+        method = row.method(options)
+        self.first = self.first or method
+        part = method.parts[0]
+        assert isinstance(part, Modification)
+        return part
 
     def options_of(self, path: str) -> dict[str, Any]:
         """Return the options of one module."""
@@ -103,13 +117,12 @@ class Projections:
         linear = next((x for x in self.anatomy.linears if x.path == path), None)
         lookup = linear is None or sites == ["embedding"]
         names = {**row.leaves, **(row.lookup if lookup else {})}
-        starred = [n for n in self.unused.tensors if n.startswith(f"{path}.")]
+        numbers = range(sum(name.startswith(f"{path}.") for name in self.unused.tensors))
         values = {}
-        for name in names:
-            for ours in self._names(name, path, starred, row):
-                value = self.unused.take(f"{path}.{row.leaf(ours, lookup)}")
-                if value is not None:
-                    values[ours] = value
+        for ours in (name.replace("*", str(n)) for name in names for n in (numbers if "*" in name else (0,))):
+            value = self.unused.take(f"{path}.{row.leaf(ours, lookup)}")
+            if value is not None:
+                values[ours] = value
         self._take_repeated(path, row, known)
         if not values and not known:
             return
@@ -144,7 +157,7 @@ class Projections:
         options |= row.sizes(values) if values else {}
         if row.kind == "ADALORA" and not options["r"]:
             return None  # all of its ranks were pruned
-        modification = row.modification(options)
+        modification = self._modification(row, options)
         form = modification.form
         if lookup and isinstance(form, LowRank):
             modification = replace(modification, form=replace(form, dropout=0.0))  # PEFT's has none
@@ -172,18 +185,11 @@ class Projections:
         self.problems += [f"extra tensor {path}.{row.leaf(name, lookup) or name}" for name in extra]
         return modification, places, values
 
-    def _names(self, name: str, path: str, in_file: list[str], row: Row) -> list[str]:
-        """Return our names of a leaf, of which a starred one has several."""
-        if not name.endswith("*"):
-            return [name]
-        numbers = range(len(in_file))
-        return [n for i in numbers if f"{path}.{row.leaf(n := name.replace('*', str(i)))}" in in_file]
-
     def _take_repeated(self, path: str, row: Row, known: dict[str, torch.Tensor]) -> None:
         """Take what a file has once more for a module, or as zeros for what the module lacks."""
         for name, leaf in row.copies.items():
             copy = self.unused.take(f"{path}.{leaf}")
-            if copy is not None and name in known and not torch.equal(copy, known[name]):
+            if copy is not None and (name not in known or not torch.equal(copy, known[name])):
                 self.problems.append(f"{path}.{leaf} is not the one of all modules")
         for leaf in row.zeros:
             zeros = self.unused.take(f"{path}.{leaf}")
@@ -250,8 +256,8 @@ class Projections:
         """Return the shortest method of the pieces."""
         sites = tuple(dict.fromkeys(piece.modification.site for piece in self.pieces))
         at = ("query", "value") if set(sites) == {"query", "value"} else sites
-        first = self.row.method(self.options_of(self.pieces[0].place.linear.path))  # type: ignore[union-attr]
-        arguments = dict(first.arguments) | {"at": at}
+        assert self.first is not None
+        arguments = dict(self.first.arguments) | {"at": at}
         indices = {name.split(".")[1] for name in (piece.place.name for piece in self.pieces)}
         layers = tuple(sorted(int(index) for index in indices if index.isdigit()))
         candidates = [
@@ -266,8 +272,16 @@ class Projections:
         owners: dict[str, str] = {}
         for owner, specs in resolve(self.anatomy, method, lambda: 0).shared_tensors(folded=True).items():
             drawn = {name: spec for name, spec in specs.items() if spec.seed is not None}
+            if drawn:
+                form, widths = self.pieces[0].modification.form, [piece.place.widths for piece in self.pieces]
+                greatest = [max(w.in_width for w in widths), max(w.out_width for w in widths)]
+                of_peft = form.tensors(replace(widths[0], in_width=greatest[0], out_width=greatest[1]))
+                if any(spec.shape != of_peft[name].shape for name, spec in drawn.items()):
+                    raise DeltuneError(
+                        "PEFT draws its random matrices for the greatest widths of all its modules, and here they have "
+                        "others: no one method acts at all of them, or they are not alike"
+                    )
             if drawn and known:
-                form = self.pieces[0].modification.form
                 generator = torch.Generator().manual_seed(next(iter(drawn.values())).seed or 0)
                 for name, value in form.draw({n: spec.shape for n, spec in drawn.items()}, generator).items():
                     if name in known and not torch.equal(known[name].to(value.dtype), value):

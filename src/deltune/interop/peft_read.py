@@ -7,7 +7,8 @@ vectors before the embeddings; and a prefix as the content of the cache, so that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import product
 from typing import Any
 
@@ -20,7 +21,7 @@ from ..methods.forms.attention import Prefix
 from ..methods.forms.base import Place
 from ..methods.forms.hidden import Rescale
 from ..methods.forms.low_rank import LowRank
-from ..methods.library import ia3, layernorm, prefix, prompt, trainable_tokens
+from ..methods.library import bitfit, ia3, layernorm, prefix, prompt, trainable_tokens
 from ..methods.resolve import resolve, token_rows
 from ..methods.sites import Location, resolve_locations
 from ..methods.spec import Method, Modification, Selection
@@ -38,7 +39,7 @@ from .base import (
     tensors_by_file_name,
 )
 from .peft_projections import MethodAndTensors, Projections, sites_by_path
-from .peft_table import GLOBAL_PREFIX, NAME_PREFIX, OTHERS, PROMPTS, check_options, row_of
+from .peft_table import GLOBAL_PREFIX, NAME_PREFIX, OTHERS, PROMPTS, check_options, row_of, trains_biases
 
 _IA3_LEAF = "ia3_l"
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -71,6 +72,7 @@ def read_peft(
         raise error_from_problems(str(folder.where), problems)
     common = {n: t for n, t in folder.tensors.items() if n.startswith(GLOBAL_PREFIX) and not n.startswith(NAME_PREFIX)}
     unused = UnusedTensors(anatomy, {n: t for n, t in folder.tensors.items() if n not in common}, NAME_PREFIX)
+    _separate_biases(unused, options, base_value)
     row = row_of(options)
     is_leaf = row.is_leaf if row else OTHERS[kind].leaves.__contains__
     numbers = [n for n, t in folder.tensors.items() if not t.is_floating_point() and not _endings_match(n, is_leaf)]
@@ -84,7 +86,7 @@ def read_peft(
         paths, problems = _changed_modules(anatomy, options, unused, modules, is_leaf)
         incomplete += problems
     head = unused.take_all([t.name for t in anatomy.tensors if t.area == "head"])
-    problems = _other_embeddings(anatomy, unused, base_value)
+    problems = _other_embeddings(anatomy, unused, base_value, ("bias",) if trains_biases(options) else ())
     if problems:
         raise error_from_problems(str(folder.where), problems, fault="model")
     method: Method | None = None
@@ -107,6 +109,24 @@ def read_peft(
     if not terms:
         raise error_from_problems(str(folder.where), ["it has no tensors that this model has a place for"])
     return Translation(sum(terms[1:], terms[0]), tensors | rows | values, head)
+
+
+def _separate_biases(
+    unused: UnusedTensors, options: Mapping[str, Any], base_value: Callable[[str], torch.Tensor]
+) -> None:
+    """Make of the base's biases that changed modules have trained a change, or where all are, whole tensors."""
+    trained = trains_biases(options)
+    if trained == "all":  # PEFT has the biases of a head three times, of which the first is used
+        endings = (".modules_to_save.bias", ".original_module.bias")
+        unused.take_all([name for name in unused.tensors if name.endswith(endings)])
+    for name in [n for n in unused.tensors if trained and n.endswith(".base_layer.bias")]:
+        whole = name.replace(".base_layer.bias", ".bias")
+        if trained == "all":
+            unused.tensors[whole], unused.names[whole] = unused.tensors.pop(name), unused.names.pop(name)
+            continue
+        base = base_value(unused.anatomy.tensor(whole).name)
+        if base.shape == unused.tensors[name].shape and not base.is_meta:
+            unused.tensors[name] = unused.tensors[name].to(base) - base
 
 
 def _endings_match(name: str, is_leaf: Callable[[str], bool]) -> bool:
@@ -201,12 +221,14 @@ def _head_problems(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedT
     return [f"missing tensors {_listed(missing)}, whose modules modules_to_save names"] if missing else []
 
 
-def _other_embeddings(anatomy: Anatomy, unused: UnusedTensors, base_value: Callable[[str], torch.Tensor]) -> list[str]:
-    """Take the base model's own tensors out of a file, and return what is wrong with them."""
+def _other_embeddings(
+    anatomy: Anatomy, unused: UnusedTensors, base_value: Callable[[str], torch.Tensor], trained: Collection[str]
+) -> list[str]:
+    """Take the base model's own tensors, but for trained leaves, out of a file; return what is wrong with them."""
     problems = []
     for tensor, name in ((t, name) for t in anatomy.tensors for name in (t.name, *t.aliases)):
         module, _, leaf = name.rpartition(".")
-        saved = unused.take(f"{module}.base_layer.{leaf}")
+        saved = None if leaf in trained else unused.take(f"{module}.base_layer.{leaf}")
         if saved is None:
             continue
         base, shapes = base_value(tensor.name), (tuple(saved.shape), tuple(tensor.shape))
@@ -348,7 +370,15 @@ def _read_saved_modules(
                 )
     if problems:
         raise error_from_problems("modules_to_save", problems)
-    return methods_selecting(anatomy, set(values)), {f"base.{name}": value for name, value in values.items()}
+    return whole_tensors(anatomy, set(values)), {f"base.{name}": value for name, value in values.items()}
+
+
+def whole_tensors(anatomy: Anatomy, names: set[str]) -> list[Method]:
+    """Return methods that train these tensors and no others: one where they are all biases of the model."""
+    if names and all(anatomy.tensor(name).role.endswith("bias") for name in names):
+        with contextlib.suppress(DeltuneError):
+            return [method_selecting(anatomy, names, [bitfit])]
+    return methods_selecting(anatomy, names)
 
 
 def token_tables(anatomy: Anatomy, options: Mapping[str, Any], named: Callable[[str], str]) -> dict[str, list[int]]:

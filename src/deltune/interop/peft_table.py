@@ -121,12 +121,6 @@ class Row:
             arguments["scale"] = alpha / self.divisor(options)
         return self.make(**arguments)
 
-    def modification(self, options: Options) -> Modification:
-        """Return the modification of that method, whose site is to be replaced."""
-        part = self.method(options).parts[0]
-        assert isinstance(part, Modification)
-        return part
-
     def leaf(self, name: str, lookup: bool = False) -> str | None:
         """Return what the name of one of our tensors ends in; None for a tensor that a file does not have."""
         leaves = self.lookup if lookup and self.lookup else self.leaves
@@ -197,10 +191,16 @@ OF_TRAINING = {
 """Options that act while a type is initialised, trained or saved, and change nothing of what a folder computes."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "bias": ("none",), "num_transformer_submodules": (1,),
+    "num_transformer_submodules": (1,),
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }  # fmt: skip
 """Values of further options that change nothing of what a folder computes."""
+
+
+def trains_biases(options: Options) -> str:
+    """Return "all" or "changed" where biases of the base are trained, in all modules or in the changed ones."""
+    bias = str(options.get("bias") or "none")
+    return "changed" if bias == f"{str(options['peft_type']).lower()}_only" else "" if bias == "none" else bias
 
 
 def _terms(options: Options) -> dict[str, Any]:
@@ -278,6 +278,9 @@ def _centred(make: Callable[..., NamedMethod], start: str) -> Row:
         note="the base model stays as it is, which PEFT changes; written as LoRA of twice the rank",
     )  # fmt: skip
 
+
+_BASE_BIAS = Row("", library.beft, leaves={"vector": "base_layer.bias"}, outputs=("vector",), written=False)
+"""The change of a bias of the base, which is trained beside a type."""
 
 _LORA_BIAS = Row(
     "LORA", library.beft, leaves={"vector": "lora_B.bias"}, when={"lora_bias": True}, outputs=("vector",),
@@ -367,6 +370,7 @@ ROWS = (
         to_ours=lambda t, o, w: {_gamma(w) if n == "gamma" else n: x for n, x in t.items()},
         to_peft=lambda t, w: {"gamma" if n == _gamma(w) else n: x for n, x in t.items()},
         shared={"A": "randlora_A", "B": "randlora_B"}, copies={"A": "randlora_A", "B": "randlora_B"},
+        note="modules of one pair of widths",
         write=lambda form: {"save_projection": False}),
     Row("ROAD", library.road, {"group_size": "group_size"}, {"theta": "road_theta", "alpha": "road_alpha"},
         read=lambda o: {"variant": int(str(_option(o, "variant")).removeprefix("road_"))}, reads=("variant",),
@@ -483,7 +487,8 @@ def _has(options: Options, when: Options) -> bool:
 
 def beside(row: Row, options: Options) -> list[Row]:
     """Return the rows that act beside a row, by the options."""
-    return [r for r in row.beside if _has(options, r.when) and (r.when or options.get(r.arguments["rank"]))]
+    rows = [r for r in row.beside if _has(options, r.when) and (r.when or options.get(r.arguments["rank"]))]
+    return [*rows, _BASE_BIAS] if trains_biases(options) == "changed" else rows
 
 
 @cache
@@ -532,6 +537,8 @@ def check_options(options: Options) -> list[str]:
         known, only = COMMON | OF_TRAINING | other.options, other.only
     else:
         return [unknown_name("peft_type", kind, KINDS, hint=_MERGE)]
+    if row is not None and trains_biases(options) in ("", "all", "changed"):
+        known = known | {"bias"}
     return [
         f"option {name}={value!r} has no translation"
         for name, value in options.items()

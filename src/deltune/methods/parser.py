@@ -226,6 +226,8 @@ def parse_expression(text: object, vocabulary: Vocabulary, words: typing.Collect
         translation = expression_of(text)
         kind = type(text).__name__
         hint = f'What it configures is written "{translation}".' if translation else hint_for_name(kind) or ""
+        if hasattr(text, "peft_type"):
+            hint = f"deltune.attach(model, …) takes it as it is. {hint}".strip()
         raise DeltuneError(with_advice(f"a method is an expression (text) or a method object, not a {kind}", hint))
     source = " ".join(text.split())
     if not source:
