@@ -257,7 +257,7 @@ class Attached:
         requested = self.active if name is None else name
         if requested is None:
             raise DeltuneError(f"no delta is in use; call use(name) with one of: {', '.join(self.names)}")
-        if isinstance(requested, tuple):
+        if name is None and isinstance(requested, tuple):
             raise DeltuneError(f"several deltas are in use: give the name of one of {', '.join(requested)}")
         if not isinstance(requested, str) or requested not in self.deltas:
             raise DeltuneError(unknown_name("delta", requested, self.names))

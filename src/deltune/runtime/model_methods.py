@@ -242,7 +242,6 @@ class DeepCopy(ModelMethod):
         copied = self.passes.run_reader(lambda: _copied(model, memo))
         claim_modules(copied)
         choose_here(memo[id(self.passes)])
-        memo[id(self.passes)].state.watch()
         return copied
 
 

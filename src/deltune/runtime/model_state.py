@@ -256,12 +256,6 @@ class ModelState:
         """Leave the parameters of a delta that was loaded with a model as they are, until it is not in use."""
         self._trainable.add(delta)
         delta.saved_requires_grad = None
-        self.watch()
-
-    def watch(self) -> None:
-        """Let the schedules of all deltas that train see their gradients, which a copy of the model does not do yet."""
-        for state in (state for delta in self._trainable for state in delta.schedule_states()):
-            state.watch()
 
     def forget(self, delta: Delta) -> None:
         """Leave a delta that is detached as it is from now on."""

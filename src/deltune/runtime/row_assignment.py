@@ -74,7 +74,7 @@ class Use:
 
 def each_name(names: Names) -> tuple[str, ...]:
     """Return the names of the deltas of a row."""
-    return () if names is None else (names,) if isinstance(names, str) else names
+    return () if names is None else names if isinstance(names, tuple) else (names,)
 
 
 def checked_names(names: object, where: str) -> Names:

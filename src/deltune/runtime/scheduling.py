@@ -60,6 +60,10 @@ class ScheduleState(nn.Module):
                 self.register_buffer(f"kept_{number}", torch.ones(first, dtype=torch.bool))
         self._expect_penalties()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.watch()  # a copy's parameters have no hooks
+
     def _parameters_at(self, number: int) -> dict[str, nn.Parameter]:
         return {name: p for name, p in parameters_of(self.edits[number]).items() if p is not None}
 

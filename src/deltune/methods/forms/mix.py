@@ -40,7 +40,7 @@ class Mix(FactorForm):
     """
 
     number: int
-    rank: int
+    rank: int = 8
     softmax: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class AttentionMix(Form):
     """
 
     number: int
-    rank: int
+    rank: int = 8
     width: int = 16
 
     def __post_init__(self) -> None:
