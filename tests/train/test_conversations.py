@@ -277,6 +277,19 @@ def test_a_token_on_both_sides_is_refused(tmp_path: Path) -> None:
         encode(rows, byte_tokenizer(None, merges=[("b", "c")]))
 
 
+@pytest.mark.parametrize("trim", [False, True])
+def test_a_blank_belongs_to_the_word_behind_it(tmp_path: Path, trim: bool) -> None:
+    """Also where the tokenizer leaves the blank out of the places that it gives for its tokens."""
+    tokenizer = byte_tokenizer(merges=[("Ġ", "c")])
+    if trim:
+        tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    behind = tiny.lines(tmp_path / "behind.jsonl", [{"prompt": "ab", "completion": " cd"}])
+    assert encode(behind, tokenizer)[0] == ["ab⟦ cd<end>⟧"]
+    before = tiny.lines(tmp_path / "before.jsonl", [{"prompt": "ab ", "completion": "cd"}])
+    with pytest.raises(DeltuneError, match=r"the token ' c' belongs to both sides of 'ab ' \| 'cd'"):
+        encode(before, tokenizer)
+
+
 def test_what_is_cut_is_counted_and_refused_above_a_share(tmp_path: Path) -> None:
     rows = [m(u("Read: " + "la " * 60), a("Done."))] * 4
     data = load_data(str(tiny.lines(tmp_path / "rows.jsonl", rows)))

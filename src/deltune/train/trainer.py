@@ -341,7 +341,7 @@ class DeltaTrainer(Trainer):
             loss = outputs.loss
             if self.label_smoother is not None:
                 loss = self.label_smoother(outputs, inputs["labels"], shift_labels=self.shifted)
-        return loss * (self.args.world_size * items / num_items_in_batch)
+        return loss * (self.args.world_size * items / num_items_in_batch.clamp(min=1))  # no step has to train a token
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)

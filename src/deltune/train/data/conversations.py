@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -211,14 +212,35 @@ class Conversations:
 
     # -- tokens
 
-    def _tokens(self, texts: Sequence[_Text]) -> Iterator[dict[int, list[int]]]:
-        """Yield for each text the tokens of its beginnings, by their length; all are tokenised in one call."""
-        lengths = [sorted({len(one.text), *(point for span in one.spans for point in span)}) for one in texts]
-        flat = [one.text[:n] for one, points in zip(texts, lengths, strict=True) for n in points]
-        tokenized = self.tokenizer(flat, add_special_tokens=False, verbose=False)["input_ids"] if flat else []
-        remaining = iter(tokenized)
-        for points in lengths:
-            yield {n: list(map(int, next(remaining))) for n in points}
+    def _tokens(self, texts: Sequence[_Text]) -> list[dict[int, list[int]]]:
+        """Return for each text the tokens of its beginnings, by their length.
+
+        Where a token of the whole ends where a beginning does, no merge of letters went across, so the tokens up to it
+        are those of the beginning. Others are tokenised by themselves: a token may hold a blank beside its place.
+        """
+        if not texts:
+            return []
+        fast = bool(self.tokenizer.is_fast)
+        options = {"add_special_tokens": False, "verbose": False}
+        whole = self.tokenizer([one.text for one in texts], return_offsets_mapping=fast, **options)
+        tokens: list[dict[int, list[int]]] = []
+        alone: list[tuple[int, int]] = []
+        for number, (one, ids) in enumerate(zip(texts, whole["input_ids"], strict=True)):
+            tokens.append({0: [], len(one.text): list(map(int, ids))})
+            places = whole["offset_mapping"][number] if fast else []
+            begins = [begin for begin, _ in places]
+            for point in {point for span in one.spans for point in span} - tokens[-1].keys():
+                count = bisect_left(begins, point)
+                if count and places[count - 1][1] == point:
+                    tokens[-1][point] = tokens[-1][len(one.text)][:count]
+                else:
+                    alone.append((number, point))
+        parts = [texts[number].text[:point] for number, point in alone]
+        for (number, point), ids in zip(
+            alone, self.tokenizer(parts, **options)["input_ids"] if parts else [], strict=True
+        ):
+            tokens[number][point] = list(map(int, ids))
+        return tokens
 
     def _with_mask(self, text: _Text, tokens: dict[int, list[int]]) -> Tokenized:
         if text.sentinel:

@@ -16,14 +16,13 @@ import torch
 
 from ...errors import DeltuneError
 from ...runtime.attach import has_sliding_window
+from ...runtime.causal_loss import IGNORE_INDEX
 from ...runtime.padding import eval_mode, ordinary_rows
 from ...templates import as_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-IGNORED = -100
-"""The label of tokens that the loss ignores."""
 Mask = Literal["none", "bool", "float"]
 
 
@@ -46,7 +45,7 @@ class Packing:
         """Return the arguments of the model for rows of texts; what a text's first token is, no other text predicts."""
         width = max(sum(len(text["input_ids"]) for text in texts) for texts in bins)
         ids = torch.full((len(bins), width), self.pad)
-        labels = torch.full((len(bins), width), IGNORED)
+        labels = torch.full((len(bins), width), IGNORE_INDEX)
         positions, owner = torch.zeros_like(ids), torch.full_like(ids, -1)
         for row, texts in enumerate(bins):
             begin = 0
@@ -54,7 +53,7 @@ class Packing:
                 place = slice(begin, begin + len(text["input_ids"]))
                 ids[row, place] = torch.tensor(text["input_ids"])
                 labels[row, place] = torch.tensor(text["labels"])
-                labels[row, begin] = IGNORED
+                labels[row, begin] = IGNORE_INDEX
                 positions[row, place] = torch.arange(len(text["input_ids"]))
                 owner[row, place] = number
                 begin = place.stop
