@@ -56,13 +56,13 @@ def test_loss_and_gradients_are_those_of_the_logits(family: str, role: str, meth
     tuned = stir(deltune.attach(model, method))
     inputs = batch_with_labels(model, role)
     parameters = list(tuned.trainable_parameters())
-    found, expected = causal_loss(model, inputs), from_logits(model, inputs, role)
+    of_hidden, of_logits = causal_loss(model, inputs), from_logits(model, inputs, role)
     head = language_head(model)
     reason = PLAIN.get((family, role), "")
     assert reason in head.plain and bool(reason) == bool(head.plain)
     tolerance = 2e-6 if reason else 1e-12  # transformers' own loss rounds logits to float32
-    assert abs(found - expected) <= tolerance * expected
-    gradients = (torch.autograd.grad(loss, parameters, allow_unused=True) for loss in (found, expected))
+    assert abs(loss - expected) <= tolerance * expected
+    gradients = (torch.autograd.grad(loss, parameters, allow_unused=True) for loss in (of_hidden, of_logits))
     for one, two in zip(*gradients, strict=True):
         assert (one is None) == (two is None)
         if one is not None and two is not None:
@@ -150,9 +150,9 @@ def test_half_precision_is_within_its_own_rounding(dtype: torch.dtype) -> None:
     model = llama().to(dtype)
     deltune.attach(model, "lora(rank=2)")
     inputs = batch_with_labels(model, "causal")
-    found, plain = causal_loss(model, inputs), model(**inputs).loss
+    loss, plain = causal_loss(model, inputs), model(**inputs).loss
     assert not language_head(model).plain
-    assert abs(found - plain) <= 4 * torch.finfo(dtype).eps * plain
+    assert abs(loss - plain) <= 4 * torch.finfo(dtype).eps * plain
     model = model.float()
     with torch.autocast("cpu", torch.bfloat16):
         assert abs(causal_loss(model, inputs) - model(**inputs).loss) <= 4 * torch.finfo(torch.bfloat16).eps * plain
