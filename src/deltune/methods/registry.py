@@ -171,8 +171,8 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     "prompts: vectors that an attention reads beside the text": ("prefix", "p_tuning_v2", "prompt"),
     "low-rank: matrices of few ranks, blocks or products": (
-        "lora", "adalora", "dora", "pissa", "olora", "mica", "lora_fa", "lora_xs", "hira", "glora", "deft", "peanut", "delora",
-        "loha", "lokr", "miss", "gralora",
+        "lora", "adalora", "dora", "pissa", "olora", "mica", "lora_fa", "lora_xs", "hira", "glora", "deft", "peanut",
+        "delora", "loha", "lokr", "miss", "gralora",
     ),
     "shared: few numbers and matrices that all places have in common": (
         "vera", "randlora", "vblora", "unilora", "tinylora", "nola",
