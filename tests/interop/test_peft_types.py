@@ -37,7 +37,7 @@ def no_values(layer: Any) -> dict[str, torch.Tensor]:
 
 
 FOLDERS_ALONE = (
-    "ADALORA", "PVERA", "P_TUNING", "CARTRIDGE", "MULTITASK_PROMPT_TUNING", "CPT", "ADAPTION_PROMPT",
+    "PVERA", "P_TUNING", "CARTRIDGE", "MULTITASK_PROMPT_TUNING", "CPT", "ADAPTION_PROMPT",
 )  # fmt: skip
 SUMS = ("+ beft", "+ bitfit", "gralora(rank=4) + ", "supertuning(sparsity=0.9) + ", "gate=False")
 LINEARS = "('query', 'key', 'value', 'output', 'ffn')"
@@ -51,7 +51,7 @@ MORE = tuple(
         ("lora(rank=4, scale=2) + beft(at=('query', 'value'))", lora(bias="lora_only"), ONLY_BERT),
         ("lora(rank=4, scale=2) + bitfit", lora(bias="all"), ONLY_BERT),
         (f"lora(rank=6, scale={8 / (6 + 1e-5)})", lambda t: peft.AdaLoraConfig(
-            init_r=6, target_r=4, total_step=10, target_modules=t), {}),
+            init_r=6, target_r=4, total_step=10, tinit=2, tfinal=3, deltaT=2, target_modules=t), {}),
         ("gralora(rank=4) + lora(rank=2, scale=2)", lambda t: peft.GraloraConfig(
             r=4, hybrid_r=2, alpha=12, target_modules=t), {}),
         ("lora(rank=4)", lambda t: peft.PveraConfig(r=4, target_modules=t), {}),
@@ -132,6 +132,10 @@ def test_a_configuration_is_attached(row: Row, family: str) -> None:
             deltune.attach(model, config)
         return
     tuned = deltune.attach(model, config)
+    if config.peft_type.value == "ADALORA":
+        expected = "adalora(rank=4, initial_rank=6, alpha=8, start=0.2, stop=0.7, every=2)"
+        assert tuned.method == deltune.parse(expected)
+        return
     assert set(tuned.method.parts) == set(deltune.parse(expression(row)).parts)
 
 
@@ -203,7 +207,7 @@ REFUSED_CONFIGS: tuple[tuple[Callable[[], Any], str], ...] = (
     (lambda: peft.HiraConfig(target_modules=["query"], hira_dropout=0.1), "option hira_dropout=0.1 has no translation"),
     (lambda: peft.OFTConfig(target_modules=["query"], coft=True, eps=1e-4), "2 problems|option coft=True"),
     (lambda: peft.XLoraConfig(), "peft_type XLORA has no translation: its router weighs"),
-    (lambda: peft.AdaLoraConfig(target_modules=["query"], total_step=9), "ADALORA is read from folders alone"),
+    (lambda: peft.PveraConfig(target_modules=["query"]), "PVERA is read from folders alone"),
     (lambda: peft.LoraConfig(trainable_token_indices=[3], target_modules=["embeddings.Nothing"]), "names no module"),
 )  # fmt: skip
 

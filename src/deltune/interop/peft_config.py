@@ -24,7 +24,7 @@ from .peft_read import (
     token_tables,
     whole_tensors,
 )
-from .peft_table import COMMON, OTHERS, PROMPTS, TARGETS, check_options, row_of, trains_biases
+from .peft_table import ADALORA_IN_TRAINING, COMMON, OTHERS, PROMPTS, TARGETS, Row, check_options, row_of, trains_biases
 
 
 class PeftConfiguration(Protocol):
@@ -71,7 +71,7 @@ def method_of_config(
 
 def _method(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensors, paths: list[str]) -> Method:
     """Return the method of a type without what it trains beside."""
-    kind, row = str(options["peft_type"]), row_of(options)
+    kind, row = str(options["peft_type"]), _row(options)
     if kind == "PROMPT_TUNING":
         return prompt(options["num_virtual_tokens"])
     if kind == "PREFIX_TUNING":
@@ -97,9 +97,13 @@ def _method(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensors,
     return norm_method(anatomy, names)
 
 
+def _row(options: Mapping[str, Any]) -> Row | None:
+    return ADALORA_IN_TRAINING if options["peft_type"] == "ADALORA" else row_of(options)
+
+
 def _of_training(config: PeftConfiguration, options: Mapping[str, Any]) -> list[str]:
     """Return the options that act in training or at the start, and that no method has, where they are no defaults."""
-    row, other = row_of(options), OTHERS.get(str(options["peft_type"]))
+    row, other = _row(options), OTHERS.get(str(options["peft_type"]))
     if not (row.written if row else other and other.written):
         return [f"{options['peft_type']} is read from folders alone: what trains it has no translation"]
     known = COMMON | TARGETS | {"bias"} | (row.options if row else set(other.options) if other else set())

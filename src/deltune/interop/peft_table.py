@@ -313,7 +313,7 @@ ROWS = (
         sizes=lambda t: {"r": len(t["down"])}, to_ours=_values_of_energies,
         reads=("lora_alpha", "init_r", "rank_pattern"), written=False,
         read=lambda o: {"scale": o["lora_alpha"] / (o["init_r"] + 1e-5)},
-        note="as LoRA of the ranks that were kept; PEFT trains its count of ranks and does not save it"),
+        note="as LoRA of the ranks that were kept, and its configuration as `adalora`; PEFT trains its count of ranks and does not save it"),
     Row("BEFT", library.beft, leaves={"vector": "beft_bias"},
         to_ours=lambda t, o, w: {"vector": t["vector"].flatten()}, to_peft=lambda t, w: {"vector": t["vector"][None]}),
     Row("BOFT", library.boft, {"block_size": "boft_block_size", "factors": "boft_n_butterfly_factor"},
@@ -404,6 +404,16 @@ ROWS = (
         only={"wavelet_family": ("db1", "haar"), "use_idwt": (True,)}),
 )  # fmt: skip
 """The types that change projections; of several rows of a type the first counts whose options are there."""
+
+
+ADALORA_IN_TRAINING = Row(
+    "ADALORA", library.adalora,
+    {"rank": "target_r", "initial_rank": "init_r", "alpha": "lora_alpha", "every": "deltaT", "beta1": "beta1",
+     "beta2": "beta2", "orthogonality": "orth_reg_weight", "dropout": "lora_dropout"},
+    reads=("tinit", "tfinal", "total_step", "r"),
+    read=lambda o: {"start": o["tinit"] / o["total_step"], "stop": 1 - o["tfinal"] / o["total_step"]},
+)  # fmt: skip
+"""AdaLoRA's configuration; its folders hold the ranks that were kept."""
 
 
 @dataclass(frozen=True)
