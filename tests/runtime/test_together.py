@@ -103,6 +103,17 @@ def test_tensors_that_both_train_are_summed_as_changes() -> None:
     assert distance(run(merged, inputs), outputs) < 1e-12
 
 
+@pytest.mark.parametrize(("first", "second"), [("full", "hira(rank=2)"), ("bitfit", "glora(rank=2)")])
+def test_a_function_of_a_weight_reads_the_bases_and_not_what_another_term_trains(first: str, second: str) -> None:
+    """In one expression it could not tell them apart; merging one that read the trained weight was wrong."""
+    with pytest.raises(deltune.DeltuneError, match="which another term trains: attach the two as deltas of their own"):
+        deltune.attach(build(FAMILIES["bert"], "base"), f"{first} + {second}")
+    tuned = attach_both("bert", first, second)
+    inputs = batch(tuned.model)
+    expected = run(tuned.use(["a", "b"]).model, inputs)
+    assert distance(run(tuned.merge(), inputs), expected) < 1e-12
+
+
 def test_one_of_them_learns_on_top_of_the_other(tmp_path: Path) -> None:
     """With gradient checkpointing too; what is frozen trains again in use alone. Each is saved on its own."""
     tuned = attach_both("bert", "lora(rank=2) + layernorm", "lora(rank=2) + bitfit")

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..anatomy.types import Anatomy, Norm, Tensor, is_inside
 from ..errors import DeltuneError, error_from_problems, excerpt
-from .forms.base import Specs
+from .forms.base import Specs, WeightForm
 from .forms.checks import check_form
 from .masks import Mask, MaskGroup, RowMask, split_budget
 from .sites import Location, ModuleSide, resolve_locations, select_layers
@@ -160,6 +160,17 @@ def _conflicts(plans: Sequence[ResolvedMethod], terms: Sequence[Method]) -> Iter
             "apet(A + B, …), or one of the two"
         )
     yield from edit_conflicts(edit for plan in plans for edit in plan.edits)
+    trained = {n for plan in plans for t in (*plan.selected, *plan.trained_in_part) for n in (t.name, *t.aliases)}
+    for edit in (e for plan in plans for e in plan.edits if e.modification.form.reads_weight and e.place.linear):
+        form, path = edit.modification.form, edit.place.target.path
+        reads_bias = isinstance(form, WeightForm) and type(form).change_of_bias is not WeightForm.change_of_bias
+        read = [f"{path}.weight", *([f"{path}.bias"] if reads_bias else [])]
+        if both := [name for name in read if name in trained]:
+            yield (
+                f"{form!r} is a function of {both[0]}, which another term trains: attach the two as deltas of their "
+                "own, where it reads the base model's, and use both"
+            )
+            break
     yield from _terms_without_effect(plans, terms)
     if unreached := sorted({t.name for t in in_part if t.read_without_call}):
         yield (
