@@ -137,17 +137,17 @@ class Conversations:
         ends = {i: self._render(plain[: i + 1], tools) for i in answers}
         weights = {i: messages[i].get("weight", 1) for i in answers}
 
-        def part(i: int, text: str, marked: Any) -> Iterator[tuple[int, int]]:
-            """Yield where answer i stands in a text, by the marks of the template or by the prompt before it."""
+        def part(i: int) -> Iterator[tuple[int, int]]:
+            """Yield where answer i stands in the whole, by the marks of the template or by the prompt before it."""
             before = len(ends[answers[answers.index(i) - 1]][0]) if i != answers[0] else 0
-            if marked is not None:
-                yield from ((a, b) for a, b in marked if before <= a < len(ends[i][0]) and a < b)
+            if marks is not None:
+                yield from ((a, b) for a, b in marks if before <= a < len(ends[i][0]) and a < b)
             else:
                 yield self._answer_start(plain, i, tools, ends[i][0]), len(ends[i][0])
 
         if all(whole.startswith(text) for text, _ in ends.values()):
             chosen = answers[-1:] if self.loss_on == "last" else answers
-            spans = {i: list(part(i, whole, marks)) for i in chosen}
+            spans = {i: list(part(i)) for i in chosen}
             if self.loss_on == "all":
                 unweighted = [span for i in answers if not weights[i] for span in spans[i]]
                 points = [0, *(point for span in unweighted for point in span), len(whole)]
@@ -160,11 +160,8 @@ class Conversations:
         texts = []
         for i in answers[-1:] if self.loss_on == "last" else [i for i in answers if weights[i]]:
             text, marked = ends[i]
-            if marked is not None:
-                spans_of = [span for span in marked[-1:]]
-            else:
-                spans_of = [(self._answer_start(plain, i, tools, text), len(text))]
-            texts.append(_Text(number, text, spans_of, sentinel=sentinel))
+            span = marked[-1:] if marked is not None else [(self._answer_start(plain, i, tools, text), len(text))]
+            texts.append(_Text(number, text, span, sentinel=sentinel))
         return texts
 
     def _answer_start(self, messages: list[dict[str, Any]], i: int, tools: Any, text: str) -> int:
