@@ -158,6 +158,11 @@ def transforms_active() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def uncompiled(model: Any) -> Any:
+    """The module that torch.compile wrapped; None for one that it did not wrap."""
+    return getattr(model, "_orig_mod", None)
+
+
 def is_plain_inference() -> bool:
     """Whether nothing records, compiles, traces or maps what is computed, so that tensors may be changed in place.
 

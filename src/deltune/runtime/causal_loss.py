@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ..anatomy.inspection import inspect
-from ..compat import transforms_active
+from ..compat import transforms_active, uncompiled
 from ..errors import DeltuneError
 from ..models import head_of_class_name
 
@@ -126,7 +126,8 @@ def causal_loss(
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX) if head.shifts else labels
     items = (targets != IGNORE_INDEX).sum() if num_items_in_batch is None else num_items_in_batch
     total = None
-    if not head.plain and not (torch.compiler.is_compiling() or hasattr(model, "_orig_mod") or transforms_active()):
+    compiled = torch.compiler.is_compiling() or uncompiled(model) is not None
+    if not head.plain and not compiled and not transforms_active():
         total = _total_at_head(model, inner, head, dict(batch), targets)
     if total is None:
         total = _plain_total(model, head, batch, targets)
@@ -144,11 +145,23 @@ class CausalLossMixin:
     model_accepts_loss_kwargs: bool
 
     def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+        self, model: nn.Module, inputs: dict[str, Any], *args: Any, num_items_in_batch: Any = None, **options: Any
     ) -> Any:
-        """Return the loss of a batch; with `return_outputs` the Trainer's own, and the outputs."""
-        if return_outputs:
-            return super().compute_loss(model, inputs, True, num_items_in_batch)  # type: ignore[misc]
+        """Return the loss of a batch; where anything else is asked for, such as outputs, the Trainer's own answer.
+
+        Args:
+            model: The Trainer's model.
+            inputs: The batch.
+            args: What else a Trainer gives by its place.
+            num_items_in_batch: How many tokens of the step are trained on.
+            options: What else a Trainer gives by name, such as return_outputs.
+
+        Returns:
+            A scalar, or what the Trainer's own method returns.
+        """
+        if args or options:
+            trainer: Any = super()
+            return trainer.compute_loss(model, inputs, *args, num_items_in_batch=num_items_in_batch, **options)
         items = num_items_in_batch if self.model_accepts_loss_kwargs else None
         loss = causal_loss(model, inputs, num_items_in_batch=items)
         if items is not None and self.args.average_tokens_across_devices:
@@ -159,7 +172,7 @@ class CausalLossMixin:
 def unwrapped(model: nn.Module) -> PreTrainedModel:
     """Return the model of transformers inside wrappers such as DDP and torch.compile's."""
     while not isinstance(model, PreTrainedModel):
-        inner = getattr(model, "module", getattr(model, "_orig_mod", None))
+        inner = getattr(model, "module", uncompiled(model))
         if not isinstance(inner, nn.Module):
             raise DeltuneError(f"{type(model).__name__} is no model of transformers and has none as .module")
         model = inner
