@@ -88,6 +88,19 @@ def test_a_rank_is_the_best_of_its_size_and_says_what_it_loses(first: str) -> No
     assert f"{lost / total:.1%}" in str(warned[0].message)
 
 
+@pytest.mark.parametrize("format", ["vllm", "llama.cpp"])
+def test_servers_of_lora_read_any_method_that_merges(format: str, tmp_path: Path) -> None:
+    tuned = build_two("llama", "dora(rank=2)", "oft(block_size=4, at='output')", "causal")
+    model = tuned.model.float()
+    with pytest.raises(deltune.DeltuneError):
+        deltune.export(model, tmp_path / "no", format, "a")
+    inputs = batch(model)
+    expected = run(tuned.combine("a + 0.5*b", name="c").model, inputs)
+    deltune.export(model, tmp_path / "lora", format, "c")
+    tuned.detach()
+    assert distance(run(deltune.load(model, tmp_path / "lora").model, inputs), expected) < 1e-5
+
+
 HOWS = [
     (deltune.Ties(0.3), lambda changes, weights: merge_utils.ties(changes, weights, 0.3)),
     (deltune.Magnitude(0.3), lambda changes, weights: merge_utils.magnitude_prune(changes, weights, 0.3)),
