@@ -313,7 +313,8 @@ ROWS = (
         sizes=lambda t: {"r": len(t["down"])}, to_ours=_values_of_energies,
         reads=("lora_alpha", "init_r", "rank_pattern"), written=False,
         read=lambda o: {"scale": o["lora_alpha"] / (o["init_r"] + 1e-5)},
-        note="as LoRA of the ranks that were kept, and its configuration as `adalora`; PEFT trains its count of ranks and does not save it"),
+        note="as LoRA of the ranks that were kept, and its configuration as `adalora`; PEFT trains its count of ranks "
+        "and does not save it"),
     Row("BEFT", library.beft, leaves={"vector": "beft_bias"},
         to_ours=lambda t, o, w: {"vector": t["vector"].flatten()}, to_peft=lambda t, w: {"vector": t["vector"][None]}),
     Row("BOFT", library.boft, {"block_size": "boft_block_size", "factors": "boft_n_butterfly_factor"},
