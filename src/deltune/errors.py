@@ -179,7 +179,7 @@ def closest_match(name: str, known: Iterable[str]) -> str | None:
 
 def unknown_name(kind: str, name: object, known: Iterable[str], where: str = "", hint: str | None = None) -> str:
     """Return the message for an unknown name: the name, the closest one that exists, and all that exist."""
-    names = sorted(str(other) for other in known)
+    names = sorted((str(other) for other in known), key=lambda other: (other[:1].isupper(), other))  # methods, forms
     shown = _fitting((other if len(other) <= MAX_NAME_LENGTH else excerpt(other) for other in names), 500)
     listed = ", ".join(shown) or "nothing"
     more = f", and {len(names) - len(shown):,} more" if len(names) > len(shown) else ""

@@ -275,7 +275,7 @@ MISTAKES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     (
         "prefx(length=16)",
         ("prefx",),
-        ("unknown name 'prefx'", "Did you mean 'prefix'?", "Known: Add, Bottleneck", "more"),
+        ("unknown name 'prefx'", "Did you mean 'prefix'?", "Known: adalora, adapter, apet", "more"),
     ),
     ("lora(r=8)", ("r=8",), ("no argument 'r'", "Here it is called 'rank'.")),
     ("prefix(num_virtual_tokens=8)", ("num_virtual_tokens",), ("Here it is called 'length'.",)),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import dis
+import functools
 import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -37,6 +39,21 @@ POINTS, POINTS_SLOW = 5, 10**6
 def points(pytestconfig: pytest.Config) -> int:
     """How many of the moments at which something can be interrupted are tried; with the slow tests, all."""
     return POINTS_SLOW if pytestconfig.getoption("-m") == "" else POINTS
+
+
+@functools.cache
+def ends_of_blocks(code: CodeType) -> set[int]:
+    """Where `with` blocks end without an exception, at three constants and a call of __exit__.
+
+    A line begins there, but no interruption arrives: Python looks for signals after calls and where loops go back.
+    """
+    steps = [step for step in dis.get_instructions(code) if step.opname not in ("PRECALL", "CACHE", "NOP")]
+    windows = zip(*(steps[i:] for i in range(4)), strict=False)
+    return {
+        first.offset
+        for first, *constants, call in windows
+        if call.opname == "CALL" and all(s.opname == "LOAD_CONST" and s.argval is None for s in (first, *constants))
+    }
 
 
 class Interrupting:
@@ -70,7 +87,7 @@ class Interrupting:
     def line(self, frame: FrameType, event: str, value: Any) -> Any:
         if event == "return":
             self.depth -= frame.f_code is self.code
-        if event == "line":
+        if event == "line" and frame.f_lasti not in ends_of_blocks(frame.f_code):
             self.lines += 1
             if self.lines == self.at:
                 raise self.error(f"at {frame.f_code.co_filename}:{frame.f_lineno}")
