@@ -246,8 +246,8 @@ def form_of_ones_own(path: Path, source: Path) -> None:
     change_facts(path, source, **{key: facts[key].replace("LowRank(", "MyForm(") for key in ("method", "explicit")})
 
 
-def vera(path: Path, source: Path) -> None:
-    as_peft(path, source, peft_type="VERA")
+def unknown_type(path: Path, source: Path) -> None:
+    as_peft(path, source, peft_type="NOBODYS")
 
 
 def another_width(path: Path, source: Path) -> None:
@@ -289,7 +289,7 @@ def as_peft(path: Path, source: Path, **changes: Any) -> None:
         (form_of_ones_own, "its method has parts that are not registered here: 'MyForm'", OPERATOR_ADVICE["part"]),
         (newer_format, "has format 99", "update deltune"),
         (no_fingerprint, "has no fingerprint", "use the file as it was saved"),
-        (vera, "unknown peft_type 'VERA'", "."),
+        (unknown_type, "unknown peft_type 'NOBODYS'", "."),
     ],
 )
 def test_a_refusal_says_what_an_operator_can_do(

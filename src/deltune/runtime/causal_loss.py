@@ -26,6 +26,7 @@ from ..anatomy.inspection import inspect
 from ..compat import transforms_active, uncompiled
 from ..errors import DeltuneError
 from ..models import head_of_class_name
+from .attach import find_tuned
 
 IGNORE_INDEX = -100
 """The label of a token that is not trained on."""
@@ -46,14 +47,14 @@ class LanguageHead:
         path: The path of the projection; "" if none is known.
         shifts: Whether each token is predicted from those before it.
         decodes: Whether a decoder reads the labels, one place to the right.
-        plain: Why the model's own loss is computed from all logits; "" where it need not be.
+        plain: Why its loss is computed from all logits, by what is in use: the assignment of deltas, or the model.
         own_loss_shifts: Whether the model's own loss is of the next tokens, once that is known.
     """
 
     path: str
     shifts: bool
     decodes: bool
-    plain: str = ""
+    plain: weakref.WeakKeyDictionary[Any, str] = field(default_factory=weakref.WeakKeyDictionary)
     own_loss_shifts: bool | None = None
 
 
@@ -66,10 +67,9 @@ def language_head(model: PreTrainedModel) -> LanguageHead:
         anatomy = inspect(model)
         stack = anatomy.stacks[-1]
         path = anatomy.vocabulary.path if anatomy.vocabulary is not None else ""
-        plain = "" if path else "its projection to the vocabulary is no linear that the forward pass shows"
         decodes = len(anatomy.stacks) > 1
         shifts = head_of_class_name(type(model).__name__) == "causal-lm" or (stack.causal and not decodes)
-        _HEADS[model] = LanguageHead(path, shifts, decodes, plain)
+        _HEADS[model] = LanguageHead(path, shifts, decodes)
     return _HEADS[model]
 
 
@@ -125,10 +125,13 @@ def causal_loss(
     head = language_head(inner)
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX) if head.shifts else labels
     items = (targets != IGNORE_INDEX).sum() if num_items_in_batch is None else num_items_in_batch
-    total = None
-    compiled = torch.compiler.is_compiling() or uncompiled(model) is not None
-    if not head.plain and not compiled and not transforms_active():
-        total = _total_at_head(model, inner, head, dict(batch), targets)
+    total, used = None, _in_use(inner)
+    special = torch.compiler.is_compiling() or uncompiled(model) is not None or transforms_active()
+    if not special and "shift_labels" not in batch and used not in head.plain:
+        total, reason = _total_at_head(model, inner, head, dict(batch), targets)
+        if reason:
+            head.plain[used] = reason
+            logger.info("%s: the loss is computed from all logits, because %s", type(inner).__name__, reason)
     if total is None:
         total = _plain_total(model, head, batch, targets)
     return total / (items.clamp(min=1) if isinstance(items, torch.Tensor) else max(items, 1))
@@ -137,12 +140,15 @@ def causal_loss(
 class CausalLossMixin:
     """For a Trainer: training steps compute the loss without logits, as `causal_loss` does.
 
-    Put it first: `class MyTrainer(CausalLossMixin, SFTTrainer): pass`. Evaluation, which returns logits, is unchanged.
+    Put it first: `class MyTrainer(CausalLossMixin, SFTTrainer): pass`. The first batch is computed both ways: where the
+    Trainer's own loss is another one (smoothed labels, a function of its own, TRL's other losses), it stays, and the
+    log says so. Evaluation, which returns logits, is unchanged.
     """
 
     args: Any
     accelerator: Any
     model_accepts_loss_kwargs: bool
+    _loss_is_own: bool | None = None
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, num_items_in_batch: Any = None, **options: Any
@@ -159,9 +165,26 @@ class CausalLossMixin:
         Returns:
             A scalar, or what the Trainer's own method returns.
         """
-        if args or options:
-            trainer: Any = super()
+        trainer: Any = super()
+        if args or options or self._loss_is_own:
             return trainer.compute_loss(model, inputs, *args, num_items_in_batch=num_items_in_batch, **options)
+        if self._loss_is_own is None:
+            with torch.no_grad(), torch.random.fork_rng():
+                theirs = trainer.compute_loss(model, dict(inputs), num_items_in_batch=num_items_in_batch)
+            with torch.no_grad(), torch.random.fork_rng():
+                ours = self._without_logits(model, inputs, num_items_in_batch)
+            half = unwrapped(model).dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled()
+            self._loss_is_own = not bool((theirs - ours).abs() <= (5e-4 if half else 1e-5) * theirs.abs())
+            if self._loss_is_own:
+                logger.warning(
+                    "%s computes another loss than causal_loss (%.5g and %.5g on the first batch), so its own is used, "
+                    "with all logits",
+                    type(self).__name__, theirs, ours,
+                )  # fmt: skip
+            return self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        return self._without_logits(model, inputs, num_items_in_batch)
+
+    def _without_logits(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> torch.Tensor:
         items = num_items_in_batch if self.model_accepts_loss_kwargs else None
         loss = causal_loss(model, inputs, num_items_in_batch=items)
         if items is not None and self.args.average_tokens_across_devices:
@@ -179,19 +202,23 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
     return model
 
 
+def _in_use(model: PreTrainedModel) -> Any:
+    """Return what stands for the deltas in use, or the model where there are none."""
+    handle = find_tuned(model)
+    return model if handle is None else handle.attached.passes.assignment_of_new_pass()
+
+
 def _total_at_head(
     model: nn.Module, inner: PreTrainedModel, head: LanguageHead, batch: dict[str, Any], targets: torch.Tensor
-) -> torch.Tensor | None:
-    """Return the sum of the losses, computed at the head; None if the model does more, which is remembered."""
+) -> tuple[torch.Tensor | None, str]:
+    """Return the sum of the losses, computed at the head, or None and why it has to be computed from all logits."""
+    if not head.path:
+        return None, "its projection to the vocabulary is no linear that the forward pass shows"
     labels = batch["labels"]
-    shift_right = getattr(inner, "prepare_decoder_input_ids_from_labels", None)
-    if "shift_labels" in batch:
-        head.plain = "it is given labels that are shifted already"
-        return None
     if head.decodes and "decoder_input_ids" not in batch and "decoder_inputs_embeds" not in batch:
+        shift_right = getattr(inner, "prepare_decoder_input_ids_from_labels", None)
         if shift_right is None:
-            head.plain = "it does not say what its decoder reads"
-            return None
+            return None, "it does not say what its decoder reads"
         batch["decoder_input_ids"] = shift_right(labels=labels)
     trained = (targets != IGNORE_INDEX).any(0).nonzero()
     start = int(trained[0]) if len(trained) else 0
@@ -200,15 +227,12 @@ def _total_at_head(
     with _hooks(inner.get_submodule(head.path), capture):
         outputs = model(**batch)
     if capture.total is None or capture.logits is None:
-        head.plain = capture.why
-    elif not _same_logits(outputs.logits, capture.logits):
-        head.plain = "its logits are more than the projection of its hidden states"
-    elif len(trained) and not _same_loss(outputs.loss, capture.logits, batch["labels"], head.shifts):
-        head.plain = "its loss is more than the cross-entropy of its logits"
-    if not head.plain:
-        return capture.total
-    logger.info("%s: the loss is computed from all logits, because %s", type(inner).__name__, head.plain)
-    return None
+        return None, capture.why
+    if not _same_logits(outputs.logits, capture.logits):
+        return None, "its logits are more than the projection of its hidden states"
+    if len(trained) and not _same_loss(outputs.loss, capture.logits, batch["labels"], head.shifts):
+        return None, "its loss is more than the cross-entropy of its logits"
+    return capture.total, ""
 
 
 def _plain_total(model: nn.Module, head: LanguageHead, batch: Mapping[str, Any], targets: torch.Tensor) -> torch.Tensor:
@@ -255,6 +279,9 @@ def _hooks(module: nn.Module, capture: _Capture) -> Iterator[None]:
         if type(module).forward is not nn.Linear.forward or not module.weight.is_floating_point():
             capture.why = f"its head is a {type(module).__name__}, not a plain linear"
             return
+        if not leaves_between(output, args[0]) <= {module.weight, module.bias}:
+            capture.why = "what is trained acts at its head"
+            return
         dtype = output.dtype  # under autocast the linear computes in it
         weight = module.weight.to(dtype)
         bias = None if module.bias is None else module.bias.to(dtype)
@@ -271,6 +298,23 @@ def _hooks(module: nn.Module, capture: _Capture) -> Iterator[None]:
         _CAPTURE.reset(token)
         for handle in handles:
             handle.remove()
+
+
+def leaves_between(output: torch.Tensor, start: torch.Tensor) -> set[torch.Tensor]:
+    """Return the tensors that get a gradient from an output, those before the input left out.
+
+    A delta that has not been trained changes no value, so only the graph shows that it acts.
+    """
+    nodes, seen, leaves = [output.grad_fn], {start.grad_fn, None}, set()
+    while nodes:
+        node: Any = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.add(node.variable)
+        nodes += [following for following, _ in node.next_functions]
+    return leaves
 
 
 class _Fused(torch.autograd.Function):
@@ -311,9 +355,12 @@ class _Fused(torch.autograd.Function):
 def _in_chunks(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
 ) -> torch.Tensor:
-    """Return the sum of the cross-entropies, a chunk of logits at a time."""
+    """Return the sum of the cross-entropies, a chunk of logits at a time.
+
+    torch's function would sum half precision in half precision, and torch 2.12 does not have it.
+    """
     chunk = max(MIN_CHUNK, CHUNK_LOGITS // weight.shape[0])
-    if hasattr(F, "linear_cross_entropy"):
+    if hidden.dtype in (torch.float32, torch.float64) and hasattr(F, "linear_cross_entropy"):
         options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk)
         return F.linear_cross_entropy(
             hidden, weight, targets, linear_bias=bias, reduction="sum", ignore_index=IGNORE_INDEX, options=options
@@ -326,7 +373,12 @@ def _in_chunks(
 def _cross_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
 ) -> torch.Tensor:
-    return F.cross_entropy(F.linear(hidden, weight, bias), targets, reduction="sum", ignore_index=IGNORE_INDEX)
+    logits = _at_least_float32(F.linear(hidden, weight, bias))
+    return F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORE_INDEX)
+
+
+def _at_least_float32(logits: torch.Tensor) -> torch.Tensor:
+    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
 
 def _same_logits(logits: torch.Tensor, projected: torch.Tensor) -> bool:
@@ -344,6 +396,5 @@ def _same_loss(loss: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor, s
 
 
 def _mean(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    flat = logits.reshape(-1, logits.shape[-1])
-    flat = flat.float() if flat.dtype in (torch.float16, torch.bfloat16) else flat
+    flat = _at_least_float32(logits.reshape(-1, logits.shape[-1]))
     return F.cross_entropy(flat, labels.reshape(-1), ignore_index=IGNORE_INDEX)

@@ -244,6 +244,7 @@ class GenerationSection(RunSection):
     template: str | None = option(
         None,
         'the text that a model is given: "{source}" [the task\'s]; of conversations roles, chatml, … or FILE.jinja',
+        common=True,
     )
     max_generated: Size | None = option(None, "tokens of a generated answer, at most [target_length]")
     min_target_length: int = option(0, "tokens of a generated answer, at least", ge=0, le=MAX_COUNT)
