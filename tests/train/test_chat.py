@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, RobertaConfig
 
 import deltune
 import deltune.serve
@@ -52,7 +52,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config(base: Path, **values: Any) -> RunConfig:
     fixed = {"model": str(base / "model"), "data": str(base / "alpaca.jsonl"), "method": "lora(rank=2)", "lr": 1e-9}
-    return RunConfig.from_flat(**fixed, steps=2, batch_size=4, **values)
+    return RunConfig.from_flat(**{**fixed, "steps": 2, "batch_size": 4, **values})
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +152,31 @@ def test_what_a_run_says_first(base: Path, caplog: pytest.LogCaptureFixture, tmp
     assert RunFolder(tmp_path / "run").finished and load_run(tmp_path / "run").is_conversational
 
 
+def test_a_run_keeps_the_template_that_it_used(base: Path, tmp_path: Path) -> None:
+    """Of a tokenizer with one for tools and one for other rows."""
+    tokenizer, folder = AutoTokenizer.from_pretrained(base / "model"), tmp_path / "model"
+    tokenizer.chat_template = {
+        "default": TEMPLATE,
+        "tool_use": "{% if tools %}{{ tools[0].function.name }}{% endif %}" + TEMPLATE,
+    }
+    AutoModelForCausalLM.from_pretrained(base / "model").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    tools = {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}
+    rows = [
+        {"messages": [{"role": "user", "content": f"Q{i}"}, {"role": "assistant", "content": "y"}]} for i in range(4)
+    ]
+    for name, used in (("default", rows), ("tool_use", [{**row, **tools} for row in rows])):
+        data = str(tiny.lines(tmp_path / f"{name}.jsonl", used))
+        train(config(base, model=str(folder), data=data), tmp_path / name, progress=False)
+        trained = json.loads((tmp_path / name / "delta" / "delta.json").read_text())["trained"]
+        assert trained["chat_template"] == tokenizer.chat_template[name]
+    mixed = config(
+        base, model=str(folder), data=str(tiny.lines(tmp_path / "mixed.jsonl", [rows[0], {**rows[1], **tools}]))
+    )
+    with pytest.raises(DeltuneError, match="writes 1 row with tools by another chat template"):
+        train(mixed, tmp_path / "refused", progress=False)
+
+
 def test_what_a_data_set_holds(base: Path, tmp_path: Path) -> None:
     """`deltune data` says it without weights: numbers of tokens, what is cut, labels, shared rows, an example."""
     chats = config(base, template=str(base / "turns.jinja"), max_length=15)
@@ -165,9 +190,20 @@ def test_what_a_data_set_holds(base: Path, tmp_path: Path) -> None:
     tiny.lines(tmp_path / "test.jsonl", [*rows[:1], {"text": "u", "label": "a"}])
     lines = overview(chats.replace(data=str(tmp_path), template=None), "minilm").lines()
     assert lines[1:4] == ["rows: train 6, test 2", "labels of train: b 67%, a 33%", "labels of test: a 100%, b 0%"]
-    assert "one row of test is in train too" in lines and lines[-1] == "example: [CLS] t 0 [SEP]"
+    assert "1 row of test also in train" in lines and lines[-1] == "example: [CLS] t 0 [SEP]"
     tiny.lines(tmp_path / "pairs.jsonl", [{"prompt": "p", "chosen": "a", "rejected": "b"}] * 2)
     pairs = overview(chats.replace(data=str(tmp_path / "pairs.jsonl")), str(base / "model"), row=2)
     assert (pairs.kind, pairs.example) == ("preference", "p⟦a<|end|>⟧ | p⟦b<|end|>⟧")
+    assert any("a run refuses it: the data is read as preference" in line for line in pairs.notes)
+    answers = str(tiny.lines(tmp_path / "answers.jsonl", [{"instruction": "p", "output": "q", "label": 1}] * 2))
+    roberta = RobertaConfig(vocab_size=1200, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    roberta.max_position_embeddings, folder = 66, tmp_path / "roberta"
+    roberta.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(base / "model").save_pretrained(folder)
+    notes = overview(chats.replace(data=answers, template="roles", max_length=64), str(folder)).notes
+    assert "not read: label; --columns says which columns are" in notes
+    assert any("a run refuses it: RobertaForCausalLM is an encoder" in line for line in notes)
+    with pytest.raises(DeltuneError, match="RobertaForCausalLM holds: 64 tokens"):
+        overview(chats.replace(data=answers, template="roles", max_length=65), str(folder))
     with pytest.raises(DeltuneError, match="--task chat --columns prompt=prompt,completion=chosen"):
         train(chats.replace(data=str(tmp_path / "pairs.jsonl")), tmp_path / "run", progress=False)

@@ -22,7 +22,7 @@ from ..runtime.linear import LinearBackend, optimize_linear
 from ..runtime.padding import padding_side
 from ..runtime.pooling import begin_with_head_of, choose_pooling, linear_head
 from ..runtime.serialization import open_delta
-from ..templates import end_tokens, with_chat_template
+from ..templates import end_tokens
 from . import activation_cache, checkpoints, distributed
 from . import setup as task_setup
 from .config import ModelSection, OptimSection, RunConfig
@@ -32,7 +32,16 @@ from .data.packing import Packing, choose_packing
 from .data.tag_schemes import PLAIN
 from .frozen_layers import FrozenLayers
 from .inference import SPLITS, with_tag_scheme
-from .overview import balance, cut_notes, data_notes, example_text, label_counts, token_facts, token_line
+from .overview import (
+    balance,
+    cut_notes,
+    data_notes,
+    example_text,
+    label_counts,
+    token_facts,
+    token_line,
+    unread_notes,
+)
 from .presets import AUTO, DEFAULT
 from .probe import LinearProbe, score_probe
 from .progress import ProgressDisplay
@@ -44,7 +53,7 @@ from .series import run_series
 from .setup import ModelCache, TaskSetup, fit_lengths, length_limits, load_task_data, set_up_task
 from .tasks import token_cache
 from .tasks.base import Columns, TaskKind
-from .tasks.chat import CHAT, check_lengths, check_template, untrained_tokens
+from .tasks.chat import CHAT, check_lengths, untrained_tokens, with_one_template
 from .tasks.encoding import EncodedRows, LengthGroupedBatches, check_causal
 from .tasks.generation import CAUSAL_GENERATION, LANGUAGE_MODELING
 from .trainer import DeltaTrainer, ReportCallback, RunState, total_steps
@@ -267,10 +276,8 @@ def _prepare(
         raise DeltuneError(f"data {data.source} has no validation split, so neither patience nor metric can be used")
     limits = length_limits(config.data, config.generation, kind, data.labels)
     tokenizer = cache.tokenizer(config.model.name, config.data)
-    if kind is CHAT and config.generation.template is not None:
-        tokenizer = with_chat_template(tokenizer, config.generation.template)
     if kind is CHAT:  # before the model is loaded
-        check_template(tokenizer, data.splits["train"][COLUMN])
+        tokenizer = with_one_template(tokenizer, config.generation.template, data.splits["train"][COLUMN])
     model = _base_model(config.model, setup, tokenizer, seed, cache)
     if kind.head == "causal-lm":
         check_causal(model)
@@ -489,8 +496,8 @@ def _log_start(state: RunState) -> None:
     if data.columns is None and data.source is not None:
         pairs = ",".join(f"{role}={name}" for role, name in state.data.columns.items())
         logger.info("columns: %s; --columns names others", pairs)
-    if state.data.unread:
-        logger.warning("not read: %s; --columns says which columns are", _listed(state.data.unread))
+    for line in unread_notes(state.data):
+        logger.warning("%s", line)
     for line in data_notes(state.data):
         logger.info("data: %s", line)
     for split, counts in label_counts(state.data).items():
