@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ...errors import DeltuneError, check_booleans, closest_match, error_summary, excerpt, unknown_name
+from ...errors import DeltuneError, check_booleans, closest_match, error_summary, excerpt, unknown_name, word_list
 from ...files import explain_write_errors, parse_json, user_path
 from ...models import why_not_on_hub
 from . import formats
@@ -365,6 +365,12 @@ def _mixed(
         f"{n} is {p.kind}, and {first.source} is {first.kind}" for n, p in parts.items() if p.kind != first.kind
     ]
     problems += [f"{n} has other labels than {first.source}" for n, p in parts.items() if p.labels != first.labels]
+    problems += [
+        f"{n} has {word_list([*p.columns])}, and {first.source} has {word_list([*first.columns])}; --columns says what "
+        "all are read by"
+        for n, p in parts.items()
+        if p.kind == first.kind and not p.format and p.columns.keys() != first.columns.keys()
+    ]
     problems += [] if sum(weights.values()) else ["all weights are 0"]
     if problems:
         raise file_error(f"data {source}", problems)
@@ -388,9 +394,10 @@ def _mixed(
         columns["id"] = [f"{split}-{i + 1}" for i in range(len(columns["id"]))]
     samples = {split: count for split, count in max_rows.items() if split != "train"}
     form = " and ".join(dict.fromkeys(part.format for part in parts.values()))
+    unread = tuple(dict.fromkeys(column for part in parts.values() for column in part.unread))
     return _task_data(
         source, splits, samples, seed, labels=first.labels, columns=first.columns, kind=first.kind,
-        tag_scheme=first.tag_scheme, unread=first.unread, format=form, notes=tuple(notes),
+        tag_scheme=first.tag_scheme, unread=unread, format=form, notes=tuple(notes),
     )  # fmt: skip
 
 
