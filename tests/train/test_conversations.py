@@ -416,6 +416,6 @@ def test_a_mixture_has_its_shares_by_the_seed(tmp_path: Path) -> None:
         str(tiny.lines(tmp_path / "texts.jsonl", [{"text": "t", "label": str(i), "more": i} for i in range(2)])),
     ]
     for first, second in (pairs, pairs[::-1]):
-        with pytest.raises(DeltuneError, match="has text, pair and label|has text and label"):
+        with pytest.raises(DeltuneError, match=r"has text, pair and label|has text and label"):
             load_data(f"{first}=1,{second}=1", training=True)
     assert load_data(f"{pairs[0]}=1,{pairs[1]}=1", {"text": "text", "label": "label"}, training=True).splits

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import tiny
 from deltune import DeltuneError
 from deltune.cli.app import app
+from deltune.train import probe
 from deltune.train.probe import STRENGTHS, fit_probe
 from deltune.train.records import RunMetrics
 from deltune.train.report.advice import advice, read_finished
@@ -109,6 +110,22 @@ def test_it_stands_beside_a_run(make: Any, options: dict[str, Any], metric: str,
     assert RunMetrics.model_fields["probe"] and f'"{metric}": {record.test[metric]}' in answer.stdout
     loses = record.scores[finished.split][metric] > finished.metrics.scores[finished.split][metric]
     assert any("no better than a linear probe" in note for note in advice(finished)) == loses
+
+
+@pytest.mark.parametrize(("make", "options"), [(pairs, {"columns": "text=a,pair=b,label=label"}), (tags, {})])
+def test_a_sample_of_train_runs(
+    make: Any, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 24 rows so many that they hold 8 rows, or 8 words, and of the other splits all."""
+    monkeypatch.setattr(probe, "MOST_ROWS", 8)
+    spec = tiny.spec(tmp_path, method="head", data=str(make(tmp_path / "own")), **options)
+    ran: list[int] = []
+    last_states = probe._last_states
+    monkeypatch.setattr(
+        probe, "_last_states", lambda model, batch: ran.append(len(batch["input_ids"])) or last_states(model, batch)
+    )
+    probe.probe_model(spec)
+    assert sum(ran) == 2 * (8 + 24 + 24) if make is pairs else 24 + 24 < sum(ran) <= 24 + 24 + 8
 
 
 def test_a_head_begins_from_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -33,7 +33,7 @@ STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
 """Inverse penalties C that are tried, on standardised features."""
 
 MOST_ROWS = 10_000
-"""Of more training rows, or words, a sample is fitted, which takes seconds."""
+"""Of more training rows, or words, a sample runs through the model and is fitted."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +53,13 @@ class LinearProbe:
     predictions: Mapping[str, Array]
 
 
-def fit_probe(
-    features: Mapping[str, Array], answers: Mapping[str, Array], labels: int | None = None, seed: int = 0
-) -> LinearProbe:
+def fit_probe(features: Mapping[str, Array], answers: Mapping[str, Array], labels: int | None = None) -> LinearProbe:
     """Fit a linear probe on the train split; the penalty with the best validation wins, of equal ones the greatest.
 
     Args:
         features: The features of every split, (rows, width).
         answers: The number of the label of each row, or the number to predict, at least of train and validation.
         labels: How many labels there are. Default: the answers are numbers, to which a ridge regression is fitted.
-        seed: Of the sample of more than `MOST_ROWS` rows.
 
     Returns:
         The probe. Without a validation split C is 1.
@@ -70,9 +67,6 @@ def fit_probe(
     from sklearn.linear_model import LogisticRegression, Ridge
 
     train, target = np.asarray(features["train"], np.float64), np.asarray(answers["train"])
-    if len(train) > MOST_ROWS:
-        sample = np.random.default_rng(seed).choice(len(train), MOST_ROWS, replace=False)
-        train, target = train[sample], target[sample]
     mean, scale = train.mean(0), train.std(0)
     scale[scale == 0] = 1.0
     standard = (train - mean) / scale
@@ -159,7 +153,10 @@ def score_probe(
 ) -> tuple[LinearProbe, ProbeRecord]:
     """Fit a probe on the frozen features of a task's rows, and measure it as a run is measured."""
     labels = len(context.labels) if kind.predicts_label_ids or kind.name == "tagging" else None
+    sample = _sample(encoded["train"], seed)
+    columns = {**columns, "train": {role: [values[i] for i in sample] for role, values in columns["train"].items()}}
     encoded = {split: EncodedRows(rows.rows, rows.truncated) for split, rows in encoded.items()}  # no cached states
+    encoded["train"] = EncodedRows(encoded["train"].__getitems__(sample), 0)
     if kind.name == "tagging":
         by_split = {split: word_features(context, rows) for split, rows in encoded.items()}
         features = {split: states for split, (states, _) in by_split.items()}
@@ -169,7 +166,7 @@ def score_probe(
         features = {split: _text_features(context, encoded[split], columns[split], pooling) for split in encoded}
         answers = {split: np.asarray(columns[split]["label"]) for split in encoded}
         name = "mean" if pooling == "model" else pooling
-    probe = fit_probe(features, answers, labels, seed)
+    probe = fit_probe(features, answers, labels)
     scores: dict[str, Any] = {}
     for split in (split for split in ("validation", "test") if split in encoded):
         predictions: list[Any] = probe.predictions[split].tolist()
@@ -199,6 +196,18 @@ def probe_model(config: RunConfig) -> ProbeRecord:
     context = InferenceContext(model, tokenizer, data.labels, limits, config.optim.rows_per_device())
     options = with_tag_scheme(config.evaluation.metric_options, data.tag_scheme)
     return score_probe(kind, context, encoded, columns, setup.metrics, options, pooling, seed)[1]
+
+
+def _sample(encoded: EncodedRows, seed: int) -> list[int]:
+    """Return the rows of a sample of `MOST_ROWS` rows, or of as many words, in any order; of fewer all in theirs."""
+    count, rng = len(encoded), np.random.default_rng(seed)
+    if not count or "words" not in encoded[0]:
+        return rng.choice(count, MOST_ROWS, replace=False).tolist() if count > MOST_ROWS else list(range(count))
+    words = [len(row["words"]) for row in encoded.rows]
+    if sum(words) <= MOST_ROWS:
+        return list(range(count))
+    order = rng.permutation(count)
+    return order[: np.searchsorted(np.cumsum(np.array(words)[order]), MOST_ROWS) + 1].tolist()
 
 
 def _text_features(context: InferenceContext, encoded: EncodedRows, columns: Columns, pooling: Pooling) -> Array:
