@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, RobertaConfig
 
 import deltune
 import deltune.serve
@@ -169,5 +169,16 @@ def test_what_a_data_set_holds(base: Path, tmp_path: Path) -> None:
     tiny.lines(tmp_path / "pairs.jsonl", [{"prompt": "p", "chosen": "a", "rejected": "b"}] * 2)
     pairs = overview(chats.replace(data=str(tmp_path / "pairs.jsonl")), str(base / "model"), row=2)
     assert (pairs.kind, pairs.example) == ("preference", "p⟦a<|end|>⟧ | p⟦b<|end|>⟧")
+    assert any("a run refuses it: the data is read as preference" in line for line in pairs.notes)
+    answers = str(tiny.lines(tmp_path / "answers.jsonl", [{"instruction": "p", "output": "q", "label": 1}] * 2))
+    roberta = RobertaConfig(vocab_size=1200, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    roberta.max_position_embeddings, folder = 66, tmp_path / "roberta"
+    roberta.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(base / "model").save_pretrained(folder)
+    notes = overview(chats.replace(data=answers, template="roles", max_length=64), str(folder)).notes
+    assert "not read: label; --columns says which columns are" in notes
+    assert any("a run refuses it: RobertaForCausalLM is an encoder" in line for line in notes)
+    with pytest.raises(DeltuneError, match="RobertaForCausalLM holds: 64 tokens"):
+        overview(chats.replace(data=answers, template="roles", max_length=65), str(folder))
     with pytest.raises(DeltuneError, match="--task chat --columns prompt=prompt,completion=chosen"):
         train(chats.replace(data=str(tmp_path / "pairs.jsonl")), tmp_path / "run", progress=False)

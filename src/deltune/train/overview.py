@@ -5,12 +5,14 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import transformers
 
+from ..anatomy.inspection import inspect
+from ..anatomy.skeleton import fill_with_zeros
 from ..anatomy.tracing import meta_model
 from ..errors import DeltuneError, number_range
 from ..models import HEADS, load_config
@@ -19,10 +21,10 @@ from .config import RunConfig
 from .data.columns import INPUT_TYPES, TASK_COLUMNS
 from .data.formats import COLUMN, as_completions, plural
 from .data.loading import TaskData
-from .setup import length_limits, load_task_data, load_task_tokenizer, task_kind_for
+from .setup import fit_lengths, length_limits, load_task_data, load_task_tokenizer, task_kind_for
 from .tasks.base import TaskKind, TaskOptions
 from .tasks.chat import CHAT, check_lengths, notes
-from .tasks.encoding import IGNORE_INDEX, EncodedRows, Row
+from .tasks.encoding import IGNORE_INDEX, EncodedRows, Row, not_causal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -90,17 +92,13 @@ def overview(config: RunConfig, model: str | None = None, row: int = 1) -> Overv
     split = next(iter(data.splits))
     if not 1 <= row <= len(data.splits[split]):
         raise DeltuneError(f"row {row} is none of the {len(data.splits[split]):,} rows of {split}")
-    lines, tokens, example = list(data_notes(data)), {}, str(_inputs(data, split, row))
+    lines, tokens, example = [*unread_notes(data), *data_notes(data)], {}, str(_inputs(data, split, row))
     if model is not None:
-        encoded, tokenizer, limits, kind = _encode(config, data, model)
+        encoded, tokenizer, limits, kind, refusals = _encode(config, data, model)
         tokens = {split: token_facts(rows) for split, rows in encoded.items()}
         for name, rows in encoded.items():
             lines += cut_notes(kind, rows, name, limits)
-            try:
-                if kind is CHAT:
-                    check_lengths(rows, name, limits.max_length, config.data.max_cut)
-            except DeltuneError as error:
-                lines.append(f"a run refuses it: {error}")
+        lines += [f"a run refuses it: {error}" for error in refusals]
         answers = len(encoded[split]) and encoded[split].num_texts // len(data.splits[split])  # two of a preference
         example = example_text(tokenizer, _rows_of(encoded[split], row, max(1, answers)))
     sizes = {name: len(rows) for name, rows in data.splits.items()}
@@ -117,8 +115,8 @@ def _inputs(data: TaskData, split: str, row: int) -> Any:
 
 def _encode(
     config: RunConfig, data: TaskData, name: str
-) -> tuple[dict[str, EncodedRows], PreTrainedTokenizerBase, TaskOptions, TaskKind]:
-    """Encode all splits as a run does, by a model on the meta device."""
+) -> tuple[dict[str, EncodedRows], PreTrainedTokenizerBase, TaskOptions, TaskKind, list[DeltuneError]]:
+    """Encode all splits as a run does, by a model without weights; with the rows comes why a run refuses them."""
     configuration = load_config(name)
     pairs = data.kind == "preference"  # each is read as two conversations
     kind = CHAT if pairs else task_kind_for(data.kind, configuration, config.generation.answer)
@@ -126,23 +124,39 @@ def _encode(
     if kind is CHAT and config.generation.template is not None:
         tokenizer = with_chat_template(tokenizer, config.generation.template)
     model = meta_model(configuration, getattr(transformers, HEADS[kind.head].auto_class))
-    limits = length_limits(config.data, config.generation, kind, data.labels)
-    positions = getattr(configuration.get_text_config(), "max_position_embeddings", None)
-    if config.data.max_length is None and isinstance(positions, int):
-        limits = replace(limits, max_length=min(limits.max_length, positions))
+    fill_with_zeros(model)  # which take no memory; what is looked up in tables has to be there
+    limits = fit_lengths(model, kind, length_limits(config.data, config.generation, kind, data.labels))
     encoded = {}
-    for split, rows in data.splits.items():
-        columns = rows.to_dict()
+    for split, of_split in data.splits.items():
+        columns = of_split.to_dict()
         if pairs:
             columns = {COLUMN: [one for text in columns[COLUMN] for one in as_completions(text)]}
         encoded[split] = kind.encode(tokenizer, model, columns, limits, True)
-    return encoded, tokenizer, limits, kind
+    refusals = []
+    try:
+        task_kind_for(data.kind, configuration, config.generation.answer)
+    except DeltuneError as error:
+        refusals.append(error)
+    if kind.head == "causal-lm" and not any(stack.causal for stack in inspect(model).stacks):
+        refusals.append(not_causal(model))
+    for split, rows in encoded.items() if kind is CHAT else ():
+        try:
+            check_lengths(rows, split, limits.max_length, config.data.max_cut)
+        except DeltuneError as error:
+            refusals.append(error)
+    return encoded, tokenizer, limits, kind, refusals
 
 
 def _rows_of(encoded: EncodedRows, row: int, texts: int) -> list[Row]:
     """Return the encoded rows that a row of the data became, of so many texts each."""
     several = [one for one in encoded.rows if "text_index" in one and one["text_index"] // texts == row - 1]
     return several or [encoded.rows[min(row, len(encoded)) - 1]]
+
+
+def unread_notes(data: TaskData) -> list[str]:
+    """Return which columns were not read, in at most one line."""
+    names = ", ".join(data.unread[:8]) + (", …" if len(data.unread) > 8 else "")
+    return [f"not read: {names}; --columns says which columns are"] if names else []
 
 
 def data_notes(data: TaskData) -> list[str]:

@@ -32,7 +32,16 @@ from .data.packing import Packing, choose_packing
 from .data.tag_schemes import PLAIN
 from .frozen_layers import FrozenLayers
 from .inference import SPLITS, with_tag_scheme
-from .overview import balance, cut_notes, data_notes, example_text, label_counts, token_facts, token_line
+from .overview import (
+    balance,
+    cut_notes,
+    data_notes,
+    example_text,
+    label_counts,
+    token_facts,
+    token_line,
+    unread_notes,
+)
 from .presets import AUTO, DEFAULT
 from .probe import LinearProbe, score_probe
 from .progress import ProgressDisplay
@@ -489,8 +498,8 @@ def _log_start(state: RunState) -> None:
     if data.columns is None and data.source is not None:
         pairs = ",".join(f"{role}={name}" for role, name in state.data.columns.items())
         logger.info("columns: %s; --columns names others", pairs)
-    if state.data.unread:
-        logger.warning("not read: %s; --columns says which columns are", _listed(state.data.unread))
+    for line in unread_notes(state.data):
+        logger.warning("%s", line)
     for line in data_notes(state.data):
         logger.info("data: %s", line)
     for split, counts in label_counts(state.data).items():
