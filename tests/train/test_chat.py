@@ -52,7 +52,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config(base: Path, **values: Any) -> RunConfig:
     fixed = {"model": str(base / "model"), "data": str(base / "alpaca.jsonl"), "method": "lora(rank=2)", "lr": 1e-9}
-    return RunConfig.from_flat(**fixed, steps=2, batch_size=4, **values)
+    return RunConfig.from_flat(**{**fixed, "steps": 2, "batch_size": 4, **values})
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +150,31 @@ def test_what_a_run_says_first(base: Path, caplog: pytest.LogCaptureFixture, tmp
     ):
         assert part in lines
     assert RunFolder(tmp_path / "run").finished and load_run(tmp_path / "run").is_conversational
+
+
+def test_a_run_keeps_the_template_that_it_used(base: Path, tmp_path: Path) -> None:
+    """Of a tokenizer with one for tools and one for other rows."""
+    tokenizer, folder = AutoTokenizer.from_pretrained(base / "model"), tmp_path / "model"
+    tokenizer.chat_template = {
+        "default": TEMPLATE,
+        "tool_use": "{% if tools %}{{ tools[0].function.name }}{% endif %}" + TEMPLATE,
+    }
+    AutoModelForCausalLM.from_pretrained(base / "model").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    tools = {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}
+    rows = [
+        {"messages": [{"role": "user", "content": f"Q{i}"}, {"role": "assistant", "content": "y"}]} for i in range(4)
+    ]
+    for name, used in (("default", rows), ("tool_use", [{**row, **tools} for row in rows])):
+        data = str(tiny.lines(tmp_path / f"{name}.jsonl", used))
+        train(config(base, model=str(folder), data=data), tmp_path / name, progress=False)
+        trained = json.loads((tmp_path / name / "delta" / "delta.json").read_text())["trained"]
+        assert trained["chat_template"] == tokenizer.chat_template[name]
+    mixed = config(
+        base, model=str(folder), data=str(tiny.lines(tmp_path / "mixed.jsonl", [rows[0], {**rows[1], **tools}]))
+    )
+    with pytest.raises(DeltuneError, match="writes 1 row with tools by another chat template"):
+        train(mixed, tmp_path / "refused", progress=False)
 
 
 def test_what_a_data_set_holds(base: Path, tmp_path: Path) -> None:

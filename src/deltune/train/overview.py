@@ -16,14 +16,13 @@ from ..anatomy.skeleton import fill_with_zeros
 from ..anatomy.tracing import meta_model
 from ..errors import DeltuneError, number_range
 from ..models import HEADS, load_config
-from ..templates import with_chat_template
 from .config import RunConfig
 from .data.columns import INPUT_TYPES, TASK_COLUMNS
 from .data.formats import COLUMN, as_completions, plural
 from .data.loading import TaskData
 from .setup import fit_lengths, length_limits, load_task_data, load_task_tokenizer, task_kind_for
 from .tasks.base import TaskKind, TaskOptions
-from .tasks.chat import CHAT, check_lengths, notes
+from .tasks.chat import CHAT, check_lengths, notes, with_one_template
 from .tasks.encoding import IGNORE_INDEX, EncodedRows, Row, not_causal
 
 if TYPE_CHECKING:
@@ -121,17 +120,15 @@ def _encode(
     pairs = data.kind == "preference"  # each is read as two conversations
     kind = CHAT if pairs else task_kind_for(data.kind, configuration, config.generation.answer)
     tokenizer = load_task_tokenizer(name, config.data)
-    if kind is CHAT and config.generation.template is not None:
-        tokenizer = with_chat_template(tokenizer, config.generation.template)
+    columns: dict[str, Any] = {split: rows.to_dict() for split, rows in data.splits.items()}
+    if pairs:
+        columns = {s: {COLUMN: [one for text in c[COLUMN] for one in as_completions(text)]} for s, c in columns.items()}
+    if kind is CHAT:
+        tokenizer = with_one_template(tokenizer, config.generation.template, next(iter(columns.values()))[COLUMN])
     model = meta_model(configuration, getattr(transformers, HEADS[kind.head].auto_class))
     fill_with_zeros(model)  # which take no memory; what is looked up in tables has to be there
     limits = fit_lengths(model, kind, length_limits(config.data, config.generation, kind, data.labels))
-    encoded = {}
-    for split, of_split in data.splits.items():
-        columns = of_split.to_dict()
-        if pairs:
-            columns = {COLUMN: [one for text in columns[COLUMN] for one in as_completions(text)]}
-        encoded[split] = kind.encode(tokenizer, model, columns, limits, True)
+    encoded = {split: kind.encode(tokenizer, model, values, limits, True) for split, values in columns.items()}
     refusals = []
     try:
         task_kind_for(data.kind, configuration, config.generation.answer)

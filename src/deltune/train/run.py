@@ -22,7 +22,7 @@ from ..runtime.linear import LinearBackend, optimize_linear
 from ..runtime.padding import padding_side
 from ..runtime.pooling import begin_with_head_of, choose_pooling, linear_head
 from ..runtime.serialization import open_delta
-from ..templates import end_tokens, with_chat_template
+from ..templates import end_tokens
 from . import activation_cache, checkpoints, distributed
 from . import setup as task_setup
 from .config import ModelSection, OptimSection, RunConfig
@@ -53,7 +53,7 @@ from .series import run_series
 from .setup import ModelCache, TaskSetup, fit_lengths, length_limits, load_task_data, set_up_task
 from .tasks import token_cache
 from .tasks.base import Columns, TaskKind
-from .tasks.chat import CHAT, check_lengths, check_template, untrained_tokens
+from .tasks.chat import CHAT, check_lengths, untrained_tokens, with_one_template
 from .tasks.encoding import EncodedRows, LengthGroupedBatches, check_causal
 from .tasks.generation import CAUSAL_GENERATION, LANGUAGE_MODELING
 from .trainer import DeltaTrainer, ReportCallback, RunState, total_steps
@@ -276,10 +276,8 @@ def _prepare(
         raise DeltuneError(f"data {data.source} has no validation split, so neither patience nor metric can be used")
     limits = length_limits(config.data, config.generation, kind, data.labels)
     tokenizer = cache.tokenizer(config.model.name, config.data)
-    if kind is CHAT and config.generation.template is not None:
-        tokenizer = with_chat_template(tokenizer, config.generation.template)
     if kind is CHAT:  # before the model is loaded
-        check_template(tokenizer, data.splits["train"][COLUMN])
+        tokenizer = with_one_template(tokenizer, config.generation.template, data.splits["train"][COLUMN])
     model = _base_model(config.model, setup, tokenizer, seed, cache)
     if kind.head == "causal-lm":
         check_causal(model)

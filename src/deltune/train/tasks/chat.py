@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from ...errors import DeltuneError, counted
 from ...methods.masks import RowMask
 from ...runtime.handle import Tuned
 from ...runtime.serialization import word_embeddings
-from ...templates import NAMED_TEMPLATES, special_tokens, target_end
+from ...templates import NAMED_TEMPLATES, special_tokens, target_end, with_chat_template
 from ..data.conversations import Conversations
 from ..data.formats import COLUMN, plural, readable
 from ..data.readers import file_error
@@ -58,6 +59,28 @@ def check_template(tokenizer: Any, texts: Sequence[str]) -> None:
     """Check that a tokenizer has a chat template where texts in the one form are conversations."""
     if any('"messages"' in text for text in texts) and not getattr(tokenizer, "chat_template", None):
         raise no_chat_template()
+
+
+def with_one_template(tokenizer: Any, template: str | None, texts: Sequence[str]) -> Any:
+    """Return a tokenizer whose chat template is the given one, or the one of its own by which it writes these texts.
+
+    Raises:
+        DeltuneError: It has none, or writes some of the texts by one and some by another.
+    """
+    if template is not None:
+        tokenizer = with_chat_template(tokenizer, template)
+    check_template(tokenizer, texts)
+    if not isinstance(getattr(tokenizer, "chat_template", None), dict):
+        return tokenizer
+    tools = [json.loads(text).get("tools") for text in texts if '"messages"' in text]
+    used = {tokenizer.get_chat_template(None, of_row) for of_row in tools}
+    if len(used) > 1:
+        raise DeltuneError(
+            f"the tokenizer writes {counted(sum(map(bool, tools)), 'row')} with tools by another chat template than "
+            "the rest, and a run keeps one: choose one for all rows (--template FILE.jinja), or train rows with and "
+            "without tools apart"
+        )
+    return with_chat_template(tokenizer, used.pop()) if used else tokenizer
 
 
 def no_chat_template() -> DeltuneError:
