@@ -19,6 +19,7 @@ from deltune.anatomy.tracing import meta_model
 from deltune.errors import DeltuneError
 from deltune.train.config import RunConfig
 from deltune.train.data.loading import load_data
+from deltune.train.overview import data_notes
 from deltune.train.tasks.base import TaskOptions
 from deltune.train.tasks.chat import check_lengths, encode_chat, notes
 from deltune.train.tasks.encoding import IGNORE_INDEX
@@ -148,14 +149,14 @@ TRAINED: dict[str, tuple[str | None, list[Any], list[str], str]] = {
         [WOKEN] * 3, "",
     ),
     "content in parts": ("plain", [m(u([{"type": "text", "text": "Is it open?"}]), a("Yes.")), OPEN], [SEEN] * 2, ""),
-    "an empty answer": ("plain", [m(u("Hm."), a(""))], ["<|u|>Hm.<|e|><|a|>⟦<|e|>⟧"], "one empty answer"),
+    "an empty answer": ("plain", [m(u("Hm."), a(""))], ["<|u|>Hm.<|e|><|a|>⟦<|e|>⟧"], "1 empty answer"),
     "the assistant begins": (
         "plain", [m(a("What?"), u("Open."), a("Done.")), m(s("Hm."), a("Hi."))],
         ["<|a|>⟦What?<|e|>⟧<|u|>Open.<|e|><|a|>⟦Done.<|e|>⟧", "<|s|>Hm.<|e|><|a|>⟦Hi.<|e|>⟧"], "",
     ),
     "a question at the end": (
         "plain", [m(*OPEN["messages"], u("When?"))], [SEEN + "<|u|>When?<|e|>"],
-        "one conversation ends with a question",
+        "1 conversation with a question at the end",
     ),
     "messages as text": (
         "plain", [{"messages": json.dumps(OPEN["messages"])}], [SEEN], "messages read from text",
@@ -170,7 +171,7 @@ TRAINED: dict[str, tuple[str | None, list[Any], list[str], str]] = {
     ),
     "repeated": (
         "plain", [OPEN, m(u("Is it open?"), a("No.")), OPEN], [SEEN, SEEN.replace("Yes", "No"), SEEN],
-        "two of three rows have a question with another answer; one row is there twice",
+        "2 rows with a question that other rows answer differently; 1 repeated row",
     ),
     # templates
     "a begin token": ("begin", [OPEN], ["<|b|>" + SEEN], ""),
@@ -184,9 +185,9 @@ TRAINED: dict[str, tuple[str | None, list[Any], list[str], str]] = {
             "<|u|>2+2?<|e|><|a|>⟦<think>2</think>4<|e|>⟧",
             "<|u|>2+2?<|e|><|a|>4<|e|><|u|>+1?<|e|><|a|>⟦<think>4</think>5<|e|>⟧",
         ],
-        "one conversation made into a row for each answer",
+        "so each answer of 1 conversation is a row of its own",
     ),
-    "another prompt in use": ("thinks", [OPEN], [SEEN], "the prompt in use differs from the one in training"),
+    "another prompt in use": ("thinks", [OPEN], [SEEN], "generation will see another prompt than training"),
     "trimmed": ("trims", [m(u("Say. "), a("  yes \n"))], ["<|u|>Say.<|e|><|a|>⟦yes<|e|>⟧"], ""),
     "control tokens in a question": (
         "plain", [m(u("What is <|e|><|a|>Five.<|e|>?"), a("A token."))],
@@ -194,7 +195,7 @@ TRAINED: dict[str, tuple[str | None, list[Any], list[str], str]] = {
     ),
     "marks": ("marked", [OPEN], [SEEN], ""),
     "token 0, and no end": (
-        "bare", [m(a("!"), u("bbbb"), a("!"))], ["⟦!⟧<|u|>bbbb<|a|>⟦!⟧"], "two answers without an end",
+        "bare", [m(a("!"), u("bbbb"), a("!"))], ["⟦!⟧<|u|>bbbb<|a|>⟦!⟧"], "2 answers without an end",
     ),
     "a line end behind the end": ("lines", [OPEN], [SEEN.replace("<|e|><|a|>", "<|e|>\n<|a|>") + "\n"], ""),
     "all answers": (
@@ -348,10 +349,10 @@ def test_columns_may_have_other_names_and_splits_share_rows(tmp_path: Path) -> N
         "cd",
         "gh",
     ]
-    assert data.notes == (
-        "one row of test is in train too",
-        "one row of test with a question of train, and another answer",
-    )
+    assert data_notes(data) == [
+        "1 row of test with a question of train, and another answer",
+        "1 row of test also in train",
+    ]
     with pytest.raises(DeltuneError, match=r"chat is read from one of these formats: messages \(messages\); ShareGPT"):
         load_data(str(tmp_path), kind="chat")
 

@@ -14,11 +14,11 @@ import transformers
 from ..anatomy.inspection import inspect
 from ..anatomy.skeleton import fill_with_zeros
 from ..anatomy.tracing import meta_model
-from ..errors import DeltuneError, number_range
+from ..errors import DeltuneError, counted, number_range
 from ..models import HEADS, load_config
 from .config import RunConfig
 from .data.columns import INPUT_TYPES, TASK_COLUMNS
-from .data.formats import COLUMN, as_completions, plural
+from .data.formats import COLUMN, as_completions
 from .data.loading import TaskData
 from .setup import fit_lengths, length_limits, load_task_data, load_task_tokenizer, task_kind_for
 from .tasks.base import TaskKind, TaskOptions
@@ -158,16 +158,16 @@ def unread_notes(data: TaskData) -> list[str]:
 
 def data_notes(data: TaskData) -> list[str]:
     """Return what a user should know about a data set before anything is tokenised."""
-    if data.notes or data.kind in ("chat", "preference"):
-        return list(data.notes)
-    lines: list[str] = []
-    train = data.splits.get("train")
-    roles = [c.role for c in TASK_COLUMNS[data.kind] if train is not None and c.role in train.column_names]
-    known = {repr(row) for row in zip(*(data.splits["train"][role] for role in roles), strict=True)}
-    for split, rows in data.splits.items() if roles else ():
-        shared = sum(repr(row) in known for row in zip(*(rows[role] for role in roles), strict=True))
-        if split != "train" and shared:
-            lines.append(f"{plural(shared, 'row')} of {split} {'is' if shared == 1 else 'are'} in train too")
+    lines = list(data.notes)
+    names = next(iter(data.splits.values())).column_names
+    roles = [c.role for c in TASK_COLUMNS[data.kind] if c.role in names]
+    rows = {
+        split: [repr(row) for row in zip(*(of[r] for r in roles), strict=True)] for split, of in data.splits.items()
+    }
+    known = {*rows.pop("train", ())}
+    for split, texts in rows.items():
+        if shared := sum(text in known for text in texts):
+            lines.append(f"{counted(shared, 'row')} of {split} also in train")
     return lines
 
 

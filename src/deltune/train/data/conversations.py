@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from ...errors import DeltuneError, error_summary
+from ...errors import DeltuneError, counted, error_summary
 from ...templates import (
     Tokens,
     break_control_tokens,
@@ -27,7 +27,6 @@ from ...templates import (
     without_sentinel,
 )
 from .columns import LossOn
-from .formats import plural
 
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 BATCH = 1000
@@ -97,16 +96,22 @@ class Conversations:
     def notes(self) -> list[str]:
         """Return what a user should know about what was tokenised."""
         counts = self.counts
-        chats = {name: plural(count, "conversation") for name, count in counts.items()}
-        answers = {name: plural(count, "answer") for name, count in counts.items()}
+        chats = {name: counted(count, "conversation") for name, count in counts.items()}
+        answers = {name: counted(count, "answer") for name, count in counts.items()}
         texts = {
             "question": "a question contains control tokens, which are read as text ({question})",
             "answer": "an answer contains control tokens, which are trained as such ({answer})",
-            "split": "{split} made into a row for each answer, as the template writes earlier answers otherwise",
+            "split": (
+                "the chat template changes earlier turns (it drops reasoning, say), so each answer of {split} is a row "
+                "of its own"
+            ),
             "dropped": "{dropped} with a message that the template leaves out",
         }
         of_answers = {
-            "prompt": "the prompt in use differs from the one in training ({prompt})",
+            "prompt": (
+                "add_generation_prompt does not end where the template starts the answer; generation will see another "
+                "prompt than training ({prompt})"
+            ),
             "endless": "{endless} without an end, as the template writes none",
         }
         lines = [text.format(**chats) for name, text in texts.items() if counts[name]]

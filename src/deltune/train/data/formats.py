@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...errors import DeltuneError, excerpt, unknown_name
+from ...errors import DeltuneError, counted, excerpt, unknown_name
 from ...files import parse_json
 from .columns import ID_COLUMN_NAMES, ColumnNames
 from .readers import DataFile, Row, has_lone_surrogate, short_repr
@@ -31,8 +31,6 @@ MEDIA = {
     "video": "a video", "videos": "a video", "file": "a file",
 }  # fmt: skip
 """Types of parts of a message, and columns, that are no text."""
-
-NUMBER_WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
 
 COLUMN = "conversation"
@@ -375,16 +373,6 @@ def _call(call: Any, number: int) -> dict[str, Any]:
 # -- what is said about the rows
 
 
-def say(number: int) -> str:
-    """Return a number as a word, up to ten."""
-    return NUMBER_WORDS[number] if number < len(NUMBER_WORDS) else f"{number:,}"
-
-
-def plural(number: int, noun: str) -> str:
-    """Return a number as a word with its noun: "one row", "two rows"."""
-    return f"{say(number)} {noun}{'' if number == 1 else 's'}"
-
-
 def notes_on_rows(splits: Mapping[str, Sequence[str]], places: Mapping[str, Sequence[str]]) -> list[str]:
     """Return what a user should know about rows in the one form: empty answers, open questions, repetitions."""
     notes = []
@@ -393,10 +381,9 @@ def notes_on_rows(splits: Mapping[str, Sequence[str]], places: Mapping[str, Sequ
     chats = [row["messages"] for row in every if "messages" in row]
     answers = [one for chat in chats for one in chat if one["role"] == "assistant" and "tool_calls" not in one]
     if empty := sum(not one["content"] for one in answers) + sum(row.get("completion") == "" for row in every):
-        notes.append(f"{plural(empty, 'empty answer')}, of which the end is trained")
+        notes.append(f"{counted(empty, 'empty answer')}, of which the end is trained")
     if open_ends := sum(chat[-1]["role"] != "assistant" for chat in chats):
-        ends = "conversation ends" if open_ends == 1 else "conversations end"
-        notes.append(f"{say(open_ends)} {ends} with a question, which is not trained")
+        notes.append(f"{counted(open_ends, 'conversation')} with a question at the end, which is not trained")
     equal = [
         place.split("(")[-1].rstrip(")") if "(" in place else place
         for split in rows
@@ -420,23 +407,17 @@ def _notes_on_repetitions(splits: Mapping[str, Sequence[str]], rows: Mapping[str
             if (question := _question(row)) is not None:
                 answers.setdefault(question, set()).add(_answer(row))
         differing = sum(len(one) for one in answers.values() if len(one) > 1)
-        repeated = [count for count in Counter(texts).values() if count > 1]
+        repeated = sum(count > 1 for count in Counter(texts).values())
         if differing:
-            have = "have" if differing > 1 else "has"
-            notes.append(f"{say(differing)} of {say(len(texts))} rows {have} a question with another answer{where}")
+            notes.append(f"{counted(differing, 'row')}{where} with a question that other rows answer differently")
         if repeated:
-            are = "row is" if len(repeated) == 1 else "rows are"
-            times = "twice" if set(repeated) == {2} else "several times"
-            notes.append(f"{say(len(repeated))} {are} there {times}{where}")
+            notes.append(f"{counted(repeated, 'repeated row')}{where}")
     known = {*splits.get("train", ())}
     questions = {_question(row) for row in rows.get("train", ())} - {None}
     for split in [one for one in splits if one != "train" and "train" in splits]:
-        shared = sum(text in known for text in splits[split])
-        answered = sum(_question(row) in questions for row in rows[split]) - shared
-        if shared:
-            notes.append(f"{plural(shared, 'row')} of {split} {'is' if shared == 1 else 'are'} in train too")
-        if answered > 0:
-            notes.append(f"{plural(answered, 'row')} of {split} with a question of train, and another answer")
+        new = [row for text, row in zip(splits[split], rows[split], strict=True) if text not in known]
+        if answered := sum(_question(row) in questions for row in new):
+            notes.append(f"{counted(answered, 'row')} of {split} with a question of train, and another answer")
     return notes
 
 

@@ -12,7 +12,7 @@ from ...runtime.handle import Tuned
 from ...runtime.serialization import word_embeddings
 from ...templates import NAMED_TEMPLATES, special_tokens, target_end, with_chat_template
 from ..data.conversations import Conversations
-from ..data.formats import COLUMN, plural, readable
+from ..data.formats import COLUMN, readable
 from ..data.readers import file_error
 from .base import Columns, TaskKind, TaskOptions
 from .encoding import IGNORE_INDEX, EncodedRows, Row
@@ -145,7 +145,7 @@ def notes(encoded: EncodedRows, split: str, max_length: int) -> list[str]:
             f"{counted(encoded.truncated_tokens, 'token')} in all (--max-length)"
         )
     if encoded.untrained:
-        lines.append(f"{plural(encoded.untrained, 'conversation')} without a token that is trained")
+        lines.append(f"{counted(encoded.untrained, 'conversation')} without a token that is trained")
     return [f"{split}: {line}" for line in lines]
 
 
