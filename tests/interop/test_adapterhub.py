@@ -184,7 +184,7 @@ def _set(**options: Any) -> Callable[[dict[str, Any]], Any]:
 
 REFUSED: tuple[tuple[str, str, Callable[[dict[str, Any]], Any], str], ...] = (
     ("bert", "seq_bn", _set(use_gating=True, phm_layer=True), "2 problems\n(?s:.*)phm_layer(?s:.*)use_gating"),
-    ("bert", "seq_bn", _set(inv_adapter="nice"), "inv_adapter='nice' has no translation"),
+    ("bert", "seq_bn", _set(inv_adapter="nice"), "deltune cannot reproduce inv_adapter='nice'"),
     ("bert", "seq_bn", _set(ln_after=True), "ln_after"),
     ("bert", "seq_bn", _set(scaling="channel"), "scaling='channel'"),
     ("bert", "seq_bn", _set(non_linearity="gelu_new"), "non_linearity='gelu_new'"),
@@ -197,7 +197,7 @@ REFUSED: tuple[tuple[str, str, Callable[[dict[str, Any]], Any], str], ...] = (
     ("bert", "lora", _set(use_dora=True), "use_dora"),
     ("bert", "prefix_flat", _set(prefix_length=2), "96 numbers"),
     ("bert", "prefix_mlp", _set(use_gating=True), "use_gating"),
-    ("bert", "seq_bn", _set(architecture="reft"), "architecture 'reft' has no translation; known: bottleneck"),
+    ("bert", "seq_bn", _set(architecture="reft"), "architecture='reft'; known: bottleneck"),
     ("bert", "seq_bn", lambda o: o.update(model_type="roberta"), "trained on a roberta model; this is a bert model"),
     ("bert", "seq_bn", lambda o: o.pop("version"), "save it again"),
     ("bert", "seq_bn", lambda o: o.update(config="pfeiffer"), "are on AdapterHub's site"),

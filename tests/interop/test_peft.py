@@ -373,9 +373,9 @@ UNREAD = (
     ({"use_qalora": True, "bias": "vera_only"}, "2 problems\n(?s:.*)bias='vera_only'(?s:.*)use_qalora=True"),
     ({"init_lora_weights": "corda"}, "init_lora_weights='corda'"),
     ({"layer_replication": [[0, 1]]}, "layer_replication"),
-    ({"something_new": 3}, "option something_new=3 has no translation"),
+    ({"something_new": 3}, "deltune cannot reproduce something_new=3"),
     ({"peft_type": "OPT"}, "unknown peft_type 'OPT'"),
-    ({"peft_type": "XLORA"}, "peft_type XLORA has no translation: its router"),
+    ({"peft_type": "XLORA"}, "deltune cannot reproduce peft_type XLORA: its router"),
     ({"peft_type": "IA3"}, "lora_alpha=6"),
 )
 

@@ -203,10 +203,10 @@ def test_a_configuration_with_targets_is_attached(row: Any) -> None:
 REFUSED_CONFIGS: tuple[tuple[Callable[[], Any], str], ...] = (
     (lambda: peft.LoraConfig(target_modules=["query"], init_lora_weights="gaussian"), "init_lora_weights='gaussian'"),
     (lambda: peft.LoraConfig(target_modules=["q_proj"]), "names no module of BertForSequenceClassification"),
-    (lambda: peft.LoraConfig(target_modules=["query"], layer_replication=[[0, 1]]), "option layer_replication"),
-    (lambda: peft.HiraConfig(target_modules=["query"], hira_dropout=0.1), "option hira_dropout=0.1 has no translation"),
-    (lambda: peft.OFTConfig(target_modules=["query"], coft=True, eps=1e-4), "2 problems|option coft=True"),
-    (lambda: peft.XLoraConfig(), "peft_type XLORA has no translation: its router weighs"),
+    (lambda: peft.LoraConfig(target_modules=["query"], layer_replication=[[0, 1]]), "cannot reproduce layer_repl"),
+    (lambda: peft.HiraConfig(target_modules=["query"], hira_dropout=0.1), "deltune cannot reproduce hira_dropout=0.1"),
+    (lambda: peft.OFTConfig(target_modules=["query"], coft=True, eps=1e-4), "2 problems|cannot reproduce coft=True"),
+    (lambda: peft.XLoraConfig(), "deltune cannot reproduce peft_type XLORA: its router weighs"),
     (lambda: peft.PveraConfig(target_modules=["query"]), "PVERA is read from folders alone"),
     (lambda: peft.LoraConfig(trainable_token_indices=[3], target_modules=["embeddings.Nothing"]), "names no module"),
 )  # fmt: skip

@@ -69,7 +69,7 @@ class ReadConfig:
 def residual_problems(config: Mapping[str, Any]) -> list[str]:
     """Return which options on norms and residuals are combined in a way that is no point of the design space."""
     if config.get("scaling", 1.0) == "channel":
-        return ["option scaling='channel' has no translation"]
+        return ["deltune cannot reproduce scaling='channel'; its default is 1.0"]
     before, after = config.get("original_ln_before"), config.get("original_ln_after", True)
     residual = config.get("residual_before_ln", True)
     if config.get("is_parallel"):
@@ -266,7 +266,7 @@ def read_adapterhub(anatomy: Anatomy, folder: ForeignFolder, relative: bool = Fa
             "it was trained through AdapterHub's plug-in interface, which does not say where its adapters are"
         )
     if folder.head and folder.head_options.get("config"):
-        problems.append(f"its flexible head has no translation; without {HEAD_CONFIG} the adapter alone is read")
+        problems.append(f"deltune cannot reproduce its flexible head; without {HEAD_CONFIG} the adapter alone is read")
     if problems:
         raise error_from_problems(str(folder.where), problems)
     name = str(options.get("name"))
@@ -298,15 +298,16 @@ def _untranslatable_options(config: Mapping[str, Any]) -> list[str]:
     """Return the options of one configuration that have no translation."""
     kind = _architecture(config)
     if kind not in READ_OPTIONS:
-        return [f"architecture {kind!r} has no translation; known: {', '.join(READ_OPTIONS)} and unions of them"]
+        return [f"deltune cannot reproduce architecture={kind!r}; known: {', '.join(READ_OPTIONS)} and unions of them"]
     problems = [
-        f"option {name}={value!r} has no translation"
+        f"deltune cannot reproduce {name}={value!r}; use its default"
         for name, value in config.items()
         if name not in READ_OPTIONS[kind] and value and value not in _NEUTRAL_VALUES.get(name, ())
     ]
     active = kind == "bottleneck" or (kind == "prefix_tuning" and not config.get("flat"))
     if active and str(config.get("non_linearity")).lower() not in ACTIVATION_NAMES:
-        problems.append(f"option non_linearity={config.get('non_linearity')!r} has no translation")
+        name = config.get("non_linearity")
+        problems.append(f"deltune cannot reproduce non_linearity={name!r}; known: {', '.join(ACTIVATION_NAMES)}")
     if kind == "prefix_tuning" and active and config.get("non_linearity") != "tanh":
         problems.append(f"option non_linearity={config.get('non_linearity')!r}: a prefix's is tanh")
     return problems + (residual_problems(config) if kind == "bottleneck" else [])

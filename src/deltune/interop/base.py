@@ -155,7 +155,7 @@ def check_options(schema: type[_Options], options: Mapping[str, Any], path: Path
 def _config_problems(config: Mapping[str, Any], nested: bool = False) -> list[str]:
     architecture = config.get("architecture")
     if nested and architecture == "union":
-        return ["a union in a union has no translation"]
+        return ["deltune cannot reproduce a union in a union"]
     if architecture is not None and not isinstance(architecture, str):
         return [f"architecture: {architecture!r:.100} is not a name"]
     kind = ADAPTERHUB_KINDS.get(architecture or "bottleneck")

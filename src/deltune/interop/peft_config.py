@@ -24,7 +24,18 @@ from .peft_read import (
     token_tables,
     whole_tensors,
 )
-from .peft_table import ADALORA_IN_TRAINING, COMMON, OTHERS, PROMPTS, TARGETS, Row, check_options, row_of, trains_biases
+from .peft_table import (
+    ADALORA_IN_TRAINING,
+    COMMON,
+    OTHERS,
+    PROMPTS,
+    TARGETS,
+    Row,
+    check_options,
+    no_counterpart,
+    row_of,
+    trains_biases,
+)
 
 
 class PeftConfiguration(Protocol):
@@ -105,11 +116,11 @@ def _of_training(config: PeftConfiguration, options: Mapping[str, Any]) -> list[
     """Return the options that act in training or at the start, and that no method has, where they are no defaults."""
     row, other = _row(options), OTHERS.get(str(options["peft_type"]))
     if not (row.written if row else other and other.written):
-        return [f"{options['peft_type']} is read from folders alone: what trains it has no translation"]
+        return [f"{options['peft_type']} is read from folders alone: deltune has nothing that trains it"]
     known = COMMON | TARGETS | {"bias"} | (row.options if row else set(other.options) if other else set())
     fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
     return [
-        f"option {field.name}={options[field.name]!r} has no translation"
+        no_counterpart(field.name, options[field.name])
         for field in fields
         if field.name not in known and field.name in options and options[field.name] != _default(field)
     ]

@@ -536,11 +536,16 @@ def documentation() -> list[str]:
     return lines
 
 
+def no_counterpart(name: str, value: Any) -> str:
+    """Return what is said of an option that deltune has nothing for."""
+    return f"deltune cannot reproduce {name}={value!r}; use its default, or merge in PEFT (merge_and_unload)"
+
+
 def check_options(options: Options) -> list[str]:
-    """Return what is wrong with the options of a folder: its type, and each option without a translation by name."""
+    """Return what is wrong with the options of a folder: its type, and each option without a counterpart by name."""
     kind = str(options.get("peft_type"))
     if kind in REFUSED:
-        return [f"peft_type {kind} has no translation: {REFUSED[kind]}. {_MERGE}"]
+        return [f"deltune cannot reproduce peft_type {kind}: {REFUSED[kind]}. {_MERGE}"]
     row, other = row_of(options), OTHERS.get(kind)
     if row is not None:
         known, only = COMMON | TARGETS | OF_TRAINING | row.options, row.only
@@ -551,7 +556,7 @@ def check_options(options: Options) -> list[str]:
     if row is not None and trains_biases(options) in ("", "all", "changed"):
         known = known | {"bias"}
     return [
-        f"option {name}={value!r} has no translation"
+        no_counterpart(name, value)
         for name, value in options.items()
         if (
             value not in only[name]

@@ -84,7 +84,7 @@ ARGUMENT_NOTES: Mapping[str, str] = {
     "bias": "Add a term that trains biases: … + bitfit(which='linear')",
     "init_lora_weights": "Leave it out: LoRA starts as by PEFT's default, W_down by Kaiming and W_up at 0",
     "use_rslora": "Give scale=alpha / √rank",
-    "use_dora": "DoRA has no translation",
+    "use_dora": "Write dora in place of lora",
     "rank_pattern": "Write a sum, such as lora(rank=4, at='query') + lora(rank=8, at='value')",
     "alpha_pattern": "Write a sum, such as lora(scale=1, at='query') + lora(scale=2, at='value')",
     "mh_adapter": "style='houlsby' has adapters after attention and FFN, style='pfeiffer' after the FFN alone",

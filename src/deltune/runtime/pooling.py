@@ -59,9 +59,8 @@ def check_pooling(model: PreTrainedModel, anatomy: Anatomy, pooling: str) -> Non
         raise DeltuneError(unknown_name("pooling", pooling, POOLINGS))
     if pooling != "model" and not head_reads_pooler(model, anatomy):
         raise DeltuneError(
-            f"pooling={pooling!r} is for heads that read the model's pooler_output, and "
-            + (f"the head of {anatomy.model} does not" if anatomy.head else f"{anatomy.model} has no head")
-            + ": leave pooling out, or give 'model', which every model has"
+            f"pooling={pooling!r} replaces the pooler that a head reads, and {anatomy.model} has none: "
+            "leave pooling out"
         )
 
 
