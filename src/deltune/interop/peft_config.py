@@ -19,6 +19,7 @@ from .peft_read import (
     ia3_pieces,
     names_module,
     norm_method,
+    of_whole_module,
     targets,
     token_method,
     token_tables,
@@ -147,11 +148,11 @@ def _plain(value: Any) -> Any:
 
 def _whole_modules(anatomy: Anatomy, options: Mapping[str, Any]) -> list[Method]:
     """Return selections of the modules that are trained as a whole; the head is trained anyway."""
-    ends = tuple(options.get("modules_to_save") or ())
-    names = [
+    is_whole = of_whole_module(options)
+    names = {
         tensor.name
         for tensor in anatomy.tensors
         for name in (tensor.name, *tensor.aliases)
-        if tensor.area != "head" and any(name[:end].endswith(ends) for end, letter in enumerate(name) if letter == ".")
-    ]
-    return methods_selecting(anatomy, set(names)) if ends else []
+        if tensor.area != "head" and is_whole(name)
+    }
+    return methods_selecting(anatomy, names)

@@ -200,6 +200,12 @@ def names_module(options: Mapping[str, Any], option: str) -> Callable[[str], boo
     return lambda name: any(ending in endings for ending in _endings(name))
 
 
+def of_whole_module(options: Mapping[str, Any]) -> Callable[[str], bool]:
+    """Return whether a tensor is of a module that `modules_to_save` names, by the end of its path."""
+    ends = tuple(options.get("modules_to_save") or ())
+    return lambda name: any(name[:end].endswith(ends) for end, letter in enumerate(name) if letter == ".")
+
+
 def _endings(name: str) -> Iterator[str]:
     """Yield a path, and what remains of it after each dot."""
     while name:
@@ -209,14 +215,12 @@ def _endings(name: str) -> Iterator[str]:
 
 def _head_problems(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensors) -> list[str]:
     """Return which tensors are missing of the modules that were saved as a whole."""
-    ends = tuple(options.get("modules_to_save") or ())
+    is_whole = of_whole_module(options)
     names = {name: unused.name_in_file(name) for t in anatomy.tensors for name in (t.name, *t.aliases)}
     missing = [
         name
         for name, in_file in names.items()
-        if in_file is not None
-        and any(in_file[:end].endswith(ends) for end, letter in enumerate(in_file) if letter == ".")
-        and name not in unused.tensors
+        if in_file is not None and is_whole(in_file) and name not in unused.tensors
     ]
     return [f"missing tensors {_listed(missing)}, whose modules modules_to_save names"] if missing else []
 

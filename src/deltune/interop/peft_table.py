@@ -518,22 +518,9 @@ def row_of_form(modification: Modification) -> Row | None:
     return _written().get((type(modification.form), modification.insertion))
 
 
-def documentation() -> list[str]:
-    """Return the lines of the documentation's table: each type, what it is here, whether it is written, and notes."""
-    lines = []
-    for kind in KINDS:
-        for row in (row for row in ROWS if row.kind == kind):
-            arguments = [f"{name}={option}" for name, option in row.arguments.items()]
-            arguments += [f"scale={row.alpha} / {row.rank}"] if row.alpha else []
-            when = "".join(f" with `{name}={value!r}`" for name, value in row.when.items())
-            call = f"{row.make.__name__}({', '.join(arguments)})" if arguments else row.make.__name__
-            lines.append(f"| `{kind}`{when} | `{call}` | {'yes' if row.written else 'no'} | {row.note} |")
-        if kind in OTHERS:
-            other = OTHERS[kind]
-            lines.append(f"| `{kind}` | `{other.method}` | {'yes' if other.written else 'no'} | {other.note} |")
-        if kind in REFUSED:
-            lines.append(f"| `{kind}` | not read | no | {REFUSED[kind]} |")
-    return lines
+def no_counterpart(name: str, value: Any) -> str:
+    """Return what is said of an option that deltune has nothing for."""
+    return f"deltune cannot reproduce {name}={value!r}; use its default, or merge in PEFT (merge_and_unload)"
 
 
 def no_counterpart(name: str, value: Any) -> str:

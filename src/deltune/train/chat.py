@@ -10,8 +10,8 @@ import torch
 from transformers import TextStreamer
 
 from ..errors import DeltuneError, error_summary
-from ..templates import chat_prompt, end_tokens, tokenize_prompts, with_chat_template
-from .inference import is_run, language_model, load_run
+from ..templates import chat_prompt, tokenize_prompts, with_chat_template
+from .inference import continue_prompt, is_run, language_model, load_run
 from .tasks.chat import CHAT, no_chat_template
 from .tasks.encoding import longest_length
 
@@ -116,14 +116,9 @@ class Chat:
             )
         parts: list[str] = []
         streamer = _Parts(self.tokenizer, [parts.append, *([write] if write else [])])
-        inputs = torch.tensor([prompt], device=self.model.device)
-        drawn = {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
-        with torch.no_grad():
-            self.model.generate(  # type: ignore[operator]
-                input_ids=inputs, attention_mask=torch.ones_like(inputs), streamer=streamer, max_length=None,
-                max_new_tokens=min(room, self.max_tokens), num_beams=1,
-                eos_token_id=list(end_tokens(self.tokenizer, self.model)) or None, **drawn,
-            )  # fmt: skip
+        continue_prompt(
+            self.model, self.tokenizer, prompt, min(room, self.max_tokens), self.temperature, streamer=streamer
+        )
         answer = "".join(parts)
         self.messages += [question, {"role": "assistant", "content": answer}]
         return answer

@@ -466,26 +466,40 @@ def generate(
     if not is_encoder_decoder:
         _check_room(model, [len(ids) for ids in encoded], max_new_tokens)
     texts: list[str] = []
-    options: dict[str, Any] = {"max_length": None, "max_new_tokens": max_new_tokens, "num_beams": 1}
-    options |= {"do_sample": True, "temperature": temperature, "top_p": top_p} if temperature else {"do_sample": False}
-    options |= forced_bos_options(tokenizer, model) if is_encoder_decoder else {}
-    ends = end_tokens(tokenizer, model)
-    options["eos_token_id"] = list(ends) or None
     model.eval()
-    with torch.no_grad(), torch.random.fork_rng():
+    with torch.random.fork_rng():
         torch.manual_seed(seed)
         for prompt, ids in zip(prompts, encoded, strict=True):
-            inputs = torch.tensor([ids], device=model.device)
             if stream and len(prompts) > 1:
                 print(f"> {prompt}", flush=True)
             streamer = TextStreamer(tokenizer, not is_encoder_decoder, skip_special_tokens=True) if stream else None
-            generated = model.generate(  # type: ignore[operator]
-                input_ids=inputs, attention_mask=torch.ones_like(inputs), streamer=streamer, **options
-            )[0]
-            before = [] if is_encoder_decoder else ids
-            answer = cut_at_end(generated[1 if is_encoder_decoder else len(ids) :].tolist(), ends)
-            texts.append(_continuation(tokenizer, before, answer))
+            answer = continue_prompt(model, tokenizer, ids, max_new_tokens, temperature, top_p, streamer)
+            texts.append(_continuation(tokenizer, [] if is_encoder_decoder else ids, answer))
     return texts
+
+
+@torch.no_grad()
+def continue_prompt(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_p: float | None = None,
+    streamer: TextStreamer | None = None,
+) -> list[int]:
+    """Return the tokens with which a model answers a prompt, up to the end of the answer."""
+    inputs, ends = torch.tensor([list(prompt)], device=model.device), end_tokens(tokenizer, model)
+    options: dict[str, Any] = {"do_sample": False}
+    if temperature:
+        options = {"do_sample": True, "temperature": temperature, **({} if top_p is None else {"top_p": top_p})}
+    if model.config.is_encoder_decoder:
+        options |= forced_bos_options(tokenizer, model)
+    generated = model.generate(  # type: ignore[operator]
+        input_ids=inputs, attention_mask=torch.ones_like(inputs), streamer=streamer, max_length=None, num_beams=1,
+        max_new_tokens=max_new_tokens, eos_token_id=list(ends) or None, **options,
+    )[0]  # fmt: skip
+    return cut_at_end(generated[1 if model.config.is_encoder_decoder else len(prompt) :].tolist(), ends)
 
 
 def _continuation(tokenizer: Any, prompt: list[int], answer: list[int]) -> str:
