@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import deltune
 from tables.families import FAMILIES
@@ -80,3 +82,31 @@ def test_what_is_refused_leaves_the_base(method: str | None, options: dict, says
     with pytest.raises(deltune.DeltuneError, match="missing, or of another shape"):
         deltune.extract(base, build(FAMILIES["bert"], "base", intermediate_size=20))
     assert not differences(before, facts(base))
+
+
+def tied_llama(tied: bool, **changes: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(**sizes, intermediate_size=24, tie_word_embeddings=tied, **changes)
+    return LlamaForCausalLM(config).double().eval()
+
+
+@pytest.mark.parametrize(("base_tied", "tuned_tied"), [(True, False), (True, True), (False, True)])
+def test_tied_embeddings_are_compared_wherever_they_stand(base_tied: bool, tuned_tied: bool) -> None:
+    base, tuned = tied_llama(base_tied), tied_llama(tuned_tied)
+    with torch.no_grad():
+        for parameter in tuned.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    ids = torch.arange(12).view(2, 6)
+    expected = tuned(ids).logits
+    deltune.extract(base, tuned, energy=1.0)
+    assert torch.allclose(base(ids).logits, expected, atol=1e-10)
+
+
+def test_what_computes_otherwise_is_no_tuned_model_of_the_base() -> None:
+    base, tuned = tied_llama(True), tied_llama(True, rms_norm_eps=0.1, attention_dropout=0.2, eos_token_id=7)
+    with pytest.raises(deltune.DeltuneError, match=r"config.rms_norm_eps: 0.1, and 1e-06 in the base$"):
+        deltune.extract(base, tuned)
+    stir(deltune.attach(with_lora := tied_llama(True), "lora"))
+    with pytest.raises(deltune.DeltuneError, match=r"has deltas attached: .*tuned.merge"):
+        deltune.extract(base, with_lora)

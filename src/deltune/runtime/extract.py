@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -22,6 +23,13 @@ from .attached import Attached, check_name
 from .combine import Projections, attach_tensors, method_of, of_rank
 from .handle import Tuned
 from .modules import HeadLabels
+
+_NO_FUNCTION = re.compile(
+    r"_.*|.*label.*|problem_type|architectures|auto_map|transformers_version|.*dtype|.*(drop|initializer).*"
+    r"|(pad|bos|eos|sep|decoder_start)_token_id|(output|return)_.*|use_cache|tie_.*|chunk_size_feed_forward"
+    r"|pretraining_tp|quantization_config|task_.*|finetuning_task|gradient_checkpointing|classifier_.*"
+)
+"""Settings of a configuration that do not change what the tensors before the head compute once trained."""
 
 
 class _Spectrum(NamedTuple):
@@ -60,8 +68,9 @@ def extract(
         The handle of the base model.
 
     Raises:
-        DeltuneError: The models have other tensors or nothing differs, the method has terms other than LoRA and
-            parameters that are trained in place, or the name is taken. The base stays as it was.
+        DeltuneError: The models have other tensors or settings, the checkpoint has deltas attached or nothing differs,
+            the method has terms other than LoRA and parameters that are trained in place, or the name is taken. The
+            base stays as it was.
     """
     if not 0 < energy <= 1:
         raise DeltuneError(f"energy={excerpt(energy)}: a share above 0, and 1 at most")
@@ -75,6 +84,11 @@ def extract(
 
 def _loaded(base: PreTrainedModel, checkpoint: PreTrainedModel | str | Path) -> PreTrainedModel:
     if isinstance(checkpoint, PreTrainedModel):
+        if find_tuned(checkpoint) is not None:
+            raise DeltuneError(
+                "the checkpoint has deltas attached: fold them into its weights first (tuned.merge()), or save them "
+                "(tuned.save(folder)) and load them on the base (deltune.load(base, folder))"
+            )
         return checkpoint
     try:
         return type(base).from_pretrained(str(checkpoint), dtype=base.dtype)
@@ -86,9 +100,11 @@ class _Difference:
     """What a tuned model differs in from its base.
 
     Attributes:
-        changes: V - W of each tensor that differs, without those of the head.
+        changes: V - W of each tensor that differs, without the head. A weight that the base ties at several linears
+            has one at each.
         values: V of the same.
         head: The tensors of the tuned model's head.
+        low_rank: The linears whose changes become low ranks.
     """
 
     def __init__(self, attached: Attached, tuned: PreTrainedModel) -> None:
@@ -96,25 +112,40 @@ class _Difference:
         values = dict(tuned.named_parameters(remove_duplicate=False))
         tensors = attached.anatomy.tensors
         of_head = [t.name for t in tensors if t.area == "head"]
-        wrong = [t.name for t in tensors if t.name not in values]
-        wrong += [
-            t.name for t in tensors if t.name in values and t.name not in of_head and values[t.name].shape != t.shape
+        names = {n: t for t in tensors for n in (t.name, *t.aliases)}
+        wrong = [
+            n for n, t in names.items() if n not in values or (t.name not in of_head and values[n].shape != t.shape)
         ]
-        if wrong:
+        problems = [f"{first_names(wrong, 4)}: missing, or of another shape"] if wrong else []
+        settings = [_settings(model.config.to_dict()) for model in (attached.model, tuned)]
+        problems += [
+            f"config.{name}: {excerpt(settings[1].get(name))}, and {excerpt(settings[0].get(name))} in the base"
+            for name in sorted({*settings[0], *settings[1]})
+            if settings[0].get(name) != settings[1].get(name)
+        ]
+        tied = [t for t in tensors if t.aliases and not {t.name, *t.aliases} <= {f"{p}.weight" for p in self.at.parts}]
+        problems += [
+            f"{alias}: not equal to {t.name}, which is the same tensor in the base: load a base without tied weights"
+            for t in tied
+            for alias in (t.aliases if not wrong else ())
+            if not torch.equal(values[alias], values[t.name])
+        ]
+        if problems:
             raise error_from_problems(
-                f"{type(tuned).__name__} is no tuned {type(attached.model).__name__} of this base",
-                [f"{first_names(wrong, 4)}: missing, or of another shape"],
+                f"{type(tuned).__name__} is no tuned {type(attached.model).__name__} of this base", problems
             )
+        whole = {n for t in tied for n in (t.name, *t.aliases)}
+        self.low_rank = {path for path in self.at.parts if f"{path}.weight" not in whole}
         self.head = {name: values[name] for name in of_head}
         self.labels = HeadLabels.from_config(tuned.config) if of_head else attached.base_labels
         self.changes: dict[str, torch.Tensor] = {}
-        for tensor in tensors:
-            if tensor.name not in self.head:
+        for name, tensor in names.items():
+            if tensor.name not in self.head and (name == tensor.name or name not in whole):
                 value = attached.dense_value(tensor.name)
                 precision = torch.promote_types(value.dtype, torch.float32)
-                change = values[tensor.name].to(value.device, precision) - value.to(precision)
+                change = values[name].to(value.device, precision) - value.to(precision)
                 if change.any():
-                    self.changes[tensor.name] = change
+                    self.changes[name] = change
         self.values: dict[str, torch.Tensor] = {name: values[name] for name in self.changes}
 
     def attach(self, method: str | None, energy: float, name: str) -> None:
@@ -129,7 +160,7 @@ class _Difference:
             rank += 1
         if method is None:
             pieces = [_low_rank(spectrum, rank) for spectrum in spectra]
-            in_linears = {f"{path}.weight" for path in self.at.parts}
+            in_linears = {f"{path}.weight" for path in self.low_rank}
             owned = {n: v for n, v in self.values.items() if n not in in_linears}
             chosen, tensors = method_of(self.attached.anatomy, pieces, set(owned))
         else:
@@ -141,7 +172,7 @@ class _Difference:
         """Return the spectra of all linears that differ."""
         spectra = []
         for path, columns in self.at.parts.items():
-            change = self.changes.get(f"{path}.weight")
+            change = self.changes.get(f"{path}.weight") if path in self.low_rank else None
             for part in columns if change is not None else ():
                 modification, place = self.at.of(path, part)
                 rows = self._rows(path, part)
@@ -191,6 +222,15 @@ class _Difference:
         if left > 1e-9:
             warnings.warn(f"{method!r} leaves out {left:.1%} of the energy of the difference", stacklevel=6)
         return tensors, owned
+
+
+def _settings(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the settings of a configuration and of those inside that change what a model computes, by dotted name."""
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        if not _NO_FUNCTION.fullmatch(str(name)):
+            found |= _settings(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + str(name): value}
+    return found
 
 
 def _spectrum(piece: PlacedTensors, change: torch.Tensor) -> _Spectrum:
