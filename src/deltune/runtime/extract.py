@@ -226,11 +226,11 @@ class _Difference:
 
 def _settings(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the settings of a configuration and of those inside that change what a model computes, by dotted name."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, value in config.items():
         if not _NO_FUNCTION.fullmatch(str(name)):
-            found |= _settings(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + str(name): value}
-    return found
+            settings |= _settings(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + str(name): value}
+    return settings
 
 
 def _spectrum(piece: PlacedTensors, change: torch.Tensor) -> _Spectrum:
