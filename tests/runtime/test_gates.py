@@ -133,7 +133,7 @@ def test_the_penalty_is_that_of_a_step(family: str) -> None:
 def test_a_training_that_never_tells_its_progress_is_warned(tmp_path: Path) -> None:
     model = build(FAMILIES["bert"], "base")
     tuned = stir(deltune.attach(model, "diff_pruning"))
-    with pytest.warns(UserWarning, match="needs tuned.advance"):
+    with pytest.warns(UserWarning, match="call tuned.advance"):
         tuned.save(tmp_path / "one")
     tuned.advance(1.0)
     with warnings.catch_warnings():

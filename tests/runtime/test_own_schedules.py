@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from dataclasses import dataclass
 
+import pytest
 import torch
 
 import deltune
+from deltune.train.distributed import shard_model
 from tables.families import FAMILIES
 from tables.specimens import batch, build, forward, loss
 
@@ -71,3 +74,24 @@ def test_a_penalty_and_a_projection_are_what_a_loop_does_by_hand() -> None:
         assert torch.allclose(ours.down, other.down, rtol=1e-10) and torch.allclose(
             ours.up, other.up, rtol=1e-9, atol=1e-13
         )
+
+
+def test_rows_advance_their_own_deltas_and_what_was_advanced_is_not_warned_of() -> None:
+    model = build(FAMILIES["bert"], "base")
+    for name in "ab":
+        tuned = deltune.attach(model, deltune.Modification("query", UnitLora()), name=name)
+    with tuned.rows(["a", "a"]):
+        for share in (0.5, 1.0):
+            loss(forward(model, batch(model, rows=2))).backward()
+            tuned.advance(share)
+        loss(forward(model, batch(model, rows=2))).backward()
+    assert [int(state.steps) for name in "ab" for state in tuned.delta(name).schedule_states()] == [2, 0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tuned.delta("a").warn_if_never_advanced()
+
+
+def test_sharding_refuses_schedules() -> None:
+    tuned = deltune.attach(build(FAMILIES["bert"], "base"), "adalora")
+    with pytest.raises(deltune.DeltuneError, match=r"fsdp cannot divide adalora.*sharding=none"):
+        shard_model(tuned, torch.device("cpu"))

@@ -48,11 +48,13 @@ from ..methods.memory import check_memory
 from ..methods.parser import explain_arguments
 from ..methods.registry import parse
 from ..methods.resolve import ResolvedMethod
+from ..methods.schedules import RankSchedule
 from ..methods.spec import Method
 from ..models import HEADS, HEADS_WITH_LABELS, Pooling, head_of_class, head_of_class_name, load_model
 from . import hub, serialization
 from .attached import Attached, check_name
 from .attention import prefix_implementation
+from .combine import allocated
 from .delta_schema import (
     BaseFacts,
     Expected,
@@ -88,7 +90,12 @@ def read_foreign(attached: Attached, folder: str | Path) -> Translation:
 
 def content(attached: Attached, name: str | None = None) -> ExportedDelta:
     """Collect a delta for a writer of another format: the one of this name, or the one in use."""
-    delta, state = attached.delta(name), attached.state
+    delta, state = allocated(attached, attached.delta(name)), attached.state
+    if waiting := [s.schedule for s in delta.schedule_states() if isinstance(s.schedule, RankSchedule)]:
+        raise DeltuneError(
+            f"{delta.method!r} is exported as LoRA once its ranks are final: after tuned.advance(share) with share ≥ "
+            f"{max(schedule.stop for schedule in waiting):g}"
+        )
     with torch.no_grad():
         values = {n: state.delta_value(delta, n).detach() for n in delta.selected if n not in delta.head}
         values |= {n: sparse.pruned_value(state.base_value(n).detach()) for n, sparse in delta.masked_tensors()}
@@ -471,6 +478,7 @@ def _read_delta(
     check_memory(model, attached.anatomy, planned, explicit)
     delta = attached.move_to_model(Delta(method, planned, head, facts.head.mode, folded=True))
     delta.pooling = facts.pooling
+    delta.trained = facts.trained.model_dump(exclude_none=True) if facts.trained else {}
     _fill(attached, delta, needed, saved.numbers(), where, allow_nonfinite)
     return delta, labels or attached.base_labels
 

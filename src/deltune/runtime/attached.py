@@ -390,10 +390,13 @@ class Attached:
 
     # -- attaching
 
+    def anatomy_read(self, pooling: str) -> Anatomy:
+        """Return the anatomy, without a pooler that no head reads."""
+        return self.anatomy if pooling == "model" else without_pooler(self.anatomy)
+
     def resolve(self, method: Method, pooling: str = "model") -> ResolvedMethod:
         """Resolve a method on this model; a pooler that nothing reads is left as it is."""
-        anatomy = self.anatomy if pooling == "model" else without_pooler(self.anatomy)
-        return resolve(anatomy, method, lambda: base_size(self.model)[1])
+        return resolve(self.anatomy_read(pooling), method, lambda: base_size(self.model)[1])
 
     def new_delta(self, method: Method) -> Delta:
         """Return a delta with a frozen head and without values; it is on the model's device, not attached."""
@@ -546,7 +549,7 @@ class Attached:
 
     def training(self) -> list[Delta]:
         """Return the deltas that train with what is in use."""
-        used = self.passes.default_assignment
+        used = self.passes.assignment_of_new_pass()
         if not used.groups:
             self.delta()  # raises
         return [delta for group in used.groups for delta in group.trained]

@@ -138,8 +138,8 @@ def parse_expression(text: str) -> Expression:
         match = _TERM.match(rest)
         if match is None or (weights and not match["sign"]) or (call and (match["weight"] or match["sign"] == "-")):
             raise DeltuneError(
-                f'{excerpt(text)} is no sum of deltas at {excerpt(rest.strip() or "its end")}: write "0.5*a + b - '
-                "2*'my-task'\" (a name with '-' or of digits stands in quotes), or \"average(a, b)\""
+                f"cannot read {excerpt(text)} at {excerpt(rest.strip() or 'its end')}: write "
+                "\"0.5*a + b - 2*'my-task'\" (put names with '-' or of digits in quotes), or \"average(a, b)\""
             )
         name = match["name"] or match["single"] or match["double"]
         weight = float(match["weight"] or 1) * (-1 if match["sign"] == "-" else 1)
@@ -157,7 +157,7 @@ def combine(
     rank: int | None = None,
     how: How | None = None,
     head: str | None = None,
-    weights: Weights = "scalar",
+    mixing: Weights = "scalar",
 ) -> None:
     """Attach a combination of deltas and put it in use; see `Tuned.combine`."""
     expression = parse_expression(text)
@@ -170,7 +170,11 @@ def combine(
     if how is not None and not isinstance(how, How):
         raise DeltuneError(f"how={excerpt(how)}: give Ties(density=…), Dare(density=…) or Magnitude(density=…)")
     deltas = {n: attached.delta(n) for n in expression.weights}
+    trained = _trained(deltas)
     with torch.inference_mode(False), torch.no_grad():
+        heads, labels, pooling = _head(
+            attached, deltas, AVERAGE if expression.function == AVERAGE and head is None else head
+        )
         if expression.function and (rank is not None or how is not None):
             raise DeltuneError(
                 f"{expression.function}(…) adds no changes, so rank= and how= have no meaning: write a sum"
@@ -178,20 +182,29 @@ def combine(
         if expression.function == AVERAGE:
             method, tensors, owned = _averaged(attached, deltas)
         elif expression.function:
-            method, tensors, owned = *_mixed(attached, deltas, weights), {}
+            method, tensors, owned = *_mixed(attached, deltas, mixing, pooling), {}
         else:
-            changes = Changes(attached, deltas, expression.weights, rank, how)
+            changes = Changes(attached, deltas, expression.weights, rank, how, pooling)
             method, tensors, owned = changes.method, changes.tensors, changes.owned
             if changes.lost > 1e-9:
                 warnings.warn(
-                    f"rank={rank} loses {changes.lost:.1%} of the energy of {text!r} (of the sum of the squares of all "
-                    "entries)",
+                    f"rank={rank} approximates {text!r}: the change of the weights differs from the exact sum by "
+                    f"{math.sqrt(changes.lost):.1%} (relative Frobenius norm)",
                     stacklevel=5,
                 )
-        heads, labels, pooling = _head(
-            attached, deltas, AVERAGE if expression.function == AVERAGE and head is None else head
+        attach_tensors(attached, name, method, tensors, owned | heads, tuple(heads), labels, pooling, trained)
+
+
+def _trained(deltas: Mapping[str, Delta]) -> dict[str, Any]:
+    """Return what all deltas agree on of the inputs that they were trained on."""
+    first, *others = (delta.trained for delta in deltas.values())
+    templates = {name: t for name, delta in deltas.items() if (t := delta.trained.get("chat_template")) is not None}
+    if len(set(templates.values())) > 1:
+        raise DeltuneError(
+            f"{', '.join(templates)} were trained with different chat templates, and no conversation can be written in "
+            "both: train them with the same one, or use them one at a time"
         )
-        attach_tensors(attached, name, method, tensors, owned | heads, tuple(heads), labels, pooling)
+    return {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
 
 
 def attach_tensors(
@@ -203,10 +216,11 @@ def attach_tensors(
     head: tuple[str, ...],
     labels: HeadLabels,
     pooling: Pooling = "model",
+    trained: Mapping[str, Any] | None = None,
 ) -> None:
     """Attach a delta of a method with the values of a file's tensors and of the model's own, by their names."""
     delta = attached.move_to_model(Delta(method, attached.resolve(method, pooling), head, "train", folded=True))
-    delta.pooling = pooling
+    delta.pooling, delta.trained = pooling, dict(trained or {})
     delta.draw()
     for key, sparse in delta.masked_tensors():
         if key in owned:
@@ -250,8 +264,12 @@ def _averaged(
     if any(delta.method != first.method or tensors.keys() != saved[0].keys() for delta, tensors in zip(
         (first, *others), saved, strict=True
     )):  # fmt: skip
-        methods = "; ".join(f"{name}: {delta.method!r}" for name, delta in deltas.items())
-        raise DeltuneError(f"{AVERAGE}(…) is of deltas with the same method, and here are {methods}: write a sum")
+        same, methods = "the same method", ", ".join(f"{name} is {delta.method!r}" for name, delta in deltas.items())
+        mean = " + ".join(f"{1 / len(deltas):.3g}*{name}" for name in deltas)
+        if all(delta.method == first.method for delta in others):
+            poolings = ", ".join(f"{delta.pooling!r} of {name}" for name, delta in deltas.items())
+            same, methods = "the same pooling", f"the heads read {poolings}"
+        raise DeltuneError(f"{AVERAGE}({', '.join(deltas)}) needs {same}: {methods}. For different ones write {mean}")
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in saved[0].items():
         same = [other[name] for other in saved]
@@ -266,11 +284,13 @@ def _averaged(
     return first.method, tensors, {name: torch.stack([of[name] for of in owned]).mean(0) for name in owned[0]}
 
 
-def _mixed(attached: Attached, deltas: Mapping[str, Delta], weights: Weights) -> tuple[Method, dict[str, torch.Tensor]]:
+def _mixed(
+    attached: Attached, deltas: Mapping[str, Delta], mixing: Weights, pooling: Pooling
+) -> tuple[Method, dict[str, torch.Tensor]]:
     """Return the method that mixes the changes of deltas, and its tensors."""
     places: dict[tuple[Modification, str], dict[int, PlacedTensors]] = {}
     for number, (name, delta) in enumerate(deltas.items()):
-        changes = Changes(attached, {name: delta}, {name: 1.0}, None, None)
+        changes = Changes(attached, {name: delta}, {name: 1.0}, None, None, pooling)
         if changes.owned or not all(isinstance(piece.modification.form, LowRank) for piece in changes.pieces):
             raise DeltuneError(
                 f"mix(…) is of changes of linears' weights, and {name!r} ({delta.method!r}) has others: merge it, use "
@@ -283,7 +303,7 @@ def _mixed(attached: Attached, deltas: Mapping[str, Delta], weights: Weights) ->
     for (modification, _), some in places.items():
         rank = max(piece.tensors["down"].shape[-2] for piece in some.values())
         place = next(iter(some.values())).place
-        form = mix_form(len(deltas), rank, weights)
+        form = mix_form(len(deltas), rank, mixing)
         tensors = {n: torch.zeros(s.shape) for n, s in form.tensors(place.widths).items()}
         form.initialize(tensors, None)
         tensors["up"].zero_()
@@ -292,7 +312,7 @@ def _mixed(attached: Attached, deltas: Mapping[str, Delta], weights: Weights) ->
                 tensors[name] = tensors[name].to(part)
                 tensors[name][number][tuple(map(slice, part.shape))] = part
         pieces.append(PlacedTensors(replace(modification, form=form), place, tensors))
-    return method_of(attached.anatomy, pieces, set())
+    return method_of(attached.anatomy_read(pooling), pieces, set())
 
 
 Product = tuple[torch.Tensor, torch.Tensor]
@@ -300,7 +320,7 @@ Product = tuple[torch.Tensor, torch.Tensor]
 
 
 class Changes:
-    """The weighted sum of what deltas change of a model.
+    """The weighted sum of what deltas change of a model, without a pooler that the head does not read.
 
     Attributes:
         method: A method that can hold it.
@@ -316,18 +336,22 @@ class Changes:
         weights: Mapping[str, float],
         rank: int | None,
         how: How | None,
+        pooling: Pooling,
     ) -> None:
+        anatomy = attached.anatomy_read(pooling)
+        self.unread = {t.name for t in attached.anatomy.tensors} - {t.name for t in anatomy.tensors}
         self.attached, self.deltas, self.weights, self.rank, self.how = attached, deltas, weights, rank, how
-        self.at = Projections(attached.anatomy)
+        self.at = Projections(anatomy)
         self.pieces: list[PlacedTensors] = []
         self.owned: dict[str, torch.Tensor] = {}
         self._energy = [0.0, 0.0]  # lost, and all
-        edits = [(name, edit) for name, delta in deltas.items() for edit in delta.all_edits()]
+        every_edit = [(name, edit) for name, delta in deltas.items() for edit in delta.all_edits()]
+        edits = [(n, edit) for n, edit in every_edit if f"{edit.place.target.path}.weight" not in self.unread]
         in_place = {n for d in deltas.values() for n in (*d.owned_tensors, *(n for n, _ in d.masked_tensors()))}
         paths: dict[str, list[tuple[str, Edit]]] = {}
         for name, edit in edits:
             paths.setdefault(edit.place.target.path, []).append((name, edit))
-        left_out: set[Edit] = set()
+        left_out = {edit for _, edit in every_edit} - {edit for _, edit in edits}
         for path, of_path in paths.items():
             if f"{path}.weight" not in in_place and how is None:
                 if all(_is_product(edit) for _, edit in of_path):
@@ -344,7 +368,7 @@ class Changes:
         every = tuple(sorted({token for part in tokens for token in part.tokens or ()}))
         rows = dict.fromkeys(replace(part, tokens=every) for part in tokens) if by_row else {}
         known = [delta.method for delta in deltas.values()]
-        self.method, self.tensors = method_of(attached.anatomy, self.pieces, set(self.owned) - by_row, rows, known)
+        self.method, self.tensors = method_of(anatomy, self.pieces, set(self.owned) - by_row, rows, known)
         self.lost = self._energy[0] / self._energy[1] if self._energy[1] else 0.0
 
     def _add_products(self, edits: Sequence[tuple[str, Edit]]) -> None:
@@ -401,7 +425,8 @@ class Changes:
         drawn = torch.Generator().manual_seed(getattr(self.how, "seed", 0))
         for name, delta in self.deltas.items():
             for tensor, value in merged_weights(self.attached, [delta], None, left_out).items():
-                changes.setdefault(tensor, {})[name] = value
+                if tensor not in self.unread:
+                    changes.setdefault(tensor, {})[name] = value
         of_weight = {f"{e.place.target.path}.{e.place.weight.leaf if e.place.weight else 'weight'}": e for e in edits}
         aliases = {alias: t.name for t in self.attached.anatomy.tensors for alias in (t.name, *t.aliases)}
         edit_of = {aliases.get(name, name): edit for name, edit in of_weight.items()}

@@ -333,7 +333,7 @@ class Tuned(nn.Module):
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
             raise DeltuneError(
                 f"advance takes the share of the training that is done, a number from 0 to 1, not {excerpt(share)}: "
-                "advance(step / steps)"
+                "advance((step + 1) / steps)"
             )
         for delta in self.attached.training():
             for _, gates in delta.learned_masks():
@@ -433,7 +433,7 @@ class Tuned(nn.Module):
         rank: int | None = None,
         how: How | None = None,
         head: str | None = None,
-        weights: Weights = "scalar",
+        mixing: Weights = "scalar",
     ) -> Tuned:
         """Attach a weighted sum of deltas, or their average, as a new delta and put it in use.
 
@@ -451,8 +451,8 @@ class Tuned(nn.Module):
                 loss is said in a warning. It makes a LoRA of any method that can be merged.
             how: `Ties`, `Dare` or `Magnitude`, which join the changes of each weight in another way than by adding.
             head: The delta whose head it gets, or "average". Needed where several deltas have a head that trains.
-            weights: Of a mix: "scalar" (a number for each, 1/n at first), "softmax" (positive, in all 1) or "attention"
-                (for each token, as in AdapterFusion).
+            mixing: The weights of a mix: "scalar" (a number for each, 1/n at first), "softmax" (positive, in all 1) or
+                "attention" (for each token, as in AdapterFusion).
 
         Returns:
             The handle itself.
@@ -462,7 +462,7 @@ class Tuned(nn.Module):
                 taken, a term cannot be expressed as weights (a prefix, an adapter), or the methods or labels of what is
                 averaged differ. Nothing is attached.
         """
-        combine(self.attached, expression, name, rank, how, head, weights)
+        combine(self.attached, expression, name, rank, how, head, mixing)
         return self
 
     @explain_arguments

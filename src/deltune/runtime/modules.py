@@ -579,12 +579,12 @@ class Delta(nn.Module):
                 yield f"{edit.place.weight.path}.{edit.place.weight.leaf}", edit
 
     def warn_if_never_advanced(self) -> None:
-        """Warn if the delta has learned gates or a schedule, and `advance` was never called while it was trained."""
+        """Warn if the delta has learned gates or a schedule, and `advance` was not called while it was trained."""
         parts = (*(gates for _, gates in self.learned_masks()), *self.schedule_states())
         if not all(part.advanced for part in parts):
             warnings.warn(
-                f"{self.method!r} needs tuned.advance(step / steps) after every training step (in a Trainer, "
-                "callbacks=[deltune.ScheduleCallback()]), but it was never called, so that nothing was chosen",
+                f"{self.method!r}: call tuned.advance((step + 1) / steps) after optimizer.step(), like PEFT's "
+                "update_and_allocate (in a Trainer, callbacks=[deltune.ScheduleCallback()]); it was never called",
                 stacklevel=3,
             )
 

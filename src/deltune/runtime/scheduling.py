@@ -22,7 +22,8 @@ class _PenaltyGradient:
         self.state, self.number, self.name = state, number, name
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
-        key, self.state.advanced = (self.number, self.name), False
+        key = (self.number, self.name)
+        self.state.trained = True
         if key not in self.state.missing:
             return gradient
         self.state.missing.discard(key)
@@ -34,7 +35,7 @@ class ScheduleState(nn.Module):
 
     Attributes:
         edits: The edits of the term.
-        advanced: Whether `advance` was called since a gradient came, or none has come.
+        trained: Whether a gradient has come.
         missing: The parameters whose penalty was not yet added in this step.
     """
 
@@ -46,7 +47,7 @@ class ScheduleState(nn.Module):
         self.__dict__.update(schedule=schedule, edits=list(edits))
         self.schedule: Schedule
         self.edits: list[nn.Module]
-        self.advanced = True
+        self.trained = False
         self.missing: set[tuple[int, str]] = set()
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("is_final", torch.zeros((), dtype=torch.bool))
@@ -69,6 +70,11 @@ class ScheduleState(nn.Module):
 
     def _expect_penalties(self) -> None:
         self.missing = {(n, name) for n in range(len(self.edits)) for name in parameters_of(self.edits[n])}
+
+    @property
+    def advanced(self) -> bool:
+        """Whether it was advanced, in this process or before its checkpoint; also where it was not trained."""
+        return not self.trained or bool(self.steps)
 
     def watch(self) -> None:
         """Let the backward passes that follow add the gradient of the penalty."""
@@ -93,7 +99,6 @@ class ScheduleState(nn.Module):
         """Follow the schedule after a step of the optimizer, while the step's gradients are there."""
         self.watch()
         self._expect_penalties()
-        self.advanced = True
         if share:
             self.steps += 1
             for number in range(len(self.edits)):

@@ -125,6 +125,11 @@ def shard_model(handle: Tuned, device: torch.device) -> None:
 
     A layer is gathered while it runs, everything outside of layers from the beginning of a forward pass.
     """
+    if len(handle.delta().schedules):
+        raise DeltuneError(
+            f"sharding=fsdp cannot divide {handle.method!r}, whose schedule reads whole tensors in each step: give "
+            "sharding=none, or a method without a schedule such as lora"
+        )
     if not is_distributed():
         raise DeltuneError(
             "sharding=fsdp divides a model among several processes, but there is only one: start more with "

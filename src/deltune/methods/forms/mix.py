@@ -116,11 +116,11 @@ class AttentionMix(Form):
 Weights = Literal["scalar", "softmax", "attention"]
 
 
-def mix_form(number: int, rank: int, weights: Weights) -> Form:
+def mix_form(number: int, rank: int, mixing: Weights) -> Form:
     """Return the form that mixes so many products by weights of a kind.
 
     Raises:
         DeltuneError: There is no such kind.
     """
-    check_choice("weights", weights, ("scalar", "softmax", "attention"))
-    return AttentionMix(number, rank) if weights == "attention" else Mix(number, rank, softmax=weights == "softmax")
+    check_choice("mixing", mixing, ("scalar", "softmax", "attention"))
+    return AttentionMix(number, rank) if mixing == "attention" else Mix(number, rank, softmax=mixing == "softmax")
