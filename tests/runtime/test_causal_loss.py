@@ -243,13 +243,13 @@ def test_a_trainer_with_the_mixin_has_the_losses_of_the_plain_one(tmp_path: Path
     assert losses(Mixed) == pytest.approx(losses(Trainer), rel=1e-5) and len(losses(Mixed)) == 4
 
 
-@pytest.mark.parametrize("own", ["smoothed labels", "a function", "a subclass"])
-def test_a_trainer_with_another_loss_keeps_it(own: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("source", ["smoothed labels", "a function", "a subclass"])
+def test_a_trainer_with_another_loss_keeps_it(source: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Other(Trainer):
         def compute_loss(self, *args: Any, **options: Any) -> Any:
             return 2 * super().compute_loss(*args, **options)
 
-    class Mixed(deltune.CausalLossMixin, Other if own == "a subclass" else Trainer):  # type: ignore[misc]
+    class Mixed(deltune.CausalLossMixin, Other if source == "a subclass" else Trainer):  # type: ignore[misc]
         pass
 
     model = llama().float()
@@ -257,11 +257,11 @@ def test_a_trainer_with_another_loss_keeps_it(own: str, tmp_path: Path, caplog: 
     rows = [{"input_ids": [i, i + 1, i + 2], "labels": [-100, i + 1, i + 2]} for i in range(5, 21)]
     arguments = TrainingArguments(
         str(tmp_path), max_steps=2, report_to=[], save_strategy="no", logging_steps=1,
-        label_smoothing_factor=0.5 if own == "smoothed labels" else 0.0,
+        label_smoothing_factor=0.5 if source == "smoothed labels" else 0.0,
     )  # fmt: skip
-    function = (lambda outputs, labels, **options: outputs.logits.square().mean()) if own == "a function" else None
+    function = (lambda outputs, labels, **options: outputs.logits.square().mean()) if source == "a function" else None
     losses = []
-    for kind in (Mixed, Other if own == "a subclass" else Trainer):
+    for kind in (Mixed, Other if source == "a subclass" else Trainer):
         trainer = kind(model, arguments, train_dataset=Dataset.from_list(rows), compute_loss_func=function)
         inputs = {name: tensor[:2] for name, tensor in next(iter(trainer.get_train_dataloader())).items()}
         losses.append(float(trainer.compute_loss(model, inputs)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,11 @@ def test_tied_embeddings_are_compared_wherever_they_stand(base_tied: bool, tuned
     expected = tuned(ids).logits
     deltune.extract(base, tuned, energy=1.0)
     assert torch.allclose(base(ids).logits, expected, atol=1e-10)
+    if base_tied and tuned_tied:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            deltune.extract(base, tuned, "full", name="whole")
+        assert torch.allclose(base(ids).logits, expected, atol=1e-10)
 
 
 def test_what_computes_otherwise_is_no_tuned_model_of_the_base() -> None:

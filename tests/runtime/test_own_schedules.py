@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -95,3 +97,14 @@ def test_sharding_refuses_schedules() -> None:
     tuned = deltune.attach(build(FAMILIES["bert"], "base"), "adalora")
     with pytest.raises(deltune.DeltuneError, match=r"fsdp cannot divide adalora.*sharding=none"):
         shard_model(tuned, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("method", "refused"),
+    [("adalora", True), ("adalora(orthogonality=0)", False), ("diff_pruning", True), ("lora", False)],
+)
+def test_a_trainer_that_scales_the_loss_refuses_penalties(method: str, refused: bool) -> None:
+    model = deltune.attach(build(FAMILIES["bert"], "base"), method).model
+    arguments = SimpleNamespace(fp16=True)
+    with pytest.raises(deltune.DeltuneError, match="bf16=True") if refused else nullcontext():
+        deltune.ScheduleCallback().on_train_begin(arguments, None, None, model=model)  # type: ignore[arg-type]

@@ -695,6 +695,17 @@ class ScheduleCallback(TrainerCallback):
     Trainer(model=model, …, callbacks=[deltune.ScheduleCallback()])
     """
 
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Refuse to scale the loss where a penalty is added to gradients, which knows no scale."""
+        deltas = tuned(kwargs["model"]).attached.training() if args.fp16 else []
+        if penalised := [delta for delta in deltas if delta.adds_penalties()]:
+            raise DeltuneError(
+                f"fp16=True scales the loss, but not the penalty of {penalised[0].method!r}: give bf16=True, or for "
+                "adalora orthogonality=0"
+            )
+
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:

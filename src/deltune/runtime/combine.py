@@ -264,12 +264,12 @@ def _averaged(
     if any(delta.method != first.method or tensors.keys() != saved[0].keys() for delta, tensors in zip(
         (first, *others), saved, strict=True
     )):  # fmt: skip
-        same, methods = "the same method", ", ".join(f"{name} is {delta.method!r}" for name, delta in deltas.items())
+        needed, methods = "the same method", ", ".join(f"{name} is {delta.method!r}" for name, delta in deltas.items())
         mean = " + ".join(f"{1 / len(deltas):.3g}*{name}" for name in deltas)
         if all(delta.method == first.method for delta in others):
             poolings = ", ".join(f"{delta.pooling!r} of {name}" for name, delta in deltas.items())
-            same, methods = "the same pooling", f"the heads read {poolings}"
-        raise DeltuneError(f"{AVERAGE}({', '.join(deltas)}) needs {same}: {methods}. For different ones write {mean}")
+            needed, methods = "the same pooling", f"the heads read {poolings}"
+        raise DeltuneError(f"{AVERAGE}({', '.join(deltas)}) needs {needed}: {methods}. For different ones write {mean}")
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in saved[0].items():
         same = [other[name] for other in saved]

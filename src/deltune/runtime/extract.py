@@ -191,7 +191,7 @@ class _Difference:
         for edit in edits:
             linear, columns = edit.place.linear, edit.place.target.columns
             product = isinstance(edit.modification.form, LowRank) and edit.modification.insertion == "parallel"
-            if linear is None or not product or linear.path not in self.at.parts:
+            if linear is None or not product or linear.path not in self.low_rank:
                 raise DeltuneError(
                     f"extract writes LoRA at linears and parameters in place, and {edit.modification!r} is neither"
                 )
@@ -207,7 +207,9 @@ class _Difference:
         planned, by_place = self.attached.resolve(method), {s.piece.place.name: s for s in spectra}
         selected = {t.name for t in (*planned.selected, *(t for t, _ in planned.masked))}
         owned, tensors = {n: v for n, v in self.values.items() if n in selected}, dict[str, torch.Tensor]()
-        kept = sum(float(self.changes[name].square().sum()) for name in owned)
+        aliases = [(n, t.name) for t in planned.selected if t.name in owned for n in (t.name, *t.aliases)]
+        in_place = {*owned} | {n for n, of in aliases if n in self.values and torch.equal(self.values[n], owned[of])}
+        kept = sum(float(self.changes[name].square().sum()) for name in in_place)
         for edit in planned.edits:
             form, factor = edit.modification.form, edit.modification.compose.factor({})
             assert isinstance(form, LowRank) and factor is not None

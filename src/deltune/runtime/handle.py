@@ -321,7 +321,8 @@ class Tuned(nn.Module):
 
         Only methods with a schedule need it: `adalora` prunes ranks, and a learned mask (`sparsity`) has a penalty that
         grows during the first half of training, then its gates are fixed. `deltune train` calls it, and so does
-        `ScheduleCallback` in a Trainer; a training loop of your own must call it too.
+        `ScheduleCallback` in a Trainer; a training loop of your own must call it too. A penalty is added to the
+        gradients as they are, so a loss that a GradScaler scales (fp16) makes it too weak: train in bf16.
 
         Args:
             share: The share of the training steps that are done, from 0 to 1: `(step + 1) / steps`.

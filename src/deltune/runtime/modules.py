@@ -578,6 +578,11 @@ class Delta(nn.Module):
             if edit.place.weight is not None:
                 yield f"{edit.place.weight.path}.{edit.place.weight.leaf}", edit
 
+    def adds_penalties(self) -> bool:
+        """Whether a backward pass adds the gradients of a penalty."""
+        gated = any(not gates.folded for _, gates in self.learned_masks())
+        return gated or any(state.has_penalty() for state in self.schedule_states())
+
     def warn_if_never_advanced(self) -> None:
         """Warn if the delta has learned gates or a schedule, and `advance` was not called while it was trained."""
         parts = (*(gates for _, gates in self.learned_masks()), *self.schedule_states())

@@ -84,6 +84,11 @@ class ScheduleState(nn.Module):
                 if parameter.requires_grad and not any(isinstance(hook, _PenaltyGradient) for hook in hooks):
                     parameter.register_hook(_PenaltyGradient(self, number, name))
 
+    @torch.no_grad()
+    def has_penalty(self) -> bool:
+        """Whether the schedule has a penalty."""
+        return any(self.schedule.penalty(self._parameters_at(number)) is not None for number in range(len(self.edits)))
+
     def penalty_gradient(self, number: int, name: str) -> torch.Tensor:
         """Return the gradient of the penalty for one parameter."""
         with torch.enable_grad():
