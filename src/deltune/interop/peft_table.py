@@ -523,11 +523,6 @@ def no_counterpart(name: str, value: Any) -> str:
     return f"deltune cannot reproduce {name}={value!r}; use its default, or merge in PEFT (merge_and_unload)"
 
 
-def no_counterpart(name: str, value: Any) -> str:
-    """Return what is said of an option that deltune has nothing for."""
-    return f"deltune cannot reproduce {name}={value!r}; use its default, or merge in PEFT (merge_and_unload)"
-
-
 def check_options(options: Options) -> list[str]:
     """Return what is wrong with the options of a folder: its type, and each option without a counterpart by name."""
     kind = str(options.get("peft_type"))
