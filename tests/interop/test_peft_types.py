@@ -206,6 +206,7 @@ REFUSED_CONFIGS: tuple[tuple[Callable[[], Any], str], ...] = (
     (lambda: peft.LoraConfig(target_modules=["query"], layer_replication=[[0, 1]]), "cannot reproduce layer_repl"),
     (lambda: peft.HiraConfig(target_modules=["query"], hira_dropout=0.1), "deltune cannot reproduce hira_dropout=0.1"),
     (lambda: peft.OFTConfig(target_modules=["query"], coft=True, eps=1e-4), "2 problems|cannot reproduce coft=True"),
+    (lambda: peft.OFTConfig(target_modules=["query"], r=8, oft_block_size=0), "r=8 is a number of blocks"),
     (lambda: peft.XLoraConfig(), "deltune cannot reproduce peft_type XLORA: its router weighs"),
     (lambda: peft.PveraConfig(target_modules=["query"]), "PVERA is read from folders alone"),
     (lambda: peft.LoraConfig(trainable_token_indices=[3], target_modules=["embeddings.Nothing"]), "names no module"),

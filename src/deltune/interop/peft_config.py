@@ -118,6 +118,8 @@ def _of_training(config: PeftConfiguration, options: Mapping[str, Any]) -> list[
     row, other = _row(options), OTHERS.get(str(options["peft_type"]))
     if not (row.written if row else other and other.written):
         return [f"{options['peft_type']} is read from folders alone: deltune has nothing that trains it"]
+    if options["peft_type"] == "OFT" and not options.get("oft_block_size"):
+        return [f"r={options.get('r')} is a number of blocks: give oft_block_size, the width of a module divided by r"]
     known = COMMON | TARGETS | {"bias"} | (row.options if row else set(other.options) if other else set())
     fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
     return [
