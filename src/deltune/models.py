@@ -39,8 +39,8 @@ HEADS_WITH_LABELS = ("classification", "tagging")
 NAME_ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 LANGUAGE_MODEL_HEADS = ("causal-lm", "seq2seq-lm")
 Pooling = Literal["mean", "first", "last", "model"]
-"""What a head reads whose class reads the model's `pooler_output`: the mean, the first or the last of the hidden states
-of the text, or what the class's own pooler gives."""
+"""The input of a head whose class reads the model's `pooler_output`: the mean, the first or the last of the hidden
+states of the text, or the output of the class's own pooler."""
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 
 
@@ -227,7 +227,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
 
 @dataclass(frozen=True)
 class SentenceModules:
-    """What a model of sentence-transformers computes from the last hidden states.
+    """The modules with which sentence-transformers goes on from the last hidden states.
 
     Attributes:
         pooling: The pooling, one of `POOLINGS`; another one by sentence-transformers' own name.

@@ -52,7 +52,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class AdapterHubFiles:
-    """What is written: the options and tensors of an adapter, and of its head where there is one."""
+    """Options and tensors of an adapter as AdapterHub writes them, and of its head where it has one."""
 
     options: Config
     tensors: Tensors

@@ -277,7 +277,7 @@ class ExportedDelta:
         edits: Its edits.
         full_tensors: The full tensors of each edit, by the edit's key.
         in_place: The parameters that are tuned in place, by name.
-        rows: The rows of those of which some rows alone are.
+        rows: The rows of parameters of which only some rows are trained.
         head: The parameters of the head, by name.
         original: Returns the pretrained value of a parameter.
         sliding_window: Whether some attention of the model has a sliding window.

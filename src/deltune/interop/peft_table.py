@@ -23,7 +23,7 @@ from ..methods.spec import Modification, NamedMethod
 
 NAME_PREFIX = "base_model.model."
 GLOBAL_PREFIX = "base_model."
-"""What the names of tensors of modules begin with, and the names of those that modules share."""
+"""Prefixes of the names of tensors: of a module's own, and of tensors that modules share."""
 
 Options = Mapping[str, Any]
 Values = dict[str, torch.Tensor]
@@ -423,7 +423,7 @@ class Other:
 
     Attributes:
         method: What it is here.
-        leaves: What the names of its tensors end in, after those of modules.
+        leaves: The ends of its tensors' names, after the name of the module.
         options: The options that are read or change nothing.
         only: Options that have a translation with some of their values.
         written: Whether such a delta is written.

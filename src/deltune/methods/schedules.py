@@ -1,4 +1,4 @@
-"""What training does to the tensors of a form beside the steps of the optimizer: a penalty, a projection, ranks.
+"""Schedules: a penalty, a projection or the allocation of ranks, beside the steps of the optimizer.
 
 A form has a schedule as its attribute `schedule`. The state of a schedule belongs to the delta and is in checkpoints of
 the model, not in a saved delta.
@@ -22,7 +22,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Schedule:
-    """What training does to the tensors of the places of a term.
+    """A penalty, a projection or both for the tensors of a term, beside the steps of the optimizer.
 
     A form of your own has one as its property `schedule`; subclasses write what they need of its methods.
     """
@@ -51,9 +51,9 @@ class RankSchedule(Schedule):
     """Give each place as many ranks as matter there (AdaLoRA, Zhang et al. 2023).
 
     The importance of a parameter is the product of two moving averages, of its sensitivity |w ∂L/∂w| and of how much
-    that varies. A rank has the importance of its value and the means of those of its two vectors. From `start` on the
-    number of all ranks falls with a cubic to `target` for each place in the mean at `stop`; the values of the least
-    important ranks are set to 0, and stay 0 from `stop` on.
+    that varies. The importance of a rank is the importance of its value plus the mean importances of its two vectors.
+    From `start` on the number of all ranks falls with a cubic to `target` for each place in the mean at `stop`; the
+    values of the least important ranks are set to 0, and stay 0 from `stop` on.
 
     Args:
         target: The mean number of ranks of a place in the end.
@@ -101,7 +101,7 @@ class RankSchedule(Schedule):
         return self.orthogonality / 2 * distances
 
     def is_before(self, share: float, of: float) -> bool:
-        """Whether a share of the training lies before another."""
+        """Return whether one share of the training is less than another, rounding apart."""
         return share < of - _ROUNDING
 
     def budget(self, share: float, total: int, places: int) -> int:

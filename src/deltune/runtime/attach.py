@@ -199,8 +199,8 @@ def attach(
             such as LoraConfig(r=8, target_modules=["q_proj"]).
         name: The name of the delta on this model: letters, digits, "-" and "_".
         head: "train" trains the task head, "freeze" does not. The head is saved with the delta either way.
-        pooling: What a head reads whose class reads the model's `pooler_output`: "model", what the class's own pooler
-            gives; or the mean, the first or the last of the hidden states of the text.
+        pooling: The input of a head whose class reads the model's `pooler_output`: "model" for the output of the
+            class's own pooler; or the mean, the first or the last of the hidden states of the text.
 
     Returns:
         The handle of the model.

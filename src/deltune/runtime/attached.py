@@ -249,7 +249,7 @@ class Attached:
 
     @property
     def active(self) -> Names:
-        """What all rows use; inside `rows()` and `disable()` it is None."""
+        """The delta or deltas that all rows use; None inside `rows()` and `disable()`."""
         return self.passes.default_assignment.used.names if current_scope(self.passes) is None else None
 
     def delta(self, name: str | None = None) -> Delta:

@@ -75,7 +75,7 @@ def language_head(model: PreTrainedModel) -> LanguageHead:
 
 @dataclass
 class _Capture:
-    """What the hooks at a head are told by the call, and find for it.
+    """Arguments and results of the hooks at a head, in one call.
 
     Attributes:
         targets: What each position is to predict, (B, T).

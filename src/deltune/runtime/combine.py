@@ -65,7 +65,7 @@ class Magnitude:
 
 @dataclass(frozen=True)
 class Ties(Magnitude):
-    """Trim each change of a tensor, elect a sign for each entry, average those of that sign (TIES, Yadav et al. 2023).
+    """Trim each change of a tensor, elect a sign for each entry, average what has it (TIES, Yadav et al. 2023).
 
     A delta with a negative weight takes part in the election with its sign turned.
 
@@ -372,7 +372,7 @@ class Changes:
         self.lost = self._energy[0] / self._energy[1] if self._energy[1] else 0.0
 
     def _add_products(self, edits: Sequence[tuple[str, Edit]]) -> None:
-        """Add edits that are products, those of one place beside each other."""
+        """Add edits that are products; products at one place become one."""
         places: dict[object, list[tuple[str, Edit]]] = {}
         for name, edit in edits:
             key = (edit.place.target.columns, edit.place.experts) if edit.place.linear else edit.place.name

@@ -39,7 +39,7 @@ DEFAULTS = (
     "three_vectors", "diff_pruning", "apet(lora, parameters='0.05%')", "dora", "vera", "oft", "hra", "loha", "pissa",
     "delora", "miss", "fourierft", "shira", "compacter", "loreft",
 )  # fmt: skip
-"""The methods whose default rates are measured: those of METHODS.md, and each kind of the field's."""
+"""The methods whose default rates are measured: the papers' methods, and some of each kind from the field."""
 
 SLICES: Mapping[str, dict[str, Any]] = {
     "sentences": {"max_train_rows": 3400, "validation_rows": 800, "test_rows": 1500, "max_length": 64},

@@ -299,7 +299,7 @@ class Form(MethodPart):
 
     @property
     def schedule(self) -> Schedule | None:
-        """What training does to the tensors beside the steps of the optimizer, or None."""
+        """The penalty, projection or allocation of ranks beside the steps of the optimizer, or None."""
         return None
 
     def fold(self, tensors: Tensors, widths: Widths) -> Tensors:

@@ -27,7 +27,34 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, repr=False)
-class FourierFT(ChangeForm):
+class _DrawnSpectrum(ChangeForm):
+    """What forms share that train n entries of a transform of the weight, drawn as PEFT draws them."""
+
+    frequencies: int
+    scale: float
+    seed: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(frequencies=self.frequencies)
+
+    def incompatibility(self, widths: Widths) -> str | None:
+        size = widths.in_width * widths.out_width
+        return f"frequencies={self.frequencies}: this weight has {size} entries" if self.frequencies > size else None
+
+    def tensors(self, widths: Widths) -> Specs:
+        size = widths.in_width * widths.out_width
+        entries = TensorSpec((self.frequencies,), trained=False, below=size)
+        return trained({"spectrum": (self.frequencies,)}) | {"entries": entries}
+
+    def initialize(self, tensors: Tensors, at: Place | None) -> None:
+        assert at is not None
+        tensors["spectrum"].zero_()
+        tensors["entries"].copy_(random_entries(at.weight.numel(), self.frequencies, self.seed))
+
+
+@dataclass(frozen=True, repr=False)
+class FourierFT(_DrawnSpectrum):
     """The inverse Fourier transform of n entries, W + s IDFT(c) (Gao et al. 2024; PEFT: FourierFTConfig).
 
     Tensors: spectrum c (n,), 0; the buffer entries (n,), their positions in the matrix, drawn as PEFT draws them.
@@ -45,24 +72,6 @@ class FourierFT(ChangeForm):
     scale: float = 150.0
     seed: int = 777
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(frequencies=self.frequencies)
-
-    def incompatibility(self, widths: Widths) -> str | None:
-        size = widths.in_width * widths.out_width
-        return f"frequencies={self.frequencies}: this weight has {size} entries" if self.frequencies > size else None
-
-    def tensors(self, widths: Widths) -> Specs:
-        size = widths.in_width * widths.out_width
-        entries = TensorSpec((self.frequencies,), trained=False, below=size)
-        return trained({"spectrum": (self.frequencies,)}) | {"entries": entries}
-
-    def initialize(self, tensors: Tensors, at: Place | None) -> None:
-        assert at is not None
-        tensors["spectrum"].zero_()
-        tensors["entries"].copy_(random_entries(at.weight.numel(), self.frequencies, self.seed))
-
     def change(self, tensors: Tensors, at: Place) -> torch.Tensor:
         import torch
 
@@ -72,7 +81,7 @@ class FourierFT(ChangeForm):
 
 
 @dataclass(frozen=True, repr=False)
-class WaveFT(ChangeForm):
+class WaveFT(_DrawnSpectrum):
     """The inverse Haar transform of n entries, W + s IDWT(c) (Bilican et al. 2025; PEFT: WaveFTConfig).
 
     Tensors: spectrum c (n,), 0; the buffer entries (n,), their positions in the matrix, drawn as PEFT draws them.
@@ -89,24 +98,6 @@ class WaveFT(ChangeForm):
     frequencies: int = 2592
     scale: float = 25.0
     seed: int = 777
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(frequencies=self.frequencies)
-
-    def incompatibility(self, widths: Widths) -> str | None:
-        size = widths.in_width * widths.out_width
-        return f"frequencies={self.frequencies}: this weight has {size} entries" if self.frequencies > size else None
-
-    def tensors(self, widths: Widths) -> Specs:
-        size = widths.in_width * widths.out_width
-        entries = TensorSpec((self.frequencies,), trained=False, below=size)
-        return trained({"spectrum": (self.frequencies,)}) | {"entries": entries}
-
-    def initialize(self, tensors: Tensors, at: Place | None) -> None:
-        assert at is not None
-        tensors["spectrum"].zero_()
-        tensors["entries"].copy_(random_entries(at.weight.numel(), self.frequencies, self.seed))
 
     def change(self, tensors: Tensors, at: Place) -> torch.Tensor:
         import torch

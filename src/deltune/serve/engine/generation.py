@@ -159,7 +159,7 @@ class GenerationLane:
         return min(candidates, key=lambda one: (self.share.of(one.tenant), one.submitted), default=None)
 
     def _ends(self, job: Job) -> Tokens:
-        """Return the tokens that end an answer of the model, and those of the run that the delta is from."""
+        """Return the tokens that end an answer: the model's own, and those that the delta's run trained."""
         return (*self.ends, *job.version.end_tokens)
 
     def _row(self, job: Job) -> Row:
