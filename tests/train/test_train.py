@@ -374,9 +374,28 @@ def swallow_an_interrupt() -> None:
     raise_if_interrupted()
 
 
+class Interrupting:
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def interrupt_where_python_ignores_it() -> None:
+    watch_interrupts()
+    Interrupting()
+    try:
+        raise_if_interrupted()
+    except KeyboardInterrupt:
+        print("again")
+
+
 def test_an_interrupt_that_is_swallowed_comes_again(tmp_path: Path) -> None:
     """As in a callback of a library that ignores every exception."""
     started = Started(swallow_an_interrupt, tmp_path / "output")
+    assert started.wait() == 0 and started.printed == "again\n"
+
+
+def test_an_interrupt_that_python_ignores_comes_again_without_a_traceback(tmp_path: Path) -> None:
+    started = Started(interrupt_where_python_ignores_it, tmp_path / "output")
     assert started.wait() == 0 and started.printed == "again\n"
 
 

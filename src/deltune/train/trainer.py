@@ -10,6 +10,7 @@ import contextlib
 import logging
 import math
 import signal
+import sys
 import threading
 import time
 from collections.abc import Container, Iterator, Mapping
@@ -60,6 +61,7 @@ def watch_interrupts() -> None:
         signal.default_int_handler
     ):
         signal.signal(signal.SIGINT, _interrupt)
+        sys.unraisablehook = _report_unraisable
 
 
 def raise_if_interrupted() -> None:
@@ -72,6 +74,13 @@ def raise_if_interrupted() -> None:
 def _interrupt(number: int, frame: FrameType | None) -> None:
     _interrupted.set()
     raise KeyboardInterrupt
+
+
+def _report_unraisable(args: sys.UnraisableHookArgs) -> None:
+    # An interrupt that comes in a weak reference's callback or in __del__ cannot leave it. The next step raises it
+    # again, so its traceback would only frighten.
+    if not (args.exc_type is KeyboardInterrupt and _interrupted.is_set()):
+        sys.__unraisablehook__(args)
 
 
 @dataclass
