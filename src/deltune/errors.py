@@ -91,8 +91,8 @@ class BusyError(DeltuneError):
     """Another process is working on the same folder."""
 
 
-class DiskFullError(DeltuneError):
-    """There is no space left for what was to be written."""
+class StorageError(DeltuneError):
+    """The file system refused what was to be written or read: no space left, a folder that is gone, no permission."""
 
 
 DIVERGED = "training diverged"

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .errors import DeltuneError, DiskFullError, error_summary, excerpt
+from .errors import DeltuneError, StorageError, error_summary, excerpt
 
 FULL_DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FULL_DISK_PHRASES = ("no space", "file too large", "is full")
@@ -27,13 +27,13 @@ FSYNC_UNSUPPORTED_ERRNOS = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACC
 """Errors of file systems that cannot sync a folder."""
 
 
-def write_error(where: str | Path, error: Exception, whole: str = "what is there is whole") -> DeltuneError:
+def write_error(where: str | Path, error: Exception, whole: str = "what is there is whole") -> StorageError:
     """Return the error for a write that failed in the system, in safetensors or in SQLite."""
     number = getattr(error, "errno", None)
     is_full = any(phrase in str(error).lower() for phrase in FULL_DISK_PHRASES) if number is None else False
     if is_full or number in FULL_DISK_ERRNOS:
-        return DiskFullError(f"no space left for {where}; {whole}. Make room and run the same command again")
-    return DeltuneError(f"{where} cannot be written or read: {error}; {whole}")
+        return StorageError(f"no space left for {where}; {whole}. Make room and run the same command again")
+    return StorageError(f"{where} cannot be written or read: {error}; {whole}")
 
 
 @contextlib.contextmanager

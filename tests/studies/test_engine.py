@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import tiny
-from deltune.errors import DeltuneError, DivergedError
+from deltune.errors import DeltuneError, DivergedError, StorageError
 from deltune.files import write_error
 from deltune.studies.jobs.job import RUNNERS, Job, Outcome
 from deltune.studies.jobs.pool import JobResult, LocalPool, Scheduler, execute_safely
@@ -166,14 +166,21 @@ def test_all_that_failed_is_tried_again(tmp_path: Path) -> None:
         assert len(pool.given) == 4 and made.done == 4 and made.reused == 0
 
 
-def test_a_full_disk_is_no_failure_of_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends the drive; the same command then does what is left."""
+@pytest.mark.parametrize(
+    "error",
+    [OSError(28, "No space left on device"), FileNotFoundError(2, "No such file"), PermissionError(13, "Denied")],
+    ids=repr,
+)
+def test_what_the_file_system_refuses_is_no_failure_of_the_work(
+    error: OSError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends the drive, instead of a failure of every job; the same command then does what is left."""
 
     def full(values: Mapping[str, Any], runs: Path, parts: ModelCache) -> dict[str, Any]:
-        raise write_error("there", OSError(28, "No space left on device"))
+        raise write_error("there", error)
 
     with ResultStore(tmp_path / "r.jsonl") as file:
-        with monkeypatch.context() as patch, pytest.raises(DeltuneError, match="no space left"):
+        with monkeypatch.context() as patch, pytest.raises(StorageError, match="there"):
             patch.setitem(RUNNERS, "double", full)
             drive(of(1, 2), file)
         assert not file.records() and drive(of(1, 2), file).done == 2

@@ -25,7 +25,7 @@ from deltune.studies.jobs.store import (
     write_results,
 )
 from deltune.studies.jobs.verification import compare, sample_jobs
-from deltune.studies.papers.registry import STUDIES
+from deltune.studies.papers.registry import ALL_STUDIES
 from deltune.studies.scales import StudySetup
 from deltune.train.progress import ProgressDisplay
 
@@ -238,7 +238,7 @@ def test_committed_results_are_those_of_studies_as_they_are() -> None:
         text = "".join(read_lines(results_file(RESULTS, name)))
         assert "/home/" not in text and f"{ROOT.parent}/" not in text and '"error":' not in text, name
         stored = {row.name for row in read_results(RESULTS, [name])}
-        jobs = topological_order(STUDIES[name](StudySetup("small", runs=False)).jobs(rows))
+        jobs = topological_order(ALL_STUDIES[name](StudySetup("small", runs=False)).jobs(rows))
         assert stored == stored & {job.name for job in jobs}, f"{name} has jobs of another version of the study"
 
 
@@ -249,7 +249,9 @@ def test_committed_results_can_be_repeated() -> None:
     rows = {row.name: row for row in read_results(RESULTS)}
     if rows and not (SHARED / "data").is_dir():
         pytest.skip(f"no small models and data: there is no folder {SHARED / 'data'}")
-    jobs = sample_jobs((job for name in exported_studies(RESULTS) for job in STUDIES[name](setup).jobs(rows)), rows, 10)
+    jobs = sample_jobs(
+        (job for name in exported_studies(RESULTS) for job in ALL_STUDIES[name](setup).jobs(rows)), rows, 10
+    )
     with tempfile.TemporaryDirectory() as folder, ResultStore(Path(folder) / "r.jsonl") as stored:
         scheduler = Scheduler(lambda _: jobs, stored, LocalPool(1, stored.runs))
         with ProgressDisplay(False) as bar:

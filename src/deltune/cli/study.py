@@ -49,12 +49,9 @@ def load_studies(
     runs: bool = False,
 ) -> list[Study]:
     """Make the studies of names or files."""
-    from ..studies.own import OWN_STUDIES
-    from ..studies.papers.registry import FIRST, STUDIES
+    from ..studies.papers.registry import ALL_STUDIES, FIRST, STUDIES
     from ..studies.scales import StudySetup
     from ..studies.study import select_cells, study_from_file
-
-    makers = {**STUDIES, **OWN_STUDIES}
 
     for root in (data_root, model_root):
         if root is not None and not user_path(root, "folder").is_dir():
@@ -64,11 +61,13 @@ def load_studies(
     names = list(dict.fromkeys(one for name in names for one in ((*FIRST, *STUDIES) if name == "all" else (name,))))
     files = [name for name in names if name.endswith((".yaml", ".yml"))]
     problems = [
-        unknown_name("study", name, (*makers, "all")) for name in names if name not in makers and name not in files
+        unknown_name("study", name, (*ALL_STUDIES, "all"))
+        for name in names
+        if name not in ALL_STUDIES and name not in files
     ]
     if problems:
         raise error_from_problems("these studies do not exist", problems)
-    requested = [study_from_file(name, data_root) if name in files else makers[name](setup) for name in names]
+    requested = [study_from_file(name, data_root) if name in files else ALL_STUDIES[name](setup) for name in names]
     selected = [select_cells(study, only or []) for study in requested]
     if not any(study.plan_cells({}) for study in selected):
         raise DeltuneError(
@@ -481,11 +480,11 @@ def report(
 ) -> None:
     """Print tables, figures and findings of studies, or write them as files or as one page."""
     from ..files import explain_write_errors, write_text
-    from ..studies.papers.registry import STUDIES, paper_statements
+    from ..studies.papers.registry import ALL_STUDIES, paper_statements
     from ..studies.report import page
 
     to = None if to is None else user_path(to, "--to")
-    order = list(STUDIES)  # that of the papers; studies of one's own come last
+    order = list(ALL_STUDIES)  # the papers' come first, files of studies last
     requested = load_studies(names, scale, data_root, model_root, only)
     requested.sort(key=lambda study: order.index(study.name) if study.name in order else len(order))
     rows = _rows(store)

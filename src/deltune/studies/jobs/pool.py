@@ -24,7 +24,7 @@ from typing import Any, cast
 
 import torch
 
-from ...errors import BusyError, DeltuneError, DiskFullError, DivergedError, check_extra, error_summary
+from ...errors import BusyError, DeltuneError, DivergedError, StorageError, check_extra, error_summary
 from ...train import ModelCache, ProgressDisplay, RunFolder, latest_checkpoint, read_progress
 from .job import Job, ResultValues, config_of, execute, run_folder, topological_order
 from .store import REQUIREMENT_FAILED, ErrorKind, JobRecord, ResultStore
@@ -45,7 +45,7 @@ class JobResult:
     error: str | None = None
     seconds: float = 0.0
     worker_died: bool = False
-    disk_full: bool = False
+    storage_failed: bool = False
     busy: bool = False
     error_kind: ErrorKind | None = None
 
@@ -89,8 +89,8 @@ def execute_safely(job: Job, runs: Path, model_cache: ModelCache) -> JobResult:
             if attempt == BUSY_RETRIES:
                 return JobResult(job, None, str(error), busy=True, error_kind="error")
             time.sleep(0.5)
-        except DiskFullError as error:
-            return JobResult(job, None, str(error), disk_full=True, error_kind="error")
+        except StorageError as error:
+            return JobResult(job, None, str(error), storage_failed=True, error_kind="error")
         except DeltuneError as error:
             kind: ErrorKind = "diverged" if isinstance(error, DivergedError) else "error"
             message = str(error) or type(error).__name__
@@ -396,8 +396,8 @@ class Scheduler:
     def _handle(self, worker: int, result: JobResult, bar: ProgressDisplay) -> None:
         job = result.job
         del self._running[job.name]
-        if result.disk_full:
-            raise DiskFullError(str(result.error))  # the disk's fault and not the job's: nothing is recorded
+        if result.storage_failed:
+            raise StorageError(str(result.error))  # not the job's fault: nothing is recorded
         if result.busy:
             self.store.release(job.name)
             logger.info("%s; it is tried again", result.error)

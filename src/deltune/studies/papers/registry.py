@@ -1,4 +1,4 @@
-"""Every study of the papers, and the claims of each, by name."""
+"""Every study, and the claims of each, by name."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from ..claims.claims import Claim
 from ..claims.decisions import Paper, PaperStatements
+from ..own import OWN_STUDIES
 from ..scales import StudySetup
 from ..study import Study
 from .apet import AP_CLAIMS, AP_STUDIES
@@ -45,7 +46,10 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {**LN_CLAIMS, **UV_CLAIMS, **AP_CLAIMS}
 """Name of a study -> the claims that it decides."""
 
 STUDIES: Mapping[str, Callable[[StudySetup], Study]] = {**LN_STUDIES, **UV_STUDIES, **AP_STUDIES}
-"""Name -> the function that builds the study. Building one loads nothing and does not use the hub."""
+"""Name -> the function that builds a study of the papers. Building one loads nothing and does not use the hub."""
+
+ALL_STUDIES: Mapping[str, Callable[[StudySetup], Study]] = {**STUDIES, **OWN_STUDIES}
+"""The studies of the papers and our own."""
 
 
 RERUN = (
