@@ -76,6 +76,13 @@ def test_nothing_is_lost(tmp_path: Path) -> None:
     assert not read_results(tmp_path, ["uv/full"]) and exported_studies(tmp_path) == ["ln/nlu"]
 
 
+def test_runs_of_changed_files_are_not_exported(tmp_path: Path) -> None:
+    clean, dirty = record(job("lora", 0), 0.5), record(job("lora", 1), 0.6, {**HERE, "commit": "a" * 40 + "-dirty"})
+    with pytest.warns(UserWarning, match="s: 1 of 2 results are not exported"):
+        write_results(tmp_path, "s", [clean, dirty])
+    assert read_results(tmp_path) == [clean]
+
+
 def test_the_day_of_a_job_goes_with_it(tmp_path: Path) -> None:
     """Through the store, a file and another store; where nobody knows the day, nobody invents one."""
     days = {"known": "2026-11-20", "unknown": "", "now": None}

@@ -41,6 +41,8 @@ LINE_START, LINE_END = '{"job":', ',"sum":"%s"}'
 SUFFIX = ".jsonl.gz"
 ENVIRONMENTS_FILE = "environments.json"
 DIGEST_DIGITS = 12
+DIRTY = "-dirty"
+"""How a commit ends in whose files something was changed."""
 
 ErrorKind = Literal["diverged", "error", "exception", "worker_died", "requirement"]
 """Why a job has no result: its training diverged, a `DeltuneError`, any other exception, a worker that died again and
@@ -240,10 +242,21 @@ def results_file(folder: Path, study: str) -> Path:
 
 
 def write_results(folder: Path, study: str, records: Iterable[JobRecord]) -> Path:
-    """Write the records of a study's jobs, and the environments of all studies in the folder."""
+    """Write the records of a study's jobs, and the environments of all studies in the folder.
+
+    A run of files that no commit has cannot be repeated, so it is left out, with a warning.
+    """
     path = results_file(folder, study)
     environments: dict[str, Any] = {}
-    lines = [_pack(_to_line(record), environments) for record in records]
+    all_records = list(records)
+    kept_records = [record for record in all_records if not _is_dirty(record)]
+    if left_out := len(all_records) - len(kept_records):
+        warnings.warn(
+            f"{study}: {left_out} of {len(all_records)} results are not exported: they ran with changes to deltune "
+            "that were not committed. Commit, and run the study again with another store",
+            stacklevel=2,
+        )
+    lines = [_pack(_to_line(record), environments) for record in kept_records]
     lines.sort(key=_sort_key)
     with explain_write_errors(folder):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -254,6 +267,11 @@ def write_results(folder: Path, study: str, records: Iterable[JobRecord]) -> Pat
         kept = {digest: environments[digest] for digest in sorted(environments) if digest in used}
         write_text(folder / ENVIRONMENTS_FILE, json.dumps(kept, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
     return path
+
+
+def _is_dirty(record: JobRecord) -> bool:
+    environment = (record.result or {}).get("environment") or {}
+    return str(environment.get("commit")).endswith(DIRTY)
 
 
 def read_results(folder: Path, studies: Sequence[str] = ()) -> list[JobRecord]:

@@ -16,14 +16,12 @@ from ...train import OptimSection
 from ..claims.comparisons import MetricChoice, points
 from ..claims.selectors import SEED
 from ..jobs.job import Outcome
-from ..jobs.store import JobRecord
+from ..jobs.store import DIRTY, JobRecord
 from .tables import format_percent
 
 PACKAGES = ("torch", "transformers")
 """The packages whose versions are said."""
 COMMIT_DIGITS = 7
-DIRTY = "-dirty"
-"""How a commit ends in whose files something was changed."""
 MAX_COMMITS = 3
 """Commits that a sentence names."""
 CITATION = (
