@@ -509,8 +509,8 @@ def test_numbers_that_are_not_finite_are_no_answer() -> None:
 
 @pytest.mark.parametrize("value", ["2", 0, True, -1, 2.5, None, float("nan")], ids=repr)
 def test_a_wrong_number_of_a_server_is_an_error_that_says_what_is_allowed(value: Any) -> None:
-    with pytest.raises(DeltuneError, match=r"max_concurrent_passes: give a whole number above 0, not ") as caught:
-        Server(deltas(*BERT).model(), max_concurrent_passes=value)
+    with pytest.raises(DeltuneError, match=r"max_batch_size: give a whole number above 0, not ") as caught:
+        Server(deltas(*BERT).model(), max_batch_size=value)
     assert str(caught.value).endswith(repr(value))
 
 

@@ -91,14 +91,14 @@ ACTIONS = st.one_of(
 @settings(deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(
     actions=st.lists(ACTIONS, min_size=5, max_size=40), loaded=st.integers(1, 6), rows=st.integers(1, 6),
-    cache=st.sampled_from([0, 5000, 1 << 20]), part=st.sampled_from([2, 5, 512]), passes=st.integers(1, 3),
+    cache=st.sampled_from([0, 5000, 1 << 20]), part=st.sampled_from([2, 5, 512]),
 )  # fmt: skip
 @pytest.mark.sample(1)
 def test_no_answer_depends_on_others(
     monkeypatch: pytest.MonkeyPatch, family: str, role: str, actions: list[tuple[Any, ...]], loaded: int, rows: int,
-    cache: int, part: int, passes: int,
+    cache: int, part: int,
 ) -> None:  # fmt: skip
-    monkeypatch.setitem(PASS_OVERHEAD, "cpu", 4)  # so that batches as small as these have several passes at once
+    monkeypatch.setitem(PASS_OVERHEAD, "cpu", 4)  # so that batches as small as these are split
     of = deltas(family, role)
     task = "classify" if role == "sequence" else "generate"
     submitted: list[tuple[Request, Future[Answer]]] = []
@@ -114,7 +114,6 @@ def test_no_answer_depends_on_others(
             max_batch_size=rows,
             max_prefill_tokens=part,
             max_wait=0.0,
-            max_concurrent_passes=passes,
             prompt_cache_bytes=cache,
         ) as server:
             backbone: Any = server._backbones.first
@@ -231,7 +230,6 @@ def test_ten_thousand_requests(family: str, role: str, number: int) -> None:
     ]
     with Server(
         of.model(), deltas=of.folder, max_loaded=30, max_queue=number, max_queue_per_tenant=number, max_batch_size=24,
-        max_concurrent_passes=2,
     ) as server:  # fmt: skip
         answers = [future.result(3600) for future in [server.submit(request) for request in requests]]
         stats = server.stats()
