@@ -33,7 +33,6 @@ from transformers import AutoModelForSequenceClassification
 
 import deltune
 from deltune.models import packaged_minilm
-from deltune.serve.engine.concurrency import release_worker_threads
 from deltune.serve.engine.encoding import EncodingLane
 from deltune.serve.engine.requests import Answer, Request, Sampling
 from deltune.serve.engine.server import Server
@@ -116,7 +115,6 @@ def served(shape: Shape, folder: Path | None, **options: Any) -> Server:
         "max_queue": 100_000,
         "max_queue_per_tenant": 100_000,
         "prompt_cache_bytes": 0,
-        "max_concurrent_passes": 2,
     }
     server = Server(model, deltas=folder, **{**bounds, **options})
     for name in tenants_of(shape) if folder is not None else ():
@@ -126,7 +124,6 @@ def served(shape: Shape, folder: Path | None, **options: Any) -> Server:
 
 def all_at_once(server: Server, requests: Sequence[Request]) -> list[Answer]:
     """Answers to requests that wait at once, in a process that computes nothing but them."""
-    release_worker_threads()  # of this thread, which runs PEFT's model between the rounds
     return [future.result() for future in [server.submit(request) for request in requests]]
 
 
@@ -182,8 +179,7 @@ def classified(shape: Shape, number: int = 256, rounds: int = 7) -> list[Row]:
     requests = requests_of(shape, number, 0)
     with tempfile.TemporaryDirectory() as folder, served(shape, saved(shape, Path(folder)), max_wait=0.0) as server:
         all_at_once(server, requests)
-        with served(shape, Path(folder), max_wait=0.0, max_concurrent_passes=1) as one_at_a_time:
-            batches = recorded(one_at_a_time, requests)
+        batches = recorded(server, requests)
         bare, models = build(shape).eval(), theirs(shape)
 
         def run_bare() -> None:

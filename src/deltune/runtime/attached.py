@@ -352,9 +352,7 @@ class Attached:
                     self.hooks.install((path, "tensors"), partial(ForwardOverride, self.passes, path, module))
         return assignment
 
-    def inference_rows(
-        self, names: Sequence[str | None], place: bool = True, left_out: frozenset[Edit] | None = None
-    ) -> Scope:
+    def inference_rows(self, names: Sequence[str | None], left_out: frozenset[Edit] | None = None) -> Scope:
         """Do as `Tuned.rows` does, for passes without gradients: nothing is made trainable, which takes less time.
 
         No tensor of a delta may change as long as it is attached: what is stacked by row is kept for further passes.
@@ -363,23 +361,21 @@ class Attached:
         """
         rows = tuple(names)
         return Scope(
-            self.passes, self.handle, lambda: self._inference_assignment(rows, place, left_out), set_requires_grad=False
+            self.passes, self.handle, lambda: self._inference_assignment(rows, left_out), set_requires_grad=False
         )
 
-    def _inference_assignment(
-        self, names: tuple[str | None, ...], place: bool, left_out: frozenset[Edit] | None
-    ) -> RowAssignment:
+    def _inference_assignment(self, names: tuple[str | None, ...], left_out: frozenset[Edit] | None) -> RowAssignment:
         """The assignment of `inference_rows`; the last ones are kept, since the steps of a batch have the same."""
-        kept, placed = self.passes.kept_assignments, place and len(set(names)) == 1
-        assignment = kept.get((names, placed, left_out))
+        kept = self.passes.kept_assignments
+        assignment = kept.get((names, left_out))
         if assignment is None:
-            if placed:
+            if len(set(names)) == 1:
                 assignment = self.assign(Use(names[0]), left_out=left_out)
             else:
                 assignment = self.assign(Use(rows=names), constant=True, left_out=left_out)
             while len(kept) >= KEPT_ASSIGNMENTS:
                 del kept[next(iter(kept))]
-            kept[names, placed, left_out] = assignment
+            kept[names, left_out] = assignment
         return assignment
 
     def shares_rows(self, name: str) -> bool:

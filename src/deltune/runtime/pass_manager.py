@@ -230,8 +230,8 @@ class PassManager:
 
     Attributes:
         default_assignment: What passes outside `rows()` and `disable()` use.
-        kept_assignments: Assignments of passes without gradients, by the delta of each row, by whether the delta of all
-            rows is placed in the model, and by the edits that are left out.
+        kept_assignments: Assignments of passes without gradients, by the delta of each row and the edits that are left
+            out.
         delta_cache: Facts about deltas that every assignment of rows needs.
         vocabulary: The path of the projection to the vocabulary while some attached delta acts at it, else None.
         saves_deltas_alone_below: The output folder of a Trainer, in whose checkpoints `save_pretrained` writes deltas
@@ -252,7 +252,7 @@ class PassManager:
 
     def _reset(self) -> None:
         self.compiled_pass = ForwardPass(self, self.default_assignment)
-        self.kept_assignments: dict[tuple[tuple[str | None, ...], bool, frozenset[Edit] | None], RowAssignment] = {}
+        self.kept_assignments: dict[tuple[tuple[str | None, ...], frozenset[Edit] | None], RowAssignment] = {}
         self.delta_cache = DeltaCache()
         self._forget_threads(())
         _PASS_MANAGERS[id(self)] = self

@@ -85,9 +85,6 @@ class BatchingSection(Section):
         None, "tokens of a decoder's prompt that are read in one step, at most [512]"
     )
     max_pass_seconds: Seconds = option(0.1, "about how many seconds a pass of an encoder takes, at most")
-    max_concurrent_passes: Size | None = option(
-        None, "passes of an encoder that run at the same time on a CPU, at most [2 if there are two cores]"
-    )
     max_wait: Duration = option(0.005, "seconds that a first request waits for others")
     max_queue: Size = option(1024, "inputs that may wait in all", common=True)
     max_queue_per_tenant: Size = option(256, "inputs of one tenant that may wait", common=True)

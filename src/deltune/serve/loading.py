@@ -31,7 +31,6 @@ def load_server(config: ServeConfig) -> Server:
     nn.Module.to(model, torch.device(device)).eval()  # transformers' own `to` is typed without a device
     options = config.batching.model_dump() | config.deltas.model_dump(exclude={"folder"})
     options["prompt_cache_bytes"] = options.pop("prompt_cache")
-    options["max_concurrent_passes"] = options["max_concurrent_passes"] or min(2, torch.get_num_threads())
     options["watch"] = options["watch"] or None
     set_options = {name: value for name, value in options.items() if value is not None}
     return Server(model, tokenizer, deltas=folder, **set_options)

@@ -244,15 +244,10 @@ class Backbone:
         self,
         rows: Sequence[LoadedDelta],
         call: Callable[[], T],
-        place: bool = True,
         left_out: frozenset[Edit] | None = None,
     ) -> T:
-        """Run passes of the model in which each row uses its own delta.
-
-        With `place`, the tensors of a delta that all rows use may be put into the model; without, other threads may
-        run passes with other deltas meanwhile. `left_out` is as for `inference_rows`.
-        """
-        with torch.inference_mode(), self.attached.inference_rows([row.internal for row in rows], place, left_out):
+        """Run passes of the model in which each row uses its own delta; `left_out` is as for `inference_rows`."""
+        with torch.inference_mode(), self.attached.inference_rows([row.internal for row in rows], left_out):
             return call()
 
     def positions(self, stack: str, loaded: LoadedDelta) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,8 +14,7 @@ import torch
 from ...errors import DeltuneError
 from ...models import first_sub_words, tag_all_words
 from ...runtime.padding import Side
-from .backbone import Backbone, LoadedDelta
-from .concurrency import ConcurrentPasses, SafeWidths
+from .backbone import Backbone
 from .jobs import Job
 from .queue import FairQueue, FairShare
 from .requests import Answer
@@ -49,7 +47,6 @@ class LaneContext:
     share: FairShare  # the counters of the tenants
     start: Callable[[Job], None]  # is called with requests whose first batch begins
     finish: Callable[[Job, Answer | BaseException], None]  # is called once for each request, with its answer or error
-    passes: ConcurrentPasses  # runs passes of an encoder at the same time
 
 
 class EncodingLane:
@@ -63,11 +60,8 @@ class EncodingLane:
         tokenizer_pad = getattr(backbone.model.config.get_text_config(), "pad_token_id", None)
         self.overhead = pass_overhead(backbone.device)
         self.pad = 0 if tokenizer_pad is None else int(tokenizer_pad)
-        self.safe_widths = SafeWidths(backbone.model)
         self.speed = math.inf
         """Tokens a second, the overhead of a pass included; of the last passes, the later ones counting more."""
-        self.placed: LoadedDelta | None = None
-        """The delta whose tensors are in the model, if the passes that run began when no other was asked."""
 
     @property
     def busy(self) -> bool:
@@ -91,94 +85,42 @@ class EncodingLane:
         return max(0.0, oldest + self.limits.wait - now)
 
     def advance(self) -> None:
-        """Answer the next request, and others of similar length, in a pass that another thread runs.
-
-        Where fewer passes wait than there are threads, it is split. In this thread run a single pass, which then has
-        all cores, and passes of lengths whose effect on the model is not known yet.
-        """
-        passes = self.context.passes
+        """Answer the next request, and others of similar length, in one pass."""
         waiting = self.queue.next_jobs(self.limits.rows, lambda job: len(job.tokens))
         if self.side is None:
             waiting = [job for job in waiting if _lengths(job) == _lengths(waiting[0])]
         room = min(self.limits.tokens, self.speed * self.limits.pass_seconds - self.overhead)
         split = split_by_length(waiting, _lengths, self.overhead, room)
         (similar,) = (part for part in split if waiting[0] in part)
-        chosen = _with_light_tenants(waiting, similar, self.queue.light_tenants(), room)
-        later = (len(split) - 1 if len(chosen) < len(waiting) else 0) + (len(self.queue) > len(waiting))
-        parts = split_evenly(chosen, _lengths, self._passes_for(chosen, later))
-        parts.sort(key=lambda part: waiting[0] not in part)
-        is_safe = all(self.safe_widths.includes(_width(part)) for part in parts)
-        if not is_safe:
-            passes.wait()
-            if any(job.done for job in chosen):  # what happened meanwhile has ended them
-                return
-        is_idle = not passes.are_running
-        begun = parts[: passes.free] if is_safe else parts
-        self._start([job for part in begun for job in part])
-        if not is_safe or passes.most == 1 or (is_idle and not later and len(parts) == 1):
-            for part in begun:  # one after the other, in this thread, on all cores
-                self._finish(part, self._answers(part, place=len({job.version for job in part}) == 1))
-            return
-        versions = {job.version for job in waiting}
-        if is_idle:
-            self.placed = next(iter(versions)) if len(versions) == 1 else None
-        elif versions != {self.placed}:
-            self.placed = None
-        for part in begun:
-            for job in part:
-                job.in_pass = True
-            passes.begin(partial(self._answers, part, self.placed is not None), partial(self._finish, part))
-
-    def _start(self, jobs: Sequence[Job]) -> None:
-        """Take requests out of the queue, and note that they are answered now."""
+        jobs = _with_light_tenants(waiting, similar, self.queue.light_tenants(), room)
         for job in jobs:
             self.queue.remove(job)
             self.context.share.charge(job.tenant, len(job.tokens))
             self.context.start(job)
-
-    def _passes_for(self, jobs: Sequence[Job], later: int) -> int:
-        """In how many passes at the same time requests are answered: none of them should cost more than it computes."""
-        if self.safe_widths.keeps_state:
-            return 1
-        return max(1, min(self.context.passes.most - later, len(jobs) * _width(jobs) // self.overhead))
-
-    def _answers(self, jobs: list[Job], place: bool) -> tuple[list[Answer | BaseException] | Exception, float]:
-        """Answer requests in one pass, sorted by delta, or return the error of the pass; and its seconds."""
         jobs.sort(key=lambda job: job.version.internal or "")
         began = time.perf_counter()
         try:
-            return self._compute(jobs, place), time.perf_counter() - began
-        except Exception as error:
-            return error, time.perf_counter() - began
-
-    def _finish(self, jobs: list[Job], result: tuple[list[Answer | BaseException] | Exception, float]) -> None:
-        """Give the requests of a pass their answers."""
-        answers, seconds = result
-        for job in jobs:
-            job.in_pass = False
-        if not isinstance(answers, Exception):
-            speed = (self.overhead + len(jobs) * _width(jobs)) / seconds
+            answers = self._compute(jobs)
+        except Exception as error:  # each in a pass of its own, so that only the guilty one fails
+            answers = [error] if len(jobs) == 1 else [self._alone(job) for job in jobs]
+        else:
+            speed = (self.overhead + len(jobs) * _width(jobs)) / (time.perf_counter() - began)
             self.speed = (3 * self.speed + speed) / 4 if math.isfinite(self.speed) else speed
-        elif len(jobs) == 1:
-            answers = [answers]
-        else:  # each in a pass of its own, so that only the guilty one fails
-            self.context.passes.wait()
-            answers = [self._alone(job) for job in jobs]
         for job, answer in zip(jobs, answers, strict=True):
             self.context.finish(job, answer)
 
     def _alone(self, job: Job) -> Answer | BaseException:
         try:
-            (answer,) = self._compute([job], place=True)
+            (answer,) = self._compute([job])
             return answer
         except Exception as error:
             return error
 
-    def _compute(self, jobs: Sequence[Job], place: bool) -> list[Answer | BaseException]:
+    def _compute(self, jobs: Sequence[Job]) -> list[Answer | BaseException]:
         inputs = self._batch(jobs)
         rows = [job.version for job in jobs]
         call = partial(self._states if self.task == "embed" else self._logits, inputs)
-        outputs = self.backbone.run(rows, partial(self.safe_widths.observe, _width(jobs), call), place)
+        outputs = self.backbone.run(rows, call)
         answer = self._embedding if self.task == "embed" else self._labels
         by_token = outputs.dim() > 2
         begins = [outputs.shape[1] - len(job.tokens) if by_token and self.side == "left" else 0 for job in jobs]
@@ -308,26 +250,6 @@ def split_by_length(
         parts.insert(0, ordered[begins[end] : end])
         end = begins[end]
     return parts
-
-
-def split_evenly(requests: Sequence[T], lengths: Callable[[T], tuple[int, int]], most: int) -> list[list[T]]:
-    """Split requests into passes that run at the same time, so that the largest of them is as small as possible."""
-    ordered = sorted(requests, key=lengths)
-
-    def parts_of(size: int) -> list[list[T]]:
-        parts: list[list[T]] = []
-        text = prompt = 0
-        for request in ordered:
-            prompt, text = max(prompt, lengths(request)[0]), max(text, lengths(request)[1])
-            if parts and (len(parts[-1]) + 1) * (text + prompt) <= size:
-                parts[-1].append(request)
-            else:
-                prompt, text = lengths(request)
-                parts.append([request])
-        return parts
-
-    sizes = range(1, len(ordered) * (max(lengths(r)[0] for r in ordered) + max(lengths(r)[1] for r in ordered)) + 1)
-    return parts_of(sizes[bisect_left(sizes, True, key=lambda size: len(parts_of(size)) <= most)])
 
 
 def _tags(job: Job, tags: list[str], labels: Sequence[str]) -> list[tuple[str, str]]:

@@ -54,7 +54,6 @@ class Job:
     started: float | None = None  # when its first batch began
     lane: object = None  # the queue with its batches that it was put into, once it was
     waiting: bool = True  # whether it waits for its first batch
-    in_pass: bool = False  # whether another thread runs a pass for it, which is not interrupted
     done: bool = False  # whether it has ended
 
     @property

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,6 @@ from ...errors import DeltuneError, error_summary
 from ..errors import EngineClosed, NameTaken, RequestTimeout, UnknownDelta, refusal
 from .backbone import Backbones, LoadedDelta, PreparedDelta
 from .catalog import Catalog, Entry, State
-from .concurrency import thread_pool
 from .folders import Signature, check_delta_name, read_facts, signature
 from .jobs import Job
 from .queue import FairShare
@@ -75,13 +74,12 @@ class Lifecycle:
         wake: threading.Condition,
         place: Callable[[Job], None],
         finish: Callable[[Job, DeltuneError], None],
-        wait_for_passes: Callable[[], None],
         before_detach: Callable[[LoadedDelta], None],
     ) -> None:
         self.catalog, self.backbones = catalog, backbones
         self.max_loaded, self.max_loaded_bytes, self.max_names = max_loaded, max_loaded_bytes, max_names
         self._wake = wake  # of the engine's thread; its lock guards the catalog
-        self._place, self._finish, self._wait_for_passes = place, finish, wait_for_passes
+        self._place, self._finish = place, finish
         self._before_detach = before_detach
         self.retired: set[LoadedDelta] = set()
         self.loads = self.evictions = 0
@@ -90,8 +88,7 @@ class Lifecycle:
         self._loads: set[Future[DeltaInfo]] = set()  # of `load` and `refresh`, until they are done
         self._closing: DeltuneError | None = None  # why deltas are loaded for requests alone
         self._active: set[Entry] = set()  # those in memory and those that requests wait for, so that no step sees all
-        # on one of torch's threads: the passes that run meanwhile need the cores
-        self._reader = thread_pool(1, 1, "deltune-reader")
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="deltune-reader")
 
     # -- from any thread
 
@@ -278,7 +275,6 @@ class Lifecycle:
         with self._wake:
             arrivals, self._arrivals = self._arrivals, deque()
         if any(self._place_for(arrival) for arrival in arrivals):
-            self._wait_for_passes()
             self.drop_unneeded()
         left = [arrival for arrival in arrivals if not self._take(arrival)]
         with self._wake:
@@ -457,7 +453,6 @@ class Lifecycle:
         """Detach the versions that were replaced and that no request needs any more, and keep memory within bounds."""
         if all(loaded.users for loaded in self.retired) and self._surplus() is None:
             return
-        self._wait_for_passes()
         for loaded in [loaded for loaded in self.retired if not loaded.users]:
             self._detach(loaded)
             self.retired.discard(loaded)

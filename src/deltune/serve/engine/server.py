@@ -1,10 +1,9 @@
 """`Server`: many deltas on one backbone, in Python without HTTP.
 
-One thread owns the model. It takes requests from the others, attaches and detaches deltas while no pass runs, and gives
-every request its answer. Passes of an encoder run in threads of their own, which it starts. Here are the ways
-in, the loop of that thread, and the end. Which requests may wait is in `queue`, which delta is meant in `catalog`,
-how deltas come into memory and go in `lifecycle`, what a batch is in `encoding` and `generation`, and what makes the
-steps of the latter in `runners`.
+One thread owns the model. It takes requests from the others, attaches and detaches deltas between two passes, and gives
+every request its answer. Here are the ways in, the loop of that thread, and the end. Which requests may wait is in
+`queue`, which delta is meant in `catalog`, how deltas come into memory and go in `lifecycle`, what a batch is in
+`encoding` and `generation`, and what makes the steps of the latter in `runners`.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ from ...runtime.padding import padding_side
 from ..errors import UNANSWERED, EngineClosed, InvalidRequest, RequestTimeout, UnknownDelta
 from .backbone import Backbones, LoadedDelta
 from .catalog import Catalog, Entry, State
-from .concurrency import ConcurrentPasses, give_way_to_other_threads, release_worker_threads
 from .encoding import BatchLimits, EncodingLane, LaneContext
 from .folders import HEAD_TASKS, FolderFacts, scan
 from .generation import GenerationLane, GenerationOptions
@@ -97,8 +95,6 @@ class Server:
             parts, so that the other rows of the batch wait for a part alone.
         max_pass_seconds: About how long a pass of an encoder takes at most, by the speed of the passes before: so long
             a request of another tenant waits for it. A long request has a pass of its own, however long.
-        max_concurrent_passes: How many passes of an encoder run at the same time at most, on a CPU of several cores;
-            torch's threads are divided among them. Models that keep something of a pass in their modules have one.
         max_wait: How long a request waits for a fuller batch, in seconds; a decoder's batch is joined at once.
         max_queue: The most requests that wait.
         max_queue_per_tenant: The most requests of one tenant that wait.
@@ -124,7 +120,6 @@ class Server:
         max_batch_size: int = 32,
         max_prefill_tokens: int = 512,
         max_pass_seconds: float = 0.1,
-        max_concurrent_passes: int = 1,
         max_wait: float = 0.005,
         max_queue: int = 1024,
         max_queue_per_tenant: int = 256,
@@ -137,7 +132,7 @@ class Server:
             max_loaded=max_loaded, max_loaded_bytes=max_loaded_bytes, max_names=max_names,
             max_batch_tokens=max_batch_tokens, max_batch_size=max_batch_size, max_prefill_tokens=max_prefill_tokens,
             max_queue=max_queue, max_queue_per_tenant=max_queue_per_tenant, max_length=max_length, watch=watch,
-            max_pass_seconds=max_pass_seconds, max_concurrent_passes=max_concurrent_passes, max_wait=max_wait,
+            max_pass_seconds=max_pass_seconds, max_wait=max_wait,
             prompt_cache_bytes=prompt_cache_bytes,
         )  # fmt: skip
         self.root = None if deltas is None else user_path(deltas, "deltas")
@@ -163,8 +158,7 @@ class Server:
                 self._backbones.close()
                 raise
         self._share = FairShare()
-        self._passes = ConcurrentPasses(max_concurrent_passes if first.device.type == "cpu" else 1, self._notify)
-        self._lane_context = LaneContext(self._share, self._start, self._finish, self._passes)
+        self._lane_context = LaneContext(self._share, self._start, self._finish)
         self._lanes: dict[tuple[str, str, str], Lane] = {}
         """Ordered by last turn."""
         self._last_lane: Lane | None = None
@@ -175,7 +169,7 @@ class Server:
         self._catalog = Catalog(self.root, attached, self._backbones.check, self._lock)
         self._lifecycle = Lifecycle(
             self._catalog, self._backbones, max_loaded, max_loaded_bytes, max_names, wake=self._wake, place=self._place,
-            finish=self._finish, wait_for_passes=self._wait_for_passes, before_detach=self._before_detach,
+            finish=self._finish, before_detach=self._before_detach,
         )  # fmt: skip
         self._admission = Admission(max_queue, max_queue_per_tenant, self._lock)
         self._inbox: deque[Job] = deque()
@@ -190,7 +184,6 @@ class Server:
         self._encoding, self._long_encoding = FairThread("deltune-encoder"), FairThread("deltune-long-encoder")
         if self.root is not None:
             self._catalog.look()
-        release_worker_threads()  # those of the thread that has loaded the model
         self._thread = threading.Thread(target=self._run, name="deltune-engine", daemon=True)
         self._thread.start()
         self._watcher: threading.Thread | None = None
@@ -537,16 +530,10 @@ class Server:
             self._wake.notify_all()
         self._thread.join()
         self._lifecycle.close()
-        self._passes.close()
         for thread in (self._encoding, self._long_encoding):
             thread.close()
 
     # -- the engine's thread
-
-    def _notify(self) -> None:
-        """Wake the engine's thread; any thread may call it."""
-        with self._wake:
-            self._wake.notify_all()
 
     def _refuse_own_thread(self, method: str) -> None:
         """Refuse what would wait for the engine's thread in that thread."""
@@ -578,16 +565,12 @@ class Server:
         done.result()
 
     def _run(self) -> None:
-        if self._backbones.first.device.type == "cpu":
-            give_way_to_other_threads()
         try:
             while True:
                 with self._wake:
                     if self._closed:
                         break
                     if not self._pending():
-                        if not any(lane.busy for lane in self._lanes.values()):
-                            release_worker_threads()
                         self._wake.wait(self._idle_time())
                     calls, self._calls = self._calls, deque()
                 for call in calls:
@@ -602,13 +585,13 @@ class Server:
     def _pending(self) -> bool:
         return bool(
             self._closed or self._calls or self._inbox or self._lifecycle.has_arrivals or self._cancelled
-            or self._passes.any_ended or self._next_lane() is not None
+            or self._next_lane() is not None
         )  # fmt: skip
 
     def _idle_time(self) -> float:
         now = time.monotonic()
         later = [seconds for lane in self._lanes.values() if lane.busy and (seconds := lane.due(now)) > 0]
-        return max(0.0001, min([IDLE, *later]))  # where one is due that waits for a pass, the pass wakes the engine
+        return min([IDLE, *later])
 
     def _turn(self) -> None:
         """One turn: what has ended or arrived, then a batch of the lane whose tenants were served least."""
@@ -621,23 +604,13 @@ class Server:
         self._lifecycle.begin_loads(self._share)
         try:
             self._advance()
-            self._passes.take_results()  # after the threads that they leave have the next passes
         except Exception as error:
             self._give_up_lane(error)
         self._lifecycle.drop_unneeded()  # after all answers that are ready
 
-    def _wait_for_passes(self) -> None:
-        """Wait until no pass runs, and give answers meanwhile; if that fails, the lane of the passes is given up."""
-        try:
-            self._passes.wait()
-        except Exception as error:
-            self._give_up_lane(error)
-
     def _give_up_lane(self, error: Exception) -> None:
         """Fail the requests of the lane that had the last turn."""
         logger.error("a batch failed beyond repair", exc_info=error)
-        with suppress(Exception):  # one failure is enough to report
-            self._passes.wait()
         lane, self._last_lane = self._last_lane, None
         if lane is None:
             return
@@ -648,32 +621,19 @@ class Server:
             self._finish(job, DeltuneError(f"the engine failed: {error_summary(error)}"))
 
     def _advance(self) -> None:
-        """Let the next lane begin passes or make a step, if one is due."""
+        """Let the next lane run a pass or make a step, if one is due."""
         if (key := self._next_lane()) is None:
             return
-        lane = self._lanes[key] = self._lanes.pop(key)
-        if lane is not self._last_lane:  # the passes of two lanes may need different tensors in the model
-            self._passes.wait()
-            self._last_lane = lane
+        lane = self._last_lane = self._lanes[key] = self._lanes.pop(key)
         lane.advance()
-        # where no pass runs, the next turn may be another lane's
-        while self._passes.are_running and self._is_due(lane) and self._has_thread(lane):
-            lane.advance()
-
-    def _is_due(self, lane: Lane) -> bool:
-        """Say that a lane has something to do now."""
-        return lane.busy and lane.due(time.monotonic()) <= 0
-
-    def _has_thread(self, lane: Lane) -> bool:
-        """Say that a lane may begin now: passes of an encoder need a free thread."""
-        return not isinstance(lane, EncodingLane) or self._passes.free > 0
 
     def _next_lane(self) -> tuple[str, str, str] | None:
-        """The due lane with the tenant that was served least, then with the longest wait; None if it needs a thread.
+        """The due lane with the tenant that was served least, then with the longest wait.
 
         Otherwise a tenant with many deltas that share no batch would have a batch in each turn for each of them.
         """
-        due = {key: lane for key, lane in self._lanes.items() if self._is_due(lane)}
+        now = time.monotonic()
+        due = {key: lane for key, lane in self._lanes.items() if lane.busy and lane.due(now) <= 0}
         chosen = next(iter(due), None)
         if len(due) > 1:
             orders = {
@@ -681,7 +641,7 @@ class Server:
                 for key, lane in due.items()
             }
             chosen = min(orders, key=orders.__getitem__)
-        return chosen if chosen is not None and self._has_thread(due[chosen]) else None
+        return chosen
 
     def _place(self, job: Job) -> None:
         """Give a request the version of its delta and put it into a queue, or let it wait for its delta."""
@@ -713,7 +673,6 @@ class Server:
         task = {"generate": "generate", "embed": "embed"}.get(job.request.task, "labels")
         key = (loaded.backbone.head, task, loaded.group)
         if key not in self._lanes:
-            self._wait_for_passes()  # what the model does with padding is measured in passes of this thread
             if task == "generate":
                 self._lanes[key] = GenerationLane(loaded.backbone, self._options, self._lane_context)
             else:  # the base model of another head than the server's has none, by which answers could be compared
@@ -777,7 +736,7 @@ class Server:
             self._drop(job, _late(job.request))
 
     def _drop(self, job: Job, error: DeltuneError) -> None:
-        if job.done or job.in_pass:
+        if job.done:
             return
         if job in self._inbox:
             with self._lock:
@@ -811,8 +770,6 @@ class Server:
     def _end(self) -> None:
         """Fail what is left, and give the model back."""
         error = EngineClosed(UNANSWERED)
-        with suppress(Exception):  # what failed has no answer, and hears of it below
-            self._passes.wait()
         with self._lock:
             self._closing = self._closed = True
             left = list(self._jobs)
