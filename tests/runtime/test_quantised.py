@@ -548,7 +548,7 @@ def test_the_trainer_trains_it(form: Form, folder: Path, tmp_path: Path) -> None
         output_dir=str(tmp_path), max_steps=3, learning_rate=1e-2, report_to="none", use_cpu=True, save_steps=3,
         eval_strategy="steps", eval_steps=1,
     )  # fmt: skip
-    trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows, callbacks=[deltune.SaveDeltaCallback()])
+    trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows)
     trainer.train()
     assert all(not torch.equal(a, b) for a, b in zip(before, tuned.trainable_parameters(), strict=True))
     answers = logits(model.eval(), "llama")

@@ -134,26 +134,36 @@ def law_the_bases_state_dict_in_full(cell: Cell) -> None:
 
 
 def law_save_pretrained(cell: Cell) -> None:
-    """The base as it was before attaching, and a warning that says where deltas are saved; a delta is loaded back."""
-    for use in ("default", None):
-        where = cell.folder / f"base {use}"
-        with pytest.warns(UserWarning, match=r"the base's own head.*begin with 'deltune\.'.*tuned\.save"):
-            cell.tuned.use(use).model.save_pretrained(where)
-        assert cell.tuned.active == use
+    """What is in use, merged; alone where it cannot be; and the base where nothing is in use."""
+    where, merged = cell.folder / "default", copy.deepcopy(cell.model)
+    try:
+        deltune.tuned(merged).merge()
+    except deltune.DeltuneError:
+        with pytest.warns(UserWarning, match=r"holds the delta alone.*deltune\.load"):
+            cell.model.save_pretrained(where)
+        assert not (where / "config.json").exists()
+    else:
+        cell.model.save_pretrained(where)
         again = type(cell.base).from_pretrained(where, dtype=torch.float64).eval()
-        for parameter in again.parameters():
-            parameter.data = parameter.data.clone()  # a file's memory is not aligned, which may change the last bits
-        assert equal(run(again, cell.inputs), cell.before)
-        assert again.config.num_labels == cell.base.config.num_labels
-        assert "deltune" not in (where / "config.json").read_text()
-        state, expected = again.state_dict(), cell.base.state_dict()
-        assert list(state) == list(expected) and all(torch.equal(state[name], expected[name]) for name in expected)
-    cell.tuned.use("default")
+        assert distance(run(again, cell.inputs), run(merged, cell.inputs)) < 1e-12
+    assert (where / "delta" / "delta.json").is_file() and cell.tuned.active == "default"
+    where = cell.folder / "base"
+    cell.tuned.use(None).model.save_pretrained(where)
+    assert cell.tuned.active is None
+    again = type(cell.base).from_pretrained(where, dtype=torch.float64).eval()
+    for parameter in again.parameters():
+        parameter.data = parameter.data.clone()  # a file's memory is not aligned, which may change the last bits
+    assert equal(run(again, cell.inputs), cell.before)
+    assert again.config.num_labels == cell.base.config.num_labels
+    assert "deltune" not in (where / "config.json").read_text()
+    state, expected = again.state_dict(), cell.base.state_dict()
+    assert list(state) == list(expected) and all(torch.equal(state[name], expected[name]) for name in expected)
+    cell.tuned.use("default").model.save_pretrained(cell.folder / "checkpoint-1")
     assert cell.is_untouched()
     stir(cell.tuned, seed=5)
-    saved = load_file(cell.folder / "base default" / "model.safetensors")
+    saved = load_file(cell.folder / "checkpoint-1" / "model.safetensors")
     cell.model.load_state_dict(saved, strict=False)  # as a Trainer resumes
-    assert cell.is_untouched()
+    assert all(name.startswith("deltune.") for name in saved) and cell.is_untouched()
     cell.detaches()
 
 
@@ -248,11 +258,16 @@ def law_inner_models(cell: Cell) -> None:
 
 
 def law_save_pretrained_of_an_inner_model(cell: Cell) -> None:
-    """It writes the base's own values, whatever is in use."""
+    """It writes the inner model's part of what is in use, merged."""
     path, inner = next(iter(inner_models(cell.model).items()))
-    with pytest.warns(UserWarning, match=r"as it was before attaching.*tuned\.save"):
-        inner.save_pretrained(cell.folder / "inner")
-    saved, expected = load_file(cell.folder / "inner" / "model.safetensors"), cell.base.get_submodule(path).state_dict()
+    merged = copy.deepcopy(cell.model)
+    try:
+        deltune.tuned(merged).merge()
+    except deltune.DeltuneError:
+        refused(cell, lambda: inner.save_pretrained(cell.folder / "inner"), "merge")
+        return
+    inner.save_pretrained(cell.folder / "inner")
+    saved, expected = load_file(cell.folder / "inner" / "model.safetensors"), merged.get_submodule(path).state_dict()
     assert saved.keys() <= expected.keys() and all(torch.equal(value, expected[name]) for name, value in saved.items())
     assert cell.is_untouched()
     cell.detaches()
@@ -763,9 +778,8 @@ def test_a_model_made_in_inference_mode_is_refused() -> None:
     assert "deltune" not in model._modules
 
 
-def test_other_labels_are_not_saved_with_the_base(tmp_path: Path) -> None:
-    """A tuned head with five labels on a base with two: the saved base has its own two. (push_to_hub gives the hub what
-    save_pretrained writes.)"""
+def test_other_labels_are_saved_with_what_is_in_use(tmp_path: Path) -> None:
+    """A tuned head with five labels on a base with two. (push_to_hub gives the hub what save_pretrained writes.)"""
     wide = build(FAMILIES["bert"], "sequence", num_labels=5)
     wide.config.id2label = {number: f"kind {number}" for number in range(5)}
     model = build(FAMILIES["bert"], "sequence")
@@ -773,13 +787,12 @@ def test_other_labels_are_not_saved_with_the_base(tmp_path: Path) -> None:
     deltune.attach(wide, "head").save(tmp_path / "five")
     inputs = batch(model)
     before = run(model, inputs)
-    deltune.load(model, tmp_path / "five")
-    assert run(model, inputs)["logits"].shape[-1] == model.config.num_labels == 5
-    with pytest.warns(UserWarning, match=r"tuned\.save"):
-        model.save_pretrained(tmp_path / "base")
-    assert run(model, inputs)["logits"].shape[-1] == model.config.num_labels == 5
-    again = type(model).from_pretrained(tmp_path / "base", dtype=torch.float64).eval()
-    assert again.config.num_labels == 2 and equal(run(again, inputs), before)
+    tuned = deltune.load(model, tmp_path / "five")
+    expected = run(model, inputs)
+    for use, labels, outputs in (("default", 5, expected), (None, 2, before)):
+        tuned.use(use).model.save_pretrained(tmp_path / f"labels {labels}")
+        again = type(model).from_pretrained(tmp_path / f"labels {labels}", dtype=torch.float64).eval()
+        assert again.config.num_labels == labels and equal(run(again, inputs), outputs)
 
 
 def test_parameters_keep_their_meaning_in_torch() -> None:

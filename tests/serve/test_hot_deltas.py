@@ -325,9 +325,7 @@ def test_a_folder_without_a_delta_is_described_by_the_reason(changeable: tuple[S
         answer = server.get(f"/v1/deltas/{name}")
         error = answer.json()["error"]
         assert answer.status_code == 404 and error["code"] == "model_not_found", answer.text
-        assert (
-            words in error["message"] and "SaveDeltaCallback" not in error["message"] and str(folder) not in answer.text
-        )
+        assert words in error["message"] and str(folder) not in answer.text
     unknown = server.get("/v1/deltas/nothing").json()["error"]["message"]
     assert unknown.startswith("unknown delta 'nothing'")
     shutil.rmtree(folder / "checkpoint")
@@ -343,7 +341,7 @@ def test_a_caller_of_python_reads_its_own_advice_too(decoder: tuple[Path, Path],
     (tmp_path / "checkpoint" / "trainer_state.json").write_text("{}")
     other_weights(tmp_path / "other", source)
     with deltune.serve.Server(str(source), deltas=tmp_path) as server:
-        with pytest.raises(DeltuneError, match=r"(?s)whole checkpoint.*deltune train.*SaveDeltaCallback") as missing:
+        with pytest.raises(DeltuneError, match=r"(?s)whole checkpoint.*deltune train") as missing:
             server.load("checkpoint", tmp_path / "checkpoint")
         assert missing.value.without_python.endswith(OPERATOR_ADVICE["folder"])
         for _ in range(2):

@@ -112,7 +112,6 @@ def test_sft(method: str, folder: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     trainer = trl.SFTTrainer(
         model=model, args=arguments, train_dataset=rows, processing_class=tokenizer(folder),
-        callbacks=[deltune.SaveDeltaCallback()],
     )  # fmt: skip
     trainer.train()
     losses = logged(trainer, "loss")

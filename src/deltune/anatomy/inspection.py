@@ -29,7 +29,7 @@ from torch import nn
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from ..compat import auto_class_mapping, parameters_of
+from ..compat import auto_class_mapping, parameters_of, submodules_of
 from ..errors import DeltuneError, describe_value, error_summary, excerpt
 from .graph import Node, depends_on, descendants, downstream, reads_above, upstream
 from .inputs import LENGTHS, READABLE, tower_name
@@ -88,7 +88,22 @@ def inspect(model: PreTrainedModel | PreTrainedConfig) -> Anatomy:
 def wrapped_model(model: object) -> PreTrainedModel | None:
     """Return the model of transformers that another module wraps, as torch.compile and DataParallel do, or None."""
     inner = extract_model_from_parallel(model, keep_torch_compile=False) if isinstance(model, nn.Module) else None
+    inner = model_inside(inner)
     return inner if isinstance(inner, PreTrainedModel) else None
+
+
+def model_inside(model: Any) -> Any:
+    """Return the one model of transformers inside a model of sentence-transformers; anything else as it is."""
+    if type(model).__module__.partition(".")[0] != "sentence_transformers":
+        return model
+    inside, waiting = [], [model]
+    while waiting:
+        module = waiting.pop()
+        if isinstance(module, PreTrainedModel):
+            inside.append(module)
+        else:
+            waiting += [child for child in submodules_of(module).values() if child is not None]
+    return inside[0] if len(inside) == 1 else model
 
 
 def describe_wrapped(model: object) -> str:

@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 
 import safetensors
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     PreTrainedConfig,
@@ -26,8 +26,9 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.utils import SAFE_WEIGHTS_NAME
 
-from ..anatomy.inspection import describe_wrapped, inspect, wrapped_model
+from ..anatomy.inspection import describe_wrapped, inspect, model_inside, wrapped_model
 from ..anatomy.offloading import loaded_devices
 from ..anatomy.quantization import check_gradients_pass, check_quantization
 from ..anatomy.skeleton import HANDLE_NAME
@@ -194,7 +195,7 @@ def attach(
     Initial values are drawn from torch's global random generator.
 
     Args:
-        model: A model of transformers.
+        model: A model of transformers, or a SentenceTransformer or CrossEncoder, whose model of transformers is tuned.
         method: An expression, such as "prefix(length=16) + layernorm", a method object, or a configuration of PEFT,
             such as LoraConfig(r=8, target_modules=["q_proj"]).
         name: The name of the delta on this model: letters, digits, "-" and "_".
@@ -210,7 +211,7 @@ def attach(
             does not read a pooler, the model is quantised in a way that cannot be tuned, a part of it belongs to
             another model with deltas, or there is too little memory. The model stays as it was.
     """
-    _check_model(model)
+    model = _checked_model(model)
     with _default_modes():
         check_gradients_pass(model)
         of_peft = method if hasattr(method, "peft_type") and hasattr(method, "to_dict") else None
@@ -334,9 +335,8 @@ def load(
 
     Args:
         model: The base model that the delta was trained on; or the folder alone, to load that base model as well.
-        folder: A run, its `delta` folder, any folder that `save` wrote, a Trainer's checkpoint that was written with
-            `SaveDeltaCallback`, or an adapter folder of PEFT or AdapterHub. Or a hub id, OWNER/NAME; a `Path` is never
-            one.
+        folder: A run, its `delta` folder, any folder that `save` wrote, a Trainer's checkpoint of a model with a delta,
+            or an adapter folder of PEFT or AdapterHub. Or a hub id, OWNER/NAME; a `Path` is never one.
         name: What the delta is called on this model.
         allow_nonfinite: Load values that are NaN or infinite as they are, instead of refusing them.
         use: Whether the delta is put in use, in place of the one that is in use now. False: that one stays in use.
@@ -356,14 +356,12 @@ def load(
     """
     if folder is None and isinstance(model, str | Path):
         where = _folder_or_fetched(model, revision, token)
-        model = _load_base_of(where)
-        _check_model(model)
+        model = _checked_model(_load_base_of(where))
     elif folder is not None:
-        _check_model(model)
+        model = _checked_model(model)
         where = _folder_or_fetched(folder, revision, token)
     else:
         raise DeltuneError("no folder is given: load(model, folder), or load(folder) with the base model as well")
-    assert isinstance(model, PreTrainedModel)
     with _default_modes():
         saved = None if _is_foreign_delta(where) else serialization.open_delta(where)
         handle = find_tuned(model)
@@ -637,8 +635,13 @@ def _check_head(labels: int, model_labels: int | None, shapes: dict[str, tuple[A
         raise DeltuneError(f"{where}: the tensors of its head's {last} have different numbers of outputs")
 
 
-def _check_model(model: object) -> None:
-    """Raise an error for anything that is not a plain model of transformers, such as a model wrapped by PEFT."""
+def _checked_model(model: object) -> PreTrainedModel:
+    """Return a plain model of transformers, also the one inside a SentenceTransformer.
+
+    Raises:
+        DeltuneError: It is something else, such as a model wrapped by PEFT.
+    """
+    model = model_inside(model)
     if isinstance(model, PreTrainedModel):
         check_quantization(model)
         check_offloading(model)
@@ -647,7 +650,7 @@ def _check_model(model: object) -> None:
         if handle is not None:
             follow_offloading(handle.attached.state)
         refuse_shared_modules(model)
-        return
+        return model
     advice = f"; {wrapped}" if (wrapped := describe_wrapped(model)) else ", as in attach(model, method)"
     if hasattr(model, "peft_config"):
         advice = ": take PEFT's layers off first (its unload()), or save it and deltune.load its folder"
@@ -714,24 +717,18 @@ class ScheduleCallback(TrainerCallback):
 
 
 class SaveDeltaCallback(TrainerCallback):
-    """Make the checkpoints of a Trainer hold the deltas alone, without the frozen model.
+    """Load the best delta at the end of a SentenceTransformerTrainer with `load_best_model_at_end=True`.
 
-    `deltune.load(model, "checkpoint-18")` loads the delta that was in use. `model.safetensors` beside it has the
-    tensors of all attached deltas and nothing else, so that the Trainer resumes from the checkpoint and loads the best
-    one; transformers' Auto classes refuse the folder, which has no configuration. Into any other folder, and after
-    training, `save_pretrained` writes what it always writes.
+    Checkpoints of every Trainer hold the deltas alone, without a callback. transformers' Trainer also resumes from them
+    and loads the best one; the trainers of sentence-transformers load checkpoints as whole models, and cannot.
 
-        Trainer(model=model, …, callbacks=[deltune.SaveDeltaCallback()])
+        SentenceTransformerTrainer(model=model, …, callbacks=[deltune.SaveDeltaCallback()])
     """
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Let `save_pretrained` of the model write its deltas alone into the checkpoints of this training."""
-        tuned(kwargs["model"]).attached.passes.saves_deltas_alone_below = Path(args.output_dir or ".").resolve()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Let `save_pretrained` write the base model everywhere again."""
-        tuned(kwargs["model"]).attached.passes.saves_deltas_alone_below = None
+        """Load the deltas of the best checkpoint."""
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            tensors = load_file(Path(state.best_model_checkpoint) / SAFE_WEIGHTS_NAME)
+            tuned(kwargs["model"]).model.load_state_dict(tensors, strict=False)

@@ -562,22 +562,29 @@ class Attached:
             refuse_offloaded(self.model, "merge")
             used = self.passes.default_assignment.used
             chosen = used.names if names is None else checked_names(names, "merge()")
-            some = {name: self.delta(name) for name in each_name(chosen)} or {"": self.delta()}
-            head = head_of(tuple(some), some, head or (used.head if names is None else None))
-            for delta in some.values():
-                delta.warn_if_never_advanced()
-            of_head = some[head] if head else next(iter(some.values()))
-            if of_head.pooling != "model" and not pooled:
-                raise DeltuneError(
-                    f"this delta's head reads {of_head.pooling!r} of the hidden states, and "
-                    f"{type(self.model).__name__} computes something else, so it cannot be merged into it: "
-                    "`deltune merge RUN --to DIR` writes a "
-                    "folder of sentence-transformers; or train with --pooling model (attach(…, pooling='model'))"
-                )
-            merge = merging.plan_merge(self, list(some.values()), some.get(head or ""), dequantize)
-            labels, model = of_head.labels or self.base_labels, self.model
+            merge, labels = self.plan_merge(chosen, head or (used.head if names is None else None), dequantize, pooled)
+            model = self.model
             run_to_completion(lambda: self._put_merged(model, merge, labels))
         return model, merge.warning
+
+    def plan_merge(
+        self, names: Names, head: str | None, dequantize: bool = False, pooled: bool = False
+    ) -> tuple[merging.Merge, HeadLabels]:
+        """Compute what merging deltas puts into the model, which is not changed, and the labels of its head."""
+        some = {name: self.delta(name) for name in each_name(names)} or {"": self.delta()}
+        head = head_of(tuple(some), some, head)
+        for delta in some.values():
+            delta.warn_if_never_advanced()
+        of_head = some[head] if head else next(iter(some.values()))
+        if of_head.pooling != "model" and not pooled:
+            raise DeltuneError(
+                f"this delta's head reads {of_head.pooling!r} of the hidden states, and "
+                f"{type(self.model).__name__} computes something else, so it cannot be merged into it: "
+                "`deltune merge RUN --to DIR` writes a "
+                "folder of sentence-transformers; or train with --pooling model (attach(…, pooling='model'))"
+            )
+        merge = merging.plan_merge(self, list(some.values()), some.get(head or ""), dequantize)
+        return merge, of_head.labels or self.base_labels
 
     def _put_merged(self, model: PreTrainedModel, merge: merging.Merge, labels: HeadLabels) -> None:
         self.base_labels = labels

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,9 +25,14 @@ from ..files import explain_write_errors
 from .model_state import claim_modules
 from .offloading import refuse_offloaded
 from .pass_manager import PassManager, choose_here
+from .row_assignment import each_name
 
-CHECKPOINT_PREFIX = "checkpoint-"
-"""The names of a Trainer's checkpoints begin with it (`transformers.trainer_utils.PREFIX_CHECKPOINT_DIR`)."""
+CHECKPOINT = re.compile(r"checkpoint-\d+")
+"""The names of a Trainer's checkpoints."""
+
+
+class CannotMerge(DeltuneError):
+    """What is in use cannot be merged, so that no model of transformers computes it."""
 
 
 class ModelMethod:
@@ -107,50 +113,70 @@ class Refused(ModelMethod):
 
 
 class SavePretrained(ModelMethod):
-    """`save_pretrained`: writes the base model as it was before attaching.
+    """`save_pretrained`: writes a model that computes what this one does now, so that `from_pretrained` reads it.
 
-    The deltas' tensors are in the file too, under `deltune.`, since checkpoints of a Trainer are written with this
-    method; transformers ignores them when it loads the file.
+    What is in use is merged into the weights of the files, and its deltas are saved beside them. A delta
+    that cannot be merged is written alone, with a warning, into a folder that `from_pretrained` refuses. So are all
+    deltas in a checkpoint of a Trainer, which goes on from them.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(self.original).bind(*args, **kwargs)
-        if not self.path and self._is_checkpoint_of_deltas(Path(bound.arguments["save_directory"])):
-            if bound.arguments.get("is_main_process", True):
-                self._save_deltas(Path(bound.arguments["save_directory"]))
-            return None
+        folder, is_main = Path(bound.arguments["save_directory"]), bound.arguments.get("is_main_process", True)
+        if not self.path and CHECKPOINT.fullmatch(folder.name):
+            return self._save_deltas(folder) if is_main else None
         refuse_offloaded(self.passes.model, "save_pretrained")
-        with self._tensors_placed(None) as handle:
-            self.passes.state.set_labels(handle.attached.base_labels)
-            if bound.arguments.get("state_dict") is not None:
-                bound.arguments["state_dict"] = self.passes.state.with_base_in_place(bound.arguments["state_dict"])
-            result = self.original(*bound.args, **bound.kwargs)
-        note = (
-            f" The deltas' tensors are in the file too, under names that begin with '{HANDLE_NAME}.', which "
-            "from_pretrained ignores."
-        )
-        warnings.warn(
-            "save_pretrained wrote the base model as it was before attaching, with the base's own head and not a "
-            f"trained one.{'' if self.path else note} To save a delta, call tuned.save(folder), and load it with "
-            "deltune.load(model, folder); to save one model with the tuned weights, call tuned.merge() first",
-            stacklevel=2,
-        )
+        try:
+            result = self._save_merged(bound)
+        except CannotMerge as error:
+            if self.path:
+                raise
+            warnings.warn(
+                f"{folder} holds the delta alone: deltune.load(model, {str(folder)!r}) loads it, and from_pretrained "
+                f"cannot, since {error}",
+                stacklevel=2,
+            )
+            return self._save_deltas(folder) if is_main else None
+        if is_main and not self.path:
+            self._save_each(folder)
         return result
 
-    def _is_checkpoint_of_deltas(self, folder: Path) -> bool:
-        """Whether a folder is a checkpoint of a Trainer with `SaveDeltaCallback`, which leaves the base model out.
+    def _save_merged(self, bound: inspect.BoundArguments) -> Any:
+        """Write the model with what is in use merged into its weights."""
+        used = self.passes.assignment_of_new_pass().used
+        with self._tensors_placed(None) as handle:
+            attached, state = handle.attached, self.passes.state
+            values, labels = {}, attached.base_labels
+            if used.names is not None:
+                try:
+                    merge, labels = attached.plan_merge(used.names, used.head)
+                except DeltuneError as error:
+                    raise CannotMerge(str(error)) from error
+                if merge.quantized:
+                    raise CannotMerge("weights of its base are quantised: tuned.merge(dequantize=True) comes first")
+                values = merge.weights
+            tensors = state.with_base_in_place(bound.arguments.get("state_dict") or self.model.state_dict())
+            prefix = f"{self.path}." if self.path else ""
+            for name, value in values.items():
+                tensor = attached.anatomy.tensor(name)
+                for key in (one.removeprefix(prefix) for one in (name, *tensor.aliases) if one.startswith(prefix)):
+                    if key in tensors:
+                        tensors[key] = value
+            bound.arguments["state_dict"] = {n: t for n, t in tensors.items() if not n.startswith(f"{HANDLE_NAME}.")}
+            state.set_labels(labels)
+            return self.original(*bound.args, **bound.kwargs)
 
-        The folder decides, and not whether the Trainer is training: it says nothing of a training that fails.
-        """
-        output = self.passes.saves_deltas_alone_below
-        return output is not None and folder.name.startswith(CHECKPOINT_PREFIX) and output in folder.resolve().parents
+    def _save_each(self, folder: Path) -> Any:
+        """Write each delta in use below a folder, and return the handle."""
+        handle: Any = submodules_of(self.passes.model)[HANDLE_NAME]
+        names = each_name(self.passes.assignment_of_new_pass().used.names)
+        for name in names:
+            handle.save(folder / ("delta" if len(names) == 1 else f"delta-{name}"), name)
+        return handle
 
     def _save_deltas(self, folder: Path) -> None:
-        """Write each delta that trains below a folder, and the tensors of all deltas for `load_state_dict`."""
-        handle: Any = submodules_of(self.passes.model)[HANDLE_NAME]
-        trained = [name for name in handle.names if handle.delta(name) in handle.attached.training()]
-        for name in trained:
-            handle.save(folder / ("delta" if len(trained) == 1 else f"delta-{name}"), name)
+        """Write each delta in use below a folder, and the tensors of all deltas for `load_state_dict`."""
+        handle = self._save_each(folder)
         with self._tensors_placed(None):
             tensors = handle.state_dict(prefix=f"{HANDLE_NAME}.")
             tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}

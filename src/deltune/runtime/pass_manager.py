@@ -14,7 +14,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -234,8 +233,6 @@ class PassManager:
             out.
         delta_cache: Facts about deltas that every assignment of rows needs.
         vocabulary: The path of the projection to the vocabulary while some attached delta acts at it, else None.
-        saves_deltas_alone_below: The output folder of a Trainer, in whose checkpoints `save_pretrained` writes deltas
-            without the model; None where it always writes the model.
         compiled_pass: The pass of torch.compile.
         any_scopes: Whether any scope is open, for torch.compile, which cannot call `open_scopes`.
         any_in_event_loop: Whether one of them was entered in an event loop.
@@ -246,7 +243,6 @@ class PassManager:
         self.attention_configs: list[tuple[Any, str | None]] = []
         self.has_prefixes = False
         self.vocabulary: str | None = None
-        self.saves_deltas_alone_below: Path | None = None
         self.modules = AttachedModules(model)
         self._reset()
 

@@ -225,24 +225,16 @@ def delta_folder(folder: str | Path) -> Path:
         names = ", ".join(sorted(p.name for p in root.iterdir())[:8]) or "nothing"
     except (OSError, ValueError) as error:
         raise DeltuneError(f"{str(folder)!r} cannot be read: {error}") from error
-    explanation = in_python = ""
+    explanation = ""
     if (root / "trainer_state.json").is_file():
-        explanation = (
-            ". It is a whole checkpoint of transformers' Trainer: from_pretrained of it gives the base model without "
-            "what was tuned"
-        )
-        in_python = (
-            "Resume it (trainer.train(resume_from_checkpoint=…)) and call tuned.save(folder); with "
-            "callbacks=[deltune.SaveDeltaCallback()] every checkpoint holds its delta"
-        )
+        explanation = ". It is a whole checkpoint of transformers' Trainer, of a model to which no delta was attached"
     elif (root / "config.json").is_file():
         explanation = (
             ". It is a model of transformers, which from_pretrained loads. If model.save_pretrained of a tuned model "
-            "wrote it, it is the base model without what was tuned"
+            "wrote it, what was in use is merged into its weights"
         )
-        in_python = "While the delta is attached, call tuned.save(folder), and load that folder"
     raise DeltuneError(
-        f"{str(folder)!r} holds no delta ({FACTS} is missing; it holds {names}){explanation}", in_python, "folder"
+        f"{str(folder)!r} holds no delta ({FACTS} is missing; it holds {names}){explanation}", fault="folder"
     )
 
 
