@@ -54,7 +54,7 @@ quickstart: $(or $(wildcard $(STAMP)),$(DEMO))
 test: lint
 	@$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
 
-# The whole product takes most of an hour on two cores, the mutations half an hour.
+# Half an hour on two cores, and the mutations a quarter.
 test-all: lint
 	@$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 	@$(BIN)/python -m tests.mutation --workers $(WORKERS)

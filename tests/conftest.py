@@ -6,17 +6,17 @@ import gc
 import os
 import re
 import shutil
-import zlib
-from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
 from hypothesis import settings
 
-from tables.cells import mark_cells
+from tables.covering import covering_cases
 
+Collected = pytest.Item | pytest.Collector | list[pytest.Item | pytest.Collector] | None
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 REQUIRED = "DELTUNE_REQUIRED"
 """The variable that names, with commas, what this machine must have; a test that is skipped for want of it fails."""
@@ -31,19 +31,15 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("everyday" if config.option.markexpr == "not slow" else "all")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow what `make test` leaves out: cells of laws, and cases beyond the N of `@pytest.mark.sample(N)`."""
-    mark_cells(items)
-    tests: dict[str, list[pytest.Item]] = defaultdict(list)
-    for item in items:
-        if item.get_closest_marker("sample") and not item.get_closest_marker("slow"):
-            tests[item.nodeid.partition("[")[0]].append(item)
-    for cases in tests.values():
-        marker = cases[0].get_closest_marker("sample")
-        assert marker is not None
-        for item in spread_out(cases)[marker.args[0] :]:
-            item.add_marker(pytest.mark.slow)
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(
+    collector: pytest.Module | pytest.Class, name: str, obj: object
+) -> Generator[None, Collected, Collected]:
+    """Collect of the cases of a law those that `tables.covering` chooses."""
+    made = yield
+    if isinstance(made, list) and made:
+        return covering_cases(made, everyday=collector.config.option.markexpr == "not slow")
+    return made
 
 
 def missing_part(report: pytest.TestReport | pytest.CollectReport) -> str:
@@ -69,19 +65,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Genera
     if counts:
         wants = ", ".join(f"{want} ({number})" for want, number in sorted(counts.items()))
         terminalreporter.write_line(f"skipped for want of: {wants}")
-
-
-def spread_out(cases: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Order cases so that the first few have as many different values of the parameters as there are."""
-    values = {case: set(re.split(r": |-", case.nodeid.partition("[")[2].removesuffix("]"))) for case in cases}
-    used: Counter[str] = Counter()
-    left = list(cases)
-    ordered: list[pytest.Item] = []
-    while left:
-        ordered.append(min(left, key=lambda c: (sum(used[v] for v in values[c]), zlib.crc32(c.nodeid.encode()))))
-        left.remove(ordered[-1])
-        used.update(values[ordered[-1]])
-    return ordered
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,7 +9,7 @@ import deltune
 from deltune.anatomy.tracing import meta_model
 from deltune.methods.budget import solve
 from deltune.train.config import RunConfig
-from tables.methods import crossed
+from tables.methods import product
 
 CONFIG = BertConfig()
 BASE = 109_482_240
@@ -23,7 +23,7 @@ def model() -> PreTrainedModel:
 
 @pytest.mark.parametrize(
     ("method", "budget"),
-    crossed(
+    product(
         [
             "prefix(length=?) + scaled_parallel_adapter(at='ffn', rank=?, scale=4)",
             "prefix(length=?) + layernorm",
@@ -34,6 +34,7 @@ def model() -> PreTrainedModel:
         ["0.5%", "0.1%", 400_000, 3_000_001],
     ),
 )
+@pytest.mark.sample
 def test_never_over_and_nothing_more_fits(method: str, budget: int | str, model: PreTrainedModel) -> None:
     result = solve(model, method, budget)
     assert result.count == deltune.count(model, result.method).method <= result.budget

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deltune
 from tables.families import FAMILIES
-from tables.methods import crossed
+from tables.methods import product
 from tables.specimens import batch, build, stir
 
 SAVED, AGAIN, AGAIN_REENTRANT = "saved", "computed again", "computed again, reentrant"
@@ -80,7 +80,8 @@ def in_a_thread(work: Callable[[], Any]) -> None:
         pool.submit(work).result()
 
 
-@pytest.mark.parametrize(("texts", "scope", "output"), crossed(TEXTS, SCOPES, OUTPUTS))
+@pytest.mark.parametrize(("texts", "scope", "output"), product(TEXTS, SCOPES, OUTPUTS))
+@pytest.mark.sample
 def test_layers_that_are_computed_again(texts: str, scope: str, output: str) -> None:
     """Whatever output a loss is computed of, and in whatever thread: gradients as without gradient checkpointing."""
     gradients = []
@@ -189,7 +190,7 @@ LATE: dict[str, tuple[Callable[[deltune.Tuned], Any], str]] = {
 """What comes between a forward pass and its backward pass, and how the latter is refused."""
 
 
-@pytest.mark.parametrize(("texts", "moment"), crossed(TEXTS, itertools.product(LATE, CHECKPOINTS)))
+@pytest.mark.parametrize(("texts", "moment"), product(TEXTS, itertools.product(LATE, CHECKPOINTS)))
 @pytest.mark.sample(13)
 def test_a_change_before_the_backward_pass(texts: str, moment: tuple[str, str]) -> None:
     """Right gradients, or an error: a gradient is never dropped without a word. The loss is of a hidden state, so that

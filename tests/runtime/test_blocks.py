@@ -74,6 +74,7 @@ def states(tuned: deltune.Tuned) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.sample(1)
 def test_what_a_block_uses_is_in_use_in_what_leaves_it(text: str) -> None:
     """It stays in use there until `use`; the model itself is what it was."""
     tuned = tuned_model(text)
@@ -132,6 +133,7 @@ def test_a_part_of_a_model_is_not_pickled_alone() -> None:
 
 
 @pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.sample(1)
 def test_a_hash_differs_exactly_where_outputs_do(text: str) -> None:
     tuned = tuned_model(text)
     model, inputs = tuned.model, batch(tuned.model, rows=2)
@@ -165,7 +167,8 @@ print(*hashes)
 """
 
 
-@pytest.mark.parametrize("text", [TEXTS[0], pytest.param(TEXTS[2], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("text", [TEXTS[0], TEXTS[2]])
 def test_a_hash_is_the_same_in_another_process(text: str) -> None:
     root = Path(__file__).parents[2]
     printed = []

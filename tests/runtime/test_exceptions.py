@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 import deltune
 from tables.families import FAMILIES
-from tables.methods import crossed
+from tables.methods import product
 from tables.specimens import batch, build, equal, facts, forward, loss, run, stir
 
 ERRORS = (KeyboardInterrupt, RuntimeError, MemoryError, SystemExit)
@@ -71,8 +71,9 @@ def places(model: PreTrainedModel) -> list[str]:
 
 @pytest.mark.parametrize(
     ("family", "scope", "error"),
-    crossed(["bert", "gpt2"], ["rows", "plain", "disabled", "rows in rows", "disabled in rows"], ERRORS),
+    product(["bert", "gpt2"], ["rows", "plain", "disabled", "rows in rows", "disabled in rows"], ERRORS),
 )
+@pytest.mark.sample
 def test_raised_in_a_module(family: str, scope: str, error: type[BaseException]) -> None:
     tuned = tuned_model(family)
     model, inputs = tuned.model, batch(tuned.model, rows=3)

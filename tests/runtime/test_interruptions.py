@@ -22,7 +22,7 @@ from deltune.runtime.attached import Attached
 from deltune.runtime.model_state import ModelState
 from deltune.runtime.pass_manager import PassManager
 from tables.families import FAMILIES
-from tables.methods import crossed
+from tables.methods import product
 from tables.specimens import Outputs, batch, build, differences, equal, facts, forward, loss, run, stir
 
 from .test_threads import run_at_once
@@ -179,7 +179,7 @@ TEXTS = {
 }
 
 
-@pytest.mark.parametrize(("change", "texts"), crossed(CHANGES, TEXTS))
+@pytest.mark.parametrize(("change", "texts"), product(CHANGES, TEXTS))
 @pytest.mark.sample(6)
 def test_interrupted_at_any_line(change: str, texts: str, tmp_path: Path, points: int) -> None:
     stage = Stage(TEXTS[texts], tmp_path)

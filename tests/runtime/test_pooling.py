@@ -18,7 +18,7 @@ import deltune
 from deltune.models import POOLINGS
 from deltune.runtime.pooling import head_reads_pooler
 from tables.families import FAMILIES
-from tables.methods import crossed
+from tables.methods import product
 from tables.specimens import batch, build, differences, distance, equal, facts, roles, run, specimen, stir
 
 from .test_rows import check
@@ -67,7 +67,8 @@ def pooled(states: torch.Tensor, mask: torch.Tensor, pooling: str) -> torch.Tens
     return torch.stack([{"mean": text.mean(0), "first": text[0], "last": text[-1]}[pooling] for text in texts])
 
 
-@pytest.mark.parametrize(("of", "text", "left"), crossed(CLASSES, METHODS, (False, True)))
+@pytest.mark.parametrize(("of", "text", "left"), product(CLASSES, METHODS, (False, True)))
+@pytest.mark.sample
 def test_what_the_head_reads(of: tuple[str, str], text: str, left: bool) -> None:
     """It is of the hidden states of the text, also where a method puts rows before it or changes the last states."""
     model = specimen(*of)
@@ -142,7 +143,8 @@ def pickled(tuned: deltune.Tuned, folder: Path) -> Any:
 WAYS: tuple[Callable[[deltune.Tuned, Path], Any], ...] = (reloaded, copied, pickled, in_a_thread, compiled, exported)
 
 
-@pytest.mark.parametrize(("text", "way"), crossed(METHODS[:2], WAYS))
+@pytest.mark.parametrize(("text", "way"), product(METHODS[:2], WAYS))
+@pytest.mark.sample
 def test_it_is_a_part_of_the_delta(text: str, way: Callable[[deltune.Tuned, Path], Any], tmp_path: Path) -> None:
     model = build(FAMILIES["bert"], "sequence")
     tuned = stir(deltune.attach(model, text, pooling="mean"))

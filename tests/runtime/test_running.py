@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 import deltune
 from tables.families import FAMILIES, Family
-from tables.methods import Row, cells, crossed
+from tables.methods import Row, cells, product
 from tables.specimens import (
     batch,
     build,
@@ -144,7 +144,7 @@ def test_compiled(family: Family, method: str, backend: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "text", "gradients"),
-    crossed(
+    product(
         ["bert", "gpt2", "gpt_neox", "llama"],
         ["mam(length=2, rank=2)", "lora(rank=2)", "ia3", "layernorm", "Modification('key', Vector()) + ia3"],
         [True, False],

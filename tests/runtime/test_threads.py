@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 import deltune
 from tables.families import FAMILIES, Family
-from tables.methods import Row, cells, crossed
+from tables.methods import Row, cells, product
 from tables.specimens import (
     Outputs,
     batch,
@@ -184,11 +184,12 @@ def by_rows(
 
 @pytest.mark.parametrize(
     ("of", "used"),
-    crossed(
+    product(
         [("bert", "sequence"), ("gpt2", "causal"), ("llama", "causal"), ("t5", "seq2seq"), ("modernbert", "sequence")],
         ["d0", "d3", None],
     ),
 )
+@pytest.mark.sample
 def test_rows_hold_for_the_thread_that_entered_them(of: tuple[str, str], used: str | None) -> None:
     """Beside them passes with the delta in use, disabled ones, and somebody who counts, saves and attaches others."""
     tuned = several(*of)
@@ -318,11 +319,12 @@ def test_what_cannot_wait_is_an_error() -> None:
 
 @pytest.mark.parametrize(
     ("of", "options"),
-    crossed(
+    product(
         [("gpt2", "causal"), ("llama", "causal"), ("bart", "seq2seq"), ("t5", "seq2seq")],
         [{}, {"num_beams": 3}, {"use_cache": False}, {"do_sample": True, "top_k": 1}],
     ),
 )
+@pytest.mark.sample
 def test_generation_beside_generation(of: tuple[str, str], options: dict[str, Any]) -> None:
     tuned = several(*of)
     model = tuned.use("d1").model

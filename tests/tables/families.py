@@ -75,6 +75,11 @@ class Family:
         return "both" if len(self.stacks) == 2 else "decoder" if self.stacks[0].causal else "encoder"
 
     @property
+    def traits(self) -> tuple[str, ...]:
+        """What methods are paired with."""
+        return self.kind, self.positions
+
+    @property
     def numbered(self) -> bool:
         """The tokens of its stacks have positions of their own, in a table or turned by."""
         return self.positions in ("absolute", "rotary")
@@ -306,10 +311,3 @@ ROWS = (
 )  # fmt: skip
 
 FAMILIES = {row.name: row for row in ROWS}
-
-REPRESENTATIVE_FAMILIES = {
-    "bert": "an encoder: norms after the sub-layers, a table of positions, a bias everywhere, a pooler and a new head",
-    "llama": "a decoder: rotary positions, RMSNorms computed in float32, no bias, a gated FFN, grouped key-value heads",
-    "bart": "an encoder and a decoder: cross attention, two tables of positions, norms and biases in both stacks",
-}
-"""The families among which `make test` spreads every method, each with what it stands for."""

@@ -6,11 +6,14 @@ A row says what a family must have for it, by a property; where the family lacks
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+
+from deltune.methods.registry import GROUPS
 
 from .families import FAMILIES, SITES, Family
 
@@ -60,6 +63,11 @@ class Row:
     merges: bool = False
     needs: tuple[Need, ...] = ()
     merging: tuple[Need, ...] = ()
+
+    @property
+    def traits(self) -> tuple[str, ...]:
+        """The groups of its methods, with which families are paired."""
+        return tuple(group for group, names in GROUPS.items() if {*names} & {*re.findall(r"\w+", self.text)})
 
     def lacking(self, family: Family) -> list[Need]:
         return [need for need in self.needs if not need.holds(family)]
@@ -178,28 +186,10 @@ ROWS = (
 
 METHODS = {row.text: row for row in ROWS}
 
-REPRESENTATIVE_METHODS = {
-    "prefix(length=3) + lora(rank=2) + layernorm": "changes attention, a projection and existing parameters at once",
-    "adapter(rank=4, bias=True, layer_norm=True, activation='gelu')": "edits hidden states, on every family",
-    "prompt(length=3)": "makes the input longer, on every family",
-}
-"""The methods that `make test` tries on all representative families, and one of them on every other family, each with
-what it stands for."""
 
-
-def crossed(*axes: Iterable[Any]) -> list[Any]:
-    """The product of axes that a law has chosen itself, as cases of which `make test` runs a cross.
-
-    Each value of an axis runs with the first values of the other axes; the rest is marked `slow`.
-    """
-    values = [list(axis) for axis in axes]
-    first = tuple(axis[0] for axis in values)
-    cases = []
-    for case in itertools.product(*values):
-        others = sum(value != usual for value, usual in zip(case, first, strict=True))
-        name = ", ".join(map(_named, case))
-        cases.append(pytest.param(*case, id=name, marks=pytest.mark.slow if others > 1 else ()))
-    return cases
+def product(*axes: Iterable[Any]) -> list[Any]:
+    """The product of the parameters of a law, each case with a readable name."""
+    return [pytest.param(*case, id=", ".join(map(_named, case))) for case in itertools.product(*axes)]
 
 
 def _named(value: Any) -> str:
