@@ -3,20 +3,25 @@
     python -m tests.mutation                    all mutations
     python -m tests.mutation masks statistics   those whose names contain one of these words
 
-The tracked files are copied to a temporary folder, and only the copy is changed. Exit status 1: more than one mutation
-was not caught. Exit status 2: a mutation's text does not stand exactly once in the library.
+The tracked files are copied to temporary folders, and only the copies are changed. Several mutations at a time run the
+few tests that they name, and then one after the other all everyday tests those that were missed. Exit status 1: more
+than one mutation was not caught. Exit status 2: a mutation's text does not stand exactly once in the library.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import queue
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from .mutations import MUTATIONS, Mutation
@@ -30,7 +35,7 @@ FAILED = re.compile(r"^(?:FAILED|ERROR|SUBFAILED\S*) +(.*)$", re.MULTILINE)
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("words", nargs="*", help="only mutations whose name contains one of these")
-    parser.add_argument("--workers", default="2", help="processes of pytest")
+    parser.add_argument("--workers", type=int, default=2, help="mutations that are tried at a time")
     options = parser.parse_args()
     chosen = [m for m in MUTATIONS if not options.words or any(word in m.name for word in options.words)]
     sources = {m: [p for p in modules(REPOSITORY) if m.text in p.read_text(encoding="utf-8")] for m in chosen}
@@ -39,16 +44,28 @@ def main() -> int:
         print(f"{mutation.name}: {mutation.text!r} does not stand exactly once in src/deltune", file=sys.stderr)
     if wrong or not chosen:
         return 2
-    missed = 0
     with tempfile.TemporaryDirectory(prefix="deltune-mutation-") as folder:
-        copy = copied(Path(folder))
-        for mutation in chosen:
-            began = time.monotonic()
-            caught = tried(mutation, copy, sources[mutation][0].relative_to(REPOSITORY), options.workers)
-            missed += not caught
-            print(f"{mutation.name:55} {time.monotonic() - began:6.0f} s  {caught or 'NOT CAUGHT'}", flush=True)
-    print(f"{len(chosen) - missed} of {len(chosen)} mutations were caught")
-    return int(missed > MISSED)
+        copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        for number in range(options.workers):
+            copies.put(copied(Path(folder) / str(number)))
+
+        def tried(mutation: Mutation, tests: tuple[str, ...], workers: int = 0) -> str:
+            """The first of these tests that fails with a mutation, or nothing."""
+            copy, began = copies.get(), time.monotonic()
+            with changed(mutation, copy / sources[mutation][0].relative_to(REPOSITORY)):
+                test = failing(copy, tests, workers)
+            copies.put(copy)
+            print(f"{mutation.name:55} {time.monotonic() - began:6.0f} s  {test or 'not caught'}", flush=True)
+            return test
+
+        with ThreadPoolExecutor(options.workers) as pool:
+            caught = dict(zip(chosen, pool.map(lambda m: tried(m, m.tests), chosen), strict=True))
+        for mutation in [m for m in chosen if not caught[m]]:
+            print(f"{mutation.name}: trying all everyday tests", flush=True)
+            caught[mutation] = tried(mutation, (), options.workers)
+    missed = [m.name for m in chosen if not caught[m]]
+    print(f"{len(chosen) - len(missed)} of {len(chosen)} mutations were caught")
+    return int(len(missed) > MISSED)
 
 
 def modules(root: Path) -> list[Path]:
@@ -68,22 +85,21 @@ def copied(folder: Path) -> Path:
     return copy
 
 
-def tried(mutation: Mutation, copy: Path, source: Path, workers: str) -> str:
-    """The first test that fails with a mutation, or nothing. Its own tests come first, then all of them."""
-    file = copy / source
+@contextmanager
+def changed(mutation: Mutation, file: Path) -> Iterator[None]:
     before = file.read_text(encoding="utf-8")
     file.write_text(before.replace(mutation.text, mutation.becomes), encoding="utf-8")
     try:
-        return failing(copy, mutation.tests, workers) or failing(copy, (), workers)
+        yield
     finally:
         file.write_text(before, encoding="utf-8")
 
 
-def failing(copy: Path, tests: tuple[str, ...], workers: str) -> str:
-    """The first everyday test that fails, or nothing."""
+def failing(copy: Path, tests: tuple[str, ...], workers: int) -> str:
+    """The first of these tests that fails, of all everyday tests without any, or nothing."""
     if absent := [test for test in tests if not (copy / test.partition("::")[0]).exists()]:
         sys.exit(f"tests/mutation names tests that are not there: {', '.join(absent)}")
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", workers, "--dist", "worksteal", "-m", "not slow"]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", str(workers), "--dist", "worksteal", "-m", "not slow"]
     environment = {
         **os.environ, "PYTHONPATH": str(copy / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false",

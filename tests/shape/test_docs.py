@@ -176,6 +176,7 @@ def test_pictures_are_described(picture: Path) -> None:
     assert {child.tag.rpartition("}")[2] for child in root} >= {"title", "desc"}
 
 
+@pytest.mark.slow
 def test_the_site_builds_strictly_and_loads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
     from mkdocs.commands.build import build
