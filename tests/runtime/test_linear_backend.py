@@ -19,7 +19,6 @@ from transformers.pytorch_utils import Conv1D
 import deltune
 from deltune.compat import onednn_linear
 from deltune.runtime import linear
-from deltune.runtime.linear import LinearForward
 from tables.families import FAMILIES
 from tables.specimens import batch, build, differences, distance, facts, forward, loss, main_role
 
@@ -134,19 +133,6 @@ def test_inputs_and_gradients_in_any_layout(layout: str, trained: bool) -> None:
     assert all(close(a, b) for a, b in zip(*gradients, strict=True))
 
 
-def test_only_what_torch_would_keep_is_saved_for_the_backward_pass() -> None:
-    layer, plain = pair()
-    for weight_trained, x_trained in ((True, True), (True, False), (False, True)):
-        kept = []
-        for one in (layer, plain):
-            one.weight.requires_grad_(weight_trained)
-            shapes: list[torch.Size] = []
-            with torch.autograd.graph.saved_tensors_hooks(lambda t, s=shapes: s.append(t.shape) or t, lambda t: t):
-                one(torch.randn(3, 24, requires_grad=x_trained))
-            kept.append(sorted(shape.numel() for shape in shapes))
-        assert kept[0] == kept[1]
-
-
 def test_double_backward() -> None:
     layer, plain = pair()
     x = torch.randn(3, 24, requires_grad=True)
@@ -253,42 +239,6 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
     assert x.grad is not None and close(x.grad, expected)
 
 
-def test_inference_mode_and_no_grad(calls: list[str]) -> None:
-    layer, plain = pair()
-    for mode in (torch.inference_mode, torch.no_grad):
-        with mode():
-            x = torch.randn(3, 24)
-            y = layer(x)
-            assert close(y, plain(x)) and y.is_inference() == (mode is torch.inference_mode)
-    assert len(calls) == 2
-
-
-def test_hooks_run() -> None:
-    layer, _ = pair()
-    events: list[str] = []
-    layer.register_forward_pre_hook(lambda *_: events.append("before"))
-    layer.register_forward_hook(lambda *_: events.append("after"))
-    layer.register_full_backward_hook(lambda *_: events.append("backward"))
-    layer.bias.requires_grad_(True).register_post_accumulate_grad_hook(lambda _: events.append("gradient"))
-    layer(torch.randn(3, 24, requires_grad=True)).sum().backward()
-    assert sorted(events) == ["after", "backward", "before", "gradient"]
-
-
-def test_a_weight_that_was_changed_before_the_backward_pass_is_an_error() -> None:
-    layer, _ = pair()
-    y = layer(torch.randn(3, 24, requires_grad=True))
-    with torch.no_grad():
-        layer.weight.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
-
-
-def test_other_parameters_for_one_call() -> None:
-    layer, _ = pair()
-    zeros = {name: torch.zeros_like(value) for name, value in layer.named_parameters()}
-    assert not torch.func.functional_call(layer, zeros, (torch.ones(3, 24),)).any()
-
-
 COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda module: pickle.loads(pickle.dumps(module)),
@@ -359,13 +309,6 @@ def test_rows_with_a_delta_each_are_computed_alike(calls: list[str]) -> None:
     assert calls and distance(*results) < 1e-5
 
 
-def test_counting_and_inspecting_see_the_same_model() -> None:
-    model = build(FAMILIES["bert"], "sequence", torch.float32)
-    before = (repr(deltune.inspect(model)), deltune.count(model, "lora"))
-    deltune.optimize_linear(model)
-    assert (repr(deltune.inspect(model)), deltune.count(model, "lora")) == before
-
-
 # -- what is touched
 
 
@@ -383,16 +326,6 @@ def test_nothing_else_is_touched() -> None:
     assert [dict(module.__dict__) for module in model] == before
 
 
-def test_it_is_switched_off() -> None:
-    layer = nn.Linear(24, 40)
-    for _ in range(2):
-        deltune.optimize_linear(layer)
-        assert isinstance(layer.__dict__["forward"], LinearForward)
-    for _ in range(2):
-        deltune.optimize_linear(layer, enabled=False)
-        assert "forward" not in layer.__dict__
-
-
 def test_trained_weights_are_torch_s(calls: list[str]) -> None:
     layer, _ = pair()
     layer.weight.requires_grad_(True)
@@ -407,12 +340,3 @@ def test_small_products_stay_those_of_torch(monkeypatch: pytest.MonkeyPatch, cal
     monkeypatch.setattr(linear, "MIN_OPERATIONS", 2 * 3 * 24 * 40 + 1)
     pair()[0](torch.ones(3, 24))
     assert not calls
-
-
-def test_few_numbers_of_rows_are_computed_by_onednn(calls: list[str]) -> None:
-    layer, plain = pair()
-    with torch.no_grad():
-        for rows in range(1, 257):
-            x = torch.ones(rows, 24)
-            assert close(layer(x), plain(x))
-    assert len(calls) == 3 + 4 * 6 + 1

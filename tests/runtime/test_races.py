@@ -245,13 +245,6 @@ def test_copied_together_with_the_handle() -> None:
     assert all(equal(*pair) for pair in zip(answers(again, batch(again)), answers(model, batch(again)), strict=True))
 
 
-def test_what_a_compiled_pass_left_is_not_copied() -> None:
-    tuned = tuned_model()
-    tuned.attached.passes.compiled_pass.prompt = threading.Lock()  # anything that no copy or pickle may hold
-    for model in (copy.deepcopy(tuned.model), pickle.loads(pickle.dumps(tuned.model))):
-        assert deltune.tuned(model).attached.passes.compiled_pass.prompt is None
-
-
 def test_copied_inside_of_a_pass_and_of_a_change() -> None:
     """Where waiting for passes would be waiting for oneself."""
     tuned = tuned_model()
@@ -361,83 +354,6 @@ def test_generate_batch_with_a_change_that_waits() -> None:
     assert steps[0] > 2 and len(answered[0]) == 2 and changes == ["d0"]
 
 
-def test_a_pass_that_a_hook_starts_in_another_thread() -> None:
-    """The hook waits for it while a change waits for both."""
-    tuned = tuned_model()
-    model, inputs = tuned.model, batch(tuned.model)
-    expected = run(model, inputs)
-    order: list[str] = []
-    outputs: list[Outputs] = []
-    outside = threading.get_ident()
-
-    def start(module: Any, args: Any) -> None:
-        if threading.current_thread().name != "first":
-            return
-        changing = threading.Thread(target=lambda: (tuned.use("d0"), order.append("change")), daemon=True)
-        changing.start()
-        eventually(lambda: waiting(tuned))
-        for _ in range(2):
-            helper = threading.Thread(target=lambda: outputs.append(run(model, inputs)), daemon=True)
-            helper.start()
-            helper.join(PATIENCE)
-        order.append("hook")
-
-    hook = model.bert.encoder.register_forward_pre_hook(start)
-
-    def first() -> None:
-        threading.current_thread().name = "first"
-        outputs.append(run(model, inputs))
-
-    with beside(first):
-        pass
-    hook.remove()
-    eventually(lambda: "change" in order)
-    assert outside == threading.get_ident() and order == ["hook", "change"]
-    assert len(outputs) == 3 and all(equal(one, expected) for one in outputs) and tuned.active == "d0"
-
-
-def test_passes_that_join_others_do_not_starve_a_change() -> None:
-    """A newcomer joins while one runs that came before the change, and not when only newcomers run."""
-    tuned = tuned_model()
-    model, inputs = tuned.model, batch(tuned.model)
-    inside = {name: threading.Event() for name in ("early", "joins", "late")}
-    leave = {name: threading.Event() for name in inside}
-    order: list[str] = []
-
-    def hold(module: Any, args: Any) -> None:
-        name = threading.current_thread().name
-        order.append(name)
-        inside[name].set()
-        leave[name].wait(PATIENCE)
-
-    def passing(name: str) -> Callable[[], None]:
-        def job() -> None:
-            threading.current_thread().name = name
-            run(model, inputs)
-
-        return job
-
-    def change() -> None:
-        tuned.use("d0")
-        order.append("change")
-
-    hook = model.bert.encoder.register_forward_pre_hook(hold)
-    leave["late"].set()
-    with beside(passing("early")) as early:
-        inside["early"].wait(PATIENCE)
-        with beside(change):
-            eventually(lambda: waiting(tuned) == 1)
-            with beside(passing("joins")):
-                assert inside["joins"].wait(PATIENCE)
-                leave["early"].set()
-                early.join(PATIENCE)
-                with beside(passing("late")):
-                    eventually(lambda: waiting(tuned) == 2 or "late" in order)
-                    leave["joins"].set()
-    hook.remove()
-    assert order == ["early", "joins", "change", "late"]
-
-
 # -- blocks that are left elsewhere
 
 
@@ -540,35 +456,6 @@ def test_a_pass_goes_on_with_what_it_began_with() -> None:
     assert torch.equal(generated[0], expected)
 
 
-def test_a_block_that_is_left_while_a_pass_waits() -> None:
-    tuned = tuned_model()
-    model, inputs = tuned.model, batch(tuned.model)
-    held, release = threading.Event(), threading.Event()
-    errors: list[BaseException] = []
-
-    def hold(module: Any, args: Any) -> None:
-        held.set()
-        release.wait(PATIENCE)
-
-    def attempt() -> None:
-        try:
-            run(model, inputs)
-        except deltune.DeltuneError as error:
-            errors.append(error)
-
-    hook = model.bert.encoder.register_forward_pre_hook(hold)
-    with beside(lambda: run(model, inputs)):  # with the delta in use, whose tensors rows() cannot have
-        held.wait(PATIENCE)
-        with tuned.rows(["d0", "d1"]):
-            thread = threading.Thread(target=contextvars.copy_context().run, args=(attempt,), daemon=True)
-            thread.start()
-            eventually(lambda: waiting(tuned))
-        release.set()
-    thread.join(PATIENCE)
-    hook.remove()
-    assert len(errors) == 1 and "has been left in the meantime" in str(errors[0])
-
-
 def test_a_block_that_was_dropped_leaves_nothing() -> None:
     """Whoever is interrupted before a block's exit begins drops it without leaving it."""
     tuned = tuned_model()
@@ -615,57 +502,6 @@ def gradients(tuned: deltune.Tuned) -> list[torch.Tensor]:
     grads = [p.grad.clone() for p in tuned.trainable_parameters() if p.grad is not None]
     tuned.model.zero_grad()
     return grads
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_loss_of_what_a_hook_took_out(reentrant: bool) -> None:
-    """Checkpointed layers are computed again with what they used, whatever the loss is made of and wherever it is."""
-    tuned = tuned_model()
-    model, inputs = tuned.model.train(), batch(tuned.model)
-    taken: list[torch.Tensor] = []
-
-    def take(module: Any, args: Any, output: Any) -> None:
-        taken.append(output[0] if isinstance(output, tuple) else output)
-
-    model.bert.encoder.register_forward_hook(take)
-    forward(model, inputs)
-    loss({"": taken.pop().last_hidden_state}).backward()
-    expected = gradients(tuned)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    model.enable_input_require_grads()
-    forward(model, inputs)
-    with tuned.disable():
-        loss({"": taken.pop().last_hidden_state}).backward()
-    grads = gradients(tuned)
-    assert len(grads) == len(expected) > 0
-    assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(grads, expected, strict=True))
-
-
-def test_two_models_that_are_computed_again_in_one_backward_pass() -> None:
-    """By a checkpoint function of the user's, around the whole of each: it knows nothing of deltas."""
-    both = [tuned_model(), tuned_model("gpt2", "sequence")]
-
-    def total(again: bool) -> torch.Tensor:
-        losses = []
-        for tuned in both:
-            inputs = batch(tuned.model)
-
-            def logits(tuned: deltune.Tuned = tuned, inputs: dict[str, Any] = inputs) -> torch.Tensor:
-                return forward(tuned.model, inputs)["logits"]
-
-            out = torch.utils.checkpoint.checkpoint(logits, use_reentrant=False) if again else logits()
-            losses.append(loss({"logits": out}))
-        return losses[0] + losses[1]
-
-    total(False).backward()
-    expected = [gradients(tuned) for tuned in both]
-    late = total(True)
-    with both[0].disable(), both[1].disable():
-        late.backward()
-    for tuned, reference in zip(both, expected, strict=True):
-        grads = gradients(tuned)
-        assert len(grads) == len(reference) > 0
-        assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(grads, reference, strict=True))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

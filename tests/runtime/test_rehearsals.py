@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -383,48 +382,3 @@ def test_many_deltas(tmp_path: Path) -> None:
     assert equal(run(tuned.use("d31").model, inputs), expected["layernorm"])
     tuned.detach()
     assert differences(known, facts(model)) == []
-
-
-def test_loads_at_once(tmp_path: Path) -> None:
-    """Threads load onto one model while another runs passes: all are attached, each as if it were alone."""
-    model = build(FAMILIES["bert"], "sequence")
-    inputs, texts = batch(model), ("layernorm", "lora(rank=2)", "adapter(rank=2)")
-    expected = []
-    for number, text in enumerate(texts):
-        stir(deltune.attach(model, text), seed=number).save(tmp_path / text)
-        expected.append(run(model, inputs))
-        deltune.tuned(model).detach()
-    tuned = deltune.attach(model, "ia3", name="first")
-    before = run(model, inputs)
-    errors: list[BaseException] = []
-    done = threading.Event()
-
-    def load(number: int) -> None:
-        try:
-            for again in range(4):
-                deltune.load(model, tmp_path / texts[number], name=f"d{number}x{again}")
-        except BaseException as error:
-            errors.append(error)
-
-    def passes() -> None:
-        try:
-            while not done.is_set():
-                with tuned.disable():
-                    run(model, inputs)
-        except BaseException as error:
-            errors.append(error)
-
-    beside = threading.Thread(target=passes)
-    threads = [threading.Thread(target=load, args=(number,)) for number in range(len(texts))]
-    for thread in (beside, *threads):
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    done.set()
-    beside.join(60)
-    assert not errors and len(tuned.names) == 1 + 4 * len(texts)
-    for number in range(len(texts)):
-        for again in range(4):
-            assert equal(run(tuned.use(f"d{number}x{again}").model, inputs), expected[number])
-    assert equal(run(tuned.use("first").model, inputs), before)
-    tuned.detach()

@@ -801,27 +801,3 @@ def test_parameters_keep_their_meaning_in_torch() -> None:
     in_model = dict(tuned.model.named_parameters())
     assert all(in_model[name] is parameter for name, parameter in tuned.named_trainable_parameters())
     assert set(tuned.delta("two").selected) <= {name for name, _ in tuned.named_trainable_parameters()}
-
-
-def test_the_table_of_a_notebook() -> None:
-    tuned = deltune.attach(build(FAMILIES["bert"], "sequence"), "lora(rank=2)", name="one", head="freeze")
-    deltune.attach(tuned.model, "layernorm", name="two", head="freeze")
-    rows = [f"{tuned.count(name=name).trained:,}" for name in ("one", "two")]
-    table = tuned._repr_html_()
-    assert f"<td>one</td><td>lora(rank=2)</td><td>{rows[0]}</td><td>no</td>" in table
-    assert f"<td>two</td><td>layernorm</td><td>{rows[1]}</td><td>yes</td>" in table
-
-
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("text", ["lora(rank=2)", "adapter(rank=2) + layernorm", "prefix(length=2)"])
-def test_traced_by_jit(text: str) -> None:
-    """torch.jit.trace compares the graphs of a pass with gradients and of one without."""
-    model = build(FAMILIES["bert"], "sequence", return_dict=False)
-    stir(deltune.attach(model, text))
-    inputs = batch(model)
-    arguments = (inputs["input_ids"], inputs["attention_mask"])
-    with torch.no_grad():
-        expected = model(*arguments)[0]
-    traced = torch.jit.trace(model, arguments, strict=False)
-    with torch.no_grad():
-        assert torch.allclose(traced(*arguments)[0], expected, rtol=1e-10, atol=1e-12)

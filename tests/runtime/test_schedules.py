@@ -249,32 +249,6 @@ def test_two_attaches_at_once(first: bool, names: tuple[str, str], monkeypatch: 
     assert differences(known, facts(model)) == []
 
 
-def test_a_handle_is_installed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two first attaches, the second at the moment when the first is about to put its handle into the model."""
-    model = build(FAMILIES["bert"], "sequence")
-    known = facts(model)
-    inside, waiting = threading.Event(), threading.Event()
-    install = attached_module.Attached._join_model
-
-    def slowly(one: Any) -> None:
-        if inside.is_set():
-            waiting.set()
-        inside.set()
-        come(waiting)
-        install(one)
-
-    monkeypatch.setattr(attached_module, "_INSTALL_LOCK", Watched(waiting))
-    monkeypatch.setattr(attached_module.Attached, "_join_model", slowly)
-    with another_thread() as start:
-        jobs = [start(lambda n=n: outcome(lambda: deltune.attach(model, "layernorm", name=n))) for n in ("one", "two")]
-        outcomes = [job.result(PATIENCE) for job in jobs]
-    tuned = deltune.tuned(model)
-    assert sorted(type(result) is deltune.DeltuneError for result in outcomes) == [False, True]
-    assert tuned in outcomes and len(tuned.names) == 1
-    tuned.detach()
-    assert differences(known, facts(model)) == []
-
-
 @pytest.mark.parametrize("where", ["thread", "task"])
 @pytest.mark.parametrize("way", SCOPES)
 def test_merging_beside_scopes_is_refused(way: str, where: str) -> None:
@@ -356,46 +330,6 @@ def test_frozen_layers_are_one_threads_at_a_time() -> None:
         pytest.raises(deltune.DeltuneError, match="in one thread at a time"),
     ):
         one_pass()
-
-
-def test_two_threads_enter_frozen_layers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second comes between the first one's look at who is inside and its own entry."""
-    tuned, frozen = frozen_model()
-    model, inputs = tuned.model, batch(tuned.model)
-    expected = run(model, inputs)
-    inside, waiting, ended = threading.Event(), threading.Event(), threading.Event()
-    ident = threading.get_ident
-
-    class Threads:
-        """Stands for the module `threading`, whose get_ident is called between both."""
-
-        @staticmethod
-        def get_ident() -> int:
-            if not inside.is_set():
-                inside.set()
-                come(waiting)
-            else:
-                waiting.set()
-            return ident()
-
-    def step() -> None:
-        come(ended)
-
-    def second() -> Any:
-        come(inside)
-        try:
-            return outcome(lambda: run(model, inputs))
-        finally:
-            ended.set()
-
-    frozen.mutex = Watched(waiting)  # type: ignore[assignment]
-    monkeypatch.setattr(frozen_layers, "threading", Threads)
-    with another_thread() as start, called(model.bert.encoder.layer[1], lambda: None if ended.is_set() else step()):
-        jobs = [start(lambda: outcome(lambda: run(model, inputs))), start(second)]
-        outcomes = [job.result(2 * PATIENCE) for job in jobs]
-    assert equal(outcomes[0], expected) and isinstance(outcomes[1], deltune.DeltuneError)
-    frozen.remove()
-    tuned.detach()
 
 
 # -- torch.compile

@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -362,57 +360,6 @@ def test_saving_through_a_link_replaces_the_folder_that_it_leads_to(folder: Path
         assert repr(serialization.read_metadata(target).method) == "'adapter(rank=2)'"
     assert sorted(p.name for p in folder.parent.iterdir()) == sorted(["broken", "new", "link", folder.name])
     tuned.detach()
-
-
-@pytest.mark.parametrize("name", ["n" * 255, "ñ" * 127])
-def test_saving_under_the_longest_name(name: str, tmp_path: Path) -> None:
-    tuned = deltune.attach(specimen("bert"), "adapter(rank=2)")
-    for _ in range(2):
-        tuned.save(tmp_path / name)
-    assert [p.name for p in tmp_path.iterdir()] == [name]
-    tuned.detach()
-
-
-FULL_DISK = """
-import resource, sys
-from pathlib import Path
-import torch
-from laws.specimens import specimen, stir
-import deltune
-tuned = stir(deltune.attach(specimen("bert"), "adapter(rank=64)"))
-for target in sys.argv[1:]:
-    room = int(Path(target).parent.name.split()[0])
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
-    try:
-        tuned.save(target)
-    except deltune.DeltuneError as error:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        print("refused:", error)
-"""
-
-
-@pytest.mark.slow
-def test_no_space_left(saved: Path, tmp_path: Path) -> None:
-    """A new folder and one over another, each with three sizes that a file may have, which its path names."""
-    places = [f"{room} {there}" for room in (0, 1000, 50_000) for there in ("new", "over another")]
-    targets = [tmp_path / place / "delta" for place in places]
-    for target in targets:
-        if target.parent.name.endswith("over another"):
-            shutil.copytree(saved, target)
-    before = tree(tmp_path)
-    tests = Path(__file__).parents[1]
-    paths = os.pathsep.join([str(tests), str(tests.parent / "src"), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, *map(str, targets)], capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    refusals = done.stdout.splitlines()
-    assert len(refusals) == len(targets)
-    for refusal, target in zip(refusals, targets, strict=True):
-        assert refusal.startswith(f"refused: no space left for {target}; nothing was changed there")
-        assert target.exists() == target.parent.name.endswith("over another")
-    assert tree(tmp_path) == before
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import copy
-import multiprocessing
-import os
-import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
 from transformers import PreTrainedModel
 
 import deltune
@@ -28,9 +23,7 @@ from tables.specimens import (
     batch,
     build,
     config,
-    differences,
     equal,
-    facts,
     forward,
     loss,
     run,
@@ -252,39 +245,6 @@ def test_changes_beside_passes(tmp_path: Path) -> None:
     assert tuned.names == ("d0", "d1", "d2", "d3")
 
 
-@pytest.mark.parametrize("text", ["layernorm", "lora(rank=2)"])
-def test_heads_of_other_labels_beside_a_change_of_the_head(text: str, tmp_path: Path) -> None:
-    """The loss counts the labels of the configuration, which those of each pass are in while it runs."""
-    model = build(FAMILIES["bert"], "sequence", num_labels=2)
-    for number in (3, 5):
-        other = build(FAMILIES["bert"], "sequence", num_labels=number)
-        other.bert.load_state_dict(model.bert.state_dict())
-        stir(deltune.attach(other, text), seed=number).save(tmp_path / str(number))
-    for number in (3, 5):
-        tuned = deltune.load(model, tmp_path / str(number), name=f"of{number}")
-    inputs = batch(model, rows=2)
-
-    def answer(number: int) -> Outputs:
-        output = model(**inputs, labels=torch.tensor([number - 1, 0]))
-        return {"loss": output.loss.detach(), "logits": output.logits.detach()}
-
-    def in_block(number: int) -> Outputs:
-        with tuned.disable() if number == 2 else tuned.rows([f"of{number}"] * 2):
-            return answer(number)
-
-    def in_use(number: int) -> Outputs:
-        tuned.use(f"of{number}")
-        return answer(number)
-
-    blocks, used = {n: in_block(n) for n in (2, 3, 5)}, {n: in_use(n) for n in (3, 5)}
-    assert [blocks[n]["logits"].shape[-1] for n in blocks] == [2, 3, 5]
-    jobs = [lambda n=n: sum(not equal(in_block(n), blocks[n]) for _ in range(ROUNDS)) for n in blocks]
-    wrong = run_at_once(*jobs, lambda: sum(not equal(in_use(n), used[n]) for _ in range(ROUNDS) for n in used))
-    assert wrong == [0] * 4 and model.config.num_labels == 5
-    tuned.detach()
-    assert model.config.num_labels == 2
-
-
 def test_what_cannot_wait_is_an_error() -> None:
     tuned = several("bert", "sequence")
     model = tuned.use("d3").model
@@ -420,87 +380,3 @@ def test_a_generator_that_is_left_leaves_its_rows() -> None:
     assert equal(run(tuned.model, inputs), answer) and tuned.mixed == ("d2", "d3")
     del second
     assert tuned.mixed == () and equal(run(tuned.model, inputs), plain)
-
-
-def _answers(model: PreTrainedModel, inputs: dict[str, Any]) -> list[Outputs]:
-    tuned = deltune.tuned(model).use("d3")
-    with tuned.rows(["d0", "d1"]):
-        mixed = run(model, inputs)
-    return [run(model, inputs), mixed, run(tuned.use("d0").model, inputs)]
-
-
-def _same(one: list[Outputs], two: list[Outputs]) -> bool:
-    return all(equal(a, b) for a, b in zip(one, two, strict=True))
-
-
-@pytest.mark.slow
-def test_processes_that_are_given_a_model() -> None:
-    """A pool of spawned processes gets a pickle, made inside of rows(), which are in use in it."""
-    tuned = several("bert", "sequence")
-    model, inputs = tuned.model, batch(tuned.model, rows=2)
-    with tuned.rows(["d2", "d3"]):
-        pickled = pickle.dumps(model)
-        copied = copy.deepcopy(model)
-    expected = _answers(model, inputs)
-    assert deltune.tuned(copied).mixed == ("d2", "d3") and _same(_answers(copied, inputs), expected)
-    assert _same(_answers(pickle.loads(pickled), inputs), expected)
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        assert _same(pool.submit(_answers, model, inputs).result(), expected)
-
-
-def test_a_process_that_was_forked() -> None:
-    """While another thread runs passes and holds locks; the child runs its own, and changes what is in use."""
-    tuned = several("bert", "sequence")
-    model, inputs = tuned.use("d2").model, batch(tuned.model, rows=2)
-    expected = _answers(copy.deepcopy(model), inputs)
-    done = threading.Event()
-    thread = threading.Thread(target=until(done, lambda: run(model, inputs)))
-    thread.start()
-    try:
-        for _ in range(5):
-            child = os.fork()
-            if child == 0:
-                torch.set_num_threads(1)
-                os._exit(0 if _same(_answers(model, inputs), expected) else 1)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    finally:
-        done.set()
-        thread.join()
-
-
-class _Tuned(torch.utils.data.Dataset[torch.Tensor]):
-    def __init__(self, model: PreTrainedModel, rows: torch.Tensor) -> None:
-        self.model, self.rows = model, rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        with torch.no_grad(), deltune.tuned(self.model).rows(["d0"]):
-            return self.model(input_ids=self.rows[index : index + 1]).logits[0]
-
-
-@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_workers_of_a_data_loader(start: str) -> None:
-    tuned = several("bert", "sequence")
-    rows = batch(tuned.model, rows=4, pad=0)["input_ids"]
-    expected = list(DataLoader(_Tuned(tuned.model, rows), batch_size=2))
-    loader = DataLoader(_Tuned(tuned.model, rows), batch_size=2, num_workers=2, multiprocessing_context=start)
-    assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(loader, expected, strict=True))
-    assert len(TensorDataset(rows)) == 4 and tuned.active == "d3"
-
-
-@pytest.mark.parametrize("text", ["layernorm", "parallel_adapter(rank=2)", "apet(bitfit, parameters=40)"])
-def test_detached_beside_passes_of_others(text: str) -> None:
-    """Attaching and detaching on other models of the same class is nobody's business."""
-    model, known = build(FAMILIES["bert"], "sequence"), None
-    known = facts(model)
-    tuned = stir(deltune.attach(model, text))
-    inputs = batch(model)
-    expected = run(model, inputs)
-    done = threading.Event()
-    wrong, _ = run_at_once(
-        stopping(done, [passes(model, inputs, expected)] * 2), until(done, lambda: inspected(FAMILIES["bert"]))
-    )
-    tuned.detach()
-    assert wrong == [0, 0] and differences(known, facts(model)) == []
