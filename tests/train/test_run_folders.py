@@ -18,9 +18,9 @@ import pytest
 import tiny
 from deltune.errors import DeltuneError
 from deltune.files import atomic_folder
-from deltune.train import checkpoints, prediction_inputs
+from deltune.train import checkpoints
 from deltune.train.config import RunConfig
-from deltune.train.inference import evaluate, export_run, merge_run, predict_rows, rescore
+from deltune.train.inference import predict_rows, rescore
 from deltune.train.prediction_inputs import input_columns, inputs_from_file
 from deltune.train.run import train
 from deltune.train.run_folder import RunFolder
@@ -298,47 +298,3 @@ def test_files_have_the_permissions_of_the_umask(mask: int, folders: Folders, tm
     assert len(checkpoints_seen) == 4 and (folder / "predictions" / "test.jsonl") in modes
     assert {m for p, m in modes.items() if p.suffix or p.name == "SHA256SUMS"} == {0o666 & ~mask}
     assert {m for p, m in modes.items() if not p.suffix and p.is_dir()} == {0o777 & ~mask}
-
-
-def test_files_are_synced_before_they_are_renamed(
-    folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Files before they are renamed, and the folder of the new name after. Saved deltas have a test of their own."""
-    synced: list[int] = []
-    waiting: list[tuple[Path, int]] = []
-    unsynced: list[Path] = []
-    fsync, replace = os.fsync, os.replace
-
-    def syncing(handle: int) -> None:
-        synced.append(os.fstat(handle).st_ino)
-        waiting[:] = [(target, folder) for target, folder in waiting if folder != synced[-1]]
-        fsync(handle)
-
-    def replacing(source: Any, target: Any) -> None:
-        replace(source, target)
-        inside = [p for p in (Path(target), *Path(target).rglob("*")) if p.is_file()]
-        if "delta" not in Path(target).name:
-            unsynced.extend(p for p in inside if p.stat().st_ino not in synced)
-            waiting.append((Path(target), Path(target).parent.stat().st_ino))
-
-    monkeypatch.setattr(os, "fsync", syncing)
-    monkeypatch.setattr(os, "replace", replacing)
-    train(folders.spec, tmp_path / "run")
-    assert not unsynced and not waiting
-
-
-@pytest.mark.parametrize("path", ["~nosuch/x", "x" * 300, "a\0b"], ids=["no user", "a long name", "NUL"])
-def test_paths_that_the_file_system_refuses_change_nothing(path: str, folders: Folders, tmp_path: Path) -> None:
-    before = contents(folders.finished)
-    for call in (
-        lambda: evaluate(folders.finished, output=path),
-        lambda: merge_run(folders.finished, path),
-        lambda: export_run(folders.finished, path),
-        lambda: prediction_inputs.write_predictions(Path(path), [{"id": "1"}]),
-        lambda: train(folders.spec, path),
-    ):
-        with pytest.raises(DeltuneError):
-            call()
-    with pytest.raises(DeltuneError):
-        prediction_inputs.write_predictions(Path("."), [{"id": "1"}])
-    assert contents(folders.finished) == before

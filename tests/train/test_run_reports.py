@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import io
-import itertools
 import json
 import logging
 import math
@@ -24,7 +23,6 @@ from transformers import BertConfig, BertModel
 
 import deltune
 import tiny
-from deltune.cli.formatting import comparison_table
 from deltune.cli.output import log_to_stderr
 from deltune.cli.threads import free_threads
 from deltune.errors import DeltuneError
@@ -33,12 +31,11 @@ from deltune.runtime.model_card import write_card
 from deltune.runtime.serialization import delta_metadata
 from deltune.train.metrics.intervals import difference_interval, interval, standard_error
 from deltune.train.metrics.registry import compute_scores
-from deltune.train.progress import ProgressDisplay, format_duration
+from deltune.train.progress import ProgressDisplay
 from deltune.train.records import command_line
 from deltune.train.report import advice as advising
-from deltune.train.report.charts import Line, line_chart
 from deltune.train.report.error_analysis import MAX_MATRIX, Analysis, analyse
-from deltune.train.report.page import compare, loading_recipe, read_all, render_report, run_facts, write_report
+from deltune.train.report.page import compare, loading_recipe, read_all, render_report, run_facts
 from deltune.train.run import train
 from deltune.train.run_folder import RunFolder
 from studies.test_page import EVIL, Reader
@@ -128,19 +125,6 @@ def test_the_recipe_for_loading_works(
     assert "from_pretrained(packaged_minilm(), num_labels=3)\n" in recipe and "/" not in recipe
 
 
-def test_a_run_of_before_has_its_page(copy: Callable[..., RunFolder]) -> None:
-    """Without intervals, without speeds in the log, without the command and the commit."""
-    run = copy(metrics=lambda values: values.pop("intervals"))
-    whole_environment = json.loads(run.environment_file.read_text())
-    kept = {name: whole_environment[name] for name in ("deltune", "python", "packages", "data")}
-    run.environment_file.write_text(json.dumps(kept))
-    run.report_file.unlink()
-    text = Reader(write_report(run).read_text()).visible_text()
-    assert "95 % interval" not in text and "Confusion matrix" in text
-    run.log_file.unlink()
-    assert "Curves" not in Reader(write_report(run).read_text()).visible_text()
-
-
 def test_what_is_not_finished_has_no_page(copy: Callable[..., RunFolder]) -> None:
     one, two = copy("one"), copy("two")
     one.metrics_file.unlink()
@@ -182,31 +166,6 @@ def test_a_metric_without_differences_decides_nothing(whole: RunFolder, copy: Ca
     assert comparison.notes == (expected,)
     same = compare(read_all([whole, copy("same")]))
     assert [run.difference.text for run in same.runs] == ["equal", "equal"]
-
-
-LONG_METHOD = "prefix(length=4) + layernorm + scaled_parallel_adapter(rank=8, scale=2, layers='first 1')"
-
-
-@pytest.mark.parametrize(("terminal", "width"), [(False, 80), (True, 240), (True, 40)])
-def test_the_table_on_the_console_cuts_nothing(
-    terminal: bool, width: int, whole: RunFolder, copy: Callable[..., RunFolder]
-) -> None:
-    """Methods, and the options that differ, are folded on a terminal where they do not fit."""
-    other = copy("other")
-    other.spec_file.write_text(whole.config.replace(method=LONG_METHOD, epochs=9, weight_decay=0.25).yaml())
-    comparison = compare(read_all([whole, other]))
-    assert {name for name, _ in comparison.fields} == {"method", "epochs", "weight_decay"}
-    written = io.StringIO()
-    console = Console(file=written, soft_wrap=True, force_terminal=terminal, width=width, color_system=None)
-    console.print(comparison_table(comparison, fold=terminal))
-    head, _, *rows = written.getvalue().strip("\n ").splitlines()
-    starts = [head.index(title) for title in ("method", "options", "trained")]
-    second = next(i for i, row in enumerate(rows) if row.strip().startswith("other"))
-    method, options = ("".join(row[a:b] for row in rows[second:]) for a, b in itertools.pairwise(starts))
-    assert "".join(method.split()) == LONG_METHOD.replace(" ", "")
-    assert "".join(options.split()) == "epochs=9,weight_decay=0.25"
-    if not terminal:
-        assert LONG_METHOD in rows[second], "in a file a run is one line"
 
 
 # -- errors by kind of task
@@ -383,15 +342,6 @@ def test_the_rate_that_is_advised(copy: Callable[..., RunFolder]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("score", "expected"), [(0.01, r"^entity_f1 is 0\.010 on test: hardly any.*--lr "), (0.3, "^$")]
-)
-def test_hardly_any_entity(score: float, expected: str, copy: Callable[..., RunFolder]) -> None:
-    run = copy(metrics=lambda values: values["test"].update(entity_f1=score))
-    notes = advising.few_entities(run.config, run.metrics, "test", FALLING)
-    assert re.search(expected, "".join(notes)), notes
-
-
-@pytest.mark.parametrize(
     ("analysis", "expected"),
     [
         (Analysis(24, "", baseline=1 / 3, accuracy=11 / 24, majority="beast"),
@@ -407,12 +357,6 @@ def test_what_is_not_clearly_better(analysis: Analysis, expected: str, whole: Ru
     assert re.search(expected, "".join(notes)), notes
     longer = advising.nothing_learned(whole.config, analysis, "test", [*FALLING, {"step": 200, "loss": 0.4}])
     assert len(longer) == len(notes) and all("--lr auto" in note for note in longer)
-
-
-def test_a_handful_of_rows_advises_nothing(whole: RunFolder) -> None:
-    few = Analysis(10, "", baseline=0.4, accuracy=0.6, majority="beast")
-    (note,) = advising.nothing_learned(whole.config, few, "test", FALLING)
-    assert note.endswith("so few rows cannot show more") and "--lr" not in note
 
 
 @pytest.mark.parametrize(
@@ -464,15 +408,6 @@ def test_a_paired_difference_is_narrower() -> None:
 # -- charts
 
 
-def test_a_line_chart_has_words_and_stays_in_its_frame() -> None:
-    text = str(line_chart(EVIL, [Line(EVIL, [(i, 1.0 / (i + 1)) for i in range(1000)], marked=999)], "step"))
-    assert "<script>alert" not in text and "from 1 to 0.001" in text
-    numbers = [float(n) for n in re.findall(r"[ML](-?[\d.]+) ", text)]
-    assert len(numbers) < 300 and min(numbers) >= 0 and max(numbers) <= 560
-    assert str(line_chart("t", [Line("a", [(1, 2.0)]), Line("b", [(1, float("nan")), (2, 1.0)])], "step")) == ""
-    assert "0.5" in str(line_chart("t", [Line("flat", [(1, 0.5), (2, 0.5)])], "step"))
-
-
 # -- progress
 
 
@@ -521,28 +456,6 @@ def test_a_validation_is_a_line_and_a_row(caplog: pytest.LogCaptureFixture) -> N
     assert "accuracy 0.5" in written.getvalue() and "validation" in written.getvalue()
 
 
-@pytest.mark.parametrize(("width", "shown"), [(120, 4), (50, 3), (10, 3)])
-def test_a_narrow_terminal_shows_the_first_columns(width: int, shown: int) -> None:
-    written, columns = io.StringIO(), ("step", "loss", "validation", "tokens/s")
-    with ProgressDisplay(console=Console(file=written, force_terminal=True, width=width, height=30)) as display:
-        display.start("training", 10, columns=columns)
-        display.keep({"step": "1/10", "loss": "0.5000", "validation": "accuracy 0.5", "tokens/s": "1,000"})
-    assert ("1,000" in written.getvalue()) == (shown == 4)
-    assert ("accuracy 0.5" in written.getvalue()) == (width > 10)
-
-
-def test_nothing_is_shown_that_is_not_wanted(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "deltune")
-    clock, written = Clock(), io.StringIO()
-    with ProgressDisplay(False, Console(file=written, force_terminal=True), clock) as display:
-        display.start("training", 12, columns=("step",))
-        clock.now = 100
-        display.advance(6)
-        display.keep({"step": "6/12"})
-        assert display.seconds_left == pytest.approx(100)
-    assert not caplog.records and not written.getvalue()
-
-
 def test_a_line_is_printed_once_though_a_library_listens_to_all(capsys: pytest.CaptureFixture[str]) -> None:
     """absl, which rouge-score imports, gives the root logger a handler."""
     handler = logging.StreamHandler(sys.stderr)
@@ -586,11 +499,6 @@ def test_units_that_are_done_in_part_count() -> None:
         display.reach(1.5, 6, done_before=1.25)
         assert display.seconds_left == pytest.approx(18 * 60)
         assert display._amount() == "1/6 jobs"
-
-
-def test_durations() -> None:
-    cases = {None: "?", 0: "0:00", 42.4: "0:42", 59.6: "1:00", 725: "12:05", 3723: "1:02:03"}
-    assert {seconds: format_duration(seconds) for seconds in cases} == cases
 
 
 # -- threads

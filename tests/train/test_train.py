@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ from deltune.train.run import train
 from deltune.train.run_folder import RunFolder
 from deltune.train.setup import ModelCache
 from deltune.train.trainer import DeltaTrainer, raise_if_interrupted, watch_interrupts
-from processes import Started, deltune, killed_training
+from processes import Started, deltune
 
 TIMES = ("seconds", "cpu_seconds", "seconds_left", "tokens_per_second")
 
@@ -272,20 +270,6 @@ WRITES = 21
 """How many files and folders take their place in a run."""
 
 
-@pytest.mark.parametrize(
-    "moment", [pytest.param(n, marks=() if n % 3 == 0 else pytest.mark.slow) for n in range(1, WRITES + 1)]
-)
-@pytest.mark.sample(4)
-def test_interrupted_at_any_write(
-    moment: int, root: Path, whole: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Run again, it is the same run in the end."""
-    run, missed = interrupted(root, tmp_path / "run", moment, monkeypatch)
-    assert not run.finished and (missed == run.metrics_file) == (moment == WRITES), "which is the last"
-    train(tiny.spec(root), run.folder)
-    same(whole, run)
-
-
 @pytest.mark.parametrize("lost", ["the answers", "the file", "the delta they were of"])
 def test_answers_that_are_not_of_the_delta_are_made_anew(
     lost: str, root: Path, whole: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -311,44 +295,6 @@ def test_answers_that_are_not_of_the_delta_are_made_anew(
 def start(folder: Path) -> Started:
     """`deltune train` of the folder's spec.yaml, in a process of its own."""
     return Started(deltune, folder, "train", str(folder / "spec.yaml"), "--output", str(folder / "run"))
-
-
-@pytest.mark.slow  # tests/whole/kill has a small case
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"epochs": 40, "patience": 30},
-        {"steps": 200, "validate_every": 7},
-        {"epochs": 10, "seeds": (0, 1), "search": {"lr": [1e-2, 1e-3]}},
-    ],
-    ids=["epochs", "steps", "several"],
-)
-def test_killed_and_run_again(changes: dict[str, Any], root: Path, tmp_path: Path) -> None:
-    """SIGKILL after the first checkpoint: the same numbers as without."""
-    spec = tiny.spec(root, method="prefix(length=4) + lora(rank=2, dropout=0.1)", **changes)
-    run = RunFolder(tmp_path / "run")
-    killed_training(spec, run.folder, lambda: bool(list(run.folder.rglob("checkpoint/*"))))
-    assert not run.finished
-    train(spec, run.folder)
-    train(spec, tmp_path / "whole")
-    same(RunFolder(tmp_path / "whole"), run)
-
-
-@pytest.mark.slow
-def test_killed_again_and_again(root: Path, tmp_path: Path) -> None:
-    """SIGKILL at whatever moment, seven times."""
-    spec = tiny.spec(root, epochs=60, method="full")
-    (tmp_path / "spec.yaml").write_text(spec.yaml())
-    run = RunFolder(tmp_path / "run")
-    for i in range(7):
-        started = start(tmp_path)
-        while checkpoints.latest_checkpoint(run.checkpoint) is None and started.running:
-            time.sleep(0.01)
-        time.sleep(0.37 * i if i else 0.2)
-        started.kill()
-    train(spec, run.folder)
-    train(spec, tmp_path / "whole")
-    same(RunFolder(tmp_path / "whole"), run)
 
 
 def test_ctrl_c_leaves_a_run_that_goes_on(root: Path, tmp_path: Path) -> None:
@@ -443,39 +389,6 @@ def test_diverging_late_keeps_the_best(root: Path, tmp_path: Path, monkeypatch: 
         patch.setattr(DeltaTrainer, "compute_loss", spoiled)
         train(tiny.spec(root), run.folder)
     assert not run.finished and names(run.delta) == {"delta.json", "delta.safetensors"}
-
-
-@pytest.fixture
-def small_disk() -> Iterator[Any]:
-    """Files cannot grow beyond a size: the system's own refusal, in the middle of a write."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def limit(size: int) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-
-    yield limit
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-@pytest.mark.parametrize(("size", "left"), [(100, set()), (2500, {"spec.yaml"}), (6000, {"spec.yaml"}), (15000, None)])
-def test_no_space_left(
-    size: int, left: set[str] | None, root: Path, whole: RunFolder, tmp_path: Path, small_disk: Any
-) -> None:
-    """The folder is whole whatever could not be written, and the run goes on when there is room."""
-    run = RunFolder(tmp_path / "run")
-    small_disk(size)
-    try:
-        with pytest.raises(DeltuneError, match=r"(?i)no space|too large") as caught:
-            train(tiny.spec(root), run.folder)
-    finally:
-        small_disk(resource.RLIM_INFINITY)
-    assert "\n" not in str(caught.value)
-    assert not run.finished and (left is None or left <= (names(run.folder) if run.folder.exists() else set()))
-    if not left and left is not None:
-        assert names(tmp_path) == set()
-    assert not [p for p in tmp_path.rglob(".*")], "no torn files"
-    train(tiny.spec(root), run.folder)
-    same(whole, run)
 
 
 @pytest.mark.parametrize(("family", "longest"), [("bert", 64), ("roberta", 62), ("gpt2", 64), ("llama", 64)])
