@@ -133,53 +133,6 @@ def test_what_is_wrong_with_another_folder_is_no_error_of_the_delta(tmp_path: Pa
         check(of, [request], [server.submit(request).result(60)])
 
 
-def test_the_same_bytes_from_another_folder_are_read_from_there(tmp_path: Path) -> None:
-    of = deltas(*BERT)
-    copies(tmp_path, "d2=one", "d2=two", "d3")
-    with Server(of.model(), max_loaded=1) as server:
-        first = server.load("d2", tmp_path / "one")
-        second = server.load("d2", tmp_path / "two")
-        assert second.version == first.version and second.folder == str(tmp_path / "two")
-        shutil.rmtree(tmp_path / "one")
-        server.load("d3", tmp_path / "d3")
-        server.submit(ask("classify", 4, 1, "d3")).result(60)
-        request = ask("classify", 4, 1, "d2")
-        check(of, [request], [server.submit(request).result(60)])
-
-
-def test_the_reason_is_the_same_whether_a_look_or_a_load_has_found_it(tmp_path: Path) -> None:
-    """A delta for another head of another base model is first of all one of another base model."""
-    shutil.copytree(deltas(*GPT).folder / "d2", tmp_path / "d2")
-    with Server(deltas(*BERT).model(), deltas=tmp_path) as server:
-        (info,) = server.deltas()
-        with pytest.raises(DeltuneError) as on_request:
-            server.submit(ask("generate", 4, 1, "d2"))
-        with pytest.raises(DeltuneError) as loaded:
-            server.load("d2")
-    assert "was tuned on a gpt2 model" in info.error
-    assert info.error == on_request.value.without_python == loaded.value.without_python
-
-
-def test_a_delta_that_is_taken_out_while_a_look_reads_it_again_stays_out(tmp_path: Path) -> None:
-    of, root = deltas(*BERT), copies(tmp_path, "d2")
-    with Server(of.model(), deltas=root) as server, ThreadPoolExecutor(1) as pool:
-        server.submit(ask("classify", 4, 1, "d2")).result(60)
-        changed(BERT, "d2", root)
-        prepared, ready = server._lifecycle._prepared, threading.Event()
-
-        def slow(*arguments: Any, **options: Any) -> Any:
-            ready.wait(60)
-            return prepared(*arguments, **options)
-
-        server._lifecycle._prepared = slow  # type: ignore[method-assign]
-        looking = pool.submit(server.refresh)
-        while not server._lifecycle._loads:
-            threading.Event().wait(0.01)
-        server.unload("d2")
-        ready.set()
-        assert looking.result(60) == [] and server.unloaded() == ["d2"]
-
-
 # -- when files are read
 
 
@@ -338,18 +291,3 @@ def test_closing_fails_loads_that_wait_and_answers_requests(crowded: tuple[Serve
         closing.result(60)
     assert busy.result(0).tokens and other.result(0).tokens
     assert server._lifecycle._reader._shutdown
-
-
-def test_closing_fails_a_look_that_waits_for_room(crowded: tuple[Server, Gate, Future[Any]]) -> None:
-    """Such as that of the watcher's thread, for which the end waits."""
-    server, gate, _ = crowded
-    entry = server._catalog.entries["d0"]
-    with ThreadPoolExecutor(2) as pool:
-        waiting = pool.submit(server._lifecycle._load, entry, entry.folder, None)  # as `refresh` does
-        while not server._lifecycle._arrivals:
-            gate.step()
-        closing = pool.submit(server.close, 0.0)
-        with pytest.raises(EngineClosed):
-            waiting.result(10)
-        gate.release()
-        closing.result(60)

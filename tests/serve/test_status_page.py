@@ -141,29 +141,6 @@ def test_the_page_says_what_was_refused_and_why(decoder: tuple[Path, Path], tmp_
 
 
 @needs_browser
-def test_a_single_second_is_a_point(server: Served, browser: Browser) -> None:
-    """A line through one second alone would not be seen, as the mean time of requests that come now and then."""
-    visit(browser, f"{server.url}/")
-    drawn = """(() => {
-      draw("latency", [[null, 3, null, 5, 6, null, 4]]);
-      const circles = [...document.querySelectorAll("#latency circle")];
-      return circles.map((one) => [one.getAttribute("class"), getComputedStyle(one).fill != "none"]);
-    })()"""
-    assert browser.ask(drawn) == [["c0", True], ["c0", True]]
-
-
-@needs_browser
-def test_an_order_that_was_asked_for_stays(server: Served, browser: Browser) -> None:
-    visit(browser, f"{server.url}/")
-    until(browser, "document.querySelectorAll('#deltas tbody tr').length > 1")
-    browser.ask("document.querySelectorAll('#deltas th button')[0].click()")
-    assert [row[0] for row in cells(browser)] == sorted({"base", *METHODS})
-    browser.ask("document.querySelectorAll('#deltas th button')[0].click()")
-    time.sleep(2.5)  # the page has been drawn again
-    assert [row[0] for row in cells(browser)] == sorted({"base", *METHODS}, reverse=True)
-
-
-@needs_browser
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_page_fits(server: Served, browser: Browser, width: int) -> None:
     visit(browser, f"{server.url}/", width)
