@@ -111,9 +111,6 @@ class Browser:
             raise RuntimeError(str(answer["exceptionDetails"]))
         return answer["result"].get("value")
 
-    def dark(self) -> None:
-        self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
-
     def press(self, key: str) -> None:
         text = {"Enter": "\r", " ": " "}.get(key, "")
         code = {"Enter": 13, " ": 32, "Tab": 9}[key]

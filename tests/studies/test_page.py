@@ -17,22 +17,17 @@ import pytest
 import browser
 import made
 from deltune.studies.claims.claims import Beats, Claim
-from deltune.studies.claims.comparisons import NOT_RUN, MetricChoice
-from deltune.studies.claims.decisions import ComparisonResult, Finding, PartVerdict, PrintedFinding, SettingResult
+from deltune.studies.claims.comparisons import NOT_RUN
+from deltune.studies.claims.decisions import ComparisonResult, Finding, PrintedFinding, SettingResult
 from deltune.studies.jobs.job import Outcome
 from deltune.studies.jobs.store import JobRecord
-from deltune.studies.papers.registry import PAPERS, paper_statements
+from deltune.studies.papers.registry import paper_statements
 from deltune.studies.report.figure_spec import Bars, FigureSpec, HeatMap, TableSpec
 from deltune.studies.report.figures import draw
 from deltune.studies.report.findings import findings_csv
-from deltune.studies.report.page import Section, render_page, sparkline
+from deltune.studies.report.page import Section, render_page
 from deltune.studies.report.provenance import (
-    MethodLabel,
-    commits,
-    method_labels,
     provenance,
-    still_rising,
-    training_facts,
 )
 from deltune.studies.report.tables import build_table
 
@@ -212,70 +207,10 @@ def test_what_was_found_and_where_it_comes_from() -> None:
     assert provenance([replace(records[0], result=None, error="lost")]) == ""
 
 
-def test_every_commit_is_listed() -> None:
-    names = ["aaaaaaa1", "bbbbbbb2", "ccccccc3", "ddddddd4", "aaaaaaa1-dirty", "aaaaaaa1"]
-    records = tuple(
-        JobRecord(f"job{i}", "run", {}, {"environment": {"commit": name}}, None, 1.0) for i, name in enumerate(names)
-    )
-    assert commits(records) == ["aaaaaaa", "bbbbbbb", "ccccccc", "ddddddd", "aaaaaaa-dirty"]
-    text = Reader(render_page([Section("a", records=records)])).visible_text()
-    assert "deltune at commits aaaaaaa, bbbbbbb, ccccccc and 2 more" in text
-    assert "All 5 commits that runs were made with, those of the most runs first aaaaaaa, bbbbbbb, ccccccc" in text
-    assert "with the commits listed above" in text
-
-
 def run(cell: dict[str, Any], spec: dict[str, Any], values: list[float] | None = None, **more: Any) -> Outcome:
     """A run with validations every ten steps."""
     curve = [{"step": 10 * i, "eval_accuracy": value} for i, value in enumerate(values or [], 1)]
     return Outcome(cell, spec, {"accuracy": 0.5}, curve=curve, **more)
-
-
-def test_how_long_runs_trained_is_said() -> None:
-    limits = {"method": "lora", "max_train_rows": 1000, "batch_size": 16, "test_rows": 500}
-    outcomes = [
-        run(
-            {"task": "sst2", "seed": 0}, limits, [0.5, 0.6], extra={"signatures": {"f1": "f1|labels:2|n:56|sklearn:1"}}
-        ),
-        run({"task": "cb", "seed": 0}, {**limits, "epochs": 12}),
-        run({"task": "sick", "seed": 0}, {**limits, "steps": 200}),
-        run({"task": "qnli", "seed": 0}, {"method": "lora", "max_train_rows": 100}),
-        Outcome({"task": "rte", "seed": 0}, {**limits}, error="failed"),
-    ]
-    facts = training_facts(outcomes, {"sst2": "SST-2", "cb": "CB"}, {"cb": 200})
-    assert facts == (
-        "SST-2: 1,000 training rows, 20 steps of 16 rows, 56 test rows. "
-        "CB: 200 training rows, 156 steps of 16 rows, 500 test rows. "
-        "sick: 200 steps of 16 rows, 500 test rows. qnli: 100 training rows, 12 steps of 32 rows."
-    )
-    page = render_page([Section("a", outcomes=tuple(outcomes), train_rows={"cb": 200}, small=True)])
-    assert "cb: 200 training rows, 156 steps of 16 rows" in page
-    assert "100 to 1,000 training rows at most" in page and "5 runs, 1 failed." in Reader(page).visible_text()
-
-
-@pytest.mark.parametrize(
-    ("values", "rise"), [([0.5, 0.6, 0.612], "1.2 points on CB (10 steps)"), ([0.5, 0.7, 0.705], ""), ([0.9], "")]
-)
-def test_curves_that_were_not_flat_are_said(values: list[float], rise: str) -> None:
-    outcomes = [run({"task": "cb", "seed": seed}, {}, values) for seed in range(2)]
-    text = still_rising(outcomes, MetricChoice("accuracy"), {"cb": "CB"})
-    assert bool(text) == bool(rise) and rise in text
-
-
-def test_what_a_label_stands_for() -> None:
-    outcomes = [
-        run({"model": "m", "task": task, "method": "lora", "seed": seed},
-            {"method": f"apet(lora(rank={rank}), parameters=10, seed={seed})"}, count={"method": 1000 * rank})
-        for task, rank in (("cb", 2), ("sick", 4)) for seed in range(2)
-    ]  # fmt: skip
-    assert method_labels(outcomes, {"lora": "LoRA", "m": "Mini"}) == [
-        MethodLabel("LoRA", "apet(lora(rank=2), parameters=10, seed=…)", "Mini: 2,000"),
-        MethodLabel("LoRA", "apet(lora(rank=4), parameters=10, seed=…)", "Mini: 4,000"),
-    ]
-    timed = Outcome({"model": "m", "method": "lora", "seed": 0}, {"methods": {"lora": "lora(rank=8)"}}, {"train": 50.0},
-                    {"percent": 0.5})  # fmt: skip
-    assert method_labels([timed], {}) == [MethodLabel("lora", "lora(rank=8)", "m: 0.50 %")]
-    page = Reader(render_page([Section("a", outcomes=tuple(outcomes), names={"lora": "LoRA"})])).visible_text()
-    assert "What each label stands for" in page and "LoRA apet(lora(rank=2), parameters=10, seed=…) m: 2,000" in page
 
 
 def test_what_an_interval_leaves_out_is_marked() -> None:
@@ -293,43 +228,6 @@ def test_what_an_interval_leaves_out_is_marked() -> None:
     again = Section("a", findings=FOUND, small=True, rerun="Some were run again.")
     assert "Runs that were repeated : Some were run again." in Reader(render_page([again, again])).visible_text()
     assert paper_statements("ln/nlu").rerun and not paper_statements("my own").rerun
-
-
-def test_a_score_that_is_undecided_is_said_where_a_count_refutes_the_claim() -> None:
-    parts = (PartVerdict("undecided", FIRST_RESULT), PartVerdict("does not hold", None))
-    text = Reader(render_page([Section("a", findings=(replace(FOUND[1], parts=parts),), small=True)])).visible_text()
-    assert f"Opposite to the paper: {FOUND[1].claim.text} (its score is undecided)." in text
-
-
-def test_rounds_of_a_timing_are_no_runs() -> None:
-    timed = Outcome({"method": "a", "model": "m", "seed": 0}, {"methods": {"a": "lora"}}, {"train": 50.0})
-    run = Outcome({"method": "a", "task": "cb", "seed": 0}, {"method": "lora"}, {"accuracy": 0.5})
-    sections = [Section("a", "Is it fast?", outcomes=(timed, timed)), Section("b", "Is it good?", outcomes=(run,))]
-    text = Reader(render_page(sections)).visible_text()
-    blocks = render_page([Section("a", "Is it fast?", outcomes=(timed,), repetition="block")])
-    assert "1 block." in blocks and ">block<" in blocks and "1 seed" not in blocks
-    assert "a, 2 timings" in text and "b, 1 run" in text and "2 studies of 1 run and 2 timings" in text
-
-
-def test_claims_of_a_paper_stand_in_one_table_below_its_title() -> None:
-    sections = [
-        Section(name, "Is it so?", findings=FOUND, paper=PAPERS[name[:2]]) for name in ("ln/nlu", "ln/nlg", "uv/full")
-    ]
-    reader = Reader(render_page(sections))
-    text = reader.visible_text()
-    assert [attrs.get("class") for attrs in reader.all("table")] == ["fit claims", "fit claims"]
-    assert "in miniature" not in text and "a reproduction at the papers' scale of two papers" in text
-    for paper in (PAPERS["ln"], PAPERS["uv"]):
-        assert f"{paper.title} ( {paper.abbreviation} )" in text or f"{paper.title} ({paper.abbreviation})" in text
-        assert paper.citation in text
-    assert PAPERS["ap"].title not in text
-
-
-def test_sizes_that_a_sentence_names_are_not_taken_for_those_of_small_runs() -> None:
-    claim = replace(FOUND[0].claim, miniature="Here it is 0.09 %.")
-    findings = (replace(FOUND[0], claim=claim),)
-    assert "Here it is 0.09 %." in render_page([Section("a", findings=findings, small=True)])
-    assert "Here it is 0.09 %." not in render_page([Section("a", findings=findings)])
 
 
 def test_a_claim_that_waits_for_runs_is_not_called_undecided() -> None:
@@ -355,21 +253,6 @@ def test_what_small_runs_cannot_test_has_a_count_of_its_own() -> None:
     assert row["verdict"] == "not testable" and row["effect"] == "-0.011"
 
 
-def test_what_is_printed_is_shown_where_it_gives_no_number() -> None:
-    claim = replace(FOUND[2].claim, printed_range="from 6 % to 4 %")
-    text = Reader(render_page([Section("a", findings=(replace(FOUND[2], claim=claim),))])).visible_text()
-    assert "from 6 % to 4 %" in text and "not printed" not in text
-
-
-def test_the_reason_for_a_disagreement_stands_beside_it() -> None:
-    claim = replace(FOUND[1].claim, contradiction="Table 1 has the reverse.")
-    printed = (replace(PRINTED[1], claim=claim),)
-    page = render_page([Section("a", findings=(replace(FOUND[1], claim=claim),), printed=printed, small=True)])
-    text = Reader(page).visible_text()
-    assert "“MAM beats every other method”: Table 1 has the reverse." in text
-    assert "numbers disagree with this sentence" not in text, "the reason says what disagrees with what"
-
-
 def test_findings_as_csv_have_a_row_for_each_setting() -> None:
     rows = list(csv.DictReader(io.StringIO(findings_csv(FOUND))))
     assert [(row["comparison"], row["setting"], row["effect"], row["low"], row["verdict"]) for row in rows] == [
@@ -382,10 +265,6 @@ def test_findings_as_csv_have_a_row_for_each_setting() -> None:
     ]
     assert rows[0]["unit"] == "points" and rows[0]["true above"] == "0.0" and rows[0]["adjusted p"] == "0.0004"
     assert "all claims together" in rows[0]["interval"] and "this setting alone" in rows[1]["interval"]
-
-
-def test_ten_studies_fit_into_three_megabytes(text: str) -> None:
-    assert len(text.encode()) < 3_000_000
 
 
 def test_figures_have_words_for_those_who_do_not_see_them(text: str) -> None:
@@ -420,20 +299,6 @@ def test_every_word_is_escaped() -> None:
 @pytest.mark.parametrize("sections", [[], [Section("empty")], [section("none", [], (TableSpec(), Bars()))]])
 def test_a_study_without_a_run_has_its_page(sections: list[Section]) -> None:
     assert "0 runs" in Reader(render_page(sections)).visible_text()
-
-
-def test_a_spec_is_told_once_where_it_is_shared() -> None:
-    outcomes = [made.outcome({"method": "a", "seed": s, "task": "x"}, {"accuracy": 0.5}) for s in range(3)]
-    text = render_page([section("one", outcomes, ())])
-    assert text.count("batch_size: 16") == 1 and text.count("seed: 2") == 1
-
-
-def test_small_curves() -> None:
-    assert sparkline([]) == sparkline([{"step": 1, "loss": 2.0}]) == "–"
-    assert sparkline([{"step": 1, "loss": float("nan")}, {"step": 2}, {"step": 3, "loss": 1.0}]) == "–"
-    drawn = str(sparkline([{"step": i, "loss": 5.0 / (i + 1)} for i in range(500)]))
-    assert "loss from 5 to 0.01, steps 0 to 499" in drawn
-    assert drawn.count(",") < 60
 
 
 # In a browser
@@ -527,22 +392,3 @@ def test_headings_sort_their_column_by_number_and_by_key(tab: browser.Browser, f
     assert shares == sorted(shares), "0.0006 before 0.03 before 100"
     groups = tab.ask(f"[...{FIRST}.tBodies].map(body => body.rows[0].textContent.trim())")
     assert groups == ["MiniLM-L6", "BERT-base"], "a group's name stays above its rows"
-
-
-def test_what_is_missing_sorts_last_both_ways(tab: browser.Browser, file: Path) -> None:
-    tab.open(file, 1280)
-    heads = tab.ask(f"[...{FIRST}.tHead.rows[0].cells].map(head => head.textContent)")
-    at = heads.index("CSQA")
-    for _ in range(2):
-        tab.ask(f"{FIRST}.tHead.rows[0].cells[{at}].querySelector('button').click()")
-        assert tab.ask(COLUMN % at)[-1] == "failed"
-
-
-def test_dark_is_dark(tab: browser.Browser, file: Path) -> None:
-    ground = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)"
-    tab.open(file, 1280)
-    assert min(tab.ask(ground)) > 200
-    tab.dark()
-    tab.open(file, 1280)
-    assert max(tab.ask(ground)) < 60
-    assert tab.ask("getComputedStyle(document.querySelector('figure .scroll')).backgroundColor") == "rgb(255, 255, 255)"

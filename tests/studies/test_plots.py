@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import io
 import math
-import resource
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import combinations
-from pathlib import Path
 
 import pytest
 from matplotlib.artist import Artist
@@ -21,7 +17,7 @@ from PIL import Image
 import made
 from deltune.studies.jobs.job import Outcome
 from deltune.studies.report.figure_spec import Bars, Curves, FigureSpec, HeatMap, Scatter
-from deltune.studies.report.figures import COLOURS, draw, lay_out, render, save, series_style, short_number
+from deltune.studies.report.figures import draw, lay_out, render
 
 FIGURES = [
     pytest.param(view, outcomes, id=f"{name}-{view.title}")
@@ -128,87 +124,6 @@ def test_equal_numbers_give_equal_bytes(view: FigureSpec, outcomes: list[Outcome
     assert render(one, "svg") == render(one, "svg"), "drawing changes nothing"
 
 
-@pytest.mark.slow
-def test_files_are_equal_in_another_process(tmp_path: Path) -> None:
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import made\n"
-        "from deltune.studies.report.figures import draw, save\n"
-        "save(draw(made.GAP, made.gap()).figure, sys.argv[2])"
-    )
-    subprocess.run(
-        [sys.executable, "-c", code, str(Path(__file__).parents[1]), str(tmp_path / "there" / "gap")], check=True
-    )
-    paths = save(draw(made.GAP, made.gap()).figure, tmp_path / "here" / "gap")
-    assert [path.name for path in paths] == ["gap.png", "gap.svg", "gap.pdf"]
-    for path in paths:
-        assert path.read_bytes() == (tmp_path / "there" / path.name).read_bytes()
-    assert {path.name for path in (tmp_path / "here").iterdir()} == {path.name for path in paths}, (
-        "nothing half written"
-    )
-
-
-def test_names_beside_points_or_a_legend_where_there_is_no_room() -> None:
-    def points(many: int) -> list[Outcome]:
-        return [
-            made.outcome(
-                {"method": f"a long name of method {i}", "seed": 0}, {"accuracy": 0.8 + i * 1e-5}, 1 + i / 1000
-            )
-            for i in range(many)
-        ]
-
-    few, many = draw(Scatter(), points(3)).figure, draw(Scatter(), points(30)).figure
-    assert not few.legends and len(few.axes[0].texts) == 3
-    assert many.legends and not many.axes[0].texts
-    for figure in (few, many):
-        assert_legible(figure)
-
-
-LONG = (
-    "prefix(length=30) + scaled_parallel_adapter(at='ffn', rank=512, scale=4) + lora(rank=8, at='query, value') number"
-)
-
-
-@pytest.mark.parametrize(
-    "view",
-    [
-        Scatter(),
-        Scatter(series=("task", "method")),
-        Curves(x="N", y="accuracy", log=True),
-        Bars(),
-        Bars(groups="method", bars="task"),
-        HeatMap(rows="method", columns="task", value="accuracy"),
-        HeatMap(rows="task", columns="method", value="accuracy", panels="seed"),
-    ],
-)
-def test_long_expressions_are_wrapped(view: FigureSpec) -> None:
-    tasks = (1, 2) if isinstance(view, (Bars, HeatMap)) or len(view.series) == 2 else (1,)
-    outcomes = [
-        made.outcome({**cell, "N": 10, "seed": 0}, {"accuracy": 0.5}, m)
-        for m in (1, 2, 3, 4)
-        for t in tasks
-        for cell in [{"method": f"{LONG} {m}", "task": f"a task with a long name {t}"}]
-    ]
-    assert_legible(draw(view, outcomes).figure)
-
-
-def test_a_series_without_a_result_stands_in_the_legend_and_the_notes() -> None:
-    outcomes = [made.outcome({"method": "a", "seed": s, "N": n}, {"accuracy": 0.5}) for s in (0, 1) for n in (1, 10)]
-    outcomes += [Outcome({"method": "b", "seed": s, "N": n}, error="too large") for s in (0, 1) for n in (1, 10)]
-    picture = draw(Curves(x="N", y="accuracy", log=True), outcomes)
-    assert [text.get_text() for text in picture.figure.legends[0].get_texts()] == ["a", "b"]
-    assert any("b" in note and "too large" in note for note in picture.notes)
-
-
-def test_bars_say_failed_and_missing_in_their_places() -> None:
-    outcomes = [
-        made.outcome({"task": "x", "method": "a"}, {"accuracy": 0.5}),
-        Outcome({"task": "x", "method": "b"}, error="no"),
-    ]
-    outcomes += [made.outcome({"task": "y", "method": "a"}, {"accuracy": 0.5})]
-    texts = [text.get_text() for text in draw(Bars(), outcomes).figure.axes[0].texts]
-    assert texts == ["failed", "–"]
-
-
 def test_a_band_is_one_standard_deviation() -> None:
     outcomes = [
         made.outcome({"method": "a", "seed": s, "N": n}, {"accuracy": 0.5 + s / 10}) for s in (0, 1) for n in (1, 10)
@@ -224,12 +139,6 @@ def test_a_curve_ends_where_a_seed_ends() -> None:
     (line,) = [line for line in picture.figure.axes[0].lines if line.get_label() == "series adjacent"]
     assert max(line.get_xdata()) == 800
     assert "adjacent: drawn to step 800, which all 3 seeds reached; the longest has 1,000" in picture.notes
-
-
-def test_a_log_line_written_twice_counts_once() -> None:
-    curve = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}, {"step": 2, "loss": 1.0}]
-    picture = draw(Curves(y="loss"), [made.outcome({"method": "a", "seed": 0}, {}, curve=curve)])
-    assert list(picture.figure.axes[0].lines[0].get_ydata()) == [3.0, 1.0]
 
 
 def test_the_gap_is_best_minus_worst() -> None:
@@ -270,28 +179,6 @@ def test_cells_that_cannot_be_are_no_gaps() -> None:
     assert draw(made.TERMS, [outcomes[0], less]).notes == ("y, ffn, gain, 2: not run",), "but what one task lacks is"
 
 
-def test_names_keep_off_whiskers_and_lines() -> None:
-    rng = [0.02, 0.05, 0.03, 0.06, 0.04, 0.02]
-    outcomes = [
-        made.outcome({"method": f"method {i}", "seed": s}, {"accuracy": 0.6 + i / 50 + (s - 1) * rng[i]}, 1 + i / 4)
-        for i in range(6) for s in range(3)
-    ]  # fmt: skip
-    figure = draw(Scatter(reference_lines={"full": 0.65}), outcomes).figure
-    (axes,) = figure.axes
-    renderer = lay_out(figure).get_renderer()
-    level = axes.transData.transform((0, 65.0))[1]
-    assert len(axes.texts) == 6
-    for text in axes.texts:
-        box = Text.get_window_extent(text, renderer)
-        assert not box.y0 < level < box.y1, f"{text.get_text()} lies on the line"
-        for i in range(6):
-            mean = 60 + 2 * i
-            (x, low), (_, high) = axes.transData.transform(
-                [(1 + i / 4, mean - 100 * rng[i]), (1 + i / 4, mean + 100 * rng[i])]
-            )
-            assert not box.overlaps(Bbox.from_extents(x - 1, low, x + 1, high)), f"{text.get_text()} lies on a whisker"
-
-
 def test_transfer_is_relative_to_the_diagonal() -> None:
     outcomes = [
         made.outcome({"source": a, "target": b}, {"accuracy": score})
@@ -309,28 +196,6 @@ def test_thresholds_are_marked() -> None:
     assert "LoRA, small: low between 60 and 150" in picture.text
 
 
-def test_a_threshold_beyond_every_size_is_marked_as_that() -> None:
-    """One seed that met neither threshold is no failed run of the largest size."""
-    outcomes = [
-        replace(o, extra={"low": (64, None), "high": (64, None)}) if o.extra and o.cell["method"] == "lora" else o
-        for o in made.thresholds()
-    ]
-    picture = draw(made.THRESHOLDS, outcomes)
-    assert "LoRA, small: high beyond 64" in picture.text
-    beyond = {f"{name} threshold above the largest N tried" for name in ("low", "high")}
-    reached = {f"{name} threshold, for each seed" for name in ("low", "high")}
-
-    def entries(figure: Figure) -> set[str]:
-        return {text.get_text() for legend in figure.legends for text in legend.get_texts()}
-
-    assert beyond | reached <= entries(picture.figure)
-    assert not beyond & entries(draw(made.THRESHOLDS, made.thresholds()).figure)
-    never = [replace(o, extra={**o.extra, "high": (64, None)}) if o.extra else o for o in made.thresholds()]
-    shown = entries(draw(made.THRESHOLDS, never).figure)
-    assert "high threshold, for each seed" not in shown and "low threshold, for each seed" in shown
-    assert not any("LoRA" in note for note in picture.notes)
-
-
 @pytest.mark.parametrize(
     "view", [Scatter(), Curves(), Bars(), HeatMap(rows="a", columns="b"), Curves(gap=True, log=True)]
 )
@@ -339,36 +204,6 @@ def test_nothing_to_draw_is_a_figure_that_says_so(view: FigureSpec, outcomes: li
     picture = draw(view, outcomes)
     assert render(picture.figure, "svg")
     assert not outcomes or any("no" in note for note in picture.notes)
-
-
-def luminance(colour: str) -> float:
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-
-def test_no_two_series_of_a_figure_look_alike() -> None:
-    looks = {(one.colour, one.marker, str(one.dash)) for one in map(series_style, range(20))}
-    assert len(looks) == 20
-    assert len({series_style(i).colour for i in range(12)}) == 12, "ten methods are in one figure"
-    assert all((1.0 + 0.05) / (luminance(colour) + 0.05) > 2 for colour in COLOURS), "pale on white"
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0.0006, "0.0006"),
-        (0.1, "0.1"),
-        (1.0, "1"),
-        (250.0, "250"),
-        (4_400_000, "4.4M"),
-        (1e5, "100k"),
-        (0, "0"),
-        (2e9, "2G"),
-    ],
-)
-def test_ticks_in_short(value: float, text: str) -> None:
-    assert short_number(value) == text
 
 
 def test_a_notebook_shows_a_figure_as_a_picture() -> None:
@@ -383,19 +218,3 @@ def test_a_notebook_shows_a_figure_as_a_picture() -> None:
     with Image.open(io.BytesIO(data["image/png"])) as image:
         assert image.size == tuple(2 * metadata["image/png"][side] for side in ("width", "height"))
     assert "image/png" not in display.format(picture.figure)[0]  # why the picture itself is not enough
-
-
-def test_a_figure_on_a_full_disk_leaves_the_older_one(tmp_path: Path) -> None:
-    view, outcomes = FIGURES[0].values
-    assert isinstance(view, FigureSpec)
-    picture = draw(view, outcomes)  # type: ignore[arg-type]
-    save(picture.figure, tmp_path / "figure")
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            save(picture.figure, tmp_path / "figure")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -19,7 +19,6 @@ from deltune.studies.claims.decisions import decidable_effects
 from deltune.studies.jobs.job import Job, Outcome, run_job
 from deltune.studies.jobs.pool import Scheduler
 from deltune.studies.jobs.store import ErrorKind, JobRecord, ResultStore, read_results
-from deltune.studies.own import OWN_QUESTIONS, OWN_STUDIES, SIZES
 from deltune.studies.papers.apet import PAPER_FAMILIES, SMALL_FAMILIES
 from deltune.studies.papers.questions import QUESTIONS
 from deltune.studies.papers.registry import CLAIMS, STUDIES, paper_statements
@@ -36,7 +35,6 @@ from deltune.studies.report.figure_spec import TableSpec
 from deltune.studies.report.page import build_section, power_lines
 from deltune.studies.scales import (
     LEARNING_RATES,
-    START,
     StudySetup,
     choose_rates,
     cross_product,
@@ -59,7 +57,6 @@ BOTH = [
     for name in STUDIES
     for scale in ("small", "paper")
 ]
-SHARED = Path(__file__).parents[3] / "shared"
 RESULTS = Path(__file__).parents[2] / "results"
 
 
@@ -178,11 +175,6 @@ def test_what_is_not_run_yet(name: str, place: StudySetup) -> None:
     made = built(name, "small", place)
     assert all(outcome.error == "not run yet" for outcome in made.outcomes({}))
     assert made.jobs({})
-
-
-def test_a_name_that_is_none() -> None:
-    with pytest.raises(DeltuneError, match="Did you mean 'small'"):
-        StudySetup("smal")  # type: ignore[arg-type]
 
 
 def test_small_says_what_to_give(tmp_path: Path) -> None:
@@ -415,36 +407,6 @@ def test_a_result_of_another_shape_is_an_error_of_its_cell(wrong: dict[str, Any]
     assert str(outcome.error).endswith(f"not written by deltune: {next(iter(wrong))}") and not outcome.scores
 
 
-def test_the_outlook_adds_studies_up_and_counts_a_shared_job_once() -> None:
-    from deltune.cli.study import _outlook
-
-    jobs = [Job("run", {"model": "m", "task": task, "seed": seed}) for task in ("a", "b") for seed in range(3)]
-    rows = {jobs[0].name: JobRecord(jobs[0].name, "run", dict(jobs[0].spec), {}, None, 7200.0)}
-    plans = {"one": jobs[:3], "two": jobs[2:]}
-    made = [
-        Study(name, "?", lambda records, part=part: [PlannedCell({"seed": n}, job) for n, job in enumerate(part)])
-        for name, part in plans.items()
-    ]
-    one, two, both = _outlook(made, rows, rows, 2).splitlines()
-    assert one == "one: 3 jobs, 1 done; 2 left, about 2.0 hours"
-    assert two.startswith("two: 4 jobs, 0 done; 3 left, how long 3 of them take") and "1 more are counted above" in two
-    assert both.startswith("in all: 6 jobs, 1 done; 5 left, about 2.0 hours and how long 3 of them")
-
-
-def test_the_outlook_takes_times_from_results_of_elsewhere_and_counts_what_follows() -> None:
-    from deltune.cli.study import _outlook
-
-    jobs = [Job("run", {"model": "m", "task": "a", "seed": seed}) for seed in range(2)]
-    other = Job("run", {"model": "m", "task": "a", "seed": 9})
-    timed = {other.name: JobRecord(other.name, "run", dict(other.spec), {}, None, 3600.0)}
-    cells = [*(PlannedCell({"seed": n}, job) for n, job in enumerate(jobs)), PlannedCell({"seed": 2}, None)]
-    made = Study("one", "?", lambda records: cells)
-    assert _outlook([made], {}, timed, 1) == (
-        "one: 2 jobs, 0 done; 2 left, about 2.0 hours; jobs of 1 more cell follow from the results of these"
-    )
-    assert "nothing like them is in the store or in --results FOLDER" in _outlook([made], {}, {}, 1)
-
-
 def test_more_seeds_decide_smaller_effects() -> None:
     """Judged by the committed results; a run as large as they are decides what a report says of an undecided claim."""
     name = "uv/insertion"
@@ -478,15 +440,6 @@ def test_a_job_is_called_by_the_labels_of_its_cell(name: str, place: StudySetup)
 def test_the_list_of_studies_has_the_questions_of_the_studies(place: StudySetup) -> None:
     assert list(QUESTIONS) == list(STUDIES)
     assert {name: built(name, "small", place).question for name in STUDIES} == QUESTIONS
-
-
-def test_studies_of_our_own_build(place: StudySetup) -> None:
-    """The 13 methods of both have equal jobs on the tasks that they share."""
-    defaults, choose = (make(place) for make in OWN_STUDIES.values())
-    assert {study.name: study.question for study in (defaults, choose)} == OWN_QUESTIONS
-    jobs = {job.name for job in choose.jobs({}) if job.spec["task"] in ("sst2", "conll04") and "seed" not in job.spec}
-    shared = jobs & {job.name for job in defaults.jobs({})}
-    assert len(shared) == 2 * len(SIZES) * len(START)
 
 
 @pytest.mark.parametrize(

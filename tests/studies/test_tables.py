@@ -16,16 +16,14 @@ from hypothesis import strategies as st
 import made
 from deltune.errors import DeltuneError
 from deltune.studies.jobs.job import Outcome
-from deltune.studies.report.aggregate import METRIC, NumberFormat, aggregate
+from deltune.studies.report.aggregate import NumberFormat, aggregate
 from deltune.studies.report.figure_spec import TableSpec
 from deltune.studies.report.tables import (
     Table,
     TableCell,
     build_table,
-    escape_latex,
     format_percent,
     mark_best,
-    note_mark,
     table_legend,
     to_csv,
     to_latex,
@@ -210,28 +208,11 @@ def test_a_metric_that_was_asked_for_and_is_nowhere_is_said() -> None:
     assert not any("BLEURT" in column.text for column in table.columns)
 
 
-@pytest.mark.parametrize(
-    ("metric", "excluded"), [("entity_f1", ()), ("exact", ("g2p_us_to_gb, exact: no outcome has this number",))]
-)
-def test_a_metric_of_another_task_is_not_missed(metric: str, excluded: tuple[str, ...]) -> None:
-    outcome = replace(cell("a", "g2p_us_to_gb", 0.1), spec={"task": "g2p_us_to_gb"}, scores={"per": 0.1})
-    view = TableSpec(columns=("task", METRIC), metric=("per", metric), order={METRIC: ("per", metric)})
-    assert build_table(view, [outcome]).excluded == excluded
-
-
 def test_budgets_stand_in_the_order_of_their_numbers() -> None:
     outcomes = [cell("a", budget, 0.5) for budget in ("10", "0.4", "0.05", "1.5")]
     assert [column.text for column in build_table(TableSpec(average=False, percent=False), outcomes).columns] == [
         "0.05", "0.4", "1.5", "10",
     ]  # fmt: skip
-
-
-def test_planned_labels_without_an_outcome_are_missing_rows() -> None:
-    table = build_table(TableSpec(order={"method": ("a", "planned")}), [cell("a", "x", 0.5), cell("a", "y", 0.6)])
-    planned = table.rows[1]
-    assert planned.label == "planned"
-    assert [entry.state for entry in planned.cells[1:3]] == ["missing", "missing"]
-    assert "not part of this study" in to_markdown(table)
 
 
 def test_a_seed_that_was_not_run_is_said() -> None:
@@ -324,33 +305,6 @@ def test_any_label_survives_every_format(row: str, column: str, reason: str) -> 
     readers = list(csv.reader(io.StringIO(to_csv(built))))
     assert {len(line) for line in readers} == {len(readers[0])}
     assert all(line[0] in (r.label, f"'{r.label}") for line, r in zip(readers[1:], built.rows, strict=True))
-
-
-def test_latex_specials() -> None:
-    assert escape_latex("a_b & 5 % #1 {x} ~^\\ $") == (
-        r"a\_b \& 5 \% \#1 \{x\} \textasciitilde{}\textasciicircum{}\textbackslash{} \$"
-    )
-    assert escape_latex("[x]*") == "{[}x{]}{*}", "no option of the line before"
-
-
-def test_what_the_formats_look_like() -> None:
-    outcomes = [cell("lora", "sick", 0.861 + seed / 100, seed, 0.33) for seed in range(2)]
-    outcomes += [cell("bitfit", "sick", 0.8, seed, 0.07) for seed in range(2)]
-    view = TableSpec(title="T", display_names={"lora": "LoRA", "sick": "SICK"}, published={("lora", "sick"): 86.4})
-    table = build_table(view, outcomes)
-    assert to_markdown(table).splitlines()[2:6] == [
-        "| method | % params | SICK |",
-        "| :-- | --: | --: |",
-        "| LoRA | 0.33 % | **86.6** ± 0.7 (86.4) |",
-        "| bitfit | 0.07 % | <u>80.0</u> ± 0.0 |",
-    ]
-    assert r"LoRA & 0.33 \% & \textbf{86.6}$_{\pm 0.7}$ {\scriptsize(86.4)} \\" in to_latex(table)
-    assert r"bitfit & 0.07 \% & \underline{80.0}$_{\pm 0.0}$ \\" in to_latex(table)
-    assert to_csv(table).splitlines()[0] == "method,% params,SICK,SICK std,SICK n,SICK paper,notes"
-
-
-def test_marks_go_on_after_z() -> None:
-    assert [note_mark(i) for i in (0, 25, 26, 27, 52)] == ["a", "z", "aa", "ab", "ba"]
 
 
 @pytest.mark.parametrize("outcomes", [[], [cell("a", "x", None)]])

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import platform
-import subprocess
-import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -34,13 +30,11 @@ from benchmarks import (
     trunk,
     whole,
 )
-from benchmarks.__main__ import parts as all_parts
-from benchmarks.frame import Piece, Report, carry_out, chosen
+from benchmarks.frame import Piece, Report, carry_out
 from benchmarks.peers import PAIRS
 from benchmarks.ratios import median_interval, paired_ratio
-from benchmarks.rows import NOT_SLOWER, Row, Target, compared, missing
+from benchmarks.rows import NOT_SLOWER, Row, Target
 from benchmarks.shapes import batch, build, tiny
-from deltune.studies.jobs.timed_model import time_interleaved
 from deltune.train.setup import ModelCache
 
 
@@ -70,19 +64,6 @@ def test_ratios_are_of_the_same_round() -> None:
     noise = [1.0, 4.0, 0.25, 1.0, 2.0, 8.0, 0.5]
     ratio = paired_ratio([0.75 * x for x in noise], noise)
     assert ratio.figure == ratio.low == ratio.high == 0.75 and ratio.rounds == 7
-
-
-def test_each_round_has_an_order_of_its_own() -> None:
-    def turns() -> list[str]:
-        seen: list[str] = []
-        seconds = time_interleaved({name: partial(seen.append, name) for name in "abcdef"}, rounds=20, warm=1)
-        assert {len(of_case) for of_case in seconds.values()} == {20}
-        return ["".join(seen[i : i + 6]) for i in range(0, len(seen), 6)]
-
-    rounds = turns()
-    assert all(sorted(one) == list("abcdef") for one in rounds) and len(rounds) == 21
-    assert len(set(rounds)) > 15 and rounds == turns()
-    assert all(one[-1] != two[0] for one, two in itertools.pairwise(rounds)), "nobody follows himself"
 
 
 @pytest.mark.parametrize(
@@ -150,62 +131,11 @@ def test_what_was_interrupted_goes_on(tmp_path: Path) -> None:
     assert not Report.begin(path, {"cpu": "y"}, one).rows  # numbers of another machine are no company
 
 
-def test_parts_are_chosen_by_name() -> None:
-    known = all_parts(None, Path("nowhere"))
-    assert [piece.name for piece in chosen(known, "mixed,study")] == [
-        "mixed: 8 methods",
-        "mixed: 16 tokens",
-        "mixed: 64 tokens",
-        "study: 24 runs",
-    ]
-    with pytest.raises(SystemExit, match="no part stps; the parts are adapterhub"):
-        chosen(known, "stps")
-    every = [piece for of_part in known.values() for piece in of_part]
-    assert len({piece.name for piece in every}) == len(every)
-    assert all(piece.name.partition(":")[0] == name for name, of_part in known.items() for piece in of_part)
-
-
-def test_results_are_kept_by_part(tmp_path: Path) -> None:
-    rows = {"steps: a": [compared("x", [1.0] * 6, [2.0] * 6, NOT_SLOWER)], "life: b": [missing("y", "no time")]}
-    rows["steps: c"] = [Row("z", 3.0, Target(2))]
-    measured = Report(tmp_path / "x", {"cpu": "Z80", "gpu": None}, rows, commits=dict.fromkeys(rows, "1f"))
-    paths = report.keep(measured, tmp_path)
-    assert [path.name for path in paths] == ["steps.json", "life.json"]
-    steps = Report.read(tmp_path / "steps.json")
-    assert steps.machine == measured.machine and steps.commits == {"steps: a": "1f", "steps: c": "1f"}
-    assert steps.rows == {"steps: a": rows["steps: a"], "steps: c": rows["steps: c"]}
-
-
 def test_committed_results_can_be_read() -> None:
     for path in sorted(report.RESULTS.glob("*.json")):
         if path.name != "defaults.json":
             read = Report.read(path)
             assert read.machine["cpu"] and all(read.commits.values()) and read.all_rows(), path
-
-
-RESIDENT = """
-import sys
-from pathlib import Path
-from benchmarks.allocator import keep_memory
-if sys.argv[1] == "kept":
-    keep_memory()
-own = [b"1" * 2**26 for _ in range(4)]
-del own
-print(next(line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS")))
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="no glibc, which alone can be told to keep what is freed")
-def test_freed_memory_is_kept() -> None:
-    """256 MiB are freed; what is resident afterwards, in MiB."""
-
-    def resident(how: str) -> float:
-        command = [sys.executable, "-c", RESIDENT, how]
-        completed = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
-        return int(completed.stdout) / 1024
-
-    kept, given_back = resident("kept"), resident("given back")
-    assert kept > 256 > 128 > given_back
 
 
 # -- tiny runs
