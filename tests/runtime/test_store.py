@@ -155,7 +155,7 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("case", SPOILT)
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside another"])
-@pytest.mark.sample(20)
+@pytest.mark.sample
 def test_a_spoilt_folder_changes_nothing(folder: Path, case: str, beside: bool) -> None:
     spoil, says = SPOILT[case]
     spoil(folder)

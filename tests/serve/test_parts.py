@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import shutil
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,124 +11,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, LogitsProcessorList
-from transformers.cache_utils import DynamicCache
 
 import deltune
 import deltune.serve
 import tiny
 from deltune.errors import DeltuneError, error_from_problems
 from deltune.models import load_model, load_tokenizer
-from deltune.serve.engine.cache import assemble, columns, new_cache, row_of, set_columns
-from deltune.serve.engine.catalog import Catalog, Entry
-from deltune.serve.engine.prompt_cache import BLOCK, PromptCache
-from deltune.serve.engine.queue import Admission
 from deltune.serve.engine.requests import Request, Sampling
 from deltune.serve.engine.sampling import TextBuilder, TokenChooser, check_sampling, config_processors
 from deltune.serve.engine.server import Server
-from deltune.serve.errors import OPERATOR_ADVICE, InvalidRequest, QueueFull, UnknownDelta, refusal
+from deltune.serve.errors import OPERATOR_ADVICE, InvalidRequest, refusal
 from tables.families import FAMILIES
 from tables.specimens import build, stir
 
-from .specimens import answers_of, deltas, greedy
+from .specimens import answers_of, greedy
 
 # -- caches
-
-
-def states(rows: int, tokens: int, seed: int) -> torch.Tensor:
-    return torch.randn(rows, 2, tokens, 3, generator=torch.Generator().manual_seed(seed))
-
-
-@given(st.lists(st.integers(1, 90), min_size=1, max_size=6))
-def test_a_cache_with_room_gives_what_transformers_cache_gives(lengths: list[int]) -> None:
-    """However the tokens come: at once or one by one, and after some were taken back."""
-    ours, theirs = new_cache(), DynamicCache()
-    for number, tokens in enumerate(lengths):
-        keys, values = states(2, tokens, number), states(2, tokens, 100 + number)
-        ours.update(states(2, 5, 7), states(2, 5, 8), 0)
-        set_columns(ours, columns(ours) - 5)
-        mine, other = ours.update(keys, values, 0), theirs.update(keys, values, 0)
-        assert torch.equal(mine[0], other[0]) and torch.equal(mine[1], other[1])
-        assert columns(ours) == ours.get_seq_length() == theirs.get_seq_length()
-        assert ours.layers[0].get_mask_sizes(1) == theirs.layers[0].get_mask_sizes(1)
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 9)), min_size=1, max_size=4), st.integers(0, 5), st.booleans()
-)
-def test_rows_move_between_caches(shapes: list[tuple[int, int]], more: int, at_end: bool) -> None:
-    parts, expected = [], []
-    for number, (rows, tokens) in enumerate(shapes):
-        cache = new_cache()
-        for layer in range(2):
-            cache.update(
-                states(rows, tokens, number + 10 * layer), states(rows, tokens, number + 5 + 10 * layer), layer
-            )
-        chosen = list(range(rows))[::-1][: 1 + number % 2]
-        parts.append((cache, chosen))
-        expected += [(states(rows, tokens, number)[row], tokens) for row in chosen]
-    width = max(tokens for _, tokens in shapes) + more
-    made = assemble(parts, width, at_end)
-    keys = made.layers[0].keys
-    assert keys.shape[2] == width == columns(made)
-    for row, (expected_row, tokens) in enumerate(expected):
-        at = slice(width - tokens, width) if at_end else slice(0, tokens)
-        assert torch.equal(keys[row][:, at], expected_row)
-        assert int((keys[row] != 0).any(0).any(-1).sum()) == tokens, "the rest is padding"
-    if at_end:
-        copied = row_of(made, 0, expected[0][1])
-        made.update(states(len(expected), 1, 1), states(len(expected), 1, 2), 0)
-        assert torch.equal(copied[0][0][0], expected[0][0]), "a copy"  # type: ignore[index]
-
-
-class Delta:
-    prompt_length = 0
-
-
-def entry(tokens: int) -> list[Any]:
-    return [(states(1, tokens, 1), states(1, tokens, 2))]
-
-
-def test_beginnings_of_prompts() -> None:
-    delta: Any = Delta()
-    other: Any = Delta()
-    size = 2 * 2 * 3 * 4  # bytes of a token
-    cache = PromptCache(6 * BLOCK * size)
-    prompt = list(range(3 * BLOCK + 5))
-    assert cache.wants("a", delta, prompt) and not cache.wants("a", delta, prompt[: BLOCK - 1])
-    cache.keep("a", delta, prompt, entry(len(prompt)))
-    assert not cache.wants("a", delta, prompt) and cache.bytes == 3 * BLOCK * size
-    assert cache.find("a", delta, prompt)[1] == 3 * BLOCK
-    assert cache.find("a", delta, prompt[: 2 * BLOCK])[1] == BLOCK, "one token at least is left"
-    assert cache.find("a", delta, [*prompt[:20], 999, *prompt[21:]])[1] == BLOCK
-    assert cache.find("a", delta, [999, *prompt[1:]])[1] == 0
-    for tenant, loaded in (("b", delta), ("a", other)):
-        assert cache.find(tenant, loaded, prompt) == (None, 0)
-    longer = [*prompt[: 3 * BLOCK], *range(500, 500 + BLOCK), 1]
-    cache.keep("a", delta, longer, entry(len(longer)))
-    assert cache.bytes == 4 * BLOCK * size, "it begins with all of the first, which goes"
-    assert cache.find("a", delta, prompt)[1] == 3 * BLOCK
-    cache.keep("a", other, prompt, entry(len(prompt)))
-    assert cache.bytes == 3 * BLOCK * size, "the one that was not needed for longest goes"
-    assert cache.find("a", delta, prompt)[1] == 0 and cache.find("a", other, prompt)[1] == 3 * BLOCK
-    cache.forget(other)
-    assert cache.bytes == 0 and not cache._found
-    cache.keep("a", delta, list(range(7 * BLOCK)), entry(7 * BLOCK))
-    assert cache.bytes == 0, "larger than all"
-
-
-def test_a_beginning_that_goes_leaves_what_others_share() -> None:
-    """Two prompts begin alike. When one of them goes, the other one is found as before."""
-    delta: Any = Delta()
-    cache = PromptCache(4 * BLOCK * 2 * 2 * 3 * 4)
-    shared = list(range(BLOCK))
-    one, other = ([*shared, *range(start, start + BLOCK + 1)] for start in (100, 200))
-    for prompt in (one, other):
-        cache.keep("a", delta, prompt, entry(len(prompt)))
-    assert cache.find("a", delta, one)[1] == 2 * BLOCK
-    third = list(range(300, 300 + 2 * BLOCK))
-    cache.keep("a", delta, third, entry(len(third)))
-    assert cache.find("a", delta, other)[1] == BLOCK and cache.wants("a", delta, other), "it was not needed for longest"
-    assert cache.find("a", delta, one)[1] == 2 * BLOCK and not cache.wants("a", delta, one)
 
 
 # -- sampling
@@ -343,49 +238,6 @@ def test_generated_texts_and_stops(tmp_path: Path) -> None:
 
 
 # -- the deltas by name
-
-
-def test_the_catalog_may_change_while_somebody_goes_through_it(tmp_path: Path) -> None:
-    """The engine's thread looks for a place for a delta while another thread finds new folders and lost ones."""
-    source = deltas("bert", "sequence").folder / "d0"
-    for name in ("a", "b"):
-        shutil.copytree(source, tmp_path / name)
-    catalog = Catalog(tmp_path, {}, lambda *_: None, threading.RLock())
-    assert catalog.look() == ([], []) and list(catalog.entries) == ["a", "b"]
-    seen = iter(catalog.entries.values())
-    first = next(seen)
-    shutil.copytree(source, tmp_path / "c")
-    shutil.rmtree(tmp_path / "a")
-    changed, lost = catalog.look()
-    assert [entry.name for entry in seen] == ["b"] and (changed, lost) == ([], [first])
-    assert list(catalog.entries) == ["b", "c"]
-    catalog.remove("b")
-    assert catalog.look() == ([], []) and list(catalog.entries) == ["c"], "what was taken out stays out"
-    catalog.put(Entry("b", tmp_path / "b"))
-    assert list(catalog.entries) == ["c", "b"] and [info.name for info in catalog.infos()] == ["b", "c"]
-    with pytest.raises(UnknownDelta, match="Known"):
-        catalog.remove("a")
-
-
-def test_admission_counts_what_waits() -> None:
-    admission = Admission(3, 2, threading.RLock())
-    for tenant in ("a", "a", "b"):
-        admission.enter(tenant)
-    with pytest.raises(QueueFull, match="3 inputs wait already") as full:
-        admission.enter("c")
-    assert full.value.retry_after == 1.0, "nothing has ended yet"
-    admission.leave("b")
-    with pytest.raises(QueueFull, match="2 inputs of tenant 'a'"):
-        admission.enter("a")
-    now = time.monotonic()
-    for number in range(1, 200):
-        admission.note_end(now + number)  # one a second
-    with pytest.raises(QueueFull) as full:
-        admission.enter("a")
-    assert full.value.retry_after == pytest.approx(2 / 4, rel=0.1)
-    admission.leave("a")
-    admission.leave("a")
-    assert not admission.queued
 
 
 def test_a_refusal_has_no_calls_of_python() -> None:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from deltune.serve.api.errors import ClientDisconnected
-from deltune.serve.api.service import EventStream, gather, merge, unless_disconnected
-from deltune.serve.errors import EngineClosed
+from deltune.serve.api.service import EventStream, unless_disconnected
 
 
 class Work:
@@ -53,47 +52,6 @@ def run(main: Any) -> Any:
             return await main
 
     return asyncio.run(bounded())
-
-
-def test_gather() -> None:
-    work = Work()
-    assert run(gather([work.sleep(0.02, "a"), work.sleep(0.0, "b")])) == ["a", "b"]
-    with pytest.raises(ValueError, match="no"):
-        run(gather([work.sleep(60, "long"), work.fail()]))
-    assert work.ended[-1] == "long", "the others are cancelled, and have ended"
-    with pytest.raises(EngineClosed):
-        run(gather([work.sleep(60, "longer"), work.given_up()]))
-    assert work.ended[-1] == "longer"
-
-
-def test_merge() -> None:
-    work = Work()
-
-    async def collect(*streams: AsyncIterator[str]) -> list[tuple[int, str]]:
-        return [item async for item in merge(streams)]
-
-    items = run(collect(work.count("a", 5), work.count("b", 200)))
-    assert [item for index, item in items if index == 0] == [f"a{i}" for i in range(5)]
-    assert [item for index, item in items if index == 1] == [f"b{i}" for i in range(200)]
-    with pytest.raises(ValueError, match="no"):
-        run(collect(work.count("long", 10**6), work.count("c", 3, work.fail())))
-    assert work.ended[-1] == "long"
-    with pytest.raises(EngineClosed):
-        run(collect(work.count("longer", 10**6), work.count("d", 3, work.given_up())))
-    assert work.ended[-1] == "longer"
-
-
-def test_a_merged_stream_that_is_closed_closes_its_parts() -> None:
-    work = Work()
-
-    async def begin() -> None:
-        stream = merge([work.count("a", 10**6), work.count("b", 10**6)])
-        async for _ in stream:
-            break
-        await stream.aclose()  # type: ignore[attr-defined]
-
-    run(begin())
-    assert sorted(work.ended) == ["a", "b"]
 
 
 def test_what_nobody_waits_for_is_cancelled() -> None:

@@ -39,7 +39,7 @@ from deltune.studies.claims.comparisons import (
     with_derived_axes,
 )
 from deltune.studies.claims.decisions import Finding, PrintedFinding, PrintedTable, check_printed, decide_claims
-from deltune.studies.claims.selectors import EVERY, LARGEST, SECOND_SMALLEST, SMALLEST, describe_difference
+from deltune.studies.claims.selectors import EVERY, LARGEST, SECOND_SMALLEST, SMALLEST
 from deltune.studies.claims.statistics import paired_estimate
 from deltune.studies.jobs.job import Outcome
 from deltune.studies.papers.registry import CLAIMS
@@ -565,23 +565,6 @@ def test_training_time_is_until_the_curve_has_come() -> None:
     assert "no time of full tuning" in decided(Between(A, TIME), [o for o in outcomes if o.cell["method"] == "a"]).note
 
 
-NAMES = {"a": "LoRA", "b": "prefix", "cb": "CB", "ffn": "FFN", "accuracy": "accuracy"}
-
-
-@pytest.mark.parametrize(("one", "other", "words"), [
-    (A, B, "LoRA − prefix"),
-    ({**A, "site": "ffn"}, {**B, "site": "ffn"}, "LoRA − prefix, at FFN"),
-    ({**A, "site": "ffn"}, {**A, "site": "attention"}, "at FFN − at attention, LoRA"),
-    ({**A, **LARGE, "budget": EVERY}, {**B, **LARGE, "budget": EVERY}, "LoRA − prefix, on the largest model"),
-    ({**A, "budget": SMALLEST}, {**B, "budget": "3.6"},
-     "LoRA, with the smallest budget − prefix, with 3.6 % of the parameters"),
-    ({"task": ("cb", "sick")}, {"task": "sst2"}, "on CB and sick − on sst2"),
-    ({"structure": "full", "group": "full"}, {"structure": "x", "group": "a"}, "full − x, as many parameters as LoRA"),
-])  # fmt: skip
-def test_comparisons_in_words(one: Mapping[str, Any], other: Mapping[str, Any], words: str) -> None:
-    assert describe_difference(one, other, NAMES) == words
-
-
 def curves(fast: str, seeds: int = 4) -> list[Outcome]:
     """The fast structure rises twice as quickly to the same value; both from 0.5."""
     results = []
@@ -702,43 +685,6 @@ def test_transfer_is_relative_to_the_targets_own() -> None:
     ]
     findings = decide_claims([Claim("", "", Beats(same, other, measurement=RELATIVE))] * 2, guessed, "accuracy")
     assert [(one.at_chance, one.n_runs) for one in findings] == [(2, 12)] * 2, "the originals are compared, too"
-
-
-STUDIES = {  # axes that a study has; enough for its claims to be about existing cells
-    "ln/nlu": {"method": ("full", "adapter", "prefix", "lora", "mam", "three_vectors", "bitfit", "layernorm",
-                          "prefix_layernorm")},
-    "ln/ablation": {"method": ("gain", "bias", "gain+bias", "attention norm", "ffn norm", "lower half", "upper half",
-                               "all"), "model": ("small", "large")},
-    "ln/unified": {"method": ("prefix", "prefix+layernorm", "adapter_attention", "adapter_attention+layernorm",
-                              "adapter_ffn", "adapter_ffn+layernorm", "mam", "mam+layernorm",
-                              "prefix+adapter_attention+layernorm")},
-    "uv/insertion": {"site": ("attention", "ffn"), "insertion": ("sequential", "parallel")},
-    "uv/representation": {"site": ("attention", "ffn"), "budget": (0.1, 1.0, 5.0),
-                          "method": ("prefix", "prefix ungated", "parallel_adapter", "multi_head_parallel_adapter",
-                                     "lora")},
-    "uv/composition": {"method": ("lora s=4", "lora s=1", "pa s=1", "spa s=4", "spa learned")},
-    "ln/nlg": {"method": ("full", "adapter", "prefix", "lora", "mam", "bitfit", "layernorm", "prefix_layernorm")},
-    "uv/budget": {"method": ("full", "adapter", "prefix", "lora", "mam", "bitfit", "prompt"), "budget": (0.1, 1.0)},
-    "uv/full": {"site": ("attention", "ffn"), "budget": (3.6, 9.2),
-                "method": ("prefix", "adapter", "parallel_adapter", "lora")},
-    "uv/integration": {"method": ("full", "bitfit", "prompt", "prefix", "adapter", "lora_ffn", "parallel_adapter_ffn",
-                                  "prefix+lora_ffn", "mam")},
-    "ap/all": {"group": ("full", "prompt", "bitfit", "lora", "adapter"), "structure": ("adjacent", "full"),
-               "model": ("small", "large")},
-    "uv/glue": {"method": ("full", "adapter", "prefix", "lora", "mam", "bitfit")},
-    "ap/gap": {"method": ("full", "prompt", "bitfit", "lora", "adapter"), "model": ("small", "middle", "large")},
-    "ap/structure": {"group": ("prompt", "lora"), "structure": ("method", "adjacent", "discrete"),
-                     "model": ("small", "large")},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("study", STUDIES)
-def test_a_papers_claims_can_be_tested_on_its_study(study: str) -> None:
-    outcomes = grid(lambda cell: 0.7, noise=0.03, examples=50, **STUDIES[study])
-    for decision in decide_claims(CLAIMS[study], outcomes, "accuracy"):
-        tested = decision.p is not None or "without a test" in decision.note
-        assert tested, (decision.claim.text, decision.note)
-        assert decision.claim.text and decision.claim.source
 
 
 def test_every_study_has_claims() -> None:

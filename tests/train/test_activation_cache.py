@@ -208,18 +208,6 @@ def test_a_folder_that_cannot_be_written_costs_time_alone(
     assert "no activations can be written" in caplog.text
 
 
-def test_what_was_used_longest_ago_goes(root: Path, place: Path) -> None:
-    """The newest stay whole, whatever they take."""
-    frozen_layers, use, encoded = parts(root, "bert", "three_vectors")
-    with_cached_activations(frozen_layers, use, {"train": encoded}, 1)
-    (first,) = files(place)
-    size = (place / first).stat().st_size
-    frozen_layers.remove()
-    frozen_layers, use, encoded = parts(root, "gpt2", "three_vectors")
-    with_cached_activations(frozen_layers, use, {"train": encoded}, size * 1.5 / 2**30)
-    assert len(files(place)) == 1 and first not in files(place)
-
-
 def test_a_torn_file_is_made_anew(root: Path, place: Path) -> None:
     frozen_layers, use, encoded = parts(root, "bert", UPPER)
     with_cached_activations(frozen_layers, use, {"train": encoded}, 1)
