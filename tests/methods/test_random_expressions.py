@@ -217,7 +217,7 @@ def _step(tuned: deltune.Tuned, trained: int) -> None:
 
 
 quick = settings(deadline=None, max_examples=15, suppress_health_check=list(HealthCheck))
-long = settings(deadline=None, max_examples=1500, suppress_health_check=list(HealthCheck))
+long = settings(deadline=None, max_examples=500, suppress_health_check=list(HealthCheck))
 
 
 @given(name=st.sampled_from(MODELS), text=EXPRESSIONS)

@@ -93,8 +93,8 @@ def inspected(family: Family) -> None:
     deltune.attach(model, "layernorm").detach()
 
 
-@cells(families=lambda f: f.name in ("bert", "gpt2", "llama", "t5"))
-@pytest.mark.sample(20)
+@cells()
+@pytest.mark.sample(30)
 def test_passes_beside_each_other_and_beside_inspecting(family: Family, row: Row) -> None:
     model = specimen(family.name)
     stir(deltune.attach(model, row.text))
@@ -106,18 +106,6 @@ def test_passes_beside_each_other_and_beside_inspecting(family: Family, row: Row
     workers = [passes(model, one, alone) for one, alone in zip(inputs, expected, strict=True)]
     wrong, _ = run_at_once(stopping(done, workers), until(done, lambda: inspected(FAMILIES["bert"])))
     deltune.tuned(model).detach()
-    assert wrong == [0, 0]
-
-
-@cells("layernorm", "mam(length=3, rank=4)", "diff_pruning(sparsity=0.02)", "prompt(length=3)")
-@pytest.mark.sample(16)
-def test_every_family_beside_itself(family: Family, row: Row) -> None:
-    model = specimen(family.name)
-    tuned = stir(deltune.attach(model, row.text))
-    inputs = [batch(model, seed=seed, length=6 + seed) for seed in range(2)]
-    expected = [run(model, one) for one in inputs]
-    wrong = run_at_once(*(passes(model, one, alone) for one, alone in zip(inputs, expected, strict=True)))
-    tuned.detach()
     assert wrong == [0, 0]
 
 

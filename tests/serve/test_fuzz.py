@@ -168,9 +168,9 @@ def test_wrong_requests(server: Served) -> None:
 
 
 @pytest.mark.slow
-def test_ten_thousand_wrong_requests(server: Served) -> None:
-    statuses = statuses_of(server, 10_000)
-    assert sum(statuses.values()) >= 10_000 and statuses[400] > 2000, statuses
+def test_many_wrong_requests(server: Served) -> None:
+    statuses = statuses_of(server, 2_000)
+    assert sum(statuses.values()) >= 2_000 and statuses[400] > 400, statuses
 
 
 WRONG = {

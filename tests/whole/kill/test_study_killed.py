@@ -64,8 +64,7 @@ def disturbed(root: Path, file: Path, numbers: random.Random, pause: float, most
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [8, 25])
-def test_driver_and_workers_are_killed(kills: int, tmp_path: Path) -> None:
+def test_driver_and_workers_are_killed(tmp_path: Path, kills: int = 8) -> None:
     """So many kills and more, at any moment of the life of a driver with two workers, over one study after another."""
     numbers, struck = chance(f"study {kills}"), 0
     tiny.model(tmp_path / "model")
