@@ -240,15 +240,6 @@ def test_many_expressions(name: str, text: str) -> None:
     check(name, text)
 
 
-@given(text=st.text(max_size=300))
-@settings(deadline=None, max_examples=100)
-def test_any_text(text: str) -> None:
-    try:
-        deltune.parse(text)
-    except deltune.DeltuneError:
-        return
-
-
 DEEP = "(" * 31 + "lora" + ")" * 31
 FOUND = {
     # sizes

@@ -20,7 +20,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import deltune
-from deltune import files
 from fuzz import judging, mutations
 from fuzz.judging import Bench, Outcome
 from fuzz.mutations import nested, sealed
@@ -408,13 +407,6 @@ def test_the_umask_is_honoured(tmp_path: Path) -> None:
             assert stat.S_IMODE(path.stat().st_mode) == whole & ~umask, path
 
 
-def test_the_umask_is_never_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading it means setting it for a moment, for all threads."""
-    monkeypatch.setattr(os, "umask", lambda mask: pytest.fail("umask was set"))
-    deltune.attach(model := specimen("bert"), "lora(rank=2)").save(tmp_path / "delta")
-    deltune.tuned(model).detach()
-
-
 def test_everything_is_flushed_before_and_after_the_renaming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     sync, replace = os.fsync, os.replace
@@ -458,17 +450,6 @@ def test_a_disk_that_cannot_flush_leaves_the_old(
     tuned.detach()
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
     assert [p.name for p in folder.parent.iterdir()] == ["delta"]
-
-
-def test_a_file_system_that_flushes_no_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fsync(handle: int) -> None:
-        if stat.S_ISDIR(os.fstat(handle).st_mode):
-            raise OSError(errno.EINVAL, "Invalid argument")
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    files.fsync_directory(tmp_path)
-    deltune.attach(model := specimen("bert"), "lora(rank=2)").save(tmp_path / "delta")
-    deltune.tuned(model).detach()
 
 
 def test_saving_from_several_threads(tmp_path: Path) -> None:

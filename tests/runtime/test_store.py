@@ -236,17 +236,6 @@ def test_half_precision_is_the_same_base(saved: Path) -> None:
     assert (logits.double() - expected).norm() < 0.05 * expected.norm()
 
 
-def test_a_name_in_use(saved: Path) -> None:
-    model = specimen("bert")
-    tuned = stir(deltune.attach(model, "adapter(rank=2)", name="one"))
-    known = facts(model)
-    for name, says in (("one", "'one' is already attached"), ("a.b", "name 'a.b'"), ("values", "name 'values'")):
-        with pytest.raises(deltune.DeltuneError, match=says):
-            deltune.load(model, saved, name=name)
-    assert differences(known, facts(model)) == []
-    tuned.detach()
-
-
 FOREIGN: dict[str, Callable[[Path], object]] = {
     "other files": lambda target: (target.mkdir(), (target / "notes.txt").write_text("mine")),
     "a RUN": lambda target: ((target / "delta").mkdir(parents=True), (target / "metrics.json").write_text("{}")),

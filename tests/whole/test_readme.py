@@ -48,7 +48,10 @@ guides = [
     if page.name not in EXPLANATIONS
 ]
 pages = pytest.mark.parametrize("page", FILES, ids=lambda page: str(page.relative_to(ROOT)))
-LONG = ("many.md", "model.md", "quickstart.md", "reproduce.md", "serve.md")
+LONG = (
+    "chat.md", "combine.md", "many.md", "model.md", "peft.md", "python.md", "quickstart.md", "reproduce.md", "serve.md",
+    "train.md",
+)  # fmt: skip
 """Pages whose code runs for many seconds."""
 
 
