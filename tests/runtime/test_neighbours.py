@@ -119,6 +119,7 @@ def gradient(model: PreTrainedModel, kind: TaskKind, tokens: Any, rows: Any, bat
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=list(FAMILIES))
+@pytest.mark.sample(12)
 def test_in_every_family(family: Family, side: str) -> None:
     """Whatever side the tokenizer's file names."""
     for role in roles(family):
@@ -130,7 +131,7 @@ def test_in_every_family(family: Family, side: str) -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("entry", TRIED, ids=str)
-@pytest.mark.sample(16)
+@pytest.mark.sample(8)
 def test_in_families_that_treat_padding_otherwise(entry: identity.Entry, side: str) -> None:
     """Those that padding changes on the right, on the left or on both sides, and that remember it."""
     model = identity.build(entry)
