@@ -74,7 +74,7 @@ def files(place: Path) -> dict[str, int]:
     ],
     ids=lambda value: value if isinstance(value, str) else ", ".join(map(str, value.values())),
 )
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 def test_a_run_from_states_is_the_same_run(
     family: str, changes: dict[str, Any], root: Path, place: Path, tmp_path: Path
 ) -> None:

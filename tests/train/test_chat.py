@@ -130,6 +130,7 @@ def deltune_command(*arguments: object, typed: str = "") -> subprocess.Completed
     return subprocess.run(command, input=typed, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_the_command_line(base: Path, run: Path) -> None:
     """A pipe is answered line by line; a conversation without a template is a mistake of the user."""
     done = deltune_command("chat", run, "--max-tokens", 9, typed="Is it?\n\n/reset\nIs it?\n")
