@@ -107,14 +107,20 @@ MUTATIONS = (
         'scheduler.load_state_dict(progress["scheduler"])',
         'dict(progress["scheduler"])',
         "A run that goes on would warm up a second time.",
-        ("tests/train/test_runs.py", "tests/train/test_train.py", "tests/whole/kill"),
+        (
+            "tests/train/test_train.py::test_an_interrupted_run_goes_on_with_the_same_numbers",
+            "tests/train/test_kinds.py::test_a_run_goes_on",
+        ),
     ),
     Mutation(
         "checkpoints: other dropout after going on",
         'torch.set_rng_state(tensors["cpu"])',
         'tensors["cpu"].clone()',
         "A run that was interrupted would not be the run that was not.",
-        ("tests/train/test_runs.py", "tests/train/test_train.py", "tests/whole/kill"),
+        (
+            "tests/train/test_train.py::test_an_interrupted_run_goes_on_with_the_same_numbers",
+            "tests/train/test_kinds.py::test_a_run_goes_on",
+        ),
     ),
     Mutation(
         "metrics: the wrong reference is the closest",

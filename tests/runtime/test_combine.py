@@ -42,7 +42,7 @@ def gap(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> float:
         if row and not row.lacking(family) and all(need.holds(family) for need in row.merging)
     ],
 )
-@pytest.mark.sample(40)
+@pytest.mark.sample(20)
 def test_sums_are_exact(family: Family, row: Row, tmp_path: Path) -> None:
     """1 a is a; a - a is the base; w a + v b of another method merges into W + w (W_a - W) + v (W_b - W); files."""
     tolerance = 1e-10 if family.exact else 2e-4

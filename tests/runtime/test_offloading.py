@@ -123,7 +123,7 @@ def base_facts(folder: Path) -> dict[str, Any]:
 # accelerate cannot move the tensors of deltas by a device_map, which has to name all tensors
 @pytest.mark.parametrize(("kind", "when"), [*((k, "before") for k in OFFLOADS), *((k, "after") for k in AFTER)])
 @pytest.mark.parametrize(("family", "text"), CELLS, ids=str)
-@pytest.mark.sample(40)
+@pytest.mark.sample(20)
 def test_it_is_the_plain_model(family: str, text: str, kind: str, when: str, tmp_path: Path) -> None:
     """Outputs, gradients, trained values, files and the base are those of the plain model; the base stays away."""
     base = build(FAMILIES[family], main_role(FAMILIES[family]))

@@ -70,7 +70,7 @@ def passed(model: PreTrainedModel, inputs: dict[str, Any], real: torch.Tensor) -
 
 
 @pytest.mark.parametrize(("family", "role", "method"), cases())
-@pytest.mark.sample(30)
+@pytest.mark.sample(15)
 def test_a_pass_from_states_is_the_whole_pass(family: Family, role: str, method: str) -> None:
     """Outputs and gradients in training with dropout, and outputs in eval mode; frozen layers do not run."""
     model = deep(family, role)

@@ -475,6 +475,7 @@ EMPTY: dict[str, tuple[list[dict[str, Any]], list[Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", EMPTY)
 @pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.sample
 def test_texts_without_tokens_and_their_neighbours(case: str, side: str, tmp_path: Path) -> None:
     """They begin with the token that begins a text, in training, in scoring and in predictions, alone or in company."""
     rows, texts, more = EMPTY[case]
