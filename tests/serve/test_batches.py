@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-import weakref
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltune.errors import DeltuneError
-from deltune.serve.engine.encoding import EncodingLane, split_by_length
+from deltune.serve.engine.encoding import split_by_length
 from deltune.serve.engine.requests import Request
 from deltune.serve.engine.server import Server
 from deltune.serve.errors import InvalidRequest
@@ -94,19 +91,6 @@ def of() -> Deltas:
     return deltas("bert", "sequence")
 
 
-def test_an_answered_request_is_freed_without_the_garbage_collector(of: Deltas) -> None:
-    with Server(of.model(), deltas=of.folder, max_wait=0.0) as server:
-        gc.disable()
-        try:
-            job = server._submit(ask("classify", 4, 1, "d2"), None)
-            reference, future = weakref.ref(job), job.future
-            del job
-            future.result(60)
-            wait_until(lambda: reference() is None)
-        finally:
-            gc.enable()
-
-
 def test_what_waits_for_the_servers_thread_is_refused_in_it(of: Deltas) -> None:
     with Server(of.model(), deltas=of.folder, max_wait=0.0) as server:
         errors: list[Exception] = []
@@ -127,19 +111,3 @@ def test_what_waits_for_the_servers_thread_is_refused_in_it(of: Deltas) -> None:
         wait_until(lambda: len(errors) == 3)
         assert all("call it from another thread" in str(error) for error in errors)
         assert server.submit(ask("classify", 4, 1, "d3")).result(60).delta == "d3"
-
-
-def test_a_pass_that_fails_says_nothing_about_the_speed(of: Deltas) -> None:
-    with Server(of.model(), deltas=of.folder, max_wait=0.0) as server:
-        server.submit(ask("classify", 4, 1, "d2")).result(60)
-        (lane,) = server._lanes.values()
-        assert isinstance(lane, EncodingLane)
-        speed = lane.speed
-
-        def fail(*_: Any, **__: Any) -> None:
-            raise RuntimeError("a fault")
-
-        lane.backbone.run = fail  # type: ignore[method-assign, assignment]
-        with pytest.raises(RuntimeError, match="a fault"):
-            server.submit(ask("classify", 4, 1, "d2")).result(60)
-        assert lane.speed == speed
