@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import deltune
 from deltune.methods.forms.hidden import ACTIVATIONS
 from deltune.methods.registry import REGISTRY
-from deltune.methods.spec import ATTENTIONS, LAYERS, STACKS, TOWERS, Method, explicit_expression, expressions_apart
+from deltune.methods.spec import ATTENTIONS, LAYERS, STACKS, TOWERS, Method, explicit_expression
 
 RANKS = st.integers(1, 4096)
 LENGTHS = st.integers(2, 4096)  # one ungated prefix vector is refused
@@ -488,12 +488,3 @@ def test_the_scale_that_is_written_is_the_one_that_acts(expression: str, scale: 
     again = deltune.parse(explicit)
     assert again == method and again.parts == method.parts and repr(again) == printed
     assert explicit_expression(again) == explicit
-
-
-def test_methods_side_by_side_show_what_they_differ_in() -> None:
-    methods = [deltune.parse(text) for text in ("lora", "lora(rank=4) + layernorm", "lora(alpha=16)", "bitfit")]
-    assert expressions_apart(methods) == [
-        "lora(rank=8, alpha=None)", "lora(rank=4, alpha=None) + layernorm", "lora(rank=8, alpha=16)", "bitfit",
-    ]  # fmt: skip
-    assert expressions_apart(methods[:2]) == ["lora(rank=8)", "lora(rank=4) + layernorm"]
-    assert expressions_apart(methods[:1]) == ["lora"]

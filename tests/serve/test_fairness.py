@@ -172,17 +172,6 @@ def job(tenant: str, tokens: int) -> Job:
     return Job(Request("embed", tokens=(1,) * tokens, tenant=tenant), {"input_ids": [1] * tokens})
 
 
-def test_a_tenant_that_comes_back_is_next() -> None:
-    """It begins at the counter of a tenant with a burst, whose requests are older."""
-    share = FairShare()
-    queue = FairQueue(share)
-    for name in ("heavy",) * 5 + ("light",):
-        share.enter(name)
-        queue.push(job(name, 10))
-    assert share.of("light") == share.of("heavy")
-    assert queue.pop().tenant == "light"
-
-
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 50)), min_size=1, max_size=60), st.integers(1, 40))
 def test_tenants_that_wait_are_served_alike(arrivals: list[tuple[str, int]], number: int) -> None:
     """As long as two tenants have requests, the tokens that they were served differ by less than two requests."""

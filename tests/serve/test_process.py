@@ -228,29 +228,6 @@ def test_every_field_is_an_option_of_the_command(capsys: pytest.CaptureFixture[s
     assert ServeConfig.from_values(dotted) == ServeConfig.from_values(values) and set(dotted) <= set(DOTTED)
 
 
-def test_the_help_has_every_option_that_the_guide_names(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Grouped by section; and it says how the other fields of the config are set."""
-    guide = (SOURCE / "docs" / "serve" / "serve.md").read_text(encoding="utf-8")
-    guide = re.sub(r"`(python -m|vllm) [^`]*`", "", guide)  # programs of their own
-    documented = set(re.findall(r"(?<![\w-])--([a-z][a-z-]*)", guide))
-    commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    others = commands["serve-key"].params
-    others_flags = {flag.removeprefix("--") for one in others for flag in (*one.opts, *one.secondary_opts)}
-    monkeypatch.setenv("COLUMNS", "200")
-    run("--help")
-    printed = capsys.readouterr().out
-    listed = set(re.findall(r"(?<![\w-])--([a-z][a-z-]*)", printed))
-    fields = {name.replace("_", "-") for name in PLACES}
-    of_serve = {flag for flag in documented if flag.removeprefix("no-") in fields or flag not in others_flags}
-    assert len(of_serve) > 30 and of_serve <= listed, sorted(of_serve - listed)
-    for section in SECTIONS:
-        assert f"─ {section} ─" in printed, section
-    for words in ("More options are not listed here", "--print-config", "--config SERVE.yaml"):
-        assert words in printed
-
-
 def test_later_sources_win_and_all_mistakes_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text("model: minilm\nhttp:\n  port: 1\nlimits: {max_body: 2MiB}\n")

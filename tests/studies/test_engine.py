@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import resource
 import signal
@@ -205,46 +204,6 @@ def test_a_job_that_is_being_done_shows_in_every_store(tmp_path: Path) -> None:
         assert two.claimed_jobs() == set()
 
 
-def test_a_worker_dies_in_the_middle_of_its_answer() -> None:
-    """More than a pipe holds, cut off: a death like any other."""
-    pool = LocalPool.__new__(LocalPool)
-    ours, theirs = multiprocessing.Pipe()
-    theirs.send_bytes(b"x" * 10)
-    os.write(theirs.fileno(), (10**6).to_bytes(4, "big") + b"half")
-    theirs.close()
-
-    class Ended:
-        exitcode = -9
-
-        def join(self) -> None: ...
-
-    pool._pipes, pool._processes, pool._jobs = [ours], [Ended()], [of(1)[0]]
-    pool._start = lambda: (ours, Ended())  # type: ignore[method-assign]
-    ours.recv_bytes()
-    ((_, outcome),) = pool.poll(1.0)
-    assert outcome.worker_died
-
-
-def test_a_plan_that_learns(tmp_path: Path) -> None:
-    """Bisection: what is wanted next depends on what came out."""
-
-    def plan(rows: Mapping[str, JobRecord]) -> list[Job]:
-        low, high, jobs = 0, 64, []
-        while high - low > 1:
-            jobs += of((low + high) // 2)
-            known = rows.get(jobs[-1].name)
-            if known is None or known.result is None:
-                return jobs
-            low, high = (low, (low + high) // 2) if known.result["value"] >= 2 * 37 else ((low + high) // 2, high)
-        return jobs
-
-    with ResultStore(tmp_path / "r.jsonl") as file:
-        made = Scheduler(plan, file, Here(file.runs))
-        with ProgressDisplay(False) as bar:
-            made.run(bar)
-        assert [job.spec["x"] for job in plan(made._records)] == [32, 48, 40, 36, 38, 37] and made.done == 6
-
-
 @pytest.mark.parametrize("there", range(7))
 def test_a_plan_in_stages_goes_on_from_any_of_them(there: int, tmp_path: Path) -> None:
     """Each work is asked for after the one before: what a killed drive left in the file is no reason to stop."""
@@ -339,29 +298,6 @@ def driver(root: Path, file: Path, workers: int) -> subprocess.Popen[str]:
 
 def finished(file: Path) -> int:
     return len(list(file.with_suffix(".runs").glob("*/metrics.json")))
-
-
-def until(true: Callable[[], Any], process: subprocess.Popen[str]) -> None:
-    while not true():
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.02)
-
-
-@pytest.mark.slow
-def test_the_driver_is_killed(root: Path, whole: dict[str, Any], tmp_path: Path) -> None:
-    """kill -9 in the middle: workers end too, the next driver goes on, nothing that was finished is run again."""
-    file = tmp_path / "r.jsonl"
-    process = driver(root, file, 1)
-    until(lambda: finished(file) >= 2, process)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    before = {path: path.stat().st_mtime_ns for path in file.with_suffix(".runs").glob("*/metrics.json")}
-    process = driver(root, file, 1)
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
-    assert {path: path.stat().st_mtime_ns for path in before} == before
-    with ResultStore(file) as results:
-        assert {r.name: scores(r) for r in results.records()} == whole
 
 
 @pytest.mark.slow

@@ -664,17 +664,6 @@ def test_no_such_folder(tmp_path: Path) -> None:
     assert "no such folder here" in text and "Give a folder with train.jsonl" in text
 
 
-def test_hub_id_that_cannot_be_had() -> None:
-    """Offline: cannot be reached; online: not on the hub. Either way at once, without retries."""
-    from huggingface_hub import constants
-
-    before = constants.HF_HUB_OFFLINE
-    text = message("deltune-tests/no-such-data")
-    assert "'deltune-tests/no-such-data'" in text and "no such folder here" in text
-    assert "cannot be reached" in text or "hub has no such dataset" in text
-    assert before == constants.HF_HUB_OFFLINE
-
-
 def test_read_one_file(tmp_path: Path) -> None:
     write(tmp_path, more_jsonl=ROWS)
     assert readers.read_rows(tmp_path / "more.jsonl").rows[1] == (2, ROWS[1])

@@ -325,22 +325,6 @@ def test_advice(case: str, copy: Callable[..., RunFolder]) -> None:
     assert len(notes) <= 1 and re.search(expected, "".join(notes)), notes
 
 
-def test_the_rate_that_is_advised(copy: Callable[..., RunFolder]) -> None:
-    """Higher below the default, the default above it, lower where the loss rose."""
-    config, log = copy().config, losses(1, 1, 0.99)
-    assert config.optim.rate == 0.02
-    high = config.replace(lr=0.5)
-    rates = [
-        advising.loss_stayed(config, log),
-        advising.loss_stayed(high, log),
-        advising.loss_rose(high, losses(1, 2, 3)),
-    ]
-    assert advising.loss_rose(high, losses(1, 3)) == [], "two steps"
-    shown = [re.search(r"--lr ([\d.]+)", "".join(notes)) for notes in rates]
-    low, usual, lower = [float(match[1]) for match in shown if match]
-    assert low == pytest.approx(0.1) and 0.0 < usual < 0.5 / 5 and lower <= usual
-
-
 @pytest.mark.parametrize(
     ("analysis", "expected"),
     [
@@ -357,19 +341,6 @@ def test_what_is_not_clearly_better(analysis: Analysis, expected: str, whole: Ru
     assert re.search(expected, "".join(notes)), notes
     longer = advising.nothing_learned(whole.config, analysis, "test", [*FALLING, {"step": 200, "loss": 0.4}])
     assert len(longer) == len(notes) and all("--lr auto" in note for note in longer)
-
-
-@pytest.mark.parametrize(
-    ("tried", "chosen", "expected"),
-    [((1e-3, 1e-2), 1e-2, "largest value tried.*lr=0.1"), ((1e-2, 1e-3), 1e-3, "smallest value tried.*lr=0.0001"),
-     ((1e-3, 3e-3, 1e-2), 3e-3, "^$"), ((1e-3,), 1e-3, "^$")],
-)  # fmt: skip
-def test_the_edge_of_a_search(
-    tried: tuple[float, ...], chosen: float, expected: str, whole: RunFolder, copy: Callable[..., RunFolder]
-) -> None:
-    config = whole.config.replace(search={"lr": tried})
-    metrics = copy(metrics=lambda values: values["best"].update(lr=chosen)).metrics
-    assert re.search(expected, "".join(advising.edge_of_search(config, metrics)))
 
 
 # -- intervals
