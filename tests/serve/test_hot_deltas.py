@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -21,10 +20,8 @@ from safetensors.torch import load_file, save_file
 
 import deltune
 import deltune.serve
-from deltune.errors import DeltuneError
 from deltune.models import load_model
 from deltune.serve.api.delta_routes import delta_folder
-from deltune.serve.engine.requests import Request
 from deltune.serve.errors import OPERATOR_ADVICE, InvalidRequest
 
 from .served import METHODS, Served, save_delta, served
@@ -312,59 +309,6 @@ def test_a_refusal_says_what_an_operator_can_do(
             assert python is None, message
     finally:
         shutil.rmtree(folder / "refused")
-        server.post("/v1/deltas/refresh", {})
-
-
-def test_a_folder_without_a_delta_is_described_by_the_reason(changeable: tuple[Served, Path, Path]) -> None:
-    server, folder, _ = changeable
-    (folder / "checkpoint").mkdir()
-    (folder / "checkpoint" / "trainer_state.json").write_text("{}")
-    (folder / "two words").mkdir()
-    server.post("/v1/deltas/refresh", {})
-    for name, words in (("checkpoint", "whole checkpoint of transformers' Trainer"), ("two words", "cannot name a")):
-        answer = server.get(f"/v1/deltas/{name}")
-        error = answer.json()["error"]
-        assert answer.status_code == 404 and error["code"] == "model_not_found", answer.text
-        assert words in error["message"] and str(folder) not in answer.text
-    unknown = server.get("/v1/deltas/nothing").json()["error"]["message"]
-    assert unknown.startswith("unknown delta 'nothing'")
-    shutil.rmtree(folder / "checkpoint")
-    shutil.rmtree(folder / "two words")
-    server.post("/v1/deltas/refresh", {})
-    assert server.get("/v1/deltas/checkpoint").json()["error"]["message"].startswith("unknown delta")
-
-
-def test_a_caller_of_python_reads_its_own_advice_too(decoder: tuple[Path, Path], tmp_path: Path) -> None:
-    """Also when the same files are asked for again, and not where HTTP shows the reason."""
-    source, _ = decoder
-    (tmp_path / "checkpoint").mkdir()
-    (tmp_path / "checkpoint" / "trainer_state.json").write_text("{}")
-    other_weights(tmp_path / "other", source)
-    with deltune.serve.Server(str(source), deltas=tmp_path) as server:
-        with pytest.raises(DeltuneError, match=r"(?s)whole checkpoint.*deltune train") as missing:
-            server.load("checkpoint", tmp_path / "checkpoint")
-        assert missing.value.without_python.endswith(OPERATOR_ADVICE["folder"])
-        for _ in range(2):
-            with pytest.raises(DeltuneError, match=r"tuned on another base model.*base=\"any\"") as refused:
-                server.submit(Request("generate", "the", delta="other"))
-            assert refused.value.without_python.endswith(OPERATOR_ADVICE["model"])
-        reasons = [one.error for one in server.deltas()]
-        assert len(reasons) == 1 and reasons[0].endswith(OPERATOR_ADVICE["model"])
-        assert server.ignored_folders()["checkpoint"].endswith(OPERATOR_ADVICE["folder"])
-
-
-def test_a_limit_of_memory_is_its_own_advice(
-    changeable: tuple[Served, Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server, folder, source = changeable
-    save_delta(load_model(str(source), "causal-lm"), folder / "large", "full()", seed=1)
-    monkeypatch.setattr(importlib.import_module("deltune.methods.memory"), "NEGLIGIBLE_BYTES", 0)
-    monkeypatch.setenv("DELTUNE_MEMORY_LIMIT", "1KB")
-    try:
-        message = server.post("/v1/deltas", {"name": "large"}).json()["error"]["message"]
-        assert message.endswith("set another limit in the environment variable DELTUNE_MEMORY_LIMIT"), message
-    finally:
-        shutil.rmtree(folder / "large")
         server.post("/v1/deltas/refresh", {})
 
 
