@@ -367,7 +367,8 @@ class Changes:
         by_row = {t.name for d in deltas.values() for t, mask in d.planned.masked if isinstance(mask, RowMask)} - whole
         every = tuple(sorted({token for part in tokens for token in part.tokens or ()}))
         rows = dict.fromkeys(replace(part, tokens=every) for part in tokens) if by_row else {}
-        known = [delta.method for delta in deltas.values()]
+        masked = {delta for delta in deltas.values() if any(edit.is_masked for edit in delta.all_edits())}
+        known = [delta.method for delta in deltas.values() if delta not in masked]
         self.method, self.tensors = method_of(anatomy, self.pieces, set(self.owned) - by_row, rows, known)
         self.lost = self._energy[0] / self._energy[1] if self._energy[1] else 0.0
 
