@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 import deltune
 import tiny
 
-trl = pytest.importorskip("trl", reason="no TRL: pip install -e '.[peers]' -c constraints.txt")
+trl = pytest.importorskip("trl", reason="no TRL: pip install -e '.[align]' -c constraints.txt")
 
 pytestmark = pytest.mark.peers
 

@@ -7,13 +7,13 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from ..errors import DeltuneError, error_summary
+from ..errors import DeltuneError, error_summary, unknown_name
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -32,6 +32,20 @@ def split_settings(settings: Sequence[str], example: str) -> dict[str, str]:
             raise DeltuneError(f"--set {item}: give SECTION.FIELD=VALUE, such as {example}")
         values[name] = value
     return values
+
+
+def load_user_function(place: str, option: str) -> Callable[..., Any]:
+    """Return the function FILE.py:function, whose file or module is imported by the rules of --import."""
+    name, _, function = place.rpartition(":")
+    if not name:
+        raise DeltuneError(f"{option} {place}: give FILE.py:function")
+    import_user_code([name])
+    module = sys.modules[str(Path(name).expanduser().resolve()) if name.endswith(".py") else name]
+    value = getattr(module, function, None)
+    if not callable(value):
+        names = [name for name, value in vars(module).items() if inspect.isfunction(value)]
+        raise DeltuneError(f"{option} {place}: {unknown_name('function', function, names)}")
+    return value
 
 
 def import_user_code(names: Sequence[str] | None) -> Sequence[str] | None:

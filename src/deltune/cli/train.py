@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
@@ -26,7 +26,7 @@ import typer
 from ..errors import DeltuneError
 from ..files import user_path
 from ..methods.other_names import hint_for_option
-from .options import Imports, split_settings
+from .options import Imports, load_user_function, split_settings
 from .output import Json, Quiet, console, fast_imports, log_to_stderr
 
 if TYPE_CHECKING:
@@ -220,6 +220,13 @@ def run(
         str | None, typer.Option(metavar="none|fsdp", help="fsdp: each process has a share of the model.")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Discard the run in the folder and start anew.")] = False,
+    reward: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.py:function",
+            help="Of --objective grpo: run this Python code, and rate each answer by this function.",
+        ),
+    ] = None,
     imports: Imports = None,
     quiet: Quiet = False,
     as_json: Json = False,
@@ -246,7 +253,8 @@ def run(
         devices, launch = "auto", launch or int(devices)
     if (code := launch_if_requested(launch)) is not None:
         raise typer.Exit(code)
-    metrics = _train(config, folder, fresh, quiet or not is_main_process(), devices, sharding)
+    rated = None if reward is None else load_user_function(reward, "--reward")
+    metrics = _train(config, folder, fresh, quiet or not is_main_process(), devices, sharding, rated)
     if not is_main_process():
         return
     from ..train.report.advice import advice, read_finished
@@ -280,7 +288,15 @@ def _commented(config: RunConfig) -> str:
     return commented_yaml(parse_yaml(config.yaml(), "the config"), SECTIONS, needed, notes)
 
 
-def _train(config: RunConfig, folder: Path, fresh: bool, quiet: bool, devices: str, sharding: str | None) -> RunMetrics:
+def _train(
+    config: RunConfig,
+    folder: Path,
+    fresh: bool,
+    quiet: bool,
+    devices: str,
+    sharding: str | None,
+    reward: Callable[..., Any] | None,
+) -> RunMetrics:
     with log_to_stderr(quiet):
         with fast_imports():
             from ..train.run_folder import RunFolder
@@ -300,6 +316,7 @@ def _train(config: RunConfig, folder: Path, fresh: bool, quiet: bool, devices: s
                 progress=not quiet,
                 devices=devices,
                 sharded=sharding_mode(sharding),
+                reward=reward,
             )
         except KeyboardInterrupt:
             if is_main_process():

@@ -232,6 +232,19 @@ class OptimSection(RunSection):
         return self.device_batch_size or max(1, self.batch_size // processes)
 
 
+class ObjectiveSection(RunSection):
+    """What is learned of conversations and preferences, by TRL's trainers where it is not the answers themselves."""
+
+    kind: Literal["sft", "dpo", "kto", "orpo", "reward", "grpo"] = option(
+        "sft", "sft: the answers; of preferences dpo, kto, orpo or reward; of prompts grpo (extra align)", common=True
+    )
+    beta: float | None = option(
+        None, "how strongly the policy is held to the reference; of orpo the weight of the odds [0.1; of grpo 0]",
+        ge=0, allow_inf_nan=False,
+    )  # fmt: skip
+    generations: Annotated[int, Field(ge=2, le=MAX_COUNT)] = option(8, "answers that grpo draws to each prompt")
+
+
 class GenerationSection(RunSection):
     """Answers in words: how a model is asked, and how its text is searched for."""
 
@@ -345,6 +358,7 @@ SECTIONS: Mapping[str, type[Section]] = {
     "data": DataSection,
     "method": MethodSection,
     "optim": OptimSection,
+    "objective": ObjectiveSection,
     "generation": GenerationSection,
     "evaluation": EvaluationSection,
     "runtime": RuntimeSection,
@@ -376,6 +390,7 @@ class RunConfig(BaseModel):
     data: DataSection
     method: MethodSection
     optim: OptimSection
+    objective: ObjectiveSection
     generation: GenerationSection
     evaluation: EvaluationSection
     runtime: RuntimeSection

@@ -239,7 +239,11 @@ def load_run(run: str | Path | Mapping[str, str | Path]) -> LoadedRun:
     name, first = next(iter(runs.items()))
     config = first.config
     labels = {name: _labels(folder) for name, folder in runs.items()}
-    kind = task_kind_for(first.data.kind, load_config(config.model.name), config.generation.answer)
+    objective = config.objective.kind
+    if objective == "reward":
+        raise DeltuneError(f"{first.folder} is a reward model, which rates answers in Python; report.html says how")
+    kind = task_kind_for(first.data.kind, load_config(config.model.name), config.generation.answer, objective)
+    kind = kind if objective == "sft" else CHAT  # a policy answers
     tokenizer = load_task_tokenizer(config.model.name, config.data)
     trained = read_metadata(first.folder).trained
     if trained is not None and trained.chat_template is not None:
@@ -325,6 +329,11 @@ def evaluate(
             f"{run} was trained on the file {config.data.source} alone, and has no other split; give --data"
         )
     loaded = load_run(run)
+    if data is None and other is None and folder.data.kind == "preference":
+        raise DeltuneError(
+            f"{run} was scored by its objective when it ended (deltune report {run}); for the perplexity of answers "
+            "give conversations: --data"
+        )
     if data is not None:  # it is laid out as the run's own, unless it says otherwise
         chosen = columns or config.data.columns or folder.data.columns or None
         config = config.replace(data=data, task=loaded.kind.name, columns=chosen, validation_rows=None, test_rows=None)

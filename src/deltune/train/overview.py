@@ -18,7 +18,7 @@ from ..errors import DeltuneError, counted, number_range
 from ..models import HEADS, load_config
 from .config import RunConfig
 from .data.columns import INPUT_TYPES, TASK_COLUMNS
-from .data.formats import COLUMN, as_completions
+from .data.formats import COLUMN, as_conversations
 from .data.loading import TaskData
 from .setup import fit_lengths, length_limits, load_task_data, load_task_tokenizer, task_kind_for
 from .tasks.base import TaskKind, TaskOptions
@@ -122,7 +122,9 @@ def _encode(
     tokenizer = load_task_tokenizer(name, config.data)
     columns: dict[str, Any] = {split: rows.to_dict() for split, rows in data.splits.items()}
     if pairs:
-        columns = {s: {COLUMN: [one for text in c[COLUMN] for one in as_completions(text)]} for s, c in columns.items()}
+        columns = {
+            s: {COLUMN: [one for text in c[COLUMN] for one in as_conversations(text)]} for s, c in columns.items()
+        }
     if kind is CHAT:
         tokenizer = with_one_template(tokenizer, config.generation.template, next(iter(columns.values()))[COLUMN])
     model = meta_model(configuration, getattr(transformers, HEADS[kind.head].auto_class))

@@ -20,7 +20,9 @@ EXCLUDES = {
 """Flat name of a field -> the fields that it takes the place of."""
 
 
-FLAT_NAMES = {"model.name": "model", "data.source": "data", "method.expression": "method"}
+FLAT_NAMES = {
+    "model.name": "model", "data.source": "data", "method.expression": "method", "objective.kind": "objective",
+}  # fmt: skip
 """The fields whose flat name is not their own: the main field of a section is called like the section."""
 
 DEFAULT, AUTO = "default", "auto"

@@ -68,7 +68,12 @@ class Environment(Record):
 
 def signed_score(metric: str, value: float) -> float:
     """Return the value of a metric or of the loss, negated if lower is better."""
-    return -value if metric == "loss" or METRICS[metric].better == "lower" else value
+    return -value if lower_is_better(metric) else value
+
+
+def lower_is_better(metric: str) -> bool:
+    """Return whether a lower value of a metric is the better one: of the loss, and of those registered as such."""
+    return metric == "loss" or (metric in METRICS and METRICS[metric].better == "lower")
 
 
 Number = int | float

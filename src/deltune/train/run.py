@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -27,11 +28,19 @@ from . import activation_cache, checkpoints, distributed
 from . import setup as task_setup
 from .config import ModelSection, OptimSection, RunConfig
 from .data.columns import INPUT_TYPES, TASK_COLUMNS
-from .data.formats import COLUMN
+from .data.formats import COLUMN, as_conversations
 from .data.packing import Packing, choose_packing
 from .data.tag_schemes import PLAIN
 from .frozen_layers import FrozenLayers
 from .inference import SPLITS, with_tag_scheme
+from .objectives import (
+    RewardFunction,
+    arguments_class,
+    check_objective,
+    objective_line,
+    objective_options,
+    objective_trainer,
+)
 from .overview import (
     balance,
     cut_notes,
@@ -50,13 +59,13 @@ from .records import Best, ProbeRecord, RunMetrics, collect_environment
 from .report.page import write_report
 from .run_folder import RunFolder
 from .series import run_series
-from .setup import ModelCache, TaskSetup, fit_lengths, length_limits, load_task_data, set_up_task
+from .setup import ModelCache, TaskSetup, fit_lengths, is_chat, length_limits, load_task_data, set_up_task
 from .tasks import token_cache
 from .tasks.base import Columns, TaskKind
 from .tasks.chat import CHAT, check_lengths, untrained_tokens, with_one_template
 from .tasks.encoding import EncodedRows, LengthGroupedBatches, check_causal
 from .tasks.generation import CAUSAL_GENERATION, LANGUAGE_MODELING
-from .trainer import DeltaTrainer, ReportCallback, RunState, total_steps
+from .trainer import DeltaCheckpoints, DeltaTrainer, ReportCallback, RunState, total_steps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -80,6 +89,7 @@ def train(
     sharded: str = "none",
     cache: ModelCache | None = None,
     report: bool = True,
+    reward: RewardFunction | None = None,
 ) -> RunMetrics:
     """Tune the method of a config on its data, keep the best delta, and score it.
 
@@ -101,6 +111,8 @@ def train(
         sharded: "none" (each process has the whole model, DDP) or "fsdp" (each has a share of it).
         cache: What several runs in one process share.
         report: Write report.html, the page about the run, at the end.
+        reward: Of the objective grpo: reward(prompts, completions, reference, …) returns a number for each completion,
+            with TRL's arguments, of which it may take any.
 
     Returns:
         What metrics.json holds.
@@ -129,12 +141,19 @@ def train(
                 config,
                 run,
                 lambda one, folder: train(
-                    one, folder, progress=progress, devices=devices, sharded=sharded, cache=shared, report=report
+                    one,
+                    folder,
+                    progress=progress,
+                    devices=devices,
+                    sharded=sharded,
+                    cache=shared,
+                    report=report,
+                    reward=reward,
                 ),
             )
         else:
             try:
-                metrics = _train(config, run, resume, progress, device, sharded, shared)
+                metrics = _train(config, run, resume, progress, device, sharded, shared, reward)
             except BaseException:
                 shared.drop()
                 raise
@@ -173,8 +192,10 @@ def _train(
     device: torch.device,
     sharded: str,
     cache: ModelCache,
+    reward: RewardFunction | None,
 ) -> RunMetrics:
     """Train a single run in its locked folder."""
+    check_objective(config, reward, sharded)
     if resume:
         config = distributed.broadcast_from_main(lambda: config.with_rate_of(run.config) if run.exists else config)
     state = distributed.run_on_all(lambda: _prepare(config, run, device, sharded, cache))
@@ -198,12 +219,13 @@ def _train(
             "processes": distributed.world_size(),
             "sharded": sharded,
             "data": state.data.summary,
+            **({} if reward is None else {"reward": f"{inspect.getsourcefile(reward)}:{reward.__name__}"}),
         }
         distributed.broadcast_from_main(lambda: run.begin(state.config, collect_environment(facts)))
         if checkpoint is None:
             run.truncate_log(-1)
             _log_start(state)
-        _fit(state, arguments, bar, checkpoint)
+        _fit(state, arguments, bar, checkpoint, reward)
         return _finish(state, bar)
 
 
@@ -267,18 +289,23 @@ def _prepare(
     seed = config.runtime.seed
     if sharded not in SHARDING_MODES:
         raise DeltuneError(unknown_name("sharding", sharded, SHARDING_MODES))
+    objective = config.objective.kind
     setup = set_up_task(
-        config.model.name, config.data, config.generation.answer, config.evaluation, seed, read=cache.data
-    )
+        config.model.name, config.data, config.generation.answer, config.evaluation, seed, read=cache.data,
+        objective=objective,
+    )  # fmt: skip
     data, kind = setup.data if part is None else part(setup.data), setup.kind
     needs_validation = config.evaluation.patience is not None or config.evaluation.metric is not None
     if "validation" not in data.splits and needs_validation:
         raise DeltuneError(f"data {data.source} has no validation split, so neither patience nor metric can be used")
     limits = length_limits(config.data, config.generation, kind, data.labels)
     tokenizer = cache.tokenizer(config.model.name, config.data)
-    if kind is CHAT:  # before the model is loaded
-        tokenizer = with_one_template(tokenizer, config.generation.template, data.splits["train"][COLUMN])
+    if is_chat(kind):  # before the model is loaded
+        chats = [one for text in data.splits["train"][COLUMN] for one in as_conversations(text)]
+        tokenizer = with_one_template(tokenizer, config.generation.template, chats)
     model = _base_model(config.model, setup, tokenizer, seed, cache)
+    if objective != "sft":
+        cache.drop()  # TRL changes it: no dropout, and a pass that scores tokens
     if kind.head == "causal-lm":
         check_causal(model)
     same_length = padding_side(model) is None
@@ -295,12 +322,11 @@ def _prepare(
     tuned.delta().trained = {"max_length": limits.max_length, "takes_pairs": pairs}
     columns: dict[str, Columns] = {split: rows.to_dict() for split, rows in data.splits.items()}
     encoded = token_cache.encode_splits(kind, tokenizer, model, columns, limits, ("train",), data.fingerprint)
-    if kind is CHAT:
+    if is_chat(kind):
         for split, rows_of in encoded.items():
             check_lengths(rows_of, split, limits.max_length, config.data.max_cut)
-        chats = any('"messages"' in text for text in columns["train"][COLUMN])
         tuned.delta().trained |= {
-            "chat_template": tokenizer.get_chat_template() if chats else None,
+            "chat_template": tokenizer.get_chat_template() if any('"messages"' in text for text in chats) else None,
             "end_tokens": list(end_tokens(tokenizer, model)),
         }
     if not len(encoded["train"]):
@@ -387,7 +413,11 @@ def _training_arguments(state: RunState, device: torch.device, validates: bool =
     """Translate the config for the Trainer; without validations nothing is saved either."""
     optim, batches, steps = state.config.optim, state.batches, state.config.evaluation.validate_every
     strategy = "no" if not validates else "epoch" if steps is None else "steps"
-    arguments = TrainingArguments(
+    objective = state.config.objective.kind
+    kind, options = (
+        (TrainingArguments, {}) if objective == "sft" else (arguments_class(objective), objective_options(state))
+    )
+    values: dict[str, Any] = dict(
         output_dir=str(state.run.folder),
         num_train_epochs=optim.epochs,
         max_steps=optim.steps or -1,
@@ -417,6 +447,7 @@ def _training_arguments(state: RunState, device: torch.device, validates: bool =
         accelerator_config={"even_batches": False},  # steps are cut evenly already, and no row is repeated
         dataloader_pin_memory=device.type != "cpu",
     )
+    arguments = kind(**{**values, **options})
     if device.index is not None:  # the Trainer takes the first one
         torch.accelerator.set_device_index(device.index)
         set_training_device(arguments, device)
@@ -460,8 +491,17 @@ def _resumable_checkpoint(run: RunFolder) -> Path | None:
     return checkpoint
 
 
-def _fit(state: RunState, arguments: TrainingArguments, bar: ProgressDisplay, checkpoint: Path | None) -> None:
+def _fit(
+    state: RunState,
+    arguments: TrainingArguments,
+    bar: ProgressDisplay,
+    checkpoint: Path | None,
+    reward: RewardFunction | None = None,
+) -> None:
     """Train from a checkpoint, or from the start, to the last epoch or until patience ends."""
+    trainer: DeltaCheckpoints | None = None
+    if state.config.objective.kind != "sft":  # it also scores the other splits, at the end
+        trainer = objective_trainer(state, arguments, bar, reward)
     if checkpoint is not None:
         progress = checkpoints.read_progress(checkpoint)
         state.best, state.stale, state.seconds_before = progress["best"], progress["stale"], progress["seconds"]
@@ -473,7 +513,7 @@ def _fit(state: RunState, arguments: TrainingArguments, bar: ProgressDisplay, ch
             return  # the Trainer would take one more step, since it looks at their number only after a step
     if state.out_of_patience:
         return
-    trainer = DeltaTrainer(state, arguments, bar)
+    trainer = trainer or DeltaTrainer(state, arguments, bar)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(ReportCallback(state, bar))
     distributed.seed_by_rank(state.config.runtime.seed)
@@ -485,7 +525,7 @@ def _log_start(state: RunState) -> None:
     """Log what was assumed of the data and of training, each with the option that changes it, and what is cut."""
     data, optim = state.config.data, state.config.optim
     roles = state.data.format or " and ".join(role for role in state.data.columns if role in INPUT_TYPES)
-    labels = f" into {len(state.data.labels)} labels ({_listed(state.data.labels)})" if state.data.labels else ""
+    labels = f" into {len(state.data.labels)} labels ({_listed(state.data.labels)})" if label_counts(state.data) else ""
     assumed = ""
     if data.source is not None and data.task is None:
         others = ", ".join(kind for kind in TASK_COLUMNS if kind != state.kind.name)
@@ -521,12 +561,14 @@ def _log_start(state: RunState) -> None:
         for line in cut_notes(state.kind, rows, split, state.limits):
             logger.info("%s", line)
     sample = state.encoded["train"].rows[:200]
-    if state.kind is CHAT and (tokens := untrained_tokens(state.tuned, state.tokenizer, sample)):
+    if is_chat(state.kind) and (tokens := untrained_tokens(state.tuned, state.tokenizer, sample)):
         logger.warning(
             "%s: the base never trained the embeddings of these tokens, and %s leaves them as they are; add "
             "+ trainable_tokens(tokens=%s)",
             ", ".join(tokens.values()), state.config.method.expression, tuple(tokens),
         )  # fmt: skip
+    if state.config.objective.kind != "sft":
+        logger.info("objective: %s", objective_line(state))
     logger.info("example: %s", example_text(state.tokenizer, [state.encoded["train"].rows[0]]))
     state.run.log({"step": 0, "event": "start", **state.truncated})
 
@@ -560,10 +602,11 @@ def _finish(state: RunState, bar: ProgressDisplay) -> RunMetrics:
         seed, setup = state.config.runtime.seed, TaskSetup(state.data, state.kind, state.metrics)
         model = _base_model(state.config.model, setup, state.tokenizer, seed, ModelCache())
     else:
-        if state.config.runtime.probe == "on" and state.kind.head in HEADS_WITH_LABELS and state.probe is None:
+        wants_probe = state.config.runtime.probe == "on" and state.probe is None and state.measure is None
+        if wants_probe and state.kind.head in HEADS_WITH_LABELS:
             bar.start("a linear probe", sum(map(len, state.encoded.values())))
             state.probe = _probe(state, bar)[1]
-        model = state.tuned.detach()
+        model = state.tuned.detach("default")  # the reference of an objective stays
     state.tuned = load(model, state.run.delta)
     if sharded:
         distributed.shard_model(state.tuned, device)

@@ -43,6 +43,7 @@ from .tasks.classification import (
 )
 from .tasks.encoding import longest_length
 from .tasks.generation import CAUSAL_GENERATION, LANGUAGE_MODELING, SEQ2SEQ_GENERATION
+from .tasks.preferences import PAIRS, RATED, REWARDS
 from .tasks.registry import TASKS, Task, find_task
 from .tasks.token_classification import SEQ2SEQ_TAGGING, TAGGING
 
@@ -70,6 +71,11 @@ TASK_KINDS: Mapping[str, TaskKinds] = {
     "preference": TaskKinds(None, None, None),
 }
 """Every kind of data -> the task kinds that it is trained as."""
+
+OBJECTIVE_KINDS: Mapping[str, TaskKind] = {
+    "dpo": PAIRS, "kto": RATED, "orpo": PAIRS, "reward": REWARDS, "grpo": CHAT,
+}  # fmt: skip
+"""Every objective but the likelihood of answers -> the task kind that it learns from."""
 
 CONVERSATION_LENGTH = 2048
 """Tokens of a conversation where none are given."""
@@ -99,11 +105,12 @@ def set_up_task(
     training: bool = True,
     labels: tuple[str, ...] | None = None,
     read: Reader = loading.load_data,
+    objective: str = "sft",
 ) -> TaskSetup:
     """Read the data of a run, and choose its kind of task and its metrics."""
     config = load_config(model)  # first, so that an unknown family is reported as such, not as a missing tokenizer
     task, rows = load_task_data(data, seed, training, labels, read)
-    kind = task_kind_for(rows.kind, config, answer)
+    kind = task_kind_for(rows.kind, config, answer, objective)
     metrics = evaluation.metrics or (task.metrics if task else kind.default_metrics)
     if rows.kind == "tagging":
         metrics = _tagging_metrics(rows, kind, evaluation, metrics)
@@ -111,6 +118,9 @@ def set_up_task(
         if "f1" in (*evaluation.metrics, evaluation.metric):
             raise DeltuneError(f"metric f1 is for two labels, and the data has {len(rows.labels)}; use f1_macro")
         metrics = tuple(name for name in metrics if name != "f1")
+    if objective != "sft":
+        rows = replace(rows, labels=("reward",)) if objective == "reward" else rows
+        return TaskSetup(rows, kind, ("reward",) if objective == "grpo" else ())  # its trainer measures the others
     if evaluation.metric not in (None, "loss", *metrics):
         metrics = (*metrics, str(evaluation.metric))
     check_fits(kind, metrics)
@@ -184,13 +194,20 @@ def load_task_tokenizer(model: str, data: DataSection) -> PreTrainedTokenizerBas
     return tokenizer
 
 
-def task_kind_for(name: str, config: PreTrainedConfig, answer: str = "head") -> TaskKind:
-    """Return the task kind for a kind of data on a model of this configuration."""
+def task_kind_for(name: str, config: PreTrainedConfig, answer: str = "head", objective: str = "sft") -> TaskKind:
+    """Return the task kind for a kind of data and an objective on a model of this configuration."""
     kinds = TASK_KINDS[name]
+    if objective != "sft":
+        if OBJECTIVE_KINDS[objective].name != name:
+            reads = "conversations, or prompts with their answers" if objective == "grpo" else "preferences"
+            raise DeltuneError(f"--objective {objective} learns from {reads}, and the data is read as {name}")
+        if config.is_encoder_decoder:
+            raise DeltuneError(f"--objective {objective} is for a decoder, which {config.model_type} is not")
+        return OBJECTIVE_KINDS[objective]
     if not any(kinds):
         raise DeltuneError(
-            f"the data is read as {name}, which deltune train does not learn; to learn the chosen answers alone, give "
-            "--task chat --columns prompt=prompt,completion=chosen"
+            f"the data is read as {name}: say what is learned of them, --objective dpo, kto, orpo or reward; or, to "
+            "learn the chosen answers alone, --task chat --columns prompt=prompt,completion=chosen"
         )
     in_words = kinds.encoder_decoder if config.is_encoder_decoder else kinds.decoder
     kind = kinds.head if answer == "head" and kinds.head else in_words
@@ -214,7 +231,7 @@ def length_limits(
     """Return the lengths, the template, the label words and the search of a run: its own, else those of its task."""
     task = TASKS[str(data.task)] if data.source is None else None
     problems = []
-    if generation.template is not None and kind.head not in LANGUAGE_MODEL_HEADS:
+    if generation.template is not None and kind.head not in LANGUAGE_MODEL_HEADS and not is_chat(kind):
         problems.append("template is for a model that answers with label words (answer: words)")
     names = [name for name in dict.fromkeys(map(kind.word_key, labels)) if name] if kind.word_key else []
     if generation.words is None:
@@ -251,7 +268,12 @@ def length_limits(
 
 def default_length(kind: TaskKind) -> int:
     """Return how many tokens a row has at most where the config does not say it."""
-    return CONVERSATION_LENGTH if kind is CHAT else DEFAULT_LENGTH
+    return CONVERSATION_LENGTH if is_chat(kind) else DEFAULT_LENGTH
+
+
+def is_chat(kind: TaskKind) -> bool:
+    """Return whether rows of a kind are conversations, or preferences between their answers."""
+    return kind.name in (CHAT.name, PAIRS.name)
 
 
 def fit_lengths(model: PreTrainedModel, kind: TaskKind, limits: TaskOptions) -> TaskOptions:

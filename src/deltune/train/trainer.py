@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -90,6 +90,10 @@ class RunState:
     Attributes:
         frozen_layers: The layers below everything that is trained, where they run without dropout.
         probe: What a linear probe scores, once that is known.
+        measure: measure(split) returns the scores of a split by the trainer of an objective; None where answers are
+            measured.
+        names: TRL's name of a measure -> its name in the log, of a run with an objective.
+        is_fresh: Whether the delta begins untrained, so that the base is the reference of an objective.
         why_pooling: Where the pooling of the delta comes from; "" where the head reads no pooler.
         packing: How several texts in one row are kept apart, where rows are packed.
         best: What is known of the best validation so far; empty before the first one.
@@ -115,6 +119,9 @@ class RunState:
     why_pooling: str = ""
     probe: ProbeRecord | None = None
     packing: Packing | None = None
+    measure: Callable[[str], dict[str, float]] | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+    is_fresh: bool = True
     best: dict[str, Any] = field(default_factory=dict)
     stale: int = 0
     seconds_before: float = 0.0
@@ -176,6 +183,8 @@ class RunState:
         """
         context = self.inference_context(bar, loss_only)
         options = with_tag_scheme(self.config.evaluation.metric_options, self.data.tag_scheme)
+        if self.measure is not None:
+            return EvalResult(self.measure(split), {}, {}, [], [], [])
         result = score_split(self.kind, context, self.encoded[split], self.columns[split], self.metrics, options)
         metrics = distributed.broadcast_from_main(lambda: result.metrics)  # rounding must not split the processes
         result = replace(result, metrics=metrics)
@@ -193,6 +202,8 @@ class RunState:
 
     def write_predictions(self, split: str, result: EvalResult) -> dict[str, Any]:
         """Write a split's predictions, and return its metrics with what is known of them, and the file's digest."""
+        if self.measure is not None:  # there are none
+            return {"metrics": result.metrics, "signatures": {}, "omitted": {}, "intervals": {}}
 
         def write() -> str:
             lines = prediction_lines(self.kind, self.columns[split], result, self.data.labels)
@@ -269,8 +280,76 @@ def diverged_error(state: RunState, reason: str) -> DivergedError:
     )
 
 
-class DeltaTrainer(Trainer):
-    """A Trainer whose checkpoints hold the delta alone, and whose batches have rows of similar length."""
+class DeltaCheckpoints(Trainer):
+    """A Trainer of a run: its checkpoints hold the delta alone, and validations decide which delta is kept."""
+
+    run_state: RunState
+    bar: ProgressDisplay
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        total = distributed.all_reduce_sum(loss)
+        if not torch.isfinite(total):
+            raise diverged_error(
+                self.run_state, f"the training loss is {total.item()} at step {self.state.global_step + 1}"
+            )
+        return loss
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Score the validation split, and keep the delta if it is the best so far."""
+        run = self.run_state
+        self.bar.show({"validation": "running"})
+        result = run.score("validation", self.bar, loss_only=run.config.evaluation.metric == "loss")
+        self.bar.show({"validation": ""})
+        if not run.best and result.omitted:
+            log_omitted(result.omitted)
+            if run.config.evaluation.metric is None:
+                logger.info("the best epoch is chosen by %s (--metric)", run.deciding_metric(result.metrics))
+        better = run.save_if_best(result, self.state.epoch or 0, self.state.global_step)
+        metrics = {f"eval_{name}": value for name, value in result.metrics.items()}
+        self.log(metrics | {"eval_best": better})
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self.control.should_training_stop |= run.out_of_patience
+        return metrics
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Return 0: counting would walk over all modules at every step."""
+        return 0
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if "validation" not in self.run_state.encoded:
+            self.run_state.save_delta()
+            self.run_state.best = {"epoch": epochs_done(self.state.epoch), "step": self.state.global_step}
+        checkpoints.save_checkpoint(
+            self.run_state.run.checkpoint,
+            self.state.global_step,
+            self._trained_tensors(),
+            self.optimizer,
+            self.lr_scheduler,
+            self.run_state.progress(),
+            self.state.save_to_json,
+        )
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        with distributed.unsharded(self.run_state.tuned, write=True):
+            checkpoints.restore_trained(Path(resume_from_checkpoint), self._trained_tensors())
+
+    def _trained_tensors(self) -> dict[str, torch.Tensor]:
+        """The parameters that train, and the state of the method's schedules."""
+        schedules = dict(self.run_state.tuned.delta().schedules.named_buffers(prefix="schedules"))
+        return {**dict(self.run_state.tuned.named_trainable_parameters()), **schedules}
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            checkpoints.restore_optimizer(Path(checkpoint), self.optimizer, self.lr_scheduler)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            checkpoints.restore_random(Path(checkpoint))
+
+
+class DeltaTrainer(DeltaCheckpoints):
+    """A Trainer whose batches have rows of similar length, and whose loss is the mean over the items of a step."""
 
     def __init__(self, state: RunState, arguments: TrainingArguments, bar: ProgressDisplay) -> None:
         self.run_state, self.bar = state, bar
@@ -352,32 +431,6 @@ class DeltaTrainer(Trainer):
                 loss = self.label_smoother(outputs, inputs["labels"], shift_labels=self.shifted)
         return loss * (self.args.world_size * items / num_items_in_batch.clamp(min=1))  # no step has to train a token
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        loss = super().training_step(*args, **kwargs)
-        total = distributed.all_reduce_sum(loss)
-        if not torch.isfinite(total):
-            raise diverged_error(
-                self.run_state, f"the training loss is {total.item()} at step {self.state.global_step + 1}"
-            )
-        return loss
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Score the validation split, and keep the delta if it is the best so far."""
-        run = self.run_state
-        self.bar.show({"validation": "running"})
-        result = run.score("validation", self.bar, loss_only=run.config.evaluation.metric == "loss")
-        self.bar.show({"validation": ""})
-        if not run.best and result.omitted:
-            log_omitted(result.omitted)
-            if run.config.evaluation.metric is None:
-                logger.info("the best epoch is chosen by %s (--metric)", run.deciding_metric(result.metrics))
-        better = run.save_if_best(result, self.state.epoch or 0, self.state.global_step)
-        metrics = {f"eval_{name}": value for name, value in result.metrics.items()}
-        self.log(metrics | {"eval_best": better})
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        self.control.should_training_stop |= run.out_of_patience
-        return metrics
-
     @contextlib.contextmanager
     def _defer_fsdp_gradient_reduction(self) -> Iterator[None]:
         """Reduce gradients after every batch of a step; the Trainer's own would ask how it loaded the model.
@@ -385,41 +438,6 @@ class DeltaTrainer(Trainer):
         Unreduced gradients, kept up to the end of the step, would take the memory that sharding saves.
         """
         yield
-
-    def floating_point_ops(self, inputs: Any) -> int:
-        """Return 0: counting would walk over all modules at every step."""
-        return 0
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        if "validation" not in self.run_state.encoded:
-            self.run_state.save_delta()
-            self.run_state.best = {"epoch": epochs_done(self.state.epoch), "step": self.state.global_step}
-        checkpoints.save_checkpoint(
-            self.run_state.run.checkpoint,
-            self.state.global_step,
-            self._trained_tensors(),
-            self.optimizer,
-            self.lr_scheduler,
-            self.run_state.progress(),
-            self.state.save_to_json,
-        )
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        with distributed.unsharded(self.run_state.tuned, write=True):
-            checkpoints.restore_trained(Path(resume_from_checkpoint), self._trained_tensors())
-
-    def _trained_tensors(self) -> dict[str, torch.Tensor]:
-        """The parameters that train, and the state of the method's schedules."""
-        schedules = dict(self.run_state.tuned.delta().schedules.named_buffers(prefix="schedules"))
-        return {**dict(self.run_state.tuned.named_trainable_parameters()), **schedules}
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            checkpoints.restore_optimizer(Path(checkpoint), self.optimizer, self.lr_scheduler)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            checkpoints.restore_random(Path(checkpoint))
 
 
 COLUMNS = ("step", "epoch", "loss", "validation", "validation loss", "rate", "tokens/s")
@@ -476,9 +494,10 @@ class ReportCallback(TrainerCallback):
         control.should_log = True  # so that the losses of the log do not depend on where a run was resumed
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if "train_runtime" in logs:
+        if "train_runtime" in logs or "eval_runtime" in logs:  # the summaries of the Trainer itself
             return
         run = self.run_state
+        logs = {run.names.get(name, name): value for name, value in logs.items()}
         times: dict[str, float] = {"seconds": round(run.seconds, 2)}
         if "loss" in logs:
             tokens, self.tokens_before = run.tokens - self.tokens_before, run.tokens

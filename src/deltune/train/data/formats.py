@@ -230,12 +230,12 @@ FORMATS = (
 """The formats, the first that fits being that of a file."""
 
 
-def as_completions(preference: str) -> list[str]:
-    """Return a preference in the one form as conversations: each of its answers behind the prompt."""
-    row = json.loads(preference)
-    answers = [row[name] for name in ("chosen", "rejected", "completion") if name in row]
-    if "messages" in row:
-        return [preference]
+def as_conversations(text: str) -> list[str]:
+    """Return a row in the one form as conversations: of a preference each of its answers behind the prompt."""
+    row = json.loads(text)
+    answers = [row[name] for name in ("chosen", "rejected") if name in row]
+    if not answers:
+        return [text]
     if isinstance(row["prompt"], str):
         values: list[Any] = [{"prompt": row["prompt"], "completion": answer} for answer in answers]
     else:

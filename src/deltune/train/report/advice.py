@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from ...methods.registry import default_learning_rate
 from ..config import RunConfig
 from ..inference import SPLITS
 from ..metrics.intervals import share_interval
 from ..metrics.registry import METRICS
-from ..rates import edge_of_rates
-from ..records import DataFacts, RunMetrics, signed_score
+from ..rates import edge_of_rates, usual_rate
+from ..records import DataFacts, RunMetrics, lower_is_better, signed_score
 from ..run_folder import RunFolder
 from .error_analysis import Analysis, analyse
 
@@ -215,7 +214,7 @@ def still_improving(config: RunConfig, metrics: RunMetrics, log: Sequence[Mappin
         return []
     name = metrics.best.metric or "loss"
     values = [float(line[f"eval_{name}"]) for line in validations[-2:] if f"eval_{name}" in line]
-    lower = name == "loss" or METRICS[name].better == "lower"
+    lower = lower_is_better(name)
     if len(values) == 2 and (values[1] >= values[0] if lower else values[1] <= values[0]):
         return []
     change = f"{name} {values[0]:.4f} → {values[1]:.4f}" if len(values) == 2 and name != "loss" else ""
@@ -258,13 +257,13 @@ def edge_of_search(config: RunConfig, metrics: RunMetrics) -> list[str]:
 
 def _training_losses(log: Sequence[Mapping[str, Any]]) -> list[float]:
     """Return the first training loss and the mean of the last tenth; fewer than two if the log has fewer."""
-    losses = [float(line["loss"]) for line in log if isinstance(line.get("loss"), int | float)]
+    losses = [float(line["loss"]) for line in log if isinstance(line.get("loss"), int | float) and "reward" not in line]
     return [losses[0], fmean(losses[-max(1, len(losses) // 10) :])] if len(losses) > 1 else losses
 
 
 def _other_rate(config: RunConfig, log: Sequence[Mapping[str, Any]], rose: bool) -> float:
     """Return a rate to try: lower if the loss rose, the method's default where the rate is above it, else higher."""
-    rate, usual = config.optim.rate, default_learning_rate(config.method.expression, _steps(log) or None)
+    rate, usual = config.optim.rate, usual_rate(config, _steps(log) or None)
     if rose:
         return min(rate / RATE_FACTOR, usual)
     return usual if rate > ABOVE_DEFAULT * usual else max(rate * RATE_FACTOR, usual)

@@ -150,7 +150,9 @@ def _facts(finished: FinishedRun) -> list[tuple[str, str]]:
     if undecided := metric_without_say(finished.best_metrics, finished.log):
         why = f" (lowest validation loss; {undecided})"
     batch = f"{optim.batch_tokens} tokens" if optim.batch_tokens else f"{optim.batch_size} rows"
+    section = finished.best_config.objective
     facts = [
+        *([("objective", section.kind)] if section.kind != "sft" else []),
         ("trained", f"{count['trained']:,} scalars: {count['method']:,} of the method, {count['head']:,} of the head"),
         ("share", f"{percent_text(count['percent'])} of {count['denominator_size']:,}"),
         ("kept", f"{kept} of {length}{why}"),
@@ -311,11 +313,19 @@ def _commands(finished: FinishedRun) -> tuple[str, ...]:
     """Return what may be done next on the command line."""
     folder = command_line([str(finished.run.folder)])
     text = [f'deltune predict {folder} --text "…"'] if finished.data.kind in TEXT_KINDS else []
+    objective = finished.best_config.objective.kind
+    if finished.data.kind in ("chat", "preference") and objective != "reward":
+        text = [f"deltune chat {folder}"]
     parts = parse(finished.best_config.method.expression).parts
     forms = [part.form for part in parts if isinstance(part, Modification)]
     may_merge = all(type(form).affine is not Form.affine for form in forms)  # whether it can be, merging itself says
     merge = [f"deltune merge {folder} --to DIR"] if may_merge else []
-    return (*text, f"deltune evaluate {folder} --data OTHER", *merge)
+    return (*text, *([] if objective == "reward" else [f"deltune evaluate {folder} --data OTHER"]), *merge)
+
+
+def _has_predictions(finished: FinishedRun) -> bool:
+    """Return whether a single run answered rows, which an objective of TRL measures otherwise."""
+    return not finished.config.is_series and finished.config.objective.kind == "sft"
 
 
 def _environment(finished: FinishedRun) -> list[tuple[str, str]]:
@@ -448,7 +458,7 @@ def _differences(
 ) -> list[ScoreCell]:
     """Return each run's difference from the best one, with the interval of the paired predictions of single runs."""
     statistics: list[Score | None] = [None] * len(runs)
-    if metric in METRICS and METRICS[metric].extra == "train" and not any(one.config.is_series for one in runs):
+    if metric in METRICS and METRICS[metric].extra == "train" and all(map(_has_predictions, runs)):
         scores = [rescore_with_statistics(one.run.folder, [metric]) for one in runs]
         statistics = [one[split].get(metric) if split in one else None for one in scores]
     cells = []

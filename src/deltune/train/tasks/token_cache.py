@@ -85,7 +85,7 @@ def encode_splits(
     if folder is None:
         return {s: kind.encode(tokenizer, model, rows, options, s in training) for s, rows in splits.items()}
     depends_on = {
-        "version": VERSION, "kind": [kind.name, kind.head], "tokenizer": Hasher.hash(tokenizer),
+        "version": VERSION, "kind": [kind.name, kind.head, kind.encode.__name__], "tokenizer": Hasher.hash(tokenizer),
         "options": {name: value for name, value in asdict(options).items() if name != "generate_kwargs"},
         "model_inputs": sorted(signature(model.forward).parameters), "ends": list(end_tokens(tokenizer, model)),
     }  # fmt: skip
