@@ -1,4 +1,4 @@
-"""Preferences and rewards by TRL: what is trained and note, the reference, going on, and PEFT's losses."""
+"""Preferences and rewards by TRL: what is trained and said, the reference, going on, and PEFT's losses."""
 
 from __future__ import annotations
 
@@ -331,7 +331,7 @@ def broken(completions, reference):
 def test_reward_of_the_command_line(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the rules of --import: a file that the command names, whose mistakes are note with their place."""
+    """By the rules of --import: a file that the command names, whose mistakes are said with their place."""
     file = tmp_path / "rewards.py"
     file.write_text(REWARDS)
     words = [

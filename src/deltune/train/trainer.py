@@ -514,7 +514,8 @@ class ReportCallback(TrainerCallback):
         """Show a line of log.jsonl: a validation as a row that is kept."""
         if "loss" in line:
             rate = {"tokens/s": f"{line['tokens_per_second']:,}"} if line.get("tokens_per_second") else {}
-            facts = {"loss": f"{line['loss']:.4f}", "rate": f"{line.get('learning_rate', 0):.1e}"}
+            reward = f" (reward {line['reward']:.3f})" if "reward" in line else ""
+            facts = {"loss": f"{line['loss']:.4f}{reward}", "rate": f"{line.get('learning_rate', 0):.1e}"}
             self.bar.show({"step": f"{line['step']}/{steps}", **facts, **rate})
         if "eval_loss" in line:
             measured = {key.removeprefix("eval_"): value for key, value in line.items() if key.startswith("eval_")}

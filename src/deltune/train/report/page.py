@@ -235,6 +235,8 @@ def _charts(finished: FinishedRun) -> list[Markup]:
     """Draw the losses, the validation metric and the learning rate of a single run."""
     log, best = finished.log, finished.metrics.best
     name = best.metric or "loss"
+    if finished.config.objective.kind != "sft":
+        name = next((one for one in ("reward", "accuracy") if any(one in line for line in log)), name)
     loss = [Line("training", _curve(log, "loss"))]
     if validation := _curve(log, "eval_loss"):
         loss.append(Line("validation", validation, dots=True, marked=best.step))
@@ -242,11 +244,13 @@ def _charts(finished: FinishedRun) -> list[Markup]:
     if name != "loss":
         points = _curve(log, f"eval_{name}")
         lines = [Line(name, points, dots=True, marked=best.step)]
+        if training := _curve(log, name):
+            lines.insert(0, Line("training", training))
         probe = finished.metrics.probe
         if points and probe is not None and name in probe.validation:
             level = float(probe.validation[name])
             lines.append(Line("linear probe", [(points[0][0], level), (points[-1][0], level)]))
-        charts.append(line_chart(f"Validation {name}", lines, "step"))
+        charts.append(line_chart(name.capitalize() if training else f"Validation {name}", lines, "step"))
     charts.append(line_chart("Learning rate", [Line("learning rate", _curve(log, "learning_rate"))], "step"))
     return [chart for chart in charts if chart]
 
