@@ -61,6 +61,17 @@ def run(base: Path) -> Path:
     return base / "run"
 
 
+def test_a_report_has_answers_to_held_out_prompts(base: Path, tmp_path: Path) -> None:
+    """The first of a split beside their references; what the model says ends where it says the end."""
+    for split in ("train", "test"):
+        tiny.lines(tmp_path / "data" / f"{split}.jsonl", ROWS)
+    spec = config(base, data=str(tmp_path / "data"), template=str(base / "turns.jinja"), target_length=9)
+    train(spec, tmp_path / "run", progress=False)
+    first, *_, last = tiny.objects(tmp_path / "run" / "predictions" / "test.jsonl")
+    assert (first["asked"], first["answered"], first["expected"]) == ("uQuestion 0?a", "yes", "y")
+    assert "asked" not in last and "Answers to held-out prompts" in (tmp_path / "run" / "report.html").read_text()
+
+
 def test_answers_stop_where_training_stopped(base: Path, run: Path, tmp_path: Path) -> None:
     """In `generate`, in a chat, behind a server, after `merge` and with PEFT's file: the template goes along."""
     trained = json.loads((run / "delta" / "delta.json").read_text())["trained"]

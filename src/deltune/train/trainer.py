@@ -29,23 +29,28 @@ from ..methods.registry import default_learning_rate
 from ..models import LANGUAGE_MODEL_HEADS
 from ..runtime.causal_loss import causal_loss
 from ..runtime.handle import Tuned
+from ..runtime.padding import eval_mode
 from ..runtime.serialization import read_metadata
 from . import checkpoints, distributed
 from .config import OptimSection, RunConfig
 from .data.loading import TaskData
 from .data.packing import Packing, best_fit
 from .frozen_layers import FrozenLayers
-from .inference import EvalResult, log_omitted, prediction_lines, score_split, with_tag_scheme
+from .inference import EvalResult, continue_prompt, log_omitted, prediction_lines, score_split, with_tag_scheme
 from .progress import ProgressDisplay, format_duration
 from .rates import PASSES_OF_A_STEP
 from .records import ProbeRecord, signed_score
 from .run_folder import RunFolder
 from .tasks.base import Columns, InferenceContext, TaskKind, TaskOptions
-from .tasks.encoding import IGNORE_INDEX, EncodedRows, LengthGroupedBatches, Row, collate
+from .tasks.chat import CHAT, last_answer
+from .tasks.encoding import IGNORE_INDEX, EncodedRows, LengthGroupedBatches, Row, collate, longest_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+
+SHOWN_ANSWERS = 4
+"""Conversations of a split that a model answers for its report."""
 
 logger = logging.getLogger("deltune")
 
@@ -207,6 +212,8 @@ class RunState:
 
         def write() -> str:
             lines = prediction_lines(self.kind, self.columns[split], result, self.data.labels)
+            for line, answer in zip(lines, self.answers(split), strict=False):
+                line.update(answer)
             self.run.write_predictions(split, lines)
             return file_sha256(self.run.predictions / f"{split}.jsonl")
 
@@ -215,6 +222,26 @@ class RunState:
             "intervals": result.intervals(),
         }  # fmt: skip
         return {**facts, "sha256": distributed.broadcast_from_main(write)}
+
+    @torch.no_grad()
+    def answers(self, split: str) -> Iterator[dict[str, str]]:
+        """Yield for the first conversations what the model answers to the prompt of the last answer, and that answer.
+
+        Nothing is drawn in several processes, of which one alone writes, and without the layers that are cached.
+        """
+        if self.kind is not CHAT or distributed.is_distributed() or self.frozen_layers is not None:
+            return
+        rows = {row["text_index"]: row for row in self.encoded[split].rows[: 2 * SHOWN_ANSWERS]}
+        for i in range(SHOWN_ANSWERS):
+            prompt, reference = last_answer(rows[i]) if i in rows else ([], [])
+            room = longest_length(self.model, len(prompt) + self.limits.max_target_length) - len(prompt)
+            if not prompt or not reference or room < 1:
+                yield {}
+                continue
+            with eval_mode(self.model):
+                answer = continue_prompt(self.model, self.tokenizer, prompt, min(room, self.limits.max_target_length))
+            texts = {"asked": prompt, "answered": answer, "expected": reference}
+            yield {name: str(self.tokenizer.decode(ids, skip_special_tokens=True)) for name, ids in texts.items()}
 
     def reusable_predictions(self) -> dict[str, dict[str, Any]]:
         """Return what `write_predictions` returned for the validation of the best epoch, by split.

@@ -18,6 +18,8 @@ MAX_WRONG, MAX_RIGHT = 6, 6
 MAX_MATRIX = 20
 """The most labels of a confusion matrix; of more labels only the most frequent confusions are listed."""
 MAX_CONFUSIONS = 10
+ANSWER = ("asked", "answered", "expected")
+"""What a line of predictions has of a conversation that the model answered."""
 MAX_TEXT = 700
 """Characters of a text that are shown."""
 FEW_WORDS = 4
@@ -245,11 +247,14 @@ def _analyse_running_text(lines: Sequence[Line], labels: Sequence[str]) -> Analy
         remark = f"perplexity {exp(min(loss, 700.0)):.4g} over {tokens} tokens"
         return Example(str(lines[i].get("id", i)), _input(lines[i]), "", "", remark)
 
+    answered = [tuple(_cut(str(line[name])) for name in ANSWER) for line in lines if {*ANSWER} <= line.keys()]
+    answers = ErrorTable("Answers to held-out prompts", ("prompt", "answer", "reference"), tuple(answered))
     tokens = sum(count for _, count, _ in sized)
     others = losses[MAX_WRONG:]
     return Analysis(
         rows=len(lines),
         summary=f"{counted(len(lines), 'text')} of {counted(tokens, 'predicted token')}.",
+        tables=(answers,) if answered else (),
         wrong=tuple(example(*one) for one in losses[:MAX_WRONG]),
         wrong_title="Worst" if others else "Texts",
         wrong_order="the highest perplexity first" if len(losses) > 1 else "",

@@ -55,6 +55,14 @@ def encode_chat(tokenizer: Any, model: Any, columns: Columns, options: TaskOptio
     )  # fmt: skip
 
 
+def last_answer(row: Row) -> tuple[list[int], list[int]]:
+    """Return the tokens before the last part that is trained, and of that part; both are empty where nothing is."""
+    trained = [label != IGNORE_INDEX for label in row["labels"]]
+    stop = max((i + 1 for i, one in enumerate(trained) if one), default=0)
+    start = max((i + 1 for i, one in enumerate(trained[:stop]) if not one), default=0)
+    return row["input_ids"][:start], row["input_ids"][start:stop]
+
+
 def check_template(tokenizer: Any, texts: Sequence[str]) -> None:
     """Check that a tokenizer has a chat template where texts in the one form are conversations."""
     if any('"messages"' in text for text in texts) and not getattr(tokenizer, "chat_template", None):
