@@ -68,6 +68,11 @@ def evaluate(
     output: Annotated[Path | None, typer.Option(help="Folder for predictions, SPLIT.jsonl each.")] = None,
     rescore: Annotated[bool, typer.Option("--rescore", help="From its prediction files, without the model.")] = False,
     metrics: Annotated[str | None, typer.Option(help="With --rescore: a,b,c [those of the run].")] = None,
+    harness: Annotated[
+        str | None,
+        typer.Option(metavar="TASKS", help="Tasks of lm-evaluation-harness: arc_easy,mine.yaml (extra harness)."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="With --harness: only the first rows of a task.")] = None,
     quiet: Quiet = False,
     imports: Imports = None,
     as_json: Json = False,
@@ -83,11 +88,19 @@ def evaluate(
         raise DeltuneError("--columns are those of other data: give --data")
     if metrics and not rescore:
         raise DeltuneError("--metrics is for --rescore; those of a run are in its config")
+    if harness and (rescore or data or data_root or split or output or task):
+        raise DeltuneError("--harness has its own data: no --data, --task, --split, --output or --rescore with it")
+    if limit and not harness:
+        raise DeltuneError("--limit is for --harness; --split says which rows of a run are scored")
     with log_to_stderr(quiet):
         with fast_imports():
             from ..train import inference
 
-        if rescore:
+        if harness:
+            from ..train.harness import evaluate_harness
+
+            scores = evaluate_harness(run, [name.strip() for name in harness.split(",")], limit)
+        elif rescore:
             scores = inference.rescore(run, [name.strip() for name in (metrics or "").split(",") if name.strip()])
         elif inference.is_run(run) or (data is None and task is None):
             if max_length is not None:
