@@ -66,5 +66,7 @@ def test_both_ways_give_the_same_number(tmp_path: Path) -> None:
         evaluate_harness(tmp_path / "run", [str(file), "nothing"])
     begin = tokenizer.bos_token_id
     for templated, text, count in ((False, "ab", 1), (False, "<|begin|>ab", 1), (True, "<|begin|>ab", 1)):
-        asked = _harness_model(model, tokenizer, templated, 2)
-        assert asked.tok_encode(text).count(begin) == count and asked.tok_batch_encode([text, "abc"])[0].shape[0] == 2
+        harness = _harness_model(model, tokenizer, templated, 2)
+        assert (
+            harness.tok_encode(text).count(begin) == count and harness.tok_batch_encode([text, "abc"])[0].shape[0] == 2
+        )

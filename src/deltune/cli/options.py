@@ -95,7 +95,7 @@ Imports = Annotated[
         metavar="FILE_OR_MODULE",
         callback=import_user_code,
         is_eager=True,
-        help="Run this Python code first, which registers parts of your own; repeatable.",
+        help="Python code with parts of your own; repeatable.",
     ),
 ]
 

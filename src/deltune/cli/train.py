@@ -224,7 +224,7 @@ def run(
         str | None,
         typer.Option(
             metavar="FILE.py:function",
-            help="Of --objective grpo: run this Python code, and rate each answer by this function.",
+            help="Python code that rates the answers of grpo.",
         ),
     ] = None,
     imports: Imports = None,

@@ -236,7 +236,7 @@ class ObjectiveSection(RunSection):
     """What is learned of conversations and preferences, by TRL's trainers where it is not the answers themselves."""
 
     kind: Literal["sft", "dpo", "kto", "orpo", "reward", "grpo"] = option(
-        "sft", "sft: the answers; of preferences dpo, kto, orpo or reward; of prompts grpo (extra align)", common=True
+        "sft", "dpo, kto, orpo, reward or grpo learn otherwise (extra align)", common=True
     )
     beta: float | None = option(
         None, "how strongly the policy is held to the reference; of orpo the weight of the odds [0.1; of grpo 0]",

@@ -275,6 +275,8 @@ class _RunTrainer:
     def __init__(
         self, state: RunState, arguments: TrainingArguments, bar: ProgressDisplay, reward: RewardFunction | None
     ) -> None:
+        import datasets
+
         self.run_state, self.bar = state, bar
         state.names = OBJECTIVES[state.config.objective.kind].measures
         state.measure = self.measure
@@ -287,7 +289,7 @@ class _RunTrainer:
             model=state.model,
             args=arguments,
             train_dataset=rows["train"],
-            eval_dataset=_dataset_dict(held_out) if held_out else None,
+            eval_dataset=datasets.DatasetDict(held_out) if held_out else None,
             processing_class=tokenizer,
             **({} if reward is None else {"reward_funcs": _called(reward)}),
         )
@@ -353,12 +355,6 @@ def _quiet() -> Iterator[None]:
         datasets.logging.set_verbosity(verbosity)
         if shown:
             datasets.enable_progress_bars()
-
-
-def _dataset_dict(splits: Mapping[str, Any]) -> Any:
-    import datasets
-
-    return datasets.DatasetDict(dict(splits))
 
 
 def _dataset(state: RunState, split: str, arguments: TrainingArguments) -> datasets.Dataset:
