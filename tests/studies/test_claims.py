@@ -29,17 +29,17 @@ from deltune.studies.claims.claims import (
 )
 from deltune.studies.claims.comparisons import (
     RANK,
-    RELATIVE,
     STEPS,
     TIME,
+    ZERO_SHOT,
     can_be_at_chance,
     is_at_chance,
     score,
     threshold,
     with_derived_axes,
 )
-from deltune.studies.claims.decisions import Finding, PrintedFinding, PrintedTable, check_printed, decide_claims
-from deltune.studies.claims.selectors import EVERY, LARGEST, SECOND_SMALLEST, SMALLEST
+from deltune.studies.claims.decisions import Finding, PrintedTable, check_printed, decide_claims
+from deltune.studies.claims.selectors import EVERY, LARGEST, SECOND_SMALLEST, SMALLEST, describe_difference
 from deltune.studies.claims.statistics import paired_estimate
 from deltune.studies.jobs.job import Outcome
 from deltune.studies.papers.registry import CLAIMS
@@ -164,7 +164,7 @@ def test_small_runs_do_not_test_what_is_said_of_far_larger_models(
     form: Form, outcomes: list[Outcome], verdict: str
 ) -> None:
     """Number and interval are those of a claim that is decided, and so are the verdicts of the other claims."""
-    claims = [Claim("", "", form, far_larger_models="It is about T5-xxl."), Claim("", "", Beats(A, B))]
+    claims = [Claim("", "", form, untestable="It is about T5-xxl."), Claim("", "", Beats(A, B))]
     large, other = decide_claims(claims, outcomes, "accuracy")
     small, beside = decide_claims(claims, outcomes, "accuracy", small=True)
     assert small.verdict == "not testable" and decided(form, outcomes, small=True).verdict == verdict
@@ -172,8 +172,8 @@ def test_small_runs_do_not_test_what_is_said_of_far_larger_models(
     assert (beside.verdict, beside.interval) == (other.verdict, other.interval)
     assert small.resolution is None
     (row, _) = claim_rows([small, beside], [], small=True)
-    assert (row.verdict, row.kind) == ("not testable here", "untestable") and "It is about T5-xxl." in row.notes
-    assert "It is about T5-xxl." not in claim_rows([large], [], small=False)[0].notes
+    assert (row.verdict, row.kind) == ("not testable here", "untestable") and row.why == "It is about T5-xxl."
+    assert "It is about T5-xxl." not in claim_rows([large], [], small=False)[0].why
 
 
 @pytest.mark.parametrize(("ratio", "whole", "part"), [(0.5, "holds", "holds"), (0.4, "does not hold", "does not hold")])
@@ -367,13 +367,20 @@ def test_lower_scores_are_better_where_it_is_said() -> None:
     assert decided(Beats(A, B, measurement=score("train", lower=True)), times).verdict == "holds"
 
 
-def test_each_task_may_have_its_metric() -> None:
+def test_each_task_may_have_its_metric_and_a_claim_is_true_by_each() -> None:
     mixed = [
         replace(o, scores={"entity_f1": o.scores["accuracy"]}, examples={}) if o.cell["task"] == "cb" else o
         for o in METHODS
     ]
-    decision = decided(Beats(A, B), mixed, metric={"cb": "entity_f1", "sick": "accuracy"})
+    metric = {"cb": "entity_f1", "sick": "accuracy"}
+    decision = decided(Beats(A, B), mixed, metric=metric)
     assert decision.verdict == "holds" and decision.effect == pytest.approx(10, abs=3)
+    assert [one.text for one in decision.comparisons] == ["a − b, by entity_f1", "a − b, by accuracy"]
+    reversed_on_cb = [
+        replace(o, scores={"entity_f1": 3 * (1 - o.scores["entity_f1"])}) if "entity_f1" in o.scores else o
+        for o in mixed
+    ]
+    assert decided(Beats(B, A), reversed_on_cb, metric=metric).verdict != "holds", "however large it is on the other"
 
 
 def test_two_outcomes_of_one_cell_are_refused() -> None:
@@ -536,9 +543,8 @@ def test_runs_at_chance_are_counted_beside_the_claim_that_they_are_compared_for(
     ]  # fmt: skip
     findings = decide_claims([Claim("", "", Beats(A, B)), Claim("", "", Beats(A, C))], outcomes, "accuracy")
     assert [(one.at_chance, one.n_runs) for one in findings] == [(2, 4), (3, 4)]
-    printed = [PrintedFinding(one.claim, None) for one in findings]
-    caveats = [row.caveat for row in claim_rows(findings, printed, small=True)]
-    assert caveats == ["2 of 4 runs at chance", "3 of 4 runs at chance"]
+    for row, number in zip(claim_rows(findings, [], small=True), (2, 3), strict=True):
+        assert f"{number} of 4 runs are no better than chance" in row.why
     tagger = Outcome({"task": "x"}, scores={"entity_f1": 0.0})
     assert is_at_chance(tagger) and not is_at_chance(replace(tagger, scores={"entity_f1": 0.01}))
     zero = replace(outcomes[-1], examples={})
@@ -663,28 +669,75 @@ def test_changes_of_terms_are_cells() -> None:
     )
 
 
-def test_transfer_is_relative_to_the_targets_own() -> None:
+def test_transfer_is_by_correlation_where_the_original_is_better_than_chance() -> None:
     tasks = {"sst2": "s", "imdb": "s", "rte": "i", "qnli": "i"}
     outcomes = [
         Outcome({"task": task, "target": target, "seed": seed}, scores={
-            "accuracy": 0.9 if task == target else (0.8 if tasks[task] == tasks[target] else 0.5) + 0.01 * seed
+            "accuracy": 0.9, "matthews": 0.8 if task == target else
+            (0.5 if tasks[task] == tasks[target] else 0.1) + 0.01 * seed + 0.001 * (sum(map(ord, task + target)) * (seed + 1) % 7)
         })
         for task, target in itertools.product(tasks, tasks) for seed in range(3)
     ]  # fmt: skip
     assert {o.cell["pair"] for o in with_derived_axes(outcomes)} == {"itself", "same type", "other type"}
     same, other = ({"pair": pair, "task": EVERY} for pair in ("same type", "other type"))
-    spread = [
-        replace(o, scores={"accuracy": o.scores["accuracy"] + 0.001 * (sum(map(ord, str(o.cell))) % 7)})
-        for o in outcomes
+    form = Beats(same, other, measurement=ZERO_SHOT)
+    decision = decided(form, outcomes)
+    assert decision.verdict == "holds" and decision.effect == pytest.approx(40, abs=1)
+
+    def guessed(*targets: str, seeds: int) -> list[Outcome]:
+        return [
+            replace(o, scores={**o.scores, "matthews": 0.0})
+            if o.cell["target"] in targets and o.cell["task"] == o.cell["target"] and o.cell["seed"] < seeds else o
+            for o in outcomes
+        ]  # fmt: skip
+
+    less = decided(form, guessed("rte", seeds=2))
+    assert less.verdict == "holds" and less.settings == "3 settings × 3 seeds", "one target is left out"
+    none = decided(form, guessed(*tasks, seeds=3))
+    assert none.verdict == "not testable" and none.reason == "what was trained on the target is no better than chance"
+
+
+def with_floor(floor: float, **more: Any) -> list[Outcome]:
+    """METHODS with the head alone on SICK at a score, where full tuning has 0.8."""
+    heads = [
+        Outcome({"task": "sick", "floor": "head", "seed": seed, "model": "m"}, scores={"accuracy": floor}, **more)
+        for seed in range(3)
     ]
-    decision = decided(Beats(same, other, measurement=RELATIVE), spread)
-    assert decision.verdict == "holds" and decision.effect == pytest.approx(100 * 0.3 / 0.9, abs=2)
-    guessed = [
-        replace(o, scores={**o.scores, "matthews": 0.0}) if o.cell["target"] == "rte" and o.cell["seed"] < 2 else o
-        for o in spread
+    return [*(replace(o, cell={**o.cell, "model": "m"}) for o in METHODS), *heads]
+
+
+@pytest.mark.parametrize(("floor", "settings"), [(0.5, "2 settings × 3 seeds"), (0.81, "1 setting × 3 seeds")])
+def test_a_task_on_which_full_tuning_does_not_beat_the_floor_decides_nothing(floor: float, settings: str) -> None:
+    finding = decided(Beats(A, B), with_floor(floor))
+    assert (finding.verdict, finding.settings) == ("holds", settings)
+    assert finding.full == pytest.approx(80, abs=2) and finding.floor is None, "the floor on CB was not run"
+    of_sick = decided(InEach(Beats({**A, "task": "sick"}, {**B, "task": "sick"})), with_floor(floor))
+    if floor > 0.8:
+        assert of_sick.verdict == "not testable" and "does not beat the head alone (81.0)" in of_sick.reason
+    else:
+        assert of_sick.floor == pytest.approx(50)
+
+
+def test_runs_that_end_at_their_best_do_not_speak_against_a_claim() -> None:
+    def ending(step: int) -> list[Outcome]:
+        return [replace(o, extra={**o.extra, "best": {"step": step}}) for o in METHODS]
+
+    for form, early, late in (
+        (Beats(A, B), "holds", "holds"), (Beats(B, A), "does not hold", "not testable"),
+    ):  # fmt: skip
+        assert decided(form, ending(10)).verdict == early
+        assert (finding := decided(form, ending(20))).verdict == late and finding.capped == 1.0
+    assert "too short" in finding.reason
+
+
+def test_numbers_that_the_steps_decide_say_nothing() -> None:
+    """Every curve comes to its best at its last validation."""
+    outcomes = [
+        replace(o, curve=[{"step": s, "eval_accuracy": s / 100 + o.cell["seed"] / 1e3} for s in (10, 20, 30)])
+        for o in METHODS
     ]
-    findings = decide_claims([Claim("", "", Beats(same, other, measurement=RELATIVE))] * 2, guessed, "accuracy")
-    assert [(one.at_chance, one.n_runs) for one in findings] == [(2, 12)] * 2, "the originals are compared, too"
+    finding = decided(Between({"method": "a"}, TIME, low=10.0, high=990.0), outcomes)
+    assert finding.verdict == "not testable" and "number of training steps" in finding.reason
 
 
 def test_every_study_has_claims() -> None:

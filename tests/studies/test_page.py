@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -18,17 +17,15 @@ import browser
 import made
 from deltune.studies.claims.claims import Beats, Claim
 from deltune.studies.claims.comparisons import NOT_RUN
-from deltune.studies.claims.decisions import ComparisonResult, Finding, PrintedFinding, SettingResult
+from deltune.studies.claims.decisions import ComparisonResult, Finding, PartVerdict, PrintedFinding, SettingResult
 from deltune.studies.jobs.job import Outcome
 from deltune.studies.jobs.store import JobRecord
 from deltune.studies.papers.registry import paper_statements
 from deltune.studies.report.figure_spec import Bars, FigureSpec, HeatMap, TableSpec
 from deltune.studies.report.figures import draw
 from deltune.studies.report.findings import findings_csv
-from deltune.studies.report.page import Section, render_page
-from deltune.studies.report.provenance import (
-    provenance,
-)
+from deltune.studies.report.page import Section, render_page, runs_csv
+from deltune.studies.report.provenance import MethodLabel, method_labels, provenance, training_facts
 from deltune.studies.report.tables import build_table
 
 VOID = {"meta", "br", "img", "link", "hr", "input"}
@@ -147,12 +144,10 @@ def test_the_page_says_everything(text: str) -> None:
     for one in FOUND:
         assert one.claim.text in visible and one.verdict in visible
     assert "on SICK: −0.008 (−0.02 … −0.004)" in visible
-    assert "On average it supports the claim; 1 of 3 settings contradicts it: on SICK." in visible
+    assert "The whole interval lies where the claim is true; 1 of 3 settings contradicts it: on SICK." in visible
     assert "+0.021 points" in visible and "−0.011 points" in visible and "+0.012 … +0.03" in visible
     rows = sum(len(outcomes) for outcomes, _ in made.STUDIES.values())
-    curves = sum(len(outcome.curve) > 1 for outcomes, _ in made.STUDIES.values() for outcome in outcomes)
     assert f"{rows} runs" in visible
-    assert sum(attrs.get("class") == "spark" for attrs in reader.all("svg")) == curves
 
 
 def test_what_is_seen_at_small_scale_does_not_read_like_the_paper() -> None:
@@ -162,6 +157,7 @@ def test_what_is_seen_at_small_scale_does_not_read_like_the_paper() -> None:
     )
     text = " ".join(Reader(render_page([small])).visible_text().split())
     assert "what is seen is no proof of a paper's sentence" in text and "on much smaller models" in text
+    assert "3 claims: 1 seen here, 1 otherwise here, 1 undecided here, 0 not testable here." in text
     for words in (
         "half the parameters LN 3.2 +1.70 points LN − BitFit: accuracy; table 1 +0.021 points LN − BitFit: accuracy",
         "✓ seen here", "≠ otherwise here", "? undecided here", "not printed",
@@ -172,9 +168,7 @@ def test_what_is_seen_at_small_scale_does_not_read_like_the_paper() -> None:
         "Of 3 claims, 2 can be checked against numbers that the papers print: 1 agrees with what follows from them, "
         "and 1 does not."
     )
-    about_papers, miniature = text.split("In this miniature")
-    assert "No study was run at the papers' own scale" in about_papers and checked in about_papers
-    assert "Those that do not: “MAM beats every other method”." in about_papers and "2 can be" not in miniature
+    assert checked in text and "Those that do not: “MAM beats every other method”." in text
     assert not any(f"{mark} {one.verdict}" in text for one in FOUND if one.verdict != "undecided" for mark in "✓≠✗")
     whole = Section("ln/nlu", findings=FOUND, printed=PRINTED, outcomes=tuple(outcomes), names={"m": "Mini"})
     text = " ".join(Reader(render_page([whole])).visible_text().split())
@@ -182,21 +176,19 @@ def test_what_is_seen_at_small_scale_does_not_read_like_the_paper() -> None:
 
 
 def test_what_was_found_and_where_it_comes_from() -> None:
-    """On top of the page: the claims of each verdict in sentences, and a job that two studies share counted once."""
+    """On top of the page: the decided claims, and below a job that two studies share counted once."""
     environment = {"commit": "abcdef0123", "processor": "EPYC", "threads": 1, "packages": {"torch": "2.13.0"}}
     records = tuple(
         JobRecord(f"job{i}", "run", {}, {"environment": environment}, None, 1800.0, date=f"2026-11-2{i}")
         for i in (1, 2, 3)
     )
     sections = [Section("ln/nlu", findings=FOUND, small=True, records=records), Section("b", records=records[:1])]
-    text = " ".join(Reader(render_page(sections)).visible_text().split())
-    counts = Counter(one.verdict for one in FOUND)
-    assert f"Of {len(FOUND)} claims" in text and f"and {counts['undecided']} is undecided." in text
-    assert "what comes out otherwise does not refute it" in text
-    dissent = "1 of 3 settings contradicts it: on SICK"
-    assert f"Same direction as the paper: {FOUND[0].claim.text} ( ln/nlu ; {dissent})." in text
-    assert f"Opposite to the paper: {FOUND[1].claim.text} ( ln/nlu )." in text
-    assert text.count(dissent) == 2, "one measure, on top and in the row"
+    page = render_page(sections)
+    text = " ".join(Reader(page).visible_text().split())
+    first = text[: text.index("How to read")]
+    assert [one.claim.text in first for one in FOUND] == [True, True, False], "the first screen has what is decided"
+    assert "The first table has the 2 decided claims with the strongest evidence" in first
+    assert text.count("1 of 3 settings contradicts it: on SICK") == 2, "one measure, on top and in the table of all"
     whole = "3 runs from 2026-11-21 to 2026-11-23, 1.5 hours of computing in all. Machine: EPYC, 1 thread a run. "
     assert f"{whole}With torch 2.13.0, deltune at commit abcdef0." in text
     assert provenance(records[:1]).startswith("1 run on 2026-11-21, 0.5 hours")
@@ -207,10 +199,59 @@ def test_what_was_found_and_where_it_comes_from() -> None:
     assert provenance([replace(records[0], result=None, error="lost")]) == ""
 
 
+def test_every_commit_is_listed_by_its_number_of_runs() -> None:
+    names = ["aaaaaaa1", "bbbbbbb2", "ccccccc3", "ddddddd4", "aaaaaaa1-dirty", "aaaaaaa1"]
+    records = tuple(
+        JobRecord(f"job{i}", "run", {}, {"environment": {"commit": name}}, None, 1.0) for i, name in enumerate(names)
+    )
+    text = Reader(render_page([Section("a", records=records)])).visible_text()
+    assert "deltune at commits aaaaaaa, bbbbbbb, ccccccc, ddddddd, aaaaaaa-dirty" in text
+    assert "with the commits listed above" in text
+
+
 def run(cell: dict[str, Any], spec: dict[str, Any], values: list[float] | None = None, **more: Any) -> Outcome:
     """A run with validations every ten steps."""
     curve = [{"step": 10 * i, "eval_accuracy": value} for i, value in enumerate(values or [], 1)]
     return Outcome(cell, spec, {"accuracy": 0.5}, curve=curve, **more)
+
+
+def test_how_long_runs_trained_is_said() -> None:
+    limits = {"method": "lora", "max_train_rows": 1000, "batch_size": 16, "test_rows": 500}
+    outcomes = [
+        run(
+            {"task": "sst2", "seed": 0}, limits, [0.5, 0.6], extra={"signatures": {"f1": "f1|labels:2|n:56|sklearn:1"}}
+        ),
+        run({"task": "cb", "seed": 0}, {**limits, "epochs": 12}),
+        run({"task": "sick", "seed": 0}, {**limits, "steps": 200}),
+        run({"task": "qnli", "seed": 0}, {"method": "lora", "max_train_rows": 100}),
+        Outcome({"task": "rte", "seed": 0}, {**limits}, error="failed"),
+    ]
+    facts = training_facts(outcomes, {"sst2": "SST-2", "cb": "CB"}, {"cb": 200})
+    assert facts == (
+        "SST-2: 1,000 training rows, 20 steps of 16 rows, 56 test rows. "
+        "CB: 200 training rows, 156 steps of 16 rows, 500 test rows. "
+        "sick: 200 steps of 16 rows, 500 test rows. qnli: 100 training rows, 12 steps of 32 rows."
+    )
+    page = render_page([Section("a", outcomes=tuple(outcomes), train_rows={"cb": 200}, small=True)])
+    assert "cb: 200 training rows, 156 steps of 16 rows" in page
+    assert "100 to 1,000 training rows at most" in page and "5 runs, 1 failed." in Reader(page).visible_text()
+
+
+def test_what_a_label_stands_for() -> None:
+    outcomes = [
+        run({"model": "m", "task": task, "method": "lora", "seed": seed},
+            {"method": f"apet(lora(rank={rank}), parameters=10, seed={seed})"}, count={"method": 1000 * rank})
+        for task, rank in (("cb", 2), ("sick", 4)) for seed in range(2)
+    ]  # fmt: skip
+    assert method_labels(outcomes, {"lora": "LoRA", "m": "Mini"}) == [
+        MethodLabel("LoRA", "apet(lora(rank=2), parameters=10, seed=…)", "Mini: 2,000"),
+        MethodLabel("LoRA", "apet(lora(rank=4), parameters=10, seed=…)", "Mini: 4,000"),
+    ]
+    timed = Outcome({"model": "m", "method": "lora", "seed": 0}, {"methods": {"lora": "lora(rank=8)"}}, {"train": 50.0},
+                    {"percent": 0.5})  # fmt: skip
+    assert method_labels([timed], {}) == [MethodLabel("lora", "lora(rank=8)", "m: 0.50 %")]
+    page = Reader(render_page([Section("a", outcomes=tuple(outcomes), names={"lora": "LoRA"})])).visible_text()
+    assert "What each label stands for" in page and "LoRA apet(lora(rank=2), parameters=10, seed=…) m: 2,000" in page
 
 
 def test_what_an_interval_leaves_out_is_marked() -> None:
@@ -220,37 +261,75 @@ def test_what_an_interval_leaves_out_is_marked() -> None:
 
     marks = ("test rows not covered</span>", "test rows covered in part</span>")
     assert marks[0] in page() and marks[1] in page(rows_covered="some")
-    assert marks[0] in page(unit="points per factor of 10") and marks[0] in page(unit="% of the original")
     for more in ({"rows_covered": "all"}, {"unit": "ranks"}, {"interval": None}):
         assert not any(mark in page(**more) for mark in marks), "ranks have no test rows, and exact numbers no chance"
-    for words in ("conditional on the one learning rate", "no better than chance", "not adjusted for their number"):
+    for words in ("conditional on the one learning rate", "no better than chance", "not adjusted for"):
         assert words in page()
     again = Section("a", findings=FOUND, small=True, rerun="Some were run again.")
     assert "Runs that were repeated : Some were run again." in Reader(render_page([again, again])).visible_text()
     assert paper_statements("ln/nlu").rerun and not paper_statements("my own").rerun
 
 
+def test_a_score_that_is_undecided_is_said_where_a_count_refutes_the_claim() -> None:
+    parts = (PartVerdict("undecided", FIRST_RESULT), PartVerdict("does not hold", None))
+    text = Reader(render_page([Section("a", findings=(replace(FOUND[1], parts=parts),), small=True)])).visible_text()
+    assert "The number of parameters refutes it, its score is undecided." in text
+
+
+def test_rounds_of_a_timing_are_no_runs() -> None:
+    timed = Outcome({"method": "a", "model": "m", "seed": 0}, {"methods": {"a": "lora"}}, {"train": 50.0})
+    run = Outcome({"method": "a", "task": "cb", "seed": 0}, {"method": "lora"}, {"accuracy": 0.5})
+    sections = [Section("a", "Is it fast?", outcomes=(timed, timed)), Section("b", "Is it good?", outcomes=(run,))]
+    text = Reader(render_page(sections)).visible_text()
+    blocks = render_page([Section("a", "Is it fast?", outcomes=(timed,), repetition="block")])
+    assert "1 block." in blocks and "1 seed" not in blocks
+    assert "a, 2 timings" in text and "b, 1 run" in text and "2 studies of 1 run and 2 timings" in text
+
+
+def test_claims_of_a_paper_stand_in_one_table_below_its_title() -> None:
+    sections = [
+        Section(name, "Is it so?", findings=FOUND, paper=PAPERS[name[:2]]) for name in ("ln/nlu", "ln/nlg", "uv/full")
+    ]
+    reader = Reader(render_page(sections))
+    text = reader.visible_text()
+    assert [attrs.get("class") for attrs in reader.all("table")] == 3 * ["fit claims"], "on top, and of each paper"
+    assert "in miniature" not in text and "a reproduction at the papers' scale of two papers" in text
+    for paper in (PAPERS["ln"], PAPERS["uv"]):
+        assert f"{paper.title} ( {paper.abbreviation} )" in text or f"{paper.title} ({paper.abbreviation})" in text
+        assert paper.citation in text
+    assert PAPERS["ap"].title not in text
+
+
+def test_sizes_that_a_sentence_names_are_not_taken_for_those_of_small_runs() -> None:
+    claim = replace(FOUND[0].claim, miniature="Here it is 0.09 %.")
+    findings = (replace(FOUND[0], claim=claim),)
+    assert "Here it is 0.09 %." in render_page([Section("a", findings=findings, small=True)])
+    assert "Here it is 0.09 %." not in render_page([Section("a", findings=findings)])
+
+
 def test_a_claim_that_waits_for_runs_is_not_called_undecided() -> None:
     waiting = finding("it waits", "LN 1", "undecided", note=f"{NOT_RUN}: a, on cb")
     text = Reader(render_page([Section("a", findings=(waiting, FOUND[2]), small=True)])).visible_text()
     assert "? no result yet" in text and text.count("? undecided here") == 1
-    assert "and 1 is undecided. 1 more waits for runs" in text
+    assert "1 undecided here, 0 not testable here; 1 no result yet." in text
 
 
-def test_what_small_runs_cannot_test_has_a_count_of_its_own() -> None:
-    large = replace(
-        FOUND[1], verdict="not testable", claim=replace(FOUND[1].claim, far_larger_models="It is of T5-xxl.")
-    )
+def test_what_is_not_testable_has_a_count_and_a_reason() -> None:
+    large = replace(FOUND[1], verdict="not testable", reason="it is of T5-xxl")
     again = replace(FOUND[0], claim=replace(FOUND[0].claim, repeats="ln/nlg"))
     text = Reader(render_page([Section("a", findings=(*FOUND, large, again), small=True)])).visible_text()
-    assert (
-        "Of 5 claims, 1 of which tests a sentence of another on other runs, 2 were seen in these small runs, 1 came "
-        "out otherwise, 1 is about models far larger than these, which small runs cannot test, and 1 is undecided"
-    ) in text
+    counts = "2 seen here, 1 otherwise here, 1 undecided here, 1 not testable here; 1 test a sentence of another again."
+    assert f"5 claims: {counts}" in text
     assert text.count("– not testable here") == 1 and "It is of T5-xxl." in text
     assert "This is the sentence of a claim of ln/nlg, tested on other runs." in text
     (row,) = csv.DictReader(io.StringIO(findings_csv([large])))
-    assert row["verdict"] == "not testable" and row["effect"] == "-0.011"
+    assert row["verdict"] == "not testable" and row["effect"] == "-0.011" and row["why"] == "It is of T5-xxl."
+
+
+def test_floor_and_full_tuning_stand_beside_a_score() -> None:
+    one = replace(FOUND[0], floor=61.04, full=75.5)
+    text = Reader(render_page([Section("a", findings=(one, FOUND[1]), small=True)])).visible_text()
+    assert "accuracy 61.0 75.5 +0.012" in text and "accuracy not run not run −0.02" in text
 
 
 def test_findings_as_csv_have_a_row_for_each_setting() -> None:
@@ -265,6 +344,10 @@ def test_findings_as_csv_have_a_row_for_each_setting() -> None:
     ]
     assert rows[0]["unit"] == "points" and rows[0]["true above"] == "0.0" and rows[0]["adjusted p"] == "0.0004"
     assert "all claims together" in rows[0]["interval"] and "this setting alone" in rows[1]["interval"]
+
+
+def test_ten_studies_fit_into_half_a_megabyte(text: str) -> None:
+    assert len(text.encode()) < 500_000
 
 
 def test_figures_have_words_for_those_who_do_not_see_them(text: str) -> None:
@@ -299,6 +382,15 @@ def test_every_word_is_escaped() -> None:
 @pytest.mark.parametrize("sections", [[], [Section("empty")], [section("none", [], (TableSpec(), Bars()))]])
 def test_a_study_without_a_run_has_its_page(sections: list[Section]) -> None:
     assert "0 runs" in Reader(render_page(sections)).visible_text()
+
+
+def test_every_run_is_a_line_of_a_file() -> None:
+    outcomes = [made.outcome({"method": "=a", "seed": s}, {"accuracy": 0.5 + s / 10}) for s in range(2)]
+    lines = list(csv.DictReader(io.StringIO(runs_csv([*outcomes, Outcome({"method": "b"}, error="no")]))))
+    assert [(one["method"], one["accuracy"], one["error"]) for one in lines] == [
+        ("'=a", "0.5", ""), ("'=a", "0.6", ""), ("b", "", "no")
+    ]  # fmt: skip
+    assert '"batch_size": 16' in lines[0]["spec"]
 
 
 # In a browser

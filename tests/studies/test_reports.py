@@ -163,7 +163,7 @@ def test_a_report_as_a_page(place: Path) -> None:
     deltune("report", place / "mine.yaml", "--store", place / "r.jsonl", "--html", place / "page.html")
     text = (place / "page.html").read_text()
     HTMLParser().feed(text)
-    assert "layernorm" in text and "decoder" in text, "every run's spec, and why one failed"
+    assert "layernorm" in text and "decoder" in text, "every method, and why one failed"
     assert not re.search(rf"[\s>]{place}", text), "a page is read elsewhere: folders are called from here"
 
 

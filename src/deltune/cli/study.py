@@ -357,8 +357,8 @@ def verify(
 ) -> None:
     """Run a sample of stored jobs again and compare the scores.
 
-    On the same machine, versions and threads they must be equal; elsewhere they may differ by what the spread over
-    seeds allows. The exit code is 1 if a score differs.
+    On the same machine, versions and threads they must be equal; elsewhere they may differ by rounding alone. The exit
+    code is 1 if a score differs.
     """
     import tempfile
 

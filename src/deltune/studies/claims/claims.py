@@ -87,7 +87,7 @@ class Between:
 
         effects = weighted_effects(cells, [self.what], terms, self.measurement)
         text = cells.describe(self.what)
-        return [_comparison(text, effects, self.low, self.high, self.measurement, is_difference=False)]
+        return [Comparison(text, effects, self.low, self.high, self.measurement, is_difference=False)]
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ class DropsLess:
         effects = weighted_effects(cells, [selector for _, selector in weights], terms, self.measurement)
         step = f"from the {self.start} to the {self.end} {self.axis}"
         text = f"loss {step}: {describe_difference(self.more, self.less, cells.names)}"
-        return [_comparison(text, effects, 0.0, math.inf, self.measurement)]
+        return [Comparison(text, effects, 0.0, math.inf, self.measurement)]
 
 
 @dataclass(frozen=True)
@@ -333,7 +333,7 @@ class Claim:
         exclude: Axis -> labels that it is not about.
         contradiction: What else in the paper says otherwise, if anything does.
         miniature: What the runs of small scale have in place of sizes that the sentence names.
-        far_larger_models: Why the sentence is about models far larger than the small ones, which cannot test it.
+        untestable: Why runs of small scale cannot test it, such as that it is about far larger models.
         repeats: The study whose claim is of the same sentence, which this one tests on other runs.
         printed_range: What the paper prints of it, where its comparison cannot be computed from that.
         printed_in: The printed table that it is checked on. Default: the first that has all of its cells.
@@ -345,7 +345,7 @@ class Claim:
     exclude: CellSelector = field(default_factory=dict)
     contradiction: str = ""
     miniature: str = ""
-    far_larger_models: str = ""
+    untestable: str = ""
     repeats: str = ""
     printed_range: str = ""
     printed_in: str = ""
@@ -364,24 +364,18 @@ def _all_comparisons(cells: Cells, forms: Sequence[Form]) -> list[Comparison | E
     return comparisons
 
 
-def _comparison(
-    text: str, effects: Effects, low: float, high: float, measurement: Measurement, is_difference: bool = True
-) -> Comparison:
-    return Comparison(text, effects, low, high, measurement.unit, measurement.name, is_difference)
-
-
 def _difference(
     cells: Cells, one: CellSelector, other: CellSelector, measurement: Measurement, low: float, high: float
 ) -> Comparison:
     """Compare two selections; where lower is better the difference is the other way round, and so are its words."""
     effects = paired_differences(cells, one, other, measurement)
     first, second = (other, one) if measurement.lower else (one, other)
-    return _comparison(describe_difference(first, second, cells.names), effects, low, high, measurement)
+    return Comparison(describe_difference(first, second, cells.names), effects, low, high, measurement)
 
 
 def _change(text: str, effects: Effects, low: float, high: float, measurement: Measurement, axis: str) -> Comparison:
     change = f"fitted change from the smallest to the largest {axis}" + (f": {text}" if text != "all" else "")
-    return _comparison(change, effects, low, high, measurement)
+    return Comparison(change, effects, low, high, measurement)
 
 
 def _same_axes(one: CellSelector, other: CellSelector) -> None:

@@ -22,6 +22,7 @@ from ..jobs.job import Cell, Outcome
 from .selectors import (
     DATA_AXES,
     EVERY,
+    FLOOR,
     LARGEST,
     SECOND_SMALLEST,
     SEED,
@@ -36,6 +37,9 @@ from .statistics import average_ranks, slope_weights
 
 NOT_RUN = "not run yet"
 """Beginning of a reason that a run will remove."""
+
+NO_ROOM = "nothing to see"
+"""Beginning of a reason that lies in what was run, and that no further run of the kind removes."""
 
 CONVERGED = 0.95
 """A curve has converged where it has come this share of the way to the lower of the compared curves' bests."""
@@ -105,19 +109,28 @@ def can_be_at_chance(outcome: Outcome) -> bool:
 
 
 def is_at_chance(outcome: Outcome) -> bool:
-    """Return whether a run is no better than chance on the test split of its own task.
+    """Return whether a run is no better than chance on the test split of its own task."""
+    return can_be_at_chance(outcome) and is_a_guess(outcome)
+
+
+def is_a_guess(outcome: Outcome) -> bool:
+    """Return whether scores are no better than those of a guess, on whatever task.
 
     A classifier is, if its Matthews correlation is what a guess may have. Where its rows are not stored it has to be 0,
     as it is for the same answer to every row. A tagger or a writer of texts is, if it gets nothing right.
     """
     scores = outcome.scores
-    if not can_be_at_chance(outcome):
-        return False
     rows = max(map(len, outcome.examples.values()), default=0)
     matthews = scores.get("matthews")
     if matthews is not None:
         return matthews == 0 or (rows > 0 and math.sqrt(rows) * matthews < GUESSES_BELOW)
     return any(scores.get(name) == 0 for name in ("entity_f1", "exact"))
+
+
+def ends_at_its_best(outcome: Outcome, choice: MetricChoice) -> bool:
+    """Return whether the best of several validations of a run is its last one: with more steps it may be better."""
+    steps = [line["step"] for line in outcome.curve if any(str(name).startswith("eval_") for name in line)]
+    return len(steps) > 1 and outcome.extra.get("best", {}).get("step") == steps[-1]
 
 
 Read = Callable[[Sequence[Outcome], MetricChoice], list[Number | str]]
@@ -137,6 +150,8 @@ class Measurement:
         name: What is measured; empty for the score that counts, which is named after the metric.
         is_reference: Whether an outcome is what the others of its group are measured by, such as full tuning, so that
             it is compared with them.
+        is_capped: Whether an outcome's number is one that the number of training steps decided.
+        void: Whether a comparison of such numbers says nothing, as opposed to nothing against a claim.
     """
 
     read: Read
@@ -145,6 +160,8 @@ class Measurement:
     over: tuple[str, ...] = ()
     name: str = ""
     is_reference: Callable[[Outcome], bool] = lambda outcome: False
+    is_capped: Callable[[Outcome, MetricChoice], bool] = lambda outcome, choice: False
+    void: bool = False
 
 
 def _each(read: Callable[[Outcome, MetricChoice], Number | str]) -> Read:
@@ -170,7 +187,7 @@ def _score(outcome: Outcome, choice: MetricChoice) -> Number | str:
     return Number(value, examples)
 
 
-SCORE = Measurement(_each(_score), "points")
+SCORE = Measurement(_each(_score), "points", is_capped=ends_at_its_best)
 """The study's metric in points, turned so that higher is better."""
 
 
@@ -211,7 +228,9 @@ def _ranks(group: Sequence[Outcome], choice: MetricChoice) -> list[Number | str]
     return numbers
 
 
-RANK = Measurement(_ranks, "ranks", lower=True, over=("method", "task"), name="average rank")
+RANK = Measurement(
+    _ranks, "ranks", lower=True, over=("method", "task"), name="average rank", is_capped=ends_at_its_best
+)
 """The rank among all methods of the same task and seed, averaged over metrics.
 
 A task counts by its number of metrics, so that the mean over tasks is the mean over all metrics (LN table 2).
@@ -237,7 +256,16 @@ def _curve(outcome: Outcome, choice: MetricChoice) -> list[tuple[int, float]]:
     return [(int(line["step"]), sign * float(line[name])) for line in outcome.curve if name in line]
 
 
-STEPS = Measurement(_steps, "doublings", lower=True, over=("structure",), name="steps to converge")
+def _converges_last(outcome: Outcome, choice: MetricChoice) -> bool:
+    """Return whether a curve comes 95 % of the way to its best only at its last validation."""
+    values = [value for _, value in _curve(outcome, choice)]
+    return bool(values) and all(value < min(values) + CONVERGED * (max(values) - min(values)) for value in values[:-1])
+
+
+STEPS = Measurement(
+    _steps, "doublings", lower=True, over=("structure",), name="steps to converge", is_capped=_converges_last,
+    void=True,
+)  # fmt: skip
 """log2 of the first validated step at which a curve has come 95 % of the way to the lower of the structures' bests.
 
 The target is the same for both structures, else a curve that ends low would converge early. A difference of 1 means
@@ -271,7 +299,7 @@ def _training_seconds(outcome: Outcome) -> float | None:
 
 TIME = Measurement(
     _times, "% of full tuning's", lower=True, over=("method",), name="training time to converge",
-    is_reference=lambda outcome: outcome.cell.get("method") == "full",
+    is_reference=lambda outcome: outcome.cell.get("method") == "full", is_capped=_converges_last, void=True,
 )  # fmt: skip
 """Training time until a curve has come 95 % of the way to its best, in percent of full tuning's of the same seed.
 
@@ -285,7 +313,7 @@ def threshold(name: str) -> Measurement:
     def read(outcome: Outcome, choice: MetricChoice) -> Number | str:
         bounds = outcome.extra.get(name)
         if bounds is None or len(bounds) != 2 or bounds[1] is None or not math.isfinite(bounds[1]):
-            return f"the {name} threshold was not reached"
+            return f"{NO_ROOM}: the {name} threshold was not reached"
         low, high = (math.log10(max(1.0, bound or 0.0)) for bound in bounds)
         return Number((low + high) / 2, slack=(high - low) / 2)
 
@@ -296,23 +324,23 @@ def _is_original(outcome: Outcome) -> bool:
     return outcome.cell.get("task") == outcome.cell.get("target")
 
 
-def _relative(group: Sequence[Outcome], choice: MetricChoice) -> list[Number | str]:
-    originals = [o for o in group if _is_original(o) and choice.metric_name(o) in o.scores]
-    if len(originals) != 1 or originals[0].scores[choice.metric_name(originals[0])] == 0:
+def _zero_shot(group: Sequence[Outcome], choice: MetricChoice) -> list[Number | str]:
+    originals = [outcome for outcome in group if _is_original(outcome) and "matthews" in outcome.scores]
+    if len(originals) != 1:
         return ["no score of a model trained on the target itself"] * len(group)
-    full = originals[0].scores[choice.metric_name(originals[0])]
-    return [
-        Number(100 * o.scores[choice.metric_name(o)] / full)
-        if choice.metric_name(o) in o.scores
-        else f"no {choice.metric_name(o)}"
-        for o in group
-    ]
+    if is_a_guess(originals[0]):
+        return [f"{NO_ROOM}: what was trained on the target is no better than chance"] * len(group)
+    return [Number(100 * o.scores["matthews"]) if "matthews" in o.scores else "no matthews" for o in group]
 
 
-RELATIVE = Measurement(
-    _relative, "% of the original", over=("task",), name="zero-shot score", is_reference=_is_original
-)
-"""Zero-shot score on a target in percent of the score of the model trained on it (AP figure 9)."""
+ZERO_SHOT = Measurement(
+    _zero_shot, "points of correlation", over=("task",), name="zero-shot Matthews correlation",
+    is_reference=_is_original,
+)  # fmt: skip
+"""Matthews' correlation on a target that was not trained on, where what was trained on it is better than chance.
+
+It is 0 for a guess whatever the labels' shares; accuracies, as in AP figure 9, would compare those shares.
+"""
 
 
 def _size(outcome: Outcome, choice: MetricChoice) -> Number | str:
@@ -324,12 +352,13 @@ COUNT = Measurement(_each(_size), "scalars", lower=True, name="trained parameter
 
 
 def with_derived_axes(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Return outcomes with the axes that follow from their contents.
+    """Return outcomes with the axes that follow from their contents, those of floors left out.
 
     An outcome with changes of norms (extra["changes"]) becomes one for each of "layers" (near input, near output) ×
     "term" × "module", with the score "change", the mean of the changes. An outcome with the axes "task" and "target"
     gets the axis "pair": itself, same type, other type. Of a search along N only the thresholds are kept, not the runs.
     """
+    outcomes = [outcome for outcome in outcomes if FLOOR not in outcome.cell]
     if any("N" not in outcome.cell for outcome in outcomes):
         outcomes = [outcome for outcome in outcomes if "N" not in outcome.cell]
     change_keys = sorted({key for outcome in outcomes for key in _changes(outcome)})
@@ -374,6 +403,11 @@ class MissingCells(Exception):
         self.reasons = list(dict.fromkeys(reasons))
         more = len(self.reasons) - 3
         super().__init__("; ".join(self.reasons[:3]) + (f"; and {more} more" if more > 0 else ""))
+
+    @property
+    def no_room(self) -> bool:
+        """True if there is nothing to see in what was run, as opposed to something that is missing."""
+        return all(reason.startswith(NO_ROOM) for reason in self.reasons)
 
 
 class Cells:
@@ -564,17 +598,13 @@ Term = tuple[float, Cell]
 
 @dataclass(frozen=True)
 class Comparison:
-    """A claim that the mean effect lies between two bounds.
-
-    Without a subject it is about the score that counts; `is_difference` is False for numbers of one side.
-    """
+    """A claim that the mean effect lies between two bounds; `is_difference` is False for numbers of one side."""
 
     text: str
     effects: Effects
     low: float
     high: float
-    unit: str
-    subject: str = ""
+    measurement: Measurement
     is_difference: bool = True
 
     @property
@@ -615,23 +645,29 @@ def weighted_effects(
     terms: Callable[[Key, Sequence[Outcome]], list[Term]],
     measurement: Measurement,
 ) -> Effects:
-    """Return a weighted sum of cells for each setting and seed."""
+    """Return a weighted sum of cells for each setting and seed.
+
+    A setting in which there is nothing to see under half of the seeds is left out.
+    """
     effects: dict[Key, dict[Hashable, Number]] = {}
     reasons: list[str] = []
+    no_room: list[str] = []
     for setting, members in cells.strata(selectors):
         try:
             weighted = terms(setting, members)
         except MissingCells as lacking:
             reasons += lacking.reasons
             continue
-        effects[setting] = {}
-        for seed in seeds_of(members):
+        of_seeds: dict[Hashable, Number] = {}
+        for seed in (seeds := seeds_of(members)):
             try:
-                effects[setting][seed] = weighted_sum(cells, weighted, measurement, seed)
+                of_seeds[seed] = weighted_sum(cells, weighted, measurement, seed)
             except MissingCells as lacking:
-                reasons += lacking.reasons
-    if reasons:
-        raise MissingCells(reasons)
+                (no_room if lacking.no_room else reasons).extend(lacking.reasons)
+        if 2 * len(of_seeds) > len(seeds):
+            effects[setting] = of_seeds
+    if reasons or not effects:
+        raise MissingCells(reasons or no_room)
     return effects
 
 

@@ -1,6 +1,7 @@
 """Deciding claims on a study's outcomes, and on a paper's printed tables: each holds, does not hold or is undecided.
 
-A sentence about models far larger than those that were run is none of these: the runs cannot test it.
+What its own set-up would decide is not testable: a sentence about models far larger than those that were run, tasks on
+which full tuning does not beat the floor, runs that end before they are at their best.
 """
 
 from __future__ import annotations
@@ -17,19 +18,27 @@ from ...errors import check_booleans, number_range
 from ..jobs.job import Outcome
 from .claims import Claim
 from .comparisons import (
+    NOT_RUN,
     Cells,
     Comparison,
     Exact,
     MetricChoice,
     MissingCells,
     can_be_at_chance,
+    is_a_guess,
     is_at_chance,
     with_derived_axes,
 )
+from .floors import Place, Room, find_rooms
 from .selectors import DATA_AXES, Names
 from .statistics import Estimate, holm, holm_levels, paired_estimate
 
 Verdict = Literal["holds", "does not hold", "undecided", "not testable"]
+
+CAPPED = 0.5
+"""The share of capped runs from which their cap binds."""
+GUESSES = 0.9
+"""The share of runs no better than chance from which a comparison of them says nothing."""
 
 POWER = 0.8
 """The chance to decide an effect with which the smallest decidable effect is stated."""
@@ -164,6 +173,10 @@ class Finding:
         resolution: What this run could have decided; None if the claim is decided or its spread is not known.
         at_chance: How many of the runs that were compared are no better than chance.
         n_runs: How many runs were compared for which it is known whether they are.
+        reason: Why the claim is not testable.
+        floor: The score of the best floor where the deciding comparison was made, in points; None if it was not run.
+        full: Full tuning's score there.
+        capped: The share of the runs that were compared whose last validation is the best.
     """
 
     claim: Claim
@@ -178,6 +191,10 @@ class Finding:
     resolution: Resolution | None = None
     at_chance: int = 0
     n_runs: int = 0
+    reason: str = ""
+    floor: float | None = None
+    full: float | None = None
+    capped: float = 0.0
 
     @property
     def effect(self) -> float | None:
@@ -278,9 +295,9 @@ def _result_of(compared: Comparison, cells: Cells, **numbers: Any) -> Comparison
     """Return the result of a comparison, with the words and the region that it has itself."""
     return ComparisonResult(
         text=compared.text,
-        unit=compared.unit,
+        unit=compared.measurement.unit,
         region=(compared.low, compared.high),
-        subject=compared.subject or cells.metrics(compared.effects),
+        subject=compared.measurement.name or cells.metrics(compared.effects),
         is_difference=compared.is_difference,
         **numbers,
     )
@@ -316,6 +333,8 @@ class _Test:
     p_adjusted: float | None = None
     level: float = 0.05
     """The level at which Holm's procedure tested the claim."""
+    no_room: str = ""
+    """Why what was run leaves nothing to compare."""
 
 
 @check_booleans
@@ -336,19 +355,23 @@ def decide_claims(
     The chance that any "holds" or "does not hold" of the study is wrong is at most alpha (Holm 1979; for the directions
     Shaffer 1980: only one of them is wrong, at half of a two-sided test's level). A comparison with one seed, or with a
     cell that is missing or failed, is undecided and its note says which. Numbers of parameters are exact: they refute
-    a claim without a test, and its score is tested all the same. What a small run cannot test is tested as the others
-    are, so that its interval is one of theirs, and has no verdict. `printed` is what the paper's tables say of each
-    claim; their effects are those that a larger run is to decide.
+    a claim without a test, and its score is tested all the same. What is not testable is tested as the others are, so
+    that its interval is one of theirs, and has no verdict. Tasks on which full tuning does not beat the floor decide
+    nothing, and a mean over tasks of different metrics is not taken: the claim has to be true by each. `printed` is
+    what the paper's tables say of each claim; their effects are those that a larger run is to decide.
     """
-    cells = Cells(with_derived_axes(outcomes), MetricChoice(metric, lower), names)
-    tests = [_test(claim, cells) for claim in claims]
+    rooms = find_rooms(outcomes, MetricChoice(metric, lower), names)
+    with_room = [one for one in outcomes if _place(one) not in rooms or rooms[_place(one)].decides]
+    cells = Cells(with_derived_axes(with_room), MetricChoice(metric, lower), names)
+    left_out = "; ".join(room.text for room in rooms.values() if not room.decides)
+    tests = [_test(claim, cells, left_out) for claim in claims]
     tested = [test for test in tests if test.p is not None]
     p = [test.p for test in tested if test.p is not None]
     for test, adjusted, level in zip(tested, holm(p).tolist(), holm_levels(p, alpha).tolist(), strict=True):
         test.p_adjusted, test.level = adjusted, level
     theirs = printed or [PrintedFinding(claim, None) for claim in claims]
     return [
-        _finding(test, one, cells, alpha=alpha, small=small, repetition=repetition)
+        _finding(test, one, cells, rooms, alpha=alpha, small=small, repetition=repetition)
         for test, one in zip(tests, theirs, strict=True)
     ]
 
@@ -378,25 +401,50 @@ def _decidable_effect(test: _Test, seeds: int, alpha: float) -> tuple[float, str
     compared, estimate = test.comparisons[test.decides], test.estimates[test.decides]
     so_far = min(len(numbers) for numbers in compared.effects.values())
     smallest = estimate.enlarged((so_far, seeds)).smallest_decidable(alpha, POWER)
-    return (smallest, compared.unit) if math.isfinite(smallest) else None
+    return (smallest, compared.measurement.unit) if math.isfinite(smallest) else None
 
 
-def _test(claim: Claim, cells: Cells) -> _Test:
-    """Make a claim's comparisons and test them, or say why they cannot be made."""
+def _place(outcome: Outcome) -> Place:
+    return str(outcome.cell.get("model")), str(outcome.cell.get("task"))
+
+
+def _by_metric(compared: Comparison, metrics: str | Mapping[str, str], names: Names) -> list[Comparison]:
+    """Divide a comparison of scores by the metric of its tasks: points of one are not those of another."""
+    groups: dict[str, dict[Any, Any]] = {}
+    for setting, seeds in compared.effects.items():
+        task = dict(setting).get("task")
+        metric = "" if isinstance(metrics, str) or compared.measurement.name else metrics.get(str(task), "")
+        groups.setdefault(metric, {})[setting] = seeds
+    if len(groups) == 1:
+        return [compared]
+    return [
+        replace(compared, text=f"{compared.text}, by {names.get(metric, metric)}", effects=effects)
+        for metric, effects in groups.items()
+    ]
+
+
+def _test(claim: Claim, cells: Cells, left_out: str = "") -> _Test:
+    """Make a claim's comparisons and test them, or say why they cannot be made; `left_out` are tasks without room."""
     reasons: list[str] = []
+    no_room = ""
     remaining = cells.excluding(claim.exclude)
     remaining.used.clear()
     try:
         made = claim.form.comparisons(remaining)
     except MissingCells as lacking:
         made, reasons = lacking.comparisons, lacking.reasons
+        if lacking.no_room:
+            no_room = "; ".join(dict.fromkeys(reason.partition(": ")[2].partition(": ")[0] for reason in reasons))
+        elif left_out and not any(reason.startswith(NOT_RUN) for reason in reasons):
+            no_room = left_out
     counts = tuple(one for one in made if isinstance(one, Exact))
-    comparisons = tuple(one for one in made if isinstance(one, Comparison))
+    scored = [one for one in made if isinstance(one, Comparison)]
+    comparisons = tuple(one for whole in scored for one in _by_metric(whole, cells.metric.metric, cells.names))
     for setting in dict.fromkeys(s for one in comparisons for s, seeds in one.effects.items() if len(seeds) < 2):
         where = f" {cells.describe_setting(setting)}" if setting else ""
         reasons = [*reasons, f"one seed{where}: no claim from one seed"]
     if reasons:
-        return _Test(counts=counts, note=str(MissingCells(reasons)))
+        return _Test(counts=counts, note=str(MissingCells(reasons)), no_room=no_room)
     if not comparisons:
         return _Test(counts=counts, has_scores=False, note="numbers of parameters, without a test")
     estimates = tuple(_estimate(one) for one in comparisons)
@@ -468,9 +516,30 @@ def _means_without_spread(estimates: Sequence[Estimate]) -> str:
     return ", ".join(f"{mean:.4g}" for mean in means[:3])
 
 
+def _not_testable(test: _Test, cells: Cells, capped: float, score: Verdict) -> str:
+    """Say why what was run cannot test a claim; empty if it can."""
+    if test.no_room or not test.comparisons:
+        return test.no_room
+    measurement = test.comparisons[test.decides].measurement
+    if capped >= CAPPED and measurement.void:
+        return f"the number of training steps decides it: {capped:.0%} of the runs converge at their last validation"
+    if capped >= CAPPED and score == "does not hold":
+        return f"the runs are too short to speak against it: {capped:.0%} of them are at their best when they end"
+    judged = [is_a_guess(one) for one in test.compared if not measurement.is_reference(one)]
+    if judged and sum(judged) >= GUESSES * len(judged):
+        return f"{sum(judged)} of the {len(judged)} runs that are compared are no better than chance"
+    return ""
+
+
+def _mean_score(scores: Sequence[float | None]) -> float | None:
+    known = [score for score in scores if score is not None]
+    return float(np.mean(known)) if known and len(known) == len(scores) else None
+
+
 def _finding(
-    test: _Test, printed: PrintedFinding, cells: Cells, *, alpha: float, small: bool, repetition: str
-) -> Finding:
+    test: _Test, printed: PrintedFinding, cells: Cells, rooms: Mapping[Place, Room], *, alpha: float, small: bool,
+    repetition: str,
+) -> Finding:  # fmt: skip
     """Decide at the level at which Holm tested the claim; where it appears false, each comparison has its share."""
     share = test.level if test.appears_true else test.level / max(1, len(test.estimates))
     pairs = zip(test.comparisons, test.estimates, strict=True)
@@ -478,12 +547,30 @@ def _finding(
     counts = [_exact_result(one) for one in test.counts]
     score, count = _score_verdict(test, alpha), _count_verdict(test, small)
     verdict = score if test.has_scores and count != "does not hold" else count
-    if small and printed.claim.far_larger_models:
+    capped_runs = [
+        any(one.measurement.is_capped(run, cells.metric) for one in test.comparisons[:1]) for run in test.compared
+    ]
+    capped = sum(capped_runs) / max(1, len(capped_runs))
+    reason = printed.claim.untestable if small else ""
+    if not reason and (count != "does not hold" or not test.counts):
+        reason = _not_testable(test, cells, capped, score)
+    if reason:
         verdict = "not testable"
+    if verdict == "not testable" and not reason:
+        reason = "the number of layers decides the number of parameters"
     of_score, of_count = scores[test.decides] if scores else None, min(counts, key=_room, default=None)
     deciding = of_score or of_count
     if scores and score == "holds" and not any(result.is_difference for result in scores):
         deciding = min(scores, key=_room)
+    settings = [dict(setting) for setting in test.comparisons[test.decides].effects] if scores else []
+    places = [
+        room
+        for place in dict.fromkeys(map(_place, test.compared))
+        for room in [rooms.get(place)]
+        if room is not None and deciding is not None and deciding.unit == "points" and any(
+            place == (str(one.get("model", place[0])), str(one.get("task", place[1]))) for one in settings
+        )
+    ]  # fmt: skip
     has_parts, is_open = test.has_scores and counts, score == "undecided" and verdict != "not testable"
     return Finding(
         printed.claim,
@@ -498,6 +585,10 @@ def _finding(
         resolution=_resolution(test, share, printed, repetition) if scores and is_open else None,
         at_chance=sum(map(is_at_chance, test.compared)),
         n_runs=sum(map(can_be_at_chance, test.compared)),
+        reason=reason if verdict == "not testable" else "",
+        floor=_mean_score([room.floor for room in places]),
+        full=_mean_score([room.full for room in places]),
+        capped=capped,
     )
 
 
@@ -519,7 +610,8 @@ def _resolution(test: _Test, alpha: float, printed: PrintedFinding, repetition: 
     compared, estimate, theirs = test.comparisons[test.decides], test.estimates[test.decides], printed.deciding
     if not estimate.parts:
         return None
-    agrees = printed.agrees and theirs is not None and theirs.unit == compared.unit
+    unit = compared.measurement.unit
+    agrees = printed.agrees and theirs is not None and theirs.unit == unit
     return Resolution(
         estimate,
         compared.borders,
@@ -527,7 +619,7 @@ def _resolution(test: _Test, alpha: float, printed: PrintedFinding, repetition: 
         seeds=min(len(numbers) for numbers in compared.effects.values()),
         rows=True in _by_example(compared),
         printed=theirs.effect if theirs is not None and agrees else None,
-        unit=compared.unit,
+        unit=unit,
         repetition=repetition,
     )
 

@@ -29,6 +29,8 @@ DATA_AXES = ("task", "target")
 """Axes that determine the test split of a score."""
 
 SEED = "seed"
+FLOOR = "floor"
+"""The axis of cells that only say what little tuning reaches, and all of it: no part of what a study compares."""
 Key = tuple[tuple[str, Hashable], ...]
 """Labels on some axes, in the order of the axes."""
 

@@ -60,6 +60,10 @@ def _labelled(name: str) -> dict[str, Any]:
     return {"method": name}
 
 
+BARE_PREFIX = (
+    "The prefixes here are trained without the paper's MLP, and on g2p they stay at an exact match of 14 to 17 %, "
+    "whatever their length."
+)
 FFN_WINS = Claim(
     "the same method at the FFN always beats it at attention",
     "§4.4, figure 5, table 12",
@@ -97,6 +101,7 @@ PREFIX_STOPS = Claim(
     "ours)",
     "§4.4, figure 5, table 12",
     Falls("budget", {"site": "attention", "method": "prefix"}, margin=1.0),
+    untestable=BARE_PREFIX,
 )
 MAM_TIME = Claim(
     "MAM takes 100 % to 150 % of full tuning's training time on every task",
@@ -133,14 +138,16 @@ UV_CLAIMS: dict[str, tuple[Claim, ...]] = {
         Claim("at a tiny budget the methods with heads beat those without", "§4.4, table 4", AllOf(tuple(
             Beats(_at("attention", m, SMALLEST), _at(site, "parallel_adapter", SMALLEST))
             for m in ("prefix", "multi_head_parallel_adapter") for site in ("attention", "ffn")
-        ))),
+        )), untestable=BARE_PREFIX),
         Claim("at a tiny budget the gate helps the prefix", "§4.4, table 4",
-              Beats(_at("attention", "prefix", SMALLEST), _at("attention", "prefix ungated", SMALLEST))),
+              Beats(_at("attention", "prefix", SMALLEST), _at("attention", "prefix ungated", SMALLEST)),
+              untestable=BARE_PREFIX),
         Claim("reducing 200 vectors to 30 costs the prefix less than the parallel adapter at attention: 0.4 against "
               "1.9 BLEU", "§4.4, table 4",
               DropsLess({"site": "attention", "method": "prefix"}, {"site": "attention", "method": "parallel_adapter"},
                         "budget", SECOND_SMALLEST, SMALLEST), printed_in="table 4",
-              miniature="Here 32 vectors become 4, and the loss is in points of exact match and entity F1."),
+              miniature="Here 32 vectors become 4, and the loss is in points of exact match and entity F1.",
+              untestable=BARE_PREFIX),
     ),
     "uv/composition": (
         Claim("scaling helps LoRA: s = 4 beats s = 1", "§4.5, table 5",

@@ -171,9 +171,9 @@ class FigureDraft:
 
     def name(self, labels: Iterable[Label], separator: str = ", ") -> str:
         """Return labels as they are shown."""
-        return separator.join(self.view.display(label) for label in labels if label is not None) or "all"
+        return separator.join(self.view.display(label) for label in labels) or "all"
 
-    def note_missing_seeds(self, spread: Spread, *labels: Label) -> None:
+    def note_missing_seeds(self, spread: Spread, labels: Labels) -> None:
         """Add a note: which seeds of the point or bar with these labels failed or did not run."""
         if reasons := [*spread.failed, *spread.absent]:
             self.notes.append(f"{self.name(labels)}: {'; '.join(reasons)}")
@@ -279,9 +279,9 @@ def start_figure(
     for i, label in enumerate(draft.labels):
         place = grid[i // columns, i % columns]
         if strip:
-            upper, lower = place.subgridspec(2, 1, height_ratios=(1, strip), hspace=0.08)
-            axes = draft.figure.add_subplot(upper)
-            draft.strips.append(draft.figure.add_subplot(lower, sharex=axes))
+            halves = place.subgridspec(2, 1, height_ratios=(1, strip), hspace=0.08)
+            axes = draft.figure.add_subplot(halves[0])
+            draft.strips.append(draft.figure.add_subplot(halves[1], sharex=axes))
             axes.tick_params(labelbottom=False)
         else:
             axes = draft.figure.add_subplot(place)
@@ -342,7 +342,7 @@ def draw_scatter(view: Scatter, outcomes: Iterable[Outcome]) -> FigureDraft:
     styles = assign_styles(label_combinations(aggregates, series, view))
     xs = [float(key[-1] or 0) for key, spread in aggregates.spreads.items() if spread.mean is not None]
     for key, spread in aggregates.spreads.items():
-        draft.note_missing_seeds(spread, *key[:-1])
+        draft.note_missing_seeds(spread, key[:-1])
     for panel, axes in zip(draft.labels, draft.axes, strict=True):
         number = formats[panel]
         for labels, style in styles.items():
@@ -361,7 +361,7 @@ def draw_scatter(view: Scatter, outcomes: Iterable[Outcome]) -> FigureDraft:
             drawn[0].set_label(f"series {draft.name(labels)}")
             draft.series.setdefault(draft.name(labels), drawn)
             described = ", ".join(f"{number.show(y)} at {x:.4g}" for x, y, _ in points) or "no result"
-            draft.text.append(f"{draft.name((panel, *labels))}: {described}")
+            draft.text.append(f"{draft.name(draft.key(panel, labels))}: {described}")
         format_x_axis(axes, xs, bool(xs) and (max(xs) > 100 * min(xs) if view.log is None else view.log))
         axes.margins(y=0.14)
         axes.set_xlabel(view.display(view.x).replace("_", " "))
@@ -394,7 +394,7 @@ def draw_bars(view: Bars, outcomes: Iterable[Outcome]) -> FigureDraft:
             )  # fmt: skip
             bars[0].set_label(f"series {name}")
             for x, group, spread in zip(places, groups, spreads, strict=True):
-                draft.note_missing_seeds(spread, panel, group, bar)
+                draft.note_missing_seeds(spread, draft.key(panel, (group, bar)))
                 draft.text.append(f"{draft.name(draft.key(panel, (group, bar)))}: {formats[panel].show(spread.mean)}")
                 if spread.mean is None:
                     axes.text(
@@ -451,7 +451,7 @@ def draw_heat_map(view: HeatMap, outcomes: Iterable[Outcome]) -> FigureDraft:
                 if view.entries and (*row, *column) not in existing:
                     continue  # what no run has in its entries cannot be: embeddings have no first layer
                 spread = aggregates[draft.key(panel, (*row, *column))]
-                draft.note_missing_seeds(spread, panel, *row, *column)
+                draft.note_missing_seeds(spread, draft.key(panel, (*row, *column)))
                 if spread.mean is None:
                     _draw_missing_cell(axes, i, j, "failed" if spread.failed else "–", written)
                 else:
@@ -480,7 +480,7 @@ def draw_heat_map(view: HeatMap, outcomes: Iterable[Outcome]) -> FigureDraft:
 
 
 def _draw_missing_cell(axes: Axes, i: int, j: int, word: str, written: bool) -> None:
-    faint = {"facecolor": "#F4F4F4", "linewidth": 0}
+    faint: dict[str, Any] = {"facecolor": "#F4F4F4", "linewidth": 0}
     axes.add_patch(Rectangle((j - 0.5, i - 0.5), 1, 1, edgecolor="#BBBBBB", hatch="////", **faint))
     if written:
         axes.text(j, i, word, ha="center", va="center", fontsize=7, color=FAINT_COLOUR, bbox={**faint, "pad": 1})
@@ -534,7 +534,7 @@ def draw_curves(view: Curves, outcomes: Iterable[Outcome]) -> FigureDraft:
         format_x_axis(axes, xs, view.log)
     if not stepped:
         for key, spread in aggregates.spreads.items():
-            draft.note_missing_seeds(spread, *key)
+            draft.note_missing_seeds(spread, key)
     draft.describe_spread("Lines", "bands")
     draft.draw_reference_lines(formats)
     for panel, axes, lower in zip(draft.labels, draft.axes, draft.strips, strict=False):
@@ -576,7 +576,7 @@ def _draw_line(
     if any(spread.std is not None for spread in spreads):
         axes.fill_between(xs, ys - widths, ys + widths, color=style.colour, alpha=0.16, linewidth=0)
     ends = ", ".join(f"{number.show(spreads[i].mean)} at {short_number(xs[i])}" for i in (0, -1)) if xs else "no result"
-    draft.text.append(f"{draft.name((panel, *labels))}: {ends}")
+    draft.text.append(f"{draft.name(draft.key(panel, labels))}: {ends}")
 
 
 def _draw_gap(
@@ -615,10 +615,11 @@ def _draw_marks(
             value = outcome.extra.get(mark)
             if value is None:
                 continue
+            look: dict[str, Any] = {"marker": ">", "markerfacecolor": "white", "markersize": 6}
             low, high = (value, value) if isinstance(value, (int, float)) else value
             shown = view.display(mark)
             if high is None:
-                at, look = low, {"marker": ">", "markerfacecolor": "white", "markersize": 6}
+                at = low
                 legend = f"{shown} threshold above the largest {view.x} tried"
                 draft.text.append(f"{name}: {shown} beyond {short_number(low)}")
             else:

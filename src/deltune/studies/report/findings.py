@@ -6,16 +6,16 @@ other.
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import pandas as pd
+
 from ...errors import check_booleans
 from ..claims.comparisons import NOT_RUN
-from ..claims.decisions import ComparisonResult, Finding, PrintedFinding, Verdict
-from .tables import csv_cell, csv_number
+from ..claims.decisions import CAPPED, ComparisonResult, Finding, PrintedFinding, Verdict
+from .tables import csv_cell
 
 KINDS: Mapping[Verdict, str] = {
     "holds": "holds", "does not hold": "fails", "undecided": "undecided", "not testable": "untestable",
@@ -34,15 +34,12 @@ NO_RESULT = "no result yet"
 COVERED: Mapping[str, str] = {"all": "", "some": "test rows covered in part", "none": "test rows not covered"}
 """What an interval covers of the chance of test rows -> the words below it."""
 
-SCORE_UNITS = ("points", "% of the original")
-"""How the units of scores of test rows begin; ranks, times and thresholds are none."""
-
-CLAIM_COLUMNS = ("claim", "in the paper", "here", "interval", "settings", "verdict", "notes")
-"""Headings of a table of claims in Markdown."""
+CLAIM_COLUMNS = ("claim", "in the paper", "here", "floor", "full tuning", "interval", "verdict", "why")
+"""Headings of a table of claims."""
 
 CSV_COLUMNS = (
     "claim", "source", "comparison", "setting", "effect", "unit", "low", "high", "interval", "true above", "true below",
-    "decides", "verdict", "p", "adjusted p",
+    "decides", "verdict", "p", "adjusted p", "floor", "full tuning", "why",
 )  # fmt: skip
 """Columns of `findings_csv`."""
 
@@ -52,7 +49,7 @@ class ClaimRow:
     """A claim, the paper's number and ours, as text.
 
     What a field ending in `_of` says stands below the field of that name; `kind` is the verdict's class in the style
-    sheet; `caveat` is what weakens a verdict, in a few words.
+    sheet; `why` is one sentence about the verdict, and `notes` are what else is to be known.
     """
 
     claim: str
@@ -61,25 +58,26 @@ class ClaimRow:
     printed_of: str
     number: str
     number_of: str
+    floor: str
+    full: str
     interval: str
     interval_of: str
-    settings: str
     verdict: str
     verdict_of: str
     kind: str
+    why: str
     notes: tuple[str, ...] = ()
     details: tuple[str, ...] = ()
-    caveat: str = ""
 
     @property
     def cells(self) -> tuple[str, ...]:
         """A text for each of `CLAIM_COLUMNS`."""
         pairs = (
-            (self.claim, self.source), (self.printed, self.printed_of), (self.number, self.number_of),
-            (self.interval, self.interval_of), (self.settings, ""), (self.verdict, self.verdict_of),
+            (self.claim, self.source), (self.printed, self.printed_of), (self.number, self.number_of), (self.floor, ""),
+            (self.full, ""), (self.interval, self.interval_of), (self.verdict, self.verdict_of),
         )  # fmt: skip
         cells = [f"{text} ({more})" if more else text for text, more in pairs]
-        return (*cells, " ".join(self.notes))
+        return (*cells, " ".join((self.why, *self.notes)))
 
 
 @check_booleans
@@ -97,28 +95,20 @@ def has_no_result(finding: Finding) -> bool:
 def _claim_row(finding: Finding, printed: PrintedFinding, small: bool) -> ClaimRow:
     claim, ours, theirs = finding.claim, finding.deciding, printed.deciding
     words = SEEN if small else {verdict: verdict for verdict in KINDS}
-    waits = has_no_result(finding)
     notes = [
-        claim.far_larger_models if small else "",
         claim.miniature if small else "",
         f"This is the sentence of a claim of {claim.repeats}, tested on other runs." if claim.repeats else "",
         "The paper's own numbers disagree with this sentence."
         if printed.agrees is False and not claim.contradiction
         else "",
         claim.contradiction,
-        _sentence(finding.note) if not (finding.settings or waits) else "",
-        _dissent(ours),
-        f"{finding.at_chance} of the {finding.n_runs} runs that were compared on their own task "
-        f"{'is' if finding.at_chance == 1 else 'are'} no better than chance."
-        if finding.at_chance
-        else "",
-        finding.resolution.text if finding.resolution is not None else "",
     ]
     parts = [
         f"{name}: {words[part.verdict]}"
         + ("" if part.result is None else f", {number_text(part.result.effect, part.result)}")
         for part, name in zip(finding.parts, ("score", "parameters"), strict=False)
     ]
+    covered = [finding.settings, "" if ours is None else _covered(ours)]
     return ClaimRow(
         claim=claim.text,
         source=claim.source,
@@ -126,28 +116,46 @@ def _claim_row(finding: Finding, printed: PrintedFinding, small: bool) -> ClaimR
         printed_of="" if theirs is None else f"{_compared(theirs)}; {printed.source}",
         number="–" if ours is None else number_text(ours.effect, ours),
         number_of="" if ours is None else _compared(ours),
+        floor=_score_text(finding.floor, ours),
+        full=_score_text(finding.full, ours),
         interval="–" if ours is None else interval_text(ours.interval, ours),
-        interval_of="" if ours is None else _covered(ours),
-        settings=finding.settings or "–",
-        verdict=NO_RESULT if waits else words[finding.verdict],
+        interval_of="; ".join(text for text in covered if text),
+        verdict=NO_RESULT if has_no_result(finding) else words[finding.verdict],
         verdict_of="; ".join(parts),
         kind=KINDS[finding.verdict],
+        why=_why(finding),
         notes=tuple(note for note in notes if note),
         details=_details(finding.comparisons),
-        caveat=_caveat(finding),
     )
 
 
-def _caveat(finding: Finding) -> str:
-    """Say what weakens a verdict: runs at chance, and settings whose own intervals lie on the other side."""
+def _score_text(score: float | None, result: ComparisonResult | None) -> str:
+    """Return a score beside differences of scores; of other numbers there is no floor."""
+    if result is None or result.unit != "points":
+        return "–"
+    return "not run" if score is None else f"{score:.1f}"
+
+
+def _why(finding: Finding) -> str:
+    """Say in a sentence what a verdict rests on, or what it lacks."""
     result = finding.deciding
-    average = None if result is None else _side(result.interval, result.region)
-    texts = [
-        f"{finding.at_chance} of {finding.n_runs} runs at chance" if finding.at_chance else "",
-        "its score is undecided" if any(part.verdict == "undecided" for part in finding.parts) else "",
-        _settings_on(result, not average) if result is not None and average is not None else "",
+    caveats = [
+        f"{finding.at_chance} of {finding.n_runs} runs are no better than chance" if finding.at_chance else "",
+        f"{finding.capped:.0%} of the runs are at their best when they end" if finding.capped >= CAPPED else "",
+        _dissent(result),
     ]
-    return "; ".join(text for text in texts if text)
+    more = "; ".join(text for text in caveats if text)
+    if finding.verdict == "not testable":
+        return _sentence(finding.reason)
+    if finding.verdict == "undecided":
+        text = finding.resolution.text if finding.resolution is not None else _sentence(finding.note)
+        return f"{text} {_sentence(more)}".strip()
+    if result is None or result.interval is None:
+        return _sentence("the number is exact" + (f"; {more}" if more else ""))
+    where = "where the claim is true" if finding.verdict == "holds" else "where the claim is false"
+    if any(part.verdict == "undecided" for part in finding.parts):
+        return _sentence("; ".join(filter(None, ("the number of parameters refutes it, its score is undecided", more))))
+    return _sentence(f"the whole interval lies {where}" + (f"; {more}" if more else ""))
 
 
 def _side(interval: tuple[float, float] | None, region: tuple[float, float]) -> bool | None:
@@ -159,35 +167,26 @@ def _side(interval: tuple[float, float] | None, region: tuple[float, float]) -> 
     return False if interval[1] <= region[0] or region[1] <= interval[0] else None
 
 
-def _settings_on(result: ComparisonResult, side: bool) -> str:
-    """Say which settings support the claim by their own intervals, or which contradict it; "" for none."""
-    settings = [one.setting for one in result.by_setting if _side(one.interval, result.region) is side]
-    verb = ("support" if side else "contradict") + "s" * (len(settings) == 1)
-    return f"{len(settings)} of {len(result.by_setting)} settings {verb} it: {'; '.join(settings)}" if settings else ""
+def _dissent(result: ComparisonResult | None) -> str:
+    """Say which settings contradict a claim that the average supports, or the reverse; if it does neither, both."""
+    if result is None:
+        return ""
+    average, parts = _side(result.interval, result.region), []
+    for side, verb in ((True, "support"), (False, "contradict")):
+        settings = [one.setting for one in result.by_setting if _side(one.interval, result.region) is side]
+        if settings and side is not average:
+            number = f"{len(settings)} of {len(result.by_setting)} settings {verb}{'s' * (len(settings) == 1)} it"
+            parts.append(f"{number}: {', '.join(settings)}")
+    return "; ".join(parts)
 
 
 def _covered(result: ComparisonResult) -> str:
-    has_rows = result.interval is not None and result.unit.startswith(SCORE_UNITS)
+    has_rows = result.interval is not None and result.unit == "points"
     return COVERED[result.rows_covered] if has_rows else ""
 
 
 def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}." if text else ""
-
-
-def _dissent(result: ComparisonResult | None) -> str:
-    """Say which settings contradict a claim that the average supports, or the reverse; if it does neither, both."""
-    if result is None or not result.by_setting:
-        return ""
-    average = _side(result.interval, result.region)
-    parts = [text for side in (True, False) if side is not average and (text := _settings_on(result, side))]
-    if not parts:
-        return ""
-    head = {
-        True: "On average it supports the claim", False: "On average it contradicts the claim",
-        None: "On average it is undecided",
-    }[average]  # fmt: skip
-    return f"{head}; {'. '.join(parts)}."
+    return f"{text[:1].upper()}{text[1:]}".rstrip(".") + "." if text else ""
 
 
 def findings_csv(findings: Sequence[Finding]) -> str:
@@ -196,37 +195,35 @@ def findings_csv(findings: Sequence[Finding]) -> str:
     A number is in the row's unit, and the interval says of which level it is; what is empty is not known. The claim is
     true of effects between "true above" and "true below". Only the row that decides has a verdict and p values.
     """
-    file = io.StringIO()
-    writer = csv.DictWriter(file, CSV_COLUMNS, restval="", lineterminator="\n")
-    writer.writeheader()
+    rows: list[dict[str, object]] = []
     for finding in findings:
-        claim = {"claim": finding.claim.text, "source": finding.claim.source}
+        claim = {"claim": csv_cell(finding.claim.text), "source": csv_cell(finding.claim.source)}
+        verdict = {
+            "verdict": finding.verdict, "p": finding.p, "adjusted p": finding.p_adjusted, "floor": finding.floor,
+            "full tuning": finding.full, "why": csv_cell(_why(finding)),
+        }  # fmt: skip
         if finding.deciding is None:
-            writer.writerow({**claim, "verdict": finding.verdict})
+            rows.append({**claim, **verdict})
         for result in finding.comparisons:
-            decides = result == finding.deciding
-            low, high = map(csv_number, result.region)
+            low, high = result.region
             row = {
-                **claim, "comparison": csv_cell(_compared(result)), "unit": result.unit,
-                "true above": low, "true below": high,
-            }  # fmt: skip
-            verdict = {
-                "decides": "yes", "verdict": finding.verdict,
-                "p": csv_number(finding.p), "adjusted p": csv_number(finding.p_adjusted),
+                **claim, "comparison": csv_cell(_compared(result)), "unit": result.unit, "true above": low,
+                "true below": high,
             }  # fmt: skip
             pooled = {"setting": "all", **_effect_cells(result.effect, result.interval, "all claims together")}
-            writer.writerow({**row, **pooled, **(verdict if decides else {})})
-            for one in result.by_setting:
-                alone = _effect_cells(one.effect, one.interval, "this setting alone")
-                writer.writerow({**row, "setting": csv_cell(one.setting), **alone})
-    return file.getvalue()
+            rows.append({**row, **pooled, **({"decides": "yes", **verdict} if result == finding.deciding else {})})
+            rows += [
+                {**row, "setting": csv_cell(one.setting)}
+                | _effect_cells(one.effect, one.interval, "this setting alone")
+                for one in result.by_setting
+            ]
+    return str(pd.DataFrame(rows, columns=list(CSV_COLUMNS), dtype=object).to_csv(index=False))
 
 
-def _effect_cells(effect: float, interval: tuple[float, float] | None, scope: str) -> dict[str, str]:
+def _effect_cells(effect: float, interval: tuple[float, float] | None, scope: str) -> dict[str, object]:
     if interval is None:
-        return {"effect": csv_number(effect)}
-    low, high = map(csv_number, interval)
-    return {"effect": csv_number(effect), "low": low, "high": high, "interval": f"95 % for {scope}"}
+        return {"effect": effect}
+    return {"effect": effect, "low": interval[0], "high": interval[1], "interval": f"95 % for {scope}"}
 
 
 @check_booleans

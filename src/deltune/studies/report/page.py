@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import math
-import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import yaml
+import pandas as pd
 from markupsafe import Markup
 
 from ...errors import check_booleans, counted, error_summary
 from ...files import explain_write_errors, write_text
 from ...train import render as render_template
 from ..claims.claims import Claim
-from ..claims.comparisons import MetricChoice, can_be_at_chance, is_at_chance
 from ..claims.decisions import (
     POWER,
     Finding,
@@ -39,24 +36,20 @@ from ..scales import SMALL_TRAIN_ROWS
 from ..study import Records, Study
 from .aggregate import SEED
 from .figure_spec import DISPLAY_NAMES, FigureSpec, TableSpec, as_tuple
-from .figures import DrawnFigure, draw, render, save
-from .findings import CLAIM_COLUMNS, ClaimRow, claim_rows, findings_csv, has_no_result
+from .figures import DrawnFigure, draw, save
+from .findings import CLAIM_COLUMNS, NO_RESULT, SEEN, ClaimRow, claim_rows, findings_csv, has_no_result
 from .provenance import (
     CITATION,
-    commits,
     method_labels,
     provenance,
     setup,
-    still_rising,
     training_facts,
 )
 from .tables import (
-    Row,
     Table,
-    TableCell,
     build_table,
+    csv_cell,
     escape_markdown,
-    format_percent,
     header_label,
     note_mark,
     table_legend,
@@ -65,30 +58,22 @@ from .tables import (
     to_markdown,
 )
 
-LARGE_SVG = 100_000  # characters of SVG from which a PNG may be the smaller
 MIN_SHRINK = 0.75  # a figure is shrunk to no less of its own width (letters of 7 points); below that its box scrolls
+FIRST_CLAIMS = 10
+"""The claims of the table on top: those whose verdicts are the least likely to be chance."""
 
 
 def _figure_context(figure: DrawnFigure, prefix: str) -> dict[str, Any]:
     """Return what the template needs of a figure. `prefix` makes its ids differ from other figures'."""
-    width, height = (96 * inches for inches in figure.figure.get_size_inches())
+    width = 96 * figure.figure.get_figwidth()
     style = f"min-width:{MIN_SHRINK * width:.0f}px;max-width:{1.25 * width:.0f}px"
     svg = _trim_svg(figure.svg(), prefix)
-    image = Markup('<svg {} style="{}"><title>{}</title>{}').format(_view_box(svg), style, figure.title, _svg_body(svg))
-    if len(svg) > LARGE_SVG:
-        data = base64.b64encode(render(figure.figure, "png")).decode()
-        if len(data) < len(svg):
-            image = Markup(
-                '<img src="data:image/png;base64,{}" alt="{}" style="{}" width="{:.0f}" height="{:.0f}">'
-            ).format(data, figure.text, style, width, height)
-    return {
-        "title": figure.title,
-        "text": figure.text,
-        "notes": figure.notes,
-        "caption": figure.caption,
-        "image": image,
-        "wide": width > 560,
-    }
+    view_box = re.search(r'viewBox="([^"]*)"', svg)
+    body = Markup(svg[svg.index(">") + 1 :])  # matplotlib's own marks, in which every word is escaped
+    image = Markup('<svg viewBox="{}" role="img" style="{}"><title>{}</title>{}').format(
+        view_box.group(1) if view_box else "", style, figure.title, body
+    )
+    return {"figure": figure, "image": image, "wide": width > 560}
 
 
 def _trim_svg(svg: str, prefix: str) -> str:
@@ -101,114 +86,6 @@ def _trim_svg(svg: str, prefix: str) -> str:
     svg = re.sub(r"\s+id=\"([^\"]*)\"", lambda m: f' id="{prefix}{m[1]}"' if m[1] in used else "", svg)
     svg = re.sub(r"\bhref=\"#", f'href="#{prefix}', svg).replace("url(#", f"url(#{prefix}")
     return re.sub(r">\s+<", "><", svg)
-
-
-def _view_box(svg: str) -> Markup:
-    """Return the view box, the only attribute of the element that is kept, and its role."""
-    view_box = re.search(r'viewBox="([^"]*)"', svg)
-    return Markup('viewBox="{}" role="img"').format(view_box.group(1) if view_box else "")
-
-
-def _svg_body(svg: str) -> Markup:
-    """Return the contents of the element: matplotlib's own marks, in which every word is escaped or drawn."""
-    return Markup(svg[svg.index(">") + 1 :])
-
-
-MAX_SCORES = 5  # columns; a run's other scores are shown with its spec
-SPARKLINE_POINTS = 40  # one for every 2.4 pixels
-SPARKLINE_WIDTH, SPARKLINE_HEIGHT = 192, 48  # units of the view box
-
-
-def _runs_context(outcomes: Sequence[Outcome], names: Mapping[str, str], repetition: str) -> dict[str, Any]:
-    """Return what the template needs of the runs: axes, names of scores, what all specs share as YAML, and rows."""
-    axes = list(dict.fromkeys(axis for outcome in outcomes for axis in outcome.cell))
-    axes = [axis for axis in axes if axis != SEED] + [SEED] * (SEED in axes)
-    axes.sort(key=lambda axis: axis != "method")  # what a reader looks for comes first, and stays in sight
-    scores = list(dict.fromkeys(name for outcome in outcomes for name in outcome.scores))[:MAX_SCORES]
-    specs = [_relative_paths(_to_json_values(outcome.spec)) for outcome in outcomes if outcome.spec]
-    shared = {
-        key: value
-        for key, value in (specs[0] if len(specs) > 1 else {}).items()
-        if all(key in spec and spec[key] == value for spec in specs)
-    }
-    return {
-        "axes": [repetition if axis == SEED else axis for axis in axes],
-        "scores": [names.get(name, name).replace("_", " ") for name in scores],
-        "shared": _yaml(shared) if shared else "",
-        "runs": [_run_context(outcome, axes, scores, shared, names) for outcome in outcomes],
-        "any_failed": any(outcome.error for outcome in outcomes),
-    }
-
-
-def _run_context(
-    outcome: Outcome, axes: Sequence[str], scores: Sequence[str], shared: Mapping[str, Any], names: Mapping[str, str]
-) -> dict[str, Any]:
-    own_spec = {
-        key: value for key, value in _relative_paths(_to_json_values(outcome.spec)).items() if key not in shared
-    }
-    more = {name: value for name, value in outcome.scores.items() if name not in scores}
-    details = {**own_spec, **({"scores": _to_json_values(more)} if more else {})}
-    size, percent = outcome.count.get("method"), outcome.count.get("percent")
-    values = [outcome.scores.get(name) for name in scores]
-    return {
-        "labels": [names.get(label, label) for label in (str(outcome.cell.get(axis, "–")) for axis in axes)],
-        "scores": [("" if value is None else repr(float(value)), _short_number(value)) for value in values],
-        "spark": sparkline(outcome.curve),
-        "parameters": ("", "–") if size is None else (str(size), f"{size:,} ({format_percent(float(percent or 0))} %)"),
-        "seconds": f"{outcome.seconds:.1f}" if outcome.seconds else "",
-        "spec": _yaml(details) if details else "",
-        "error": outcome.error or "",
-    }
-
-
-def sparkline(curve: Sequence[Mapping[str, Any]], name: str = "loss") -> Markup | str:
-    """Draw the curve of a number as a line without axes, with its ends in words; "–" for fewer than two points."""
-    points = [
-        (float(line["step"]), float(line[name]))
-        for line in curve
-        if isinstance(line.get(name), (int, float)) and "step" in line and math.isfinite(line[name])
-    ]
-    if len(points) < 2:
-        return "–"
-    description = (
-        f"{name} from {points[0][1]:.3g} to {points[-1][1]:.3g}, steps {points[0][0]:.0f} to {points[-1][0]:.0f}"
-    )
-    sampled = (
-        [points[round(i * (len(points) - 1) / (SPARKLINE_POINTS - 1))] for i in range(SPARKLINE_POINTS)]
-        if len(points) > SPARKLINE_POINTS
-        else points
-    )
-    left, right = sampled[0][0], sampled[-1][0]
-    low, high = min(y for _, y in sampled), max(y for _, y in sampled)
-    x_scale, y_scale = SPARKLINE_WIDTH / (right - left or 1), (SPARKLINE_HEIGHT - 4) / (high - low or 1)
-    xy = " ".join(f"{round((x - left) * x_scale)},{round((high - y) * y_scale) + 2}" for x, y in sampled)
-    return Markup(
-        '<svg class="spark" viewBox="0 0 {} {}" preserveAspectRatio="none" role="img" aria-label="{}">'
-        '<title>{}</title><polyline points="{}"/></svg>'
-    ).format(SPARKLINE_WIDTH, SPARKLINE_HEIGHT, description, description, xy)
-
-
-def _short_number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}"
-
-
-def _to_json_values(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return JSON values, whatever a spec was made of."""
-    json_values: dict[str, Any] = json.loads(json.dumps(dict(value), default=str))
-    return json_values
-
-
-def _relative_paths(value: Any) -> Any:
-    """Make the paths of a spec relative to the current folder, since the page is read on other machines."""
-    if isinstance(value, dict):
-        return {key: _relative_paths(item) for key, item in value.items()}
-    if isinstance(value, str) and os.path.isabs(value) and os.path.exists(value):
-        return os.path.relpath(value)
-    return value
-
-
-def _yaml(value: Mapping[str, Any]) -> str:
-    return yaml.safe_dump(dict(value), sort_keys=False, allow_unicode=True, width=100).rstrip()
 
 
 GLYPHS = {"holds": "✓", "fails": "≠", "undecided": "?", "untestable": "–"}
@@ -256,11 +133,16 @@ def render_page(sections: Sequence[Section], title: str = "") -> str:
     papers: dict[Paper | None, list[dict[str, Any]]] = {}
     for i, section in enumerate(sections):
         papers.setdefault(section.paper, []).append(_study_context(section, i))
-    parts = [_paper_context(paper, studies, i) for i, (paper, studies) in enumerate(papers.items())]
+    parts: list[dict[str, Any]] = [
+        {"id": f"p{i}", "paper": paper, "studies": studies, "claims": [s for s in studies if s["section"].findings]}
+        for i, (paper, studies) in enumerate(papers.items())
+    ]
     small = any(section.small for section in sections)
     return render_template(
         Path(__file__).with_name("study.html"),
-        title=title or _title(sections, list(papers), small), parts=parts, small=small,
+        title=title or _title(sections, list(papers), small), parts=parts, small=small, glyphs=GLYPHS, zip=zip,
+        note_mark=note_mark, table_legend=table_legend,
+        first=_first_claims([study for part in parts for study in part["claims"]]),
         summary=_runs_in_words(sections), in_words=findings_in_words(sections), n_studies=len(sections),
         about_papers=printed_in_words(sections),
         disagree=[
@@ -272,8 +154,19 @@ def render_page(sections: Sequence[Section], title: str = "") -> str:
         histories=list(dict.fromkeys(section.rerun for section in sections if section.rerun)),
         setup=setup(sections),
         provenance=provenance(record for section in sections for record in section.records),
-        commits=commits(record for section in sections for record in section.records),
     )  # fmt: skip
+
+
+def _first_claims(studies: Sequence[dict[str, Any]]) -> list[tuple[ClaimRow, dict[str, Any]]]:
+    """Return the decided claims with the smallest adjusted p values, those of exact numbers last."""
+    decided = [
+        (finding.p_adjusted is None, finding.p_adjusted or 0.0, row, study)
+        for study in studies
+        for finding, row in zip(study["section"].findings, study["rows"], strict=True)
+        if finding.verdict in ("holds", "does not hold")
+    ]
+    decided.sort(key=lambda one: one[:2])
+    return [(row, study) for _, _, row, study in decided[:FIRST_CLAIMS]]
 
 
 NUMBERS = {1: "a paper", 2: "two papers", 3: "three papers"}
@@ -289,37 +182,16 @@ def _title(sections: Sequence[Section], papers: Sequence[Paper | None], small: b
 
 
 def findings_in_words(sections: Sequence[Section]) -> str:
-    """Return how many claims have which verdict, in sentences; empty without claims."""
+    """Return how many claims have which verdict, in a sentence; empty without claims."""
     findings = [finding for section in sections for finding in section.findings]
-    if not findings:
-        return ""
-    waiting = sum(has_no_result(finding) for finding in findings)
-    held, not_held, undecided, not_testable = (
-        sum(finding.verdict == verdict for finding in findings)
-        for verdict in ("holds", "does not hold", "undecided", "not testable")
-    )
+    waiting = sum(map(has_no_result, findings))
+    counts = Counter(finding.verdict for finding in findings)
+    words = SEEN if any(section.small for section in sections) else {verdict: verdict for verdict in SEEN}
+    numbers = [f"{counts[verdict] - waiting * (verdict == 'undecided')} {text}" for verdict, text in words.items()]
     repeated = sum(bool(finding.claim.repeats) for finding in findings)
-    small = any(section.small for section in sections)
-    sized = sum(finding.resolution is not None and finding.verdict == "undecided" for finding in findings)
-    text = (
-        f"Of {counted(len(findings), 'claim')}"
-        + (f", {repeated} of which test{'s' * (repeated == 1)} a sentence of another on other runs" if repeated else "")
-        + f", {held} {_was(held)} seen{' in these small runs' if small else ''}, "
-        f"{not_held} came out otherwise, "
-        + (
-            f"{not_testable} {'is' if not_testable == 1 else 'are'} about models far larger than these, which small "
-            "runs cannot test, "
-            if not_testable
-            else ""
-        )
-        + f"and {undecided - waiting} {_is(undecided - waiting)} undecided"
-        + (f"; for {_of_them(sized, undecided - waiting)} the smallest detectable effect is given." if sized else ".")
-    )
-    return text + (f" {waiting} more wait{'s' * (waiting == 1)} for runs that are not done yet." if waiting else "")
-
-
-def _of_them(number: int, whole: int) -> str:
-    return "each of them" if number == whole else f"{number} of them"
+    again = f"; {repeated} test a sentence of another again" if repeated else ""
+    waits = f"; {waiting} {NO_RESULT}" if waiting else ""
+    return f"{counted(len(findings), 'claim')}: {', '.join(numbers)}{waits}{again}." if findings else ""
 
 
 def printed_in_words(sections: Sequence[Section]) -> str:
@@ -335,37 +207,6 @@ def printed_in_words(sections: Sequence[Section]) -> str:
     )
 
 
-def _is(number: int) -> str:
-    return "is" if number == 1 else "are"
-
-
-def _was(number: int) -> str:
-    return "was" if number == 1 else "were"
-
-
-def _paper_context(paper: Paper | None, studies: Sequence[dict[str, Any]], at: int) -> dict[str, Any]:
-    """Return what the template needs of a paper: its studies, the rows of its claims, and those that were decided."""
-    sections = [study["section"] for study in studies]
-    small = any(section.small for section in sections)
-    claims = [(study, study["section"].claim_rows) for study in studies if study["section"].findings]
-    decided = {
-        head: [(row.claim, row.caveat, study) for study, rows in claims for row in rows if row.kind == kind]
-        for kind, head in (
-            ("holds", "Same direction as the paper:" if small else "As the paper says:"),
-            ("fails", "Opposite to the paper:" if small else "Not as the paper says:"),
-        )
-    }
-    return {
-        "id": f"p{at}",
-        "paper": paper,
-        "studies": studies,
-        "in_words": findings_in_words(sections),
-        "claims": claims,
-        "decided": [(head, of_head) for head, of_head in decided.items() if of_head],
-        "glyphs": GLYPHS,
-    }
-
-
 def _study_context(section: Section, at: int) -> dict[str, Any]:
     paragraphs = [part for part in re.split(r"\n\s*\n", section.text.strip()) if part]
     return {
@@ -376,10 +217,9 @@ def _study_context(section: Section, at: int) -> dict[str, Any]:
         "summary": _runs_in_words([section]),
         "setup": setup([section], rows_too=not section.training),
         "method_labels": method_labels(section.outcomes, section.names),
-        "provenance": provenance(section.records),
-        "tables": [_table_context(table) for table in section.tables],
+        "tables": [(table, _heading(table)) for table in section.tables],
         "figures": [_figure_context(figure, f"s{at}f{i}-") for i, figure in enumerate(section.figures)],
-        **_runs_context([o for o in section.outcomes if not o.waiting], section.names, section.repetition),
+        "rows": section.claim_rows,
     }
 
 
@@ -394,39 +234,13 @@ def _runs_in_words(sections: Sequence[Section]) -> str:
     return ", ".join([" and ".join(kinds) or "0 runs", *states])
 
 
-def _table_context(table: Table) -> dict[str, Any]:
-    """Return what the template needs of a table: its cells as text, and the spans of the upper lines of its heading."""
-    levels = [
-        [
-            (label, len(list(columns)))
-            for label, columns in groupby(table.columns, key=lambda c: header_label(c, level, table.header_levels))
-        ]
-        for level in range(table.header_levels - 1)
+def _heading(table: Table) -> list[list[tuple[str, int]]]:
+    """Return the upper lines of a table's heading: each label with the number of columns that it spans."""
+    levels = table.header_levels
+    return [
+        [(label, len(list(of_label))) for label, of_label in groupby(header_label(c, i, levels) for c in table.columns)]
+        for i in range(levels - 1)
     ]
-    groups = [(group, [_row_context(table, row) for row in rows]) for group, rows in table.groups]
-    return {
-        "table": table,
-        "levels": levels,
-        "groups": groups,
-        "legend": table_legend(table, published_legend="Small: the paper's number."),
-        "notes": [(note_mark(i), note) for i, note in enumerate(table.notes)],
-    }
-
-
-def _row_context(table: Table, row: Row) -> dict[str, Any]:
-    return {"label": row.label, "cells": [_cell_context(table, i, cell) for i, cell in enumerate(row.cells)]}
-
-
-def _cell_context(table: Table, at: int, cell: TableCell) -> dict[str, Any]:
-    column = table.columns[at]
-    return {
-        "value": "" if cell.mean is None else repr(float(cell.mean)),
-        "text": table.text(cell, column),
-        "std": table.std(cell, column),
-        "paper": table.published(cell, column),
-        "flag": "best" if cell.best else "second" if cell.second else "gap" if cell.mean is None else "",
-        "marks": ", ".join(map(note_mark, cell.notes)),
-    }
 
 
 @check_booleans
@@ -463,11 +277,9 @@ def build_section(
         small=small,
         repetition=study.repetition,
     )
-    rising = still_rising(outcomes, MetricChoice(metric, study.lower), names)
-    paragraphs = (study.question, study.notes, rising, _at_chance(outcomes, names))
     return Section(
         study.name,
-        "\n\n".join(text for text in paragraphs if text),
+        "\n\n".join(text for text in (study.question, study.notes) if text),
         tables=tuple(build_table(view, outcomes) for view in tables),
         figures=tuple(draw(view, outcomes) for view in figures),
         findings=tuple(findings),
@@ -539,40 +351,6 @@ def _metric(study: Study, outcomes: Sequence[Outcome]) -> str | dict[str, str]:
     return by_task
 
 
-def _at_chance(outcomes: Sequence[Outcome], names: Mapping[str, str]) -> str:
-    """Say which runs have learned nothing, so that a comparison with them says nothing of a method."""
-    at_chance = [outcome for outcome in outcomes if is_at_chance(outcome)]
-    if not at_chance:
-        return ""
-    cells: dict[str, list[str]] = {}
-    axes = _varied(outcomes) - {SEED}
-    for outcome in at_chance:
-        label = describe_cell({axis: value for axis, value in outcome.cell.items() if axis in axes}, names)
-        cells.setdefault(label, []).append(str(outcome.cell.get(SEED, "")))
-    listed = [
-        f"{label} (seed{'s' * (len(seeds) > 1)} {', '.join(seeds)})" if any(seeds) else label
-        for label, seeds in cells.items()
-    ]
-    more = f"; and {len(listed) - MAX_LISTED} more" if len(listed) > MAX_LISTED else ""
-    are, they_have, their, them, these_are = (
-        ("is", "it has", "its", "it", "It is")
-        if len(at_chance) == 1
-        else ("are", "they have", "their", "them", "These are")
-    )
-    judged = sum(map(can_be_at_chance, outcomes))
-    rest = " (others are tested on another task, or belong to a search that begins at chance)"
-    return (
-        f"{len(at_chance)} of {judged} runs {are} no better than chance on the test split"
-        f"{rest if judged < len(outcomes) else ''}: {they_have} learned "
-        f"little or nothing at {their} learning rate, and a comparison with {them} says little about the method. "
-        f"{these_are}: {'; '.join(listed[:MAX_LISTED])}{more}."
-    )
-
-
-MAX_LISTED = 12
-"""Cells that are listed, of which runs have learned nothing."""
-
-
 def _missing(outcomes: Sequence[Outcome], names: Mapping[str, str]) -> list[str]:
     """Say which runs have no result, by reason."""
     reasons: dict[str, list[Outcome]] = {}
@@ -629,19 +407,32 @@ def _markdown_row(cells: Sequence[str]) -> str:
 
 
 def write_section(section: Section, folder: Path) -> list[Path]:
-    """Write a section as Markdown, its tables as LaTeX and CSV, its findings as CSV, and its figures as images."""
+    """Write a section: Markdown, its tables as LaTeX and CSV, findings and runs as CSV, its figures as images."""
     stem = section.title.replace("/", "-")
+    texts = {f"{stem}.md": section_markdown(section)}
+    for i, table in enumerate(section.tables, 1):
+        texts |= {f"{stem}-table{i}.tex": to_latex(table), f"{stem}-table{i}.csv": to_csv(table)}
+    if section.findings:
+        texts[f"{stem}-findings.csv"] = findings_csv(section.findings)
+    if section.outcomes:
+        texts[f"{stem}-runs.csv"] = runs_csv(section.outcomes)
     with explain_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        files = [folder / f"{stem}.md"]
-        write_text(files[0], section_markdown(section))
-        for i, table in enumerate(section.tables, 1):
-            for suffix, text in ((".tex", to_latex(table)), (".csv", to_csv(table))):
-                files.append(folder / f"{stem}-table{i}{suffix}")
-                write_text(files[-1], text)
-        if section.findings:
-            files.append(folder / f"{stem}-findings.csv")
-            write_text(files[-1], findings_csv(section.findings))
+        for name, text in texts.items():
+            write_text(folder / name, text)
+        files = [folder / name for name in texts]
         for i, figure in enumerate(section.figures, 1):
             files += save(figure.figure, folder / f"{stem}-figure{i}")
     return files
+
+
+def runs_csv(outcomes: Sequence[Outcome]) -> str:
+    """Write the runs of a study as CSV: the labels of each, its scores, parameters, seconds, error and spec."""
+    rows = [
+        {axis: csv_cell(str(label)) for axis, label in outcome.cell.items()}
+        | dict(outcome.scores)
+        | {"parameters": outcome.count.get("method"), "seconds": outcome.seconds or None}
+        | {"error": csv_cell(outcome.error or ""), "spec": json.dumps(dict(outcome.spec), default=str)}
+        for outcome in outcomes
+    ]
+    return str(pd.DataFrame(rows, dtype=object).to_csv(index=False))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from typing import Any, Protocol
 from ..._version import __version__
 from ...errors import check_booleans, counted, number_range, word_list
 from ...train import OptimSection
-from ..claims.comparisons import MetricChoice, points
 from ..claims.selectors import SEED
 from ..jobs.job import Outcome
 from ..jobs.store import DIRTY, JobRecord
@@ -22,8 +20,6 @@ from .tables import format_percent
 PACKAGES = ("torch", "transformers")
 """The packages whose versions are said."""
 COMMIT_DIGITS = 7
-MAX_COMMITS = 3
-"""Commits that a sentence names."""
 CITATION = (
     "The deltune developers, deltune: parameter-efficient fine-tuning over one design space, version "
     f"{__version__}, with the commits listed above"
@@ -80,7 +76,7 @@ def setup(studies: Iterable[StudyRuns], *, rows_too: bool = True) -> str:
 
 
 def provenance(records: Iterable[JobRecord]) -> str:
-    """Return sentences about the runs of a study or of several.
+    """Return sentences about the runs of a study or of several, with the commits of the most runs first.
 
     A job that occurs twice counts once.
     """
@@ -113,28 +109,16 @@ def _machines(environments: Sequence[Mapping[str, Any]]) -> str:
     return "Machine: " + "; ".join(parts)
 
 
-def commits(records: Iterable[JobRecord]) -> list[str]:
-    """Return the commits of deltune that runs were made with, by their number of runs."""
-    results = [record.result for record in {record.name: record for record in records}.values() if record.result]
-    return list(_count_commits([result.get("environment") or {} for result in results]))
-
-
-def _count_commits(environments: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    names = [str(environment["commit"]) for environment in environments if environment.get("commit")]
-    counts = Counter(name[:COMMIT_DIGITS] + DIRTY * name.endswith(DIRTY) for name in names)
-    return dict(counts.most_common())
-
-
 def _software(environments: Sequence[Mapping[str, Any]]) -> str:
     packages = {
         name: sorted({str(e["packages"][name]) for e in environments if name in e.get("packages", {})})
         for name in PACKAGES
     }
     versions = [f"{name} {' and '.join(of_package)}" for name, of_package in packages.items() if of_package]
-    known = list(_count_commits(environments))
-    if listed := known[:MAX_COMMITS]:
-        more = f" and {len(known) - len(listed)} more" if len(known) > len(listed) else ""
-        versions.append(f"deltune at {'commit' if len(known) == 1 else 'commits'} {', '.join(listed)}{more}")
+    names = [str(environment["commit"]) for environment in environments if environment.get("commit")]
+    known = list(dict(Counter(name[:COMMIT_DIGITS] + DIRTY * name.endswith(DIRTY) for name in names).most_common()))
+    if known:
+        versions.append(f"deltune at {'commit' if len(known) == 1 else 'commits'} {', '.join(known)}")
     return "With " + ", ".join(versions) if versions else "Versions are not recorded"
 
 
@@ -189,9 +173,6 @@ def _on_model(model: str, sizes: Mapping[str, None]) -> str:
 
 DEFAULT_BATCH, DEFAULT_EPOCHS = (int(OptimSection.model_fields[name].default) for name in ("batch_size", "epochs"))
 """The defaults of a run, which its spec leaves out."""
-
-RISING = 1.0
-"""Points by which the validation score rises between the last two validations if a curve is called not flat."""
 
 
 def training_facts(outcomes: Iterable[Outcome], names: Mapping[str, str], train_rows: Mapping[str, int]) -> str:
@@ -259,26 +240,3 @@ def _tested(outcomes: Sequence[Outcome]) -> str:
 
 def _span(numbers: Iterable[int | None]) -> str:
     return number_range(number for number in numbers if number is not None)
-
-
-def still_rising(outcomes: Iterable[Outcome], choice: MetricChoice, names: Mapping[str, str]) -> str:
-    """Say on which tasks the mean validation score still rose when runs ended; empty if on none."""
-    rises: dict[str, list[tuple[float, int]]] = {}
-    for outcome in outcomes:
-        metric = choice.metric_name(outcome)
-        scale = points(metric) * choice.sign(metric)
-        line = [(int(one["step"]), scale * one[f"eval_{metric}"]) for one in outcome.curve if f"eval_{metric}" in one]
-        if len(line) > 1 and all(math.isfinite(value) for _, value in line[-2:]):
-            (before, then), (after, now) = line[-2:]
-            rises.setdefault(str(outcome.cell.get("task")), []).append((now - then, after - before))
-    parts = [
-        f"{rise:.1f} points on {names.get(task, task)} ({counted(max(steps for _, steps in of_task), 'step')})"
-        for task, of_task in rises.items()
-        if (rise := statistics.fmean(rise for rise, _ in of_task)) >= RISING
-    ]
-    if not parts:
-        return ""
-    return (
-        "Training ended before the curves were flat: between the last two validations the score still rose, in the "
-        f"mean over all runs, by {word_list(parts)}. With more steps the methods might be in another order."
-    )

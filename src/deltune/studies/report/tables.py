@@ -2,24 +2,17 @@
 
 Best and second are of the numbers as they are shown, so that cells that look equal are equal. With two best there is no
 second, as in the papers. In an average rank ties count as the mean of their ranks.
-
-The formats are own code and not pandas': cells carry marks, deviations, notes and the paper's numbers, rows come in
-groups under headings of several lines, and every label is escaped. pandas' Markdown escapes nothing and has no groups,
-and its LaTeX needs each cell as a finished string, so that what would be left to it is to join cells by " | " and
-" & ".
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 import statistics
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Literal
 
+import pandas as pd
 from scipy.stats import rankdata
 
 from ...train import TASKS
@@ -441,49 +434,34 @@ def escape_markdown(text: str) -> str:
 
 def to_latex(table: Table) -> str:
     """Write a table as a tabular of booktabs: best in \\textbf, second in \\underline, deviations as subscripts."""
-    lines = [f"% {' '.join(table.title.split())}"] if table.title else []
-    lines += [r"\begin{tabular}{l" + "r" * len(table.columns) + "}", r"\toprule"]
-    lines += list(_latex_heading(table))
-    for group, rows in table.groups:
-        lines.append(r"\midrule")
-        if group:
-            lines.append(rf"\multicolumn{{{len(table.columns) + 1}}}{{l}}{{\textit{{{escape_latex(group)}}}}} \\")
-        for row in rows:
-            cells = [_latex_cell(table, cell, column) for cell, column in _cells_with_columns(row, table)]
-            lines.append(_latex_row([escape_latex(row.label), *cells]))
-    lines += [r"\bottomrule", r"\end{tabular}"]
+    levels = table.header_levels
+    heading = [
+        tuple(escape_latex(header_label(column, level, levels)) for level in range(levels)) for column in table.columns
+    ]
+    grouped = any(row.group for row in table.rows)
+    index = [(escape_latex(row.group), escape_latex(row.label)) for row in table.rows]
+    frame = pd.DataFrame(
+        [[_latex_cell(table, cell, column) for cell, column in _cells_with_columns(row, table)] for row in table.rows],
+        index=pd.MultiIndex.from_tuples(index) if grouped else [label for _, label in index],
+        columns=pd.MultiIndex.from_tuples(heading) if levels > 1 and heading else [one for (one,) in heading],
+        dtype=object,
+    )
+    form = "l" * (1 + grouped) + "r" * len(table.columns)
+    text = frame.to_latex(escape=False, column_format=form, multirow=False, multicolumn_format="c")
+    lines = [f"% {' '.join(table.title.split())}\n"] if table.title else []
     notes = [rf"\textsuperscript{{{note_mark(i)}}} {escape_latex(note)}" for i, note in enumerate(table.notes)]
     notes += [f"Not in the table: {escape_latex(text)}" for text in table.excluded]
     notes = [*map(escape_latex, table_legend(table)), *notes]
-    if notes:
-        lines += ["", r"\smallskip", r"\begin{minipage}{\linewidth}\footnotesize"]
-        lines += [*(f"{line}\\\\" for line in notes[:-1]), notes[-1], r"\end{minipage}"]
-    return "\n".join(lines) + "\n"
-
-
-def _latex_heading(table: Table) -> Iterator[str]:
-    """Yield the lines of the heading; equal labels of the upper ones span their columns, with a rule below."""
-    for level in range(table.header_levels - 1):
-        cells, rules, at = [""], [], 2
-        for label, columns in groupby(
-            table.columns, key=lambda column: header_label(column, level, table.header_levels)
-        ):
-            width = len(list(columns))
-            cells.append(
-                rf"\multicolumn{{{width}}}{{c}}{{{escape_latex(label)}}}" if width > 1 else escape_latex(label)
-            )
-            rules += [rf"\cmidrule(lr){{{at}-{at + width - 1}}}"] if label else []
-            at += width
-        yield _latex_row(cells)
-        yield " ".join(rules)
-    yield _latex_row([escape_latex(table.head), *(escape_latex(column.labels[-1]) for column in table.columns)])
+    below = (
+        "\n\\smallskip\n\\begin{minipage}{\\linewidth}\\footnotesize\n" + "\\\\\n".join(notes) + "\n\\end{minipage}\n"
+    )
+    return "".join([*lines, str(text), below if notes else ""])
 
 
 def header_label(column: Column, level: int, levels: int) -> str:
     """Return a column's label in a line of the heading; the narrowest of every column is in the last line."""
-    upper = column.labels[:-1]
-    at = level - (levels - 1 - len(upper))
-    return upper[at] if at >= 0 else ""
+    at = level - (levels - len(column.labels))
+    return column.labels[at] if at >= 0 else ""
 
 
 def _latex_cell(table: Table, cell: TableCell, column: Column) -> str:
@@ -492,10 +470,6 @@ def _latex_cell(table: Table, cell: TableCell, column: Column) -> str:
     text += rf"$_{{\pm {table.std(cell, column)}}}$" if cell.std is not None else ""
     text += rf" {{\scriptsize({escape_latex(table.published(cell, column))})}}" if cell.published is not None else ""
     return text + (rf"\textsuperscript{{{','.join(map(note_mark, cell.notes))}}}" if cell.notes else "")
-
-
-def _latex_row(cells: Sequence[str]) -> str:
-    return " & ".join(cells) + r" \\"
 
 
 def escape_latex(text: str) -> str:
@@ -515,40 +489,25 @@ def to_csv(table: Table) -> str:
     notes are in the last. A cell without a number is empty, and the notes of its row say why. Text that a spreadsheet
     would take for a formula begins with an apostrophe.
     """
-    more_columns = [
-        [name for name in (FIELDS if column.kind == "score" else ("paper",)) if _has_any(table, i, FIELDS[name])]
-        for i, column in enumerate(table.columns)
-    ]
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    grouped = any(row.group for row in table.rows)
-    head = [*(["group"] if grouped else []), table.head]
-    for column, more in zip(table.columns, more_columns, strict=True):
-        head += [column.text, *(f"{column.text} {name}" for name in more)]
-    writer.writerow(map(csv_cell, [*head, "notes"]))
-    for row in table.rows:
-        cells: list[str] = [*([row.group] if grouped else []), row.label]
-        for (cell, _), more in zip(_cells_with_columns(row, table), more_columns, strict=True):
-            cells += [csv_number(cell.mean), *(csv_number(getattr(cell, FIELDS[name])) for name in more)]
-        writer.writerow(map(csv_cell, [*cells, "; ".join(_notes(row, table))]))
-    for text in table.excluded:
-        writer.writerow(map(csv_cell, ["not in the table", *[""] * (len(head) - 1), text]))
-    return file.getvalue()
+    columns: list[tuple[str, list[object]]] = [(table.head, [csv_cell(row.label) for row in table.rows])]
+    if any(row.group for row in table.rows):
+        columns.insert(0, ("group", [csv_cell(row.group) for row in table.rows]))
+    for i, column in enumerate(table.columns):
+        cells = [row.cells[i] for row in table.rows]
+        columns.append((column.text, [cell.mean for cell in cells]))
+        for name, field in FIELDS.items() if column.kind == "score" else [("paper", "published")]:
+            values = [getattr(cell, field) for cell in cells]
+            if any(value is not None and not (name == "n" and value < 2) for value in values):
+                columns.append((f"{column.text} {name}", values))
+    columns.append(("notes", [csv_cell("; ".join(_notes(row, table))) for row in table.rows]))
+    rows = list(zip(*(values for _, values in columns), strict=True))
+    rows += [("not in the table", *[""] * (len(columns) - 2), csv_cell(text)) for text in table.excluded]
+    return str(pd.DataFrame(rows, columns=[csv_cell(name) for name, _ in columns], dtype=object).to_csv(index=False))
 
 
 def csv_cell(cell: str) -> str:
     """Return a cell that no spreadsheet computes: numbers as they are, formulas with an apostrophe before them."""
     return f"'{cell}" if cell.lstrip()[:1] in FORMULA_STARTS and not NUMBER.fullmatch(cell) else cell
-
-
-def _has_any(table: Table, at: int, name: str) -> bool:
-    values = [getattr(row.cells[at], name) for row in table.rows]
-    return any(value is not None and not (name == "n" and value < 2) for value in values)
-
-
-def csv_number(value: float | None) -> str:
-    """Return a number in full, as a cell of a CSV file; an empty text if there is none."""
-    return "" if value is None else repr(value if isinstance(value, int) else float(value))
 
 
 def _notes(row: Row, table: Table) -> list[str]:
