@@ -39,7 +39,7 @@ from deltune.studies.claims.comparisons import (
     with_derived_axes,
 )
 from deltune.studies.claims.decisions import Finding, PrintedTable, check_printed, decide_claims
-from deltune.studies.claims.selectors import EVERY, LARGEST, SECOND_SMALLEST, SMALLEST, describe_difference
+from deltune.studies.claims.selectors import EVERY, LARGEST, SECOND_SMALLEST, SMALLEST
 from deltune.studies.claims.statistics import paired_estimate
 from deltune.studies.jobs.job import Outcome
 from deltune.studies.papers.registry import CLAIMS
@@ -511,16 +511,15 @@ def test_what_an_undecided_claim_would_have_taken() -> None:
     (finding,) = decide_claims([claim], METHODS, "accuracy")
     resolution = finding.resolution
     assert finding.verdict == "undecided" and resolution is not None
-    assert resolution.target == pytest.approx(abs(finding.effect + 10)) and resolution.target < resolution.smallest
-    assert "beyond −10 is decided in 80 % of cases; one as far from it as the one measured" in resolution.text
+    assert abs(finding.effect + 10) < resolution.smallest
+    assert resolution.text.endswith("points beyond −10 is decided in 80% of cases.")
     table = PrintedTable("table 1", tuple(seeds_alone({"cb": 5.0}, draw=0, seeds=1, noise=0.0)), "accuracy")
     printed = check_printed(claim, [table])
     assert printed.agrees and printed.deciding.effect == pytest.approx(-5.0)
     (against_paper,) = decide_claims([claim], METHODS, "accuracy", printed=[printed])
     larger = against_paper.resolution
-    assert larger.target == pytest.approx(5.0) and larger.printed is not None
     assert larger.excludes_printed and not resolution.excludes_printed, "the paper has −5, the interval is about −10"
-    assert larger.text.endswith("in 80 % of cases. The interval excludes an effect as large as the paper's.")
+    assert larger.text.endswith("in 80% of cases. The interval excludes an effect as large as the paper's.")
     assert larger.text.startswith(f"With these seeds and test rows an effect of {larger.smallest:.3g} points beyond")
     other_unit = replace(printed, deciding=replace(printed.deciding, unit="ranks"))
     (of_other_unit,) = decide_claims([claim], METHODS, "accuracy", printed=[other_unit])
@@ -674,7 +673,7 @@ def test_transfer_is_by_correlation_where_the_original_is_better_than_chance() -
     outcomes = [
         Outcome({"task": task, "target": target, "seed": seed}, scores={
             "accuracy": 0.9, "matthews": 0.8 if task == target else
-            (0.5 if tasks[task] == tasks[target] else 0.1) + 0.01 * seed + 0.001 * (sum(map(ord, task + target)) * (seed + 1) % 7)
+            (0.5 if tasks[task] == tasks[target] else 0.1) + 0.001 * (sum(map(ord, task + target)) * (seed + 1) % 7)
         })
         for task, target in itertools.product(tasks, tasks) for seed in range(3)
     ]  # fmt: skip

@@ -11,11 +11,12 @@ import torch
 import tiny
 from deltune.errors import DeltuneError
 from deltune.models import load_model
-from deltune.studies.jobs.job import Roots, execute, run_job, term_change_job, timing_job, transfer_job
+from deltune.studies.jobs.job import Roots, execute, probe_job, run_job, term_change_job, timing_job, transfer_job
 from deltune.studies.jobs.pool import job_progress
 from deltune.studies.jobs.timing import time_methods
 from deltune.train.data import loading as reading
 from deltune.train.inference import evaluate
+from deltune.train.probe import probe_model
 from deltune.train.setup import ModelCache
 
 
@@ -72,6 +73,14 @@ def test_transfer(root: Path, tmp_path: Path) -> None:
     assert same["scores"] == pytest.approx(expected)
     with pytest.raises(DeltuneError, match="the run's labels are 0, 1"):
         evaluate(tmp_path / spec.name, other={**target, "relabel": {"negative": "no", "positive": "yes"}})
+
+
+def test_probe(root: Path, tmp_path: Path) -> None:
+    """The floor of a study: a linear probe on the rows of a run, as `deltune probe` scores it, with nothing trained."""
+    spec = tiny.spec(root, method="head", epochs=1)
+    job = probe_job(run_job(spec).spec)
+    assert execute(job, tmp_path, ModelCache())["scores"] == probe_model(spec).test
+    assert not job.requires and not list(tmp_path.iterdir())
 
 
 def test_terms(root: Path, tmp_path: Path) -> None:

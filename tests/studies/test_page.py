@@ -17,7 +17,7 @@ import browser
 import made
 from deltune.studies.claims.claims import Beats, Claim
 from deltune.studies.claims.comparisons import NOT_RUN
-from deltune.studies.claims.decisions import ComparisonResult, Finding, PartVerdict, PrintedFinding, SettingResult
+from deltune.studies.claims.decisions import ComparisonResult, Finding, PrintedFinding, SettingResult
 from deltune.studies.jobs.job import Outcome
 from deltune.studies.jobs.store import JobRecord
 from deltune.studies.papers.registry import paper_statements
@@ -25,7 +25,7 @@ from deltune.studies.report.figure_spec import Bars, FigureSpec, HeatMap, TableS
 from deltune.studies.report.figures import draw
 from deltune.studies.report.findings import findings_csv
 from deltune.studies.report.page import Section, render_page, runs_csv
-from deltune.studies.report.provenance import MethodLabel, method_labels, provenance, training_facts
+from deltune.studies.report.provenance import provenance
 from deltune.studies.report.tables import build_table
 
 VOID = {"meta", "br", "img", "link", "hr", "input"}
@@ -215,45 +215,6 @@ def run(cell: dict[str, Any], spec: dict[str, Any], values: list[float] | None =
     return Outcome(cell, spec, {"accuracy": 0.5}, curve=curve, **more)
 
 
-def test_how_long_runs_trained_is_said() -> None:
-    limits = {"method": "lora", "max_train_rows": 1000, "batch_size": 16, "test_rows": 500}
-    outcomes = [
-        run(
-            {"task": "sst2", "seed": 0}, limits, [0.5, 0.6], extra={"signatures": {"f1": "f1|labels:2|n:56|sklearn:1"}}
-        ),
-        run({"task": "cb", "seed": 0}, {**limits, "epochs": 12}),
-        run({"task": "sick", "seed": 0}, {**limits, "steps": 200}),
-        run({"task": "qnli", "seed": 0}, {"method": "lora", "max_train_rows": 100}),
-        Outcome({"task": "rte", "seed": 0}, {**limits}, error="failed"),
-    ]
-    facts = training_facts(outcomes, {"sst2": "SST-2", "cb": "CB"}, {"cb": 200})
-    assert facts == (
-        "SST-2: 1,000 training rows, 20 steps of 16 rows, 56 test rows. "
-        "CB: 200 training rows, 156 steps of 16 rows, 500 test rows. "
-        "sick: 200 steps of 16 rows, 500 test rows. qnli: 100 training rows, 12 steps of 32 rows."
-    )
-    page = render_page([Section("a", outcomes=tuple(outcomes), train_rows={"cb": 200}, small=True)])
-    assert "cb: 200 training rows, 156 steps of 16 rows" in page
-    assert "100 to 1,000 training rows at most" in page and "5 runs, 1 failed." in Reader(page).visible_text()
-
-
-def test_what_a_label_stands_for() -> None:
-    outcomes = [
-        run({"model": "m", "task": task, "method": "lora", "seed": seed},
-            {"method": f"apet(lora(rank={rank}), parameters=10, seed={seed})"}, count={"method": 1000 * rank})
-        for task, rank in (("cb", 2), ("sick", 4)) for seed in range(2)
-    ]  # fmt: skip
-    assert method_labels(outcomes, {"lora": "LoRA", "m": "Mini"}) == [
-        MethodLabel("LoRA", "apet(lora(rank=2), parameters=10, seed=…)", "Mini: 2,000"),
-        MethodLabel("LoRA", "apet(lora(rank=4), parameters=10, seed=…)", "Mini: 4,000"),
-    ]
-    timed = Outcome({"model": "m", "method": "lora", "seed": 0}, {"methods": {"lora": "lora(rank=8)"}}, {"train": 50.0},
-                    {"percent": 0.5})  # fmt: skip
-    assert method_labels([timed], {}) == [MethodLabel("lora", "lora(rank=8)", "m: 0.50 %")]
-    page = Reader(render_page([Section("a", outcomes=tuple(outcomes), names={"lora": "LoRA"})])).visible_text()
-    assert "What each label stands for" in page and "LoRA apet(lora(rank=2), parameters=10, seed=…) m: 2,000" in page
-
-
 def test_what_an_interval_leaves_out_is_marked() -> None:
     def page(**more: Any) -> str:
         one = replace(SECOND_RESULT, **more)
@@ -268,43 +229,6 @@ def test_what_an_interval_leaves_out_is_marked() -> None:
     again = Section("a", findings=FOUND, small=True, rerun="Some were run again.")
     assert "Runs that were repeated : Some were run again." in Reader(render_page([again, again])).visible_text()
     assert paper_statements("ln/nlu").rerun and not paper_statements("my own").rerun
-
-
-def test_a_score_that_is_undecided_is_said_where_a_count_refutes_the_claim() -> None:
-    parts = (PartVerdict("undecided", FIRST_RESULT), PartVerdict("does not hold", None))
-    text = Reader(render_page([Section("a", findings=(replace(FOUND[1], parts=parts),), small=True)])).visible_text()
-    assert "The number of parameters refutes it, its score is undecided." in text
-
-
-def test_rounds_of_a_timing_are_no_runs() -> None:
-    timed = Outcome({"method": "a", "model": "m", "seed": 0}, {"methods": {"a": "lora"}}, {"train": 50.0})
-    run = Outcome({"method": "a", "task": "cb", "seed": 0}, {"method": "lora"}, {"accuracy": 0.5})
-    sections = [Section("a", "Is it fast?", outcomes=(timed, timed)), Section("b", "Is it good?", outcomes=(run,))]
-    text = Reader(render_page(sections)).visible_text()
-    blocks = render_page([Section("a", "Is it fast?", outcomes=(timed,), repetition="block")])
-    assert "1 block." in blocks and "1 seed" not in blocks
-    assert "a, 2 timings" in text and "b, 1 run" in text and "2 studies of 1 run and 2 timings" in text
-
-
-def test_claims_of_a_paper_stand_in_one_table_below_its_title() -> None:
-    sections = [
-        Section(name, "Is it so?", findings=FOUND, paper=PAPERS[name[:2]]) for name in ("ln/nlu", "ln/nlg", "uv/full")
-    ]
-    reader = Reader(render_page(sections))
-    text = reader.visible_text()
-    assert [attrs.get("class") for attrs in reader.all("table")] == 3 * ["fit claims"], "on top, and of each paper"
-    assert "in miniature" not in text and "a reproduction at the papers' scale of two papers" in text
-    for paper in (PAPERS["ln"], PAPERS["uv"]):
-        assert f"{paper.title} ( {paper.abbreviation} )" in text or f"{paper.title} ({paper.abbreviation})" in text
-        assert paper.citation in text
-    assert PAPERS["ap"].title not in text
-
-
-def test_sizes_that_a_sentence_names_are_not_taken_for_those_of_small_runs() -> None:
-    claim = replace(FOUND[0].claim, miniature="Here it is 0.09 %.")
-    findings = (replace(FOUND[0], claim=claim),)
-    assert "Here it is 0.09 %." in render_page([Section("a", findings=findings, small=True)])
-    assert "Here it is 0.09 %." not in render_page([Section("a", findings=findings)])
 
 
 def test_a_claim_that_waits_for_runs_is_not_called_undecided() -> None:

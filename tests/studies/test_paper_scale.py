@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ from transformers import (
 import deltune
 from deltune.anatomy.tracing import meta_model
 from deltune.methods.counting import count
-from deltune.studies.jobs.job import topological_order
+from deltune.studies.jobs.job import config_of, topological_order
+from deltune.studies.jobs.pool import LocalPool
 from deltune.studies.papers.paper_scale import (
     SHAPES,
     TRAIN_ROWS,
@@ -75,7 +77,7 @@ def test_what_a_study_asks_for(name: str) -> None:
     lines = "\n".join(describe_needs(STUDIES[name](StudySetup("paper"))))
     parts = ("models from the hub: ", "memory: ", "GB")
     if name != "ln/time":
-        parts += ("data from the hub: ", "training runs", "on one H100", "on one A100", "disk: ")
+        parts += ("data from the hub: ", "training runs", "on one H100 in bf16", "on one A100 in fp32", "disk: ")
     assert [part for part in parts if part not in lines] == []
 
 
@@ -85,6 +87,35 @@ def test_a_folder_with_data_is_not_asked_of_the_hub(tmp_path: Any) -> None:
         one for one in describe_needs(STUDIES["ln/ablation"](StudySetup("paper", str(tmp_path)))) if "data from" in one
     )
     assert "glue:sst2" not in line and "snli" in line
+
+
+def test_a_machine_has_its_models_and_device_and_a_run_its_precision(tmp_path: Path) -> None:
+    """Models by their hub ids below --model-root; what fits a device is no part of a job, and the precision is."""
+    (tmp_path / "bert-base-uncased").mkdir()
+    (tmp_path / "bert-base-uncased" / "config.json").write_text("{}")
+    study = STUDIES["ln/ablation"]
+    plain, here, half = (
+        study(StudySetup("paper", **more)).jobs({})
+        for more in ({}, {"model_root": str(tmp_path), "device_batch_size": 8}, {"precision": "bf16"})
+    )
+    assert [job.name for job in plain] == [job.name for job in here] != [job.name for job in half]
+    assert {job.spec.get("run", job.spec)["precision"] for job in half} == {"bf16"}
+    configs = {job.spec["model"]: config_of(job) for job in here if job.kind == "run"}
+    base, large = (configs[f"google-bert/bert-{size}-uncased"] for size in ("base", "large"))
+    assert (base.model.name, large.model.name) == (
+        str(tmp_path / "bert-base-uncased"),
+        "google-bert/bert-large-uncased",
+    )
+    assert base.optim.device_batch_size == 8
+
+
+def test_each_worker_sees_one_accelerator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    pool = LocalPool(2, tmp_path, devices=2)
+    assert [pool.environment(worker)["CUDA_VISIBLE_DEVICES"] for worker in (0, 1)] == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    assert pool.environment(1)["CUDA_VISIBLE_DEVICES"] == "6"
+    assert LocalPool(2, tmp_path).environment(1)["CUDA_VISIBLE_DEVICES"] == "4,6"
 
 
 def test_a_run_by_hand() -> None:

@@ -18,7 +18,7 @@ from PIL import Image
 import made
 from deltune.studies.jobs.job import Outcome
 from deltune.studies.report.figure_spec import Bars, Curves, FigureSpec, HeatMap, Scatter
-from deltune.studies.report.figures import COLOURS, draw, render, save, series_style, short_number
+from deltune.studies.report.figures import draw, render
 
 FIGURES = [
     pytest.param(view, outcomes, id=f"{name}-{view.title}")
@@ -126,25 +126,6 @@ def test_equal_numbers_give_equal_bytes(view: FigureSpec, outcomes: list[Outcome
     assert render(one, "svg") == render(one, "svg"), "drawing changes nothing"
 
 
-@pytest.mark.slow
-def test_files_are_equal_in_another_process(tmp_path: Path) -> None:
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import made\n"
-        "from deltune.studies.report.figures import draw, save\n"
-        "save(draw(made.GAP, made.gap()).figure, sys.argv[2])"
-    )
-    subprocess.run(
-        [sys.executable, "-c", code, str(Path(__file__).parents[1]), str(tmp_path / "there" / "gap")], check=True
-    )
-    paths = save(draw(made.GAP, made.gap()).figure, tmp_path / "here" / "gap")
-    assert [path.name for path in paths] == ["gap.png", "gap.svg", "gap.pdf"]
-    for path in paths:
-        assert path.read_bytes() == (tmp_path / "there" / path.name).read_bytes()
-    assert {path.name for path in (tmp_path / "here").iterdir()} == {path.name for path in paths}, (
-        "nothing half written"
-    )
-
-
 @pytest.mark.parametrize("many", [3, 30])
 def test_many_series_are_named_in_a_legend(many: int) -> None:
     outcomes = [
@@ -154,52 +135,6 @@ def test_many_series_are_named_in_a_legend(many: int) -> None:
     figure = draw(Scatter(), outcomes).figure
     assert len(figure.legends[0].get_texts()) == many
     assert_legible(figure)
-
-
-LONG = (
-    "prefix(length=30) + scaled_parallel_adapter(at='ffn', rank=512, scale=4) + lora(rank=8, at='query, value') number"
-)
-
-
-@pytest.mark.parametrize(
-    "view",
-    [
-        Scatter(),
-        Scatter(series=("task", "method")),
-        Curves(x="N", y="accuracy", log=True),
-        Bars(),
-        Bars(groups="method", bars="task"),
-        HeatMap(rows="method", columns="task", value="accuracy"),
-        HeatMap(rows="task", columns="method", value="accuracy", panels="seed"),
-    ],
-)
-def test_long_expressions_are_wrapped(view: FigureSpec) -> None:
-    tasks = (1, 2) if isinstance(view, (Bars, HeatMap)) or len(view.series) == 2 else (1,)
-    outcomes = [
-        made.outcome({**cell, "N": 10, "seed": 0}, {"accuracy": 0.5}, m)
-        for m in (1, 2, 3, 4)
-        for t in tasks
-        for cell in [{"method": f"{LONG} {m}", "task": f"a task with a long name {t}"}]
-    ]
-    assert_legible(draw(view, outcomes).figure)
-
-
-def test_a_series_without_a_result_stands_in_the_legend_and_the_notes() -> None:
-    outcomes = [made.outcome({"method": "a", "seed": s, "N": n}, {"accuracy": 0.5}) for s in (0, 1) for n in (1, 10)]
-    outcomes += [Outcome({"method": "b", "seed": s, "N": n}, error="too large") for s in (0, 1) for n in (1, 10)]
-    picture = draw(Curves(x="N", y="accuracy", log=True), outcomes)
-    assert [text.get_text() for text in picture.figure.legends[0].get_texts()] == ["a", "b"]
-    assert any("b" in note and "too large" in note for note in picture.notes)
-
-
-def test_bars_say_failed_and_missing_in_their_places() -> None:
-    outcomes = [
-        made.outcome({"task": "x", "method": "a"}, {"accuracy": 0.5}),
-        Outcome({"task": "x", "method": "b"}, error="no"),
-    ]
-    outcomes += [made.outcome({"task": "y", "method": "a"}, {"accuracy": 0.5})]
-    texts = [text.get_text() for text in draw(Bars(), outcomes).figure.axes[0].texts]
-    assert texts == ["failed", "–"]
 
 
 def test_a_band_is_one_standard_deviation() -> None:

@@ -24,7 +24,7 @@ from deltune.errors import DeltuneError
 from deltune.studies.jobs.job import config_of, run_folder
 from deltune.studies.jobs.pool import job_progress, seconds_before
 from deltune.studies.jobs.store import folder_of_runs
-from deltune.studies.papers.registry import STUDIES
+from deltune.studies.papers.registry import ALL_STUDIES
 from deltune.studies.study import select_cells, study_from_file
 from deltune.train.run_folder import RunFolder
 from studies.test_engine import study
@@ -86,7 +86,7 @@ def test_a_study_of_the_papers_says_before_it_is_run_what_it_needs_and_decides(p
     lines = deltune("run", "uv/insertion", "--scale", "paper", "--store", store, "--dry-run").stdout.splitlines()
     (data,) = (line for line in lines if "data from the hub" in line)
     assert "facebook/bart-large (1.63 GB in float32)" in lines[1] and "wmt/wmt16:ro-en" in data
-    assert any("operations at most" in line and "on one A100" in line for line in lines)
+    assert any("operations at most" in line and "on one A100 in bf16" in line for line in lines)
     assert "nothing was run yet" in lines[-1] and "3 seeds decide a difference of" in lines[-1]
     committed = Path(__file__).parents[2] / "results"
     lines = deltune("run", "uv/insertion", "--store", store, "--results", committed, "--dry-run").stdout.splitlines()
@@ -236,7 +236,7 @@ def test_nothing_to_run_is_an_error(place: Path, monkeypatch: pytest.MonkeyPatch
     assert "unknown seed" in deltune("run", place / "mine.yaml", "--only", "seed=7", code=2).stderr
     whole = study_from_file(place / "mine.yaml")
     planned = [p for p in whole.plan_cells({}) if (p.cell["method"] == "norms") == (str(p.cell["seed"]) == "0")]
-    monkeypatch.setitem(STUDIES, "partial", lambda setup: replace(whole, plan_cells=lambda records: planned))
+    monkeypatch.setitem(ALL_STUDIES, "partial", lambda setup: replace(whole, plan_cells=lambda records: planned))
     words = ("run", "partial", "--only", "method=norms", "--only", "seed=1")
     assert "no cell has method=norms and seed=1 at once" in deltune(*words, code=2).stderr
 

@@ -241,20 +241,12 @@ def test_the_power_of_one_part_is_that_of_students_test(n: int) -> None:
 
 
 @pytest.mark.parametrize("spread", [(0.05, 0.3, 0.3), (0.3, 0.05, 0.3), (0.1, 0.0, 0.0)])
-def test_a_sample_size_is_enough_and_no_smaller_one_of_its_kind_is(spread: tuple[float, float, float]) -> None:
-    estimate = exact(spread, 3, 100)
-    distance = estimate.smallest_decidable() / 3
-    size = estimate.sample_size(distance, seeds=3)
-    assert size is not None
-    seeds, factor = size
-    assert estimate.enlarged((3, seeds), factor).power(distance) >= 0.8
-    assert estimate.enlarged((3, max(2, seeds - 1)), factor).power(distance) < 0.8 or seeds - 1 not in (2, 3, 4, 5, 6)
-    larger = exact(spread, seeds, round(100 * factor))
-    assert larger.power(distance) >= 0.79, "what was enlarged has no more variance than the larger study"
+def test_more_seeds_decide_smaller_effects(spread: tuple[float, float, float]) -> None:
+    few, many = exact(spread, 3, 100), exact(spread, 12, 100)
+    distance = many.smallest_decidable()
+    assert few.enlarged((3, 12)).power(distance) >= 0.79 > few.power(distance)
 
 
-def test_what_no_size_decides() -> None:
-    assert Estimate(0.5, ()).sample_size(1.0, 3) is None and Estimate(0.5, ()).smallest_decidable() == np.inf
-    blurred = Estimate(0.0, ((0.01, 2.0),), slack=0.5)
-    assert blurred.sample_size(0.4, 3) is None and blurred.smallest_decidable() > 0.5
-    assert Estimate(0.0, ((0.01, 2.0),)).sample_size(1e-6, 3) is None
+def test_what_is_not_known_decides_nothing() -> None:
+    assert Estimate(0.5, ()).smallest_decidable() == np.inf
+    assert Estimate(0.0, ((0.01, 2.0),), slack=0.5).smallest_decidable() > 0.5

@@ -35,6 +35,7 @@ from deltune.studies.report.figure_spec import TableSpec
 from deltune.studies.report.page import build_section, power_lines
 from deltune.studies.scales import (
     LEARNING_RATES,
+    UNTUNED,
     StudySetup,
     choose_rates,
     cross_product,
@@ -79,6 +80,9 @@ def built(name: str, scale: str, place: StudySetup) -> Study:
 # -- made-up results
 
 
+FLOOR_METHODS = ("head", UNTUNED["method"])
+
+
 def result(job: Job) -> dict[str, Any]:
     """What a work of each kind would answer."""
     chance = random.Random(job.name)
@@ -102,7 +106,7 @@ def result(job: Job) -> dict[str, Any]:
         return {"changes": changes, "seconds": 0.0}
     task = job.spec.get("other", run)["task"]
     drawn = re.search(r"parameters=(\d+)", run["method"])
-    value = 0.8 + 0.03 * chance.random()
+    value = (0.5 if job.kind == "probe" or run["method"] in FLOOR_METHODS else 0.8) + 0.03 * chance.random()
     if drawn and job.kind == "run":
         value = 0.5 + 0.4 / (1 + math.exp(-2.5 * (math.log10(int(drawn[1])) - 2.5)))
     scores = {
@@ -157,8 +161,10 @@ def test_a_study_is_whole(name: str, scale: str, place: StudySetup) -> None:
         for compared in finding.comparisons:
             assert not re.search(r"\w=\w|None|_", compared.text), f"not in words: {compared.text}"
     tables = [view for view in made.views if isinstance(view, TableSpec)]
-    assert len(tables) == len(section.tables) and len(tables) + len(section.figures) == len(made.views)
-    for view, grid in zip(tables, section.tables, strict=True):
+    of_floors = section.tables[len(tables) :]
+    assert len(of_floors) == ("floor" in made.axes()) and len(tables) + len(section.figures) == len(made.views)
+    assert all(any(cell.mean is not None for cell in row.cells) for grid in of_floors for row in grid.rows)
+    for view, grid in zip(tables, section.tables, strict=False):
         assert grid.rows and not grid.excluded, grid.excluded
         assert scale == "small" or not view.published or grid.has_published
         entries = {key for key in view.published if not any(part in ("percent", "average", "rank") for part in key)}
@@ -435,6 +441,20 @@ def test_a_job_is_called_by_the_labels_of_its_cell(name: str, place: StudySetup)
         assert job.cell is not None and "(" not in job.label.replace(" (", ""), job.label
         others = {"try", "method", "N"} if "try" in job.cell else set()
         assert all(str(label) in axes[axis] for axis, label in job.cell.items() if axis not in others)
+
+
+def test_every_study_of_scores_has_floors(place: StudySetup) -> None:
+    """And full tuning; the same jobs wherever another study has them, and none where a study has no scores of tasks."""
+    without = {"ln/time", "ln/terms", "ap/thresholds", "ap/transfer"}
+    floors = {name: built(name, "small", place).axes().get("floor", []) for name in STUDIES}
+    assert {name for name, rows in floors.items() if not rows} == without
+    assert floors["ln/nlu"] == ["head", "probe"] and floors["uv/integration"] == ["untuned", "head", "probe"]
+    assert floors["uv/full"] == ["full", "untuned", "head", "probe"] and floors["ln/nlg"] == ["untuned"]
+    (full,) = {
+        frozenset(job.name for job in built(name, "small", place).jobs({}) if job.spec.get("method") == "full")
+        for name in ("uv/full", "uv/integration", "uv/insertion")
+    }
+    assert len(full) == 8, "four rates on two tasks under the first seed"
 
 
 def test_the_list_of_studies_has_the_questions_of_the_studies(place: StudySetup) -> None:

@@ -29,7 +29,7 @@ Names = Annotated[
 ]
 Scale = Annotated[str, typer.Option(help="paper: its models, data and protocol; small: two cores suffice.")]
 DataRoot = Annotated[Path | None, typer.Option(help="Folder with the folders of known tasks.")]
-ModelRoot = Annotated[Path | None, typer.Option(help="Folder of small models [models beside the data root].")]
+ModelRoot = Annotated[Path | None, typer.Option(help="Folder of models [small scale: models beside the data root].")]
 Store = Annotated[Path, typer.Option(help="File of results; the runs are in a folder beside it.")]
 Stored = Annotated[Path, typer.Option(help="File of results, or a folder of exported ones.")]
 Workers = Annotated[int, typer.Option(min=1, help="Processes that do a job each.")]
@@ -47,6 +47,8 @@ def load_studies(
     model_root: Path | None,
     only: list[str] | None = None,
     runs: bool = False,
+    precision: str | None = None,
+    device_batch_size: int | None = None,
 ) -> list[Study]:
     """Make the studies of names or files."""
     from ..studies.papers.registry import ALL_STUDIES, FIRST, STUDIES
@@ -57,7 +59,7 @@ def load_studies(
         if root is not None and not user_path(root, "folder").is_dir():
             raise DeltuneError(f"there is no folder {root}")
     data, models = (None if root is None else str(root) for root in (data_root, model_root))
-    setup = StudySetup(scale, data, models, runs)
+    setup = StudySetup(scale, data, models, runs, precision, device_batch_size)
     names = list(dict.fromkeys(one for name in names for one in ((*FIRST, *STUDIES) if name == "all" else (name,))))
     files = [name for name in names if name.endswith((".yaml", ".yml"))]
     problems = [
@@ -173,6 +175,11 @@ def run(
     model_root: ModelRoot = None,
     workers: Workers = 1,
     threads: Threads = 1,
+    devices: Annotated[int, typer.Option(min=0, help="Accelerators: in place of --workers one for each.")] = 0,
+    device_batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Rows of a batch that a device computes at once [all].")
+    ] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32 or bf16, for every run [a run's default].")] = None,
     engine: Annotated[str, typer.Option(help="local, or ray: a cluster.")] = "local",
     only: Only = None,
     retry: Annotated[bool, typer.Option("--retry", help="Run jobs again that failed before.")] = False,
@@ -196,7 +203,12 @@ def run(
 
     if engine not in ("local", "ray"):
         raise DeltuneError(unknown_name("engine", engine, ("local", "ray")))
-    requested = load_studies(names, scale, data_root, model_root, only, runs=not dry_run)
+    if precision not in (None, "fp32", "bf16"):
+        raise DeltuneError(unknown_name("precision", str(precision), ("fp32", "bf16")))
+    workers = devices or workers
+    requested = load_studies(
+        names, scale, data_root, model_root, only, not dry_run, precision, device_batch_size
+    )  # fmt: skip
     if dry_run:
         rows = _rows(store) if user_path(store, "--store").exists() else {}
         timed = {**({} if results is None else _rows(results)), **rows}
@@ -212,7 +224,7 @@ def run(
     with log_to_stderr(quiet), ResultStore(store) as stored, ProgressDisplay(not quiet) as bar:
         for study in requested:
             try:
-                scheduler = run_jobs(study.jobs, stored, workers, threads, engine, retry, bar)
+                scheduler = run_jobs(study.jobs, stored, workers, threads, engine, retry, bar, devices)
             except KeyboardInterrupt:
                 print("stopped; run the same command again and it goes on where it was", file=sys.stderr)
                 raise typer.Exit(130) from None
@@ -228,14 +240,15 @@ def run(
 
 
 def run_jobs(
-    plan: Any, stored: ResultStore, workers: int, threads: int, engine: str, retry: bool, bar: ProgressDisplay
-) -> Scheduler:
+    plan: Any, stored: ResultStore, workers: int, threads: int, engine: str, retry: bool, bar: ProgressDisplay,
+    devices: int = 0,
+) -> Scheduler:  # fmt: skip
     """Do the jobs of a plan that are not done yet."""
     from ..studies.jobs import pool as pools
     from ..studies.jobs.pool import Scheduler
 
     pool = pools.RayPool if engine == "ray" else pools.LocalPool
-    scheduler = Scheduler(plan, stored, pool(workers, stored.runs, threads), retry)
+    scheduler = Scheduler(plan, stored, pool(workers, stored.runs, threads, devices), retry)
     scheduler.run(bar)
     return scheduler
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,7 +12,8 @@ from ..errors import DeltuneError, check_booleans, error_from_problems, unknown_
 from ..methods.registry import parse
 from ..methods.spec import MaskedMethod, Method, NamedMethod
 from ..train import TASKS, Best, finalists
-from .jobs.job import Cell, Roots
+from .claims.selectors import FLOOR
+from .jobs.job import Cell, Roots, probe_job
 from .jobs.store import JobRecord
 from .study import SEED_PLACEHOLDER, CellPlan, PlannedCell, Records, Sweep, labels_without_seed, plan_sweep
 
@@ -214,14 +216,19 @@ class StudySetup:
         scale: "paper" (models and data by their hub ids, the paper's protocol) or "small" (what two cores can do, from
             folders).
         data_root: The folder with the folders of tasks. At paper scale, tasks that it lacks come from the hub.
-        model_root: The folder with the small models; `models` beside data_root if None.
+        model_root: The folder with the models; at small scale `models` beside data_root if None. At paper scale, models
+            that it lacks come from the hub.
         runs: Whether something is run, so that models and data must be there; what is stored can be shown without.
+        precision: The precision of every run, "fp32" or "bf16"; a run's default if None.
+        device_batch_size: The rows of a batch that a device computes at once; all if None.
     """
 
     scale: str = "paper"
     data_root: str | None = None
     model_root: str | None = None
     runs: bool = True
+    precision: str | None = None
+    device_batch_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.scale not in ("paper", "small"):
@@ -243,11 +250,13 @@ class StudySetup:
     def roots(self) -> Roots:
         """Where jobs find the models and data that their specs name."""
         root = None if self.data_root is None else str(Path(self.data_root).expanduser().resolve())
-        return Roots(str(self.models.resolve()) if self.small and self.models is not None else None, root)
+        has_models = self.models is not None and (self.small or self.model_root is not None)
+        return Roots(str(self.models.resolve()) if has_models and self.models else None, root, self.device_batch_size)
 
     def task(self, name: str) -> dict[str, Any]:
         """Return the fields of a spec that name a task; the folder of its data is among the roots."""
-        return {"task": name, **(SMALL_TASK_OPTIONS.get(name, {}) if self.small else {})}
+        precision = {} if self.precision is None else {"precision": self.precision}
+        return {"task": name, **precision, **(SMALL_TASK_OPTIONS.get(name, {}) if self.small else {})}
 
     def rates(self, method: str | Method) -> list[Values]:
         """Return the learning rates that a method's runs try, as fields of a spec.
@@ -310,6 +319,30 @@ def method_variants(methods: Mapping[str, str], axis: str = "method", **labels: 
     return [Variant({axis: label, **labels}, {"method": method}) for label, method in methods.items()]
 
 
+UNTUNED: Values = {"method": "lora(rank=1)", "lr": 1e-12, "steps": 1}
+"""A run that scores the model as it is: LoRA starts at zero and stays there."""
+
+
+def _floor_variants(methods: Iterable[Any], *, written: bool) -> list[Variant]:
+    """Return the floors of a task and full tuning, those aside that a study has among its methods."""
+    rows: dict[str, Values] = {"full": {"method": "full"}}
+    rows |= {"untuned": UNTUNED} if written else {"head": {"method": "head"}}
+    return [Variant({FLOOR: name}, values) for name, values in rows.items() if values["method"] not in methods]
+
+
+def _with_probe(plan: CellPlan, roots: Roots) -> CellPlan:
+    """Return the cells of the head alone with a linear probe on the same rows, under the first seed."""
+
+    def plan_cells(records: Records) -> list[PlannedCell]:
+        head, *others = plan(records)
+        job = (*head.tries, head)[0].job
+        assert job is not None
+        spec = {name: value for name, value in job.spec.items() if name != "lr"}
+        return [head, *others, PlannedCell({**head.cell, FLOOR: "probe"}, probe_job(spec, roots))]
+
+    return plan_cells
+
+
 @check_booleans
 def cross_product(
     setup: StudySetup,
@@ -325,8 +358,9 @@ def cross_product(
     *,
     search_rates: bool = True,
     ladder: Literal["steps", "choose", "grid"] = "steps",
+    floors: bool = True,
 ) -> CellPlan:
-    """Return the cells of models × tasks × variants × seeds.
+    """Return the cells of models × tasks × variants × seeds, and beside them `floors` and full tuning of each task.
 
     Small scale tries several learning rates for each model, task and variant, unless `options` have one. `options` win
     over the scale's, and `by_task` over both; `labels` are labels of every cell on further axes. Without
@@ -341,7 +375,7 @@ def cross_product(
         [{"lr": rate} for rate in WHOLE_LADDER]
         if ladder != "steps"
         else [{}]
-        if "lr" in options
+        if "lr" in {**options, **variant.values}
         else setup.rates(variant.values["method"])[: None if search_rates else 1]
         for variant in variants
     ]
@@ -380,7 +414,21 @@ def cross_product(
         ]
         return [planned for planned in cells if not exclude(planned.cell)]
 
-    return plan_relabelled
+    if not floors or ladder != "steps" or "lr" in options:
+        return plan_relabelled
+    plans = [plan_relabelled]
+    methods = [variant.values["method"] for variant in variants]
+    for (label, model), task in itertools.product(models.items(), tasks):
+        kind = TASKS[task].kind
+        written = kind == "generation" or (by_task or {}).get(task, {}).get("answer") == "words"
+        for variant in _floor_variants(methods, written=written):
+            of_floor = cross_product(
+                setup, name, {label: model}, [task], [variant], options, seeds,
+                labels=labels, by_task=by_task, floors=False,
+            )  # fmt: skip
+            has_probe = variant.labels[FLOOR] == "head" and kind in ("classification", "tagging")
+            plans.append(_with_probe(of_floor, setup.roots) if has_probe else of_floor)
+    return join_plans(*plans)
 
 
 def join_plans(*plans: CellPlan) -> CellPlan:

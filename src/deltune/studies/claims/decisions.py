@@ -102,7 +102,7 @@ class PartVerdict:
 
 @dataclass(frozen=True)
 class Resolution:
-    """The effect that a run of this size can decide, and the size that would decide more.
+    """The effect that a run of this size can decide.
 
     `borders` are the ends of the region in which the claim is true; `printed` is the paper's effect, if it prints one
     that agrees with the claim; `rows` says whether test rows play a part in the interval.
@@ -111,7 +111,6 @@ class Resolution:
     estimate: Estimate
     borders: tuple[float, ...]
     alpha: float
-    seeds: int
     rows: bool
     printed: float | None
     unit: str
@@ -123,33 +122,20 @@ class Resolution:
         return self.estimate.smallest_decidable(self.alpha, POWER)
 
     @property
-    def target(self) -> float:
-        """The distance of the paper's own effect, or else of the measured one."""
-        effect = self.estimate.mean if self.printed is None else self.printed
-        return min(abs(effect - border) for border in self.borders)
-
-    @property
     def excludes_printed(self) -> bool:
         """True if the interval excludes an effect as large as the paper's."""
         low, high = self.estimate.interval(self.alpha)
         return self.printed is not None and not low <= self.printed <= high
 
-    @cached_property
+    @property
     def text(self) -> str:
-        """Both in a sentence; where the paper's effect is excluded, that it is in place of what it would take."""
-        repeats, borders = f"{self.repetition}s", [f"{border:g}".replace("-", "−") for border in self.borders]
-        margin = "" if self.borders == (0.0,) else " or ".join(borders)
-        effect = f"{self.smallest:.3g} {self.unit}".rstrip() + (f" beyond {margin}" if margin else "")
-        sample = f"{repeats} and test rows" if self.rows else repeats
-        decided = f"With these {sample} an effect of {effect} is decided in {100 * POWER:.0f} % of cases"
-        if self.excludes_printed:
-            return f"{decided}. The interval excludes an effect as large as the paper's."
-        seeds, factor = self.estimate.sample_size(self.target, self.seeds, self.alpha, POWER) or (None, 1.0)
-        needs = f"more than 1,000 {repeats}" if seeds is None else f"{seeds:,} {repeats}"
-        needs += f" and {factor:,.0f} times as many test rows" if self.rows and factor > 1 else ""
-        whose = "the one measured" if self.printed is None else "the paper's"
-        large = f"as far from {'it' if len(borders) == 1 else 'the nearer of them'}" if margin else "as large"
-        return f"{decided}; one {large} as {whose} ({self.target:.2g}) takes {needs}."
+        """The effect in a sentence, and where the paper's is excluded, that it is."""
+        borders = " or ".join(f"{border:g}".replace("-", "−") for border in self.borders)
+        beyond = "" if self.borders == (0.0,) else f" beyond {borders}"
+        sample = f"{self.repetition}s and test rows" if self.rows else f"{self.repetition}s"
+        effect = f"{self.smallest:.3g} {self.unit}".rstrip()
+        excluded = " The interval excludes an effect as large as the paper's." if self.excludes_printed else ""
+        return f"With these {sample} an effect of {effect}{beyond} is decided in {POWER:.0%} of cases.{excluded}"
 
 
 @dataclass(frozen=True)
@@ -616,7 +602,6 @@ def _resolution(test: _Test, alpha: float, printed: PrintedFinding, repetition: 
         estimate,
         compared.borders,
         alpha,
-        seeds=min(len(numbers) for numbers in compared.effects.values()),
         rows=True in _by_example(compared),
         printed=theirs.effect if theirs is not None and agrees else None,
         unit=unit,

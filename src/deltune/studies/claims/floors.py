@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,6 +17,19 @@ Place = tuple[str, str]
 
 FLOORS = {"untuned": "the untuned model", "head": "the head alone", "probe": "a linear probe"}
 """Label on the axis of floors -> its words; a method of this name is a floor too."""
+
+
+def floor_outcomes(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Return the floors of a study and its full tuning, by model, task, floor and seed."""
+    rows: dict[tuple[object, ...], Outcome] = {}
+    for outcome in outcomes:
+        cell = outcome.cell
+        row = cell.get(FLOOR, cell.get("method", cell.get("structure")))
+        same_task = cell.get("target", cell.get("task")) == cell.get("task")
+        if row in ("full", *FLOORS) and same_task and {"model", "task"} <= cell.keys():
+            labels = {"model": cell["model"], "task": cell["task"], FLOOR: row, SEED: cell.get(SEED)}
+            rows.setdefault(tuple(labels.values()), replace(outcome, cell=labels))
+    return list(rows.values())
 
 
 @dataclass(frozen=True)
@@ -39,17 +52,12 @@ def find_rooms(outcomes: Sequence[Outcome], choice: MetricChoice, names: Names |
     """Return the room of every model and task that outcomes have."""
     scores: dict[Place, dict[str, dict[object, float]]] = {}
     guesses: dict[Place, list[bool]] = {}
-    for outcome in outcomes:
-        cell = outcome.cell
-        row = str(cell.get(FLOOR, cell.get("method", cell.get("structure"))))
-        if outcome.error is not None or row not in ("full", *FLOORS) or not {"model", "task"} <= cell.keys():
-            continue
-        if cell.get("target", cell["task"]) != cell["task"]:
-            continue
+    for outcome in floor_outcomes(outcomes):
+        cell, row = outcome.cell, outcome.cell[FLOOR]
         (number,) = SCORE.read([outcome], choice)
         place = str(cell["model"]), str(cell["task"])
-        if isinstance(number, Number):
-            scores.setdefault(place, {}).setdefault(row, {})[cell.get(SEED)] = number.value
+        if outcome.error is None and isinstance(number, Number):
+            scores.setdefault(place, {}).setdefault(row, {})[cell[SEED]] = number.value
             if row == "full":
                 guesses.setdefault(place, []).append(is_at_chance(outcome))
     return {place: _room(place, rows, guesses.get(place, []), names) for place, rows in scores.items()}

@@ -41,7 +41,7 @@ PHRASES = {
     "structure": "{}", "method": "{}", "insertion": "{}", "group": "as many parameters as {}", "pair": "{}",
     "layers": "{}", "term": "{}", "module": "{}", "site": "at {}", "budget": "with {} % of the parameters",
     "task": "on {}", "target": "tested on {}", "model": "on {}", "family": "{}", "kind": "in {}", "seed": "seed {}",
-    "N": "N = {}",
+    "N": "N = {}", "floor": "{}",
 }  # fmt: skip
 """Axis -> how one of its labels is put into words, in the order of a description."""
 

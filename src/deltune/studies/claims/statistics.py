@@ -6,16 +6,11 @@ it, and so is Holm's procedure: statsmodels runs a full garbage collection each 
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy import optimize, special, stats
-
-SEED_COUNTS = (2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 30, 40, 50, 75, 100, 150, 200, 300, 500, 750, 1000)
-EXAMPLE_FACTORS = (1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0, 100.0, 1000.0)
-"""Numbers of seeds, and multiples of the examples, that a larger study is sought among."""
 
 
 @dataclass(frozen=True)
@@ -89,39 +84,14 @@ class Estimate:
             far *= 2
         return float(optimize.brentq(lambda distance: self.power(distance, alpha) - power, 0.0, far, rtol=1e-6))
 
-    def enlarged(self, seeds: tuple[int, int], examples: float = 1.0) -> Estimate:
-        """Return what a larger study would have: the variance of each part falls with the number that it is over.
+    def enlarged(self, seeds: tuple[int, int]) -> Estimate:
+        """Return what a study of more seeds would have: how many there are, and how many there would be.
 
-        The first part is of the seeds, the second of the examples (see `paired_estimate`). The first has some
-        variance of examples within seeds in it, which falls with both; here it falls with the seeds alone, so that the
-        larger study is no better than it says. `seeds` are how many there are and how many there would be, `examples`
-        how many times as many.
+        The first part of the variance is of the seeds, and falls with their number (see `paired_estimate`).
         """
         now, then = seeds
         parts = [(variance * now / then, df * (then - 1) / (now - 1)) for variance, df in self.parts[:1]]
-        parts += [(variance / examples, df * examples) for variance, df in self.parts[1:]]
-        return replace(self, parts=tuple(parts))
-
-    def sample_size(
-        self, distance: float, seeds: int, alpha: float = 0.05, power: float = 0.8
-    ) -> tuple[int, float] | None:
-        """Return the smallest study of at least this size that decides a distance with a given power.
-
-        That is the number of seeds, and how many times as many examples, with the smallest product; None if no study of
-        up to 1,000 seeds and 1,000 times as many examples does.
-        """
-        if not self.parts or distance <= self.slack:
-            return None
-        numbers = [seeds, *(n for n in SEED_COUNTS if n > seeds)]
-        sizes: list[tuple[int, float]] = []
-        for factor in EXAMPLE_FACTORS if len(self.parts) > 1 else (1.0,):
-
-            def power_of(n: int, factor: float = factor) -> float:
-                return self.enlarged((seeds, n), factor).power(distance, alpha)
-
-            at = bisect.bisect_left(numbers, power, key=power_of)
-            sizes += [(n, factor) for n in numbers[at : at + 1]]
-        return min(sizes, key=lambda size: size[0] * size[1], default=None)
+        return replace(self, parts=(*parts, *self.parts[1:]))
 
     def _half(self, alpha: float) -> float:
         if not self.parts:

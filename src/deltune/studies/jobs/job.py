@@ -24,6 +24,7 @@ from ...train import (
     RunMetrics,
     collect_environment,
     evaluate,
+    probe_model,
     rescore_with_statistics,
     task_kind_for,
     train,
@@ -106,6 +107,13 @@ class TransferResult(TypedDict):
     seconds: float
 
 
+class ProbeResult(TypedDict):
+    """The result of a job that fits a linear probe to the frozen features of a run's model: its scores."""
+
+    scores: Mapping[str, float]
+    seconds: float
+
+
 class NormChangesResult(TypedDict):
     """The result of a job that measures how far a run moved the norms."""
 
@@ -120,7 +128,7 @@ class TimingResult(TypedDict):
     seconds: float
 
 
-ResultValues = RunResult | TransferResult | NormChangesResult | TimingResult
+ResultValues = RunResult | TransferResult | ProbeResult | NormChangesResult | TimingResult
 """The result of a job of any kind; `execute` adds the environment."""
 
 
@@ -168,20 +176,26 @@ ENVIRONMENT_FIELDS = (
 
 @dataclass(frozen=True)
 class Roots:
-    """Where this machine has the models and data that specs name. It is no part of what a job is.
+    """Where this machine has the models and data that specs name, and what fits its device. It is no part of a job.
 
-    A model in the folder of models is called by the name of its folder.
+    A model in the folder of models is called by the name of its folder; one of the hub is there as ORGANISATION/NAME or
+    as NAME. `device_batch_size` is how many rows of a batch are computed at once.
     """
 
     models: str | None = None
     data_root: str | None = None
+    device_batch_size: int | None = None
 
     def locate(self, spec: Mapping[str, Any]) -> dict[str, Any]:
         """Return a job's spec with the folders of this machine in it; what is not here keeps its name."""
         located = {name: self.locate(value) if name in ("run", "other") else value for name, value in spec.items()}
         model, task = str(spec.get("model")), spec.get("task")
-        if self.models is not None and (Path(self.models) / model / "config.json").is_file():
-            located["model"] = str(Path(self.models) / model)
+        for name in (model, Path(model).name) if self.models is not None else ():
+            if (Path(str(self.models)) / name / "config.json").is_file():
+                located["model"] = str(Path(str(self.models)) / name)
+                break
+        if self.device_batch_size is not None and "method" in spec:
+            located["device_batch_size"] = self.device_batch_size
         if self.data_root is not None and task in TASKS and spec.get("data") is None:
             folder = Path(self.data_root) / TASKS[str(task)].folder
             located |= {"data_root": self.data_root} if folder.is_dir() else {}
@@ -340,6 +354,12 @@ def _transfer(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) ->
     return {"scores": results["test"], "count": RunFolder(folder).metrics.count, "seconds": 0.0}
 
 
+def _probe(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> ProbeResult:
+    """Fit a linear probe on the rows of a run, without training anything of the model."""
+    scores = probe_model(RunConfig.from_canonical(values["run"])).scores
+    return {"scores": scores.get("test", scores["validation"]), "seconds": 0.0}
+
+
 def _measure_norm_changes(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> NormChangesResult:
     """Measure how far a run moved each gain and bias."""
     spec = RunConfig.from_canonical(values["run"])
@@ -359,6 +379,11 @@ def transfer_job(spec: RunConfig, other: Mapping[str, Any], roots: Roots = NO_RO
     return Job("transfer", {"run": run.spec, "other": dict(other)}, (run,), roots)
 
 
+def probe_job(spec: Mapping[str, Any], roots: Roots = NO_ROOTS) -> Job:
+    """Return the job that scores a linear probe on the model and rows of a run's spec."""
+    return Job("probe", {"run": dict(spec)}, roots=roots)
+
+
 def term_change_job(spec: RunConfig, roots: Roots = NO_ROOTS) -> Job:
     """Return the job that measures how far a run moved each gain and bias of the norms."""
     run = run_job(spec, roots)
@@ -373,6 +398,7 @@ def timing_job(model: str, methods: Mapping[str, str], roots: Roots = NO_ROOTS, 
 RUNNERS: dict[str, Callable[[Mapping[str, Any], Path, ModelCache], ResultValues]] = {
     "run": _run,
     "transfer": _transfer,
+    "probe": _probe,
     "terms": _measure_norm_changes,
     "time": _time_methods,
 }

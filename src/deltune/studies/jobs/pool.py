@@ -53,12 +53,12 @@ class JobResult:
 class WorkerPool:
     """Workers that are given jobs and report their results. A worker is named by its index; if it dies it is replaced.
 
-    Sums over several threads round in another order, so that the number of a worker's threads must not follow from the
-    machine.
+    With `devices` each worker has an accelerator of its own and sees no other. Sums over several threads round in
+    another order, so that the number of a worker's threads must not follow from the machine.
     """
 
-    def __init__(self, workers: int, runs: Path, threads: int) -> None:
-        self.runs, self.threads = runs, threads
+    def __init__(self, workers: int, runs: Path, threads: int, devices: int = 0) -> None:
+        self.runs, self.threads, self.devices = runs, threads, devices
         self._jobs: list[Job | None] = [None] * workers
 
     def idle(self) -> list[int]:
@@ -114,8 +114,8 @@ class LocalPool(WorkerPool):
     accelerator they are spawned, since an import may already have initialized it, which a fork does not survive.
     """
 
-    def __init__(self, workers: int, runs: Path, threads: int = 1) -> None:
-        super().__init__(workers, runs, threads)
+    def __init__(self, workers: int, runs: Path, threads: int = 1, devices: int = 0) -> None:
+        super().__init__(workers, runs, threads, devices)
         self._context: Any = multiprocessing.get_context("spawn")
         if sys.platform == "linux" and not torch.accelerator.is_available():
             self._context = multiprocessing.get_context("forkserver")
@@ -123,9 +123,14 @@ class LocalPool(WorkerPool):
         self._pipes: list[Connection | None] = [None] * workers
         self._processes: list[Any] = [None] * workers
 
-    def _start(self) -> tuple[Connection, Any]:
+    def environment(self, worker: int) -> dict[str, str]:
+        """Return the variables of a worker's process: ours, and the one accelerator that it sees."""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(self.devices)))).split(",")
+        return {**os.environ, **({"CUDA_VISIBLE_DEVICES": visible[worker % len(visible)]} if self.devices else {})}
+
+    def _start(self, worker: int) -> tuple[Connection, Any]:
         ours, theirs = self._context.Pipe()
-        arguments = (theirs, self.runs, self.threads, dict(os.environ))
+        arguments = (theirs, self.runs, self.threads, self.environment(worker))
         process = self._context.Process(target=_run_worker, args=arguments, daemon=True)
         process.start()
         theirs.close()
@@ -135,7 +140,7 @@ class LocalPool(WorkerPool):
         self._jobs[worker] = job
         pipe = self._pipes[worker]
         if pipe is None:
-            pipe, self._processes[worker] = self._start()
+            pipe, self._processes[worker] = self._start(worker)
             self._pipes[worker] = pipe
         with contextlib.suppress(BrokenPipeError, ConnectionError):  # the worker died meanwhile: poll() reports it
             pipe.send(job)
@@ -160,7 +165,7 @@ class LocalPool(WorkerPool):
                 reason = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
                 results.append((worker, _died(job, reason)))
                 pipe.close()
-                self._pipes[worker], self._processes[worker] = self._start()
+                self._pipes[worker], self._processes[worker] = self._start(worker)
         return results
 
     def close(self) -> None:
@@ -215,11 +220,11 @@ class _Worker:
 class RayPool(WorkerPool):
     """Ray actors with a core for each of their threads; the folder of runs is on a disk that all machines share."""
 
-    def __init__(self, workers: int, runs: Path, threads: int = 1) -> None:
+    def __init__(self, workers: int, runs: Path, threads: int = 1, devices: int = 0) -> None:
         check_extra("ray", "--engine ray needs")
         import ray
 
-        super().__init__(workers, runs, threads)
+        super().__init__(workers, runs, threads, devices)
         self._ray = ray
         self._started_ray = not ray.is_initialized()
         if self._started_ray:
@@ -231,7 +236,9 @@ class RayPool(WorkerPool):
         """Reference to a result -> the worker that will report it."""
 
     def _start(self) -> Any:
-        return self._ray.remote(num_cpus=self.threads)(_Worker).remote(str(self.runs), self.threads)
+        return self._ray.remote(num_cpus=self.threads, num_gpus=int(self.devices > 0))(_Worker).remote(
+            str(self.runs), self.threads
+        )
 
     def pids(self) -> list[int]:
         """Return the process ids of the workers."""

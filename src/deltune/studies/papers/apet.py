@@ -598,7 +598,7 @@ def _transferred(setup: StudySetup, label: str, model: str, sources: Sequence[st
     options = {} if setup.small else {"protocol": "ap"}
     runs = cross_product(
         setup, "ap/transfer", {model: family.models[model].hub_id}, sources, variants, options,
-        labels={"family": label}, by_task=by_task,
+        labels={"family": label}, by_task=by_task, floors=False,
     )  # fmt: skip
     target_fields = {
         target: {k: v for k, v in {**setup.task(target), "relabel": relabel[target]}.items() if k in TARGET_FIELDS}

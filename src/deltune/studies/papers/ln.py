@@ -10,7 +10,7 @@ from typing import Any
 from ...train import RunConfig
 from ..claims.claims import AllOf, Beats, Best, Between, Claim, FewerParameters, InEach, Within
 from ..claims.comparisons import RANK, score
-from ..claims.selectors import EVERY, LARGEST, SMALLEST
+from ..claims.selectors import EVERY, FLOOR, LARGEST, SMALLEST
 from ..jobs.job import Job, Outcome, term_change_job, timing_job
 from ..jobs.store import JobRecord
 from ..report.figure_spec import Bars, HeatMap, Scatter, TableSpec
@@ -483,6 +483,7 @@ def terms(setup: StudySetup) -> Study:
                 job=None if planned.job is None else _term_change_job(planned.job, setup),
             )
             for planned in runs(records)
+            if FLOOR not in planned.cell
         ]
 
     return Study(

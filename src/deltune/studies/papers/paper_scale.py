@@ -56,9 +56,12 @@ TRAIN_ROWS: Mapping[str, int] = {
 }  # fmt: skip
 """Rows of the official training splits, references counted singly."""
 
-DEVICES: Mapping[str, float] = {"H100": 67e12, "A100": 19.5e12, "CPU core": 1e11}
-"""Device -> its float32 operations a second: of the cards as their maker prints them, without tensor cores; of a core
-about what the clock and the width of its vectors allow."""
+DEVICES: Mapping[tuple[str, str], float] = {
+    ("H100", "bf16"): 990e12, ("A100", "bf16"): 312e12, ("H100", "fp32"): 67e12, ("A100", "fp32"): 19.5e12,
+    ("CPU core", "fp32"): 1e11,
+}  # fmt: skip
+"""Device and precision -> its operations a second: of the cards as their maker prints them, in float32 without tensor
+cores; of a core about what the clock and the width of its vectors allow."""
 SHARE = 0.5
 """The share of these operations that training reaches (ours)."""
 MOMENTS = 12
@@ -190,12 +193,15 @@ def describe_needs(study: Study) -> list[str]:
     number = sum(one.times for one in runs)
     more = f", and those that follow from them: {unknown} cells of searches for a threshold" if unknown else ""
     operations = sum(one.operations for one in runs)
-    hours = ", ".join(f"{_hours(operations / (SHARE * rate) / 3600)} on one {name}" for name, rate in DEVICES.items())
+    hours = ", ".join(
+        f"{_hours(operations / (SHARE * rate) / 3600)} on one {name} in {precision}"
+        for (name, precision), rate in DEVICES.items()
+    )
     needy = max(runs, key=lambda one: one.memory)
     deltas = sum(4 * one.trained * one.times for one in runs)
     lines += [
         f"  {number:,} training runs, those that try a learning rate or a scale included{more}",
-        f"  training takes {operations:.1e} operations at most: {hours} (at {SHARE:.0%} of its float32 rate; all "
+        f"  training takes {operations:.1e} operations at most: {hours} (at {SHARE:.0%} of its rate; all "
         "texts as long as they may be and no run stopped early; validation and generation come on top)",
         f"  memory: up to {_bytes(needy.memory)} for a whole batch at once ({needy.model}, {needy.task}), and "
         f"{_bytes(max(one.fixed_memory for one in runs))} however small the part of it that is computed at once",

@@ -28,14 +28,15 @@ from ..claims.decisions import (
     decidable_effects,
     decide_claims,
 )
-from ..claims.selectors import describe_cell
+from ..claims.floors import FLOORS, floor_outcomes
+from ..claims.selectors import FLOOR, describe_cell
 from ..claims.statistics import Estimate
 from ..jobs.job import Outcome
 from ..jobs.store import JobRecord
 from ..scales import SMALL_TRAIN_ROWS
 from ..study import Records, Study
 from .aggregate import SEED
-from .figure_spec import DISPLAY_NAMES, FigureSpec, TableSpec, as_tuple
+from .figure_spec import DISPLAY_NAMES, FigureSpec, Numbers, TableSpec, as_tuple
 from .figures import DrawnFigure, draw, save
 from .findings import CLAIM_COLUMNS, NO_RESULT, SEEN, ClaimRow, claim_rows, findings_csv, has_no_result
 from .provenance import (
@@ -120,7 +121,8 @@ class Section:
     @property
     def training(self) -> str:
         """Training rows and steps of its runs, in sentences."""
-        return training_facts(self.outcomes, self.names, self.train_rows)
+        compared = [outcome for outcome in self.outcomes if FLOOR not in outcome.cell]
+        return training_facts(compared, self.names, self.train_rows)
 
     @property
     def claim_rows(self) -> list[ClaimRow]:
@@ -158,15 +160,15 @@ def render_page(sections: Sequence[Section], title: str = "") -> str:
 
 
 def _first_claims(studies: Sequence[dict[str, Any]]) -> list[tuple[ClaimRow, dict[str, Any]]]:
-    """Return the decided claims with the smallest adjusted p values, those of exact numbers last."""
+    """Return the decided claims with the smallest adjusted p values: those of scores, then of other numbers."""
     decided = [
-        (finding.p_adjusted is None, finding.p_adjusted or 0.0, row, study)
+        ((finding.p_adjusted is None, finding.unit != "points", finding.p_adjusted or 0.0), row, study)
         for study in studies
         for finding, row in zip(study["section"].findings, study["rows"], strict=True)
         if finding.verdict in ("holds", "does not hold")
     ]
-    decided.sort(key=lambda one: one[:2])
-    return [(row, study) for _, _, row, study in decided[:FIRST_CLAIMS]]
+    decided.sort(key=lambda one: one[0])
+    return [(row, study) for _, row, study in decided[:FIRST_CLAIMS]]
 
 
 NUMBERS = {1: "a paper", 2: "two papers", 3: "three papers"}
@@ -257,7 +259,8 @@ def build_section(
     If `paper`, the paper's own numbers stand beside ours; findings of `small` scale are not about the paper.
     """
     statements = statements or PaperStatements()
-    outcomes = study.outcomes(records)
+    planned = study.outcomes(records)
+    outcomes = [outcome for outcome in planned if FLOOR not in outcome.cell]
     views = [replace(view, repetition=study.repetition) for view in study.views]
     views = views if any(not outcome.waiting for outcome in outcomes) else []
     tables = [view if paper else replace(view, published={}) for view in views if isinstance(view, TableSpec)]
@@ -269,7 +272,7 @@ def build_section(
     metric = _metric(study, outcomes)
     findings = decide_claims(
         statements.claims,
-        outcomes,
+        planned,
         metric,
         lower=study.lower,
         names=names,
@@ -280,11 +283,11 @@ def build_section(
     return Section(
         study.name,
         "\n\n".join(text for text in (study.question, study.notes) if text),
-        tables=tuple(build_table(view, outcomes) for view in tables),
+        tables=(*(build_table(view, outcomes) for view in tables), *_floor_table(study.metric, planned, names)),
         figures=tuple(draw(view, outcomes) for view in figures),
         findings=tuple(findings),
-        outcomes=tuple(outcomes),
-        missing=tuple(_missing(outcomes, names)),
+        outcomes=tuple(planned),
+        missing=tuple(_missing(planned, names)),
         printed=tuple(printed),
         choices=statements.choices,
         small=small,
@@ -297,6 +300,17 @@ def build_section(
     )
 
 
+def _floor_table(metric: Numbers, outcomes: Sequence[Outcome], names: Mapping[str, str]) -> list[Table]:
+    """Return the table of floors and full tuning, if the study has floors and any run is done."""
+    if all(outcome.waiting for outcome in outcomes) or not any(FLOOR in outcome.cell for outcome in outcomes):
+        return []
+    view = TableSpec(
+        title="Floors and full tuning", groups="model", rows=FLOOR, metric=metric, percent=False, average=False,
+        display_names={**names, **FLOORS, "full": "full tuning"},
+    )  # fmt: skip
+    return [build_table(view, floor_outcomes(outcomes))]
+
+
 ASSUMED_SPREAD = 1.0
 """Points by which scores are taken to spread over seeds as long as nothing was run."""
 
@@ -306,7 +320,7 @@ def power_lines(study: Study, records: Records, claims: Sequence[Claim]) -> list
 
     The spread is judged by the seeds that are complete.
     """
-    outcomes = study.outcomes(records)
+    outcomes = [outcome for outcome in study.outcomes(records) if FLOOR not in outcome.cell]
     seeds = {outcome.cell.get(SEED) for outcome in outcomes}
     if not claims or len(seeds) < 2:
         return []
