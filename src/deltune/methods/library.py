@@ -1038,6 +1038,71 @@ def olora(
     return _at_projections(Centred(rank, "olora", float(scale)), at, layers, stack, attention, tower)
 
 
+@_projection_method
+def corda(
+    rank: int = 8, scale: float = 1, keep: Literal["task", "knowledge"] = "task", *, at: Site = QUERY_AND_VALUE,
+    layers: LayersArg = "all", stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Train a part of the spectrum of W by data, s (B A - B₀ A₀) x (CorDA; Yang et al. 2024).
+
+    PEFT: LoraConfig(init_lora_weights="corda"). The base model is not changed. It starts from data.
+
+    Args:
+        scale: s, above 0.
+        keep: "task" (the first part, of the data of the task; PEFT: "ipm") or "knowledge" (the last part, of data whose
+            knowledge is kept; PEFT: "kpm").
+    """
+    form = Centred(rank, "corda" if keep == "task" else "corda_kpm", float(scale))
+    return _at_projections(form, at, layers, stack, attention, tower)
+
+
+@_projection_method
+def lora_ga(
+    rank: int = 8, scale: float = 1, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all", stack: Stack = "all",
+    attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Train a low rank from the gradient of W, s (B A - B₀ A₀) x (LoRA-GA; Wang et al. 2024).
+
+    PEFT: LoraConfig(init_lora_weights="lora_ga"). The base model is not changed. It starts from data with labels.
+
+    Args:
+        rank: r, at least 1; twice as many singular values are needed.
+        scale: s, above 0.
+    """
+    return _at_projections(Centred(rank, "lora_ga", float(scale)), at, layers, stack, attention, tower)
+
+
+@_projection_method
+def eva(
+    rank: int = 8, scale: float = 1, dropout: float = 0.0, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all",
+    stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Train s B A x, where A starts as the first principal components of x (EVA; Paischer et al. 2024).
+
+    PEFT: LoraConfig(init_lora_weights="eva", eva_config=EvaConfig(rho=1)): all places have one rank. It starts from
+    data.
+
+    Args:
+        dropout: The probability of dropping a value of x while training.
+    """
+    return _at_projections(LowRank(rank, dropout, "eva"), at, layers, stack, attention, tower, scale=scale)
+
+
+@_projection_method
+def loftq(
+    rank: int = 8, dropout: float = 0.0, *, at: Site = LINEARS, layers: LayersArg = "all", stack: Stack = "all",
+    attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Train B A x on a quantised base Q, where B A starts as the best part of W - Q (LoftQ; Li et al. 2023).
+
+    PEFT: replace_lora_weights_loftq. The base is not changed. It starts from the model before it was quantised.
+
+    Args:
+        dropout: The probability of dropping a value of x while training.
+    """
+    return _at_projections(LowRank(rank, dropout, "loftq"), at, layers, stack, attention, tower)
+
+
 # -- rotations, vectors and subspaces ---------------------------------------------------------------------------------
 
 
@@ -1154,5 +1219,5 @@ def compacter(
 def loreft(
     rank: int = 4, *, layers: LayersArg = "all", stack: Stack = "all", tower: Tower = "main",
 ) -> Parts:  # fmt: skip
-    """Edit what layers compute in a subspace, h + Rᵀ (W h + b - R h) (LoReFT; Wu et al. 2024), at every position."""
+    """Edit what layers compute at every position, h + Rᵀ (W h + b - R h) (LoReFT; Wu et al. 2024)."""
     return (Modification("block", LoReFT(rank), "sequential", ADD, layers, stack, tower=tower),)

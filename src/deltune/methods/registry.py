@@ -147,6 +147,10 @@ _ENTRIES = (
     RegistryEntry(library.mica, "PEFT", "2dr", "mica(rank=8)"),
     RegistryEntry(library.pissa, "Meng et al. 2024", "4dr", "pissa(rank=8)"),
     RegistryEntry(library.olora, "Büyükakyüz 2024", "4dr", "olora(rank=8)"),
+    RegistryEntry(library.corda, "Yang et al. 2024", "4dr", "corda(rank=8)"),
+    RegistryEntry(library.lora_ga, "Wang et al. 2024", "4dr", "lora_ga(rank=8)"),
+    RegistryEntry(library.eva, "Paischer et al. 2024", "4dr", "eva(rank=8)"),
+    RegistryEntry(library.loftq, "Li et al. 2023", "10dr + 2mr", "loftq(rank=8)"),
     RegistryEntry(library.oft, "Qiu et al. 2023", "d(b − 1)", "oft(block_size=16)"),
     RegistryEntry(library.boft, "Liu et al. 2024", "2dbm + 2d", "boft(block_size=8, factors=2)"),
     RegistryEntry(library.hra, "Yuan et al. 2024", "2dr", "hra(rank=4)"),
@@ -171,8 +175,8 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     "prompts: vectors that an attention reads beside the text": ("prefix", "p_tuning_v2", "prompt"),
     "low-rank: matrices of few ranks, blocks or products": (
-        "lora", "adalora", "dora", "pissa", "olora", "mica", "lora_fa", "lora_xs", "hira", "glora", "deft", "peanut",
-        "delora", "loha", "lokr", "miss", "gralora",
+        "lora", "adalora", "dora", "pissa", "olora", "corda", "lora_ga", "eva", "loftq", "mica", "lora_fa", "lora_xs",
+        "hira", "glora", "deft", "peanut", "delora", "loha", "lokr", "miss", "gralora",
     ),
     "shared: few numbers and matrices that all places have in common": (
         "vera", "randlora", "vblora", "unilora", "tinylora", "nola",

@@ -13,6 +13,7 @@ from .base import (
     Place,
     Shapes,
     Specs,
+    Statistic,
     Tensors,
     TensorSpec,
     Widths,
@@ -194,14 +195,17 @@ class Centred(Form):
     """A low rank from any initial values, s (B A - B₀ A₀) x, so that it starts at 0 and the base is not changed.
 
     "pissa": A₀ and B₀ are the first r singular vectors of W with the roots of the singular values over s (Meng et al.
-    2024; PEFT: init_lora_weights="pissa"). "olora": W = Q R, B₀ is the first r columns of Q, and A₀ the first r rows of
-    R (Büyükakyüz 2024; PEFT: init_lora_weights="olora").
+    2024). "olora": W = Q R, B₀ is the first r columns of Q, and A₀ the first r rows of R (Büyükakyüz 2024). "corda" and
+    "corda_kpm": W C = U S V with the moments C of what the projection reads; B₀ = U √(S / s), A₀ = √(S / s) V C⁻¹, of
+    the r greatest, or of the r least singular values (Yang et al. 2024). "lora_ga": the gradient is U S V; A₀ has the
+    first r rows of V, and B₀ the next r columns of U S, times d_out^¼ / 4 (Wang et al. 2024).
+    PEFT: LoraConfig(init_lora_weights=start).
 
     Tensors: down A (r, d_in) and up B (d_out, r); the buffers down_start A₀ and up_start B₀.
 
     Args:
         rank: r, at least 1.
-        start: "pissa" or "olora".
+        start: "pissa", "olora", "corda", "corda_kpm" or "lora_ga".
         scale: s, above 0.
 
     Raises:
@@ -210,7 +214,7 @@ class Centred(Form):
 
     reads_weight: ClassVar[bool] = True
     rank: int
-    start: Literal["pissa", "olora"] = "pissa"
+    start: Literal["pissa", "olora", "corda", "corda_kpm", "lora_ga"] = "pissa"
     scale: float = 1.0
 
     def __post_init__(self) -> None:
@@ -219,8 +223,12 @@ class Centred(Form):
         if self.scale <= 0:
             raise DeltuneError(f"scale={self.scale:g}: give a number above 0")
 
+    @property
+    def statistic(self) -> Statistic | None:
+        return "gradient" if self.start == "lora_ga" else "moments" if self.start.startswith("corda") else None
+
     def incompatibility(self, widths: Widths) -> str | None:
-        return rank_above(self.rank, widths)
+        return rank_above(self.rank * (2 if self.start == "lora_ga" else 1), widths)
 
     def tensors(self, widths: Widths) -> Specs:
         shapes = down_up(self.rank, widths)
@@ -230,13 +238,19 @@ class Centred(Form):
         import torch
 
         assert at is not None
-        if self.start == "pissa":
-            u, s, v = singular(at.weight, slice(self.rank))
-            root = (s / self.scale).sqrt()
-            down, up = root[:, None] * v, u * root
-        else:
+        if self.start == "olora":
             columns, rows = torch.linalg.qr(at.weight)
             down, up = rows[: self.rank], columns[:, : self.rank]
+        elif self.start == "lora_ga":
+            assert at.statistic is not None
+            u, s, v = singular(at.statistic, slice(2 * self.rank))
+            down, up = v[: self.rank], (u * s)[:, self.rank :] * (len(u) ** 0.25 / 4)
+        else:
+            part = slice(-self.rank, None) if self.start == "corda_kpm" else slice(self.rank)
+            moments = None if at.statistic is None else _damped(at.statistic).to(at.weight)
+            u, s, v = singular(at.weight if moments is None else at.weight @ moments, part)
+            root = (s / self.scale).sqrt()
+            down, up = root[:, None] * (v if moments is None else torch.linalg.solve(moments, v, left=False)), u * root
         for ending in ("", "_start"):
             tensors[f"down{ending}"].copy_(down)
             tensors[f"up{ending}"].copy_(up)
@@ -253,3 +267,15 @@ class Centred(Form):
         t = {name: tensor.to(u.dtype) for name, tensor in tensors.items()}
         now, start = (u @ t[f"down{ending}"].t() @ t[f"up{ending}"].t() for ending in ("", "_start"))
         return self.scale * (now - start)
+
+
+def _damped(moments: torch.Tensor) -> torch.Tensor:
+    """Return moments with as much added to the diagonal as their inverse needs, as CorDA's authors add it."""
+    import torch
+
+    identity, share = torch.eye(len(moments)).to(moments), 0.01
+    while True:
+        damped = moments + share * moments.diagonal().mean() * identity
+        if torch.dist(damped @ torch.linalg.inv(damped), identity) < 0.05:
+            return damped
+        share *= 2
