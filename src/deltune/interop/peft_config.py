@@ -13,7 +13,7 @@ from ..errors import DeltuneError, error_from_problems
 from ..methods.library import ia3, layernorm, prefix, prompt
 from ..methods.spec import Method
 from .base import PeftOptions, PlacedTensors, UnusedTensors, check_types, method_from_pieces, methods_selecting
-from .peft_projections import Projections
+from .peft_projections import ProjectionReader
 from .peft_read import (
     decoder_problems,
     ia3_pieces,
@@ -99,7 +99,7 @@ def _method(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensors,
     if not chosen:
         raise DeltuneError(f"target_modules={options['target_modules']!r} names no module of {anatomy.model}")
     if row is not None:
-        return Projections(anatomy, options, row, unused, lambda place: None, {}).plan(chosen)
+        return ProjectionReader(anatomy, options, row, unused, lambda place: None, {}).plan(chosen)
     if kind == "IA3":
         pieces = ia3_pieces(anatomy, chosen, names_module(options, "feedforward_modules"))
         return method_from_pieces(anatomy, [PlacedTensors(m, place, {}) for _, m, place in pieces], [ia3])

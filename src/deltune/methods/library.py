@@ -15,7 +15,7 @@ from ..errors import DeltuneError, excerpt, unknown_name
 from . import spec
 from .compositions import Add, Composition, Gate, PrefixGate, Scale, SigmoidGate
 from .forms.attention import MultiHead, OwnMultiHead, Prefix
-from .forms.base import Form
+from .forms.base import Form, check_positive
 from .forms.entries import SHiRA, SuperTuning
 from .forms.hidden import Bottleneck, Mixture, Rescale, Vector
 from .forms.low_rank import Init, LowRank
@@ -438,8 +438,7 @@ def _scale_from(scale: float, alpha: float | None, rank: int) -> float:
     """Return s, which is given as `scale` or by alpha / rank."""
     if alpha is None:
         return scale
-    if rank < 1:
-        raise DeltuneError(f"rank={rank}: must be a whole number of at least 1")
+    check_positive(rank=rank)
     if alpha <= 0:
         raise DeltuneError(f"alpha={alpha:g}: give a number above 0; the scale is alpha / rank")
     if scale not in (1, alpha / rank):

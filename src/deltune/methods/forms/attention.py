@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ...errors import DeltuneError
 from ..masks import Factor
-from .base import Form, Place, Product, Specs, Tensors, TensorSpec, Widths, check_positive, trained
+from ..parser import Size
+from .base import Form, Place, Product, Specs, Tensors, TensorSpec, Widths, trained
 from .low_rank import init_down_up
 
 if TYPE_CHECKING:
@@ -38,15 +39,9 @@ class Prefix(Form):
     """
 
     needs: ClassVar[str] = "attention"
-    length: int
-    reparameterise: int | None = None
+    length: Size
+    reparameterise: Size | None = None
     shift_positions: bool = field(default=False, kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(length=self.length)
-        if self.reparameterise is not None:
-            check_positive(reparameterise=self.reparameterise)
 
     @property
     def starts_at_zero(self) -> bool:
@@ -117,12 +112,8 @@ def _expand_to_query_heads(tensors: Tensors, query: torch.Tensor) -> tuple[torch
 class _Rows(Form):
     """A form of l rows for each head, whose values are 0 at the start."""
 
-    length: int
+    length: Size
     zero_up: bool = field(default=True, kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(length=self.length)
 
     @property
     def starts_at_zero(self) -> bool:

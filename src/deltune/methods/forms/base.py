@@ -515,16 +515,6 @@ def check_positive(**sizes: int) -> None:
             raise DeltuneError(f"{name}={size}: must be a whole number of at least 1")
 
 
-def check_share(name: str, value: float) -> None:
-    """Check that a value lies in [0, 1).
-
-    Raises:
-        DeltuneError: It does not; the message has its name.
-    """
-    if not 0 <= value < 1:
-        raise DeltuneError(f"{name}={value}: must lie in [0, 1)")
-
-
 class FactorForm(Form):
     """A form that is a product of two matrices, Δh = U D u with (D, U) = `factors(tensors)`.
 

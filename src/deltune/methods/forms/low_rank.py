@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ...errors import DeltuneError
 from ..masks import Factor
-from .base import FactorForm, Place, Product, Specs, Statistic, Tensors, Widths, check_positive, check_share, trained
+from ..parser import Share, Size
+from .base import FactorForm, Place, Product, Specs, Statistic, Tensors, Widths, trained
 from .starts import rank_above, singular
 
 if TYPE_CHECKING:
@@ -37,14 +38,9 @@ class LowRank(FactorForm):
 
     acts_on_weights: ClassVar[bool] = True
     reads_ids: ClassVar[bool] = True
-    rank: int
-    dropout: float = 0.0
+    rank: Size
+    dropout: Share = 0.0
     init: Init | Literal["eva", "loftq"] = "lora"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(rank=self.rank)
-        check_share("dropout", self.dropout)
 
     @property
     def starts_at_zero(self) -> bool:

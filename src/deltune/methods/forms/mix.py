@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from ...errors import check_choice
-from .base import FactorForm, Form, Place, Specs, Tensors, TensorSpec, Widths, check_positive
+from ..parser import Size
+from .base import FactorForm, Form, Place, Specs, Tensors, TensorSpec, Widths
 from .starts import kaiming_
 
 if TYPE_CHECKING:
@@ -39,13 +40,9 @@ class Mix(FactorForm):
         DeltuneError: An argument is out of its range.
     """
 
-    number: int
-    rank: int = 8
+    number: Size
+    rank: Size = 8
     softmax: bool = field(default=False, kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(number=self.number, rank=self.rank)
 
     @property
     def starts_at_zero(self) -> bool:
@@ -82,13 +79,9 @@ class AttentionMix(Form):
         DeltuneError: An argument is out of its range.
     """
 
-    number: int
-    rank: int = 8
-    width: int = 16
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(number=self.number, rank=self.rank, width=self.width)
+    number: Size
+    rank: Size = 8
+    width: Size = 16
 
     @property
     def starts_at_zero(self) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ...errors import DeltuneError
+from ..parser import Size
 from .base import (
     FactorForm,
     Form,
@@ -17,7 +18,6 @@ from .base import (
     Tensors,
     TensorSpec,
     Widths,
-    check_positive,
     trained,
 )
 from .starts import at_least_float32, buffers, down_up, indivisible, random_entries, rank_above, singular
@@ -31,13 +31,9 @@ if TYPE_CHECKING:
 class _DrawnSpectrum(ChangeForm):
     """What forms share that train n entries of a transform of the weight, drawn as PEFT draws them."""
 
-    frequencies: int
+    frequencies: Size
     scale: float
     seed: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(frequencies=self.frequencies)
 
     def incompatibility(self, widths: Widths) -> str | None:
         size = widths.in_width * widths.out_width
@@ -125,11 +121,7 @@ class Circulant(MatrixForm):
     """
 
     acts_on_weights: ClassVar[bool] = False
-    block_size: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(block_size=self.block_size)
+    block_size: Size
 
     def incompatibility(self, widths: Widths) -> str | None:
         return indivisible("block_size", self.block_size, widths.in_width, widths.out_width)
@@ -162,11 +154,7 @@ class LoRAXS(FactorForm):
     """
 
     reads_weight: ClassVar[bool] = True
-    rank: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(rank=self.rank)
+    rank: Size
 
     @property
     def starts_at_zero(self) -> bool:
@@ -213,13 +201,12 @@ class Centred(Form):
     """
 
     reads_weight: ClassVar[bool] = True
-    rank: int
+    rank: Size
     start: Literal["pissa", "olora", "corda", "corda_kpm", "lora_ga"] = "pissa"
     scale: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(rank=self.rank)
         if self.scale <= 0:
             raise DeltuneError(f"scale={self.scale:g}: give a number above 0")
 

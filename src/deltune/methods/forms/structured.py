@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ...errors import DeltuneError, check_choice
+from ..parser import Share, Size
 from ..schedules import RankSchedule
 from .base import (
     BeforeUp,
@@ -20,8 +21,6 @@ from .base import (
     TensorSpec,
     TwoLayers,
     Widths,
-    check_positive,
-    check_share,
     trained,
 )
 from .hidden import ACTIVATIONS, activate
@@ -43,11 +42,7 @@ class LoHa(MatrixForm):
     """
 
     acts_on_weights: ClassVar[bool] = False  # of experts, which have a stack of matrices
-    rank: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(rank=self.rank)
+    rank: Size
 
     def tensors(self, widths: Widths) -> Specs:
         a, b = (widths.out_width, self.rank), (self.rank, widths.in_width)
@@ -77,13 +72,12 @@ class LoKr(MatrixForm):
     """
 
     acts_on_weights: ClassVar[bool] = False
-    rank: int
+    rank: Size
     factor: int = -1
     decompose_both: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(rank=self.rank)
         if self.factor < 1 and self.factor != -1:
             raise DeltuneError(f"factor={self.factor}: must be at least 1, or -1")
 
@@ -138,12 +132,8 @@ class MiSS(ChangeForm):
     """
 
     through_weight: ClassVar[bool] = False
-    rank: int
-    mini_rank: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(rank=self.rank, mini_rank=self.mini_rank or 1)
+    rank: Size
+    mini_rank: Size | None = None
 
     def incompatibility(self, widths: Widths) -> str | None:
         if self.rank > widths.in_width:
@@ -189,12 +179,11 @@ class GraLoRA(MatrixForm):
     """
 
     acts_on_weights: ClassVar[bool] = False
-    rank: int
-    blocks: int = 2
+    rank: Size
+    blocks: Size = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(rank=self.rank, blocks=self.blocks)
         if self.rank % self.blocks:
             raise DeltuneError(f"rank={self.rank}: must be a multiple of blocks={self.blocks}")
 
@@ -231,13 +220,8 @@ class FrozenSide(FactorForm):
     """
 
     reads_weight: ClassVar[bool] = True
-    rank: int
-    frozen: str = "down"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(rank=self.rank)
-        check_choice("frozen", self.frozen, ("down", "up"))
+    rank: Size
+    frozen: Literal["down", "up"] = "down"
 
     def incompatibility(self, widths: Widths) -> str | None:
         return rank_above(self.rank, widths)
@@ -281,10 +265,10 @@ class SVD(FactorForm):
         DeltuneError: An argument is out of its range.
     """
 
-    rank: int
+    rank: Size
     scale: float = 1.0
-    dropout: float = 0.0
-    target: int = 8
+    dropout: Share = 0.0
+    target: Size = 8
     start: float = 0.1
     stop: float = 0.7
     every: int = 1
@@ -294,8 +278,6 @@ class SVD(FactorForm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(rank=self.rank, target=self.target)
-        check_share("dropout", self.dropout)
         if self.target > self.rank:
             raise DeltuneError(
                 f"target={self.target}: the schedule prunes ranks, and there are {self.rank} at the start"
@@ -339,14 +321,13 @@ class KroneckerBottleneck(Form):
         DeltuneError: An argument is out of its range.
     """
 
-    rank: int
-    divisions: int = 4
-    inner_rank: int = 1
+    rank: Size
+    divisions: Size = 4
+    inner_rank: Size = 1
     activation: str = "gelu"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(rank=self.rank, divisions=self.divisions, inner_rank=self.inner_rank)
         if self.rank % self.divisions:
             raise DeltuneError(f"rank={self.rank}: must be a multiple of divisions={self.divisions}")
         check_choice("activation", self.activation, ACTIVATIONS)
@@ -397,11 +378,7 @@ class LoReFT(Form):
         rank: r, at least 1.
     """
 
-    rank: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(rank=self.rank)
+    rank: Size
 
     def incompatibility(self, widths: Widths) -> str | None:
         if widths.in_width != widths.out_width:

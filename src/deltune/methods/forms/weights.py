@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ...errors import DeltuneError, check_choice
+from ..parser import Share, Size
 from .base import (
     FactorForm,
     Place,
@@ -14,8 +15,6 @@ from .base import (
     Tensors,
     WeightForm,
     Widths,
-    check_positive,
-    check_share,
     trained,
 )
 from .hidden import ACTIVATIONS, activate
@@ -67,14 +66,9 @@ class DoRA(WeightForm):
     """
 
     through_weight: ClassVar[bool] = False
-    rank: int
+    rank: Size
     scale: float = 1.0
-    dropout: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(rank=self.rank)
-        check_share("dropout", self.dropout)
+    dropout: Share = 0.0
 
     def tensors(self, widths: Widths) -> Specs:
         magnitude = {"magnitude": (widths.out_width,)}
@@ -128,11 +122,7 @@ class HiRA(ChangeForm):
         rank: r, at least 1.
     """
 
-    rank: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(rank=self.rank)
+    rank: Size
 
     def tensors(self, widths: Widths) -> Specs:
         return trained(down_up(self.rank, widths))
@@ -163,12 +153,8 @@ class GLoRA(ChangeForm):
     """
 
     through_weight: ClassVar[bool] = False
-    rank: int
+    rank: Size
     bias: Literal["constant", "vector"] = "constant"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(rank=self.rank)
 
     def tensors(self, widths: Widths) -> Specs:
         shapes: Shapes = {f"{name}_{side}": s for name in "ab" for side, s in down_up(self.rank, widths).items()}
@@ -202,11 +188,7 @@ class DEFT(ChangeForm):
         rank: r, at least 1.
     """
 
-    rank: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(rank=self.rank)
+    rank: Size
 
     def tensors(self, widths: Widths) -> Specs:
         return trained({"p": (widths.out_width, self.rank), "r": (self.rank, widths.in_width)})
@@ -245,14 +227,13 @@ class PEANuT(ChangeForm):
         DeltuneError: An argument is out of its range.
     """
 
-    rank: int
+    rank: Size
     depth: int = 0
     activation: str = "relu"
     scale: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(rank=self.rank)
         if self.depth < 0:
             raise DeltuneError(f"depth={self.depth}: must be at least 0")
         check_choice("activation", self.activation, ACTIVATIONS)
@@ -291,12 +272,8 @@ class DeLoRA(FactorForm):
     """
 
     reads_weight: ClassVar[bool] = True
-    rank: int
+    rank: Size
     bound: float = 15.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(rank=self.rank)
 
     def tensors(self, widths: Widths) -> Specs:
         return trained(down_up(self.rank, widths) | {"bound": (1,)}) | buffers({"columns": (widths.in_width,)})
@@ -335,12 +312,7 @@ class OSF(ChangeForm):
         DeltuneError: An argument is out of its range.
     """
 
-    rank: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.rank is not None:
-            check_positive(rank=self.rank)
+    rank: Size | None = None
 
     def _kept(self, widths: Widths) -> int:
         return max(1, min(widths.in_width, widths.out_width) // 2) if self.rank is None else self.rank
