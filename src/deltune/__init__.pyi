@@ -82,6 +82,7 @@ from .methods.library import scaled_parallel_adapter as scaled_parallel_adapter
 from .methods.library import shira as shira
 from .methods.library import ssf as ssf
 from .methods.library import supertuning as supertuning
+from .methods.library import svft as svft
 from .methods.library import three_vectors as three_vectors
 from .methods.library import tinylora as tinylora
 from .methods.library import trainable_tokens as trainable_tokens

@@ -143,6 +143,7 @@ ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "hra": {"rank": EVEN, **FIELD},
     "psoft": {"rank": st.integers(2, 64), "scale": NUMBERS, "scales": st.booleans(), **FIELD},
     "road": {"variant": st.sampled_from([1, 2, 4]), "group_size": EVEN, **FIELD},
+    "svft": {"band": st.integers(0, 4), **FIELD},
     "ssf": FIELD,
     "beft": FIELD,
     "compacter": {

@@ -22,11 +22,12 @@ from .forms.low_rank import Init, LowRank
 from .forms.orthogonal import Butterfly, Householder, PairRotation, PrincipalRotation, Rotation
 from .forms.prompt import Prompt
 from .forms.shared import NoLA, RandLoRA, TinyLoRA, UniLoRA, VBLoRA, VeRA
-from .forms.spectral import Centred, Circulant, FourierFT, LoRAXS, WaveFT
+from .forms.spectral import SVFT, Centred, Circulant, FourierFT, LoRAXS, WaveFT
 from .forms.structured import SVD, FrozenSide, GraLoRA, KroneckerBottleneck, LoHa, LoKr, LoReFT, MiSS
 from .forms.weights import DEFT, OSF, DeLoRA, DoRA, GLoRA, HiRA, PEANuT
 from .other_names import hint_for_site
 from .parser import NUMERAL
+from .schedules import RankSchedule
 from .spec import ADD, ExpertsArg, LayersArg, MaskedMethod, Method, Modification, NamedMethod, Selection, named_method
 
 Stack = Literal["all", "encoder", "decoder"]
@@ -696,7 +697,7 @@ def adalora(
     """
     first = -(-3 * rank // 2) if initial_rank is None else initial_rank
     scale = 1.0 if alpha is None else alpha / (first + 1e-5)  # as PEFT divides, so that folders agree
-    form = SVD(first, scale, dropout, rank, start, stop, every, beta1, beta2, orthogonality)
+    form = SVD(first, scale, dropout, RankSchedule(rank, start, stop, every, beta1, beta2, orthogonality))
     return _at_projections(form, at, layers, stack, attention, tower)
 
 
@@ -987,6 +988,19 @@ def lora_xs(
 ) -> Parts:  # fmt: skip
     """Train R in s B R A x, where B A is from W's spectrum (LoRA-XS; Bałazy et al. 2024)."""
     return _at_projections(LoRAXS(rank), at, layers, stack, attention, tower, scale=scale)
+
+
+@_projection_method
+def svft(
+    band: int = 0, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all", stack: Stack = "all",
+    attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Train M in U (Σ + M) V x, where U Σ V is W (SVFT; Lingam et al. 2024).
+
+    Args:
+        band: How far from its diagonal M is trained; 0: the diagonal alone.
+    """
+    return _at_projections(SVFT(band), at, layers, stack, attention, tower)
 
 
 @_projection_method

@@ -27,6 +27,7 @@ from .forms import (
     weights,
 )
 from .forms.base import Form, check_form_class, check_frozen
+from .schedules import RankSchedule
 from .spec import MaskedMethod, Method, Modification, NamedMethod, Selection
 
 DEFAULT_RATE, DEFAULT_SHORT_RATE = 1e-3, 1e-2
@@ -138,6 +139,7 @@ _ENTRIES = {
         RegistryEntry(library.fourierft, "Gao et al. 2024", "2n", "fourierft(frequencies=500)"),
         RegistryEntry(library.waveft, "Bilican et al. 2025", "2n", "waveft(frequencies=1000)"),
         RegistryEntry(library.c3a, "Chen et al. 2025", "2d²/b", "c3a(block_size=32)"),
+        RegistryEntry(library.svft, "Lingam et al. 2024", "2(d + b(2d − b − 1))", "svft(band=1)"),
         RegistryEntry(library.osf, "Nayak et al. 2025", "2(2d + 1)(d − r)", "osf(rank=16)"),
         RegistryEntry(library.shira, "Bhardwaj et al. 2024", "4dr", "shira(rank=4)"),
         RegistryEntry(library.supertuning, "PEFT", "0.02 d²", "supertuning(sparsity=0.98)"),
@@ -168,7 +170,10 @@ FORMS = tuple(
 
 VOCABULARY: dict[str, Callable[..., Any]] = {
     **{name: entry.make for name, entry in REGISTRY.items()},
-    **{kind.__name__: kind for kind in (Modification, Selection, Add, Scale, Gate, SigmoidGate, PrefixGate)},
+    **{
+        kind.__name__: kind
+        for kind in (Modification, Selection, Add, Scale, Gate, SigmoidGate, PrefixGate, RankSchedule)
+    },
     **{kind.__name__: kind for kind in FORMS},
 }
 """Everything that an expression may call, by name; `register` adds to it."""

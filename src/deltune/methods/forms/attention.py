@@ -33,9 +33,6 @@ class Prefix(Form):
             P_v are trained themselves.
         shift_positions: Whether the positions of the tokens start at l, as where a prefix is the content of a cache
             (PEFT).
-
-    Raises:
-        DeltuneError: `length` or `reparameterise` is less than 1.
     """
 
     needs: ClassVar[str] = "attention"
@@ -130,9 +127,6 @@ class MultiHead(_Rows):
     Args:
         length: l, at least 1.
         zero_up: Whether P_v starts at 0, so that Δh = 0 at the start; else N(0, 0.02).
-
-    Raises:
-        DeltuneError: `length` is less than 1.
     """
 
     needs = "attention"
@@ -160,9 +154,6 @@ class OwnMultiHead(_Rows):
     Args:
         length: l, at least 1.
         zero_up: Whether P_v starts at 0, so that Δh = 0 at the start; else N(0, 0.02).
-
-    Raises:
-        DeltuneError: `length` is less than 1.
     """
 
     def incompatibility(self, widths: Widths) -> str | None:

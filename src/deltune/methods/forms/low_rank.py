@@ -31,9 +31,6 @@ class LowRank(FactorForm):
         init: "lora" (down Kaiming uniform), "bert" (down N(0, 0.02)), "eva" (down has the first principal components of
             what the projection reads; Paischer et al. 2024) or "loftq" (up and down have the first singular vectors of
             what quantisation took from W, with the roots of the singular values; Li et al. 2023).
-
-    Raises:
-        DeltuneError: An argument is out of its range.
     """
 
     acts_on_weights: ClassVar[bool] = True

@@ -35,9 +35,6 @@ class Mix(FactorForm):
         number: n, at least 1.
         rank: r, at least 1; products of lower rank end in zeros.
         softmax: Whether the weights are positive and add up to 1.
-
-    Raises:
-        DeltuneError: An argument is out of its range.
     """
 
     number: Size
@@ -74,9 +71,6 @@ class AttentionMix(Form):
         number: n, at least 1.
         rank: r, at least 1; products of lower rank end in zeros.
         width: k, at least 1.
-
-    Raises:
-        DeltuneError: An argument is out of its range.
     """
 
     number: Size

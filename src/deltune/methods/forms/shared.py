@@ -25,9 +25,6 @@ class VeRA(FactorForm):
         rank: r, at least 1.
         d_initial: d at the start.
         seed: The seed of A and B.
-
-    Raises:
-        DeltuneError: An argument is out of its range.
     """
 
     rank: Size

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ...errors import DeltuneError
-from ..parser import Size
+from ..parser import Count, Size
 from .base import (
     FactorForm,
     Form,
@@ -60,9 +60,6 @@ class FourierFT(_DrawnSpectrum):
         frequencies: n, at most the number of the weight's entries.
         scale: s.
         seed: The seed of the positions.
-
-    Raises:
-        DeltuneError: An argument is out of its range.
     """
 
     frequencies: int = 1000
@@ -87,9 +84,6 @@ class WaveFT(_DrawnSpectrum):
         frequencies: n, at most the number of the weight's entries.
         scale: s.
         seed: The seed of the positions.
-
-    Raises:
-        DeltuneError: An argument is out of its range.
     """
 
     frequencies: int = 2592
@@ -176,6 +170,41 @@ class LoRAXS(FactorForm):
 
     def factors(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         return tensors["A"], tensors["B"] @ tensors["R"]
+
+
+@dataclass(frozen=True, repr=False)
+class SVFT(FactorForm):
+    """U M V with all singular vectors of W, frozen, and M trained near its diagonal (Lingam et al. 2024).
+
+    Tensors: entries (k + b (2 k - b - 1),) of M, row by row, 0; the buffers U (d_out, k) and V (k, d_in), with k the
+        lesser width.
+
+    Args:
+        band: b, how far from the diagonal entries are trained.
+    """
+
+    reads_weight: ClassVar[bool] = True
+    band: Count = 0
+
+    def incompatibility(self, widths: Widths) -> str | None:
+        return rank_above(self.band + 1, widths)
+
+    def tensors(self, widths: Widths) -> Specs:
+        k = min(widths.in_width, widths.out_width)
+        fixed: Shapes = {"U": (widths.out_width, k), "V": (k, widths.in_width)}
+        return trained({"entries": (k + self.band * (2 * k - self.band - 1),)}) | buffers(fixed)
+
+    def initialize(self, tensors: Tensors, at: Place | None) -> None:
+        assert at is not None
+        every = singular(at.weight, slice(None))
+        tensors["U"].copy_(every.u)
+        tensors["V"].copy_(every.v)
+        tensors["entries"].zero_()
+
+    def factors(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        k, entries = len(tensors["V"]), tensors["entries"]
+        near = entries.new_ones(k, k).tril(self.band).triu(-self.band).bool()
+        return entries.new_zeros(k, k).masked_scatter(near, entries) @ tensors["V"], tensors["U"]
 
 
 @dataclass(frozen=True, repr=False)

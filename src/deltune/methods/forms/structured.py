@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ...errors import DeltuneError, check_choice
 from ..parser import Share, Size
-from ..schedules import RankSchedule
+from ..schedules import USUAL, RankSchedule
 from .base import (
     BeforeUp,
     FactorForm,
@@ -126,9 +126,6 @@ class MiSS(ChangeForm):
     Args:
         rank: r, the width of the blocks, at least 1; the last block is filled up with zeros.
         mini_rank: How many outputs have rows of their own; it divides the output's width. None: all.
-
-    Raises:
-        DeltuneError: An argument is out of its range.
     """
 
     through_weight: ClassVar[bool] = False
@@ -253,13 +250,7 @@ class SVD(FactorForm):
         rank: r at the start, at least 1.
         scale: s.
         dropout: The probability of dropping a value of x while training.
-        target: The mean number of ranks of a place in the end, from 1 to r.
-        start: The share of the training without pruning at its beginning.
-        stop: The share of the training after which the ranks are final.
-        every: After how many steps ranks are pruned.
-        beta1: Of the moving average of the sensitivity.
-        beta2: Of the moving average of its variation.
-        orthogonality: Of the penalty that keeps A and B orthogonal.
+        schedule: How the ranks are pruned.
 
     Raises:
         DeltuneError: An argument is out of its range.
@@ -268,26 +259,14 @@ class SVD(FactorForm):
     rank: Size
     scale: float = 1.0
     dropout: Share = 0.0
-    target: Size = 8
-    start: float = 0.1
-    stop: float = 0.7
-    every: int = 1
-    beta1: float = 0.85
-    beta2: float = 0.85
-    orthogonality: float = 0.5
+    schedule: RankSchedule = USUAL
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.target > self.rank:
+        if self.schedule.target > self.rank:
             raise DeltuneError(
-                f"target={self.target}: the schedule prunes ranks, and there are {self.rank} at the start"
+                f"target={self.schedule.target}: the schedule prunes ranks, and there are {self.rank} at the start"
             )
-        _ = self.schedule  # checks the rest
-
-    @property
-    def schedule(self) -> RankSchedule:
-        """The schedule of the ranks."""
-        return RankSchedule(self.target, self.start, self.stop, self.every, self.beta1, self.beta2, self.orthogonality)
 
     def tensors(self, widths: Widths) -> Specs:
         return trained(down_up(self.rank, widths) | {"values": (self.rank,)})

@@ -60,9 +60,6 @@ class DoRA(WeightForm):
         rank: r, at least 1.
         scale: s.
         dropout: The probability of dropping a value of x while training.
-
-    Raises:
-        DeltuneError: An argument is out of its range.
     """
 
     through_weight: ClassVar[bool] = False
@@ -147,9 +144,6 @@ class GLoRA(ChangeForm):
     Args:
         rank: r, at least 1.
         bias: D and E: "constant" (one number each, as in PEFT) or "vector" (one for each output).
-
-    Raises:
-        DeltuneError: An argument is out of its range.
     """
 
     through_weight: ClassVar[bool] = False
@@ -266,9 +260,6 @@ class DeLoRA(FactorForm):
     Args:
         rank: r, at least 1.
         bound: λ at the start.
-
-    Raises:
-        DeltuneError: An argument is out of its range.
     """
 
     reads_weight: ClassVar[bool] = True
@@ -307,9 +298,6 @@ class OSF(ChangeForm):
 
     Args:
         rank: r, the number of singular values that are kept; None: half of them.
-
-    Raises:
-        DeltuneError: An argument is out of its range.
     """
 
     rank: Size | None = None
