@@ -4,7 +4,7 @@
     python -m benchmarks --keep
 
 Parts: adapterhub, inference, memory, life, mixed, whole; by name only, or all of them as `--only all`: steps,
-trunk, serving, study, methods, others, wholefull. What was interrupted goes on where it was; --again measures
+field, trunk, serving, study, methods, others, wholefull. What was interrupted goes on where it was; --again measures
 what is asked anew. Exit code 1 where a target is missed.
 """
 
@@ -56,6 +56,7 @@ def parts(data_root: Path | None, environment: Path) -> dict[str, Sequence[Piece
         "mixed": mixed.pieces(),
         "whole": whole.pieces(data_root),
         "steps": steps.pieces(),
+        "field": steps.field(),
         "trunk": trunk.pieces(),
         "serving": serving.pieces(),
         "study": study.pieces(),

@@ -71,6 +71,36 @@ PAIRS = (
 )
 
 
+def _field(ours: str, kind: str, **options: Any) -> Pair:
+    at = ["query", "value"]
+    return Pair(ours, ours, lambda s: _config(kind, task_type=s.task, target_modules=at, **options))
+
+
+FIELD = (
+    _field("lora(rank=8)", "LoraConfig", r=8, lora_alpha=8),
+    _field("dora(rank=8)", "LoraConfig", r=8, lora_alpha=8, use_dora=True),
+    _field("pissa(rank=8)", "LoraConfig", r=8, lora_alpha=8, init_lora_weights="pissa"),
+    _field("adalora(rank=8, initial_rank=12)", "AdaLoraConfig", init_r=12, target_r=8, total_step=1000),
+    _field("vera(rank=64)", "VeraConfig", r=64),
+    _field("randlora(rank=32)", "RandLoraConfig", r=32),
+    _field("vblora(rank=4, vectors=256, length=64)", "VBLoRAConfig", r=4, num_vectors=256, vector_length=64),
+    _field("loha(rank=8)", "LoHaConfig", r=8, alpha=8),
+    _field("lokr(rank=8)", "LoKrConfig", r=8, alpha=8),
+    _field("hira(rank=8)", "HiraConfig", r=8),
+    _field("delora(rank=8)", "DeloraConfig", r=8),
+    _field("oft(block_size=32)", "OFTConfig", oft_block_size=32),
+    _field("boft(block_size=4)", "BOFTConfig", boft_block_size=4),
+    _field("hra(rank=8)", "HRAConfig", r=8),
+    _field("road(group_size=64)", "RoadConfig", group_size=64),
+    _field("c3a(block_size=64)", "C3AConfig", block_size=64),
+    _field("fourierft(frequencies=1000)", "FourierFTConfig", n_frequency=1000),
+    _field("miss(rank=64)", "MissConfig", r=64),
+    _field("gralora(rank=32)", "GraloraConfig", r=32, gralora_k=2),
+    _field("shira(rank=8)", "ShiraConfig", r=8),
+)
+"""Methods at query and value of an encoder, with PEFT's defaults where the expression says nothing."""
+
+
 def theirs(pair: Pair, shape: Shape, like: nn.Module) -> TimedModel | None:
     """PEFT's side; None where PEFT cannot."""
     import peft

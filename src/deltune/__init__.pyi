@@ -37,10 +37,12 @@ from .methods.library import bitfit as bitfit
 from .methods.library import boft as boft
 from .methods.library import c3a as c3a
 from .methods.library import compacter as compacter
+from .methods.library import corda as corda
 from .methods.library import deft as deft
 from .methods.library import delora as delora
 from .methods.library import diff_pruning as diff_pruning
 from .methods.library import dora as dora
+from .methods.library import eva as eva
 from .methods.library import fourierft as fourierft
 from .methods.library import full as full
 from .methods.library import glora as glora
@@ -50,10 +52,12 @@ from .methods.library import hira as hira
 from .methods.library import hra as hra
 from .methods.library import ia3 as ia3
 from .methods.library import layernorm as layernorm
+from .methods.library import loftq as loftq
 from .methods.library import loha as loha
 from .methods.library import lokr as lokr
 from .methods.library import lora as lora
 from .methods.library import lora_fa as lora_fa
+from .methods.library import lora_ga as lora_ga
 from .methods.library import lora_xs as lora_xs
 from .methods.library import loreft as loreft
 from .methods.library import mam as mam
@@ -78,6 +82,7 @@ from .methods.library import scaled_parallel_adapter as scaled_parallel_adapter
 from .methods.library import shira as shira
 from .methods.library import ssf as ssf
 from .methods.library import supertuning as supertuning
+from .methods.library import svft as svft
 from .methods.library import three_vectors as three_vectors
 from .methods.library import tinylora as tinylora
 from .methods.library import trainable_tokens as trainable_tokens

@@ -266,9 +266,21 @@ def loreft(t: Values, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
     return h + (h @ t["source"].T + t["bias"] - h @ rows.T) @ rows
 
 
+def svft(t: Values, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    k = len(t["V"])
+    assert torch.allclose(t["U"].T @ t["U"], torch.eye(k, dtype=x.dtype))
+    m, entries = torch.zeros(k, k, dtype=x.dtype), iter(t["entries"])
+    for i in range(k):
+        for j in range(k):
+            if abs(i - j) <= 2:
+                m[i, j] = next(entries)
+    return h + x @ t["V"].T @ m.T @ t["U"].T
+
+
 FORMULAS: dict[str, Callable[[Values, torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "nola(rank=2, bases=5)": nola,
     "lora_xs(rank=3)": lambda t, x, h: h + x @ t["A"].T @ t["R"].T @ t["B"].T,
+    "svft(band=2)": svft,
     "lora_fa(rank=3)": lambda t, x, h: h + x @ t["down"].T @ t["up"].T,
     "compacter(rank=8)": compacter,
     "loreft(rank=3)": loreft,

@@ -230,7 +230,7 @@ def table() -> list[str]:
     """Return the lines of the table: each type, what it is here, whether it is written, and notes."""
     lines = []
     for kind in peft_table.KINDS:
-        for row in (row for row in peft_table.ROWS if row.kind == kind):
+        for row in (row for row in (*peft_table.IN_TRAINING, *peft_table.ROWS) if row.kind == kind):
             arguments = [f"{name}={option}" for name, option in row.arguments.items()]
             arguments += [f"scale={row.alpha} / {row.rank}"] if row.alpha else []
             when = "".join(f" with `{name}={value!r}`" for name, value in row.when.items())

@@ -131,7 +131,10 @@ ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "tinylora": {"rank": RANKS, "parameters": RANKS, "tied": st.booleans(), **FIELD},
     "nola": {"rank": RANKS, "bases": RANKS, "scale": NUMBERS, "seed": SEEDS, **FIELD},
     **{name: {"rank": RANKS, "scale": NUMBERS, **FIELD} for name in ("lora_xs", "lora_fa", "mica")},
-    **{name: {"rank": RANKS, "scale": st.floats(0.1, 9), **FIELD} for name in ("pissa", "olora")},
+    **{name: {"rank": RANKS, "scale": st.floats(0.1, 9), **FIELD} for name in ("pissa", "olora", "lora_ga")},
+    "corda": {"rank": RANKS, "scale": st.floats(0.1, 9), "keep": st.sampled_from(["task", "knowledge"]), **FIELD},
+    "eva": {"rank": RANKS, "scale": NUMBERS, "dropout": SHARES, **FIELD},
+    "loftq": {"rank": RANKS, "dropout": SHARES, **FIELD},
     "oft": {
         "block_size": st.integers(2, 64), "terms": st.just(0) | st.integers(4, 9), "shared_block": st.booleans(),
         **FIELD,
@@ -140,6 +143,7 @@ ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "hra": {"rank": EVEN, **FIELD},
     "psoft": {"rank": st.integers(2, 64), "scale": NUMBERS, "scales": st.booleans(), **FIELD},
     "road": {"variant": st.sampled_from([1, 2, 4]), "group_size": EVEN, **FIELD},
+    "svft": {"band": st.integers(0, 4), **FIELD},
     "ssf": FIELD,
     "beft": FIELD,
     "compacter": {

@@ -383,7 +383,8 @@ def test_the_defaults_of_a_method_teach_or_tell(method: str, root: Path, tmp_pat
         "prompt": "prompt(length=4)", "miss": "miss(rank=8)", "c3a": "c3a(block_size=16)", "shira": "shira(rank=4)",
         "vblora": "vblora(vectors=32, length=16)", "road": "road(group_size=32)",
     }  # fmt: skip
-    config = tiny.spec(root, method=fitting.get(method, repr(REGISTRY[method].plain)), epochs=2)
+    more = {"quantize": "int8"} if method == "loftq" else {}
+    config = tiny.spec(root, method=fitting.get(method, repr(REGISTRY[method].plain)), epochs=2, **more)
     train(config, tmp_path / "run", cache=cache, progress=False, report=False)
     assert learned_or_told(tmp_path / "run")
 
@@ -392,6 +393,7 @@ def test_the_defaults_of_a_method_teach_or_tell(method: str, root: Path, tmp_pat
 @pytest.mark.parametrize("method", [names[0] for names in GROUPS.values()])
 def test_the_defaults_of_a_method_on_real_rows(method: str, tmp_path: Path, cache: ModelCache) -> None:
     """The packaged model and tickets; docs/train/choose.md has the scores on further tasks."""
-    config = RunConfig.from_flat(model="minilm", data=str(TICKETS), method=repr(REGISTRY[method].plain))
+    more = {"quantize": "int8"} if method == "loftq" else {}
+    config = RunConfig.from_flat(model="minilm", data=str(TICKETS), method=repr(REGISTRY[method].plain), **more)
     train(config, tmp_path / "run", cache=cache, progress=False, report=False)
     assert learned_or_told(tmp_path / "run")

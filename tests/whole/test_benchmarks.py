@@ -31,7 +31,7 @@ from benchmarks import (
     whole,
 )
 from benchmarks.frame import Piece, Report, carry_out
-from benchmarks.peers import PAIRS
+from benchmarks.peers import FIELD, PAIRS
 from benchmarks.ratios import median_interval, paired_ratio
 from benchmarks.rows import NOT_SLOWER, Row, Target
 from benchmarks.shapes import batch, build, tiny
@@ -147,6 +147,13 @@ def test_steps(shape: steps.Shape) -> None:
     rows = measured(steps.measure(shape, rounds=1))
     assert sum(row.figure is None for row in rows) == (shape.kind == "decoder")  # BEFT takes no transposed linears
     assert all(row.target is not None for row in rows if row.figure is not None)
+
+
+@pytest.mark.peers
+def test_steps_of_the_field() -> None:
+    pairs = [pair for pair in FIELD if pair.ours in ("hira(rank=8)", "hra(rank=8)")]
+    rows = measured(steps.measure_field(tiny("encoder"), 1, pairs))
+    assert len(rows) == 2 and all(row.target is not None for row in rows)
 
 
 @pytest.mark.parametrize("shape", [tiny("encoder"), tiny("decoder", padded=True, dropout=0.0)], ids=str)

@@ -18,9 +18,10 @@ import regex
 import torch
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
 
-from ..anatomy.types import Anatomy, Columns
+from ..anatomy.types import Anatomy, Columns, Linear
 from ..errors import DeltuneError, error_from_problems, first_names, first_of, validation_problems
 from ..files import find_file, read_json_object
+from ..methods.forms.low_rank import LowRank
 from ..methods.resolve import ResolvedEdit, resolve, selected_tensors
 from ..methods.sites import Location, resolve_locations
 from ..methods.spec import ATTENTIONS, Method, MethodSum, Modification, Selection
@@ -402,6 +403,12 @@ def locations_or_none(anatomy: Anatomy, modification: Modification) -> list[Loca
         return resolve_locations(anatomy, modification)
     except DeltuneError:
         return []
+
+
+def linears_at(anatomy: Anatomy, site: str, tower: str = "main") -> list[tuple[Location, Linear]]:
+    """Return the places of a site with their linears; without weights of experts that no linear holds."""
+    places = locations_or_none(anatomy, Modification(site, LowRank(1), tower=tower))
+    return [(place, place.linear) for place in places if place.linear is not None]
 
 
 def without_scope(modification: Modification) -> Modification:

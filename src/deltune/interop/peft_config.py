@@ -13,7 +13,7 @@ from ..errors import DeltuneError, error_from_problems
 from ..methods.library import ia3, layernorm, prefix, prompt
 from ..methods.spec import Method
 from .base import PeftOptions, PlacedTensors, UnusedTensors, check_types, method_from_pieces, methods_selecting
-from .peft_projections import Projections
+from .peft_projections import ProjectionReader
 from .peft_read import (
     decoder_problems,
     ia3_pieces,
@@ -26,12 +26,10 @@ from .peft_read import (
     whole_tensors,
 )
 from .peft_table import (
-    ADALORA_IN_TRAINING,
     COMMON,
     OTHERS,
     PROMPTS,
     TARGETS,
-    Row,
     check_options,
     no_counterpart,
     row_of,
@@ -62,7 +60,7 @@ def method_of_config(
     options = {name: _plain(value) for name, value in config.to_dict().items()}
     kind = str(options["peft_type"])
     where = f"{type(config).__name__}({kind})"
-    problems = check_types(PeftOptions, options) or check_options(options)
+    problems = check_types(PeftOptions, options) or check_options(options, training=True)
     problems = problems or _of_training(config, options)
     problems += decoder_problems(anatomy, kind, windowed) if kind in PROMPTS else []
     if problems:
@@ -83,7 +81,7 @@ def method_of_config(
 
 def _method(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensors, paths: list[str]) -> Method:
     """Return the method of a type without what it trains beside."""
-    kind, row = str(options["peft_type"]), _row(options)
+    kind, row = str(options["peft_type"]), row_of(options, training=True)
     if kind == "PROMPT_TUNING":
         return prompt(options["num_virtual_tokens"])
     if kind == "PREFIX_TUNING":
@@ -101,7 +99,7 @@ def _method(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensors,
     if not chosen:
         raise DeltuneError(f"target_modules={options['target_modules']!r} names no module of {anatomy.model}")
     if row is not None:
-        return Projections(anatomy, options, row, unused, lambda place: None, {}).plan(chosen)
+        return ProjectionReader(anatomy, options, row, unused, lambda place: None, {}).plan(chosen)
     if kind == "IA3":
         pieces = ia3_pieces(anatomy, chosen, names_module(options, "feedforward_modules"))
         return method_from_pieces(anatomy, [PlacedTensors(m, place, {}) for _, m, place in pieces], [ia3])
@@ -109,17 +107,11 @@ def _method(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensors,
     return norm_method(anatomy, names)
 
 
-def _row(options: Mapping[str, Any]) -> Row | None:
-    return ADALORA_IN_TRAINING if options["peft_type"] == "ADALORA" else row_of(options)
-
-
 def _of_training(config: PeftConfiguration, options: Mapping[str, Any]) -> list[str]:
     """Return the options that act in training or at the start, and that no method has, where they are no defaults."""
-    row, other = _row(options), OTHERS.get(str(options["peft_type"]))
+    row, other = row_of(options, training=True), OTHERS.get(str(options["peft_type"]))
     if not (row.written if row else other and other.written):
         return [f"{options['peft_type']} is read from folders alone: deltune has nothing that trains it"]
-    if options["peft_type"] == "OFT" and not options.get("oft_block_size"):
-        return [f"r={options.get('r')} is a number of blocks: give oft_block_size, the width of a module divided by r"]
     known = COMMON | TARGETS | {"bias"} | (row.options if row else set(other.options) if other else set())
     fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
     return [

@@ -19,7 +19,7 @@ from .base import (
     Patterns,
     PlacedTensors,
     UnusedTensors,
-    locations_or_none,
+    linears_at,
     method_from_pieces,
     rows_of_columns,
     tensors_by_file_name,
@@ -32,7 +32,7 @@ _GATED = ("gate_proj", "up_proj")
 _OUTSIDE_FFN = tuple(site for site in OTHER_PROJECTIONS if site not in _GATED)
 
 
-class Projections:
+class ProjectionReader:
     """Reads a type that changes projections: the modification of each module, and its tensors."""
 
     def __init__(
@@ -308,23 +308,17 @@ def sites_by_path(anatomy: Anatomy, paths: Iterable[str]) -> dict[str, list[str]
     of their own instead of `ffn_up`.
     """
     changed = set(paths)
-    linears = [(site, place) for site in PROJECTIONS for place in _linears_at(anatomy, site)]
+    linears = [(site, linear) for site in PROJECTIONS for _, linear in linears_at(anatomy, site)]
     in_file: dict[str, set[bool]] = {}
-    for site, place in linears:
+    for site, linear in linears:
         if site == "ffn_up":
-            in_file.setdefault(place.linear.path.rpartition(".")[0], set()).add(place.linear.path in changed)
+            in_file.setdefault(linear.path.rpartition(".")[0], set()).add(linear.path in changed)
     if any(len(both) > 1 for both in in_file.values()):
-        linears = [(site, place) for site, place in linears if site != "ffn_up"]
-        linears += [(site, place) for site in _GATED for place in _linears_at(anatomy, site)]
-    linears += [(site, place) for site in _OUTSIDE_FFN for place in _linears_at(anatomy, site)]
+        linears = [(site, linear) for site, linear in linears if site != "ffn_up"]
+        linears += [(site, linear) for site in _GATED for _, linear in linears_at(anatomy, site)]
+    linears += [(site, linear) for site in _OUTSIDE_FFN for _, linear in linears_at(anatomy, site)]
     by_path: dict[str, list[str]] = {}
-    for site, place in linears:
-        of_path = by_path.setdefault(place.linear.path, [])
+    for site, linear in linears:
+        of_path = by_path.setdefault(linear.path, [])
         of_path += [site] if site not in of_path else []
     return by_path
-
-
-def _linears_at(anatomy: Anatomy, site: str) -> list[Any]:
-    """Return the places of a site; without the weights of experts, which PEFT stores otherwise."""
-    places = locations_or_none(anatomy, Modification(site, LowRank(1)))
-    return [place for place in places if place.linear is not None]

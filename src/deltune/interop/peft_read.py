@@ -38,7 +38,7 @@ from .base import (
     rows_of_columns,
     tensors_by_file_name,
 )
-from .peft_projections import MethodAndTensors, Projections, sites_by_path
+from .peft_projections import MethodAndTensors, ProjectionReader, sites_by_path
 from .peft_table import GLOBAL_PREFIX, NAME_PREFIX, OTHERS, PROMPTS, check_options, row_of, trains_biases
 
 _IA3_LEAF = "ia3_l"
@@ -93,7 +93,7 @@ def read_peft(
     tensors: dict[str, torch.Tensor] = {}
     try:
         if row is not None:
-            method, tensors = Projections(anatomy, options, row, unused, place_of, common).read(paths)
+            method, tensors = ProjectionReader(anatomy, options, row, unused, place_of, common).read(paths)
         elif kind == "ADAPTION_PROMPT":
             method, tensors = _read_adaption(anatomy, options, unused, place_of)
         elif kind in _READERS:

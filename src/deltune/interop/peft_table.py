@@ -204,6 +204,10 @@ def trains_biases(options: Options) -> str:
 
 
 def _terms(options: Options) -> dict[str, Any]:
+    if not options.get("oft_block_size"):
+        raise DeltuneError(
+            f"r={options.get('r')} is a number of blocks: give oft_block_size, the width of a module divided by r"
+        )
     return {"terms": options["num_cayley_neumann_terms"] if options.get("use_cayley_neumann") else 0}
 
 
@@ -313,8 +317,7 @@ ROWS = (
         sizes=lambda t: {"r": len(t["down"])}, to_ours=_values_of_energies,
         reads=("lora_alpha", "init_r", "rank_pattern"), written=False,
         read=lambda o: {"scale": o["lora_alpha"] / (o["init_r"] + 1e-5)},
-        note="as LoRA of the ranks that were kept, and its configuration as `adalora`; PEFT trains its count of ranks "
-        "and does not save it"),
+        note="as a folder, with the ranks that were kept"),
     Row("BEFT", library.beft, leaves={"vector": "beft_bias"},
         to_ours=lambda t, o, w: {"vector": t["vector"].flatten()}, to_peft=lambda t, w: {"vector": t["vector"][None]}),
     Row("BOFT", library.boft, {"block_size": "boft_block_size", "factors": "boft_n_butterfly_factor"},
@@ -407,14 +410,38 @@ ROWS = (
 """The types that change projections; of several rows of a type the first counts whose options are there."""
 
 
-ADALORA_IN_TRAINING = Row(
-    "ADALORA", library.adalora,
-    {"rank": "target_r", "initial_rank": "init_r", "alpha": "lora_alpha", "every": "deltaT", "beta1": "beta1",
-     "beta2": "beta2", "orthogonality": "orth_reg_weight", "dropout": "lora_dropout"},
-    reads=("tinit", "tfinal", "total_step", "r"),
-    read=lambda o: {"start": o["tinit"] / o["total_step"], "stop": 1 - o["tfinal"] / o["total_step"]},
+def _eva_of_one_rank(options: Options) -> dict[str, Any]:
+    eva = options.get("eva_config") or {"rho": 2.0}
+    if eva["rho"] != 1 or eva.get("whiten"):
+        raise DeltuneError("option eva_config has a translation with rho=1, which leaves each module its rank, alone")
+    return {}
+
+
+def _kept_by_corda(options: Options) -> dict[str, Any]:
+    method = (options.get("corda_config") or {}).get("corda_method", "ipm")
+    return {"keep": "knowledge" if method == "kpm" else "task"}
+
+
+_OF_DATA = (
+    "as a configuration; a folder lacks the start, by which PEFT changes the base; written as LoRA of twice the rank"
+)
+_DEFAULT_GA = {"direction": "ArB2r", "scale": "stable", "stable_gamma": 16}
+IN_TRAINING = (
+    Row("ADALORA", library.adalora,
+        {"rank": "target_r", "initial_rank": "init_r", "alpha": "lora_alpha", "every": "deltaT", "beta1": "beta1",
+         "beta2": "beta2", "orthogonality": "orth_reg_weight", "dropout": "lora_dropout"},
+        reads=("tinit", "tfinal", "total_step", "r"),
+        read=lambda o: {"start": o["tinit"] / o["total_step"], "stop": 1 - o["tfinal"] / o["total_step"]},
+        note="as a configuration; PEFT trains its count of ranks and does not save it"),
+    Row("LORA", library.eva, _LORA_DROPOUT, alpha="lora_alpha", when={"init_lora_weights": "eva"}, patterns=_PATTERNS,
+        reads=("eva_config", "use_rslora"), read=_eva_of_one_rank,
+        note="as a configuration, with `rho=1`; its folders are LoRA"),
+    Row("LORA", library.corda, _LORA, alpha="lora_alpha", when={"init_lora_weights": "corda"}, patterns=_PATTERNS,
+        reads=("corda_config", "use_rslora"), read=_kept_by_corda, note=_OF_DATA),
+    Row("LORA", library.lora_ga, _LORA, alpha="lora_alpha", when={"init_lora_weights": "lora_ga"}, patterns=_PATTERNS,
+        reads=("use_rslora",), only={"lora_ga_config": (None, _DEFAULT_GA)}, note=_OF_DATA),
 )  # fmt: skip
-"""AdaLoRA's configuration; its folders hold the ranks that were kept."""
+"""The rows of configurations that are trained; their folders hold something else, or what no file says."""
 
 
 @dataclass(frozen=True)
@@ -487,9 +514,10 @@ KINDS = tuple(sorted({*(row.kind for row in ROWS), *OTHERS, *REFUSED}))
 """All of PEFT's types."""
 
 
-def row_of(options: Options) -> Row | None:
-    """Return the row of a folder's options, or None for a type that is none of the rows."""
-    return next((row for row in ROWS if row.kind == options["peft_type"] and _has(options, row.when)), None)
+def row_of(options: Options, training: bool = False) -> Row | None:
+    """Return the row of a folder's options, or of a configuration's in training; None for a type without a row."""
+    rows = (*IN_TRAINING, *ROWS) if training else ROWS
+    return next((row for row in rows if row.kind == options["peft_type"] and _has(options, row.when)), None)
 
 
 def _has(options: Options, when: Options) -> bool:
@@ -523,12 +551,15 @@ def no_counterpart(name: str, value: Any) -> str:
     return f"deltune cannot reproduce {name}={value!r}; use its default, or merge in PEFT (merge_and_unload)"
 
 
-def check_options(options: Options) -> list[str]:
-    """Return what is wrong with the options of a folder: its type, and each option without a counterpart by name."""
+def check_options(options: Options, training: bool = False) -> list[str]:
+    """Return what is wrong with the options of a folder, or of a configuration in training.
+
+    These are its type, and each option without a counterpart by name.
+    """
     kind = str(options.get("peft_type"))
     if kind in REFUSED:
         return [f"deltune cannot reproduce peft_type {kind}: {REFUSED[kind]}. {_MERGE}"]
-    row, other = row_of(options), OTHERS.get(kind)
+    row, other = row_of(options, training), OTHERS.get(kind)
     if row is not None:
         known, only = COMMON | TARGETS | OF_TRAINING | row.options, row.only
     elif other is not None:

@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 
-from ..anatomy.types import Anatomy, Columns
+from ..anatomy.types import Columns
 from ..errors import DeltuneError, error_from_problems, first_names
 from ..methods.compositions import Add, Gate, Scale
 from ..methods.forms.attention import Prefix
 from ..methods.forms.hidden import Rescale
 from ..methods.forms.prompt import Prompt
 from ..methods.resolve import ResolvedEdit
-from ..methods.spec import Modification
+from ..methods.spec import PROJECTIONS, Modification
 from .base import ExportedDelta
+from .peft_projections import sites_by_path
 from .peft_read import PROMPT_TENSOR
 from .peft_table import GLOBAL_PREFIX, NAME_PREFIX, PATTERNS, Row, row_of_form
 
@@ -164,7 +165,7 @@ def _peft_type(content: ExportedDelta, edit: ResolvedEdit) -> tuple[str, str]:
     if (
         isinstance(form, Rescale)
         and isinstance(modification.compose, Add)
-        and place.target.path in _projection_paths(content.anatomy)
+        and {*sites_by_path(content.anatomy, ()).get(place.target.path, ())} & {*PROJECTIONS}
     ):
         return (
             "IA3",
@@ -195,15 +196,6 @@ def _token_problem(content: ExportedDelta, modification: Modification) -> str:
         if content.sliding_window
         else ""
     )
-
-
-def _projection_paths(anatomy: Anatomy) -> set[str]:
-    """Return the paths of the modules that are projections."""
-    paths = {linear.path for layer in anatomy.layers for ffn in layer.ffns for linear in (*ffn.inputs, ffn.output)}
-    for attention in (attention for layer in anatomy.layers for attention in layer.attentions):
-        linears = (attention.query, attention.key, attention.value, attention.output)
-        paths |= {linear.path for linear in linears if linear is not None}
-    return paths
 
 
 def _edits_by_path(content: ExportedDelta) -> Iterator[tuple[str, list[ResolvedEdit]]]:

@@ -15,18 +15,19 @@ from ..errors import DeltuneError, excerpt, unknown_name
 from . import spec
 from .compositions import Add, Composition, Gate, PrefixGate, Scale, SigmoidGate
 from .forms.attention import MultiHead, OwnMultiHead, Prefix
-from .forms.base import Form
+from .forms.base import Form, check_positive
 from .forms.entries import SHiRA, SuperTuning
 from .forms.hidden import Bottleneck, Mixture, Rescale, Vector
 from .forms.low_rank import Init, LowRank
 from .forms.orthogonal import Butterfly, Householder, PairRotation, PrincipalRotation, Rotation
 from .forms.prompt import Prompt
 from .forms.shared import NoLA, RandLoRA, TinyLoRA, UniLoRA, VBLoRA, VeRA
-from .forms.spectral import Centred, Circulant, FourierFT, LoRAXS, WaveFT
+from .forms.spectral import SVFT, Centred, Circulant, FourierFT, LoRAXS, WaveFT
 from .forms.structured import SVD, FrozenSide, GraLoRA, KroneckerBottleneck, LoHa, LoKr, LoReFT, MiSS
 from .forms.weights import DEFT, OSF, DeLoRA, DoRA, GLoRA, HiRA, PEANuT
 from .other_names import hint_for_site
 from .parser import NUMERAL
+from .schedules import RankSchedule
 from .spec import ADD, ExpertsArg, LayersArg, MaskedMethod, Method, Modification, NamedMethod, Selection, named_method
 
 Stack = Literal["all", "encoder", "decoder"]
@@ -438,8 +439,7 @@ def _scale_from(scale: float, alpha: float | None, rank: int) -> float:
     """Return s, which is given as `scale` or by alpha / rank."""
     if alpha is None:
         return scale
-    if rank < 1:
-        raise DeltuneError(f"rank={rank}: must be a whole number of at least 1")
+    check_positive(rank=rank)
     if alpha <= 0:
         raise DeltuneError(f"alpha={alpha:g}: give a number above 0; the scale is alpha / rank")
     if scale not in (1, alpha / rank):
@@ -697,7 +697,7 @@ def adalora(
     """
     first = -(-3 * rank // 2) if initial_rank is None else initial_rank
     scale = 1.0 if alpha is None else alpha / (first + 1e-5)  # as PEFT divides, so that folders agree
-    form = SVD(first, scale, dropout, rank, start, stop, every, beta1, beta2, orthogonality)
+    form = SVD(first, scale, dropout, RankSchedule(rank, start, stop, every, beta1, beta2, orthogonality))
     return _at_projections(form, at, layers, stack, attention, tower)
 
 
@@ -991,6 +991,19 @@ def lora_xs(
 
 
 @_projection_method
+def svft(
+    band: int = 0, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all", stack: Stack = "all",
+    attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Train M in U (Σ + M) V x, where U Σ V is W (SVFT; Lingam et al. 2024).
+
+    Args:
+        band: How far from its diagonal M is trained; 0: the diagonal alone.
+    """
+    return _at_projections(SVFT(band), at, layers, stack, attention, tower)
+
+
+@_projection_method
 def lora_fa(
     rank: int = 8, scale: float = 1, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all", stack: Stack = "all",
     attention: Attention = "all", tower: Tower = "main",
@@ -1036,6 +1049,71 @@ def olora(
         scale: s, above 0.
     """
     return _at_projections(Centred(rank, "olora", float(scale)), at, layers, stack, attention, tower)
+
+
+@_projection_method
+def corda(
+    rank: int = 8, scale: float = 1, keep: Literal["task", "knowledge"] = "task", *, at: Site = QUERY_AND_VALUE,
+    layers: LayersArg = "all", stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Train a part of the spectrum of W by data, s (B A - B₀ A₀) x (CorDA; Yang et al. 2024).
+
+    PEFT: LoraConfig(init_lora_weights="corda"). The base model is not changed. It starts from data.
+
+    Args:
+        scale: s, above 0.
+        keep: "task" (the first part, of the data of the task; PEFT: "ipm") or "knowledge" (the last part, of data whose
+            knowledge is kept; PEFT: "kpm").
+    """
+    form = Centred(rank, "corda" if keep == "task" else "corda_kpm", float(scale))
+    return _at_projections(form, at, layers, stack, attention, tower)
+
+
+@_projection_method
+def lora_ga(
+    rank: int = 8, scale: float = 1, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all", stack: Stack = "all",
+    attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Train a low rank from the gradient of W, s (B A - B₀ A₀) x (LoRA-GA; Wang et al. 2024).
+
+    PEFT: LoraConfig(init_lora_weights="lora_ga"). The base model is not changed. It starts from data with labels.
+
+    Args:
+        rank: r, at least 1; twice as many singular values are needed.
+        scale: s, above 0.
+    """
+    return _at_projections(Centred(rank, "lora_ga", float(scale)), at, layers, stack, attention, tower)
+
+
+@_projection_method
+def eva(
+    rank: int = 8, scale: float = 1, dropout: float = 0.0, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all",
+    stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Train s B A x, where A starts as the first principal components of x (EVA; Paischer et al. 2024).
+
+    PEFT: LoraConfig(init_lora_weights="eva", eva_config=EvaConfig(rho=1)): all places have one rank. It starts from
+    data.
+
+    Args:
+        dropout: The probability of dropping a value of x while training.
+    """
+    return _at_projections(LowRank(rank, dropout, "eva"), at, layers, stack, attention, tower, scale=scale)
+
+
+@_projection_method
+def loftq(
+    rank: int = 8, dropout: float = 0.0, *, at: Site = LINEARS, layers: LayersArg = "all", stack: Stack = "all",
+    attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Train B A x on a quantised base Q, where B A starts as the best part of W - Q (LoftQ; Li et al. 2023).
+
+    PEFT: replace_lora_weights_loftq. The base is not changed. It starts from the model before it was quantised.
+
+    Args:
+        dropout: The probability of dropping a value of x while training.
+    """
+    return _at_projections(LowRank(rank, dropout, "loftq"), at, layers, stack, attention, tower)
 
 
 # -- rotations, vectors and subspaces ---------------------------------------------------------------------------------
@@ -1154,5 +1232,5 @@ def compacter(
 def loreft(
     rank: int = 4, *, layers: LayersArg = "all", stack: Stack = "all", tower: Tower = "main",
 ) -> Parts:  # fmt: skip
-    """Edit what layers compute in a subspace, h + Rᵀ (W h + b - R h) (LoReFT; Wu et al. 2024), at every position."""
+    """Edit what layers compute at every position, h + Rᵀ (W h + b - R h) (LoReFT; Wu et al. 2024)."""
     return (Modification("block", LoReFT(rank), "sequential", ADD, layers, stack, tower=tower),)

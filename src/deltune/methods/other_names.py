@@ -31,7 +31,7 @@ METHOD_NAMES: Mapping[str, str] = {
 
 ABSENT_METHODS = frozenset(
     (
-        "bone", "xlora", "poly", "loftq", "compacterplusplus", "multitaskprompttuning", "cpt",
+        "bone", "xlora", "poly", "compacterplusplus", "multitaskprompttuning", "cpt",
         "adaptionprompt", "seqbninv", "noreft", "direft", "ptuning", "adamss", "lily", "frod", "pvera", "cartridge",
         "shadow",
     )

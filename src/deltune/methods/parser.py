@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from inspect import Parameter, Signature, signature
-from typing import Any, ParamSpec, TypeVar
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 from pydantic import ConfigDict, InstanceOf, TypeAdapter, ValidationError
 
@@ -55,6 +55,12 @@ def argument_types(make: Callable[..., Any]) -> dict[str, Any]:
     return typing.get_type_hints(make, include_extras=True)
 
 
+Size = Annotated[int, "a whole number of at least 1", lambda size: size >= 1]
+Count = Annotated[int, "a whole number of at least 0", lambda count: count >= 0]
+Share = Annotated[float, "in [0, 1)", lambda share: 0 <= share < 1]
+"""Types of fields with a range, which `check_fields` checks."""
+
+
 def check_fields(value: Any) -> None:
     """Check the fields of a frozen dataclass against their types; lists become tuples, which can be hashed."""
     kind: Any = type(value)
@@ -64,8 +70,13 @@ def check_fields(value: Any) -> None:
         if isinstance(content, list):
             content = tuple(content)
             object.__setattr__(value, field.name, content)
-        if not fits_type(hints[field.name], content):
-            raise DeltuneError(f"{type(value).__name__}: {type_mismatch(field.name, hints[field.name], content)}")
+        hint = hints[field.name]
+        if not fits_type(hint, content):
+            raise DeltuneError(f"{type(value).__name__}: {type_mismatch(field.name, hint, content)}")
+        for one in (hint, *typing.get_args(hint)):  # the hint, or the parts of an optional one
+            _, words, *limits = typing.get_args(one) if typing.get_origin(one) is typing.Annotated else (None, "")
+            if content is not None and not all(is_within(content) for is_within in limits):
+                raise DeltuneError(f"{field.name}={content}: must be {words}")
 
 
 @functools.cache

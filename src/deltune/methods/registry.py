@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import lru_cache
 from inspect import isclass, signature
 from math import log
@@ -13,18 +13,21 @@ from typing import Any, TypeVar
 from ..errors import DeltuneError, error_from_problems, excerpt
 from . import library, parser, spec
 from .compositions import Add, Composition, Gate, PrefixGate, Scale, SigmoidGate
-from .forms.attention import MultiHead, OwnMultiHead, Prefix
+from .forms import (
+    attention,
+    entries,
+    hidden,
+    low_rank,
+    mix,
+    orthogonal,
+    prompt,
+    shared,
+    spectral,
+    structured,
+    weights,
+)
 from .forms.base import Form, check_form_class, check_frozen
-from .forms.entries import SHiRA, SuperTuning
-from .forms.hidden import Bottleneck, Mixture, Rescale, Vector
-from .forms.low_rank import LowRank
-from .forms.mix import AttentionMix, Mix
-from .forms.orthogonal import Butterfly, Householder, PairRotation, PrincipalRotation, Rotation
-from .forms.prompt import Prompt
-from .forms.shared import NoLA, RandLoRA, TinyLoRA, UniLoRA, VBLoRA, VeRA
-from .forms.spectral import Centred, Circulant, FourierFT, LoRAXS, WaveFT
-from .forms.structured import SVD, FrozenSide, GraLoRA, KroneckerBottleneck, LoHa, LoKr, LoReFT, MiSS
-from .forms.weights import DEFT, OSF, DeLoRA, DoRA, GLoRA, HiRA, PEANuT
+from .schedules import RankSchedule
 from .spec import MaskedMethod, Method, Modification, NamedMethod, Selection
 
 DEFAULT_RATE, DEFAULT_SHORT_RATE = 1e-3, 1e-2
@@ -59,143 +62,118 @@ class RegistryEntry:
         return " ".join((self.make.__doc__ or "").split("\n\n")[0].split())
 
 
-_ENTRIES = (
-    RegistryEntry(library.full, "all three", "all", "full", rate=5e-5, short_rate=3e-4),
-    RegistryEntry(library.head, "LN, table 1", "0", "head", short_rate=3e-2),
-    RegistryEntry(library.layernorm, "LN §3.1", "4d (+ 2d)", "layernorm(terms='gain')", rate=1e-2, short_rate=2e-2),
-    RegistryEntry(library.bitfit, "Ben Zaken et al. 2022", "7d + m", "bitfit(which='query+ffn_up')"),
-    RegistryEntry(
-        library.adapter,
-        "UV eq. 4; Houlsby et al. 2019; Pfeiffer et al. 2021",
-        "4dr",
-        "adapter(style='pfeiffer', rank=32)",
-    ),
-    RegistryEntry(library.parallel_adapter, "UV §3.3", "2dr", "parallel_adapter(at='attention', rank=32)"),
-    RegistryEntry(
-        library.scaled_parallel_adapter,
-        "UV §3.3, §4.5",
-        "2dr",
-        "scaled_parallel_adapter(rank=512, scale='learned')",
-        short_rate=3e-3,  # 1e-2, times the scale of 4, diverges on MiniLM
-    ),
-    RegistryEntry(
-        library.multi_head_parallel_adapter,
-        "UV §3.3, table 4",
-        "2ld; (N_h + 1)·l·d with own_down",
-        "multi_head_parallel_adapter(length=30)",
-    ),
-    RegistryEntry(
-        library.prefix,
-        "UV eq. 5; Li and Liang 2021",
-        "2ld",
-        "prefix(length=16) + layernorm",
-        rate=1e-2,
-        short_rate=3e-2,
-    ),
-    RegistryEntry(library.p_tuning_v2, "Liu et al. 2022", "2ld", "p_tuning_v2(length=20)", rate=1e-2, short_rate=3e-2),
-    RegistryEntry(library.prompt, "Lester et al. 2021", "l·d once", "prompt(length=20)", rate=3e-2, short_rate=1e-1),
-    RegistryEntry(library.lora, "UV eq. 6; Hu et al. 2021", "4dr", "lora(rank=8, at=('query', 'value'))"),
-    RegistryEntry(library.trainable_tokens, "ours", "d for each token, once", "trainable_tokens(tokens=(5, 7)) + lora"),
-    RegistryEntry(library.mam, "UV §4.6", "2ld + 2dr", "mam(length=30, rank=512)", short_rate=3e-3),
-    RegistryEntry(
-        library.prefix_layernorm,
-        "LN §3.2",
-        "2ld + 4d (+ 2d)",
-        "prefix_layernorm(length=16)",
-        rate=1e-2,
-        short_rate=2e-2,
-    ),
-    RegistryEntry(
-        library.unipelt, "Mao et al. 2022", "2ld + 4dr + 2db + 3d", "unipelt(length=10, rank=8, bottleneck=48)"
-    ),
-    RegistryEntry(library.three_vectors, "LN, table 1", "2d + L + 1 once", "three_vectors", short_rate=3e-2),
-    RegistryEntry(library.ia3, "Liu et al. 2022", "2d + m", "ia3 + layernorm", short_rate=3e-2),
-    RegistryEntry(
-        library.diff_pruning,
-        "Guo et al. 2021",
-        "share of 4d² + 2dm + 5d + m",
-        "diff_pruning(sparsity=0.01)",
-        rate=5e-5,
-        short_rate=1e-3,
-    ),
-    RegistryEntry(library.apet, "AP §5.1, §C", "N in all", "apet(lora(rank=8), parameters='0.05%')"),
-    RegistryEntry(library.dora, "Liu et al. 2024", "4dr + 2d", "dora(rank=8, at='ffn')"),
-    RegistryEntry(library.adalora, "Zhang et al. 2023", "6dr + 3r", "adalora(rank=8, initial_rank=12)"),
-    RegistryEntry(library.hira, "Huang et al. 2025", "4dr", "hira(rank=16)"),
-    RegistryEntry(library.glora, "Chavan et al. 2023", "8dr + 2(d + 1)r + 4", "glora(rank=4, bias='vector')"),
-    RegistryEntry(library.deft, "PEFT", "4dr", "deft(rank=4)"),
-    RegistryEntry(library.peanut, "PEFT", "4dr + 4lr²", "peanut(rank=16, depth=1)"),
-    RegistryEntry(library.delora, "Bini et al. 2025", "4dr + 2", "delora(rank=8, bound=5)"),
-    RegistryEntry(library.osf, "Nayak et al. 2025", "2(2d + 1)(d − r)", "osf(rank=16)"),
-    RegistryEntry(library.loha, "Hyeon-Woo et al. 2022", "8dr", "loha(rank=4)"),
-    RegistryEntry(library.lokr, "Yeh et al. 2024", "about 2d + 4r√d", "lokr(rank=4, factor=8)"),
-    RegistryEntry(library.miss, "Kang and Yin 2024", "2dr", "miss(rank=32)"),
-    RegistryEntry(library.gralora, "Jung et al. 2025", "4dr", "gralora(rank=8, blocks=4)"),
-    RegistryEntry(library.c3a, "Chen et al. 2025", "2d²/b", "c3a(block_size=32)"),
-    RegistryEntry(library.fourierft, "Gao et al. 2024", "2n", "fourierft(frequencies=500)"),
-    RegistryEntry(library.waveft, "Bilican et al. 2025", "2n", "waveft(frequencies=1000)"),
-    RegistryEntry(library.supertuning, "PEFT", "0.02 d²", "supertuning(sparsity=0.98)"),
-    RegistryEntry(library.shira, "Bhardwaj et al. 2024", "4dr", "shira(rank=4)"),
-    RegistryEntry(library.vera, "Kopiczko et al. 2024", "2(d + r)", "vera(rank=64) + layernorm"),
-    RegistryEntry(library.randlora, "ICLR 2025", "2(d + d²/r)", "randlora(rank=64)"),
-    RegistryEntry(library.vblora, "Li et al. 2024", "4rhd/b + hb once", "vblora(vectors=64, length=32)"),
-    RegistryEntry(library.unilora, "Li et al. 2025", "n once", "unilora(length=1000)"),
-    RegistryEntry(library.tinylora, "PEFT", "2u", "tinylora(parameters=16, tied=True)"),
-    RegistryEntry(library.nola, "Koohpayegani et al. 2024", "4n", "nola(rank=8, bases=100)"),
-    RegistryEntry(library.lora_xs, "Bałazy et al. 2024", "2r²", "lora_xs(rank=25)"),
-    RegistryEntry(library.lora_fa, "Zhang et al. 2023", "2dr", "lora_fa(rank=8)"),
-    RegistryEntry(library.mica, "PEFT", "2dr", "mica(rank=8)"),
-    RegistryEntry(library.pissa, "Meng et al. 2024", "4dr", "pissa(rank=8)"),
-    RegistryEntry(library.olora, "Büyükakyüz 2024", "4dr", "olora(rank=8)"),
-    RegistryEntry(library.oft, "Qiu et al. 2023", "d(b − 1)", "oft(block_size=16)"),
-    RegistryEntry(library.boft, "Liu et al. 2024", "2dbm + 2d", "boft(block_size=8, factors=2)"),
-    RegistryEntry(library.hra, "Yuan et al. 2024", "2dr", "hra(rank=4)"),
-    RegistryEntry(library.psoft, "PEFT", "r(r − 1) + 4r", "psoft(rank=16)"),
-    RegistryEntry(library.road, "Liao and Monz 2024", "2d", "road(variant=2, group_size=32)"),
-    RegistryEntry(library.ssf, "Lian et al. 2022", "10d + 2m", "ssf(at=('query', 'value', 'ffn'))"),
-    RegistryEntry(library.beft, "PEFT", "d", "beft(at=('query', 'value'))"),
-    RegistryEntry(library.compacter, "Karimi Mahabadi et al. 2021", "4d + 6r; n³ once", "compacter(rank=32)"),
-    RegistryEntry(library.loreft, "Wu et al. 2024", "2dr + r", "loreft(rank=4, layers='upper half')"),
-)
-
-REGISTRY: Mapping[str, RegistryEntry] = {entry.make.__name__: entry for entry in _ENTRIES}
-"""Every named method, by name."""
-
-GROUPS: Mapping[str, tuple[str, ...]] = {
+_ENTRIES = {
     "selections: existing parameters, trained in place": (
-        "full", "head", "layernorm", "bitfit", "trainable_tokens", "diff_pruning", "apet",
+        RegistryEntry(library.full, "all three", "all", "full", rate=5e-5, short_rate=3e-4),
+        RegistryEntry(library.head, "LN, table 1", "0", "head", short_rate=3e-2),
+        RegistryEntry(library.layernorm, "LN §3.1", "4d (+ 2d)", "layernorm(terms='gain')", rate=1e-2, short_rate=2e-2),
+        RegistryEntry(library.bitfit, "Ben Zaken et al. 2022", "7d + m", "bitfit(which='query+ffn_up')"),
+        RegistryEntry(library.trainable_tokens, "ours", "d for each token, once",
+            "trainable_tokens(tokens=(5, 7)) + lora" ),
+        RegistryEntry(library.diff_pruning, "Guo et al. 2021", "share of 4d² + 2dm + 5d + m",
+            "diff_pruning(sparsity=0.01)", rate=5e-5, short_rate=1e-3),
+        RegistryEntry(library.apet, "AP §5.1, §C", "N in all", "apet(lora(rank=8), parameters='0.05%')"),
     ),
     "adapters: changes of hidden states": (
-        "adapter", "parallel_adapter", "scaled_parallel_adapter", "multi_head_parallel_adapter", "compacter", "loreft",
-        "ia3", "ssf", "beft", "three_vectors",
+        RegistryEntry(library.adapter, "UV eq. 4; Houlsby et al. 2019; Pfeiffer et al. 2021", "4dr",
+            "adapter(style='pfeiffer', rank=32)"),
+        RegistryEntry(library.parallel_adapter, "UV §3.3", "2dr", "parallel_adapter(at='attention', rank=32)"),
+        RegistryEntry(library.scaled_parallel_adapter, "UV §3.3, §4.5", "2dr",
+            "scaled_parallel_adapter(rank=512, scale='learned')", short_rate=3e-3),  # 1e-2 diverges
+        RegistryEntry(library.multi_head_parallel_adapter, "UV §3.3, table 4", "2ld; (N_h + 1)·l·d with own_down",
+            "multi_head_parallel_adapter(length=30)"),
+        RegistryEntry(library.compacter, "Karimi Mahabadi et al. 2021", "4d + 6r; n³ once", "compacter(rank=32)"),
+        RegistryEntry(library.loreft, "Wu et al. 2024", "2dr + r", "loreft(rank=4, layers='upper half')"),
+        RegistryEntry(library.ia3, "Liu et al. 2022", "2d + m", "ia3 + layernorm", short_rate=3e-2),
+        RegistryEntry(library.ssf, "Lian et al. 2022", "10d + 2m", "ssf(at=('query', 'value', 'ffn'))"),
+        RegistryEntry(library.beft, "PEFT", "d", "beft(at=('query', 'value'))"),
+        RegistryEntry(library.three_vectors, "LN, table 1", "2d + L + 1 once", "three_vectors", short_rate=3e-2),
     ),
-    "prompts: vectors that an attention reads beside the text": ("prefix", "p_tuning_v2", "prompt"),
+    "prompts: vectors that an attention reads beside the text": (
+        RegistryEntry(library.prefix, "UV eq. 5; Li and Liang 2021", "2ld", "prefix(length=16) + layernorm",
+            rate=1e-2, short_rate=3e-2),
+        RegistryEntry(library.p_tuning_v2, "Liu et al. 2022", "2ld", "p_tuning_v2(length=20)", rate=1e-2,
+            short_rate=3e-2 ),
+        RegistryEntry(library.prompt, "Lester et al. 2021", "l·d once", "prompt(length=20)", rate=3e-2,
+            short_rate=1e-1 ),
+    ),
     "low-rank: matrices of few ranks, blocks or products": (
-        "lora", "adalora", "dora", "pissa", "olora", "mica", "lora_fa", "lora_xs", "hira", "glora", "deft", "peanut",
-        "delora", "loha", "lokr", "miss", "gralora",
+        RegistryEntry(library.lora, "UV eq. 6; Hu et al. 2021", "4dr", "lora(rank=8, at=('query', 'value'))"),
+        RegistryEntry(library.adalora, "Zhang et al. 2023", "6dr + 3r", "adalora(rank=8, initial_rank=12)"),
+        RegistryEntry(library.dora, "Liu et al. 2024", "4dr + 2d", "dora(rank=8, at='ffn')"),
+        RegistryEntry(library.pissa, "Meng et al. 2024", "4dr", "pissa(rank=8)"),
+        RegistryEntry(library.olora, "Büyükakyüz 2024", "4dr", "olora(rank=8)"),
+        RegistryEntry(library.corda, "Yang et al. 2024", "4dr", "corda(rank=8)"),
+        RegistryEntry(library.lora_ga, "Wang et al. 2024", "4dr", "lora_ga(rank=8)"),
+        RegistryEntry(library.eva, "Paischer et al. 2024", "4dr", "eva(rank=8)"),
+        RegistryEntry(library.loftq, "Li et al. 2023", "10dr + 2mr", "loftq(rank=8)"),
+        RegistryEntry(library.mica, "PEFT", "2dr", "mica(rank=8)"),
+        RegistryEntry(library.lora_fa, "Zhang et al. 2023", "2dr", "lora_fa(rank=8)"),
+        RegistryEntry(library.lora_xs, "Bałazy et al. 2024", "2r²", "lora_xs(rank=25)"),
+        RegistryEntry(library.hira, "Huang et al. 2025", "4dr", "hira(rank=16)"),
+        RegistryEntry(library.glora, "Chavan et al. 2023", "8dr + 2(d + 1)r + 4", "glora(rank=4, bias='vector')"),
+        RegistryEntry(library.deft, "PEFT", "4dr", "deft(rank=4)"),
+        RegistryEntry(library.peanut, "PEFT", "4dr + 4lr²", "peanut(rank=16, depth=1)"),
+        RegistryEntry(library.delora, "Bini et al. 2025", "4dr + 2", "delora(rank=8, bound=5)"),
+        RegistryEntry(library.loha, "Hyeon-Woo et al. 2022", "8dr", "loha(rank=4)"),
+        RegistryEntry(library.lokr, "Yeh et al. 2024", "about 2d + 4r√d", "lokr(rank=4, factor=8)"),
+        RegistryEntry(library.miss, "Kang and Yin 2024", "2dr", "miss(rank=32)"),
+        RegistryEntry(library.gralora, "Jung et al. 2025", "4dr", "gralora(rank=8, blocks=4)"),
     ),
     "shared: few numbers and matrices that all places have in common": (
-        "vera", "randlora", "vblora", "unilora", "tinylora", "nola",
+        RegistryEntry(library.vera, "Kopiczko et al. 2024", "2(d + r)", "vera(rank=64) + layernorm"),
+        RegistryEntry(library.randlora, "ICLR 2025", "2(d + d²/r)", "randlora(rank=64)"),
+        RegistryEntry(library.vblora, "Li et al. 2024", "4rhd/b + hb once", "vblora(vectors=64, length=32)"),
+        RegistryEntry(library.unilora, "Li et al. 2025", "n once", "unilora(length=1000)"),
+        RegistryEntry(library.tinylora, "PEFT", "2u", "tinylora(parameters=16, tied=True)"),
+        RegistryEntry(library.nola, "Koohpayegani et al. 2024", "4n", "nola(rank=8, bases=100)"),
     ),
-    "orthogonal: rotations and reflections": ("oft", "boft", "hra", "psoft", "road"),
+    "orthogonal: rotations and reflections": (
+        RegistryEntry(library.oft, "Qiu et al. 2023", "d(b − 1)", "oft(block_size=16)"),
+        RegistryEntry(library.boft, "Liu et al. 2024", "2dbm + 2d", "boft(block_size=8, factors=2)"),
+        RegistryEntry(library.hra, "Yuan et al. 2024", "2dr", "hra(rank=4)"),
+        RegistryEntry(library.psoft, "PEFT", "r(r − 1) + 4r", "psoft(rank=16)"),
+        RegistryEntry(library.road, "Liao and Monz 2024", "2d", "road(variant=2, group_size=32)"),
+    ),
     "spectral and sparse: transforms, spectra and entries of weights": (
-        "fourierft", "waveft", "c3a", "osf", "shira", "supertuning",
+        RegistryEntry(library.fourierft, "Gao et al. 2024", "2n", "fourierft(frequencies=500)"),
+        RegistryEntry(library.waveft, "Bilican et al. 2025", "2n", "waveft(frequencies=1000)"),
+        RegistryEntry(library.c3a, "Chen et al. 2025", "2d²/b", "c3a(block_size=32)"),
+        RegistryEntry(library.svft, "Lingam et al. 2024", "2(d + b(2d − b − 1))", "svft(band=1)"),
+        RegistryEntry(library.osf, "Nayak et al. 2025", "2(2d + 1)(d − r)", "osf(rank=16)"),
+        RegistryEntry(library.shira, "Bhardwaj et al. 2024", "4dr", "shira(rank=4)"),
+        RegistryEntry(library.supertuning, "PEFT", "0.02 d²", "supertuning(sparsity=0.98)"),
     ),
-    "sums: several of them at once": ("mam", "prefix_layernorm", "unipelt"),
+    "sums: several of them at once": (
+        RegistryEntry(library.mam, "UV §4.6", "2ld + 2dr", "mam(length=30, rank=512)", short_rate=3e-3),
+        RegistryEntry(library.prefix_layernorm, "LN §3.2", "2ld + 4d (+ 2d)", "prefix_layernorm(length=16)",
+            rate=1e-2, short_rate=2e-2),
+        RegistryEntry(library.unipelt, "Mao et al. 2022", "2ld + 4dr + 2db + 3d",
+            "unipelt(length=10, rank=8, bottleneck=48)" ),
+    ),
 }  # fmt: skip
+
+REGISTRY: Mapping[str, RegistryEntry] = {e.make.__name__: e for group in _ENTRIES.values() for e in group}
+"""Every named method, by name."""
+
+GROUPS = {name: tuple(entry.make.__name__ for entry in group) for name, group in _ENTRIES.items()}
 """The named methods by kind."""
 
-FORMS = (
-    Bottleneck, LowRank, Prefix, MultiHead, OwnMultiHead, Prompt, Vector, Rescale, Mixture, DoRA, HiRA, GLoRA, DEFT,
-    PEANuT, DeLoRA, OSF, LoHa, LoKr, MiSS, GraLoRA, FrozenSide, KroneckerBottleneck, LoReFT, VeRA, RandLoRA, VBLoRA,
-    UniLoRA, TinyLoRA, NoLA, Rotation, Householder, Butterfly, PrincipalRotation, PairRotation, FourierFT, Circulant,
-    LoRAXS, Centred, SHiRA, WaveFT, SuperTuning, SVD, Mix, AttentionMix,
-)  # fmt: skip
+FORMS = tuple(
+    kind
+    for module in (attention, entries, hidden, low_rank, mix, orthogonal, prompt, shared, spectral, structured, weights)
+    for kind in vars(module).values()
+    if isclass(kind) and issubclass(kind, Form) and kind.__module__ == module.__name__ and is_dataclass(kind)
+    if not kind.__name__.startswith("_")
+)
 """The forms of the library. Any other is a user's own, and checked before it acts (`forms.checks`)."""
 
 VOCABULARY: dict[str, Callable[..., Any]] = {
     **{name: entry.make for name, entry in REGISTRY.items()},
-    **{kind.__name__: kind for kind in (Modification, Selection, Add, Scale, Gate, SigmoidGate, PrefixGate)},
+    **{
+        kind.__name__: kind
+        for kind in (Modification, Selection, Add, Scale, Gate, SigmoidGate, PrefixGate, RankSchedule)
+    },
     **{kind.__name__: kind for kind in FORMS},
 }
 """Everything that an expression may call, by name; `register` adds to it."""

@@ -6,14 +6,14 @@ the model, not in a saved delta.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ..errors import DeltuneError
+from .parser import Size, check_fields, to_expression
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
 
 _ROUNDING = 1e-9
@@ -46,7 +46,7 @@ class Schedule:
         """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RankSchedule(Schedule):
     """Give each place as many ranks as matter there (AdaLoRA, Zhang et al. 2023).
 
@@ -71,15 +71,16 @@ class RankSchedule(Schedule):
     axes: ClassVar[Mapping[str, int]] = {"values": 0, "down": 0, "up": 1}
     """Which axis of a tensor has the ranks; the first tensor is set to 0."""
 
-    target: int
-    start: float
-    stop: float
-    every: int
-    beta1: float
-    beta2: float
-    orthogonality: float
+    target: Size = 8
+    start: float = 0.1
+    stop: float = 0.7
+    every: Size = 1
+    beta1: float = 0.85
+    beta2: float = 0.85
+    orthogonality: float = 0.5
 
     def __post_init__(self) -> None:
+        check_fields(self)
         problems = [
             f"{name}={value}: must lie between 0 and 1"
             for name, value in (("beta1", self.beta1), ("beta2", self.beta2))
@@ -87,12 +88,13 @@ class RankSchedule(Schedule):
         ]
         if not 0 <= self.start < self.stop <= 1:
             problems.append(f"start={self.start}, stop={self.stop}: shares of the training, 0 ≤ start < stop ≤ 1")
-        if self.every < 1:
-            problems.append(f"every={self.every}: must be at least 1")
         if self.orthogonality < 0:
             problems.append(f"orthogonality={self.orthogonality}: must not be negative")
         if problems:
             raise DeltuneError("; ".join(problems))
+
+    def __repr__(self) -> str:
+        return to_expression(self)
 
     def penalty(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         if not self.orthogonality:
@@ -111,6 +113,9 @@ class RankSchedule(Schedule):
             return total
         left = max(0.0, 1 - (share - self.start) / (self.stop - self.start))
         return int((total - target) * left**3 + target + _ROUNDING)
+
+
+USUAL = RankSchedule()
 
 
 def _distance_from_orthogonal(rows: torch.Tensor) -> torch.Tensor:

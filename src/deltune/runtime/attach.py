@@ -10,7 +10,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -68,9 +68,10 @@ from .delta_schema import (
 )
 from .handle import Tuned
 from .model_state import refuse_inference_tensors, refuse_shared_modules
-from .modules import Delta, HeadLabels, parameter_key
+from .modules import Delta, Edit, HeadLabels, parameter_key
 from .offloading import check_offloading, follow_offloading
 from .pooling import check_pooling
+from .statistics import check_data, collect_statistics
 
 FORMATS = ("peft", "adapterhub", *peft_write.SERVERS)
 """The formats that `export` writes: folders of PEFT and AdapterHub, and what other programs read of PEFT's."""
@@ -189,6 +190,9 @@ def attach(
     name: str = "default",
     head: Literal["train", "freeze"] = "train",
     pooling: Pooling = "model",
+    *,
+    data: Iterable[Mapping[str, Any]] | None = None,
+    original: PreTrainedModel | None = None,
 ) -> Tuned:
     """Attach a method to a model and put it in use. The model is changed in place, and all other weights are frozen.
 
@@ -202,14 +206,18 @@ def attach(
         head: "train" trains the task head, "freeze" does not. The head is saved with the delta either way.
         pooling: The input of a head whose class reads the model's `pooler_output`: "model" for the output of the
             class's own pooler; or the mean, the first or the last of the hidden states of the text.
+        data: For methods that start from data, such as eva: some batches as the model reads them, mappings of tensors,
+            each of which passes through the base model once, without dropout.
+        original: For loftq, the model before it was quantised.
 
     Returns:
         The handle of the model.
 
     Raises:
-        DeltuneError: The method is unknown or needs a place that this model does not have, the name is taken, the head
-            does not read a pooler, the model is quantised in a way that cannot be tuned, a part of it belongs to
-            another model with deltas, or there is too little memory. The model stays as it was.
+        DeltuneError: The method is unknown, lacks the data that it starts from, or needs a place that this model does
+            not have, the name is taken, the head does not read a pooler, the model is quantised in a way that cannot be
+            tuned, a part of it belongs to another model with deltas, or there is too little memory. The model stays as
+            it was.
     """
     model = _checked_model(model)
     with _default_modes():
@@ -228,11 +236,12 @@ def attach(
         check_pooling(model, anatomy, pooling)
         handle = handle or Tuned(model)
         planned = handle.attached.resolve(parsed, pooling)
+        check_data(parsed, data, original)
         check_memory(model, anatomy, planned, parsed, TRAINING_COPIES)
         if any(edit.modification.form.needs == "attention" for edit in planned.edits):
             for config in all_configs(model):
                 prefix_implementation(attention_implementation(config))
-        _attach(handle, parsed, planned, name, head, pooling)
+        _attach(handle, parsed, planned, name, head, pooling, data, original)
     return handle
 
 
@@ -260,12 +269,19 @@ def _default_modes() -> Iterator[None]:
         yield
 
 
-def _attach(handle: Tuned, parsed: Method, planned: ResolvedMethod, name: str, head: str, pooling: Pooling) -> None:
+def _attach(
+    handle: Tuned, parsed: Method, planned: ResolvedMethod, name: str, head: str, pooling: Pooling,
+    data: Iterable[Mapping[str, Any]] | None, original: PreTrainedModel | None,
+) -> None:  # fmt: skip
     attached, base_value = handle.attached, handle.attached.state.base_value
     heads = tuple(t.name for t in handle.anatomy.tensors if t.area == "head")
     delta = attached.move_to_model(Delta(parsed, planned, heads, head))
     delta.pooling = pooling
-    delta.initialize(attached.place_of)
+    statistics: dict[Edit, torch.Tensor] = {}
+    if data is not None or original is not None:
+        with handle.disable():
+            statistics = collect_statistics(attached, delta, data, original)
+    delta.initialize(lambda edit: attached.base_place(edit.place, statistics.get(edit)))
     for name_in_model, sparse in delta.masked_tensors():
         sparse.initialize(base_value(name_in_model).detach())
     _start_rows(handle, delta)

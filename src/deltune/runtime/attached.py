@@ -274,7 +274,7 @@ class Attached:
         """The base model's own projection at an edit; None where there is none."""
         return self.base_place(edit.place)
 
-    def base_place(self, location: Location) -> BasePlace | None:
+    def base_place(self, location: Location, statistic: torch.Tensor | None = None) -> BasePlace | None:
         """The base model's own projection at a place; None where there is none."""
         linear = location.linear or location.weight
         if linear is None:
@@ -285,7 +285,7 @@ class Attached:
         weight, bias = (known.get(name) for name in names.values())
         assert weight is not None
         read_bias = partial(bias_of, module) if bias is None else partial(self.state.base_value, bias)
-        return BasePlace(location, partial(self.dense_value, weight), read_bias)
+        return BasePlace(location, partial(self.dense_value, weight), read_bias, statistic=statistic)
 
     def base_config(self) -> PreTrainedConfig:
         """Return a copy of the model's configuration with the base model's labels, whatever delta is in use."""

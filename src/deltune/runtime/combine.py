@@ -24,14 +24,14 @@ from ..compat import set_in_parameter_dict
 from ..errors import DeltuneError, excerpt, unknown_name
 from ..interop.base import (
     PlacedTensors,
-    locations_or_none,
+    linears_at,
     method_from_pieces,
     methods_selecting,
     rows_of_columns,
     tensors_by_file_name,
     without_scope,
 )
-from ..methods.forms.base import FactorForm, check_positive, check_share
+from ..methods.forms.base import FactorForm, check_positive
 from ..methods.forms.hidden import Vector
 from ..methods.forms.low_rank import LowRank
 from ..methods.forms.mix import Weights, mix_form
@@ -49,6 +49,11 @@ AVERAGE = "average"
 """The function of an expression whose value has the mean parameters of deltas, and the head= that is a mean."""
 
 
+def _check_density(density: float) -> None:
+    if not 0 < density <= 1:
+        raise DeltuneError(f"density={density}: a share above 0, and 1 at most")
+
+
 @dataclass(frozen=True)
 class Magnitude:
     """Keep the largest entries of each change of a tensor, then add.
@@ -60,7 +65,7 @@ class Magnitude:
     density: float = 0.2
 
     def __post_init__(self) -> None:
-        check_share("1 - density", 1 - self.density)
+        _check_density(self.density)
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,7 @@ class Dare:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_share("1 - density", 1 - self.density)
+        _check_density(self.density)
 
 
 How = Magnitude | Dare
@@ -491,9 +496,9 @@ class Projections:
         for tower in dict.fromkeys(("main", *anatomy.towers)):
             for site in in_order:
                 modification = Modification(site, LowRank(1), tower=tower)
-                for place in locations_or_none(anatomy, modification):
-                    linear, columns = place.linear, place.target.columns
-                    if linear is None or (site == "*" and linear.path in self.parts and columns is None):
+                for place, linear in linears_at(anatomy, site, tower):
+                    columns = place.target.columns
+                    if site == "*" and linear.path in self.parts and columns is None:
                         continue
                     if (linear.path, columns) not in self._places:
                         named = replace(modification, site=linear.path) if site == "*" else modification

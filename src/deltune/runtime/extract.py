@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from ..errors import DeltuneError, error_from_problems, excerpt, first_names
 from ..interop.base import PlacedTensors, rows_of_columns, without_scope
 from ..methods.forms.low_rank import LowRank
+from ..methods.forms.starts import Singular, singular
 from ..methods.parser import explain_arguments
 from ..methods.registry import parse
 from ..methods.spec import Method
@@ -32,13 +33,8 @@ _NO_FUNCTION = re.compile(
 """Settings of a configuration that do not change what the tensors before the head compute once trained."""
 
 
-class _Spectrum(NamedTuple):
-    """The singular vectors and values of the change of one linear, or of a part of it."""
-
-    piece: PlacedTensors
-    u: torch.Tensor
-    s: torch.Tensor
-    v: torch.Tensor
+_Spectra = list[tuple[PlacedTensors, Singular]]
+"""Places of changes of linears, or of parts of them, with their singular vectors and values."""
 
 
 @explain_arguments
@@ -152,14 +148,18 @@ class _Difference:
         if not self.changes and all(torch.equal(self.attached.state.base_value(n), v) for n, v in self.head.items()):
             raise DeltuneError("the checkpoint has the weights of the base model: there is nothing to extract")
         spectra = self._of_method(method) if method is not None else self._of_all()
-        squares = [spectrum.s.square() for spectrum in spectra]
+        squares = [change.s.square() for _, change in spectra]
         total = sum(float(s.sum()) for s in squares)
         rank = 1
         longest = max((len(s) for s in squares), default=1)
         while rank < longest and sum(float(s[:rank].sum()) for s in squares) < energy * total:
             rank += 1
         if method is None:
-            pieces = [_low_rank(spectrum, rank) for spectrum in spectra]
+            pieces = []
+            for piece, change in spectra:
+                up, down = of_rank(*change, rank)
+                modification = replace(piece.modification, form=LowRank(rank))
+                pieces.append(PlacedTensors(modification, piece.place, {"up": up, "down": down}))
             in_linears = {f"{path}.weight" for path in self.low_rank}
             owned = {n: v for n, v in self.values.items() if n not in in_linears}
             chosen, tensors = method_of(self.attached.anatomy, pieces, set(owned))
@@ -168,26 +168,26 @@ class _Difference:
             tensors, owned = self._tensors_of(chosen, spectra)
         attach_tensors(self.attached, name, chosen, tensors, owned | self.head, tuple(self.head), self.labels)
 
-    def _of_all(self) -> list[_Spectrum]:
+    def _of_all(self) -> _Spectra:
         """Return the spectra of all linears that differ."""
-        spectra = []
+        spectra: _Spectra = []
         for path, columns in self.at.parts.items():
             change = self.changes.get(f"{path}.weight") if path in self.low_rank else None
             for part in columns if change is not None else ():
                 modification, place = self.at.of(path, part)
                 rows = self._rows(path, part)
                 if rows.any():
-                    spectra.append(_spectrum(PlacedTensors(modification, place, {}), rows))
+                    spectra.append((PlacedTensors(modification, place, {}), singular(rows, slice(None))))
         return spectra
 
     def _rows(self, path: str, columns: object) -> torch.Tensor:
         change = self.changes[f"{path}.weight"]
         return rows_of_columns(change.mT if self.at.transposed(path) else change, columns)  # type: ignore[arg-type]
 
-    def _of_method(self, method: str) -> list[_Spectrum]:
+    def _of_method(self, method: str) -> _Spectra:
         """Return the spectra at the places of a method."""
         edits = self.attached.resolve(parse(method.replace("?", "1"))).edits
-        spectra = []
+        spectra: _Spectra = []
         for edit in edits:
             linear, columns = edit.place.linear, edit.place.target.columns
             product = isinstance(edit.modification.form, LowRank) and edit.modification.insertion == "parallel"
@@ -197,14 +197,13 @@ class _Difference:
                 )
             rows = self._rows(linear.path, columns) if f"{linear.path}.weight" in self.changes else None
             if rows is not None:
-                spectra.append(_spectrum(PlacedTensors(without_scope(edit.modification), edit.place, {}), rows))
+                piece = PlacedTensors(without_scope(edit.modification), edit.place, {})
+                spectra.append((piece, singular(rows, slice(None))))
         return spectra
 
-    def _tensors_of(
-        self, method: Method, spectra: Sequence[_Spectrum]
-    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    def _tensors_of(self, method: Method, spectra: _Spectra) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Return the tensors of a method's edits and its values of the model's own; warn of what it leaves out."""
-        planned, by_place = self.attached.resolve(method), {s.piece.place.name: s for s in spectra}
+        planned, by_place = self.attached.resolve(method), {piece.place.name: change for piece, change in spectra}
         selected = {t.name for t in (*planned.selected, *(t for t, _ in planned.masked))}
         owned, tensors = {n: v for n, v in self.values.items() if n in selected}, dict[str, torch.Tensor]()
         aliases = [(n, t.name) for t in planned.selected if t.name in owned for n in (t.name, *t.aliases)]
@@ -215,10 +214,10 @@ class _Difference:
             assert isinstance(form, LowRank) and factor is not None
             shapes = {name: spec.shape for name, spec in edit.tensors.items()}
             values = {name: torch.zeros(shape) for name, shape in shapes.items()}
-            if spectrum := by_place.get(edit.place.name):
-                up, down = of_rank(spectrum.u, spectrum.s, spectrum.v, form.rank)
+            if change := by_place.get(edit.place.name):
+                up, down = of_rank(*change, form.rank)
                 values = {"up": up / factor, "down": down}
-                kept += float(spectrum.s[: form.rank].square().sum())
+                kept += float(change.s[: form.rank].square().sum())
             tensors |= {f"edit.{edit.key}.{leaf}": value for leaf, value in values.items()}
         left = 1 - kept / (sum(float(change.square().sum()) for change in self.changes.values()) or 1.0)
         if left > 1e-9:
@@ -233,13 +232,3 @@ def _settings(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         if not _NO_FUNCTION.fullmatch(str(name)):
             settings |= _settings(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + str(name): value}
     return settings
-
-
-def _spectrum(piece: PlacedTensors, change: torch.Tensor) -> _Spectrum:
-    return _Spectrum(piece, *torch.linalg.svd(change, full_matrices=False))
-
-
-def _low_rank(spectrum: _Spectrum, rank: int) -> PlacedTensors:
-    up, down = of_rank(spectrum.u, spectrum.s, spectrum.v, rank)
-    modification = replace(spectrum.piece.modification, form=LowRank(rank))
-    return PlacedTensors(modification, spectrum.piece.place, {"up": up, "down": down})

@@ -212,6 +212,8 @@ def part_of(whole: torch.Tensor, columns: Columns | None, dim: int = 0) -> torch
 class ModulePlace:
     """The place of an edit in a call of its module; see `Place`. W is read where a form asks for it."""
 
+    statistic: torch.Tensor | None = None
+
     def __init__(self, call: ModuleCall, location: Location, training: bool, x: torch.Tensor | None = None) -> None:
         self._call, self._location, self.training, self._x = call, location, training, x
 
@@ -257,6 +259,7 @@ class BasePlace:
         location: Where the edit is.
         read_weight: Returns the weight of the module in floating point.
         read_bias: Returns its bias, or None.
+        statistic: What `initialize` of the edit's form reads of data.
     """
 
     location: Location
@@ -264,6 +267,7 @@ class BasePlace:
     read_bias: Callable[[], torch.Tensor | None]
     training: bool = False
     output: torch.Tensor | None = None
+    statistic: torch.Tensor | None = None
 
     @property
     def weight(self) -> torch.Tensor:

@@ -17,18 +17,21 @@ from transformers.trainer_callback import PrinterCallback
 from ..compat import set_training_device, use_one_gpu
 from ..errors import DeltuneError, check_booleans, counted, unknown_name
 from ..files import explain_write_errors
-from ..models import HEADS_WITH_LABELS, align_padding_token
+from ..methods.registry import parse
+from ..models import HEADS_WITH_LABELS, align_padding_token, load_model
 from ..runtime.attach import attach, load
 from ..runtime.linear import LinearBackend, optimize_linear
 from ..runtime.padding import padding_side
 from ..runtime.pooling import begin_with_head_of, choose_pooling, linear_head
 from ..runtime.serialization import open_delta
+from ..runtime.statistics import needed_statistics
 from ..templates import end_tokens
 from . import activation_cache, checkpoints, distributed
 from . import setup as task_setup
 from .config import ModelSection, OptimSection, RunConfig
 from .data.columns import INPUT_TYPES, TASK_COLUMNS
 from .data.formats import COLUMN, as_conversations
+from .data.loading import TaskData
 from .data.packing import Packing, choose_packing
 from .data.tag_schemes import PLAIN
 from .frozen_layers import FrozenLayers
@@ -61,9 +64,9 @@ from .run_folder import RunFolder
 from .series import run_series
 from .setup import ModelCache, TaskSetup, fit_lengths, is_chat, length_limits, load_task_data, set_up_task
 from .tasks import token_cache
-from .tasks.base import Columns, TaskKind
+from .tasks.base import Columns, TaskKind, TaskOptions
 from .tasks.chat import CHAT, check_lengths, untrained_tokens, with_one_template
-from .tasks.encoding import EncodedRows, LengthGroupedBatches, check_causal
+from .tasks.encoding import EncodedRows, LengthGroupedBatches, check_causal, collate
 from .tasks.generation import CAUSAL_GENERATION, LANGUAGE_MODELING
 from .trainer import DeltaCheckpoints, DeltaTrainer, ReportCallback, RunState, total_steps
 
@@ -74,6 +77,8 @@ SHARDING_MODES = ("none", "fsdp")
 TRAINER_SCHEDULES = {"constant": "constant_with_warmup"}
 """Schedules that transformers calls by another name."""
 LOG_LINES_PER_EPOCH = 20
+ROWS_OF_START = 256
+"""How many rows of train initial values read that start from data."""
 
 logger = logging.getLogger("deltune")
 
@@ -311,7 +316,17 @@ def _prepare(
     same_length = padding_side(model) is None
     set_seed(seed)
     pooling, why_pooling = choose_pooling(model, config.model.name, config.method.pooling)
-    tuned = attach(model, config.method.expression, head=config.method.head, pooling=pooling)
+    needed = needed_statistics(parse(config.method.expression))
+    data_of_start = original = None
+    if needed - {"quantisation error"}:
+        if sharded == "none" and not config.model.quantize:
+            model.to(device)  # type: ignore[arg-type]
+        data_of_start = _first_batches(model, tokenizer, kind, data, limits, rows, seed)
+    if "quantisation error" in needed:
+        original = load_model(config.model.name, kind.head, data.labels or None)
+    tuned = attach(
+        model, config.method.expression, head=config.method.head, pooling=pooling, data=data_of_start, original=original
+    )
     if kind.head == "classification":
         begin_with_head_of(config.model.name, model, tuned.anatomy, pooling)
     if not any(True for _ in tuned.named_trainable_parameters()):
@@ -400,6 +415,18 @@ def _base_model(
     model = cache.model(section.name, setup.kind.head, setup.data.labels or None, seed, section.quantize)
     align_padding_token(model, tokenizer)
     return model
+
+
+def _first_batches(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, kind: TaskKind, data: TaskData, limits: TaskOptions,
+    rows: int, seed: int,
+) -> Iterator[dict[str, torch.Tensor]]:  # fmt: skip
+    """Yield batches of some rows of train, drawn by the seed, from which methods such as eva start."""
+    train = data.splits["train"].shuffle(seed=seed)
+    columns = train.select(range(min(len(train), ROWS_OF_START))).to_dict()
+    encoded = kind.encode(tokenizer, model, columns, fit_lengths(model, kind, limits), True)
+    for indices in LengthGroupedBatches(encoded.lengths, rows, seed, same_length=padding_side(model) is None):
+        yield collate(tokenizer, model, [encoded[i] for i in indices])
 
 
 def _batches(optim: OptimSection, train: EncodedRows, rows: int, seed: int, same_length: bool) -> LengthGroupedBatches:

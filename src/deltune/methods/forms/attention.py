@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ...errors import DeltuneError
 from ..masks import Factor
-from .base import Form, Place, Product, Specs, Tensors, TensorSpec, Widths, check_positive, trained
+from ..parser import Size
+from .base import Form, Place, Product, Specs, Tensors, TensorSpec, Widths, trained
 from .low_rank import init_down_up
 
 if TYPE_CHECKING:
@@ -32,21 +33,12 @@ class Prefix(Form):
             P_v are trained themselves.
         shift_positions: Whether the positions of the tokens start at l, as where a prefix is the content of a cache
             (PEFT).
-
-    Raises:
-        DeltuneError: `length` or `reparameterise` is less than 1.
     """
 
     needs: ClassVar[str] = "attention"
-    length: int
-    reparameterise: int | None = None
+    length: Size
+    reparameterise: Size | None = None
     shift_positions: bool = field(default=False, kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(length=self.length)
-        if self.reparameterise is not None:
-            check_positive(reparameterise=self.reparameterise)
 
     @property
     def starts_at_zero(self) -> bool:
@@ -117,12 +109,8 @@ def _expand_to_query_heads(tensors: Tensors, query: torch.Tensor) -> tuple[torch
 class _Rows(Form):
     """A form of l rows for each head, whose values are 0 at the start."""
 
-    length: int
+    length: Size
     zero_up: bool = field(default=True, kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(length=self.length)
 
     @property
     def starts_at_zero(self) -> bool:
@@ -139,9 +127,6 @@ class MultiHead(_Rows):
     Args:
         length: l, at least 1.
         zero_up: Whether P_v starts at 0, so that Δh = 0 at the start; else N(0, 0.02).
-
-    Raises:
-        DeltuneError: `length` is less than 1.
     """
 
     needs = "attention"
@@ -169,9 +154,6 @@ class OwnMultiHead(_Rows):
     Args:
         length: l, at least 1.
         zero_up: Whether P_v starts at 0, so that Δh = 0 at the start; else N(0, 0.02).
-
-    Raises:
-        DeltuneError: `length` is less than 1.
     """
 
     def incompatibility(self, widths: Widths) -> str | None:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 Tensors: TypeAlias = "Mapping[str, torch.Tensor]"
 Shapes = dict[str, tuple[int, ...]]
+Statistic = Literal["covariance", "moments", "gradient", "quantisation error"]
+"""What a form's initial values may need of data, or of the model before it was quantised; see `Place.statistic`."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,16 @@ class Place(Protocol):
         """W x, as the projection has computed it in this pass; None outside of a pass."""
         ...
 
+    @property
+    def statistic(self) -> torch.Tensor | None:
+        """In `initialize`, what the form's `statistic` names, in float32 or float64; else None.
+
+        "covariance": of the tokens x that the projection reads (d_in, d_in). "moments": the mean of Xᵀ X / max(X)² over
+        the rows X (n, d_in) of the data (d_in, d_in). "gradient": the mean over the batches of the gradient of the loss
+        by W (d_out, d_in). "quantisation error": the weight before it was quantised, less W (d_out, d_in).
+        """
+        ...
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Compute W x, by the module itself where W is quantised.
 
@@ -138,6 +150,7 @@ class WeightPlace:
     bias: torch.Tensor | None = None
     output: torch.Tensor | None = None
     training: bool = field(default=False, kw_only=True)
+    statistic: torch.Tensor | None = field(default=None, kw_only=True)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         from torch.nn import functional as F
@@ -213,6 +226,7 @@ class Form(MethodPart):
     - `affine` returns (A, b) where Δh = A u + b, so that the form can be merged into weights.
     - `incompatibility` says at which places the form cannot act, and `waste` where it trains more than it can use.
     - `before_up`, in place of `__call__`, returns (v, U, e) where Δh = v Uᵀ + e.
+    - `statistic` names what the initial values need of data, which `initialize` finds in `at.statistic`.
     - `schedule` is a `deltune.Schedule` where training does more to the tensors than the steps of the optimizer.
     - `product` and `fill_untrained` serve masks (`apet`), `fold` a reparameterisation, and `draw` random buffers.
 
@@ -296,6 +310,11 @@ class Form(MethodPart):
     def starts_at_zero(self) -> bool:
         """Whether Δh = 0 at the start for every u."""
         return True
+
+    @property
+    def statistic(self) -> Statistic | None:
+        """What the initial values need of data, at projections alone; None where they need nothing."""
+        return None
 
     @property
     def schedule(self) -> Schedule | None:
@@ -494,16 +513,6 @@ def check_positive(**sizes: int) -> None:
     for name, size in sizes.items():
         if size < 1:
             raise DeltuneError(f"{name}={size}: must be a whole number of at least 1")
-
-
-def check_share(name: str, value: float) -> None:
-    """Check that a value lies in [0, 1).
-
-    Raises:
-        DeltuneError: It does not; the message has its name.
-    """
-    if not 0 <= value < 1:
-        raise DeltuneError(f"{name}={value}: must lie in [0, 1)")
 
 
 class FactorForm(Form):

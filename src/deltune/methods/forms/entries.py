@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from .base import Place, Specs, Tensors, TensorSpec, Widths, check_positive, check_share, trained
+from ..parser import Share, Size
+from .base import Place, Specs, Tensors, TensorSpec, Widths, trained
 from .starts import random_entries
 from .weights import ChangeForm
 
@@ -24,12 +25,8 @@ class SHiRA(ChangeForm):
         seed: The seed of the positions.
     """
 
-    rank: int
+    rank: Size
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(rank=self.rank)
 
     def _number(self, widths: Widths) -> int:
         return self.rank * (widths.in_width + widths.out_width)
@@ -67,12 +64,8 @@ class SuperTuning(ChangeForm):
         DeltuneError: The sparsity is not between 0 and 1.
     """
 
-    sparsity: float = 0.99
+    sparsity: Share = 0.99
     largest: bool = field(default=True, kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_share("sparsity", self.sparsity)
 
     def incompatibility(self, widths: Widths) -> str | None:
         size = widths.in_width * widths.out_width

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ...errors import DeltuneError, check_choice
 from ..masks import Factor
+from ..parser import Share, Size
 from .base import (
     Affine,
     BeforeUp,
@@ -18,8 +19,6 @@ from .base import (
     Tensors,
     TwoLayers,
     Widths,
-    check_positive,
-    check_share,
     trained,
 )
 from .low_rank import Init, down_up_product, init_down_up
@@ -58,18 +57,16 @@ class Bottleneck(Form):
         DeltuneError: An argument is out of its range, or the activation does not exist.
     """
 
-    rank: int
+    rank: Size
     activation: str = "relu"
     bias: bool = field(default=False, kw_only=True)
     layer_norm: bool = field(default=False, kw_only=True)
-    dropout: float = 0.0
+    dropout: Share = 0.0
     init: Init = "bert"
     zero_up: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(rank=self.rank)
-        check_share("dropout", self.dropout)
         check_choice("activation", self.activation, ACTIVATIONS)
 
     @property

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ...errors import DeltuneError
 from ..masks import Factor
-from .base import FactorForm, Place, Product, Specs, Tensors, Widths, check_positive, check_share, trained
+from ..parser import Share, Size
+from .base import FactorForm, Place, Product, Specs, Statistic, Tensors, Widths, trained
+from .starts import rank_above, singular
 
 if TYPE_CHECKING:
     import torch
@@ -26,24 +28,28 @@ class LowRank(FactorForm):
     Args:
         rank: r, at least 1.
         dropout: The probability of dropping a value of u while training.
-        init: "lora" (down Kaiming uniform) or "bert" (down N(0, 0.02)).
-
-    Raises:
-        DeltuneError: An argument is out of its range.
+        init: "lora" (down Kaiming uniform), "bert" (down N(0, 0.02)), "eva" (down has the first principal components of
+            what the projection reads; Paischer et al. 2024) or "loftq" (up and down have the first singular vectors of
+            what quantisation took from W, with the roots of the singular values; Li et al. 2023).
     """
 
     acts_on_weights: ClassVar[bool] = True
     reads_ids: ClassVar[bool] = True
-    rank: int
-    dropout: float = 0.0
-    init: Init = "lora"
+    rank: Size
+    dropout: Share = 0.0
+    init: Init | Literal["eva", "loftq"] = "lora"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(rank=self.rank)
-        check_share("dropout", self.dropout)
+    @property
+    def starts_at_zero(self) -> bool:
+        return self.init != "loftq"
+
+    @property
+    def statistic(self) -> Statistic | None:
+        return {"eva": "covariance", "loftq": "quantisation error"}.get(self.init)  # type: ignore[return-value]
 
     def incompatibility(self, widths: Widths) -> str | None:
+        if self.statistic and (short := rank_above(self.rank, widths)):
+            return short
         if self.dropout and widths.lookup:
             return "dropout drops values of x, and token ids have none: give dropout=0 at the embedding"
         return None
@@ -62,7 +68,18 @@ class LowRank(FactorForm):
         return trained({"down": (*experts, self.rank, widths.in_width), "up": (*experts, widths.out_width, self.rank)})
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
-        init_down_up(tensors["down"], tensors["up"], self.init, zero_up=True)
+        statistic = None if at is None else at.statistic
+        if self.init == "eva":
+            assert statistic is not None
+            tensors["down"].copy_(singular(statistic, slice(self.rank)).v)
+            tensors["up"].zero_()
+        elif self.init == "loftq":
+            assert statistic is not None
+            u, s, v = singular(statistic, slice(self.rank))
+            tensors["down"].copy_(s.sqrt()[:, None] * v)
+            tensors["up"].copy_(u * s.sqrt())
+        else:
+            init_down_up(tensors["down"], tensors["up"], self.init, zero_up=True)
 
     def product(self, widths: Widths) -> Product:
         if widths.experts:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from ...errors import check_choice
-from .base import FactorForm, Form, Place, Specs, Tensors, TensorSpec, Widths, check_positive
+from ..parser import Size
+from .base import FactorForm, Form, Place, Specs, Tensors, TensorSpec, Widths
 from .starts import kaiming_
 
 if TYPE_CHECKING:
@@ -34,18 +35,11 @@ class Mix(FactorForm):
         number: n, at least 1.
         rank: r, at least 1; products of lower rank end in zeros.
         softmax: Whether the weights are positive and add up to 1.
-
-    Raises:
-        DeltuneError: An argument is out of its range.
     """
 
-    number: int
-    rank: int = 8
+    number: Size
+    rank: Size = 8
     softmax: bool = field(default=False, kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(number=self.number, rank=self.rank)
 
     @property
     def starts_at_zero(self) -> bool:
@@ -77,18 +71,11 @@ class AttentionMix(Form):
         number: n, at least 1.
         rank: r, at least 1; products of lower rank end in zeros.
         width: k, at least 1.
-
-    Raises:
-        DeltuneError: An argument is out of its range.
     """
 
-    number: int
-    rank: int = 8
-    width: int = 16
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(number=self.number, rank=self.rank, width=self.width)
+    number: Size
+    rank: Size = 8
+    width: Size = 16
 
     @property
     def starts_at_zero(self) -> bool:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ...errors import DeltuneError
-from .base import FactorForm, Form, Place, Shapes, Specs, Tensors, Widths, check_positive, trained
+from ..parser import Size
+from .base import FactorForm, Form, Place, Shapes, Specs, Tensors, Widths, trained
 from .starts import at_least_float32, buffers, indivisible, kaiming_, rank_above, singular
 from .weights import ChangeForm
 
@@ -63,13 +64,12 @@ class Rotation(Form):
     """
 
     reads_weight: ClassVar[bool] = True
-    block_size: int
+    block_size: Size
     terms: int = 5
     shared_block: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(block_size=self.block_size)
         if self.block_size < 2 or (self.terms < 4 and self.terms):
             raise DeltuneError("block_size must be at least 2, and terms 0 or at least 4")
 
@@ -121,11 +121,10 @@ class Householder(FactorForm):
         DeltuneError: An argument is out of its range.
     """
 
-    rank: int
+    rank: Size
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(rank=self.rank)
         if self.rank % 2:
             raise DeltuneError(f"rank={self.rank}: must be even, so that the reflections cancel at the start")
 
@@ -169,12 +168,11 @@ class Butterfly(ChangeForm):
         DeltuneError: An argument is out of its range.
     """
 
-    block_size: int
-    factors: int = 1
+    block_size: Size
+    factors: Size = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(block_size=self.block_size, factors=self.factors)
         if self.block_size % 2:
             raise DeltuneError(f"block_size={self.block_size}: must be even")
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from ...errors import DeltuneError, check_choice
-from .base import Form, Place, Specs, Tensors, Widths, check_positive, trained
+from ..parser import Size
+from .base import Form, Place, Specs, Tensors, Widths, trained
 
 
 @dataclass(frozen=True, repr=False)
@@ -26,13 +27,12 @@ class Prompt(Form):
     """
 
     needs: ClassVar[str] = "tokens"
-    length: int
+    length: Size
     init_from: tuple[int, ...] | None = None
     positions: Literal["shift", "none"] = "shift"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(length=self.length)
         check_choice("positions", self.positions, ("shift", "none"))
         if self.init_from == ():
             raise DeltuneError("init_from is empty; give token ids, or None for random rows")

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from .base import FactorForm, Place, Shapes, Specs, Tensors, TensorSpec, Widths, check_positive, trained
+from ..parser import Size
+from .base import FactorForm, Place, Shapes, Specs, Tensors, TensorSpec, Widths, trained
 from .starts import buffers, down_up, drawn, indivisible, rank_above, singular
 
 if TYPE_CHECKING:
@@ -24,18 +25,11 @@ class VeRA(FactorForm):
         rank: r, at least 1.
         d_initial: d at the start.
         seed: The seed of A and B.
-
-    Raises:
-        DeltuneError: An argument is out of its range.
     """
 
-    rank: int
+    rank: Size
     d_initial: float = 0.1
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(rank=self.rank)
 
     def tensors(self, widths: Widths) -> Specs:
         random: Shapes = {"A": (self.rank, widths.in_width), "B": (widths.out_width, self.rank)}
@@ -69,12 +63,8 @@ class RandLoRA(FactorForm):
         seed: The seed of A and B.
     """
 
-    rank: int
+    rank: Size
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(rank=self.rank)
 
     def tensors(self, widths: Widths) -> Specs:
         low, high = sorted((widths.in_width, widths.out_width))
@@ -119,14 +109,10 @@ class VBLoRA(FactorForm):
         top_k: k, how many are mixed by the softmax of their logits.
     """
 
-    rank: int
-    vectors: int = 256
-    length: int = 64
-    top_k: int = 2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(rank=self.rank, vectors=self.vectors, length=self.length, top_k=self.top_k)
+    rank: Size
+    vectors: Size = 256
+    length: Size = 64
+    top_k: Size = 2
 
     @property
     def starts_at_zero(self) -> bool:
@@ -169,12 +155,8 @@ class UniLoRA(FactorForm):
         length: n, the length of θ.
     """
 
-    rank: int
-    length: int = 256
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(rank=self.rank, length=self.length)
+    rank: Size
+    length: Size = 256
 
     @property
     def starts_at_zero(self) -> bool:
@@ -213,13 +195,9 @@ class TinyLoRA(FactorForm):
     """
 
     reads_weight: ClassVar[bool] = True
-    rank: int
-    parameters: int = 64
+    rank: Size
+    parameters: Size = 64
     tied: bool = field(default=False, kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(rank=self.rank, parameters=self.parameters)
 
     def incompatibility(self, widths: Widths) -> str | None:
         return rank_above(self.rank, widths)
@@ -255,13 +233,9 @@ class NoLA(FactorForm):
         seed: Their seed.
     """
 
-    rank: int
-    bases: int = 64
+    rank: Size
+    bases: Size = 64
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(rank=self.rank, bases=self.bases)
 
     def tensors(self, widths: Widths) -> Specs:
         random: Shapes = {"A": (self.bases, self.rank, widths.in_width), "B": (self.bases, widths.out_width, self.rank)}

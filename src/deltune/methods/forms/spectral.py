@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ...errors import DeltuneError
+from ..parser import Count, Size
 from .base import (
     FactorForm,
     Form,
@@ -13,10 +14,10 @@ from .base import (
     Place,
     Shapes,
     Specs,
+    Statistic,
     Tensors,
     TensorSpec,
     Widths,
-    check_positive,
     trained,
 )
 from .starts import at_least_float32, buffers, down_up, indivisible, random_entries, rank_above, singular
@@ -30,13 +31,9 @@ if TYPE_CHECKING:
 class _DrawnSpectrum(ChangeForm):
     """What forms share that train n entries of a transform of the weight, drawn as PEFT draws them."""
 
-    frequencies: int
+    frequencies: Size
     scale: float
     seed: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(frequencies=self.frequencies)
 
     def incompatibility(self, widths: Widths) -> str | None:
         size = widths.in_width * widths.out_width
@@ -63,9 +60,6 @@ class FourierFT(_DrawnSpectrum):
         frequencies: n, at most the number of the weight's entries.
         scale: s.
         seed: The seed of the positions.
-
-    Raises:
-        DeltuneError: An argument is out of its range.
     """
 
     frequencies: int = 1000
@@ -90,9 +84,6 @@ class WaveFT(_DrawnSpectrum):
         frequencies: n, at most the number of the weight's entries.
         scale: s.
         seed: The seed of the positions.
-
-    Raises:
-        DeltuneError: An argument is out of its range.
     """
 
     frequencies: int = 2592
@@ -124,11 +115,7 @@ class Circulant(MatrixForm):
     """
 
     acts_on_weights: ClassVar[bool] = False
-    block_size: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(block_size=self.block_size)
+    block_size: Size
 
     def incompatibility(self, widths: Widths) -> str | None:
         return indivisible("block_size", self.block_size, widths.in_width, widths.out_width)
@@ -161,11 +148,7 @@ class LoRAXS(FactorForm):
     """
 
     reads_weight: ClassVar[bool] = True
-    rank: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(rank=self.rank)
+    rank: Size
 
     @property
     def starts_at_zero(self) -> bool:
@@ -190,18 +173,56 @@ class LoRAXS(FactorForm):
 
 
 @dataclass(frozen=True, repr=False)
+class SVFT(FactorForm):
+    """U M V with all singular vectors of W, frozen, and M trained near its diagonal (Lingam et al. 2024).
+
+    Tensors: entries (k + b (2 k - b - 1),) of M, row by row, 0; the buffers U (d_out, k) and V (k, d_in), with k the
+        lesser width.
+
+    Args:
+        band: b, how far from the diagonal entries are trained.
+    """
+
+    reads_weight: ClassVar[bool] = True
+    band: Count = 0
+
+    def incompatibility(self, widths: Widths) -> str | None:
+        return rank_above(self.band + 1, widths)
+
+    def tensors(self, widths: Widths) -> Specs:
+        k = min(widths.in_width, widths.out_width)
+        fixed: Shapes = {"U": (widths.out_width, k), "V": (k, widths.in_width)}
+        return trained({"entries": (k + self.band * (2 * k - self.band - 1),)}) | buffers(fixed)
+
+    def initialize(self, tensors: Tensors, at: Place | None) -> None:
+        assert at is not None
+        every = singular(at.weight, slice(None))
+        tensors["U"].copy_(every.u)
+        tensors["V"].copy_(every.v)
+        tensors["entries"].zero_()
+
+    def factors(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        k, entries = len(tensors["V"]), tensors["entries"]
+        near = entries.new_ones(k, k).tril(self.band).triu(-self.band).bool()
+        return entries.new_zeros(k, k).masked_scatter(near, entries) @ tensors["V"], tensors["U"]
+
+
+@dataclass(frozen=True, repr=False)
 class Centred(Form):
     """A low rank from any initial values, s (B A - B₀ A₀) x, so that it starts at 0 and the base is not changed.
 
     "pissa": A₀ and B₀ are the first r singular vectors of W with the roots of the singular values over s (Meng et al.
-    2024; PEFT: init_lora_weights="pissa"). "olora": W = Q R, B₀ is the first r columns of Q, and A₀ the first r rows of
-    R (Büyükakyüz 2024; PEFT: init_lora_weights="olora").
+    2024). "olora": W = Q R, B₀ is the first r columns of Q, and A₀ the first r rows of R (Büyükakyüz 2024). "corda" and
+    "corda_kpm": W C = U S V with the moments C of what the projection reads; B₀ = U √(S / s), A₀ = √(S / s) V C⁻¹, of
+    the r greatest, or of the r least singular values (Yang et al. 2024). "lora_ga": the gradient is U S V; A₀ has the
+    first r rows of V, and B₀ the next r columns of U S, times d_out^¼ / 4 (Wang et al. 2024).
+    PEFT: LoraConfig(init_lora_weights=start).
 
     Tensors: down A (r, d_in) and up B (d_out, r); the buffers down_start A₀ and up_start B₀.
 
     Args:
         rank: r, at least 1.
-        start: "pissa" or "olora".
+        start: "pissa", "olora", "corda", "corda_kpm" or "lora_ga".
         scale: s, above 0.
 
     Raises:
@@ -209,18 +230,21 @@ class Centred(Form):
     """
 
     reads_weight: ClassVar[bool] = True
-    rank: int
-    start: Literal["pissa", "olora"] = "pissa"
+    rank: Size
+    start: Literal["pissa", "olora", "corda", "corda_kpm", "lora_ga"] = "pissa"
     scale: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(rank=self.rank)
         if self.scale <= 0:
             raise DeltuneError(f"scale={self.scale:g}: give a number above 0")
 
+    @property
+    def statistic(self) -> Statistic | None:
+        return "gradient" if self.start == "lora_ga" else "moments" if self.start.startswith("corda") else None
+
     def incompatibility(self, widths: Widths) -> str | None:
-        return rank_above(self.rank, widths)
+        return rank_above(self.rank * (2 if self.start == "lora_ga" else 1), widths)
 
     def tensors(self, widths: Widths) -> Specs:
         shapes = down_up(self.rank, widths)
@@ -230,13 +254,19 @@ class Centred(Form):
         import torch
 
         assert at is not None
-        if self.start == "pissa":
-            u, s, v = singular(at.weight, slice(self.rank))
-            root = (s / self.scale).sqrt()
-            down, up = root[:, None] * v, u * root
-        else:
+        if self.start == "olora":
             columns, rows = torch.linalg.qr(at.weight)
             down, up = rows[: self.rank], columns[:, : self.rank]
+        elif self.start == "lora_ga":
+            assert at.statistic is not None
+            u, s, v = singular(at.statistic, slice(2 * self.rank))
+            down, up = v[: self.rank], (u * s)[:, self.rank :] * (len(u) ** 0.25 / 4)
+        else:
+            part = slice(-self.rank, None) if self.start == "corda_kpm" else slice(self.rank)
+            moments = None if at.statistic is None else _damped(at.statistic).to(at.weight)
+            u, s, v = singular(at.weight if moments is None else at.weight @ moments, part)
+            root = (s / self.scale).sqrt()
+            down, up = root[:, None] * (v if moments is None else torch.linalg.solve(moments, v, left=False)), u * root
         for ending in ("", "_start"):
             tensors[f"down{ending}"].copy_(down)
             tensors[f"up{ending}"].copy_(up)
@@ -253,3 +283,15 @@ class Centred(Form):
         t = {name: tensor.to(u.dtype) for name, tensor in tensors.items()}
         now, start = (u @ t[f"down{ending}"].t() @ t[f"up{ending}"].t() for ending in ("", "_start"))
         return self.scale * (now - start)
+
+
+def _damped(moments: torch.Tensor) -> torch.Tensor:
+    """Return moments with as much added to the diagonal as their inverse needs, as CorDA's authors add it."""
+    import torch
+
+    identity, share = torch.eye(len(moments)).to(moments), 0.01
+    while True:
+        damped = moments + share * moments.diagonal().mean() * identity
+        if torch.dist(damped @ torch.linalg.inv(damped), identity) < 0.05:
+            return damped
+        share *= 2

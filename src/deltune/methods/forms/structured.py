@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ...errors import DeltuneError, check_choice
-from ..schedules import RankSchedule
+from ..parser import Share, Size
+from ..schedules import USUAL, RankSchedule
 from .base import (
     BeforeUp,
     FactorForm,
@@ -20,8 +21,6 @@ from .base import (
     TensorSpec,
     TwoLayers,
     Widths,
-    check_positive,
-    check_share,
     trained,
 )
 from .hidden import ACTIVATIONS, activate
@@ -43,11 +42,7 @@ class LoHa(MatrixForm):
     """
 
     acts_on_weights: ClassVar[bool] = False  # of experts, which have a stack of matrices
-    rank: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(rank=self.rank)
+    rank: Size
 
     def tensors(self, widths: Widths) -> Specs:
         a, b = (widths.out_width, self.rank), (self.rank, widths.in_width)
@@ -77,13 +72,12 @@ class LoKr(MatrixForm):
     """
 
     acts_on_weights: ClassVar[bool] = False
-    rank: int
+    rank: Size
     factor: int = -1
     decompose_both: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(rank=self.rank)
         if self.factor < 1 and self.factor != -1:
             raise DeltuneError(f"factor={self.factor}: must be at least 1, or -1")
 
@@ -132,18 +126,11 @@ class MiSS(ChangeForm):
     Args:
         rank: r, the width of the blocks, at least 1; the last block is filled up with zeros.
         mini_rank: How many outputs have rows of their own; it divides the output's width. None: all.
-
-    Raises:
-        DeltuneError: An argument is out of its range.
     """
 
     through_weight: ClassVar[bool] = False
-    rank: int
-    mini_rank: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(rank=self.rank, mini_rank=self.mini_rank or 1)
+    rank: Size
+    mini_rank: Size | None = None
 
     def incompatibility(self, widths: Widths) -> str | None:
         if self.rank > widths.in_width:
@@ -189,12 +176,11 @@ class GraLoRA(MatrixForm):
     """
 
     acts_on_weights: ClassVar[bool] = False
-    rank: int
-    blocks: int = 2
+    rank: Size
+    blocks: Size = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(rank=self.rank, blocks=self.blocks)
         if self.rank % self.blocks:
             raise DeltuneError(f"rank={self.rank}: must be a multiple of blocks={self.blocks}")
 
@@ -231,13 +217,8 @@ class FrozenSide(FactorForm):
     """
 
     reads_weight: ClassVar[bool] = True
-    rank: int
-    frozen: str = "down"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(rank=self.rank)
-        check_choice("frozen", self.frozen, ("down", "up"))
+    rank: Size
+    frozen: Literal["down", "up"] = "down"
 
     def incompatibility(self, widths: Widths) -> str | None:
         return rank_above(self.rank, widths)
@@ -269,43 +250,23 @@ class SVD(FactorForm):
         rank: r at the start, at least 1.
         scale: s.
         dropout: The probability of dropping a value of x while training.
-        target: The mean number of ranks of a place in the end, from 1 to r.
-        start: The share of the training without pruning at its beginning.
-        stop: The share of the training after which the ranks are final.
-        every: After how many steps ranks are pruned.
-        beta1: Of the moving average of the sensitivity.
-        beta2: Of the moving average of its variation.
-        orthogonality: Of the penalty that keeps A and B orthogonal.
+        schedule: How the ranks are pruned.
 
     Raises:
         DeltuneError: An argument is out of its range.
     """
 
-    rank: int
+    rank: Size
     scale: float = 1.0
-    dropout: float = 0.0
-    target: int = 8
-    start: float = 0.1
-    stop: float = 0.7
-    every: int = 1
-    beta1: float = 0.85
-    beta2: float = 0.85
-    orthogonality: float = 0.5
+    dropout: Share = 0.0
+    schedule: RankSchedule = USUAL
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(rank=self.rank, target=self.target)
-        check_share("dropout", self.dropout)
-        if self.target > self.rank:
+        if self.schedule.target > self.rank:
             raise DeltuneError(
-                f"target={self.target}: the schedule prunes ranks, and there are {self.rank} at the start"
+                f"target={self.schedule.target}: the schedule prunes ranks, and there are {self.rank} at the start"
             )
-        _ = self.schedule  # checks the rest
-
-    @property
-    def schedule(self) -> RankSchedule:
-        """The schedule of the ranks."""
-        return RankSchedule(self.target, self.start, self.stop, self.every, self.beta1, self.beta2, self.orthogonality)
 
     def tensors(self, widths: Widths) -> Specs:
         return trained(down_up(self.rank, widths) | {"values": (self.rank,)})
@@ -339,14 +300,13 @@ class KroneckerBottleneck(Form):
         DeltuneError: An argument is out of its range.
     """
 
-    rank: int
-    divisions: int = 4
-    inner_rank: int = 1
+    rank: Size
+    divisions: Size = 4
+    inner_rank: Size = 1
     activation: str = "gelu"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(rank=self.rank, divisions=self.divisions, inner_rank=self.inner_rank)
         if self.rank % self.divisions:
             raise DeltuneError(f"rank={self.rank}: must be a multiple of divisions={self.divisions}")
         check_choice("activation", self.activation, ACTIVATIONS)
@@ -397,11 +357,7 @@ class LoReFT(Form):
         rank: r, at least 1.
     """
 
-    rank: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(rank=self.rank)
+    rank: Size
 
     def incompatibility(self, widths: Widths) -> str | None:
         if widths.in_width != widths.out_width:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ...errors import DeltuneError, check_choice
+from ..parser import Share, Size
 from .base import (
     FactorForm,
     Place,
@@ -14,8 +15,6 @@ from .base import (
     Tensors,
     WeightForm,
     Widths,
-    check_positive,
-    check_share,
     trained,
 )
 from .hidden import ACTIVATIONS, activate
@@ -61,20 +60,12 @@ class DoRA(WeightForm):
         rank: r, at least 1.
         scale: s.
         dropout: The probability of dropping a value of x while training.
-
-    Raises:
-        DeltuneError: An argument is out of its range.
     """
 
     through_weight: ClassVar[bool] = False
-    rank: int
+    rank: Size
     scale: float = 1.0
-    dropout: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(rank=self.rank)
-        check_share("dropout", self.dropout)
+    dropout: Share = 0.0
 
     def tensors(self, widths: Widths) -> Specs:
         magnitude = {"magnitude": (widths.out_width,)}
@@ -128,11 +119,7 @@ class HiRA(ChangeForm):
         rank: r, at least 1.
     """
 
-    rank: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(rank=self.rank)
+    rank: Size
 
     def tensors(self, widths: Widths) -> Specs:
         return trained(down_up(self.rank, widths))
@@ -157,18 +144,11 @@ class GLoRA(ChangeForm):
     Args:
         rank: r, at least 1.
         bias: D and E: "constant" (one number each, as in PEFT) or "vector" (one for each output).
-
-    Raises:
-        DeltuneError: An argument is out of its range.
     """
 
     through_weight: ClassVar[bool] = False
-    rank: int
+    rank: Size
     bias: Literal["constant", "vector"] = "constant"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(rank=self.rank)
 
     def tensors(self, widths: Widths) -> Specs:
         shapes: Shapes = {f"{name}_{side}": s for name in "ab" for side, s in down_up(self.rank, widths).items()}
@@ -202,11 +182,7 @@ class DEFT(ChangeForm):
         rank: r, at least 1.
     """
 
-    rank: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(rank=self.rank)
+    rank: Size
 
     def tensors(self, widths: Widths) -> Specs:
         return trained({"p": (widths.out_width, self.rank), "r": (self.rank, widths.in_width)})
@@ -245,14 +221,13 @@ class PEANuT(ChangeForm):
         DeltuneError: An argument is out of its range.
     """
 
-    rank: int
+    rank: Size
     depth: int = 0
     activation: str = "relu"
     scale: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(rank=self.rank)
         if self.depth < 0:
             raise DeltuneError(f"depth={self.depth}: must be at least 0")
         check_choice("activation", self.activation, ACTIVATIONS)
@@ -285,18 +260,11 @@ class DeLoRA(FactorForm):
     Args:
         rank: r, at least 1.
         bound: λ at the start.
-
-    Raises:
-        DeltuneError: An argument is out of its range.
     """
 
     reads_weight: ClassVar[bool] = True
-    rank: int
+    rank: Size
     bound: float = 15.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(rank=self.rank)
 
     def tensors(self, widths: Widths) -> Specs:
         return trained(down_up(self.rank, widths) | {"bound": (1,)}) | buffers({"columns": (widths.in_width,)})
@@ -330,17 +298,9 @@ class OSF(ChangeForm):
 
     Args:
         rank: r, the number of singular values that are kept; None: half of them.
-
-    Raises:
-        DeltuneError: An argument is out of its range.
     """
 
-    rank: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.rank is not None:
-            check_positive(rank=self.rank)
+    rank: Size | None = None
 
     def _kept(self, widths: Widths) -> int:
         return max(1, min(widths.in_width, widths.out_width) // 2) if self.rank is None else self.rank
