@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ..anatomy.inspection import inspect
-from ..compat import transforms_active, uncompiled
+from ..compat import class_name, transforms_active, uncompiled
 from ..errors import DeltuneError
 from ..models import head_of_class_name
 from .attach import find_tuned
@@ -64,11 +64,12 @@ _HEADS: weakref.WeakKeyDictionary[nn.Module, LanguageHead] = weakref.WeakKeyDict
 def language_head(model: PreTrainedModel) -> LanguageHead:
     """Return a model's head; what was found is kept as long as the model."""
     if model not in _HEADS:
-        anatomy = inspect(model)
+        handle = find_tuned(model)
+        anatomy = inspect(model) if handle is None else handle.anatomy
         stack = anatomy.stacks[-1]
         path = anatomy.vocabulary.path if anatomy.vocabulary is not None else ""
         decodes = len(anatomy.stacks) > 1
-        shifts = head_of_class_name(type(model).__name__) == "causal-lm" or (stack.causal and not decodes)
+        shifts = head_of_class_name(class_name(model)) == "causal-lm" or (stack.causal and not decodes)
         _HEADS[model] = LanguageHead(path, shifts, decodes)
     return _HEADS[model]
 

@@ -52,12 +52,12 @@ def save_checkpoint(
     All processes must call this function, with their own random states and their shards of tensors; rank 0 writes.
     """
     optimizer_state = optimizer.state_dict()
-    tensors: dict[str, torch.Tensor] = {f"trained.{name}": distributed.gather_shards(p) for name, p in trained.items()}
+    tensors: dict[str, torch.Tensor] = {f"trained.{name}": distributed.whole(p) for name, p in trained.items()}
     scalars: dict[str, dict[str, Any]] = {}
     for index, values in optimizer_state["state"].items():
         for name, value in values.items():
             if isinstance(value, torch.Tensor):
-                tensors[f"optimizer.{index}.{name}"] = distributed.gather_shards(value)
+                tensors[f"optimizer.{index}.{name}"] = distributed.whole(value)
             else:
                 scalars.setdefault(str(index), {})[name] = value
     random_states = distributed.all_gather_objects(_random_state())
