@@ -52,8 +52,8 @@ SILENT = (
 )  # fmt: skip
 """Flat names of the fields that cannot change the result, and so do not enter a run's name. A protocol counts by the
 values that it sets; the rows and the loss of a step are the same however it is cut into device batches and packed; the
-states of the frozen layers are the same wherever they come from; a probe stands beside a run. All of this holds up to
-rounding."""
+states of the frozen layers and activations are the same wherever they come from; a probe stands beside a run. All of
+this holds up to rounding."""
 
 UNSEARCHED = ("search", "seed", "seeds", "protocol", "aggregate", "metric", "report_to")
 """Flat names of the fields that are the same in all runs of a search."""
