@@ -88,7 +88,7 @@ def language(width: int, words: int, methods: tuple[str, ...] = TUNED, tokens: i
         model.zero_grad()
         return top
 
-    def own(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    def plain_loss(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
         return loss
 
@@ -104,7 +104,8 @@ def language(width: int, words: int, methods: tuple[str, ...] = TUNED, tokens: i
 
             options = peft.LoraConfig(task_type="CAUSAL_LM", r=8, target_modules=["q_proj", "v_proj"])
             other: Any = peft.get_peft_model(copy.deepcopy(like), options).train()
-            note += f"; {of(model, own):.1f} with the model's own loss, {of(other, own):.1f} with it and PEFT"
+            whole = [of(each, plain_loss) for each in (model, other)]
+            note += f"; {whole[0]:.1f} with the model's own loss, {whole[1]:.1f} with it and PEFT"
         name = f"peak of a step / without a head: {method}; Llama {width}, {words:,} words, 4 × {tokens // 4}"
         rows.append(Row(name, round(mine / least, 3), Target(1.05 if words < 100_000 else 1.3), note=note))
     return rows
