@@ -1,14 +1,18 @@
-"""Peak memory of a step against PEFT's, and what APET's N costs."""
+"""Peak memory of a step against PEFT's and against one without a head, and what APET's N costs."""
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+import deltune
 from deltune.studies.jobs.timed_model import TimedModel, time_interleaved
 
 from .frame import Piece
@@ -61,6 +65,52 @@ def beside(shape: Shape) -> list[Row]:
     return rows
 
 
+LANGUAGE = ((256, 32_000), (512, 32_000), (1024, 32_000), (256, 128_256))
+"""Widths and words of the decoders whose steps are measured with and without their heads."""
+TUNED = ("lora(rank=8)", "prefix(length=16) + layernorm", "adapter(rank=8)", "dora(rank=8)", "full")
+
+
+def language(width: int, words: int, methods: tuple[str, ...] = TUNED, tokens: int = 1024) -> list[Row]:
+    """The peak of a step with `causal_loss` beside a step that has no head at all, but for the gradient of a head that
+    is trained; for LoRA also the model's own loss, with PEFT's layers and with ours."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=width, intermediate_size=2 * width, num_hidden_layers=4, num_attention_heads=4, vocab_size=words,
+        tie_word_embeddings=False, use_cache=False,
+    )  # fmt: skip
+    like, ids = LlamaForCausalLM(config), torch.randint(0, words, (4, tokens // 4))
+    rows = []
+
+    def of(model: PreTrainedModel, loss: Callable[[PreTrainedModel, torch.Tensor], torch.Tensor]) -> float:
+        loss(model, ids[:1, :8]).backward()  # what is made once
+        model.zero_grad()
+        top = peak(lambda: loss(model, ids).backward()) / MIB
+        model.zero_grad()
+        return top
+
+    def plain_loss(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
+        return loss
+
+    for method in methods:
+        model = copy.deepcopy(like).train()
+        deltune.attach(model, method)
+        mine = of(model, lambda model, ids: deltune.causal_loss(model, {"input_ids": ids, "labels": ids}))
+        least = of(model, lambda model, ids: model.base_model(input_ids=ids)[0].mean())
+        least += 4 * width * words / MIB if method == "full" else 0
+        note = f"{mine:.1f} and {least:.1f} MiB"
+        if method == TUNED[0]:
+            import peft
+
+            options = peft.LoraConfig(task_type="CAUSAL_LM", r=8, target_modules=["q_proj", "v_proj"])
+            other: Any = peft.get_peft_model(copy.deepcopy(like), options).train()
+            whole = [of(each, plain_loss) for each in (model, other)]
+            note += f"; {whole[0]:.1f} with the model's own loss, {whole[1]:.1f} with it and PEFT"
+        name = f"peak of a step / without a head: {method}; Llama {width}, {words:,} words, 4 × {tokens // 4}"
+        rows.append(Row(name, round(mine / least, 3), Target(1.05 if words < 100_000 else 1.3), note=note))
+    return rows
+
+
 def drawn(shape: Shape, rounds: int, counts: tuple[int, ...] = DRAWN) -> list[Row]:
     """APET: what stays between steps grows with N and with nothing else; time and peak beside the method's own."""
     like, method = build(shape), "lora(rank=8)"
@@ -90,4 +140,5 @@ def drawn(shape: Shape, rounds: int, counts: tuple[int, ...] = DRAWN) -> list[Ro
 def pieces() -> list[Piece]:
     encoder, decoder = minilm("encoder", rows=8), minilm("decoder", rows=8)
     both = [Piece(f"memory: {shape}", partial(beside, shape), 10.0) for shape in (encoder, decoder)]
-    return [*both, Piece("memory: apet", partial(drawn, encoder, 7), 10.0)]
+    heads = [Piece(f"memory: head, {w}, {v}", partial(language, w, v), 60.0) for w, v in LANGUAGE]
+    return [*both, Piece("memory: apet", partial(drawn, encoder, 7), 10.0), *heads]

@@ -7,6 +7,7 @@ import copy
 import functools
 import logging
 import math
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -444,6 +445,33 @@ def remove_offload_hook(module: nn.Module) -> None:
     remove_hook_from_module(module)
     if instance_forward(module) is None:
         module.__dict__.pop("forward", None)
+
+
+# -- FSDP2, whose public functions do not say which module a parameter goes to
+
+
+def fsdp_modules(modules: Iterable[nn.Module]) -> list[Any]:
+    """The modules among these that `fully_shard` was applied to; nothing is imported to find out."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return [] if fsdp is None else [module for module in modules if isinstance(module, fsdp.FSDPModule)]
+
+
+def class_name(module: nn.Module) -> str:
+    """The name of a module's class; `fully_shard` changes it to one that derives from FSDPModule and that class."""
+    return type(module).__mro__[2 if fsdp_modules([module]) else 0].__name__
+
+
+def move_fsdp_parameters(sharded: Iterable[Any], places: Mapping[int, Sequence[tuple[nn.Module, str]]]) -> None:
+    """Let FSDP2 put its parameters, gathered or as shards, to other modules; `places` has these by a parameter's id."""
+    for parameter in (
+        p for m in sharded for group in m._get_fsdp_state()._fsdp_param_groups for p in group.fsdp_params
+    ):
+        forms = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
+        now = next((places[id(p)] for n in forms if id(p := getattr(parameter, n, None)) in places), None)
+        if now is not None:
+            info = parameter._module_info
+            (info.module, info.param_name), *others = now
+            info.shared_modules, info.shared_param_names = [m for m, _ in others], [leaf for _, leaf in others]
 
 
 # -- uvicorn

@@ -17,7 +17,7 @@ import deltune
 from benchmarks.memory import peak
 from deltune.runtime import causal_loss as module
 from deltune.runtime.attach import find_tuned
-from deltune.runtime.causal_loss import causal_loss, language_head
+from deltune.runtime.causal_loss import causal_loss, language_head, row_losses
 from tables.families import FAMILIES
 from tables.specimens import batch, build, roles, stir
 
@@ -74,6 +74,8 @@ def test_loss_and_gradients_are_those_of_the_logits(family: str, role: str, meth
         assert (one is None) == (two is None)
         if one is not None and two is not None:
             assert (one - two).abs().max() <= tolerance * max(1, two.abs().max())
+    rows, counts = row_losses(model, inputs)
+    assert rows.shape == counts.shape == (2,) and abs(rows.sum() / counts.sum() - of_logits) <= 1e-12 * of_logits
 
 
 def llama(**changes: Any) -> PreTrainedModel:
@@ -221,6 +223,7 @@ def test_a_step_does_not_hold_the_logits() -> None:
     ids = torch.randint(5, vocabulary, (4, tokens // 4))
     inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
     logits = 4 * tokens * vocabulary
+    assert peak(lambda: row_losses(model, inputs)) < logits
     assert peak(lambda: causal_loss(model, inputs).backward()) < logits < peak(lambda: model(**inputs).loss.backward())
 
 

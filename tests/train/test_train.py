@@ -171,6 +171,11 @@ def test_without_validation_the_last_epoch_is_kept(root: Path, tmp_path: Path) -
         train(tiny.spec(root, data=str(data), patience=1), tmp_path / "other")
 
 
+def test_activation_checkpointing_changes_no_number(root: Path, tmp_path: Path, whole: RunFolder) -> None:
+    train(tiny.spec(root, activation_checkpointing="on"), tmp_path / "run")
+    same(whole, RunFolder(tmp_path / "run"))
+
+
 def test_tensorboard(root: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     train(tiny.spec(root, epochs=1, report_to="tensorboard"), tmp_path / "run")
@@ -231,7 +236,13 @@ def test_what_is_trained_in_bf16_is_float32_and_so_is_the_base(root: Path, tmp_p
 
 
 @pytest.mark.parametrize(
-    "changes", [BF16, {"method": "adalora(rank=1, initial_rank=3, stop=0.9)"}], ids=["bf16", "ranks"]
+    "changes",
+    [
+        BF16,
+        {"method": "adalora(rank=1, initial_rank=3, stop=0.9)"},
+        {"method": "full", "lr": 1e-3, "optimizer": "adamw_8bit"},
+    ],
+    ids=["bf16", "ranks", "8 bit"],
 )
 def test_an_interrupted_run_goes_on_with_the_same_numbers(
     changes: dict[str, Any], root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -180,6 +180,8 @@ def test_memory() -> None:
     assert all("MiB" in row.note for row in beside)
     drawn = measured(memory.drawn(tiny("encoder"), 1, counts=(50, 200)))
     assert drawn[-1].figure == pytest.approx(12.0, abs=0.5)
+    heads = measured(memory.language(16, 4_000, ("lora(rank=8)", "full"), tokens=256))
+    assert all(row.figure >= 1 for row in heads) and "PEFT" in heads[0].note
 
 
 def test_life() -> None:

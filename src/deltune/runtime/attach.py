@@ -71,10 +71,14 @@ from .model_state import refuse_inference_tensors, refuse_shared_modules
 from .modules import Delta, Edit, HeadLabels, parameter_key
 from .offloading import check_offloading, follow_offloading
 from .pooling import check_pooling
+from .sharding import ADDED_LATE, BEFORE_SHARDING, refuse_sharded, write_once
 from .statistics import check_data, collect_statistics
 
 FORMATS = ("peft", "adapterhub", *peft_write.SERVERS)
 """The formats that `export` writes: folders of PEFT and AdapterHub, and what other programs read of PEFT's."""
+
+Files = dict[str, dict[str, Any]]
+"""Options by the names of their files."""
 
 
 def read_foreign(attached: Attached, folder: str | Path) -> Translation:
@@ -119,10 +123,17 @@ def export_delta(attached: Attached, folder: str | Path, format: str = "peft", n
             f"this delta's head reads {pooling!r} of the hidden states, and {format} has adapters of the model's class "
             "alone, whose head reads its pooler: train with --pooling model (attach(…, pooling='model'))"
         )
+    with attached.whole():
+        options, tensors = _exported(attached, format, name)
+    return write_once(attached.model, lambda: _write_folder(folder, options, tensors))
+
+
+def _exported(attached: Attached, format: str, name: str | None) -> tuple[Files, dict[str, dict[str, torch.Tensor]]]:
+    """Return the contents of a folder in another library's format: options and tensors by the names of their files."""
     model, exported = attached.model, content(attached, name)
-    task = HEADS[head_of_class_name(type(model).__name__) or "base"].peft_task
+    task = HEADS[head_of_class_name(attached.anatomy.model) or "base"].peft_task
     if format == "adapterhub":
-        return _export_adapterhub(attached, exported, folder, name)
+        return _exported_for_adapterhub(attached, exported, name)
     if format == "peft":
         options, tensors = peft_write.write_peft(exported)
     else:
@@ -131,25 +142,25 @@ def export_delta(attached: Attached, folder: str | Path, format: str = "peft", n
         "task_type": task, "base_model_name_or_path": model.config.name_or_path,
         "inference_mode": True,
     }  # fmt: skip
-    return _write_folder(folder, {CONFIG_FILE: options}, {peft_read.WEIGHT_FILES[0]: tensors})
+    return {CONFIG_FILE: options}, {peft_read.WEIGHT_FILES[0]: tensors}
 
 
-def _export_adapterhub(attached: Attached, exported: ExportedDelta, folder: str | Path, name: str | None) -> Path:
-    """Write a delta as AdapterHub's library saves an adapter, under its name here."""
+def _exported_for_adapterhub(
+    attached: Attached, exported: ExportedDelta, name: str | None
+) -> tuple[Files, dict[str, dict[str, torch.Tensor]]]:
+    """Return a delta as AdapterHub's library saves an adapter, under its name here."""
     delta = attached.delta(name)
     if name is None:
         name = next(each for each in attached.names if attached.delta(each) is delta)
     ids = {label: label_id for label_id, label in (delta.labels or attached.base_labels).id2label}
-    files = adapterhub_write.write_adapterhub(exported, type(attached.model).__name__, name, ids)
+    files = adapterhub_write.write_adapterhub(exported, attached.anatomy.model, name, ids)
     options, tensors = {CONFIG_FILE: files.options}, {adapterhub.WEIGHT_FILES[0]: files.tensors}
     if files.head:
         options[adapterhub.HEAD_CONFIG], tensors[adapterhub.HEAD_WEIGHTS[0]] = files.head_options, files.head
-    return _write_folder(folder, options, tensors)
+    return options, tensors
 
 
-def _write_folder(
-    folder: str | Path, options: dict[str, dict[str, Any]], tensors: dict[str, dict[str, torch.Tensor]]
-) -> Path:
+def _write_folder(folder: str | Path, options: Files, tensors: dict[str, dict[str, torch.Tensor]]) -> Path:
     """Write a new folder of options and tensors by the names of their files."""
     target = user_path(folder, "folder")
     with atomic_new_folder(target) as fresh:
@@ -659,6 +670,7 @@ def _checked_model(model: object) -> PreTrainedModel:
     """
     model = model_inside(model)
     if isinstance(model, PreTrainedModel):
+        refuse_sharded(model, ADDED_LATE, BEFORE_SHARDING)
         check_quantization(model)
         check_offloading(model)
         refuse_inference_tensors(model)

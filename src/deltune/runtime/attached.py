@@ -51,6 +51,7 @@ from .pass_manager import PassManager, Scope, choose_here, current_scope, reset_
 from .pooling import without_pooler
 from .prompts import check_takes_prompts
 from .row_assignment import Names, RowAssignment, Use, checked_names, each_name, head_of, owning_modules
+from .sharding import reshard, whole_deltas
 
 _THE_MODEL = ""
 """Owner key for hooks that all deltas share; no delta has this name."""
@@ -427,8 +428,9 @@ class Attached:
     @contextlib.contextmanager
     def exclusive(self, operation: str) -> Iterator[None]:
         """Wait until no pass runs, and keep passes from starting inside the block, in which the model is changed."""
-        _ = self.model  # raises after detach() and merge()
+        model = self.model  # raises after detach() and merge()
         with torch.inference_mode(False), self.passes.exclusive(operation):  # new parameters must be trainable later
+            reshard(model)
             yield
 
     def add(self, name: str, delta: Delta, labels: HeadLabels, use: bool = True) -> None:
@@ -583,7 +585,9 @@ class Attached:
                 "`deltune merge RUN --to DIR` writes a "
                 "folder of sentence-transformers; or train with --pooling model (attach(…, pooling='model'))"
             )
-        merge = merging.plan_merge(self, list(some.values()), some.get(head or ""), dequantize)
+        with self.whole():
+            merge = merging.plan_merge(self, list(some.values()), some.get(head or ""), dequantize)
+        merge.check_fits_shards(self.state)
         return merge, of_head.labels or self.base_labels
 
     def _put_merged(self, model: PreTrainedModel, merge: merging.Merge, labels: HeadLabels) -> None:
@@ -591,7 +595,7 @@ class Attached:
         if self.live_model is not None:
             self.state.place_tensors(None)
             for name, value in merge.weights.items():
-                self.state.set_parameter(name, nn.Parameter(value.clone()))  # detaching sets its requires_grad
+                self.state.replace_value(name, value)  # detaching sets its requires_grad
             merge.quantize_in_place()
         self._detach(self.names)
         merge.replace_linears(model)
@@ -624,12 +628,18 @@ class Attached:
 
     # -- saving, and what identifies the base model
 
+    def whole(self, write: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Have whole tensors of the deltas inside the block, where FSDP2 has sharded them; all ranks must enter it."""
+        placed = self.state.placed_delta
+        owned = () if placed is None else self.state.delta(placed).owned_tensors
+        return whole_deltas(self.model, owned, write)
+
     def contents(
         self, name: str | None, shrink: Callable[[Attached, Delta], Delta] = lambda attached, delta: delta
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Return what the files of a delta hold, or of what `shrink` makes of it: metadata, and tensors on the CPU."""
         follow_offloading(self.state)
-        with self.state.mutex:
+        with self.state.mutex, self.whole():
             delta = self.delta(name)
             delta.warn_if_never_advanced()
             delta = shrink(self, delta)
@@ -661,10 +671,7 @@ class Attached:
         return serialization.base_metadata(self.model, self.anatomy, self.state.base_values, quantization, tokens)
 
     def remember_base_metadata(self) -> None:
-        """Compute the facts about the base model that `Tuned.save` writes, for all later calls.
-
-        It reads a sample of every weight, so it must be called before the weights are sharded over processes.
-        """
+        """Compute the facts about the base model that `Tuned.save` writes, for all later calls."""
         self._base_metadata = self.metadata_of_base(self.delta() if isinstance(self.active, str) else None)
 
     def fix_base(self) -> None:

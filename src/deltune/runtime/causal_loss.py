@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ..anatomy.inspection import inspect
-from ..compat import transforms_active, uncompiled
+from ..compat import class_name, transforms_active, uncompiled
 from ..errors import DeltuneError
 from ..models import head_of_class_name
 from .attach import find_tuned
@@ -64,11 +64,12 @@ _HEADS: weakref.WeakKeyDictionary[nn.Module, LanguageHead] = weakref.WeakKeyDict
 def language_head(model: PreTrainedModel) -> LanguageHead:
     """Return a model's head; what was found is kept as long as the model."""
     if model not in _HEADS:
-        anatomy = inspect(model)
+        handle = find_tuned(model)
+        anatomy = inspect(model) if handle is None else handle.anatomy
         stack = anatomy.stacks[-1]
         path = anatomy.vocabulary.path if anatomy.vocabulary is not None else ""
         decodes = len(anatomy.stacks) > 1
-        shifts = head_of_class_name(type(model).__name__) == "causal-lm" or (stack.causal and not decodes)
+        shifts = head_of_class_name(class_name(model)) == "causal-lm" or (stack.causal and not decodes)
         _HEADS[model] = LanguageHead(path, shifts, decodes)
     return _HEADS[model]
 
@@ -80,13 +81,15 @@ class _Capture:
     Attributes:
         targets: What each position is to predict, (B, T).
         window: The positions whose logits the model computes.
-        total: The loss, summed over the trained tokens; None if the head was not reached as expected.
+        by_row: Whether the loss of each row is asked for, without gradients.
+        total: The loss, summed over all trained tokens or those of a row; None if the head was not reached as expected.
         logits: What head and bias alone say at the window.
         why: Why the loss cannot be computed at the head.
     """
 
     targets: torch.Tensor
     window: slice
+    by_row: bool = False
     total: torch.Tensor | None = None
     logits: torch.Tensor | None = None
     hidden: torch.Tensor | None = field(default=None, repr=False)
@@ -123,18 +126,50 @@ def causal_loss(
     if labels is None:
         raise DeltuneError("the batch has no labels; causal_loss needs them, with -100 for tokens that are not trained")
     head = language_head(inner)
-    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX) if head.shifts else labels
+    targets = _targets(head, labels)
     items = (targets != IGNORE_INDEX).sum() if num_items_in_batch is None else num_items_in_batch
-    total, used = None, _in_use(inner)
-    special = torch.compiler.is_compiling() or uncompiled(model) is not None or transforms_active()
-    if not special and "shift_labels" not in batch and used not in head.plain:
-        total, reason = _total_at_head(model, inner, head, dict(batch), targets)
-        if reason:
-            head.plain[used] = reason
-            logger.info("%s: the loss is computed from all logits, because %s", type(inner).__name__, reason)
+    total = _tried_at_head(model, inner, head, batch, targets)
     if total is None:
         total = _plain_total(model, head, batch, targets)
     return total / (items.clamp(min=1) if isinstance(items, torch.Tensor) else max(items, 1))
+
+
+@torch.no_grad()
+def row_losses(model: nn.Module, batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the cross-entropy of every row, summed over its tokens, and the number of these, both (B,).
+
+    It holds logits where `causal_loss` does. What a model adds to its own loss is left out.
+    """
+    head = language_head(unwrapped(model))
+    targets = _targets(head, batch["labels"])
+    losses = _tried_at_head(model, unwrapped(model), head, batch, targets, by_row=True)
+    if losses is None:
+        losses = _token_losses(model(**batch).logits, targets).sum(1)
+    return losses, (targets != IGNORE_INDEX).sum(1)
+
+
+def _targets(head: LanguageHead, labels: torch.Tensor) -> torch.Tensor:
+    """Return what each position is to predict."""
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX) if head.shifts else labels
+
+
+def _tried_at_head(
+    model: nn.Module,
+    inner: PreTrainedModel,
+    head: LanguageHead,
+    batch: Mapping[str, Any],
+    targets: torch.Tensor,
+    by_row: bool = False,
+) -> torch.Tensor | None:
+    """Return the sum of the losses, or of each row's, computed at the head; None where all logits are needed."""
+    total, used = None, _in_use(inner)
+    special = torch.compiler.is_compiling() or uncompiled(model) is not None or transforms_active()
+    if not special and "shift_labels" not in batch and used not in head.plain:
+        total, reason = _total_at_head(model, inner, head, dict(batch), targets, by_row)
+        if reason:
+            head.plain[used] = reason
+            logger.info("%s: the loss is computed from all logits, because %s", type(inner).__name__, reason)
+    return total
 
 
 class CausalLossMixin:
@@ -209,7 +244,12 @@ def _in_use(model: PreTrainedModel) -> Any:
 
 
 def _total_at_head(
-    model: nn.Module, inner: PreTrainedModel, head: LanguageHead, batch: dict[str, Any], targets: torch.Tensor
+    model: nn.Module,
+    inner: PreTrainedModel,
+    head: LanguageHead,
+    batch: dict[str, Any],
+    targets: torch.Tensor,
+    by_row: bool,
 ) -> tuple[torch.Tensor | None, str]:
     """Return the sum of the losses, computed at the head, or None and why it has to be computed from all logits."""
     if not head.path:
@@ -222,7 +262,7 @@ def _total_at_head(
         batch["decoder_input_ids"] = shift_right(labels=labels)
     trained = (targets != IGNORE_INDEX).any(0).nonzero()
     start = int(trained[0]) if len(trained) else 0
-    capture = _Capture(targets, slice(start, start + WINDOW))
+    capture = _Capture(targets, slice(start, start + WINDOW), by_row)
     batch["labels"] = labels[:, capture.window].contiguous()
     with _hooks(inner.get_submodule(head.path), capture):
         outputs = model(**batch)
@@ -230,7 +270,7 @@ def _total_at_head(
         return None, capture.why
     if not _same_logits(outputs.logits, capture.logits):
         return None, "its logits are more than the projection of its hidden states"
-    if len(trained) and not _same_loss(outputs.loss, capture.logits, batch["labels"], head.shifts):
+    if len(trained) and not by_row and not _same_loss(outputs.loss, capture.logits, batch["labels"], head.shifts):
         return None, "its loss is more than the cross-entropy of its logits"
     return capture.total, ""
 
@@ -288,7 +328,13 @@ def _hooks(module: nn.Module, capture: _Capture) -> Iterator[None]:
         with torch.no_grad():
             capture.logits = F.linear(args[0].to(dtype), weight, bias)
         hidden, targets = capture.hidden.to(dtype).flatten(0, 1), capture.targets.flatten()
-        capture.total = _Fused.apply(hidden, weight, bias, targets)
+        if capture.by_row:
+            chunk = _chunk(weight)
+            parts = zip(hidden.split(chunk), targets.split(chunk), strict=True)
+            losses = [_token_losses(F.linear(part, weight, bias), target) for part, target in parts]
+            capture.total = torch.cat(losses).view_as(capture.targets).sum(1)
+        else:
+            capture.total = _Fused.apply(hidden, weight, bias, targets)
 
     handles = [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
     token = _CAPTURE.set(capture)
@@ -359,7 +405,7 @@ def _in_chunks(
 
     torch's function would sum half precision in half precision, and torch 2.12 does not have it.
     """
-    chunk = max(MIN_CHUNK, CHUNK_LOGITS // weight.shape[0])
+    chunk = _chunk(weight)
     if hidden.dtype in (torch.float32, torch.float64) and hasattr(F, "linear_cross_entropy"):
         options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk)
         return F.linear_cross_entropy(
@@ -375,6 +421,19 @@ def _cross_entropy(
 ) -> torch.Tensor:
     logits = _at_least_float32(F.linear(hidden, weight, bias))
     return F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORE_INDEX)
+
+
+def _chunk(weight: torch.Tensor) -> int:
+    """Return how many tokens have logits at a time."""
+    return max(MIN_CHUNK, CHUNK_LOGITS // weight.shape[0])
+
+
+def _token_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the cross-entropy of every token, 0 for those that are not trained on."""
+    losses = F.cross_entropy(
+        _at_least_float32(logits.flatten(0, -2)), targets.flatten(), reduction="none", ignore_index=IGNORE_INDEX
+    )
+    return losses.view_as(targets)
 
 
 def _at_least_float32(logits: torch.Tensor) -> torch.Tensor:

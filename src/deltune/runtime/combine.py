@@ -44,6 +44,7 @@ from .attached import Attached, check_name
 from .merging import merged_weights
 from .modules import Delta, Edit, HeadLabels, parameter_key
 from .row_assignment import head_of
+from .sharding import ADDED_LATE, BEFORE_SHARDING, refuse_sharded
 
 AVERAGE = "average"
 """The function of an expression whose value has the mean parameters of deltas, and the head= that is a mean."""
@@ -165,6 +166,7 @@ def combine(
     mixing: Weights = "scalar",
 ) -> None:
     """Attach a combination of deltas and put it in use; see `Tuned.combine`."""
+    refuse_sharded(attached.model, ADDED_LATE, BEFORE_SHARDING)
     expression = parse_expression(text)
     check_name(name, attached.names)
     if unknown := [unknown_name("delta", n, attached.names) for n in expression.weights if n not in attached.names]:

@@ -34,6 +34,7 @@ from .modules import Delta, up_projections
 from .offloading import follow_offloading
 from .pass_manager import Scope
 from .row_assignment import Names, Use, each_name
+from .sharding import refuse_sharded, reshard, write_once
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo
@@ -249,6 +250,7 @@ class Tuned(nn.Module):
         if not used:
             return
         follow_offloading(state, every_module=False)
+        reshard(self.model)  # an optimizer must have the shards and not what a pass has left gathered
         with state.mutex:
             unused = [self.delta(name) for name in self.names if id(self.delta(name)) not in used]
             excluded = {id(parameter) for delta in unused for parameter in state.parameters_of(delta)}
@@ -336,7 +338,10 @@ class Tuned(nn.Module):
                 f"advance takes the share of the training that is done, a number from 0 to 1, not {excerpt(share)}: "
                 "advance((step + 1) / steps)"
             )
-        for delta in self.attached.training():
+        some = self.attached.training()
+        if any(len(delta.schedules) or len(delta.gated) for delta in some):
+            refuse_sharded(self.model, "a schedule and learned gates read whole tensors", "train another method")
+        for delta in some:
             for _, gates in delta.learned_masks():
                 gates.advance(share)
             for state in delta.schedule_states():
@@ -470,6 +475,8 @@ class Tuned(nn.Module):
     def save(self, folder: str | Path, name: str | None = None, *, model_card: bool = False) -> Path:
         """Write a delta to a folder, as `delta.json` and `delta.safetensors`, completely or not at all.
 
+        Of a model that FSDP2 has sharded every process must call it, and the first one writes; so too `export`.
+
         Args:
             folder: A new folder, an empty one, or one that holds a delta, which is replaced.
             name: The delta's name. Default: the delta in use.
@@ -538,7 +545,7 @@ class Tuned(nn.Module):
         if card is not None:
             title, source = card
             text = write_card(title, metadata, self.count(name=name), source)
-        return serialization.write_delta(folder, metadata, tensors, text), text
+        return write_once(self.model, lambda: serialization.write_delta(folder, metadata, tensors, text)), text
 
 
 def _of_whole_model(name: str) -> Callable[..., Tuned]:

@@ -25,6 +25,7 @@ from ..methods.forms.base import Affine, Form, Place
 from ..methods.forms.checks import affine_difference
 from .model_state import ModelState
 from .modules import Delta, Edit
+from .sharding import BEFORE_SHARDING, refuse_sharded
 
 
 class Source(Protocol):
@@ -56,6 +57,13 @@ class Merge:
     quantized: dict[nn.Module, nn.Module]
     linears: dict[nn.Module, nn.Module]
     warning: str
+
+    def check_fits_shards(self, state: ModelState) -> None:
+        """Check that no tensor that FSDP2 has sharded would have another shape; the shards' sizes are fixed."""
+        names = list(self.weights)
+        for name, base in zip(names, state.base_values(names), strict=True):
+            if base.shape != self.weights[name].shape:
+                refuse_sharded(state.model, f"merging would change the shape of {name}", BEFORE_SHARDING)
 
     def quantize_in_place(self) -> None:
         """Give the linears of the model their merged weights that are quantised again."""

@@ -26,6 +26,7 @@ from .model_state import claim_modules
 from .offloading import refuse_offloaded
 from .pass_manager import PassManager, choose_here
 from .row_assignment import each_name
+from .sharding import refuse_sharded
 
 CHECKPOINT = re.compile(r"checkpoint-\d+")
 """The names of a Trainer's checkpoints."""
@@ -122,6 +123,12 @@ class SavePretrained(ModelMethod):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(self.original).bind(*args, **kwargs)
+        refuse_sharded(
+            self.passes.model,
+            "save_pretrained writes whole tensors",
+            "tuned.save(folder) on every process writes a delta; for the model call merge(), and give save_pretrained "
+            "the state_dict that get_model_state_dict of torch returns with full_state_dict=True",
+        )
         folder, is_main = Path(bound.arguments["save_directory"]), bound.arguments.get("is_main_process", True)
         if not self.path and CHECKPOINT.fullmatch(folder.name):
             return self._save_deltas(folder) if is_main else None

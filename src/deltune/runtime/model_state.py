@@ -31,6 +31,7 @@ from ..compat import (
 from ..errors import DeltuneError
 from .modules import Delta, HeadLabels, parameter_key, parameter_name
 from .rows import refuse_late_gradients
+from .sharding import follow_moves, reshard, shard_like, whole
 
 _BASE = f"{HANDLE_NAME}.base."
 """The prefix of the names of replaced base tensors in a state dict."""
@@ -81,12 +82,12 @@ class ModelState:
         """Keep other threads from moving tensors; torch.compile cannot lock, so it reads the slots as they are."""
         return contextlib.nullcontext() if torch.compiler.is_dynamo_compiling() else self.mutex
 
-    def base_value(self, name: str) -> nn.Parameter:
-        """The base model's own value of a tensor: in its slot, replaced by a delta's, or offloaded."""
-        return self.base_values((name,))[0]
+    def base_value(self, name: str) -> torch.Tensor:
+        """The base model's own value of a tensor, whole: in its slot, replaced by a delta's, offloaded or sharded."""
+        return whole(self.base_values((name,))[0])
 
     def base_values(self, names: Iterable[str]) -> list[nn.Parameter]:
-        """The base model's own values of tensors: in their slots, replaced by a delta's, or offloaded."""
+        """The base model's own values of tensors: in their slots, replaced by a delta's, or offloaded; or shards."""
         values: list[nn.Parameter] = []
         offloaded: dict[int, OffloadedTensor] = {}
         with self.locked():
@@ -107,7 +108,7 @@ class ModelState:
         Which tensor a place belongs to was seen when no delta was in the model, so other threads may move tensors.
         """
         key = self._keys.get((module, leaf))
-        return parameters_of(module).get(leaf) if key is None else self.base_value(parameter_name(key))
+        return parameters_of(module).get(leaf) if key is None else self.base_values((parameter_name(key),))[0]
 
     def delta_value(self, delta: Delta, name: str) -> nn.Parameter:
         """A delta's value of a tensor that it owns, whether it is in the model or in `held`."""
@@ -197,6 +198,16 @@ class ModelState:
             if leaf == "weight" and isinstance(module, nn.Linear):
                 module.out_features = parameter.shape[0]
 
+    def replace_value(self, name: str, value: torch.Tensor) -> None:
+        """Give a tensor another value in every slot, or in the shards of all processes."""
+        parameter = self._parameter_in_slot(name)
+        sharded = shard_like(value, parameter)
+        if sharded is value:
+            self.set_parameter(name, nn.Parameter(value.clone()))
+        else:
+            with torch.no_grad():
+                parameter.copy_(sharded)
+
     def place_tensors(self, name: str | None) -> None:
         """Put the tensors of a delta into the model's slots.
 
@@ -228,6 +239,7 @@ class ModelState:
                     set_in_parameter_dict(self.base, key, self._parameter_in_slot(owned))
                 self.set_parameter(owned, parameters_of_dict(held)[key])
                 delete_from_parameter_dict(held, key)
+        follow_moves(self.model)
         self.placed_delta = name
 
     def place(self, name: str | None, labels: HeadLabels) -> None:
@@ -244,6 +256,8 @@ class ModelState:
     def train_only(self, deltas: Iterable[Delta]) -> None:
         """Make the parameters of these deltas trainable, each as it was before, and freeze all other deltas."""
         chosen = set(deltas)
+        if chosen != self._trainable:
+            reshard(self.model)
         for delta in self._trainable - chosen:
             refuse_late_gradients(delta)
             delta.freeze(self.parameters_by_name(delta))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +52,12 @@ def save_checkpoint(
     All processes must call this function, with their own random states and their shards of tensors; rank 0 writes.
     """
     optimizer_state = optimizer.state_dict()
-    tensors: dict[str, torch.Tensor] = {f"trained.{name}": distributed.gather_shards(p) for name, p in trained.items()}
+    tensors: dict[str, torch.Tensor] = {f"trained.{name}": distributed.whole(p) for name, p in trained.items()}
     scalars: dict[str, dict[str, Any]] = {}
     for index, values in optimizer_state["state"].items():
-        for name, value in values.items():
+        for name, value in _flat(values):
             if isinstance(value, torch.Tensor):
-                tensors[f"optimizer.{index}.{name}"] = distributed.gather_shards(value)
+                tensors[f"optimizer.{index}.{name}"] = distributed.whole(value)
             else:
                 scalars.setdefault(str(index), {})[name] = value
     random_states = distributed.all_gather_objects(_random_state())
@@ -157,8 +157,30 @@ def restore_optimizer(checkpoint: Path, optimizer: Any, scheduler: Any) -> None:
     for key, value in _read_tensors(checkpoint, "optimizer.").items():
         index, name = key.split(".", 1)
         states.setdefault(int(index), {})[name] = distributed.shard_like(value, parameters[int(index)])
+    states = {index: _nested(values) for index, values in states.items()}
     optimizer.load_state_dict({"state": states, "param_groups": progress["optimizer"]["groups"]})
     scheduler.load_state_dict(progress["scheduler"])
+
+
+def _flat(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Iterate over the state of a parameter; bitsandbytes keeps what it has quantised in a dictionary inside of it."""
+    for name, value in state.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}.{inner}", of_inner) for inner, of_inner in value.items())
+        else:
+            yield name, value
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `_flat` was made of."""
+    state: dict[str, Any] = {}
+    for name, value in flat.items():
+        outer, _, inner = name.partition(".")
+        if inner:
+            state.setdefault(outer, {})[inner] = value
+        else:
+            state[outer] = value
+    return state
 
 
 def restore_random(checkpoint: Path) -> None:

@@ -47,11 +47,13 @@ from .presets import (
 )
 from .tasks.registry import TASKS
 
-SILENT = ("protocol", "report_to", "device_batch_size", "trunk_cache", "probe", "packing")
+SILENT = (
+    "protocol", "report_to", "device_batch_size", "trunk_cache", "probe", "packing", "activation_checkpointing",
+)  # fmt: skip
 """Flat names of the fields that cannot change the result, and so do not enter a run's name. A protocol counts by the
 values that it sets; the rows and the loss of a step are the same however it is cut into device batches and packed; the
-states of the frozen layers are the same wherever they come from; a probe stands beside a run. All of this holds up to
-rounding."""
+states of the frozen layers and activations are the same wherever they come from; a probe stands beside a run. All of
+this holds up to rounding."""
 
 UNSEARCHED = ("search", "seed", "seeds", "protocol", "aggregate", "metric", "report_to")
 """Flat names of the fields that are the same in all runs of a search."""
@@ -204,6 +206,9 @@ class OptimSection(RunSection):
     packing: bool = option(
         False, "several texts in a row, none of which sees another; batch_size counts texts, as without", common=True
     )
+    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = option(
+        "adamw", "AdamW; adamw_8bit and paged_adamw_8bit by bitsandbytes keep its state in a quarter (extra quant)"
+    )
     weight_decay: float = option(0.0, "of AdamW", ge=0, allow_inf_nan=False)
     clip: float = option(1.0, "greatest norm of the gradient; 0: no limit", ge=0, allow_inf_nan=False)
     label_smoothing: float = option(0.0, "share of every label that is spread over all labels", ge=0, lt=1)
@@ -312,6 +317,9 @@ class RuntimeSection(RunSection):
         "fp32",
         "bf16 by autocast, what is trained stays in fp32; auto: bf16 on an accelerator that has it, fp32 on any CPU",
         common=True,
+    )
+    activation_checkpointing: Switch = option(
+        "off", "on: compute the activations of a layer again in the backward pass, instead of keeping them", common=True
     )
     linear_backend: LinearBackend = option(
         "torch", "of frozen linear layers in fp32 on a CPU: torch, or onednn, faster where MKL has no AVX-512"

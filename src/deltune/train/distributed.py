@@ -8,25 +8,25 @@ layer classes, which the anatomy makes unnecessary, and does not run on CPUs.
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
 
 import torch
 from accelerate import PartialState
-from torch import distributed, nn
+from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.fsdp import fully_shard
 from transformers import set_seed
 
-from ..anatomy.skeleton import HANDLE_NAME
-from ..compat import parameters_of
 from ..errors import DeltuneError
 from ..runtime.handle import Tuned
-
-T = TypeVar("T")
+from ..runtime.sharding import all_gather_objects as all_gather_objects
+from ..runtime.sharding import broadcast_from_main as broadcast_from_main
+from ..runtime.sharding import is_distributed as is_distributed
+from ..runtime.sharding import is_sharded as is_sharded
+from ..runtime.sharding import rank as rank
+from ..runtime.sharding import run_on_all as run_on_all
+from ..runtime.sharding import shard_like as shard_like
+from ..runtime.sharding import whole as whole
 
 
 def init_processes(device: torch.device) -> None:
@@ -47,62 +47,14 @@ def init_processes(device: torch.device) -> None:
     PartialState(cpu=device.type == "cpu")
 
 
-def is_distributed() -> bool:
-    """Return whether several processes work on this run."""
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-
-
 def world_size() -> int:
     """Return the number of processes, 1 without a process group."""
     return distributed.get_world_size() if is_distributed() else 1
 
 
-def rank() -> int:
-    """Return the number of this process, 0 without a process group."""
-    return distributed.get_rank() if is_distributed() else 0
-
-
 def is_main() -> bool:
     """Return whether this process is rank 0, which writes files and reports."""
     return rank() == 0
-
-
-def run_on_all(work: Callable[[], T]) -> T:
-    """Run `work` on every rank and return each rank's own result."""
-    if not is_distributed():
-        return work()
-    results: list[T] = []
-    error: Exception | None = None
-    try:
-        results.append(work())
-    except Exception as caught:
-        error = caught
-    message = error if error is None or isinstance(error, DeltuneError) else DeltuneError(str(error))
-    first = next((other for other in all_gather_objects(message) if other is not None), None)
-    if error is not None:
-        raise error
-    if first is not None:
-        raise first
-    return results[0]
-
-
-def broadcast_from_main(work: Callable[[], T]) -> T:
-    """Run `work` on rank 0 and broadcast its result."""
-    if not is_distributed():
-        return work()
-    values = [run_on_all(lambda: work() if is_main() else None)]
-    distributed.broadcast_object_list(values)
-    result: Any = values[0]
-    return result
-
-
-def all_gather_objects(value: T) -> list[T]:
-    """Return the values of all ranks, in their order, on every rank."""
-    if not is_distributed():
-        return [value]
-    values: list[Any] = [None] * world_size()
-    distributed.all_gather_object(values, value)
-    return values
 
 
 def all_reduce_sum(value: torch.Tensor) -> torch.Tensor:
@@ -135,7 +87,7 @@ def shard_model(handle: Tuned, device: torch.device) -> None:
             "sharding=fsdp divides a model among several processes, but there is only one: start more with "
             "`deltune train --launch N`, or give sharding=none"
         )
-    handle.attached.remember_base_metadata()  # it reads all tensors of the base, which must be whole for that
+    handle.attached.remember_base_metadata()  # once, as it reads every weight whole
     model = handle.model
     if scalars := [name for name, parameter in handle.named_trainable_parameters() if not parameter.dim()]:
         raise DeltuneError(
@@ -147,58 +99,3 @@ def shard_model(handle: Tuned, device: torch.device) -> None:
     displaced = [handle.base] if len(handle.base) else []  # it never runs, so that it is never gathered
     for module in (*layers, *displaced, model):
         fully_shard(module, mesh=mesh, ignored_params=ignored)
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Return whether a model is sharded by FSDP2."""
-    return isinstance(model, FSDPModule)
-
-
-@contextlib.contextmanager
-def unsharded(handle: Tuned, write: bool = False) -> Iterator[None]:
-    """Replace the sharded parameters of the delta in use by whole ones inside the context.
-
-    All processes must enter the context, since gathering is a collective. `write` copies changes back at the end.
-    """
-    owned = set(handle.delta().owned_tensors)
-    whole: dict[nn.Parameter, nn.Parameter] = {
-        parameter: nn.Parameter(parameter.full_tensor(), parameter.requires_grad)
-        for name, parameter in handle.model.named_parameters()
-        if isinstance(parameter, DTensor) and (name in owned or name.startswith(f"{HANDLE_NAME}.deltas."))
-    }
-    with replaced_parameters(handle.model, whole):
-        yield
-    if write:
-        with torch.no_grad():
-            for parameter, value in whole.items():
-                parameter.copy_(shard_like(value.detach(), parameter))
-
-
-def gather_shards(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whole on every rank, whether it is sharded or not."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def shard_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Shard a whole tensor as another tensor of its shape is sharded."""
-    if not isinstance(like, DTensor) or value.shape != like.shape:
-        return value
-    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
-
-
-@contextlib.contextmanager
-def replaced_parameters(model: nn.Module, replacements: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:
-    """Replace parameters in every module that holds them, inside the block."""
-    slots = [
-        (module, leaf, parameter)
-        for module in (model.modules() if replacements else ())
-        for leaf, parameter in parameters_of(module).items()
-        if parameter is not None and parameter in replacements
-    ]
-    try:
-        for module, leaf, parameter in slots:
-            parameters_of(module)[leaf] = replacements[parameter]
-        yield
-    finally:
-        for module, leaf, parameter in slots:
-            parameters_of(module)[leaf] = parameter

@@ -206,7 +206,7 @@ def check_objective(config: RunConfig, reward: RewardFunction | None, sharded: s
 def objective_options(state: RunState) -> dict[str, Any]:
     """Return those arguments of TRL that a run's objective has beside the arguments of every run."""
     section, processes = state.config.objective, distributed.world_size()
-    options = {**OBJECTIVES[section.kind].options, "gradient_checkpointing": None}  # TRL would checkpoint
+    options = {**OBJECTIVES[section.kind].options}
     if section.beta is not None:
         options["beta"] = section.beta
     if section.kind == "grpo":  # TRL counts completions, and deltune prompts

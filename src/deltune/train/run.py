@@ -76,6 +76,12 @@ if TYPE_CHECKING:
 SHARDING_MODES = ("none", "fsdp")
 TRAINER_SCHEDULES = {"constant": "constant_with_warmup"}
 """Schedules that transformers calls by another name."""
+OPTIMIZERS = {
+    "adamw": "adamw_torch_fused",
+    "adamw_8bit": "adamw_bnb_8bit",
+    "paged_adamw_8bit": "paged_adamw_8bit",
+}
+"""transformers' names of the optimizers."""
 LOG_LINES_PER_EPOCH = 20
 ROWS_OF_START = 256
 """How many rows of train initial values read that start from data."""
@@ -440,11 +446,20 @@ def _training_arguments(state: RunState, device: torch.device, validates: bool =
     """Translate the config for the Trainer; without validations nothing is saved either."""
     optim, batches, steps = state.config.optim, state.batches, state.config.evaluation.validate_every
     strategy = "no" if not validates else "epoch" if steps is None else "steps"
+    checkpointing = state.config.runtime.activation_checkpointing == "on"
+    if checkpointing and not state.model.supports_gradient_checkpointing:
+        raise DeltuneError(
+            f"activation_checkpointing=on: {type(state.model).__name__} of transformers cannot compute its layers "
+            "again; leave it off, and give a smaller device_batch_size"
+        )
+    if optim.optimizer != "adamw" and distributed.is_sharded(state.model):
+        raise DeltuneError(f"optimizer={optim.optimizer} takes no shards: give optimizer=adamw, or sharding=none")
     objective = state.config.objective.kind
     kind, options = (
         (TrainingArguments, {}) if objective == "sft" else (arguments_class(objective), objective_options(state))
     )
     values: dict[str, Any] = dict(
+        optim=OPTIMIZERS[optim.optimizer],
         output_dir=str(state.run.folder),
         num_train_epochs=optim.epochs,
         max_steps=optim.steps or -1,
@@ -460,6 +475,7 @@ def _training_arguments(state: RunState, device: torch.device, validates: bool =
         adam_epsilon=optim.adam_epsilon,
         label_smoothing_factor=optim.label_smoothing,
         bf16=state.precision == "bf16",
+        gradient_checkpointing=checkpointing,
         use_cpu=device.type == "cpu",
         seed=state.config.runtime.seed,
         eval_strategy=strategy if "validation" in state.encoded else "no",

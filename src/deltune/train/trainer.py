@@ -261,8 +261,11 @@ class RunState:
 
     def save_delta(self) -> str:
         """Save the delta as it is, and return the digest of its numbers."""
-        with distributed.unsharded(self.tuned):
-            return distributed.broadcast_from_main(lambda: read_metadata(self.tuned.save(self.run.delta)).sha256)
+        if distributed.is_sharded(self.model):
+            self.tuned.save(self.run.delta)  # every process gathers, and the first one writes
+        elif distributed.is_main():
+            self.tuned.save(self.run.delta)
+        return distributed.broadcast_from_main(lambda: read_metadata(self.run.delta).sha256)
 
     def save_if_best(self, result: EvalResult, epoch: float, step: int) -> bool:
         """Save the delta and its predictions if this validation is the best so far; return whether it is."""
@@ -358,7 +361,7 @@ class DeltaCheckpoints(Trainer):
         )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        with distributed.unsharded(self.run_state.tuned, write=True):
+        with self.run_state.tuned.attached.whole(write=True):
             checkpoints.restore_trained(Path(resume_from_checkpoint), self._trained_tensors())
 
     def _trained_tensors(self) -> dict[str, torch.Tensor]:
@@ -503,7 +506,7 @@ class ReportCallback(TrainerCallback):
         self.step_start = time.monotonic()
         # gates may be fixed in this step, which needs all of their values
         gates = [gates for _, gates in self.run_state.tuned.delta().learned_masks()]
-        with distributed.unsharded(self.run_state.tuned, write=True) if gates else contextlib.nullcontext():
+        with self.run_state.tuned.attached.whole(write=True) if gates else contextlib.nullcontext():
             for one in gates:
                 one.advance(state.global_step / state.max_steps)
 

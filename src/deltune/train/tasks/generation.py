@@ -14,10 +14,10 @@ from string import Formatter
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from ...errors import DeltuneError, unknown_name
 from ...models import forced_bos_options
+from ...runtime.causal_loss import row_losses
 from ...runtime.padding import pads_prompts
 from ...templates import (
     Tokens,
@@ -203,7 +203,7 @@ def predict(context: InferenceContext, encoded: EncodedRows) -> Predictions:
     def process(indices: list[int], batch: dict[str, torch.Tensor]) -> None:
         nonlocal total_loss, count
         if has_labels:
-            losses, counts = _row_losses(context, batch, shifted=not is_encoder_decoder)
+            losses, counts = row_losses(context.model, batch)
             total_loss += losses.sum().item()
             count += int(counts.sum())
         if context.loss_only:
@@ -260,18 +260,6 @@ def _prompts(
         yield [indices[j] for j in group], dict(padded.to(context.model.device))
 
 
-def _row_losses(
-    context: InferenceContext, batch: dict[str, torch.Tensor], shifted: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss of every row, summed over its tokens, and the number of these tokens."""
-    logits = context.model(**batch).logits.float()
-    labels = batch["labels"]
-    if shifted:
-        logits, labels = logits[:, :-1], labels[:, 1:]
-    losses = functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
-    return losses.sum(1), (labels != IGNORE_INDEX).sum(1)
-
-
 def predict_log_likelihoods(context: InferenceContext, encoded: EncodedRows) -> Predictions:
     """Predict the log-likelihood of every text, in nats; references are the numbers of its predicted tokens.
 
@@ -280,7 +268,7 @@ def predict_log_likelihoods(context: InferenceContext, encoded: EncodedRows) -> 
     log_likelihoods, num_tokens = [0.0] * encoded.num_texts, [0] * encoded.num_texts
 
     def process(indices: list[int], batch: dict[str, torch.Tensor]) -> None:
-        losses, counts = _row_losses(context, batch, shifted=True)
+        losses, counts = row_losses(context.model, batch)
         for i, loss, count in zip(indices, losses.tolist(), counts.tolist(), strict=True):
             log_likelihoods[encoded[i]["text_index"]] -= loss
             num_tokens[encoded[i]["text_index"]] += count
