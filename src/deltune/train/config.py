@@ -137,6 +137,9 @@ class DataSection(RunSection):
     tag_scheme: Literal["iob2", "plain"] | None = option(
         None, "of tagging: iob2 converts tags of entities to IOB2; plain: tags are classes of words [as recognised]"
     )
+    label_separator: str | None = option(
+        None, "what stands between several labels in one text: '|'; ' ' for any blanks", min_length=1
+    )
     max_train_rows: Size | None = option(None, "train on a sample of that many rows", common=True)
     validation_rows: Size | None = option(None, "validate on a sample of that many rows")
     test_rows: Size | None = option(None, "score on a sample of that many test rows")

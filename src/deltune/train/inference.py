@@ -44,6 +44,7 @@ from ..templates import chat_prompt, cut_at_end, end_tokens, tokenize_prompts, w
 from . import setup as task_setup
 from .config import RunConfig
 from .data import loading
+from .data.columns import LABELLED_TEXTS
 from .data.tag_schemes import PLAIN
 from .metrics.base import Score, Scores
 from .metrics.intervals import score_intervals
@@ -250,7 +251,7 @@ def load_run(run: str | Path | Mapping[str, str | Path]) -> LoadedRun:
         tokenizer = with_chat_template(tokenizer, trained.chat_template)
     if len(runs) > 1 and language_codes(tokenizer):
         _check_same_languages(runs)
-    head_labels = labels[name] if kind.name in HEADS_WITH_LABELS else None
+    head_labels = labels[name] if _has_labels(kind) else None
     model = load_model(
         config.model.name, kind.head, head_labels, "float32", config.runtime.seed, quantize=config.model.quantize
     )
@@ -264,6 +265,11 @@ def load_run(run: str | Path | Mapping[str, str | Path]) -> LoadedRun:
     loaded = LoadedRun(model, tokenizer, kind, runs, labels)
     optimize_linear(model, enabled=config.runtime.linear_backend == "onednn")
     return loaded
+
+
+def _has_labels(kind: TaskKind) -> bool:
+    """Return whether the data of a kind has labels, whether a head or words answer it."""
+    return kind.name in (*LABELLED_TEXTS, "tagging")
 
 
 def _check_same_languages(runs: Mapping[str, RunFolder]) -> None:
@@ -324,10 +330,7 @@ def evaluate(
         if config.data.source is not None:
             raise DeltuneError(f"{run} was trained on {config.data.source}, which is no known task; give --data")
         config = config.replace(data_root=data_root)
-    if data is None and other is None and config.data.source is not None and Path(config.data.source).is_file():
-        raise DeltuneError(
-            f"{run} was trained on the file {config.data.source} alone, and has no other split; give --data"
-        )
+    own_file = data is None and other is None and Path(config.data.source or "").is_file()  # it is split by the seed
     loaded = load_run(run)
     if data is None and other is None and folder.data.kind == "preference":
         raise DeltuneError(
@@ -342,10 +345,10 @@ def evaluate(
         config = RunConfig.from_flat(**merge_values(values, other))
     setup = set_up_task(
         config.model.name, config.data, config.generation.answer, config.evaluation, config.runtime.seed,
-        training=False, labels=loaded.labels if loaded.kind.name in HEADS_WITH_LABELS else None,
+        training=own_file, labels=loaded.labels if _has_labels(loaded.kind) else None,
     )  # fmt: skip
     rows = setup.data
-    if rows.labels != loaded.labels and loaded.kind.name in HEADS_WITH_LABELS:
+    if rows.labels != loaded.labels and _has_labels(loaded.kind):
         raise DeltuneError(f"the run's labels are {', '.join(loaded.labels)}, here are {', '.join(rows.labels)}")
     lengths_of = folder.config if other is None else config
     limits = length_limits(lengths_of.data, lengths_of.generation, loaded.kind, rows.labels)

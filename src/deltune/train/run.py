@@ -17,8 +17,9 @@ from transformers.trainer_callback import PrinterCallback
 from ..compat import set_training_device, use_one_gpu
 from ..errors import DeltuneError, check_booleans, counted, unknown_name
 from ..files import explain_write_errors
-from ..models import HEADS_WITH_LABELS, align_padding_token
+from ..models import HEADS_WITH_LABELS, align_padding_token, fresh_tensors
 from ..runtime.attach import attach, load
+from ..runtime.handle import Tuned
 from ..runtime.linear import LinearBackend, optimize_linear
 from ..runtime.padding import padding_side
 from ..runtime.pooling import begin_with_head_of, choose_pooling, linear_head
@@ -27,7 +28,7 @@ from ..templates import end_tokens
 from . import activation_cache, checkpoints, distributed
 from . import setup as task_setup
 from .config import ModelSection, OptimSection, RunConfig
-from .data.columns import INPUT_TYPES, TASK_COLUMNS
+from .data.columns import INPUT_TYPES, LABELLED_TEXTS, TASK_COLUMNS
 from .data.formats import COLUMN, as_conversations
 from .data.packing import Packing, choose_packing
 from .data.tag_schemes import PLAIN
@@ -298,6 +299,8 @@ def _prepare(
     needs_validation = config.evaluation.patience is not None or config.evaluation.metric is not None
     if "validation" not in data.splits and needs_validation:
         raise DeltuneError(f"data {data.source} has no validation split, so neither patience nor metric can be used")
+    if kind.problem_type is not None and config.optim.label_smoothing:
+        raise DeltuneError(f"label_smoothing is for one label of several, and this is {kind.name}: leave it out")
     limits = length_limits(config.data, config.generation, kind, data.labels)
     tokenizer = cache.tokenizer(config.model.name, config.data)
     if is_chat(kind):  # before the model is loaded
@@ -314,11 +317,13 @@ def _prepare(
     tuned = attach(model, config.method.expression, head=config.method.head, pooling=pooling)
     if kind.head == "classification":
         begin_with_head_of(config.model.name, model, tuned.anatomy, pooling)
+    if kind.name == "regression" and config.method.head == "train":
+        _begin_with_mean(model, tuned, data.splits["train"]["score"])
     if not any(True for _ in tuned.named_trainable_parameters()):
         raise DeltuneError(f"{config.method.expression!r} with head={config.method.head!r} trains nothing")
     frozen_layers = None if config.method.trunk_dropout == "on" else FrozenLayers(tuned)
     limits = fit_lengths(model, kind, limits)
-    pairs = "pair" in (data.columns or {}) if kind.name == "classification" else None
+    pairs = "pair" in (data.columns or {}) if kind.name in LABELLED_TEXTS else None
     tuned.delta().trained = {"max_length": limits.max_length, "takes_pairs": pairs}
     columns: dict[str, Columns] = {split: rows.to_dict() for split, rows in data.splits.items()}
     encoded = token_cache.encode_splits(kind, tokenizer, model, columns, limits, ("train",), data.fingerprint)
@@ -364,7 +369,7 @@ def _begin_with_probe(state: RunState, device: torch.device) -> None:
     problem = ""
     if state.kind.head not in HEADS_WITH_LABELS or "pair" in state.columns["train"]:
         problem = "it is for labels of single texts and of words"
-    elif state.kind.name == "classification" and state.tuned.delta().pooling == "model":
+    elif state.kind.head == "classification" and state.tuned.delta().pooling == "model":
         problem = "its head reads the class's own pooler: give --pooling mean, if this class has a pooler"
     elif distributed.is_sharded(state.model):
         problem = "the model is sharded"
@@ -383,6 +388,18 @@ def _begin_with_probe(state: RunState, device: torch.device) -> None:
         raise DeltuneError(f"head_init=probe cannot be used on {type(state.model).__name__}: {problem}")
 
 
+def _begin_with_mean(model: PreTrainedModel, tuned: Tuned, numbers: Sequence[float]) -> None:
+    """Let a fresh head begin with the mean of the numbers to predict."""
+    head = linear_head(model, tuned.anatomy)
+    if (
+        head is not None
+        and head.bias is not None
+        and not fresh_tensors(model).isdisjoint(f"{path}.bias" for path in tuned.anatomy.head)
+    ):
+        with torch.no_grad():
+            head.bias.fill_(sum(numbers) / len(numbers))
+
+
 def _packing(config: RunConfig, kind: TaskKind, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Packing:
     """Return how texts of one row are kept apart, or refuse to pack."""
     kinds = (CHAT, CAUSAL_GENERATION, LANGUAGE_MODELING)
@@ -399,6 +416,8 @@ def _base_model(
     """Load a model as it is before any tuning."""
     model = cache.model(section.name, setup.kind.head, setup.data.labels or None, seed, section.quantize)
     align_padding_token(model, tokenizer)
+    if setup.kind.problem_type is not None:
+        model.config.problem_type = setup.kind.problem_type
     return model
 
 
@@ -525,6 +544,7 @@ def _log_start(state: RunState) -> None:
     """Log what was assumed of the data and of training, each with the option that changes it, and what is cut."""
     data, optim = state.config.data, state.config.optim
     roles = state.data.format or " and ".join(role for role in state.data.columns if role in INPUT_TYPES)
+    roles += f" ({state.data.shape})" if state.data.shape else ""
     labels = f" into {len(state.data.labels)} labels ({_listed(state.data.labels)})" if label_counts(state.data) else ""
     assumed = ""
     if data.source is not None and data.task is None:
