@@ -77,7 +77,7 @@ Rate = Annotated[
 class RunSection(Section):
     """One part of a run's configuration. A folder is kept as an absolute path."""
 
-    @field_validator("name", "source", "data_root", check_fields=False)
+    @field_validator("name", "source", "data_root", "init_from", check_fields=False)
     @classmethod
     def _make_absolute(cls, value: str | None) -> str | None:
         if value is None or value == "minilm":
@@ -170,6 +170,11 @@ class MethodSection(RunSection):
     )
     head_init: Literal["model", "probe"] = option(
         "model", "probe: the head begins with the weights of a linear probe of the frozen model", common=True
+    )
+    init_from: str | None = option(
+        None,
+        "begin another run with the weights of this run or delta, of the same method: other data, another rate",
+        common=True,
     )
     trunk_dropout: Switch = option(
         "on", "off: the layers below everything trained run without dropout, once for each row"

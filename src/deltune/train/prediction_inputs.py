@@ -20,7 +20,7 @@ from .data.readers import (
     text_lines,
 )
 from .data.shapes import join_words, split_words
-from .run_folder import RunFolder
+from .run_folder import RunFolder, open_run
 
 Input = str | Sequence[str] | Mapping[str, Any]
 """A text; a text and its pair, or tokens; or every input by its role."""
@@ -94,12 +94,13 @@ def inputs_from_texts(texts: Sequence[str], pairs: Sequence[str]) -> list[dict[s
     return [{"id": str(i), "input": value} for i, value in enumerate(inputs, 1)]
 
 
-def inputs_from_file(path: Path, run: Path) -> list[dict[str, Any]]:
+def inputs_from_file(path: Path, run: Path, base: str | None = None) -> list[dict[str, Any]]:
     """Read inputs from a file."""
     path = path if path == STDIN else user_path(path, "file")
     if data_suffix(path).partition(".gz")[0] in ("", ".txt"):
         return _inputs_from_lines(path)
-    table, run_dir = read_rows(path), RunFolder(run)
+    table = read_rows(path)
+    run_dir = open_run(run, base, pairs="pair" in table.columns)
     columns = input_columns(run_dir.data.kind, run_dir)
     if (sentence := run_dir.data.columns.get("sentence")) in table.columns:
         problems: list[str] = []

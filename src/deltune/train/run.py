@@ -17,13 +17,14 @@ from transformers.trainer_callback import PrinterCallback
 from ..compat import set_training_device, use_one_gpu
 from ..errors import DeltuneError, check_booleans, counted, unknown_name
 from ..files import explain_write_errors
+from ..methods.registry import parse
 from ..models import HEADS_WITH_LABELS, align_padding_token, fresh_tensors
-from ..runtime.attach import attach, load
+from ..runtime.attach import attach, check_base_of_delta, load
 from ..runtime.handle import Tuned
 from ..runtime.linear import LinearBackend, optimize_linear
 from ..runtime.padding import padding_side
 from ..runtime.pooling import begin_with_head_of, choose_pooling, linear_head
-from ..runtime.serialization import open_delta
+from ..runtime.serialization import SavedDelta, open_delta
 from ..templates import end_tokens
 from . import activation_cache, checkpoints, distributed
 from . import setup as task_setup
@@ -58,7 +59,7 @@ from .progress import ProgressDisplay
 from .rates import Slice, plan_search, search_rate, with_default_rate
 from .records import Best, ProbeRecord, RunMetrics, collect_environment
 from .report.page import write_report
-from .run_folder import RunFolder
+from .run_folder import RunFolder, open_run
 from .series import run_series
 from .setup import ModelCache, TaskSetup, fit_lengths, is_chat, length_limits, load_task_data, set_up_task
 from .tasks import token_cache
@@ -313,11 +314,15 @@ def _prepare(
         check_causal(model)
     same_length = padding_side(model) is None
     set_seed(seed)
-    pooling, why_pooling = choose_pooling(model, config.model.name, config.method.pooling)
+    saved = None if config.method.init_from is None else open_delta(open_run(config.method.init_from).folder)
+    chosen_pooling = config.method.pooling or (saved.facts.pooling if saved and kind.head == "classification" else None)
+    pooling, why_pooling = choose_pooling(model, config.model.name, chosen_pooling)
     tuned = attach(model, config.method.expression, head=config.method.head, pooling=pooling)
     if kind.head == "classification":
         begin_with_head_of(config.model.name, model, tuned.anatomy, pooling)
-    if kind.name == "regression" and config.method.head == "train":
+    if saved is not None:
+        _begin_with_delta(tuned, saved, data.labels)
+    elif kind.name == "regression" and config.method.head == "train":
         _begin_with_mean(model, tuned, data.splits["train"]["score"])
     if not any(True for _ in tuned.named_trainable_parameters()):
         raise DeltuneError(f"{config.method.expression!r} with head={config.method.head!r} trains nothing")
@@ -386,6 +391,33 @@ def _begin_with_probe(state: RunState, device: torch.device) -> None:
                     head.bias.copy_(torch.from_numpy(probe.bias))
     if problem:
         raise DeltuneError(f"head_init=probe cannot be used on {type(state.model).__name__}: {problem}")
+
+
+@torch.no_grad()
+def _begin_with_delta(tuned: Tuned, saved: SavedDelta, labels: Sequence[str]) -> None:
+    """Let a delta begin with the values of a saved one; a head for other labels stays fresh, which is logged."""
+    check_base_of_delta(tuned.attached, saved.facts.base, saved.where)
+    delta = tuned.delta()
+    method = parse(saved.facts.method)
+    if repr(method) != repr(delta.method):
+        raise DeltuneError(f"init_from: {saved.where} is {method!r}, and this run is {delta.method!r}: give the former")
+    heads = {f"base.{name}" for name in delta.head}
+    before = tuple(name for _, name in saved.facts.labels.pairs) if saved.facts.labels else ()
+    keeps_head = before == tuple(labels) or not labels
+    own = delta.tensors_to_save() | {
+        f"base.{name}": tuned.attached.state.delta_value(delta, name) for name in delta.owned_tensors
+    }
+    numbers = saved.numbers()
+    begun = {name: tensor for name, tensor in own.items() if keeps_head or name not in heads}
+    if other := [name for name, tensor in begun.items() if name not in numbers or numbers[name].shape != tensor.shape]:
+        raise DeltuneError(
+            f"init_from: {saved.where} is saved without what training changes of it ({', '.join(other[:3])}): it can "
+            "be used and not trained further"
+        )
+    for name, tensor in begun.items():
+        tensor.copy_(numbers[name])
+    if not keeps_head:
+        logger.info("the head is fresh, since the labels are others than those of %s (--init-from)", saved.where)
 
 
 def _begin_with_mean(model: PreTrainedModel, tuned: Tuned, numbers: Sequence[float]) -> None:
