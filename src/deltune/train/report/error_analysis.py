@@ -31,13 +31,17 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Example:
-    """One row as it is shown: its id, its input by role, the answer, the right one, and a remark."""
+    """One row as it is shown: its id, its input by role, the answer, the right one, and a remark.
+
+    `marked` has the input in pieces where it has entities: text, type and "found" or "missed"; "" for the text between.
+    """
 
     id: str
     input: tuple[tuple[str, str], ...]
     prediction: str
     reference: str
     remark: str = ""
+    marked: tuple[tuple[str, str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -352,7 +356,17 @@ def _tag_example(line: Line, references: set[Entity], predictions: set[Entity], 
         ordered = sorted(one_side, key=lambda entity: entity[1:])
         return "; ".join(f"{' '.join(tokens[start:end])} ({kind})" for kind, start, end in ordered) or "no entity"
 
-    return Example(str(line.get("id", "")), _input(line), _cut(names(predictions)), _cut(names(references)), remark)
+    marked, before = [], 0
+    for entity in sorted(references, key=lambda entity: entity[1:]):
+        kind, start, end = entity
+        marked.append((" ".join(tokens[before:start]), "", ""))
+        marked.append((" ".join(tokens[start:end]), kind, "found" if entity in predictions else "missed"))
+        before = end
+    marked.append((" ".join(tokens[before:]), "", ""))
+    return Example(
+        str(line.get("id", "")), _input(line), _cut(names(predictions)), _cut(names(references)), remark,
+        tuple(piece for piece in marked if piece[0]) if " ".join(tokens) == _cut(" ".join(tokens)) else (),
+    )  # fmt: skip
 
 
 def _label_example(line: Line) -> Example:
