@@ -404,11 +404,11 @@ def _begin_with_delta(tuned: Tuned, saved: SavedDelta, labels: Sequence[str]) ->
     heads = {f"base.{name}" for name in delta.head}
     before = tuple(name for _, name in saved.facts.labels.pairs) if saved.facts.labels else ()
     keeps_head = before == tuple(labels) or not labels
-    own = delta.tensors_to_save() | {
+    trained = delta.tensors_to_save() | {
         f"base.{name}": tuned.attached.state.delta_value(delta, name) for name in delta.owned_tensors
     }
     numbers = saved.numbers()
-    begun = {name: tensor for name, tensor in own.items() if keeps_head or name not in heads}
+    begun = {name: tensor for name, tensor in trained.items() if keeps_head or name not in heads}
     if other := [name for name, tensor in begun.items() if name not in numbers or numbers[name].shape != tensor.shape]:
         raise DeltuneError(
             f"init_from: {saved.where} is saved without what training changes of it ({', '.join(other[:3])}): it can "
