@@ -223,6 +223,7 @@ class LoadedRun:
         return next(iter(self.labels_of.values()))
 
 
+@check_booleans
 def load_run(run: str | Path | Mapping[str, str | Path], base: str | None = None, *, pairs: bool = False) -> LoadedRun:
     """Load the base model of a run and its delta, or the deltas of several runs on one base.
 
