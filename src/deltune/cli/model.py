@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from os.path import isfile, join
 from typing import Annotated
 
 import typer
@@ -33,7 +33,7 @@ def inspect(
     from ..anatomy import inspection, quantized_storage
 
     delta = None
-    if any((Path(model) / name).is_file() for name in ("spec.yaml", "delta.json", "adapter_config.json")):
+    if any(isfile(join(model, name)) for name in ("spec.yaml", "delta.json", "adapter_config.json")):
         from ..train.run_folder import open_run
 
         run = open_run(model, base)

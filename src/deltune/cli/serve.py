@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Mapping
 from functools import cache
+from os.path import isfile, join
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -83,7 +84,7 @@ def run(
 
     values = {} if config is None else read_values(config)
     if model is not None and any(
-        (Path(model) / name).is_file() for name in ("spec.yaml", "delta.json", "adapter_config.json")
+        isfile(join(model, name)) for name in ("spec.yaml", "delta.json", "adapter_config.json")
     ):
         raise DeltuneError(
             f"{model} is a delta, and a server has a model and a folder of deltas: "

@@ -149,11 +149,7 @@ PASS_EVERYTHING_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 
 def train(context: typer.Context) -> None:
-    """Tune a model on a data set, and keep the best delta.
-
-    The same command again goes on where it stopped, --fresh discards that run and starts anew, and --init-from RUN
-    starts another run from the weights of a run or delta.
-    """
+    """Tune a model. Run again, it goes on; --fresh starts anew, --init-from RUN begins another with its weights."""
     for argument in context.args:
         name = argument.removeprefix("--").partition("=")[0]
         if argument.startswith("--") and (hint := hint_for_option(name.replace("-", "_"), "--{}")):

@@ -173,7 +173,7 @@ class MethodSection(RunSection):
     )
     init_from: str | None = option(
         None,
-        "begin another run with the weights of this run or delta, of the same method: other data, another rate",
+        "a run or delta with whose weights this run, of the same method, begins",
         common=True,
     )
     trunk_dropout: Switch = option(
