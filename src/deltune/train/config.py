@@ -164,16 +164,13 @@ class MethodSection(RunSection):
     head: Literal["train", "freeze"] = option("train", "train the task head with the method, or freeze it", common=True)
     pooling: Pooling | None = option(
         None,
-        "what a head reads in place of a pooler: mean, first or last of the hidden states, or model, the class's own "
-        "[modules.json's; mean for a pooler that the weights lack; else model]",
+        "what a head reads: mean, first or last hidden state, or model, the class's pooler [as the model's files say]",
         common=True,
     )
-    head_init: Literal["model", "probe"] = option(
-        "model", "probe: the head begins with the weights of a linear probe of the frozen model", common=True
-    )
+    head_init: Literal["model", "probe"] = option("model", "probe: the head begins as a linear probe", common=True)
     init_from: str | None = option(
         None,
-        "a run or delta with whose weights this run, of the same method, begins",
+        "begin with the weights of this run or delta",
         common=True,
     )
     trunk_dropout: Switch = option(
