@@ -25,7 +25,7 @@ MADE_BY_THE_LIBRARY = {
 """Descriptions and results, which users read."""
 NEEDED: dict[str, tuple[Any, ...]] = {
     "Bottleneck": (2,), "Prefix": (2,), "MultiHead": (2,), "OwnMultiHead": (2,), "Scale": (2.0,),
-    "Modification": ("ffn", LowRank(2)), "Selection": (("norm.gain",),),
+    "Modification": ("ffn", LowRank(2)), "Selection": (("norm.gain",),), "load_run": ("run",),
 }  # fmt: skip
 """What a call needs beside its booleans, where it would be refused for want of it."""
 

@@ -391,10 +391,10 @@ def test_pairs_that_are_equal_are_named(tmp_path: Path) -> None:
 
 
 def test_a_mixture_has_its_shares_by_the_seed(tmp_path: Path) -> None:
-    tiny.lines(tmp_path / "a.jsonl", [{"prompt": f"a{i}", "completion": "x"} for i in range(60)])
+    tiny.lines(tmp_path / "a" / "train.jsonl", [{"prompt": f"a{i}", "completion": "x"} for i in range(60)])
     tiny.lines(tmp_path / "b" / "train.jsonl", [m(u(f"b{i}"), a("y")) for i in range(20)])
     tiny.lines(tmp_path / "b" / "test.jsonl", [m(u("c"), a("y"))])
-    source = f"{tmp_path / 'a.jsonl'}=.5,{tmp_path / 'b'}=0.5"
+    source = f"{tmp_path / 'a'}=.5,{tmp_path / 'b'}=0.5"
     data = load_data(source)
     rows = data.splits["train"]["conversation"]
     assert [sum('"prompt"' in row for row in rows), len(rows), len(set(rows)), len(data.splits["test"])] == [
@@ -403,7 +403,7 @@ def test_a_mixture_has_its_shares_by_the_seed(tmp_path: Path) -> None:
         60,
         1,
     ]
-    assert data.notes[0] == f"40 rows of an epoch are from the 60 of {tmp_path / 'a.jsonl'}"
+    assert data.notes[0] == f"40 rows of an epoch are from the 60 of {tmp_path / 'a'}"
     assert load_data(source).fingerprint == data.fingerprint != load_data(source, seed=1).fingerprint
     assert len(load_data(source, max_rows={"train": 10}).splits["train"]) == 10
     config = RunConfig.from_flat(model="minilm", data=source, method="lora")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import pytest
 
 import tiny
 from deltune.errors import DeltuneError
+from deltune.train.config import RunConfig
 from deltune.train.data import loading, readers
+from deltune.train.overview import overview
 
 ROWS = [
     {"text": "Where is my parcel?", "label": "delivery"},
@@ -302,7 +305,7 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- what could be taken for something else ---------------------------------------------------------------------------
 
 ALPACA = [{"instruction": f"Translate {i}", "input": f"red {i}", "output": f"rot {i}"} for i in range(12)]
-FLAT = "sentence_id,token,label\n" + "1,Ada,B-PER\n1,lives,O\n2,Rome,B-LOC\n" * 4
+FLAT = "n,token,label\n" + "1,Ada,B-PER\n1,lives,O\n2,Rome,B-LOC\n" * 4
 QUESTIONS = [{"question": f"q {i}", "options": ["a", "b"], "label": "AB"[i % 2]} for i in range(6)]
 TOPICS = [{"text": f"t {i}", "sentiment": "ab"[i % 2], "topic": "cd"[i % 2]} for i in range(6)]
 COMMAS = "text,labels\n" + "Ada in Rome,B-PER O B-LOC\nhi,O\n" * 4
@@ -339,24 +342,41 @@ DOUBTS: dict[str, tuple[dict[str, Any], str, dict[str, Any], str]] = {
     ),
     "a word a row": (
         {"train_csv": FLAT},
-        "such as 'O', 'B-LOC', 'B-PER'. A row of a", {"kind": "classification"}, "classification",
+        "--columns sentence=…,tokens=token,tags=label; if", {"kind": "classification"}, "classification",
     ),
     "a word a row, in order": (
         {"train_csv": FLAT},
-        "A row of a tagging is a sentence", {"columns": {"text": "token", "label": "label"}}, "classification",
+        "such as 'O', 'B-LOC', 'B-PER'", {"columns": {"text": "token", "label": "label"}}, "classification",
     ),
-    "a part of speech a row": (
-        {"train_csv": FLAT.replace("B-PER", "NOUN").replace("B-LOC", "NOUN").replace(",O", ",VERB")},
-        "tags of words in its column 'label', such as 'NOUN'", {"kind": "classification"}, "classification",
+    "a word in each row of a tagging": (
+        {"train_csv": "n,tokens,tags\n1,Ada,B-PER\n1,lives,O\n2,Rome,B-LOC\n"},
+        "one word. Say which column numbers the sentences: --columns sentence=…,tokens=tokens,tags=tags",
+        {"columns": {"sentence": "n", "tokens": "tokens", "tags": "tags"}}, "tagging",
     ),
+    "several labels in one text": (
+        {"train_csv": "text,label\n" + "one,a\ntwo,b\nboth,a|b\n" * 4},
+        "--task multilabel --label-separator '|'", {"kind": "multilabel", "label_separator": "|"}, "multilabel",
+    ),
+    "a separator that is not named": (
+        {"train_jsonl": [{"text": f"t {i}", "labels": ["a", "b"] if i else "a; b"} for i in range(4)]},
+        "--label-separator ';'", {"label_separator": ";", "kind": "multilabel"}, "multilabel",
+    ),
+    "large numbers": ({"train_csv": "text,score\na,100.5\nb,90000\n"}, "divide them by 100000", {}, ""),
     "tags in a text": (
         {"train_csv": COMMAS},
         "tags of words in its column 'labels'", {"kind": "classification"}, "classification",
     ),
-    "tags as Python writes lists": ({"train_csv": LISTS}, "tags of words in its column 'labels'", {}, ""),
-    "tokens in a text": (
-        {"train_csv": "tokens,tags\nAda left,B-PER O\n"},
-        "'tokens' is not a list of texts but 'Ada left'", {}, "",
+    "tags as Python writes lists": ({"train_csv": LISTS}, "is no list in JSON; pandas writes one by", {}, ""),
+    "tags as JSON writes lists": (
+        {"train_csv": LISTS.replace("'", '""').replace('[""O""]', '"[""O""]"')},
+        "tags of words in its column 'labels'", {"kind": "tagging", "columns": ["text", "labels"]}, "tagging",
+    ),
+    "spans that overlap": (
+        {"train_jsonl": [{"text": "Ada Byron", "entities": [[0, 9, "PER"], [4, 9, "PER"]]}]},
+        "line 1: the span 4 to 9 (PER) overlaps the span before it", {}, "",
+    ),
+    "a sentence in two places": (
+        {"train_csv": "sentence_id,token,tag\n1,a,O\n2,b,O\n1,c,O\n"}, "keep its words together", {}, "",
     ),
     "a tag too few": (
         {"train_jsonl": [{"tokens": ["a", "b"], "tags": ["O"]}]}, "2 tokens and 1 tags; give one tag for each", {}, "",
@@ -380,10 +400,6 @@ DOUBTS: dict[str, tuple[dict[str, Any], str, dict[str, Any], str]] = {
     "semicolons": ({"train_csv": "text;label\na b;x\n"}, "separated by ';', 'text;label'; save it with commas", {}, ""),
     "tabs": ({"train_csv": "text\tlabel\na b\tx\n"}, "save it as .tsv", {}, ""),
     "quotes in .tsv": ({"train_tsv": 'text\tlabel\n"he ""x"""\ta\n'}, "line 2: '\"he \"\"x\"\"\"' is quoted", {}, ""),
-    "numbers": (
-        {"train_csv": "a,b,label\nx y,z,3.80\nx,y z,5\n"},
-        "a label must be text or a whole number, not '3.80'", {}, "",
-    ),
 }  # fmt: skip
 """Files, what is said of them, and what is given to read them nevertheless with the kind of task that they then are."""
 
@@ -525,7 +541,7 @@ def test_tags_of_no_single_scheme_are_named(tmp_path: Path, case: str) -> None:
             [
                 "no column named label",
                 "Its columns: text, lable",
-                "--columns text=…,label=…",
+                "--columns text=text,label=lable",
                 "If it is running text, give --task language",
             ],
         ),
@@ -534,7 +550,7 @@ def test_tags_of_no_single_scheme_are_named(tmp_path: Path, case: str) -> None:
             {"train_jsonl": [{"x": "a", "y": "b", "z": "c", "label": 1}]},
             [
                 "3 columns of text (x, y, z) and needs one or two",
-                "Say which is which: --columns text=…,label=…; or choose another kind",
+                "Say which is which: --columns text=…,label=label; or choose another kind",
             ],
         ),
         (
@@ -672,11 +688,45 @@ def test_read_one_file(tmp_path: Path) -> None:
             readers.read_rows(tmp_path / name)
 
 
-def test_a_file_is_one_split(tmp_path: Path) -> None:
-    rows = tiny.sentences(4, 0)
+def test_one_file_is_split_by_the_seed(tmp_path: Path) -> None:
+    rows = [*tiny.sentences(40, 0), {"text": "once", "label": "rare"}]
     tiny.lines(tmp_path / "a.jsonl", rows)
     (tmp_path / "b.json").write_text(json.dumps(rows, indent=1))
-    lined, array = (loading.load_data(str(tmp_path / name)) for name in ("a.jsonl", "b.json"))
-    assert list(lined.splits) == ["train"] and lined.fingerprint == array.fingerprint
-    scored = loading.load_data(str(tmp_path / "a.jsonl"), labels=lined.labels, training=False)
-    assert list(scored.splits) == ["test"] and scored.splits["test"]["text"] == lined.splits["train"]["text"]
+    one, array, other = (
+        loading.load_data(str(tmp_path / f), seed=s) for f, s in (("a.jsonl", 0), ("b.json", 0), ("a.jsonl", 1))
+    )
+    assert {split: len(of) for split, of in one.splits.items()} == {"train": 33, "validation": 4, "test": 4}
+    assert one.fingerprint == array.fingerprint != other.fingerprint and "seed 0 (--seed): 33 train" in one.notes[0]
+    drawn = {int(name.removeprefix("line-")) for split in one.splits.values() for name in split["id"]}
+    assert drawn == {*range(1, 42)} and "line-41" in one.splits["train"]["id"]  # which has a label of its own
+    scored = loading.load_data(str(tmp_path / "a.jsonl"), labels=one.labels, training=False)
+    assert list(scored.splits) == ["test"] and len(scored.splits["test"]) == 41
+    tiny.lines(tmp_path / "few.jsonl", rows[:19])
+    few = loading.load_data(str(tmp_path / "few.jsonl"))
+    assert list(few.splits) == ["train"] and few.notes == (
+        "few.jsonl has 19 rows, too few to hold some out: all are trained",
+    )
+
+
+GUIDE = Path(__file__).parents[2] / "docs" / "train" / "data.md"
+ROWS_OF_GUIDE = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in GUIDE.read_text().split("| what is recognised |")[1].split("\n\n")[0].splitlines()[2:]
+]
+
+
+@pytest.mark.parametrize(("file", "shown", "line"), [row[1:] for row in ROWS_OF_GUIDE])
+def test_the_table_of_files(file: str, shown: str, line: str, tmp_path: Path) -> None:
+    """Each file that the guide shows is read as it says: the first lines once, the rows many times."""
+    suffix, *options = [part.strip("` ") for part in file.split("` `")]
+    values = dict(re.findall(r"--(\S+) \"?([^ \"]+)", " ".join(options)))
+    head, *lines = [text.strip("`").replace("→", "\t").replace("*blank line*", "") for text in shown.split("<br>")]
+    header, rows = ([head], lines) if suffix in (".csv", ".tsv") else ([], [head, *lines])
+    path = tmp_path / f"file{suffix}"
+    if "sentence_id" in head:
+        rows = [row.replace("1,", f"{i},", 1) for i in range(8) for row in rows]
+    path.write_text("\n".join([*header, *(rows if "sentence_id" in head else rows * 8)]) + "\n")
+    config = RunConfig.from_flat(
+        model="minilm", method="head", data=str(path), **{name.replace("-", "_"): v for name, v in values.items()}
+    )
+    assert overview(config).lines()[0] == f"{path}: {line}"

@@ -283,7 +283,7 @@ def test_bleurt_is_the_one_label_of_a_pair(tmp_path: Path) -> None:
 
 def test_the_table_is_whole() -> None:
     lower = {name for name, metric in METRICS.items() if metric.better == "lower"}
-    assert lower == {"ter", "cer", "per", "perplexity"}
+    assert lower == {"ter", "cer", "per", "perplexity", "mae"}
     for name, metric in METRICS.items():
         assert (metric.extra == "metrics") == (metric.input_type == "texts"), name
         assert metric.range[0] < metric.range[1]

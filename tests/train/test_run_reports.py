@@ -480,3 +480,12 @@ def test_units_that_are_done_in_part_count() -> None:
 )
 def test_threads_leave_room_for_other_work(cores: int, busy: float, threads: int) -> None:
     assert free_threads(cores, busy) == threads
+
+
+def test_entities_are_marked_in_the_text() -> None:
+    line = {
+        "id": "1", "input": ["Ada", "sings", "in", "Rome"], "scores": None, "reference": ["B-PER", "O", "O", "B-LOC"],
+        "prediction": ["B-PER", "O", "O", "O"],
+    }  # fmt: skip
+    (example,) = analyse("tagging", [line]).wrong
+    assert example.marked == (("Ada", "PER", "found"), ("sings in", "", ""), ("Rome", "LOC", "missed"))

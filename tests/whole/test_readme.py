@@ -41,7 +41,7 @@ EXPLANATIONS = ("glossary.md", "troubleshooting.md", "install.md", "quickstart.m
 
 guides = [
     page
-    for folder in ("start", "train", "language", "library", "with", "serve", "studies")
+    for folder in ("start", "recipes", "train", "language", "library", "with", "serve", "studies")
     for page in sorted((ROOT / "docs" / folder).glob("*.md"))
     if page.name not in EXPLANATIONS
 ]

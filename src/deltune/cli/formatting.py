@@ -227,6 +227,8 @@ def _plain(value: Any) -> str:
 def _score(prediction: Any, scores: Any) -> str:
     """Return the score of the prediction, by its name or its number, or the only score."""
     if isinstance(scores, Mapping) or (isinstance(scores, Sequence) and isinstance(prediction, int)):
+        if isinstance(prediction, list):  # of several labels
+            return " | ".join(f"{scores[name]:.3f}" for name in prediction)
         scores = scores[prediction]
     return f"{scores:.3f}" if isinstance(scores, float) else ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os.path import isfile, join
 from typing import Annotated
 
 import typer
@@ -9,28 +10,47 @@ import typer
 from ..errors import DeltuneError
 from ..methods.other_names import unknown_term
 from .options import Imports
-from .output import Json, ModelArgument, console, fast_imports
+from .output import BaseOption, Json, ModelArgument, console, fast_imports
 
 
 def inspect(
-    model: ModelArgument,
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="Hub id, folder, config.json, minilm; or a run, a delta or one of PEFT."),
+    ],
+    base: BaseOption = None,
     quantize: Annotated[
         str | None,
         typer.Option(help="Show it as `deltune train --quantize` loads it: nf4, int8, … (extra quant)."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show what a model is made of, layer by layer. Its configuration is read and no weights."""
+    """Show what a model is made of, layer by layer. Its configuration is read and no weights.
+
+    Of a run or a delta it shows what is tuned on which model, and that model.
+    """
     from .. import models
     from ..anatomy import inspection, quantized_storage
 
+    delta = None
+    if any(isfile(join(model, name)) for name in ("spec.yaml", "delta.json", "adapter_config.json")):
+        from ..train.run_folder import open_run
+
+        run = open_run(model, base)
+        model = run.config.model.name
+        delta = {"delta": str(run.folder), "method": run.method, "model": model, "labels": list(run.labels)}
     config = models.load_config(model)
     if quantize is None:
         anatomy = inspection.inspect(config)
     else:
         form = models.quantization_config(quantize, [models.NO_MODULE])
         anatomy = quantized_storage.quantized_storage(config, form).anatomy
-    console.print_json(data=anatomy.as_dict()) if as_json else console.print(str(anatomy))
+    if as_json:
+        console.print_json(data=anatomy.as_dict() if delta is None else {**delta, "anatomy": anatomy.as_dict()})
+        return
+    for name, value in (delta or {}).items():
+        console.print(f"{name}: {', '.join(value) if isinstance(value, list) else value}", soft_wrap=True)
+    console.print(str(anatomy))
 
 
 def methods(

@@ -18,7 +18,10 @@ from rich.console import Console
 console = Console(soft_wrap=True, highlight=False, markup=False)
 
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, folder, config.json or minilm.")]
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, of a delta, or of PEFT.")]
+BaseOption = Annotated[
+    str | None, typer.Option("--model", help="The base model of RUN, where it is not at the place that RUN names.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress and no notes.")]
 

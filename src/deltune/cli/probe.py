@@ -45,5 +45,5 @@ def probe(
     if as_json:
         console.print_json(data=record.model_dump())
         return
-    console.print(f"logistic regression on the frozen features ({record.features}), C={record.C:g} by validation")
+    console.print(f"a linear model of the frozen features ({record.features}), C={record.C:g} by validation")
     console.print(formatting.score_table(record.scores))

@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Mapping
 from functools import cache
+from os.path import isfile, join
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -82,6 +83,13 @@ def run(
         from ..serve.config import SECTIONS, ServeConfig
 
     values = {} if config is None else read_values(config)
+    if model is not None and any(
+        isfile(join(model, name)) for name in ("spec.yaml", "delta.json", "adapter_config.json")
+    ):
+        raise DeltuneError(
+            f"{model} is a delta, and a server has a model and a folder of deltas: "
+            f"deltune serve BASE --deltas {Path(model).parent}; deltune inspect {model} names BASE"
+        )
     named_model = {} if model is None else {"model": model}
     by_dotted_name = split_settings(settings or [], "limits.timeout=60")
     resolved = ServeConfig.from_values(values, _without_null(options), _without_null(by_dotted_name), named_model)

@@ -149,7 +149,7 @@ PASS_EVERYTHING_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 
 def train(context: typer.Context) -> None:
-    """Tune a model on a data set, and keep the best delta. Run again after a kill, it goes on where it was."""
+    """Tune a model. Run again, it goes on; --fresh starts anew, --init-from RUN begins another with its weights."""
     for argument in context.args:
         name = argument.removeprefix("--").partition("=")[0]
         if argument.startswith("--") and (hint := hint_for_option(name.replace("-", "_"), "--{}")):
@@ -243,7 +243,12 @@ def run(
     folder = values.pop("output", None)
     folder = output if folder is None or output is not None else user_path(folder, "output")
     overrides = flatten({**_parse_options(options), **_parse_settings(settings or [])})
-    config = RunConfig.from_flat(**merge_values(flatten(values), overrides))
+    merged = merge_values(flatten(values), overrides)
+    if merged.get("init_from") and "method" not in merged:
+        from ..train.run_folder import open_run
+
+        merged["method"] = open_run(merged["init_from"]).method
+    config = RunConfig.from_flat(**merged)
     if print_config:
         print(_commented(config), end="")
         return

@@ -10,7 +10,7 @@ import typer
 
 from ..errors import DeltuneError
 from .options import Imports
-from .output import Json, Quiet, RunArgument, console, fast_imports, log_to_stderr
+from .output import BaseOption, Json, Quiet, RunArgument, console, fast_imports, log_to_stderr
 
 if TYPE_CHECKING:
     from ..runtime.handle import Tuned
@@ -53,7 +53,9 @@ def data(
 
 
 def evaluate(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run; or a model as it is, beside --data.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Folder of a run, of a delta or of PEFT; or a model, beside --data.")
+    ],
     data: Annotated[str | None, typer.Option(help="Other data with the same labels [the run's own].")] = None,
     columns: Annotated[str | None, typer.Option(help="Columns of --data: text=a,label=b [as the run's].")] = None,
     task: Annotated[
@@ -73,6 +75,7 @@ def evaluate(
         typer.Option(metavar="TASKS", help="Tasks of lm-evaluation-harness: arc_easy,mine.yaml (extra harness)."),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="With --harness: only the first rows of a task.")] = None,
+    base: BaseOption = None,
     quiet: Quiet = False,
     imports: Imports = None,
     as_json: Json = False,
@@ -108,7 +111,7 @@ def evaluate(
             if task is not None or answer != "head":
                 raise DeltuneError(f"--task and --answer are of a model as it is; {run} is a run, which has its own")
             scores = inference.evaluate(
-                run, data, split, output, progress=not quiet, columns=columns, data_root=data_root
+                run, data, split, output, progress=not quiet, columns=columns, data_root=data_root, base=base
             )
         else:
             scores = inference.evaluate_model(
@@ -135,6 +138,7 @@ def predict(
         typer.Option(help="Texts: .txt or - (a line each), or .jsonl, .csv, .parquet with the run's columns."),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Write JSON lines there instead of printing.")] = None,
+    base: BaseOption = None,
     quiet: Quiet = False,
     imports: Imports = None,
     as_json: Json = False,
@@ -154,9 +158,9 @@ def predict(
         rows = (
             prediction_inputs.inputs_from_texts(text or [], pair or [])
             if file is None
-            else prediction_inputs.inputs_from_file(file, run)
+            else prediction_inputs.inputs_from_file(file, run, base)
         )
-        predictions = predict_rows(run, rows)
+        predictions = predict_rows(run, rows, base)
     if output is not None:
         prediction_inputs.write_predictions(output, predictions)
         print(f"{len(predictions)} predictions in {output}", file=sys.stderr)
@@ -167,7 +171,9 @@ def predict(
 
 
 def generate(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, or a language model as it is.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Folder of a run, of a delta or of PEFT; or a language model.")
+    ],
     prompt: Annotated[list[str], typer.Option(help="The beginning of the text, or what is answered; repeatable.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a text, at most.")] = 64,
     temperature: Annotated[
@@ -175,6 +181,7 @@ def generate(
     ] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens of this share.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    base: BaseOption = None,
     quiet: Quiet = False,
     imports: Imports = None,
     as_json: Json = False,
@@ -184,13 +191,17 @@ def generate(
         with fast_imports():
             from ..train.inference import generate as generate_texts
 
-        texts = generate_texts(str(run), prompt, max_new_tokens, temperature, top_p, seed, stream=not as_json)
+        texts = generate_texts(
+            str(run), prompt, max_new_tokens, temperature, top_p, seed, stream=not as_json, base=base
+        )
     if as_json:
         console.print_json(data=[{"prompt": p, "text": text} for p, text in zip(prompt, texts, strict=True)])
 
 
 def chat(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, or a language model as it is.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Folder of a run, of a delta or of PEFT; or a language model.")
+    ],
     system: Annotated[str | None, typer.Option(help="A system message, which begins the conversation.")] = None,
     template: Annotated[str | None, typer.Option(help="Of a model that has none: roles, … or FILE.jinja.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 512,
@@ -198,6 +209,7 @@ def chat(
         float, typer.Option(min=0.0, help="0: the likeliest token each time; above, tokens are drawn.")
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    base: BaseOption = None,
     imports: Imports = None,
 ) -> None:
     """Talk to a model, line by line. /reset begins anew, and the end of the input ends it; a pipe is answered too."""
@@ -205,7 +217,7 @@ def chat(
         with fast_imports():
             from ..train.chat import Chat
 
-        conversation = Chat.open(str(run), system, max_tokens, temperature, seed, template)
+        conversation = Chat.open(str(run), system, max_tokens, temperature, seed, template, base)
         is_terminal = sys.stdin.isatty()
         while True:
             try:
@@ -255,6 +267,7 @@ def merge(
     dequantize: Annotated[
         bool, typer.Option(help="Write a quantised model in floating point, so that nothing is rounded.")
     ] = False,
+    base: BaseOption = None,
     quiet: Quiet = False,
     imports: Imports = None,
     as_json: Json = False,
@@ -266,7 +279,7 @@ def merge(
     with log_to_stderr(quiet):
         from ..train import inference
 
-        target = inference.merge_run(run, to, dequantize=dequantize)
+        target = inference.merge_run(run, to, dequantize=dequantize, base=base)
     kind = "sentence-transformers" if (target / "modules.json").is_file() else "transformers"
     facts = {"to": str(target), "for": kind}
     console.print_json(data=facts) if as_json else console.print(f"merged into {target}, which {kind} reads")
@@ -276,6 +289,7 @@ def export(
     run: RunArgument,
     to: Annotated[Path, typer.Option(help="A new folder.")],
     format: Annotated[str, typer.Option(help="peft, adapterhub, vllm or llama.cpp.")] = "peft",
+    base: BaseOption = None,
     quiet: Quiet = False,
     imports: Imports = None,
     as_json: Json = False,
@@ -284,7 +298,7 @@ def export(
     with log_to_stderr(quiet):
         from ..train import inference
 
-        target = inference.export_run(run, to, format)
+        target = inference.export_run(run, to, format, base)
     console.print_json(data={"to": str(target)}) if as_json else console.print(f"written for {format} into {target}")
 
 

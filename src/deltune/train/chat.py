@@ -51,6 +51,7 @@ class Chat:
         temperature: float = 0.0,
         seed: int = 0,
         template: str | None = None,
+        base: str | None = None,
     ) -> Chat:
         """Load a run or a model, and begin a conversation.
 
@@ -61,12 +62,13 @@ class Chat:
             temperature: 0 for the likeliest token each time; above, tokens are drawn.
             seed: Seed of the draws.
             template: The chat template of a model without a run, as `with_chat_template` takes it.
+            base: The base model of a run, where it is not at the place that the folder names.
 
         Raises:
             DeltuneError: There is no such run or model, it generates no text, or it has no chat template.
         """
         if is_run(source):
-            loaded = load_run(source)
+            loaded = load_run(source, base)
             if loaded.kind.head != "causal-lm" or template is not None:
                 raise DeltuneError(
                     f"{source} is a run, whose template is saved with it: leave --template out"

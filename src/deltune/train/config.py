@@ -79,7 +79,7 @@ Rate = Annotated[
 class RunSection(Section):
     """One part of a run's configuration. A folder is kept as an absolute path."""
 
-    @field_validator("name", "source", "data_root", check_fields=False)
+    @field_validator("name", "source", "data_root", "init_from", check_fields=False)
     @classmethod
     def _make_absolute(cls, value: str | None) -> str | None:
         if value is None or value == "minilm":
@@ -139,6 +139,9 @@ class DataSection(RunSection):
     tag_scheme: Literal["iob2", "plain"] | None = option(
         None, "of tagging: iob2 converts tags of entities to IOB2; plain: tags are classes of words [as recognised]"
     )
+    label_separator: str | None = option(
+        None, "what stands between several labels in one text: '|'; ' ' for any blanks", min_length=1
+    )
     max_train_rows: Size | None = option(None, "train on a sample of that many rows", common=True)
     validation_rows: Size | None = option(None, "validate on a sample of that many rows")
     test_rows: Size | None = option(None, "score on a sample of that many test rows")
@@ -163,12 +166,14 @@ class MethodSection(RunSection):
     head: Literal["train", "freeze"] = option("train", "train the task head with the method, or freeze it", common=True)
     pooling: Pooling | None = option(
         None,
-        "what a head reads in place of a pooler: mean, first or last of the hidden states, or model, the class's own "
-        "[modules.json's; mean for a pooler that the weights lack; else model]",
+        "what a head reads: mean, first or last hidden state, or model, the class's pooler [as the model's files say]",
         common=True,
     )
-    head_init: Literal["model", "probe"] = option(
-        "model", "probe: the head begins with the weights of a linear probe of the frozen model", common=True
+    head_init: Literal["model", "probe"] = option("model", "probe: the head begins as a linear probe", common=True)
+    init_from: str | None = option(
+        None,
+        "begin with the weights of this run or delta",
+        common=True,
     )
     trunk_dropout: Switch = option(
         "on", "off: the layers below everything trained run without dropout, once for each row"

@@ -39,11 +39,11 @@ from ..runtime.attach import atomic_new_folder, load, tuned
 from ..runtime.handle import Tuned
 from ..runtime.linear import optimize_linear
 from ..runtime.pooling import begin_with_head_of, write_sentence_model
-from ..runtime.serialization import read_metadata
 from ..templates import chat_prompt, cut_at_end, end_tokens, tokenize_prompts, with_chat_template
 from . import setup as task_setup
 from .config import RunConfig
 from .data import loading
+from .data.columns import LABELLED_TEXTS
 from .data.tag_schemes import PLAIN
 from .metrics.base import Score, Scores
 from .metrics.intervals import score_intervals
@@ -51,7 +51,7 @@ from .metrics.registry import METRICS, compute_scores
 from .prediction_inputs import Input, columns_from_inputs
 from .presets import merge_values
 from .progress import ProgressDisplay
-from .run_folder import RunFolder
+from .run_folder import DeltaFolder, RunFolder, open_run
 from .setup import (
     TaskSetup,
     check_fits,
@@ -209,7 +209,7 @@ class LoadedRun:
     @property
     def is_conversational(self) -> bool:
         """True if the first run was trained on conversations by a chat template."""
-        trained = read_metadata(self.run.folder).trained
+        trained = self.run.trained
         return trained is not None and trained.chat_template is not None
 
     @property
@@ -223,34 +223,37 @@ class LoadedRun:
         return next(iter(self.labels_of.values()))
 
 
-def load_run(run: str | Path | Mapping[str, str | Path]) -> LoadedRun:
+@check_booleans
+def load_run(run: str | Path | Mapping[str, str | Path], base: str | None = None, *, pairs: bool = False) -> LoadedRun:
     """Load the base model of a run and its delta, or the deltas of several runs on one base.
 
     Args:
-        run: The folder of a run, or folders by name.
+        run: The folder of a run, of a delta without a run or of an adapter of PEFT; or folders by name.
+        base: The base model, where it is not at the place that the folder names.
+        pairs: Whether the inputs are pairs of texts, where a delta without a run does not say it.
 
     Raises:
         DeltuneError: A folder is no run, has no delta yet, or is of another base model or other languages.
     """
     folders = run.items() if isinstance(run, Mapping) else [("default", run)]
-    runs = {name: RunFolder(folder).best_run for name, folder in folders}
+    runs = {name: open_run(folder, base, pairs=pairs) for name, folder in folders}
     if not runs:
         raise DeltuneError("no run is named")
     name, first = next(iter(runs.items()))
     config = first.config
-    labels = {name: _labels(folder) for name, folder in runs.items()}
+    labels = {name: folder.labels for name, folder in runs.items()}
     objective = config.objective.kind
     if objective == "reward":
         raise DeltuneError(f"{first.folder} is a reward model, which rates answers in Python; report.html says how")
     kind = task_kind_for(first.data.kind, load_config(config.model.name), config.generation.answer, objective)
     kind = kind if objective == "sft" else CHAT  # a policy answers
     tokenizer = load_task_tokenizer(config.model.name, config.data)
-    trained = read_metadata(first.folder).trained
+    trained = first.trained
     if trained is not None and trained.chat_template is not None:
         tokenizer = with_chat_template(tokenizer, trained.chat_template)
     if len(runs) > 1 and language_codes(tokenizer):
         _check_same_languages(runs)
-    head_labels = labels[name] if kind.name in HEADS_WITH_LABELS else None
+    head_labels = labels[name] if _has_labels(kind) else None
     model = load_model(
         config.model.name, kind.head, head_labels, "float32", config.runtime.seed, quantize=config.model.quantize
     )
@@ -266,20 +269,17 @@ def load_run(run: str | Path | Mapping[str, str | Path]) -> LoadedRun:
     return loaded
 
 
+def _has_labels(kind: TaskKind) -> bool:
+    """Return whether the data of a kind has labels, whether a head or words answer it."""
+    return kind.name in (*LABELLED_TEXTS, "tagging")
+
+
 def _check_same_languages(runs: Mapping[str, RunFolder]) -> None:
     configs = {name: folder.config for name, folder in runs.items()}
     languages = {name: tokenizer_languages(load_task_tokenizer(c.model.name, c.data)) for name, c in configs.items()}
     if len(set(languages.values())) > 1:
         listed = "; ".join(f"{name}: {' to '.join(map(str, pair))}" for name, pair in languages.items())
         raise DeltuneError(f"one tokenizer serves all runs, and these have other languages ({listed}); use them apart")
-
-
-def _labels(run: RunFolder) -> tuple[str, ...]:
-    """Return the label names of a run's head, in the order of their ids."""
-    if not run.delta.is_dir():
-        raise DeltuneError(f"{run.folder} has no delta yet; run the same `deltune train` again, it resumes")
-    labels = read_metadata(run.folder).labels
-    return tuple(name for _, name in labels.pairs) if labels else ()
 
 
 def is_run(folder: str | Path) -> bool:
@@ -298,11 +298,12 @@ def evaluate(
     other: Mapping[str, Any] | None = None,
     columns: str | None = None,
     data_root: str | None = None,
+    base: str | None = None,
 ) -> dict[str, dict[str, float]]:
     """Score the delta of a run on its own data, or on other data with the same labels.
 
     Args:
-        run: The folder of the run.
+        run: The folder of the run, or of a delta without a run, which has no data of its own.
         data: Another folder or hub id, laid out as the run's own data; all of its rows are scored.
         splits: The splits to score; by default validation and test, as far as they exist.
         output: A folder for the predictions, SPLIT.jsonl each.
@@ -311,6 +312,7 @@ def evaluate(
             "relabel": …}; as many of its rows are scored as of the run's own.
         columns: The columns of the other data, such as "text=a,label=b"; by default the run's.
         data_root: The folder that now holds the folder of the run's known task.
+        base: The base model, where it is not at the place that the folder names.
 
     Returns:
         The metrics of every split.
@@ -318,34 +320,33 @@ def evaluate(
     Raises:
         DeltuneError: The folder is no run, the data lacks a split, or the run does not know the labels.
     """
-    folder = RunFolder(run).best_run
-    config = folder.config
+    folder = open_run(run, base)
+    config, is_delta = folder.config, isinstance(folder, DeltaFolder)
+    if is_delta and data is None:
+        raise DeltuneError(f"{run} is a delta without a run, so it has no data of its own: give --data")
     if data_root is not None:
         if config.data.source is not None:
             raise DeltuneError(f"{run} was trained on {config.data.source}, which is no known task; give --data")
         config = config.replace(data_root=data_root)
-    if data is None and other is None and config.data.source is not None and Path(config.data.source).is_file():
-        raise DeltuneError(
-            f"{run} was trained on the file {config.data.source} alone, and has no other split; give --data"
-        )
-    loaded = load_run(run)
+    own_file = data is None and other is None and Path(config.data.source or "").is_file()  # it is split by the seed
+    loaded = load_run(run, base)
     if data is None and other is None and folder.data.kind == "preference":
         raise DeltuneError(
             f"{run} was scored by its objective when it ended (deltune report {run}); for the perplexity of answers "
             "give conversations: --data"
         )
     if data is not None:  # it is laid out as the run's own, unless it says otherwise
-        chosen = columns or config.data.columns or folder.data.columns or None
+        chosen = columns or config.data.columns or (None if is_delta else folder.data.columns) or None
         config = config.replace(data=data, task=loaded.kind.name, columns=chosen, validation_rows=None, test_rows=None)
     if other is not None:
         values = {n: v for n, v in config.flat().items() if n not in ("data", "columns", "labels", "metric")}
         config = RunConfig.from_flat(**merge_values(values, other))
     setup = set_up_task(
         config.model.name, config.data, config.generation.answer, config.evaluation, config.runtime.seed,
-        training=False, labels=loaded.labels if loaded.kind.name in HEADS_WITH_LABELS else None,
+        training=own_file, labels=loaded.labels if _has_labels(loaded.kind) else None,
     )  # fmt: skip
     rows = setup.data
-    if rows.labels != loaded.labels and loaded.kind.name in HEADS_WITH_LABELS:
+    if rows.labels != loaded.labels and _has_labels(loaded.kind):
         raise DeltuneError(f"the run's labels are {', '.join(loaded.labels)}, here are {', '.join(rows.labels)}")
     lengths_of = folder.config if other is None else config
     limits = length_limits(lengths_of.data, lengths_of.generation, loaded.kind, rows.labels)
@@ -458,6 +459,7 @@ def generate(
     seed: int = 0,
     *,
     stream: bool = False,
+    base: str | None = None,
 ) -> list[str]:
     """Generate a text for each prompt.
 
@@ -466,7 +468,7 @@ def generate(
     """
     if not prompts:
         raise DeltuneError("no prompts are given")
-    loaded = load_run(source) if is_run(source) else None
+    loaded = load_run(source, base) if is_run(source) else None
     if loaded is not None and loaded.kind.head not in LANGUAGE_MODEL_HEADS:
         raise DeltuneError(f"{source} answers {loaded.kind.name} by a head and generates no text: deltune predict")
     model, tokenizer = language_model(str(source)) if loaded is None else (loaded.model, loaded.tokenizer)
@@ -583,13 +585,13 @@ def rescore(run: str | Path, metrics: Sequence[str] = ()) -> dict[str, dict[str,
 
 def rescore_with_statistics(run: str | Path, metrics: Sequence[str] = ()) -> dict[str, Scores]:
     """Do as `rescore` does, and return the scores with the statistics of every example."""
-    folder = RunFolder(run).best_run
+    folder = open_run(run)
     stored = folder.metrics.scores
     files = {split: folder.predictions / f"{split}.jsonl" for split in SPLITS}
     if not any(file.is_file() for file in files.values()):
         raise DeltuneError(f"{folder.folder} has no predictions; a finished run has them")
     kind = task_kind_by_name(folder.data.kind)
-    labels = {name: i for i, name in enumerate(_labels(folder))} if kind.predicts_label_ids else {}
+    labels = {name: i for i, name in enumerate(folder.labels)} if kind.predicts_label_ids else {}
     results: dict[str, Scores] = {}
     for split, file in files.items():
         if file.is_file():
@@ -666,9 +668,10 @@ def predict(
     ]
 
 
-def predict_rows(run: str | Path, inputs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def predict_rows(run: str | Path, inputs: Sequence[Mapping[str, Any]], base: str | None = None) -> list[dict[str, Any]]:
     """Answer inputs that have ids."""
-    loaded = load_run(run)
+    first = inputs[0]["input"] if inputs else ""
+    loaded = load_run(run, base, pairs=not isinstance(first, str) and (isinstance(first, list) or "pair" in first))
     texts = [row["input"] for row in inputs]
     columns = columns_from_inputs(loaded.kind.name, loaded.run, texts)
     return [
@@ -731,33 +734,48 @@ def _encode(loaded: LoadedRun, name: str, texts: Mapping[int, Input]) -> tuple[E
 
 
 @check_booleans
-def merge_run(run: str | Path, to: str | Path, *, dequantize: bool = False) -> Path:
+def merge_run(run: str | Path, to: str | Path, *, dequantize: bool = False, base: str | None = None) -> Path:
     """Write the model with the run's delta merged into its weights, and its tokenizer; all or nothing."""
     to = user_path(to, "to")
     with atomic_new_folder(to) as fresh, silent_loading():
-        loaded = load_run(run)
-        handle = tuned(loaded.model)
+        opened = open_run(run, base)
+        handle, tokenizer = _load_to_write(opened)
         if (pooling := handle.delta().pooling) != "model":
             merged, warning = handle.attached.merge(None, None, dequantize, pooled=True)
             if warning:
                 warnings.warn(warning, stacklevel=2)
-            trained = read_metadata(loaded.run.folder).trained
-            write_sentence_model(merged, loaded.tokenizer, pooling, fresh, trained.max_length if trained else None)
+            length = opened.trained.max_length if opened.trained else None
+            write_sentence_model(merged, tokenizer, pooling, fresh, length)
             return to
         merged = handle.merge(dequantize=dequantize)
-        if loaded.kind.head in LANGUAGE_MODEL_HEADS:  # whoever loads it is to stop where training has written an end
-            merged.generation_config.eos_token_id = list(end_tokens(loaded.tokenizer, merged)) or None
+        if merged.can_generate():  # whoever loads it is to stop where training has written an end
+            merged.generation_config.eos_token_id = list(end_tokens(tokenizer, merged)) or None
         merged.save_pretrained(fresh)
-        loaded.tokenizer.save_pretrained(fresh)
+        tokenizer.save_pretrained(fresh)
     return to
 
 
-def export_run(run: str | Path, to: str | Path, format: str = "peft") -> Path:
+def _load_to_write(opened: RunFolder) -> tuple[Tuned, PreTrainedTokenizerBase]:
+    """Load a run or a delta, whatever its head is for, with the tokenizer that it was trained with."""
+    if not isinstance(opened, DeltaFolder):
+        loaded = load_run(opened.folder, opened.base)
+        return tuned(loaded.model), loaded.tokenizer
+    tokenizer = load_tokenizer(str(opened.base))
+    if opened.trained is not None and opened.trained.chat_template is not None:
+        tokenizer = with_chat_template(tokenizer, opened.trained.chat_template)
+    labels = list(opened.labels) if opened.head in HEADS_WITH_LABELS else None
+    model = load_model(str(opened.base), opened.head, labels or None)
+    align_padding_token(model, tokenizer)
+    return attach.load(model, opened.folder), tokenizer
+
+
+def export_run(run: str | Path, to: str | Path, format: str = "peft", base: str | None = None) -> Path:
     """Write a run's delta for another library; all or nothing."""
-    loaded = load_run(run)
-    target = attach.export(loaded.model, user_path(to, "to"), format)
-    if loaded.is_conversational:  # whoever loads the adapter finds the template of its training beside it
-        loaded.tokenizer.save_pretrained(target)
+    opened = open_run(run, base)
+    handle, tokenizer = _load_to_write(opened)
+    target = attach.export(handle.model, user_path(to, "to"), format)
+    if opened.trained is not None and opened.trained.chat_template is not None:
+        tokenizer.save_pretrained(target)  # whoever loads the adapter finds the template of its training beside it
     return target
 
 

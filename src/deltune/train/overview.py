@@ -42,6 +42,7 @@ class Overview:
         source: Its folder, file or hub id.
         kind: The kind of task.
         format: The format of conversations and preferences, "" for other kinds.
+        shape: The shape of rows that are read into others, "" where they are read as they are.
         columns: Role -> column.
         rows: Split -> how many rows it has.
         labels: Split -> label -> how many rows have it.
@@ -53,6 +54,7 @@ class Overview:
     source: str
     kind: str
     format: str
+    shape: str
     columns: dict[str, str]
     rows: dict[str, int]
     labels: dict[str, dict[str, int]]
@@ -67,6 +69,7 @@ class Overview:
     def lines(self) -> list[str]:
         """Return the facts as lines."""
         roles = self.format or " and ".join(role for role in self.columns if role in INPUT_TYPES)
+        roles += f" ({self.shape})" if self.shape else ""
         splits = ", ".join(f"{split} {count:,}" for split, count in self.rows.items())
         lines = [f"{self.source}: {self.kind} of {roles}", f"rows: {splits}"]
         for split, counts in self.labels.items():
@@ -102,7 +105,16 @@ def overview(config: RunConfig, model: str | None = None, row: int = 1) -> Overv
         example = example_text(tokenizer, _rows_of(encoded[split], row, max(1, answers)))
     sizes = {name: len(rows) for name, rows in data.splits.items()}
     return Overview(
-        data.source, data.kind, data.format, data.columns, sizes, label_counts(data), tuple(lines), tokens, example
+        data.source,
+        data.kind,
+        data.format,
+        data.shape,
+        data.columns,
+        sizes,
+        label_counts(data),
+        tuple(lines),
+        tokens,
+        example,
     )
 
 
@@ -162,6 +174,11 @@ def data_notes(data: TaskData) -> list[str]:
     """Return what a user should know about a data set before anything is tokenised."""
     lines = list(data.notes)
     names = next(iter(data.splits.values())).column_names
+    if data.kind == "regression":
+        numbers = [number for of in data.splits.values() for number in of["score"]]
+        lines.append(f"numbers from {min(numbers):g} to {max(numbers):g}, mean {statistics.fmean(numbers):.4g}")
+    elif data.kind == "classification" and len(data.labels) > 2 and all(map(str.isdigit, data.labels)):
+        lines.append("the labels are whole numbers, each a class; --task regression predicts them as numbers")
     roles = [c.role for c in TASK_COLUMNS[data.kind] if c.role in names]
     rows = {
         split: [repr(row) for row in zip(*(of[r] for r in roles), strict=True)] for split, of in data.splits.items()
@@ -235,8 +252,9 @@ def _shown(tokenizer: Any, row: Row) -> str:
     ids, labels = row["input_ids"], row.get("labels")
     if not isinstance(ids[0], int):
         return " | ".join(str(tokenizer.decode(choice)) for choice in ids)
-    if not isinstance(labels, list) or len(labels) != len(ids):
-        target = [token for token in labels if token != IGNORE_INDEX] if isinstance(labels, list) else []
+    has_numbers = isinstance(labels, list) and labels and isinstance(labels[0], float)
+    if not isinstance(labels, list) or has_numbers or len(labels) != len(ids):
+        target = [t for t in labels if t != IGNORE_INDEX] if isinstance(labels, list) and not has_numbers else []
         return str(tokenizer.decode(ids)) + (f" {TRAINED[0]}{tokenizer.decode(target)}{TRAINED[1]}" if target else "")
     text, start = "", 0
     for stop in range(1, len(ids) + 1):

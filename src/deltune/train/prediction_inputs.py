@@ -10,8 +10,17 @@ from typing import Any
 from ..errors import DeltuneError, unknown_name
 from ..files import explain_write_errors, user_path, write_jsonl
 from .data.columns import INPUT_TYPES, TASK_COLUMNS, TYPE_DESCRIPTIONS, value_fits
-from .data.readers import STDIN, UnreadableFileError, data_suffix, has_lone_surrogate, read_rows, text_lines
-from .run_folder import RunFolder
+from .data.readers import (
+    STDIN,
+    UnreadableFileError,
+    data_suffix,
+    file_error,
+    has_lone_surrogate,
+    read_rows,
+    text_lines,
+)
+from .data.shapes import join_words, split_words
+from .run_folder import RunFolder, open_run
 
 Input = str | Sequence[str] | Mapping[str, Any]
 """A text; a text and its pair, or tokens; or every input by its role."""
@@ -36,7 +45,7 @@ def columns_from_inputs(
 ) -> dict[str, list[Any]]:
     """Return the values of inputs by role."""
     roles = list(input_columns(kind, run))
-    rows = [_by_role(value, roles) for value in inputs]
+    rows = [_by_role(value, roles, run) for value in inputs]
     numbered = list(zip(numbers or range(1, len(rows) + 1), rows, strict=True))
     misfits = [
         str(number)
@@ -59,8 +68,10 @@ def columns_from_inputs(
     return {role: [row[role] for row in rows] for role in roles}
 
 
-def _by_role(value: Input, roles: Sequence[str]) -> dict[str, Any]:
+def _by_role(value: Input, roles: Sequence[str], run: RunFolder) -> dict[str, Any]:
     """Return an input by its roles, whether it has all of them or not; a text for a list of texts is split into words.
+
+    It is split as the texts of the run were: where they came with spans, marks stand apart from words.
 
     Values beyond the roles are named by their numbers, so that they are noticed.
     """
@@ -72,7 +83,8 @@ def _by_role(value: Input, roles: Sequence[str]) -> dict[str, Any]:
     else:
         row = dict(zip([*roles, *map(str, range(len(value)))], value, strict=False))
     if words and isinstance(row.get(roles[0]), str):
-        row[roles[0]] = row[roles[0]].split()
+        text = row[roles[0]]
+        row[roles[0]] = [text[i:j] for i, j in split_words(text)] if "spans" in run.data.columns else text.split()
     return row
 
 
@@ -82,13 +94,19 @@ def inputs_from_texts(texts: Sequence[str], pairs: Sequence[str]) -> list[dict[s
     return [{"id": str(i), "input": value} for i, value in enumerate(inputs, 1)]
 
 
-def inputs_from_file(path: Path, run: Path) -> list[dict[str, Any]]:
+def inputs_from_file(path: Path, run: Path, base: str | None = None) -> list[dict[str, Any]]:
     """Read inputs from a file."""
     path = path if path == STDIN else user_path(path, "file")
     if data_suffix(path).partition(".gz")[0] in ("", ".txt"):
         return _inputs_from_lines(path)
-    table, run_dir = read_rows(path), RunFolder(run)
+    table = read_rows(path)
+    run_dir = open_run(run, base, pairs="pair" in table.columns)
     columns = input_columns(run_dir.data.kind, run_dir)
+    if (sentence := run_dir.data.columns.get("sentence")) in table.columns:
+        problems: list[str] = []
+        table, columns = join_words(table, {**columns, "sentence": str(sentence)}, problems), {"tokens": "tokens"}
+        if problems:
+            raise file_error(str(path), problems)
     missing = [
         unknown_name("column", column, table.columns, where=path.name)
         for column in columns.values()
@@ -98,7 +116,7 @@ def inputs_from_file(path: Path, run: Path) -> list[dict[str, Any]]:
         raise DeltuneError(" ".join(missing))
     inputs = []
     for line, row in table.rows:
-        value = _by_role({role: row.get(column) for role, column in columns.items()}, list(columns))
+        value = _by_role({role: row.get(column) for role, column in columns.items()}, list(columns), run_dir)
         for role, column in columns.items():
             if not value_fits(INPUT_TYPES[role], value[role]):
                 raise DeltuneError(

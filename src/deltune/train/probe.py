@@ -18,6 +18,7 @@ from ..errors import DeltuneError
 from ..models import HEADS_WITH_LABELS, Pooling, align_padding_token, load_model, tag_all_words
 from ..runtime.pooling import choose_pooling, pool
 from .config import RunConfig
+from .data.columns import TASK_COLUMNS
 from .inference import MetricOptions, measure, with_tag_scheme
 from .records import ProbeRecord
 from .setup import fit_lengths, length_limits, load_task_tokenizer, resolve_device, set_up_task
@@ -164,14 +165,18 @@ def score_probe(
         name = "words"
     else:
         features = {split: _text_features(context, encoded[split], columns[split], pooling) for split in encoded}
-        answers = {split: np.asarray(columns[split]["label"]) for split in encoded}
+        role = TASK_COLUMNS[kind.name][-1].role
+        answers = {split: _answers(columns[split][role], len(context.labels)) for split in encoded}
         name = "mean" if pooling == "model" else pooling
-    probe = fit_probe(features, answers, labels)
+    fit = _fit_several if kind.name == "multilabel" else fit_probe
+    probe = fit(features, answers, labels)
     scores: dict[str, Any] = {}
     for split in (split for split in ("validation", "test") if split in encoded):
         predictions: list[Any] = probe.predictions[split].tolist()
         if kind.name == "tagging":
             predictions = _tags_of_rows(predictions, encoded[split], context.labels)
+        elif kind.name == "multilabel":
+            predictions = [[context.labels[i] for i, one in enumerate(row) if one] for row in predictions]
         references = kind.references(columns[split], context.labels)
         measured = measure(kind, metrics, predictions, references, len(context.labels), options)
         scores[split] = {metric: score.value for metric, score in measured.items()}
@@ -185,6 +190,8 @@ def probe_model(config: RunConfig) -> ProbeRecord:
     kind, data = setup.kind, setup.data
     if kind.head not in HEADS_WITH_LABELS:
         raise DeltuneError(f"a probe is of labels of texts or of words, and this is {kind.name}")
+    if list(data.splits) == ["train"]:
+        raise DeltuneError(f"data {data.source} has no validation or test split, so the probe would have no score")
     tokenizer = load_task_tokenizer(name, config.data)
     model = load_model(name, kind.head, data.labels, "float32", seed, quantize=config.model.quantize)
     align_padding_token(model, tokenizer)
@@ -221,6 +228,26 @@ def _text_features(context: InferenceContext, encoded: EncodedRows, columns: Col
         for role in ("text", "pair")
     )
     return np.concatenate([np.abs(u - v), u * v], axis=-1)
+
+
+def _answers(values: Sequence[Any], labels: int) -> Array:
+    """Return the answers of rows as numbers; of several labels as a column of 0 and 1 for each."""
+    if not isinstance(values[0], list):
+        return np.asarray(values)
+    return np.array([[i in row for i in range(labels)] for row in values], dtype=int)
+
+
+def _fit_several(features: Mapping[str, Array], answers: Mapping[str, Array], labels: int | None = None) -> LinearProbe:
+    """Fit a probe for each of several labels by itself; its strength is the median of theirs."""
+    probes = [
+        fit_probe(features, {s: a[:, i] for s, a in answers.items()}, 2) for i in range(answers["train"].shape[1])
+    ]
+    return LinearProbe(
+        np.stack([one.weight[1] - one.weight[0] for one in probes]),
+        np.array([one.bias[1] - one.bias[0] for one in probes]),
+        float(np.median([one.strength for one in probes])),
+        {split: np.stack([one.predictions[split] for one in probes], axis=1) for split in features},
+    )
 
 
 def _tags_of_rows(numbers: Sequence[int], encoded: EncodedRows, labels: Sequence[str]) -> list[list[str]]:

@@ -18,18 +18,19 @@ from ..compat import set_training_device, use_one_gpu
 from ..errors import DeltuneError, check_booleans, counted, unknown_name
 from ..files import explain_write_errors
 from ..methods.registry import parse
-from ..models import HEADS_WITH_LABELS, align_padding_token, load_model
-from ..runtime.attach import attach, load
+from ..models import HEADS_WITH_LABELS, align_padding_token, fresh_tensors, load_model
+from ..runtime.attach import attach, check_base_of_delta, load
+from ..runtime.handle import Tuned
 from ..runtime.linear import LinearBackend, optimize_linear
 from ..runtime.padding import padding_side
 from ..runtime.pooling import begin_with_head_of, choose_pooling, linear_head
-from ..runtime.serialization import open_delta
+from ..runtime.serialization import SavedDelta, open_delta
 from ..runtime.statistics import needed_statistics
 from ..templates import end_tokens
 from . import activation_cache, checkpoints, distributed
 from . import setup as task_setup
 from .config import ModelSection, OptimSection, RunConfig
-from .data.columns import INPUT_TYPES, TASK_COLUMNS
+from .data.columns import INPUT_TYPES, LABELLED_TEXTS, TASK_COLUMNS
 from .data.formats import COLUMN, as_conversations
 from .data.loading import TaskData
 from .data.packing import Packing, choose_packing
@@ -60,7 +61,7 @@ from .progress import ProgressDisplay
 from .rates import Slice, plan_search, search_rate, with_default_rate
 from .records import Best, ProbeRecord, RunMetrics, collect_environment
 from .report.page import write_report
-from .run_folder import RunFolder
+from .run_folder import RunFolder, open_run
 from .series import run_series
 from .setup import ModelCache, TaskSetup, fit_lengths, is_chat, length_limits, load_task_data, set_up_task
 from .tasks import token_cache
@@ -309,6 +310,8 @@ def _prepare(
     needs_validation = config.evaluation.patience is not None or config.evaluation.metric is not None
     if "validation" not in data.splits and needs_validation:
         raise DeltuneError(f"data {data.source} has no validation split, so neither patience nor metric can be used")
+    if kind.problem_type is not None and config.optim.label_smoothing:
+        raise DeltuneError(f"label_smoothing is for one label of several, and this is {kind.name}: leave it out")
     limits = length_limits(config.data, config.generation, kind, data.labels)
     tokenizer = cache.tokenizer(config.model.name, config.data)
     if is_chat(kind):  # before the model is loaded
@@ -321,7 +324,9 @@ def _prepare(
         check_causal(model)
     same_length = padding_side(model) is None
     set_seed(seed)
-    pooling, why_pooling = choose_pooling(model, config.model.name, config.method.pooling)
+    saved = None if config.method.init_from is None else open_delta(open_run(config.method.init_from).folder)
+    chosen_pooling = config.method.pooling or (saved.facts.pooling if saved and kind.head == "classification" else None)
+    pooling, why_pooling = choose_pooling(model, config.model.name, chosen_pooling)
     needed = needed_statistics(parse(config.method.expression))
     data_of_start = original = None
     if needed - {"quantisation error"}:
@@ -335,11 +340,15 @@ def _prepare(
     )
     if kind.head == "classification":
         begin_with_head_of(config.model.name, model, tuned.anatomy, pooling)
+    if saved is not None:
+        _begin_with_delta(tuned, saved, data.labels)
+    elif kind.name == "regression" and config.method.head == "train":
+        _begin_with_mean(model, tuned, data.splits["train"]["score"])
     if not any(True for _ in tuned.named_trainable_parameters()):
         raise DeltuneError(f"{config.method.expression!r} with head={config.method.head!r} trains nothing")
     frozen_layers = None if config.method.trunk_dropout == "on" else FrozenLayers(tuned)
     limits = fit_lengths(model, kind, limits)
-    pairs = "pair" in (data.columns or {}) if kind.name == "classification" else None
+    pairs = "pair" in (data.columns or {}) if kind.name in LABELLED_TEXTS else None
     tuned.delta().trained = {"max_length": limits.max_length, "takes_pairs": pairs}
     columns: dict[str, Columns] = {split: rows.to_dict() for split, rows in data.splits.items()}
     encoded = token_cache.encode_splits(kind, tokenizer, model, columns, limits, ("train",), data.fingerprint)
@@ -360,7 +369,7 @@ def _prepare(
     packing = _packing(config, kind, model, tokenizer) if config.optim.packing else None
     state = RunState(
         config, run, tuned, tokenizer, data, kind, setup.metrics, limits, columns, encoded, batches, precision,
-        frozen_layers, why_pooling, packing=packing,
+        frozen_layers, why_pooling, packing=packing, is_fresh=saved is None,
     )  # fmt: skip
     if config.method.head_init == "probe":
         _begin_with_probe(state, device)
@@ -385,7 +394,7 @@ def _begin_with_probe(state: RunState, device: torch.device) -> None:
     problem = ""
     if state.kind.head not in HEADS_WITH_LABELS or "pair" in state.columns["train"]:
         problem = "it is for labels of single texts and of words"
-    elif state.kind.name == "classification" and state.tuned.delta().pooling == "model":
+    elif state.kind.head == "classification" and state.tuned.delta().pooling == "model":
         problem = "its head reads the class's own pooler: give --pooling mean, if this class has a pooler"
     elif distributed.is_sharded(state.model):
         problem = "the model is sharded"
@@ -404,6 +413,45 @@ def _begin_with_probe(state: RunState, device: torch.device) -> None:
         raise DeltuneError(f"head_init=probe cannot be used on {type(state.model).__name__}: {problem}")
 
 
+@torch.no_grad()
+def _begin_with_delta(tuned: Tuned, saved: SavedDelta, labels: Sequence[str]) -> None:
+    """Let a delta begin with the values of a saved one; a head for other labels stays fresh, which is logged."""
+    check_base_of_delta(tuned.attached, saved.facts.base, saved.where)
+    delta = tuned.delta()
+    method = parse(saved.facts.method)
+    if repr(method) != repr(delta.method):
+        raise DeltuneError(f"init_from: {saved.where} is {method!r}, and this run is {delta.method!r}: give the former")
+    heads = {f"base.{name}" for name in delta.head}
+    before = tuple(name for _, name in saved.facts.labels.pairs) if saved.facts.labels else ()
+    keeps_head = before == tuple(labels) or not labels
+    trained = delta.tensors_to_save() | {
+        f"base.{name}": tuned.attached.state.delta_value(delta, name) for name in delta.owned_tensors
+    }
+    numbers = saved.numbers()
+    begun = {name: tensor for name, tensor in trained.items() if keeps_head or name not in heads}
+    if other := [name for name, tensor in begun.items() if name not in numbers or numbers[name].shape != tensor.shape]:
+        raise DeltuneError(
+            f"init_from: {saved.where} is saved without what training changes of it ({', '.join(other[:3])}): it can "
+            "be used and not trained further"
+        )
+    for name, tensor in begun.items():
+        tensor.copy_(numbers[name])
+    if not keeps_head:
+        logger.info("the head is fresh, since the labels are others than those of %s (--init-from)", saved.where)
+
+
+def _begin_with_mean(model: PreTrainedModel, tuned: Tuned, numbers: Sequence[float]) -> None:
+    """Let a fresh head begin with the mean of the numbers to predict."""
+    head = linear_head(model, tuned.anatomy)
+    if (
+        head is not None
+        and head.bias is not None
+        and not fresh_tensors(model).isdisjoint(f"{path}.bias" for path in tuned.anatomy.head)
+    ):
+        with torch.no_grad():
+            head.bias.fill_(sum(numbers) / len(numbers))
+
+
 def _packing(config: RunConfig, kind: TaskKind, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Packing:
     """Return how texts of one row are kept apart, or refuse to pack."""
     kinds = (CHAT, CAUSAL_GENERATION, LANGUAGE_MODELING)
@@ -420,6 +468,8 @@ def _base_model(
     """Load a model as it is before any tuning."""
     model = cache.model(section.name, setup.kind.head, setup.data.labels or None, seed, section.quantize)
     align_padding_token(model, tokenizer)
+    if setup.kind.problem_type is not None:
+        model.config.problem_type = setup.kind.problem_type
     return model
 
 
@@ -568,6 +618,7 @@ def _log_start(state: RunState) -> None:
     """Log what was assumed of the data and of training, each with the option that changes it, and what is cut."""
     data, optim = state.config.data, state.config.optim
     roles = state.data.format or " and ".join(role for role in state.data.columns if role in INPUT_TYPES)
+    roles += f" ({state.data.shape})" if state.data.shape else ""
     labels = f" into {len(state.data.labels)} labels ({_listed(state.data.labels)})" if label_counts(state.data) else ""
     assumed = ""
     if data.source is not None and data.task is None:

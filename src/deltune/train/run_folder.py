@@ -27,6 +27,11 @@ from ..files import (
     write_jsonl,
     write_text,
 )
+from ..interop.base import is_foreign, read_options
+from ..interop.foreign import foreign_base
+from ..models import head_of_class_name
+from ..runtime.delta_schema import TrainedFacts
+from ..runtime.serialization import read_metadata
 from .config import RunConfig, read_config
 from .records import (
     DataFacts,
@@ -79,8 +84,9 @@ class RunFolder:
     """
 
     @check_booleans
-    def __init__(self, folder: str | Path, *, writer: bool = True) -> None:
-        """Name the files of a run; nothing is read or written."""
+    def __init__(self, folder: str | Path, *, writer: bool = True, base: str | None = None) -> None:
+        """Name the files of a run, whose base model may be at another place now; nothing is read or written."""
+        self.base = base
         self.folder, self.writer = user_path(folder, "the folder of a run"), writer
         self.spec_file, self.delta, self.metrics_file, self.log_file = (self.folder / name for name in CONTENTS[:4])
         self.environment_file, self.predictions, self.checkpoint, self.runs, self.report_file, self.rates_file = (
@@ -105,14 +111,11 @@ class RunFolder:
                 raise DeltuneError(f"{self.folder} is not a RUN folder: there is no such folder")
             with explain_write_errors(self.folder):
                 names = ", ".join(sorted(p.name for p in self.folder.iterdir())[:8])
-            if (self.folder / "delta.json").is_file():
-                raise DeltuneError(
-                    f"{self.folder} is a delta without its run: deltune.load(model, {str(self.folder)!r})"
-                )
             raise DeltuneError(
                 f"{self.folder} is not a RUN folder: spec.yaml is missing (it holds {names or 'nothing'})"
             )
-        return read_config(self.spec_file)
+        config = read_config(self.spec_file)
+        return config if self.base is None else config.replace(model=self.base)
 
     @property
     def metrics(self) -> RunMetrics:
@@ -132,7 +135,25 @@ class RunFolder:
                 f"{self.metrics_file} names {name!r} as the best of several runs, but {self.runs} holds no such run; "
                 "bring the folder back, or start afresh (--fresh)"
             )
-        return RunFolder(self.runs / name)
+        return RunFolder(self.runs / name, base=self.base)
+
+    @property
+    def method(self) -> str:
+        """The method of the delta, as an expression."""
+        return self.config.method.expression
+
+    @property
+    def trained(self) -> TrainedFacts | None:
+        """What the delta says of the inputs that it was trained on."""
+        return read_metadata(self.folder).trained
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of the head's labels, in the order of their ids."""
+        if not self.delta.is_dir():
+            raise DeltuneError(f"{self.folder} has no delta yet; run the same `deltune train` again, it resumes")
+        labels = read_metadata(self.folder).labels
+        return tuple(name for _, name in labels.pairs) if labels else ()
 
     @property
     def environment(self) -> dict[str, Any]:
@@ -365,6 +386,95 @@ class RunFolder:
         """Write metrics.json, which makes the run a finished one, and remove the checkpoint."""
         write_json(self.metrics_file, metrics.as_json())
         _remove(self.checkpoint)
+
+
+class DeltaFolder(RunFolder):
+    """A delta without its run, as Tuned.save(), `deltune combine` or PEFT write one: what it says stands for a config.
+
+    Attributes:
+        head: The head of the model that it is for, a key of `models.HEADS`.
+        pairs: Whether its inputs are pairs of texts.
+    """
+
+    exists = finished = True
+
+    def __init__(self, folder: str | Path, base: str | None = None, *, pairs: bool = False) -> None:
+        """Read what the folder says of itself."""
+        super().__init__(folder, writer=False, base=base)
+        self.delta = self.folder
+        self._problem_type: str | None = None
+        if is_foreign(self.folder) and not (self.folder / "delta.json").is_file():
+            self.head, name, count = foreign_base(self.folder)
+            self._labels, self._trained = tuple(f"LABEL_{i}" for i in range(count or 0)), None
+            self._method = str(read_options(self.folder).get("peft_type", "an adapter of AdapterHub"))
+        else:
+            facts = read_metadata(self.folder)
+            self.head, name, self._trained = (
+                head_of_class_name(facts.base.model) or "base",
+                facts.base.name,
+                facts.trained,
+            )
+            self._labels = tuple(label for _, label in facts.labels.pairs) if facts.labels else ()
+            self._method = facts.method
+            self._problem_type = facts.labels.problem_type if facts.labels else None
+        self.pairs = pairs or bool(self._trained and self._trained.takes_pairs)
+        self.base = base or name
+        if not self.base:
+            raise DeltuneError(f"{self.folder} does not name its base model: give --model BASE")
+
+    @property
+    def method(self) -> str:
+        """The method of the delta, as an expression, or as another library calls it."""
+        return self._method
+
+    @property
+    def config(self) -> RunConfig:
+        """A config with the base model and the greatest length; its data is the folder, which has none."""
+        length = {"max_length": self._trained.max_length} if self._trained and self._trained.max_length else {}
+        return RunConfig.from_flat(model=self.base, data=str(self.folder), method="head", **length)
+
+    @property
+    def data(self) -> DataFacts:
+        """The kind of task that the head and its labels are for."""
+        single = "regression" if len(self._labels) == 1 else "classification"
+        kinds = {
+            "classification": {"regression": "regression", "multi_label_classification": "multilabel"}.get(
+                self._problem_type or "", single
+            ),
+            "tagging": "tagging", "seq2seq-lm": "generation",
+            "causal-lm": "chat" if self._trained and self._trained.chat_template else "language",
+        }  # fmt: skip
+        if self.head not in kinds:
+            raise DeltuneError(f"{self.folder} is a delta for a model without a head, which answers nothing by itself")
+        columns = {"text": "text", "pair": "pair"} if self.pairs else {}
+        return DataFacts(kind=kinds[self.head], columns=columns, labels=list(self._labels))
+
+    @property
+    def trained(self) -> TrainedFacts | None:
+        """What the delta says of the inputs that it was trained on."""
+        return self._trained
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of the head's labels, in the order of their ids."""
+        return self._labels
+
+
+def open_run(folder: str | Path, base: str | None = None, *, pairs: bool = False) -> RunFolder:
+    """Return a run, of several runs the best, or a delta without its run.
+
+    Args:
+        folder: A run, a folder that Tuned.save() or `deltune combine` wrote, or an adapter of PEFT or AdapterHub.
+        base: Its base model, where it is not at the place that the folder names.
+        pairs: Whether the inputs are pairs of texts, where a delta without a run does not say it.
+
+    Raises:
+        DeltuneError: The folder holds none of these, or does not name its base model.
+    """
+    run = RunFolder(folder, base=base)
+    if not run.exists and any((run.folder / name).is_file() for name in ("delta.json", "adapter_config.json")):
+        return DeltaFolder(folder, base, pairs=pairs)
+    return run.best_run
 
 
 def _remove(path: Path) -> None:

@@ -9,6 +9,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -38,6 +39,8 @@ from .tasks.classification import (
     CAUSAL_CLASSIFICATION,
     CHOICE,
     CLASSIFICATION,
+    MULTILABEL,
+    REGRESSION,
     SEQ2SEQ_CHOICE,
     SEQ2SEQ_CLASSIFICATION,
 )
@@ -63,6 +66,8 @@ class TaskKinds(NamedTuple):
 
 TASK_KINDS: Mapping[str, TaskKinds] = {
     "classification": TaskKinds(CLASSIFICATION, SEQ2SEQ_CLASSIFICATION, CAUSAL_CLASSIFICATION),
+    "multilabel": TaskKinds(MULTILABEL, None, None),
+    "regression": TaskKinds(REGRESSION, None, None),
     "tagging": TaskKinds(TAGGING, SEQ2SEQ_TAGGING, None),
     "choice": TaskKinds(CHOICE, SEQ2SEQ_CHOICE, CAUSAL_CHOICE),
     "generation": TaskKinds(None, SEQ2SEQ_GENERATION, CAUSAL_GENERATION),
@@ -115,7 +120,7 @@ def set_up_task(
     if rows.kind == "tagging":
         metrics = _tagging_metrics(rows, kind, evaluation, metrics)
     if len(rows.labels) != 2 and METRICS["f1"].input_type in kind.metric_inputs:
-        if "f1" in (*evaluation.metrics, evaluation.metric):
+        if "f1" in (*evaluation.metrics, evaluation.metric) and rows.labels:
             raise DeltuneError(f"metric f1 is for two labels, and the data has {len(rows.labels)}; use f1_macro")
         metrics = tuple(name for name in metrics if name != "f1")
     if objective != "sft":
@@ -171,6 +176,7 @@ def load_task_data(
         rows = read(
             source, columns, names, samples, seed,
             training=training, kind=kind, layout=layout, tag_scheme=data.tag_scheme, iob2_labels=labels,
+            label_separator=data.label_separator,
         )  # fmt: skip
     except DeltuneError as error:
         if layout is None or task is None:
@@ -211,6 +217,8 @@ def task_kind_for(name: str, config: PreTrainedConfig, answer: str = "head", obj
         )
     in_words = kinds.encoder_decoder if config.is_encoder_decoder else kinds.decoder
     kind = kinds.head if answer == "head" and kinds.head else in_words
+    if kind is None and not (kinds.encoder_decoder or kinds.decoder):
+        raise DeltuneError(f"{name} is answered by a head: leave answer=words out")
     if kind is None:
         able = "an encoder-decoder" if kinds.encoder_decoder else "a decoder"
         raise DeltuneError(
@@ -408,7 +416,7 @@ class ModelCache:
 
     def data(self, source: str, columns: Any, labels: Any, samples: Any, seed: int, **options: Any) -> TaskData:
         """Return a data set, as `data.loading.load_data` does with the same arguments."""
-        drawn = seed if samples or loading.mixture(source) else None
+        drawn = seed if samples or loading.mixture(source) or Path(source).is_file() else None
         key = repr((source, columns, labels, samples, drawn, options))
         if key not in self._data:
             self.read["data"] += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from .tag_schemes import is_entity_tag
 logger = logging.getLogger("deltune")
 
 LABEL_COLUMN_NAMES = ("label", "labels", "intent", "class", "category", "target", "sentiment", "topic")
+SCORE_COLUMN_NAMES = ("score", "similarity", "relatedness", "rating")
 ID_COLUMN_NAMES = ("id", "idx", "uid", "guid", "index")
 SENTENCE_COLUMN_NAMES = (
     "sentence_id", "sent_id", "sentence_idx", "sentence #", "sentence", "sent", "doc_id", "document_id",
@@ -35,16 +37,18 @@ ColumnNames = Mapping[str, str] | Sequence[str]
 """The columns to use: by role, or in the order of the roles."""
 LossOn = Literal["answers", "all", "last"]
 """Which tokens of a conversation are trained: of all answers, all, or of the last answer."""
-ColumnType = Literal["text", "texts", "label", "labels", "index", "answers", "conversation"]
+ColumnType = Literal["text", "texts", "label", "labels", "number", "index", "answers", "conversation", "spans"]
 
 TYPE_DESCRIPTIONS: Mapping[ColumnType, str] = {
     "text": "text",
     "texts": "a list of texts",
     "label": "a label",
     "labels": "a list of labels",
+    "number": "a number",
     "index": "the index of a choice",
     "answers": "a text or a list of texts",
     "conversation": "a conversation",
+    "spans": "a list of spans",
 }
 
 
@@ -71,9 +75,21 @@ TASK_COLUMNS: Mapping[str, tuple[Column, ...]] = {
         Column("pair", "text", (), optional=True),
         Column("label", "label", LABEL_COLUMN_NAMES),
     ),
+    "multilabel": (
+        Column("text", "text", ()),
+        Column("pair", "text", (), optional=True),
+        Column("labels", "labels", LABEL_COLUMN_NAMES),
+    ),
+    "regression": (
+        Column("text", "text", ()),
+        Column("pair", "text", (), optional=True),
+        Column("score", "number", (*LABEL_COLUMN_NAMES, *SCORE_COLUMN_NAMES)),
+    ),
     "tagging": (
         Column("tokens", "texts", ("tokens", "words")),
         Column("tags", "labels", ("tags", "ner_tags", "pos_tags", "labels")),
+        Column("sentence", "label", (), optional=True),
+        Column("spans", "spans", (), optional=True),
     ),
     "choice": (
         Column("context", "text", ("context", "passage", "premise"), optional=True),
@@ -105,6 +121,8 @@ INPUT_TYPES: Mapping[str, ColumnType] = {
 
 KINDS_GUESSED_BY_NAME = ("tagging", "choice", "generation")
 """Task kinds that are recognised by the usual names of their columns."""
+LABELLED_TEXTS = ("classification", "multilabel", "regression")
+"""Task kinds that give a text, or a pair of texts, a label, several labels or a number."""
 
 
 def guess_task_kind(first: DataFile, names: ColumnNames | None, requested: ColumnNames | None = None) -> str:
@@ -112,7 +130,8 @@ def guess_task_kind(first: DataFile, names: ColumnNames | None, requested: Colum
     available = [c for c in names or first.columns if c in first.columns] or first.columns
     if ".txt" in Path(first.name).suffixes:
         return "language"
-    required = {kind: {c.role for c in TASK_COLUMNS[kind] if not c.optional} for kind in KINDS_GUESSED_BY_NAME}
+    kinds = (*KINDS_GUESSED_BY_NAME, "multilabel", "regression")
+    required = {kind: {c.role for c in TASK_COLUMNS[kind] if not c.optional} for kind in kinds}
     if requested:
         roles = set(requested) if isinstance(requested, Mapping) else set()
         return next((kind for kind in required if required[kind] <= roles), "classification")
@@ -130,8 +149,21 @@ def guess_task_kind(first: DataFile, names: ColumnNames | None, requested: Colum
             return kind
         else:
             named.append(kind)
-    has_label = any(c.lower() in LABEL_COLUMN_NAMES for c in available)
-    return named[0] if named and not has_label else "classification"
+    label = _first_named(available, LABEL_COLUMN_NAMES)
+    if named and not label:
+        return named[0]
+    answers: list[Any] = [row.get(label or _first_named(available, SCORE_COLUMN_NAMES)) for _, row in first.rows]
+    if label and answers and all(isinstance(value, list) or str(value).startswith("[") for value in answers):
+        return "multilabel"
+    numbers = [float(value) for value in answers if value_fits("number", value)]
+    if answers and len(numbers) == len(answers) and not all(number.is_integer() for number in numbers):
+        return "regression"
+    return "classification"
+
+
+def _first_named(available: Sequence[str], usual: Sequence[str]) -> str:
+    """Return the column with the first of some usual names; "" for none."""
+    return next((c for name in usual for c in available if c.lower() == name), "")
 
 
 def unread_columns(first: DataFile, names: ColumnNames | None, chosen: Mapping[str, str]) -> tuple[str, ...]:
@@ -149,8 +181,9 @@ def doubts_of_columns(first: DataFile, kind: str, chosen: Mapping[str, str], unr
     }
     inputs = inputs - {*WORD_COLUMN_NAMES} | {*OTHER_INPUT_NAMES}
     doubtful: list[str] = []
-    if kind == "classification":
-        others = LABEL_COLUMN_NAMES if chosen["label"].lower() not in ("label", "labels") else ()
+    if kind in LABELLED_TEXTS:
+        label = chosen[TASK_COLUMNS[kind][-1].role]
+        others = LABEL_COLUMN_NAMES if label.lower() not in ("label", "labels") else ()
         doubtful = [c for c in unread if c.lower() in (*inputs, *others)]
     elif kind == "generation" and [chosen["source"].lower(), chosen["targets"].lower().rstrip("s")] != [
         "source",
@@ -173,15 +206,25 @@ def doubts_of_columns(first: DataFile, kind: str, chosen: Mapping[str, str], unr
 def doubts_of_kind(first: DataFile, kind: str, chosen: Mapping[str, str], labels: Sequence[str]) -> list[str]:
     """Return why a guessed kind of task may be the wrong one: rows are words of sentences, or text is a table."""
     rows = [row for _, row in first.rows[:SAMPLED_ROWS]]
-    if kind == "classification":
+    if kind in ("classification", "multilabel"):
+        column = chosen[TASK_COLUMNS[kind][-1].role]
         is_word = chosen["text"].lower() in WORD_COLUMN_NAMES
         if _are_tags(labels) or (is_word and any(c.lower() in SENTENCE_COLUMN_NAMES for c in first.columns)):
             return [
-                f"{first.name} holds tags of words in its column {chosen['label']!r}, such as "
-                f"{', '.join(map(excerpt, labels[:3]))}. A row of a tagging is a sentence: "
-                '{"tokens": ["in", "Rome"], "tags": ["O", "B-LOC"]}, or lines "Rome B-LOC" of a .conll file with a '
-                "blank line between sentences. If each row is to be classified by itself, give --task classification"
+                f"{first.name} holds tags of words in its column {column!r}, such as "
+                f"{', '.join(map(excerpt, labels[:3]))}. If each row is a word, say what numbers the sentences: "
+                f"--columns sentence=…,tokens={chosen['text']},tags={column}; if it is a sentence with tags between "
+                f"blanks, --task tagging --columns tokens={chosen['text']},tags={column}; if it is to be classified by "
+                f"itself, --task {kind}"
             ]
+        for mark in SEPARATORS if kind == "classification" else "":
+            parts = {part.strip() for label in labels for part in label.split(mark)}
+            if len(parts) < len(labels):
+                joined = next(label for label in labels if mark in label)
+                return [
+                    f"{first.name} has labels with {mark!r} in them, such as {excerpt(joined)}. If these are several "
+                    f"labels, give --task multilabel --label-separator {mark!r}; if not, --task classification"
+                ]
         several = len(labels) >= MANY_LABELS and 2 * len(labels) > len(first.rows)
         if several and all(" " in label for label in labels):
             pairs = f"source={chosen['text']},targets={chosen['label']}"
@@ -194,6 +237,8 @@ def doubts_of_kind(first: DataFile, kind: str, chosen: Mapping[str, str], labels
     return []
 
 
+SEPARATORS = "|;,"
+"""Marks that may stand between several labels in one text."""
 MANY_LABELS = 10
 """From so many labels on it is asked whether texts are labels."""
 
@@ -261,8 +306,8 @@ def choose_columns(
     if not first.rows:
         return {}
     available = [c for c in names or first.columns if c in first.columns] or first.columns
-    if kind == "classification":
-        return _classification_columns(first, available, problems)
+    if kind in LABELLED_TEXTS:
+        return _labelled_text_columns(kind, first, available, problems)
     chosen = _columns_by_usual_name(kind, available)
     missing = [c for c in columns if not c.optional and c.role not in chosen]
     for column in missing:
@@ -273,11 +318,11 @@ def choose_columns(
     return {} if missing else chosen
 
 
-def how_to_name_columns(kind: str) -> str:
+def how_to_name_columns(kind: str, known: Mapping[str, str] | None = None) -> str:
     """Return, as a sentence, which columns a kind of task has, how they are named, and how another kind is chosen."""
     columns = TASK_COLUMNS[kind]
     listed = " ".join(f"({c.role},)" if c.optional else f"{c.role}," for c in columns).removesuffix(",")
-    example = ",".join(f"{c.role}=…" for c in columns if not c.optional)
+    example = ",".join(f"{c.role}={(known or {}).get(c.role, '…')}" for c in columns if not c.optional)
     others = ", ".join(other for other in TASK_COLUMNS if other != kind)
     return (
         f"The data is read as {kind}, whose columns are {listed}. Say which is which: --columns {example}; or choose "
@@ -312,18 +357,19 @@ def _columns_by_usual_name(kind: str, available: Sequence[str]) -> dict[str, str
     return chosen
 
 
-def _classification_columns(first: DataFile, available: Sequence[str], problems: list[str]) -> dict[str, str]:
+def _labelled_text_columns(kind: str, first: DataFile, available: Sequence[str], problems: list[str]) -> dict[str, str]:
     """Find the label by its usual names and one or two columns of text by their contents."""
-    label = next((c for name in LABEL_COLUMN_NAMES for c in available if c.lower() == name), "")
-    not_text = (*LABEL_COLUMN_NAMES, *ID_COLUMN_NAMES)
-    texts = [c for c in available if c != label and c.lower() not in not_text and _is_text(first, c)]
-    if len(texts) == 2:  # a key of letters and digits beside a text is no text
-        texts = [c for c in texts if not _is_key(first, c)] or texts
-    listed, todo = ", ".join(first.columns), how_to_name_columns("classification")
+    answer = TASK_COLUMNS[kind][-1]
+    label = _first_named(available, answer.usual_names)
+    texts = text_columns(first, [c for c in available if c != label])
+    listed = ", ".join(first.columns)
+    others = [c for c in available if c not in texts and c.lower() not in ID_COLUMN_NAMES]
+    known = {"text": texts[0]} if len(texts) == 1 else {}
+    todo = how_to_name_columns(kind, {**known, **({answer.role: others[0]} if len(others) == 1 else {})})
     if not label:
         running = "If it is running text, give --task language. " if len(texts) == 1 else ""
         problems.append(
-            f"{first.name} has no column named {' or '.join(LABEL_COLUMN_NAMES)}. Its columns: {listed}. "
+            f"{first.name} has no column named {' or '.join(answer.usual_names)}. Its columns: {listed}. "
             f"{running}{todo}"
         )
         if others := [c for c in available if c.lower() in OTHER_INPUT_NAMES]:
@@ -338,7 +384,16 @@ def _classification_columns(first: DataFile, available: Sequence[str], problems:
         problems.append(f"{first.name} has {which} and needs one or two. Its columns: {listed}. {todo}")
     if not label or len(texts) not in (1, 2):
         return {}
-    return {**dict(zip(("text", "pair"), texts, strict=False)), "label": label}
+    return {**dict(zip(("text", "pair"), texts, strict=False)), answer.role: label}
+
+
+def text_columns(first: DataFile, available: Sequence[str]) -> list[str]:
+    """Return the columns of text by their contents, without labels and keys."""
+    not_text = (*LABEL_COLUMN_NAMES, *ID_COLUMN_NAMES)
+    texts = [c for c in available if c.lower() not in not_text and _is_text(first, c)]
+    if len(texts) == 2:  # a key of letters and digits beside a text is no text
+        texts = [c for c in texts if not _is_key(first, c)] or texts
+    return texts
 
 
 def _is_text(file: DataFile, column: str) -> bool:
@@ -397,6 +452,11 @@ def value_fits(column_type: ColumnType, value: Any) -> bool:
         return isinstance(value, list) and bool(value) and all(isinstance(v, str) for v in value)
     if column_type == "labels":
         return isinstance(value, list) and all(isinstance(v, str | int) for v in value)
+    if column_type == "number":
+        try:
+            return not isinstance(value, bool | list | dict) and math.isfinite(float(value))
+        except (TypeError, ValueError, OverflowError):
+            return False
     if column_type == "index":
         return isinstance(value, int) or (isinstance(value, str) and value.isdecimal() and len(value) < 19)
     if column_type == "answers":

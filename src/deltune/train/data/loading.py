@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import random
 import re
+import statistics
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -20,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ...errors import DeltuneError, check_booleans, closest_match, error_summary, excerpt, unknown_name, word_list
 from ...files import explain_write_errors, parse_json, user_path
 from ...models import why_not_on_hub
-from . import formats
+from . import formats, shapes
 from .columns import (
     TASK_COLUMNS,
     Column,
@@ -157,7 +159,8 @@ class TaskData:
         tag_scheme: The scheme of tags, a key of `tag_schemes.SCHEMES` or "plain"; None if they show none.
         unread: Columns that were neither chosen nor named by anyone, and are not read.
         format: The format of conversations and preferences, as `formats` calls it; "" for other kinds.
-        notes: What a user should know about such rows: empty answers, repetitions.
+        shape: The shape of rows that were read into others, as `shapes` calls it; "" where they are as they were.
+        notes: What a user should know about the rows: how a file was split, empty answers, repetitions.
     """
 
     splits: dict[str, Dataset]
@@ -170,6 +173,7 @@ class TaskData:
     tag_scheme: str | None = None
     unread: tuple[str, ...] = ()
     format: str = ""
+    shape: str = ""
     notes: tuple[str, ...] = ()
 
     @property
@@ -211,27 +215,31 @@ def load_data(
     layout: HubLayout | None = None,
     tag_scheme: Literal["iob2", "plain"] | None = None,
     iob2_labels: Sequence[str] | None = None,
+    label_separator: str | None = None,
 ) -> TaskData:
     """Load the data of a task and check every row of it.
 
     Args:
         source: A folder of train, validation and test files (.jsonl, .json, .csv, .txt, .conll, .bio, also with .gz, or
-            .parquet), one such file, which is the train split, or without training the test split, or a hub id, which
-            may name a revision and a configuration: OWNER/NAME@REVISION:CONFIGURATION. Or a mixture of these, such as
-            "A=0.7,B=0.3": an epoch has as many rows as all of them, in these shares.
+            .parquet), one such file, of which a tenth each is drawn for validation and test, or which without training
+            is the test split, or a hub id, which may name a revision and a configuration:
+            OWNER/NAME@REVISION:CONFIGURATION. Or a mixture of these, such as "A=0.7,B=0.3": an epoch has as many rows
+            as all of them, in these shares.
         columns: The columns, as {"text": …, "pair": …, "label": …} or in the order of the kind's roles. Default: those
             of meta.json, else those that have usual names.
         labels: Names of the labels in the order of their ids. Default: `label_names` of meta.json, else the labels of
             train, sorted.
         max_rows: Split -> the size of a sample of it. The sample of train is drawn with `seed`; the samples of the
             others are always the same.
-        seed: Seed of the sample of train.
+        seed: Seed of the sample of train, and of the splits of a single file.
         training: Whether there must be a train split. If not, which needs `labels`, any split is enough.
         kind: A key of `TASK_COLUMNS`. Default: what the columns' names tell, else classification.
         layout: How a hub id is laid out, where `columns` and `labels` do not say otherwise.
         tag_scheme: "iob2" converts tags of entities to IOB2, whose labels are then sorted; "plain" takes tags for
             classes of words. Default: the tags are as they are, and their scheme is recognised.
         iob2_labels: Names of the labels after that conversion, in the order of their ids.
+        label_separator: What stands between the labels of a row that are one text; " " for any blanks. Default: such
+            a text is a list in JSON.
 
     Raises:
         DeltuneError: Something is wrong with the source or its rows; one error lists all, with file and line.
@@ -239,8 +247,8 @@ def load_data(
     if weights := mixture(source):
         parts = {
             name: load_data(
-                name, columns, labels, training=training or user_path(name, "data").is_file(), kind=kind,
-                tag_scheme=tag_scheme, iob2_labels=iob2_labels,
+                name, columns, labels, seed=seed, training=training or user_path(name, "data").is_file(), kind=kind,
+                tag_scheme=tag_scheme, iob2_labels=iob2_labels, label_separator=label_separator,
             )
             for name in weights
         }  # fmt: skip
@@ -264,21 +272,45 @@ def load_data(
         apply_layout(files, layout, problems)
         columns, labels = columns or layout.column_names, labels or layout.labels
     first = next((files[split] for split in needed if split in files), None)
+    is_one_file = training and folder.is_file() and ".txt" not in folder.suffixes
     if first and first.rows and (format := formats.choose(first, kind, columns or raw.column_names)):
-        return _load_conversations(source, files, *format, max_rows or {}, seed, problems)
+        return _load_conversations(source, files, *format, max_rows or {}, seed, problems, is_one_file)
+    shape = shapes.choose(first, kind, columns or raw.column_names) if first else None
+    original = first
+    if shape and first:
+        kind, files = shape.kind, shapes.read_files(files, shape, problems)
+        first = next(files[split] for split in needed if split in files)
+        columns = {role: role for role in dict.fromkeys(c for _, row in first.rows for c in row) if role != "id"}
+        labels = labels or shape.labels or None
+        if problems:
+            raise file_error(f"data {source}", problems)
     is_guess, guesses_columns = kind is None, columns is None and not isinstance(raw.column_names, Mapping)
     kind = kind or (guess_task_kind(first, raw.column_names, columns) if first else "classification")
     chosen = choose_columns(kind, first, columns, raw.column_names, problems) if first else {}
     if not chosen or not first or not first.rows:
         raise file_error(f"data {source}", problems)
     unread = unread_columns(first, raw.column_names, chosen) if guesses_columns else ()
+    if shape and original:
+        unread = unread_columns(original, None, {c: c for c in shape.source_columns})
     if doubts := doubts_of_columns(first, kind, chosen, unread):
         raise file_error(f"data {source}", [*problems, *doubts])
+    if kind in ("tagging", "multilabel"):
+        lists = [chosen[c.role] for c in TASK_COLUMNS[kind] if c.role in chosen and c.type in ("texts", "labels")]
+        files = shapes.with_lists(files, lists, " " if kind == "tagging" else label_separator, problems)
+        first = next(files[split] for split in needed if split in files)
+        if problems:
+            raise file_error(f"data {source}", problems)
     check_columns(files, kind, chosen, problems)
     if is_guess and problems and row_problems(first.rows[0][1], chosen, kind):
         problems.append(how_to_name_columns(kind))
     label_role = next((c.role for c in TASK_COLUMNS[kind] if c.type in ("label", "labels")), None)
+    notes: tuple[str, ...] = ()
+    if is_one_file and not problems:
+        files, notes = _split_file(files["train"], chosen.get(label_role or ""), seed)
     label_names: tuple[str, ...] = ()
+    if kind == "regression":
+        label_names = tuple(labels or ("score",))
+        _check_numbers(files, chosen["score"], problems)
     label_ids: LabelIds = {split: [] for split in files}
     if label_role is not None:
         label_column = chosen[label_role]
@@ -309,12 +341,57 @@ def load_data(
             if c.role in chosen
         }
         if label_role is not None:
-            values[label_role] = [ids if label_role == "tags" else ids[0] for ids in row_label_ids]
+            values[label_role] = row_label_ids if label_role != "label" else [ids[0] for ids in row_label_ids]
         splits[split] = {"id": _row_ids(rows, split), **values}
     return _task_data(
-        source, splits, max_rows or {}, seed, labels=label_names, columns=chosen, kind=kind, tag_scheme=scheme,
-        unread=unread,
+        source, splits, max_rows or {}, seed, labels=label_names, columns=dict(shape.columns if shape else chosen),
+        kind=kind, tag_scheme=scheme, unread=unread, shape=shape.name if shape else "", notes=notes,
     )  # fmt: skip
+
+
+MAX_HELD_OUT = 1_000
+"""Rows of a single file that are held out for validation, and as many for test, at most; a tenth of fewer."""
+
+
+def _split_file(file: DataFile, label: str | None, seed: int) -> tuple[dict[str, DataFile], tuple[str, ...]]:
+    """Draw validation and test rows of a single file; train keeps a row of every label."""
+    count = min(MAX_HELD_OUT, len(file.rows) // 10)
+    if count < 2:
+        return {"train": file}, (f"{file.name} has {len(file.rows)} rows, too few to hold some out: all are trained",)
+    order = random.Random(seed).sample(range(len(file.rows)), len(file.rows))
+    known: set[str] = set()
+    free = []
+    for i in order:
+        value = file.rows[i][1].get(label or "", ())
+        labels = {*map(str, value if isinstance(value, list | tuple) else [value])}
+        if labels <= known:
+            free.append(i)
+        known |= labels
+    chosen = {"validation": {*free[:count]}, "test": {*free[count : 2 * count]}}
+    chosen["train"] = {*order} - chosen["validation"] - chosen["test"]
+    rows = [(n, row if "id" in row else {**row, "id": f"{file.unit}-{n}"}) for n, row in file.rows]
+    files = {split: replace(file, rows=[rows[i] for i in sorted(chosen[split])]) for split in SPLITS if chosen[split]}
+    sizes = ", ".join(f"{len(one.rows):,} {split}" for split, one in files.items())
+    return files, (f"{file.name} has no splits, so its rows are drawn by seed {seed} (--seed): {sizes}",)
+
+
+def _check_numbers(files: dict[str, DataFile], column: str, problems: list[str]) -> None:
+    """Check that numbers to predict are of a size that a head can learn; leave out splits whose numbers are hidden."""
+    if problems:
+        return
+    numbers = {split: [float(row[column]) for _, row in file.rows] for split, file in files.items()}
+    hidden = [split for split in numbers if split != "train" and {*numbers[split]} == {-1.0}]
+    for split in hidden:
+        warnings.warn(f"every number in {files[split].name} is -1, so hidden; the split is left out", stacklevel=3)
+        del files[split]
+    train = numbers.get("train", [])
+    spread = statistics.pstdev(train) if train else 1.0
+    if not 0.05 <= spread <= 20:
+        problems.append(
+            f"the numbers in column {column!r} of {files['train'].name} have a standard deviation of {spread:.3g}, and "
+            "a head, which begins near 0 and takes small steps, learns those of about 1: "
+            + (f"divide them by {10 ** round(math.log10(spread)):g}" if spread else "these are all the same")
+        )
 
 
 def _load_conversations(
@@ -325,11 +402,15 @@ def _load_conversations(
     max_rows: Mapping[str, int],
     seed: int,
     problems: list[str],
+    is_one_file: bool,
 ) -> TaskData:
     """Read conversations, preferences and texts: each row in the one form as JSON."""
     read = formats.read_files(files, form, columns, problems)
     if problems:
         raise file_error(f"data {source}", problems)
+    split_note: tuple[str, ...] = ()
+    if is_one_file and form.kind == "chat":
+        read, split_note = _split_file(read["train"], None, seed)
     splits = {
         split: {
             "id": _row_ids(rows, split),
@@ -346,7 +427,7 @@ def _load_conversations(
     unread = tuple(c for c in unread_columns(first, None, columns) if c not in form.others)
     return _task_data(
         source, splits, max_rows, seed, columns=columns, kind=form.kind, unread=unread, format=form.name,
-        notes=tuple(notes),
+        notes=(*split_note, *notes),
     )  # fmt: skip
 
 
@@ -600,7 +681,7 @@ def _normalized_value(column: Column, value: Any) -> Any:
     """Return answers as a list and an index as an integer; any other value as it is."""
     if column.type == "answers":
         return [value] if isinstance(value, str) else value
-    return int(value) if column.type == "index" else value
+    return int(value) if column.type == "index" else float(value) if column.type == "number" else value
 
 
 def _read_folder(folder: Path, needed: Sequence[str], problems: list[str]) -> _RawData:

@@ -11,12 +11,12 @@ import numpy as np
 
 from ...errors import DeltuneError, is_installed, missing_extra
 
-InputType = Literal["classes", "numbers", "tags", "texts", "answers", "log-likelihoods"]
+InputType = Literal["classes", "label sets", "numbers", "tags", "texts", "answers", "log-likelihoods"]
 """The kinds of predictions and references that metrics compare.
 
-classes: ids or names, or lists of them. numbers: real numbers. tags: lists of tags of entities. texts and answers: a
-string against one string or several. log-likelihoods: the sum over an example's tokens, in nats, against the number of
-its tokens.
+classes: ids or names, or lists of them. label sets: lists of names in any order. numbers: real numbers. tags: lists of
+tags of entities. texts and answers: a string against one string or several. log-likelihoods: the sum over an
+example's tokens, in nats, against the number of its tokens.
 """
 Options = Mapping[str, Any]
 ComputeScore = Callable[[np.ndarray], float]

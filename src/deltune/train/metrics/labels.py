@@ -60,6 +60,35 @@ def _matthews(predictions: np.ndarray, references: np.ndarray, labels: int) -> f
     return float(matthews_corrcoef(references, predictions))
 
 
+# label sets ----------------------------------------------------------------------------------------------------------
+
+
+def _label_set_f1(average: str) -> Callable[..., CorpusStatistics]:
+    """F1 of sets of labels by scikit-learn; a label that no row has, right or predicted, does not count."""
+
+    def measure(predictions: Sequence[Any], references: Sequence[Any], options: Options) -> CorpusStatistics:
+        from sklearn.metrics import f1_score
+
+        names = sorted(frozenset().union(*predictions, *references))
+        both = [[[name in row for name in names] for row in side] for side in (predictions, references)]
+        rows = np.concatenate([np.array(side, dtype=int).reshape(len(references), -1) for side in both], axis=1)
+
+        def compute_score(chosen: np.ndarray) -> float:
+            predicted, true = np.split(chosen, 2, axis=1)
+            used = (predicted | true).any(0)
+            if not used.any():
+                return 0.0
+            return float(f1_score(true[:, used], predicted[:, used], average=average, zero_division=0))
+
+        return CorpusStatistics(rows, compute_score, options)
+
+    return measure
+
+
+def _subset_accuracy(predictions: Sequence[Any], references: Sequence[Any], options: Options) -> CorpusStatistics:
+    return mean_statistics([float(p == r) for p, r in zip(predictions, references, strict=True)], options)
+
+
 # numbers -----------------------------------------------------------------------------------------------------------
 
 
@@ -81,6 +110,12 @@ def _correlation(name: str) -> Callable[..., CorpusStatistics]:
         return CorpusStatistics(np.array([predictions, references], dtype=float).T, compute_score, options)
 
     return measure
+
+
+def _mean_absolute_error(
+    predictions: Sequence[float], references: Sequence[float], options: Options
+) -> CorpusStatistics:
+    return mean_statistics([abs(p - r) for p, r in zip(predictions, references, strict=True)], options)
 
 
 # tags --------------------------------------------------------------------------------------------------------------
@@ -240,6 +275,14 @@ LABEL_METRICS: dict[str, Metric] = {
     "matthews": Metric("classes", _sklearn_metric(_matthews), range=(-1.0, 1.0), packages=_SKLEARN),
     "pearson": Metric("numbers", _correlation("pearson"), range=(-1.0, 1.0), packages=("scipy",)),
     "spearman": Metric("numbers", _correlation("spearman"), range=(-1.0, 1.0), packages=("scipy",)),
+    "mae": Metric("numbers", _mean_absolute_error, better="lower", range=NON_NEGATIVE),
+    "label_f1": Metric(
+        "label sets", _label_set_f1("micro"), {"average": "micro", "zero_division": 0}, packages=_SKLEARN
+    ),
+    "label_f1_macro": Metric(
+        "label sets", _label_set_f1("macro"), {"average": "macro", "zero_division": 0}, packages=_SKLEARN
+    ),
+    "subset_accuracy": Metric("label sets", _subset_accuracy),
     "entity_f1": Metric(
         "tags",
         _compute_entity_f1,

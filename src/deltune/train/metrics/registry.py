@@ -110,6 +110,8 @@ def _prepare(
             [f"example {i}: {pair!r}" for i, pair in pairs if not all(isinstance(x, Real) for x in pair)],
         )
         return list(predictions), list(references), {}
+    if input_type == "label sets":
+        return [frozenset(p) for p in predictions], [frozenset(r) for r in references], {}
     if input_type == "tags":
         return [list(p) for p in predictions], [list(r) for r in references], {}
     accepted = [[reference] if isinstance(reference, str) else list(reference) for reference in references]

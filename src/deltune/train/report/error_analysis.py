@@ -31,13 +31,17 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Example:
-    """One row as it is shown: its id, its input by role, the answer, the right one, and a remark."""
+    """One row as it is shown: its id, its input by role, the answer, the right one, and a remark.
+
+    `marked` has the input in pieces where it has entities: text, type and "found" or "missed"; "" for the text between.
+    """
 
     id: str
     input: tuple[tuple[str, str], ...]
     prediction: str
     reference: str
     remark: str = ""
+    marked: tuple[tuple[str, str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,52 @@ def _analyse_labels(lines: Sequence[Line], labels: Sequence[str]) -> Analysis:
         wrong_order="the most confident first",
         right=tuple(_label_example(lines[i]) for i in correct[:MAX_RIGHT]),
         right_order="the least confident first",
+    )
+
+
+def _analyse_label_sets(lines: Sequence[Line], labels: Sequence[str]) -> Analysis:
+    """Analyse answers of several labels each, label by label."""
+    pairs = [({*line["prediction"]}, {*line["reference"]}) for line in lines]
+    rows = []
+    for name in labels:
+        predicted, true = (sum(name in pair[side] for pair in pairs) for side in (0, 1))
+        correct = sum(name in p & r for p, r in pairs)
+        rows.append((name, str(true), str(predicted), *_precision_recall(correct, predicted, true)))
+    table = ErrorTable("Labels", ("label", "rows", "answered", "precision", "recall", "F1"), tuple(rows))
+    texts = [tuple(", ".join(sorted(side)) or "no label" for side in pair) for pair in pairs]
+    order = sorted(range(len(lines)), key=lambda i: -len(pairs[i][0] ^ pairs[i][1]))
+    examples = [
+        Example(str(lines[i].get("id", i)), _input(lines[i]), _cut(texts[i][0]), _cut(texts[i][1])) for i in order
+    ]
+    right = sum(p == r for p, r in pairs)
+    return Analysis(
+        rows=len(lines),
+        summary=_share_right(right, len(lines)),
+        constant=_constant([text[0] for text in texts], [text[1] for text in texts]),
+        tables=(table,),
+        wrong=tuple(examples[: min(MAX_WRONG, len(lines) - right)]),
+        wrong_order="the most wrong labels first",
+        right=tuple(examples[len(lines) - right :][:MAX_RIGHT]),
+    )
+
+
+def _analyse_numbers(lines: Sequence[Line], labels: Sequence[str]) -> Analysis:
+    """Analyse predicted numbers by how far they are off."""
+    errors = [float(line["prediction"]) - float(line["reference"]) for line in lines]
+    order = sorted(range(len(lines)), key=lambda i: -abs(errors[i]))
+    numbers = [(f"{float(line['prediction']):.3f}", f"{float(line['reference']):.3f}") for line in lines]
+    examples = [
+        Example(str(lines[i].get("id", i)), _input(lines[i]), *numbers[i], f"off by {errors[i]:+.3f}") for i in order
+    ]
+    middle = sorted(map(abs, errors))[len(errors) // 2]
+    return Analysis(
+        rows=len(lines),
+        summary=f"{counted(len(lines), 'row')}, half of them off by at most {middle:.3f}.",
+        constant=_constant(*map(list, zip(*numbers, strict=True))),
+        wrong=tuple(examples[:MAX_WRONG]),
+        wrong_title="Farthest off",
+        right=tuple(examples[MAX_WRONG:][::-1][:MAX_RIGHT]),
+        right_title="Nearest",
     )
 
 
@@ -266,6 +316,8 @@ def _analyse_running_text(lines: Sequence[Line], labels: Sequence[str]) -> Analy
 
 ANALYSES: Mapping[str, Callable[[Sequence[Line], Sequence[str]], Analysis]] = {
     "classification": _analyse_labels,
+    "multilabel": _analyse_label_sets,
+    "regression": _analyse_numbers,
     "choice": _analyse_labels,
     "generation": _analyse_texts,
     "language": _analyse_running_text,
@@ -304,7 +356,17 @@ def _tag_example(line: Line, references: set[Entity], predictions: set[Entity], 
         ordered = sorted(one_side, key=lambda entity: entity[1:])
         return "; ".join(f"{' '.join(tokens[start:end])} ({kind})" for kind, start, end in ordered) or "no entity"
 
-    return Example(str(line.get("id", "")), _input(line), _cut(names(predictions)), _cut(names(references)), remark)
+    marked, before = [], 0
+    for entity in sorted(references, key=lambda entity: entity[1:]):
+        kind, start, end = entity
+        marked.append((" ".join(tokens[before:start]), "", ""))
+        marked.append((" ".join(tokens[start:end]), kind, "found" if entity in predictions else "missed"))
+        before = end
+    marked.append((" ".join(tokens[before:]), "", ""))
+    return Example(
+        str(line.get("id", "")), _input(line), _cut(names(predictions)), _cut(names(references)), remark,
+        tuple(piece for piece in marked if piece[0]) if " ".join(tokens) == _cut(" ".join(tokens)) else (),
+    )  # fmt: skip
 
 
 def _label_example(line: Line) -> Example:

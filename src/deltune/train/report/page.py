@@ -34,7 +34,7 @@ from .rendering import render
 
 MAX_CURVES = 6
 """Of how many runs the curves are drawn."""
-TEXT_KINDS = ("classification", "generation", "language")
+TEXT_KINDS = ("classification", "multilabel", "regression", "tagging", "generation", "language")
 """The kinds of task whose input is a text that a command line can hold."""
 TO = "\u00a0…\u00a0"
 """Stands between the ends of an interval, which do not part at the end of a line."""

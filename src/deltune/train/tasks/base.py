@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -128,6 +128,7 @@ class TaskKind:
         row_input: row_input(columns, i) returns the input of row i for the predictions file.
         predicts_label_ids: Whether predictions and references are ids of labels.
         target_follows_input: Whether the answer stands in the same sequence as the input, as with decoders.
+        problem_type: What transformers calls the loss of the head, where it cannot tell from the number of labels.
         word_key: word_key(label) returns the name under which the user gives a label's word, "" for a label without
             one. None if no label words are used: a head answers, or there are no labels.
     """
@@ -142,6 +143,7 @@ class TaskKind:
     row_input: Callable[[Columns, int], Any]
     predicts_label_ids: bool = False
     target_follows_input: bool = False
+    problem_type: Literal["regression", "multi_label_classification"] | None = None
     word_key: Callable[[str], str] | None = None
 
     def max_input_tokens(self, options: TaskOptions) -> int:

@@ -81,6 +81,71 @@ CLASSIFICATION = TaskKind(
 )
 
 
+def encode_several_labels(
+    tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool
+) -> EncodedRows:
+    """Encode texts with 1.0 for each label that a row has, and 0.0 for each other."""
+    encoded = encode_texts(tokenizer, model, columns, options.max_length)
+    if "labels" not in columns:
+        return encoded
+    ids = range(model.config.num_labels)
+    pairs = zip(encoded.rows, columns["labels"], strict=True)
+    return replace(encoded, rows=[{**row, "labels": [float(i in labels) for i in ids]} for row, labels in pairs])
+
+
+def predict_several_labels(context: InferenceContext, encoded: EncodedRows) -> Predictions:
+    """Predict the labels of a probability of one half or more; the scores are the probabilities of all labels."""
+    logits, loss = predict_logits(context, encoded), None
+    if "labels" in encoded.rows[0]:
+        targets = torch.tensor([row["labels"] for row in encoded.rows])
+        loss = functional.binary_cross_entropy_with_logits(logits, targets).item()
+    scores = [dict(zip(context.labels, row, strict=False)) for row in logits.sigmoid().tolist()]
+    return Predictions([[name for name, score in row.items() if score >= 0.5] for row in scores], scores, loss)
+
+
+MULTILABEL = replace(
+    CLASSIFICATION,
+    name="multilabel",
+    default_metrics=("label_f1", "label_f1_macro", "subset_accuracy"),
+    metric_inputs=("label sets",),
+    encode=encode_several_labels,
+    predict=predict_several_labels,
+    references=lambda columns, labels: [[labels[i] for i in sorted(ids)] for ids in columns["labels"]],
+    predicts_label_ids=False,
+    problem_type="multi_label_classification",
+)
+
+
+def encode_numbers(tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool) -> EncodedRows:
+    """Encode texts with the number to predict."""
+    encoded = encode_texts(tokenizer, model, columns, options.max_length)
+    if "score" not in columns:
+        return encoded
+    pairs = zip(encoded.rows, columns["score"], strict=True)
+    return replace(encoded, rows=[{**row, "labels": number} for row, number in pairs])
+
+
+def predict_numbers(context: InferenceContext, encoded: EncodedRows) -> Predictions:
+    """Predict the number that the head gives; there are no scores beside it."""
+    numbers, loss = predict_logits(context, encoded)[:, 0], None
+    if "labels" in encoded.rows[0]:
+        loss = functional.mse_loss(numbers, torch.tensor([row["labels"] for row in encoded.rows])).item()
+    return Predictions(numbers.tolist(), [None] * len(numbers), loss)
+
+
+REGRESSION = replace(
+    CLASSIFICATION,
+    name="regression",
+    default_metrics=("pearson", "spearman", "mae"),
+    metric_inputs=("numbers",),
+    encode=encode_numbers,
+    predict=predict_numbers,
+    references=lambda columns, labels: list(columns["score"]),
+    predicts_label_ids=False,
+    problem_type="regression",
+)
+
+
 def encode_questions(tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool) -> EncodedRows:
     """Encode each row as (choices, tokens): every choice after the question and its context."""
     counts = sorted({len(choices) for choices in columns["choices"]})

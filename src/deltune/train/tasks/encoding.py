@@ -82,7 +82,7 @@ class EncodedRows(Dataset[Row]):
         for row, length in zip(self.rows, self.lengths, strict=True):
             labels, ids = row.get("labels"), row["input_ids"]
             choices = 1 if isinstance(ids[0], int) else len(ids)
-            sizes.append(choices * max(length, 0 if labels is None or isinstance(labels, int) else len(labels)))
+            sizes.append(choices * max(length, len(labels) if isinstance(labels, list) else 0))
         return sizes
 
 
@@ -204,7 +204,7 @@ def _states(rows: Sequence[Row], batch: Mapping[str, torch.Tensor], name: str) -
 def _labels(rows: Sequence[Row], width: int, side: Side | None) -> torch.Tensor:
     """Return labels as (B,), or as (B, n) padded with IGNORE_INDEX: like the input ids if they label these tokens."""
     labels = [row["labels"] for row in rows]
-    if isinstance(labels[0], int):
+    if not isinstance(labels[0], list) or (labels[0] and isinstance(labels[0][0], float)):
         return torch.tensor(labels)
     if any(len(row["labels"]) != len(row["input_ids"]) for row in rows):
         width, side = max(map(len, labels)), "right"

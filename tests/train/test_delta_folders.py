@@ -1,0 +1,85 @@
+"""Deltas without a run: every command takes what Tuned.save(), combine and PEFT write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import deltune
+import tiny
+from deltune.errors import DeltuneError
+from deltune.models import load_model
+from deltune.train.inference import evaluate, export_run, generate, load_run, merge_run, predict_rows
+from deltune.train.run import train
+from deltune.train.run_folder import open_run
+
+INPUTS = [{"id": "1", "input": "the fig is old"}, {"id": "2", "input": "a saw"}]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny classifier, and a delta on it as Tuned.save(), combine and PEFT write it."""
+    root = tmp_path_factory.mktemp("folders")
+    tiny.model(root / "bert", "bert")
+    model = load_model(str(root / "bert"), "classification", list(tiny.WORDS))
+    torch.manual_seed(0)
+    tuned = deltune.attach(model, "lora(rank=2)")
+    for parameter in tuned.trainable_parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    tuned.save(root / "saved")
+    deltune.export(model, root / "peft")
+    tuned.combine("0.5*default", "halved").save(root / "combined")
+    tiny.lines(root / "data.jsonl", tiny.sentences(6, 0))
+    return root
+
+
+@pytest.mark.parametrize("name", ["saved", "combined", "peft"])
+def test_every_use_takes_it(name: str, places: Path, tmp_path: Path) -> None:
+    folder, base = places / name, str(places / "bert")
+    model = load_model(base, "classification", list(tiny.WORDS))
+    deltune.load(model, folder)
+    loaded = load_run(folder, base)
+    batch = loaded.tokenizer([row["input"] for row in INPUTS], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        expected = model.eval()(**batch).logits.softmax(-1)
+    answers = predict_rows(folder, INPUTS, base)
+    torch.testing.assert_close(torch.tensor([list(row["scores"].values()) for row in answers]), expected)
+    assert open_run(folder, base).labels == tuple(tiny.WORDS if name != "peft" else [f"LABEL_{i}" for i in range(3)])
+    if name != "peft":
+        scores = evaluate(folder, data=str(places / "data.jsonl"), base=base)
+        assert list(scores) == ["test"]
+    merged = load_model(str(merge_run(folder, tmp_path / "merged", base=base)), "classification")
+    with torch.no_grad():
+        torch.testing.assert_close(merged.eval()(**batch).logits.softmax(-1), expected)
+    again = load_model(base, "classification", list(tiny.WORDS))
+    deltune.load(again, export_run(folder, tmp_path / "exported", base=base))
+    with torch.no_grad():
+        torch.testing.assert_close(again.eval()(**batch).logits.softmax(-1), expected)
+
+
+def test_what_a_delta_alone_does_not_say_is_asked(places: Path) -> None:
+    with pytest.raises(DeltuneError, match="has no data of its own: give --data"):
+        evaluate(places / "saved")
+    with pytest.raises(DeltuneError, match="answers classification by a head and generates no text"):
+        generate(places / "saved", ["a"])
+    with pytest.raises(DeltuneError, match=r"spec\.yaml is missing"):
+        open_run(places)
+
+
+def test_a_run_begins_with_the_weights_of_another(places: Path, tmp_path: Path) -> None:
+    """At a rate that changes nothing it ends with their values, its head too where the labels are the same."""
+    start = tiny.spec(tmp_path, model=str(places / "bert"), method="lora(rank=2) + layernorm", epochs=2, lr=1e-2)
+    further = start.replace(init_from=str(tmp_path / "one"), lr=1e-12, epochs=1)
+    renamed = further.replace(relabel={name: f"new {name}" for name in tiny.WORDS})
+    for name, spec in (("one", start), ("two", further), ("three", renamed)):
+        train(spec, tmp_path / name, report=False)
+    one, two, three = (load_file(tmp_path / name / "delta" / "delta.safetensors") for name in ("one", "two", "three"))
+    torch.testing.assert_close(two, one)
+    assert {name for name in one if not torch.allclose(three[name], one[name])} == {
+        "base.classifier.bias", "base.classifier.weight",
+    }  # fmt: skip
+    with pytest.raises(DeltuneError, match=r"is lora\(rank=2\) \+ layernorm, and this run is bitfit"):
+        train(further.replace(method="bitfit"), tmp_path / "four")
