@@ -109,7 +109,7 @@ class ModelSection(RunSection):
     )
     quantize: Quantization | None = option(
         None,
-        "quantise the linears while loading: nf4 and int8 by bitsandbytes, torchao-int8, … (extra quant)",
+        "quantise the linears: nf4, int8, torchao-int8, … (extra quant)",
         common=True,
     )
 
@@ -320,12 +320,10 @@ class RuntimeSection(RunSection):
     )
     precision: Literal["fp32", "bf16", "auto"] = option(
         "fp32",
-        "bf16 by autocast, what is trained stays in fp32; auto: bf16 on an accelerator that has it, fp32 on any CPU",
+        "bf16 by autocast, with fp32 weights; auto: bf16 where a device has it",
         common=True,
     )
-    activation_checkpointing: Switch = option(
-        "off", "on: compute the activations of a layer again in the backward pass, instead of keeping them", common=True
-    )
+    activation_checkpointing: Switch = option("off", "on: compute activations again", common=True)
     linear_backend: LinearBackend = option(
         "torch", "of frozen linear layers in fp32 on a CPU: torch, or onednn, faster where MKL has no AVX-512"
     )
