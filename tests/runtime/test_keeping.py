@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 import deltune
@@ -115,3 +116,50 @@ def test_tied_tensors_stay_tied(family: Family, text: str, tmp_path: Path) -> No
     loaded.merge()
     assert equal(run(model, inputs), outputs)
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+
+def test_a_model_that_is_there_is_not_made_another_one(tmp_path: Path) -> None:
+    """A delta alone is no model; a stale delta is not left beside the base."""
+    base = build(FAMILIES["bert"], "sequence")
+    base.save_pretrained(tmp_path)
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    tuned = stir(deltune.attach(base, "prefix(length=2)"))
+    with pytest.raises(deltune.DeltuneError, match=r"holds a model.*give another folder.*tuned\.save"):
+        base.save_pretrained(tmp_path)
+    with pytest.raises(deltune.DeltuneError, match=r"tuned\.push_to_hub"):
+        base.save_pretrained(tmp_path / "new", push_to_hub=True)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
+    with pytest.warns(UserWarning, match="holds the delta alone"):
+        base.save_pretrained(tmp_path / "alone")
+    assert [path.name for path in (tmp_path / "alone").iterdir()] == ["delta"]
+    tuned.use(None)
+    with pytest.raises(deltune.DeltuneError, match=r"holds a delta .* none is in use"):
+        base.save_pretrained(tmp_path / "alone")
+
+
+def test_another_state_of_the_delta_is_not_dropped(tmp_path: Path) -> None:
+    """As an average of the weights of several steps is given to save_pretrained."""
+    model = build(FAMILIES["bert"], "sequence")
+    tuned = stir(deltune.attach(model, "lora(rank=2)"))
+    average = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.save_pretrained(tmp_path / "same", state_dict=average)
+    stir(tuned, seed=3)
+    with pytest.raises(deltune.DeltuneError, match=r"other values of the delta.*load_state_dict"):
+        model.save_pretrained(tmp_path / "other", state_dict=average)
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("method", ["lora(rank=2)", "layernorm"])
+def test_a_checkpoint_keeps_what_trains_beside_the_delta(method: str, tmp_path: Path) -> None:
+    model = build(FAMILIES["gpt2"], "causal")
+    stir(deltune.attach(model, method))
+    model.transformer.wpe.weight.requires_grad_(True)
+    with torch.no_grad():
+        model.transformer.wpe.weight.mul_(2)
+    inputs = batch(model)
+    expected = run(model, inputs)
+    model.save_pretrained(tmp_path / "checkpoint-3")
+    again = build(FAMILIES["gpt2"], "causal")
+    deltune.attach(again, method)
+    again.load_state_dict(load_file(tmp_path / "checkpoint-3" / "model.safetensors"), strict=False)
+    assert distance(run(again, inputs), expected) < 1e-12

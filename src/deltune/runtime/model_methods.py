@@ -9,7 +9,7 @@ import copy
 import inspect
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,6 @@ from .sharding import refuse_sharded
 
 CHECKPOINT = re.compile(r"checkpoint-\d+")
 """The names of a Trainer's checkpoints."""
-
-
-class CannotMerge(DeltuneError):
-    """What is in use cannot be merged, so that no model of transformers computes it."""
 
 
 class ModelMethod:
@@ -116,79 +112,112 @@ class Refused(ModelMethod):
 class SavePretrained(ModelMethod):
     """`save_pretrained`: writes a model that computes what this one does now, so that `from_pretrained` reads it.
 
-    What is in use is merged into the weights of the files, and its deltas are saved beside them. A delta
-    that cannot be merged is written alone, with a warning, into a folder that `from_pretrained` refuses. So are all
-    deltas in a checkpoint of a Trainer, which goes on from them.
+    What is in use is merged into the weights of the files, and its deltas are saved beside them. A delta that cannot be
+    merged is written alone, with a warning, into a folder that `from_pretrained` refuses. So are the deltas in a
+    checkpoint of a Trainer, with all else that trains, for `load_state_dict`.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(self.original).bind(*args, **kwargs)
+        folder, is_main = Path(bound.arguments["save_directory"]), bound.arguments.get("is_main_process", True)
         refuse_sharded(
             self.passes.model,
             "save_pretrained writes whole tensors",
             "tuned.save(folder) on every process writes a delta; for the model call merge(), and give save_pretrained "
             "the state_dict that get_model_state_dict of torch returns with full_state_dict=True",
         )
-        folder, is_main = Path(bound.arguments["save_directory"]), bound.arguments.get("is_main_process", True)
-        if not self.path and CHECKPOINT.fullmatch(folder.name):
-            return self._save_deltas(folder) if is_main else None
-        refuse_offloaded(self.passes.model, "save_pretrained")
-        try:
-            result = self._save_merged(bound)
-        except CannotMerge as error:
-            if self.path:
-                raise
-            warnings.warn(
-                f"{folder} holds the delta alone: deltune.load(model, {str(folder)!r}) loads it, and from_pretrained "
-                f"cannot, since {error}",
-                stacklevel=2,
-            )
-            return self._save_deltas(folder) if is_main else None
-        if is_main and not self.path:
-            self._save_each(folder)
-        return result
-
-    def _save_merged(self, bound: inspect.BoundArguments) -> Any:
-        """Write the model with what is in use merged into its weights."""
-        used = self.passes.assignment_of_new_pass().used
-        with self._tensors_placed(None) as handle:
-            attached, state = handle.attached, self.passes.state
-            values, labels = {}, attached.base_labels
-            if used.names is not None:
-                try:
-                    merge, labels = attached.plan_merge(used.names, used.head)
-                except DeltuneError as error:
-                    raise CannotMerge(str(error)) from error
-                if merge.quantized:
-                    raise CannotMerge("weights of its base are quantised: tuned.merge(dequantize=True) comes first")
-                values = merge.weights
-            tensors = state.with_base_in_place(bound.arguments.get("state_dict") or self.model.state_dict())
-            prefix = f"{self.path}." if self.path else ""
-            for name, value in values.items():
-                tensor = attached.anatomy.tensor(name)
-                for key in (one.removeprefix(prefix) for one in (name, *tensor.aliases) if one.startswith(prefix)):
-                    if key in tensors:
-                        tensors[key] = value
-            bound.arguments["state_dict"] = {n: t for n, t in tensors.items() if not n.startswith(f"{HANDLE_NAME}.")}
-            state.set_labels(labels)
-            return self.original(*bound.args, **bound.kwargs)
-
-    def _save_each(self, folder: Path) -> Any:
-        """Write each delta in use below a folder, and return the handle."""
         handle: Any = submodules_of(self.passes.model)[HANDLE_NAME]
         names = each_name(self.passes.assignment_of_new_pass().used.names)
-        for name in names:
-            handle.save(folder / ("delta" if len(names) == 1 else f"delta-{name}"), name)
-        return handle
-
-    def _save_deltas(self, folder: Path) -> None:
-        """Write each delta in use below a folder, and the tensors of all deltas for `load_state_dict`."""
-        handle = self._save_each(folder)
+        if not self.path and CHECKPOINT.fullmatch(folder.name):
+            if is_main:
+                _save_each(handle, names, folder)
+                self._save_trained(handle, folder)
+            return None
+        refuse_offloaded(self.passes.model, "save_pretrained")
+        self._refuse_another_state(bound.arguments.get("state_dict"))
+        if not names and (folder / "delta").exists():
+            raise DeltuneError(f"{folder} holds a delta ({folder / 'delta'}), and none is in use: give another folder")
+        values: Mapping[str, Any] = {}
+        labels = handle.attached.base_labels
+        with self.passes.exclusive("save_pretrained"):
+            try:
+                if names:
+                    merge, labels = handle.attached.plan_merge(names, self.passes.assignment_of_new_pass().used.head)
+                    if merge.quantized:
+                        raise DeltuneError("weights of its base are quantised: tuned.merge(dequantize=True) first")
+                    values = merge.weights
+            except DeltuneError as error:
+                self._refuse_with_a_model(folder, bound.arguments.get("push_to_hub"), error)
+                reason = str(error)
+            else:
+                reason = ""
+        if is_main and not self.path:
+            _save_each(handle, names, folder)
+        if reason:
+            warnings.warn(
+                f"{folder} holds the delta alone: deltune.load(model, {str(folder)!r}) loads it, and from_pretrained "
+                f"cannot, since {reason}",
+                stacklevel=2,
+            )
+            return None
         with self._tensors_placed(None):
-            tensors = handle.state_dict(prefix=f"{HANDLE_NAME}.")
+            bound.arguments["state_dict"] = self._merged(bound.arguments.get("state_dict"), values)
+            self.passes.state.set_labels(labels)
+            return self.original(*bound.args, **bound.kwargs)
+
+    def _refuse_another_state(self, state_dict: Mapping[str, Any] | None) -> None:
+        """Refuse a state dict with other values of the deltas than the model has: these would be written."""
+        if state_dict is None or self.path:
+            return
+        here, given = (self.passes.state.with_base_in_place(one) for one in (self.model.state_dict(), state_dict))
+        of_deltas = [name for name in given if name.startswith(f"{HANDLE_NAME}.")]
+        if different := [n for n in of_deltas if n not in here or not equal_tensors(given[n], here[n])]:
+            raise DeltuneError(
+                f"the state_dict for save_pretrained has other values of the delta than the model ({different[0]}), as "
+                "an average of steps has: call model.load_state_dict(state_dict) first"
+            )
+
+    def _refuse_with_a_model(self, folder: Path, push_to_hub: Any, error: DeltuneError) -> None:
+        """Refuse to put a delta alone where something would be read as the model without it."""
+        advice = "tuned.save(folder) writes the delta, tuned.push_to_hub the same to the hub"
+        if self.path or push_to_hub:
+            raise DeltuneError(f"save_pretrained cannot write what is in use: {advice}. {error}") from error
+        if (folder / "config.json").exists() or any(folder.glob("*.safetensors")):
+            raise DeltuneError(
+                f"{folder} holds a model, which from_pretrained would read without the delta: give another folder "
+                f"({advice}). {error}"
+            ) from error
+
+    def _merged(self, state_dict: Mapping[str, Any] | None, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the base's tensors with the merged ones in their place, by the names of this part of the model."""
+        state, prefix = self.passes.state, f"{self.path}." if self.path else ""
+        tensors = state.with_base_in_place(state_dict or self.model.state_dict())
+        handle: Any = submodules_of(self.passes.model)[HANDLE_NAME]
+        for name, value in values.items():
+            names = (name, *handle.attached.anatomy.tensor(name).aliases)
+            keys = {one.removeprefix(prefix) for one in names if one.startswith(prefix)}
+            tensors |= dict.fromkeys(keys & tensors.keys(), value)
+        return {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{HANDLE_NAME}.")}
+
+    def _save_trained(self, handle: Any, folder: Path) -> None:
+        """Write the tensors of all deltas, and those of the base that the user trains beside them."""
+        with self._tensors_placed(None):
+            base = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+            tensors = handle.state_dict(prefix=f"{HANDLE_NAME}.") | base
             tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
         with explain_write_errors(folder):
             save_file(tensors, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+
+
+def _save_each(handle: Any, names: Sequence[str], folder: Path) -> None:
+    """Write deltas below a folder."""
+    for name in names:
+        handle.save(folder / ("delta" if len(names) == 1 else f"delta-{name}"), name)
+
+
+def equal_tensors(one: Any, other: Any) -> bool:
+    """Return whether two tensors have the same values, on whatever devices."""
+    return one.shape == other.shape and bool((one.to(other.device) == other).all())
 
 
 class LoadStateDict(ModelMethod):
@@ -216,8 +245,8 @@ class LoadStateDict(ModelMethod):
             )
 
     def _without_a_value(self, missing: Iterable[str], state_dict: Mapping[str, Any]) -> list[str]:
-        """The missing names, but for the base's if the file has deltas alone, and other names of tensors there."""
-        if state_dict and all(name.startswith(f"{HANDLE_NAME}.") for name in state_dict):
+        """The missing names, but for the base's if the file is a checkpoint, and other names of tensors there."""
+        if any(name.startswith(f"{HANDLE_NAME}.") for name in state_dict):
             return [name for name in missing if name.startswith(f"{HANDLE_NAME}.")]
         tensors = {name: id(tensor) for name, tensor in self.model.named_parameters(remove_duplicate=False)}
         loaded = {tensors[name] for name in tensors.keys() & state_dict.keys()}
