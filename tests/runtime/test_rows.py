@@ -356,7 +356,9 @@ def test_what_trains_is_remembered() -> None:
 
 
 def test_every_method_is_tried() -> None:
-    assert {name.partition("(")[0] for text in METHODS for name in [text]} >= set(deltune.methods()) - {"apet"}
+    """But for those that need data or another model to start; test_starts has their life."""
+    others = {"apet", "eva", "corda", "lora_ga", "loftq"}
+    assert {name.partition("(")[0] for text in METHODS for name in [text]} >= set(deltune.methods()) - others
 
 
 def test_training_after_inference_in_the_same_rows() -> None:

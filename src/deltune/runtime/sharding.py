@@ -147,6 +147,9 @@ def whole_deltas(model: nn.Module, owned: Iterable[str], write: bool = False) ->
 
     `owned` names those that stand in the model's slots. `write` copies changes back to the shards at the end.
     """
+    if not is_sharded(model):  # torch's own walk below is none beside threads that attach
+        yield
+        return
     names = set(owned)
     values = {
         parameter: nn.Parameter(whole(parameter), parameter.requires_grad)
