@@ -164,7 +164,7 @@ def test_whose_head_answers(tmp_path: Path) -> None:
     tuned.use(["a", "b"], head="a", train="b")
     heads = [tuned.attached.state.delta_value(tuned.delta("a"), n) for n in tuned.delta("a").head]
     assert heads and not any(p.requires_grad for p in heads)
-    assert torch.allclose(run(tuned.merge(), inputs)["logits"], answers["a"], rtol=1e-11)
+    assert torch.allclose(run(tuned.merge(["b", "a"]), inputs)["logits"], answers["a"], rtol=1e-11)
 
 
 REFUSED: list[tuple[str, str, Sequence[object], dict[str, Any], str]] = [

@@ -677,7 +677,7 @@ def test_no_such_folder(tmp_path: Path) -> None:
     (tmp_path / "tickets").mkdir()
     text = message(str(tmp_path / "tikets"))
     assert f"unknown data set '{tmp_path / 'tikets'}'. Did you mean '{tmp_path / 'tickets'}'?" in text
-    assert "no such folder here" in text and "Give a folder with train.jsonl" in text
+    assert "no such file or folder here" in text and "Give a folder with train.jsonl" in text
 
 
 def test_read_one_file(tmp_path: Path) -> None:

@@ -175,7 +175,9 @@ def generate(
         Path, typer.Argument(metavar="RUN", help="Folder of a run, of a delta or of PEFT; or a language model.")
     ],
     prompt: Annotated[list[str], typer.Option(help="The beginning of the text, or what is answered; repeatable.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a text, at most.")] = 64,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "--max-new-tokens", min=1, help="Tokens of a text, at most.")
+    ] = 64,
     temperature: Annotated[
         float, typer.Option(min=0.0, help="0: the likeliest token each time; above, tokens are drawn.")
     ] = 0.0,
@@ -191,9 +193,7 @@ def generate(
         with fast_imports():
             from ..train.inference import generate as generate_texts
 
-        texts = generate_texts(
-            str(run), prompt, max_new_tokens, temperature, top_p, seed, stream=not as_json, base=base
-        )
+        texts = generate_texts(str(run), prompt, max_tokens, temperature, top_p, seed, stream=not as_json, base=base)
     if as_json:
         console.print_json(data=[{"prompt": p, "text": text} for p, text in zip(prompt, texts, strict=True)])
 

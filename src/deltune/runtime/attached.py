@@ -564,7 +564,8 @@ class Attached:
             refuse_offloaded(self.model, "merge")
             used = self.passes.default_assignment.used
             chosen = used.names if names is None else checked_names(names, "merge()")
-            merge, labels = self.plan_merge(chosen, head or (used.head if names is None else None), dequantize, pooled)
+            same = {*each_name(chosen)} == {*each_name(used.names)}
+            merge, labels = self.plan_merge(chosen, head or (used.head if same else None), dequantize, pooled)
             model = self.model
             run_to_completion(lambda: self._put_merged(model, merge, labels))
         return model, merge.warning

@@ -743,10 +743,13 @@ def _read_hub(source: str, needed: Sequence[str], layout: HubLayout) -> _RawData
             datasets = _load_from_hub(source, layout.files)
     except Exception as error:  # the hub's errors and the HTTP client's have no common ancestor
         parent = user_path(source, "data").parent
-        nearby = sorted(str(p) for p in parent.iterdir() if p.is_dir())[:20] if parent.is_dir() else []
+        readable = (p for p in parent.iterdir() if p.is_dir() or data_suffix(p)) if parent.is_dir() else ()
+        nearby = sorted(str(p) for p in readable)[:20]
         reason = reason or f"the hub's copy cannot be read ({error_summary(error)})"
         todo = "Give a folder with train.jsonl (or .csv, .parquet) or a hub id"
-        problem = f"{unknown_name('data set', source, nearby)} There is no such folder here, and {reason}. {todo}."
+        problem = (
+            f"{unknown_name('data set', source, nearby)} There is no such file or folder here, and {reason}. {todo}."
+        )
         raise DeltuneError(problem) from error
     hub_splits = layout.splits or {split: stem for split, stems in SPLITS.items() for stem in stems if stem in datasets}
     if missing := [split for split in hub_splits.values() if split not in datasets]:
