@@ -337,8 +337,11 @@ class UnusedTensors:
         """Remove and return the tensors of those names that exist."""
         return {name: tensor for name in names if (tensor := self.take(name)) is not None}
 
-    def check(self, folder: Path, problems: Sequence[str] = ()) -> None:
-        """Raise if the folder has problems, tensors that were not used, or two that are one tensor of this model."""
+    def check(self, folder: Path, problems: Sequence[str] = (), stopped: bool = False) -> None:
+        """Raise if the folder has problems, tensors that were not used, or two that are one tensor of this model.
+
+        Where reading `stopped` at a problem, what it did not come to is no extra tensor.
+        """
         shown = sorted(self.names.values())
         problems = [*problems, *self.doubles]
         if shown and self.anatomy.unobserved:
@@ -346,7 +349,7 @@ class UnusedTensors:
         own_modules = {tensor.name.partition(".")[0] for tensor in self.anatomy.tensors}
         if not self.anatomy.head and any(name.partition(".")[0] not in own_modules for name in self.names):
             problems.append("this model has no head; load it with the head that the file was trained with")
-        problems += first_of([f"extra tensor {name}" for name in shown])
+        problems += first_of([f"extra tensor {name}" for name in shown]) if not stopped else []
         if problems:
             raise error_from_problems(f"{folder} does not fit this model", problems, fault="model")
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..anatomy.types import Anatomy
-from ..errors import DeltuneError, error_from_problems
+from ..errors import DeltuneError, first_of
 from ..methods.forms.base import Place
 from ..methods.forms.low_rank import LowRank
 from ..methods.resolve import resolve
@@ -66,9 +66,8 @@ class ProjectionReader:
             for row in (self.row, *beside(self.row, options)):
                 self._read_module(path, row, options, sites.get(path, []), known | of_modules.get(path, {}))
         if self.problems or not self.pieces:
-            raise error_from_problems(
-                self.row.kind, self.problems or ["no tensor of a module that this model has and can change"]
-            )
+            problems = self.problems or ["no tensor of a module that this model has and can change"]
+            raise DeltuneError(f"{self.row.kind}: {'; '.join(first_of(problems, 3))}")
         method = self._method()
         tensors = tensors_by_file_name(self.anatomy, method, self.pieces)
         return method, tensors | self._shared_tensors(method, known)

@@ -101,7 +101,7 @@ def read_peft(
         chosen, rows = _read_tokens(anatomy, options, unused)
         saved, values = _read_saved_modules(anatomy, unused, bool(options.get("ensure_weight_tying")))
     except DeltuneError as error:
-        unused.check(folder.where, [*incomplete, str(error)])
+        unused.check(folder.where, [*incomplete, str(error)], stopped=True)
         raise
     incomplete += [f"extra tensor {name}" for name in common]
     unused.check(folder.where, incomplete)
