@@ -497,7 +497,7 @@ INCOMPLETE: dict[str, tuple[Row, dict[str, Any], Callable[[dict[str, torch.Tenso
     "rows of a prefix": (GPT2_PREFIX, {}, shaped("prompt", 2, 128), r"2 rows.* is 3"),
     "a layer of a prefix": (GPT2_PREFIX, {}, shaped("prompt", 3, 64), r"rows of 64; the 2 layers"),
     "a rank": (LLAMA, {}, shaped("1.self_attn.q_proj.lora_A", 1, 32), r"this model it is \(2, 32\)"),
-    "another rank throughout": (LLAMA, {"r": 4}, without("nothing"), r"8 problems\n.*this model it is \(4, 32\)"),
+    "another rank throughout": (LLAMA, {"r": 4}, without("nothing"), r"LORA: .*this model it is \(4, 32\)"),
     "a rank of a pattern": (LLAMA, {"rank_pattern": {"v_proj": 3}}, without("nothing"), r"v_proj.* it is \(3, 32\)"),
     "a side of a vector": (LLAMA_IA3, {"feedforward_modules": []}, without("nothing"), r"feedforward_modules"),
     "what is said to be there": (LLAMA, {"target_modules": None}, without("nothing"), r"target_modules is missing"),
