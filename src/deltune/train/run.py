@@ -83,6 +83,8 @@ OPTIMIZERS = {
     "paged_adamw_8bit": "paged_adamw_8bit",
 }
 """transformers' names of the optimizers."""
+MIN_8BIT = 4096
+"""Numbers of a tensor from which on bitsandbytes keeps its state in 8 bits (its `min_8bit_size`)."""
 LOG_LINES_PER_EPOCH = 20
 ROWS_OF_START = 256
 """How many rows of train initial values read that start from data."""
@@ -663,6 +665,9 @@ def _log_start(state: RunState) -> None:
         )  # fmt: skip
     if state.config.objective.kind != "sft":
         logger.info("objective: %s", objective_line(state))
+    optimizer = state.config.optim.optimizer
+    if optimizer != "adamw" and all(p.numel() < MIN_8BIT for p in state.tuned.trainable_parameters()):
+        logger.info("%s saves nothing: bitsandbytes keeps 32 bits for tensors below %d numbers", optimizer, MIN_8BIT)
     logger.info("example: %s", example_text(state.tokenizer, [state.encoded["train"].rows[0]]))
     state.run.log({"step": 0, "event": "start", **state.truncated})
 
