@@ -32,6 +32,7 @@ from deltune.studies.claims.comparisons import (
     STEPS,
     TIME,
     ZERO_SHOT,
+    MetricChoice,
     can_be_at_chance,
     is_at_chance,
     score,
@@ -39,6 +40,7 @@ from deltune.studies.claims.comparisons import (
     with_derived_axes,
 )
 from deltune.studies.claims.decisions import Finding, PrintedTable, check_printed, decide_claims
+from deltune.studies.claims.floors import check_floors
 from deltune.studies.claims.selectors import EVERY, LARGEST, SECOND_SMALLEST, SMALLEST
 from deltune.studies.claims.statistics import paired_estimate
 from deltune.studies.jobs.job import Outcome
@@ -715,6 +717,42 @@ def test_a_task_on_which_full_tuning_does_not_beat_the_floor_decides_nothing(flo
         assert of_sick.verdict == "not testable" and "does not beat the head alone (81.0)" in of_sick.reason
     else:
         assert of_sick.floor == pytest.approx(50)
+
+
+@pytest.mark.parametrize("floor", [0.5, 0.81])
+def test_parameters_are_counted_on_a_task_that_decides_nothing_of_scores(floor: float) -> None:
+    on_sick = {"task": "sick"}
+    fewer = FewerParameters({**A, **on_sick}, {**B, **on_sick})
+    finding = decided(fewer, with_floor(floor))
+    assert finding.verdict == "holds" and finding.deciding is not None and finding.deciding.effect == 0.5
+    assert decided(FewerParameters(fewer.more, fewer.fewer), with_floor(floor)).verdict == "does not hold"
+    both = AllOf((fewer, Beats({**A, **on_sick}, {**B, **on_sick})))
+    assert decided(both, with_floor(floor)).verdict == ("holds" if floor == 0.5 else "not testable")
+
+
+@pytest.mark.parametrize(
+    ("metric", "floor", "full", "shown", "problem"),
+    [
+        ("matthews", {"untuned": [-0.03]}, [0.45, 0.47, 0.46], (-3, 46), ""),
+        ("loss", {"head": [2.0, 2.1], "untuned": [3.0]}, [1.0, 1.1], (2.05, 1.05), ""),
+        ("loss", {"head": [2.0, 2.1]}, [3.0, 3.1], (2.05, 3.05), "(3.0) does not beat the head alone (2.0)"),
+        ("accuracy", {"head": [0.66, 0.67]}, [0.5], (66.5, 50), "(50.0) does not beat the head alone (66.5)"),
+        ("accuracy", {"head": [0.5]}, [0.66], (50, 66), ""),
+        ("accuracy", {"head": [0.5]}, [0.4, 0.62, 0.7], (50, 172 / 3), "alone (50.0) by its interval"),
+        ("accuracy", {}, [0.5, 0.51], (None, 50.5), ""),
+    ],
+)  # fmt: skip
+def test_full_tuning_is_compared_with_the_best_floor(
+    metric: str, floor: dict[str, list[float]], full: list[float], shown: tuple[float | None, float], problem: str
+) -> None:
+    outcomes = [
+        Outcome({"model": "m", "task": "t", "floor": name, "seed": seed}, scores={metric: score})
+        for name, scores in {**floor, "full": full}.items()
+        for seed, score in enumerate(scores)
+    ]
+    (check,) = check_floors(outcomes, MetricChoice(metric, lower=metric == "loss")).values()
+    assert (check.floor, check.full) == (shown[0] and pytest.approx(shown[0]), pytest.approx(shown[1]))
+    assert check.problem.endswith(problem) and bool(check.problem) == bool(problem)
 
 
 def test_runs_that_end_at_their_best_do_not_speak_against_a_claim() -> None:

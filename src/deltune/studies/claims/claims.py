@@ -204,7 +204,7 @@ class FewerParameters:
         _same_axes(self.fewer, self.more)
 
     def comparisons(self, cells: Cells) -> list[Comparison | Exact]:
-        largest = 0.0
+        largest, cells = 0.0, cells.counted
         for setting, members in cells.strata([self.fewer, self.more]):
             counts = []
             for selector in (self.fewer, self.more):

@@ -38,8 +38,8 @@ from .statistics import average_ranks, slope_weights
 NOT_RUN = "not run yet"
 """Beginning of a reason that a run will remove."""
 
-NO_ROOM = "nothing to see"
-"""Beginning of a reason that lies in what was run, and that no further run of the kind removes."""
+NOTHING_TO_SEE = "nothing to see"
+"""Beginning of a reason that further runs of the same kind do not remove."""
 
 CONVERGED = 0.95
 """A curve has converged where it has come this share of the way to the lower of the compared curves' bests."""
@@ -151,7 +151,7 @@ class Measurement:
         is_reference: Whether an outcome is what the others of its group are measured by, such as full tuning, so that
             it is compared with them.
         is_capped: Whether an outcome's number is one that the number of training steps decided.
-        void: Whether a comparison of such numbers says nothing, as opposed to nothing against a claim.
+        only_uncapped: Whether numbers that the steps decided say nothing at all; others still speak for a claim.
     """
 
     read: Read
@@ -161,7 +161,7 @@ class Measurement:
     name: str = ""
     is_reference: Callable[[Outcome], bool] = lambda outcome: False
     is_capped: Callable[[Outcome, MetricChoice], bool] = lambda outcome, choice: False
-    void: bool = False
+    only_uncapped: bool = False
 
 
 def _each(read: Callable[[Outcome, MetricChoice], Number | str]) -> Read:
@@ -264,7 +264,7 @@ def _converges_last(outcome: Outcome, choice: MetricChoice) -> bool:
 
 STEPS = Measurement(
     _steps, "doublings", lower=True, over=("structure",), name="steps to converge", is_capped=_converges_last,
-    void=True,
+    only_uncapped=True,
 )  # fmt: skip
 """log2 of the first validated step at which a curve has come 95 % of the way to the lower of the structures' bests.
 
@@ -299,7 +299,7 @@ def _training_seconds(outcome: Outcome) -> float | None:
 
 TIME = Measurement(
     _times, "% of full tuning's", lower=True, over=("method",), name="training time to converge",
-    is_reference=lambda outcome: outcome.cell.get("method") == "full", is_capped=_converges_last, void=True,
+    is_reference=lambda outcome: outcome.cell.get("method") == "full", is_capped=_converges_last, only_uncapped=True,
 )  # fmt: skip
 """Training time until a curve has come 95 % of the way to its best, in percent of full tuning's of the same seed.
 
@@ -313,7 +313,7 @@ def threshold(name: str) -> Measurement:
     def read(outcome: Outcome, choice: MetricChoice) -> Number | str:
         bounds = outcome.extra.get(name)
         if bounds is None or len(bounds) != 2 or bounds[1] is None or not math.isfinite(bounds[1]):
-            return f"{NO_ROOM}: the {name} threshold was not reached"
+            return f"{NOTHING_TO_SEE}: the {name} threshold was not reached"
         low, high = (math.log10(max(1.0, bound or 0.0)) for bound in bounds)
         return Number((low + high) / 2, slack=(high - low) / 2)
 
@@ -329,7 +329,7 @@ def _zero_shot(group: Sequence[Outcome], choice: MetricChoice) -> list[Number | 
     if len(originals) != 1:
         return ["no score of a model trained on the target itself"] * len(group)
     if is_a_guess(originals[0]):
-        return [f"{NO_ROOM}: what was trained on the target is no better than chance"] * len(group)
+        return [f"{NOTHING_TO_SEE}: what was trained on the target is no better than chance"] * len(group)
     return [Number(100 * o.scores["matthews"]) if "matthews" in o.scores else "no matthews" for o in group]
 
 
@@ -405,15 +405,26 @@ class MissingCells(Exception):
         super().__init__("; ".join(self.reasons[:3]) + (f"; and {more} more" if more > 0 else ""))
 
     @property
-    def no_room(self) -> bool:
+    def nothing_to_see(self) -> bool:
         """True if there is nothing to see in what was run, as opposed to something that is missing."""
-        return all(reason.startswith(NO_ROOM) for reason in self.reasons)
+        return all(reason.startswith(NOTHING_TO_SEE) for reason in self.reasons)
 
 
 class Cells:
-    """The outcomes of a study, by cell; two of one cell are a `DeltuneError`."""
+    """The outcomes of a study, by cell; two of one cell are a `DeltuneError`.
 
-    def __init__(self, outcomes: Sequence[Outcome], metric: MetricChoice, names: Names | None = None) -> None:
+    `count_only` are outcomes whose scores decide nothing; `counted` are the cells with them, for numbers of parameters.
+    """
+
+    def __init__(
+        self,
+        outcomes: Sequence[Outcome],
+        metric: MetricChoice,
+        names: Names | None = None,
+        count_only: Sequence[Outcome] = (),
+    ) -> None:
+        self.count_only = count_only
+        self.counted: Cells = Cells([*outcomes, *count_only], metric, names) if count_only else self
         self.outcomes, self.metric, self.names = list(outcomes), metric, names or {}
         self.axes = list(dict.fromkeys(axis for outcome in outcomes for axis in outcome.cell))
         self.cells: dict[Key, Outcome] = {}
@@ -431,8 +442,13 @@ class Cells:
 
     def excluding(self, exclude: CellSelector) -> Cells:
         """Return the cells without those that have one of the labels."""
-        remaining = [o for o in self.outcomes if not any(o.cell.get(a) in _as_labels(v) for a, v in exclude.items())]
-        return Cells(remaining, self.metric, self.names) if exclude else self
+        if not exclude:
+            return self
+        scored, count_only = (
+            [o for o in outcomes if not any(o.cell.get(a) in _as_labels(v) for a, v in exclude.items())]
+            for outcomes in (self.outcomes, self.count_only)
+        )
+        return Cells(scored, self.metric, self.names, count_only)
 
     def describe(self, cell: Mapping[str, Any]) -> str:
         """Describe a cell or a selection of cells in the study's words."""
@@ -651,7 +667,7 @@ def weighted_effects(
     """
     effects: dict[Key, dict[Hashable, Number]] = {}
     reasons: list[str] = []
-    no_room: list[str] = []
+    nothing: list[str] = []
     for setting, members in cells.strata(selectors):
         try:
             weighted = terms(setting, members)
@@ -663,11 +679,11 @@ def weighted_effects(
             try:
                 of_seeds[seed] = weighted_sum(cells, weighted, measurement, seed)
             except MissingCells as lacking:
-                (no_room if lacking.no_room else reasons).extend(lacking.reasons)
+                (nothing if lacking.nothing_to_see else reasons).extend(lacking.reasons)
         if 2 * len(of_seeds) > len(seeds):
             effects[setting] = of_seeds
     if reasons or not effects:
-        raise MissingCells(reasons or no_room)
+        raise MissingCells(reasons or nothing)
     return effects
 
 

@@ -29,7 +29,7 @@ from .comparisons import (
     is_at_chance,
     with_derived_axes,
 )
-from .floors import Place, Room, find_rooms
+from .floors import FloorCheck, check_floors
 from .selectors import DATA_AXES, Names
 from .statistics import Estimate, holm, holm_levels, paired_estimate
 
@@ -259,7 +259,7 @@ def check_printed(claim: Claim, tables: Sequence[PrintedTable], names: Names | N
         except MissingCells:
             continue
         results = tuple(_printed_result(one, cells) for one in comparisons)
-        deciding = min(results, key=lambda result: (result.agrees, result.agrees and result.closed, _room(result)))
+        deciding = min(results, key=lambda result: (result.agrees, result.agrees and result.closed, _margin(result)))
         return PrintedFinding(claim, all(result.agrees for result in results), deciding, table.name, results)
     return PrintedFinding(claim, None)
 
@@ -289,7 +289,7 @@ def _result_of(compared: Comparison, cells: Cells, **numbers: Any) -> Comparison
     )
 
 
-def _room(result: ComparisonResult) -> float:
+def _margin(result: ComparisonResult) -> float:
     """Return the distance of an effect from the border of its region; negative outside."""
     low, high = result.region
     return min(result.effect - low, high - result.effect)
@@ -319,7 +319,7 @@ class _Test:
     p_adjusted: float | None = None
     level: float = 0.05
     """The level at which Holm's procedure tested the claim."""
-    no_room: str = ""
+    untestable: str = ""
     """Why what was run leaves nothing to compare."""
 
 
@@ -346,10 +346,14 @@ def decide_claims(
     nothing, and a mean over tasks of different metrics is not taken: the claim has to be true by each. `printed` is
     what the paper's tables say of each claim; their effects are those that a larger run is to decide.
     """
-    rooms = find_rooms(outcomes, MetricChoice(metric, lower), names)
-    with_room = [one for one in outcomes if _place(one) not in rooms or rooms[_place(one)].decides]
-    cells = Cells(with_derived_axes(with_room), MetricChoice(metric, lower), names)
-    left_out = "; ".join(room.text for room in rooms.values() if not room.decides)
+    checks = check_floors(outcomes, MetricChoice(metric, lower), names)
+    problems = {pair: check.problem for pair, check in checks.items() if check.problem}
+    count_only, scored = (
+        [one for one in with_derived_axes(outcomes) if (_model_and_task(one) in problems) is fails]
+        for fails in (True, False)
+    )
+    cells = Cells(scored, MetricChoice(metric, lower), names, count_only)
+    left_out = "; ".join(problems.values())
     tests = [_test(claim, cells, left_out) for claim in claims]
     tested = [test for test in tests if test.p is not None]
     p = [test.p for test in tested if test.p is not None]
@@ -357,7 +361,7 @@ def decide_claims(
         test.p_adjusted, test.level = adjusted, level
     theirs = printed or [PrintedFinding(claim, None) for claim in claims]
     return [
-        _finding(test, one, cells, rooms, alpha=alpha, small=small, repetition=repetition)
+        _finding(test, one, cells, checks, alpha=alpha, small=small, repetition=repetition)
         for test, one in zip(tests, theirs, strict=True)
     ]
 
@@ -390,7 +394,7 @@ def _decidable_effect(test: _Test, seeds: int, alpha: float) -> tuple[float, str
     return (smallest, compared.measurement.unit) if math.isfinite(smallest) else None
 
 
-def _place(outcome: Outcome) -> Place:
+def _model_and_task(outcome: Outcome) -> tuple[str, str]:
     return str(outcome.cell.get("model")), str(outcome.cell.get("task"))
 
 
@@ -410,19 +414,19 @@ def _by_metric(compared: Comparison, metrics: str | Mapping[str, str], names: Na
 
 
 def _test(claim: Claim, cells: Cells, left_out: str = "") -> _Test:
-    """Make a claim's comparisons and test them, or say why they cannot be made; `left_out` are tasks without room."""
+    """Make a claim's comparisons and test them, or say why they cannot be made; `left_out` are problems of floors."""
     reasons: list[str] = []
-    no_room = ""
+    untestable = ""
     remaining = cells.excluding(claim.exclude)
     remaining.used.clear()
     try:
         made = claim.form.comparisons(remaining)
     except MissingCells as lacking:
         made, reasons = lacking.comparisons, lacking.reasons
-        if lacking.no_room:
-            no_room = "; ".join(dict.fromkeys(reason.partition(": ")[2].partition(": ")[0] for reason in reasons))
+        if lacking.nothing_to_see:
+            untestable = "; ".join(dict.fromkeys(reason.partition(": ")[2].partition(": ")[0] for reason in reasons))
         elif left_out and not any(reason.startswith(NOT_RUN) for reason in reasons):
-            no_room = left_out
+            untestable = left_out
     counts = tuple(one for one in made if isinstance(one, Exact))
     scored = [one for one in made if isinstance(one, Comparison)]
     comparisons = tuple(one for whole in scored for one in _by_metric(whole, cells.metric.metric, cells.names))
@@ -430,7 +434,7 @@ def _test(claim: Claim, cells: Cells, left_out: str = "") -> _Test:
         where = f" {cells.describe_setting(setting)}" if setting else ""
         reasons = [*reasons, f"one seed{where}: no claim from one seed"]
     if reasons:
-        return _Test(counts=counts, note=str(MissingCells(reasons)), no_room=no_room)
+        return _Test(counts=counts, note=str(MissingCells(reasons)), untestable=untestable)
     if not comparisons:
         return _Test(counts=counts, has_scores=False, note="numbers of parameters, without a test")
     estimates = tuple(_estimate(one) for one in comparisons)
@@ -504,10 +508,10 @@ def _means_without_spread(estimates: Sequence[Estimate]) -> str:
 
 def _not_testable(test: _Test, cells: Cells, capped: float, score: Verdict) -> str:
     """Say why what was run cannot test a claim; empty if it can."""
-    if test.no_room or not test.comparisons:
-        return test.no_room
+    if test.untestable or not test.comparisons:
+        return test.untestable
     measurement = test.comparisons[test.decides].measurement
-    if capped >= CAPPED and measurement.void:
+    if capped >= CAPPED and measurement.only_uncapped:
         return f"the number of training steps decides it: {capped:.0%} of the runs converge at their last validation"
     if capped >= CAPPED and score == "does not hold":
         return f"the runs are too short to speak against it: {capped:.0%} of them are at their best when they end"
@@ -523,8 +527,8 @@ def _mean_score(scores: Sequence[float | None]) -> float | None:
 
 
 def _finding(
-    test: _Test, printed: PrintedFinding, cells: Cells, rooms: Mapping[Place, Room], *, alpha: float, small: bool,
-    repetition: str,
+    test: _Test, printed: PrintedFinding, cells: Cells, checks: Mapping[tuple[str, str], FloorCheck], *, alpha: float,
+    small: bool, repetition: str,
 ) -> Finding:  # fmt: skip
     """Decide at the level at which Holm tested the claim; where it appears false, each comparison has its share."""
     share = test.level if test.appears_true else test.level / max(1, len(test.estimates))
@@ -544,17 +548,16 @@ def _finding(
         verdict = "not testable"
     if verdict == "not testable" and not reason:
         reason = "the number of layers decides the number of parameters"
-    of_score, of_count = scores[test.decides] if scores else None, min(counts, key=_room, default=None)
+    of_score, of_count = scores[test.decides] if scores else None, min(counts, key=_margin, default=None)
     deciding = of_score or of_count
     if scores and score == "holds" and not any(result.is_difference for result in scores):
-        deciding = min(scores, key=_room)
+        deciding = min(scores, key=_margin)
     settings = [dict(setting) for setting in test.comparisons[test.decides].effects] if scores else []
-    places = [
-        room
-        for place in dict.fromkeys(map(_place, test.compared))
-        for room in [rooms.get(place)]
-        if room is not None and deciding is not None and deciding.unit == "points" and any(
-            place == (str(one.get("model", place[0])), str(one.get("task", place[1]))) for one in settings
+    compared_with = [
+        checks[model, task]
+        for model, task in dict.fromkeys(map(_model_and_task, test.compared))
+        if (model, task) in checks and deciding is not None and deciding.unit == "points" and any(
+            (model, task) == (str(one.get("model", model)), str(one.get("task", task))) for one in settings
         )
     ]  # fmt: skip
     has_parts, is_open = test.has_scores and counts, score == "undecided" and verdict != "not testable"
@@ -572,8 +575,8 @@ def _finding(
         at_chance=sum(map(is_at_chance, test.compared)),
         n_runs=sum(map(can_be_at_chance, test.compared)),
         reason=reason if verdict == "not testable" else "",
-        floor=_mean_score([room.floor for room in places]),
-        full=_mean_score([room.full for room in places]),
+        floor=_mean_score([check.floor for check in compared_with]),
+        full=_mean_score([check.full for check in compared_with]),
         capped=capped,
     )
 

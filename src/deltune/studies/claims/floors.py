@@ -1,4 +1,4 @@
-"""The room of a task: how far full tuning lies above what little or no tuning reaches."""
+"""Floors: what little or no tuning reaches on a task, which full tuning must beat for the task to decide a claim."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ from ..jobs.job import Outcome
 from .comparisons import SCORE, MetricChoice, Number, is_at_chance
 from .selectors import FLOOR, SEED, Names, describe_cell
 from .statistics import paired_estimate
-
-Place = tuple[str, str]
-"""A model and a task."""
 
 FLOORS = {"untuned": "the untuned model", "head": "the head alone", "probe": "a linear probe"}
 """Label on the axis of floors -> its words; a method of this name is a floor too."""
@@ -33,52 +30,58 @@ def floor_outcomes(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 
 @dataclass(frozen=True)
-class Room:
-    """What full tuning and the best floor reach on one model and task, in points; None for what was not run.
+class FloorCheck:
+    """What full tuning and the best floor reach with one model on one task, in points; None for what was not run.
 
-    `decides` is False if full tuning does not beat the floor by its interval of 95 %, or is no better than chance most
-    of the time; `text` says so.
+    `problem` says that full tuning does not beat the floor by its interval of 95 %, or is no better than chance most of
+    the time: the task then decides nothing with this model. Where the floor was not run, nothing speaks against it.
     """
 
-    place: Place
-    floor_name: str
     floor: float | None
     full: float | None
-    decides: bool
-    text: str
+    problem: str
 
 
-def find_rooms(outcomes: Sequence[Outcome], choice: MetricChoice, names: Names | None = None) -> dict[Place, Room]:
-    """Return the room of every model and task that outcomes have."""
-    scores: dict[Place, dict[str, dict[object, float]]] = {}
-    guesses: dict[Place, list[bool]] = {}
+def check_floors(
+    outcomes: Sequence[Outcome], choice: MetricChoice, names: Names | None = None
+) -> dict[tuple[str, str], FloorCheck]:
+    """Return for every model and task of the outcomes whether full tuning beats the floor."""
+    scores: dict[tuple[str, str], dict[str, dict[object, float]]] = {}
+    guesses: dict[tuple[str, str], list[bool]] = {}
+    signs: dict[tuple[str, str], float] = {}
     for outcome in floor_outcomes(outcomes):
         cell, row = outcome.cell, outcome.cell[FLOOR]
         (number,) = SCORE.read([outcome], choice)
-        place = str(cell["model"]), str(cell["task"])
+        pair = str(cell["model"]), str(cell["task"])
+        signs[pair] = choice.sign(choice.metric_name(outcome))
         if outcome.error is None and isinstance(number, Number):
-            scores.setdefault(place, {}).setdefault(row, {})[cell[SEED]] = number.value
+            scores.setdefault(pair, {}).setdefault(row, {})[cell[SEED]] = number.value
             if row == "full":
-                guesses.setdefault(place, []).append(is_at_chance(outcome))
-    return {place: _room(place, rows, guesses.get(place, []), names) for place, rows in scores.items()}
+                guesses.setdefault(pair, []).append(is_at_chance(outcome))
+    return {
+        (model, task): _check(
+            rows,
+            guesses.get((model, task), []),
+            signs[model, task],
+            describe_cell({"model": model, "task": task}, names),
+        )
+        for (model, task), rows in scores.items()
+    }
 
 
-def _room(
-    place: Place, rows: dict[str, dict[object, float]], guesses: Sequence[bool], names: Names | None
-) -> Room:  # fmt: skip
+def _check(rows: dict[str, dict[object, float]], guesses: Sequence[bool], sign: float, where: str) -> FloorCheck:
     means = {row: float(np.mean(list(of_seeds.values()))) for row, of_seeds in rows.items()}
-    sign = -1.0 if any(mean < 0 for mean in means.values()) else 1.0
     floor_name = max((row for row in means if row in FLOORS), key=lambda row: means[row], default="")
     floor, full = means.get(floor_name), means.get("full")
-    where = describe_cell({"model": place[0], "task": place[1]}, names)
-    text = ""
-    if 2 * sum(guesses) > len(guesses):
-        text = f"{where} full tuning is no better than chance"
-    elif floor is not None and full is not None and len(rows["full"]) > 1:
-        lead = paired_estimate(
-            [np.array([score - rows[floor_name].get(seed, floor) for seed, score in rows["full"].items()])]
-        )
-        if (lead.parts and lead.interval()[0] <= 0) or full <= floor:
-            text = f"{where} full tuning ({full:.1f}) does not beat {FLOORS[floor_name]} ({floor:.1f}) by its interval"
     shown = [None if mean is None else sign * mean for mean in (floor, full)]
-    return Room(place, FLOORS.get(floor_name, ""), shown[0], shown[1], not text, text)
+    problem = ""
+    if 2 * sum(guesses) > len(guesses):
+        problem = f"{where} full tuning is no better than chance"
+    elif floor is not None and full is not None:
+        leads = np.array([score - rows[floor_name].get(seed, floor) for seed, score in rows["full"].items()])
+        lead = paired_estimate([leads]) if len(leads) > 1 else None
+        is_unsure = lead is not None and bool(lead.parts) and lead.interval()[0] <= 0
+        if full <= floor or is_unsure:
+            scores = f"({sign * full:.1f}) does not beat {FLOORS[floor_name]} ({sign * floor:.1f})"
+            problem = f"{where} full tuning {scores}{' by its interval' if full > floor else ''}"
+    return FloorCheck(shown[0], shown[1], problem)

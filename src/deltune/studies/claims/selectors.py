@@ -30,7 +30,7 @@ DATA_AXES = ("task", "target")
 
 SEED = "seed"
 FLOOR = "floor"
-"""The axis of cells that only say what little tuning reaches, and all of it: no part of what a study compares."""
+"""The axis of a study's floors and of full tuning beside them. Its cells are not among those that a study compares."""
 Key = tuple[tuple[str, Hashable], ...]
 """Labels on some axes, in the order of the axes."""
 
