@@ -17,6 +17,8 @@ from typing import Any, BinaryIO
 from .errors import DeltuneError, StorageError, error_summary, excerpt
 
 FULL_DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+STORAGE_ERRNOS = (*FULL_DISK_ERRNOS, errno.EACCES, errno.EROFS, errno.EIO, errno.ESTALE)
+"""Errors by which a file system refuses, whatever the file is."""
 FULL_DISK_PHRASES = ("no space", "file too large", "is full")
 """Phrases by which errors without a number, from safetensors and SQLite, say that the disk is full."""
 
@@ -38,13 +40,27 @@ def write_error(where: str | Path, error: Exception, whole: str = "what is there
 
 @contextlib.contextmanager
 def explain_write_errors(where: str | Path) -> Iterator[None]:
-    """Turn an error of the file system inside the context, such as a full disk, into a `DeltuneError`."""
+    """Turn an error of the file system inside the context, such as a full disk, into a `StorageError`.
+
+    Other errors of the system, such as a program or a server that is missing, stay what they are.
+    """
     try:
         yield
-    except (ConnectionError, TimeoutError):  # raised by an experiment tracker, not by the disk
-        raise
     except OSError as error:
-        raise write_error(where, error) from error
+        if error.errno in STORAGE_ERRNOS or _is_about(error, Path(where)):
+            raise write_error(where, error) from error
+        raise
+
+
+def _is_about(error: OSError, where: Path) -> bool:
+    """Return whether an error names `where`, what is inside it or above it, or a temporary sibling of it."""
+    where = Path(os.path.abspath(where))
+    names = [name for name in (error.filename, error.filename2) if isinstance(name, str | os.PathLike)]
+    for path in map(Path, map(os.path.abspath, names)):
+        is_sibling = path.parent == where.parent and path.name.startswith(_sibling_prefix(where))
+        if path == where or where in path.parents or path in where.parents or is_sibling:
+            return True
+    return False
 
 
 # -- paths

@@ -16,7 +16,7 @@ import pytest
 
 import tiny
 from deltune.errors import DeltuneError, DivergedError, StorageError
-from deltune.files import write_error
+from deltune.files import explain_write_errors, write_error
 from deltune.studies.jobs.job import RUNNERS, Job, Outcome
 from deltune.studies.jobs.pool import JobResult, LocalPool, Scheduler, execute_safely
 from deltune.studies.jobs.store import JobRecord, ResultStore
@@ -183,6 +183,18 @@ def test_what_the_file_system_refuses_is_no_failure_of_the_work(
             patch.setitem(RUNNERS, "double", full)
             drive(of(1, 2), file)
         assert not file.records() and drive(of(1, 2), file).done == 2
+
+
+def test_a_program_that_is_missing_fails_its_job_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_java(values: Mapping[str, Any], runs: Path, parts: ModelCache) -> dict[str, Any]:
+        with explain_write_errors(runs / "one"):
+            raise FileNotFoundError(2, "No such file or directory", "java" if values["x"] == 1 else str(runs / "two"))
+
+    monkeypatch.setitem(RUNNERS, "double", with_java)
+    with ResultStore(tmp_path / "r.jsonl") as file:
+        assert len(drive(of(1), file).failed) == 1
+        with pytest.raises(StorageError, match="two"):
+            drive(of(1, 2), file)
 
 
 def test_a_finished_work_cannot_be_claimed(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deltune.errors import DeltuneError
+from deltune.errors import DeltuneError, StorageError
 from deltune.files import explain_write_errors, write_text
 from deltune.train import run_folder as runs
 from deltune.train.config import RunConfig
@@ -91,6 +91,22 @@ def test_a_failed_write_leaves_the_old_file(fails: str, tmp_path: Path, monkeypa
 def test_a_refused_write_gives_the_reason_of_the_system(tmp_path: Path) -> None:
     with pytest.raises(DeltuneError, match="forbidden"), explain_write_errors(tmp_path):
         raise PermissionError(13, "forbidden")
+
+
+@pytest.mark.parametrize(
+    ("filename", "is_storage"),
+    [
+        ("run", True), ("run/delta", True), (".", True), (".run-1", True), ("java", False), ("other/delta", False),
+        (None, False),
+    ],
+)  # fmt: skip
+def test_a_missing_file_is_an_error_of_storage_only_where_the_folder_is(
+    filename: str | None, is_storage: bool, tmp_path: Path
+) -> None:
+    error = FileNotFoundError(2, "No such file", *([] if filename is None else [str(tmp_path / filename)]))
+    expected = StorageError if is_storage else FileNotFoundError
+    with pytest.raises(expected), explain_write_errors(tmp_path / "run"):
+        raise error
 
 
 def test_leftovers_of_interrupted_writes_are_removed(run: RunFolder) -> None:

@@ -25,6 +25,7 @@ from typing import Any, cast
 import torch
 
 from ...errors import BusyError, DeltuneError, DivergedError, StorageError, check_extra, error_summary
+from ...files import explain_write_errors
 from ...train import ModelCache, ProgressDisplay, RunFolder, latest_checkpoint, read_progress
 from .job import Job, ResultValues, config_of, execute, run_folder, topological_order
 from .store import REQUIREMENT_FAILED, ErrorKind, JobRecord, ResultStore
@@ -84,7 +85,9 @@ def execute_safely(job: Job, runs: Path, model_cache: ModelCache) -> JobResult:
     for attempt in range(BUSY_RETRIES + 1):
         try:
             start = begun - seconds_before(job, runs)
-            return JobResult(job, execute(job, runs, model_cache), None, round(time.monotonic() - start, 3))
+            with explain_write_errors(runs):
+                value = execute(job, runs, model_cache)
+            return JobResult(job, value, None, round(time.monotonic() - start, 3))
         except BusyError as error:  # a worker whose scheduler was killed may still be at it for a moment
             if attempt == BUSY_RETRIES:
                 return JobResult(job, None, str(error), busy=True, error_kind="error")
