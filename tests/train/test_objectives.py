@@ -230,6 +230,28 @@ def test_losses_are_those_of_peft(objective: str, tuned_before: bool, root: Path
     assert sum(p.numel() for p in model.parameters()) == weights + (trained if copy else 0), "no second base"
 
 
+@pytest.mark.parametrize("reference", ["base", "start"])
+def test_the_reference_of_drawn_answers_has_no_dropout(reference: objectives.Reference) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **tiny.FAMILIES["gpt2"], vocab_size=99))
+    deltune.attach(model, "lora(rank=2, dropout=0.5)")
+    objectives._keep_copy(model)
+    model.train()
+    model.lm_head.eval()
+    passes = objectives._ReferencePass(model, reference)
+    ids = torch.arange(8)[None]
+    modes = [module.training for module in model.modules()]
+    assert torch.equal(passes(input_ids=ids).logits, passes(input_ids=ids).logits)
+    assert [module.training for module in model.modules()] == modes
+    assert not torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "others"), [(4, 2, [1, 0, 3, 2]), (5, 2, [1, 0, 3, 2, 3]), (5, 4, [3, 0, 1, 2, 3]), (1, 2, [0])]
+)
+def test_no_prompt_of_kto_has_its_own_answer_as_the_other(rows: int, size: int, others: list[int]) -> None:
+    assert objectives._other_answers([[i] for i in range(rows)], size) == [[i] for i in others]
+
+
 def test_a_fresh_prefix_is_not_the_base(root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "deltune")
     train(config(root, "dpo", method="prefix(length=2)", steps=1), tmp_path / "run", progress=False)

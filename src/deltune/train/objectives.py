@@ -27,6 +27,7 @@ from transformers import TrainingArguments
 
 from ..errors import DeltuneError, check_extra, error_from_problems, error_summary
 from ..runtime.attach import load, tuned
+from ..runtime.padding import eval_mode
 from ..templates import chat_prompt, end_tokens, tokenize_prompts
 from . import distributed
 from .config import RunConfig
@@ -154,7 +155,7 @@ def _keep_copy(model: PreTrainedModel) -> None:
 
 
 class _ReferencePass(torch.nn.Module):
-    """A model's passes with the delta of the reference, or without any."""
+    """A model's passes with the delta of the reference, or without any, and without dropout."""
 
     def __init__(self, model: PreTrainedModel, reference: Reference) -> None:
         super().__init__()
@@ -162,10 +163,11 @@ class _ReferencePass(torch.nn.Module):
         self.reference = reference
 
     def forward(self, input_ids: torch.Tensor, **inputs: Any) -> Any:
-        handle = tuned(self.policy())
+        policy = self.policy()
+        handle = tuned(policy)
         scope = handle.disable() if self.reference == "base" else handle.rows([REFERENCE] * len(input_ids))
-        with torch.no_grad(), scope:
-            return self.policy()(input_ids=input_ids, **inputs)
+        with torch.no_grad(), eval_mode(policy), scope:
+            return policy(input_ids=input_ids, **inputs)
 
 
 # -- in a run
@@ -260,12 +262,10 @@ def objective_line(state: RunState) -> str:
 def _begins_elsewhere(state: RunState) -> bool:
     """Return whether the delta changes the model before it is trained; one pass shows it."""
     ids = torch.tensor([state.encoded["train"][0]["input_ids"]], device=state.model.device)
-    was_training = state.model.training
-    state.model.eval()
-    with_delta = state.model(input_ids=ids).logits
-    with state.tuned.disable():
-        without = state.model(input_ids=ids).logits
-    state.model.train(was_training)
+    with eval_mode(state.model):
+        with_delta = state.model(input_ids=ids).logits
+        with state.tuned.disable():
+            without = state.model(input_ids=ids).logits
     return not torch.allclose(with_delta, without, atol=1e-4)
 
 
@@ -370,9 +370,7 @@ def _dataset(state: RunState, split: str, arguments: TrainingArguments) -> datas
     elif kind == "kto":
         # the completions of a batch are exchanged among its prompts, so its rows must not be the answers to one prompt
         random.Random(state.config.runtime.seed).shuffle(answers)
-        size = arguments.per_device_train_batch_size
-        batches = [answers[i : i + size] for i in range(0, len(answers), size)]
-        others = [batch[i - 1][1] for batch in batches for i in range(len(batch))]
+        others = _other_answers([a for _, a, _ in answers], arguments.per_device_train_batch_size)
         result = [
             {"prompt_ids": p, "completion_ids": a, "label": row["desirable"], "KL_completion_ids": other}
             for (p, a, row), other in zip(answers, others, strict=True)
@@ -383,6 +381,13 @@ def _dataset(state: RunState, split: str, arguments: TrainingArguments) -> datas
             {**texts, "prompt_ids": p, "chosen_ids": a, "rejected_ids": row["rejected_ids"]} for p, a, row in answers
         ]
     return datasets.Dataset.from_list(result)
+
+
+def _other_answers(answers: Sequence[list[int]], size: int) -> list[list[int]]:
+    """Return for each answer the one before it in its batch; a batch of one row takes the answer before it."""
+    batches = [answers[i : i + size] for i in range(0, len(answers), size)]
+    others = [batch[i - 1] for batch in batches for i in range(len(batch))]
+    return [*others[:-1], answers[-2]] if len(answers) > 1 and len(batches[-1]) == 1 else others
 
 
 def _prompt(text: str) -> dict[str, Any]:
