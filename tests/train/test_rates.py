@@ -308,7 +308,7 @@ def test_only_the_main_process_reads_what_was_tried(tmp_path: Path, monkeypatch:
     plan = plan_search(config, 400, 1300, 13)
     search_rate(config, plan, "", RunFolder(tmp_path), lambda one, part: 1.0)
     tried = RunFolder(tmp_path).rate_search
-    monkeypatch.setattr(rates.distributed, "broadcast_from_main", lambda work: tried)
+    monkeypatch.setattr(rates.sharding, "broadcast_from_main", lambda work: tried)
     (tmp_path / "elsewhere").mkdir()
     assert search_rate(config, plan, "", RunFolder(tmp_path / "elsewhere"), _diverge).optim.lr == plan.rates[2]
 

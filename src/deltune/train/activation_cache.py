@@ -29,9 +29,9 @@ from ..anatomy.quantization import quantization_of
 from ..compat import NAME_SETTINGS
 from ..errors import DeltuneError
 from ..files import CACHE_VARIABLE, cache_folder
+from ..runtime import sharding
 from ..runtime.attach import tuned
 from ..runtime.padding import eval_mode, padding_side
-from . import distributed
 from .frozen_layers import FrozenLayers
 from .tasks import token_cache
 from .tasks.base import InferenceContext, autocast
@@ -132,7 +132,7 @@ def with_cached_activations(
         token_cache.evict_old_files(folder, ".safetensors", [file.path for file in files.values()], max_gib * 2**30)
         return None
 
-    if (problem := distributed.broadcast_from_main(write_missing)) is not None:
+    if (problem := sharding.broadcast_from_main(write_missing)) is not None:
         return _uncached(encoded, problem)
     cached = {split: file.attach_to(encoded[split]) for split, file in files.items()}
     readable = {split: rows for split, rows in cached.items() if rows is not None}

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from ..errors import DeltuneError, error_from_problems, error_summary
 from ..files import atomic_folder, file_sha256, read_json_object, write_error, write_json, write_text
-from . import distributed
+from ..runtime import sharding
 
 TENSORS_FILE, PROGRESS_FILE, STATE_FILE = "tensors.safetensors", "facts.json", "trainer_state.json"
 CHECKSUMS_FILE = "SHA256SUMS"
@@ -52,15 +52,15 @@ def save_checkpoint(
     All processes must call this function, with their own random states and their shards of tensors; rank 0 writes.
     """
     optimizer_state = optimizer.state_dict()
-    tensors: dict[str, torch.Tensor] = {f"trained.{name}": distributed.whole(p) for name, p in trained.items()}
+    tensors: dict[str, torch.Tensor] = {f"trained.{name}": sharding.whole(p) for name, p in trained.items()}
     scalars: dict[str, dict[str, Any]] = {}
     for index, values in optimizer_state["state"].items():
         for name, value in _flat(values):
             if isinstance(value, torch.Tensor):
-                tensors[f"optimizer.{index}.{name}"] = distributed.whole(value)
+                tensors[f"optimizer.{index}.{name}"] = sharding.whole(value)
             else:
                 scalars.setdefault(str(index), {})[name] = value
-    random_states = distributed.all_gather_objects(_random_state())
+    random_states = sharding.all_gather_objects(_random_state())
     for rank, (random_tensors, _) in enumerate(random_states):
         tensors |= {f"rng.{rank}.{name}": value for name, value in random_tensors.items()}
     progress = progress | {
@@ -68,7 +68,7 @@ def save_checkpoint(
         "scheduler": scheduler.state_dict(),
         "rng": [values for _, values in random_states],
     }
-    return distributed.broadcast_from_main(lambda: _write(folder, step, tensors, progress, save_state))
+    return sharding.broadcast_from_main(lambda: _write(folder, step, tensors, progress, save_state))
 
 
 def _write(
@@ -156,7 +156,7 @@ def restore_optimizer(checkpoint: Path, optimizer: Any, scheduler: Any) -> None:
     states: dict[int, dict[str, Any]] = {int(k): dict(v) for k, v in progress["optimizer"]["scalars"].items()}
     for key, value in _read_tensors(checkpoint, "optimizer.").items():
         index, name = key.split(".", 1)
-        states.setdefault(int(index), {})[name] = distributed.shard_like(value, parameters[int(index)])
+        states.setdefault(int(index), {})[name] = sharding.shard_like(value, parameters[int(index)])
     states = {index: _nested(values) for index, values in states.items()}
     optimizer.load_state_dict({"state": states, "param_groups": progress["optimizer"]["groups"]})
     scheduler.load_state_dict(progress["scheduler"])
@@ -188,7 +188,7 @@ def restore_random(checkpoint: Path) -> None:
 
     A rank that did not exist when the checkpoint was written keeps the state that it was seeded with.
     """
-    rank, random_states = distributed.rank(), read_progress(checkpoint)["rng"]
+    rank, random_states = sharding.rank(), read_progress(checkpoint)["rng"]
     if rank < len(random_states):
         _set_random_state(random_states[rank], _read_tensors(checkpoint, f"rng.{rank}."))
 

@@ -19,14 +19,7 @@ from transformers import set_seed
 
 from ..errors import DeltuneError
 from ..runtime.handle import Tuned
-from ..runtime.sharding import all_gather_objects as all_gather_objects
-from ..runtime.sharding import broadcast_from_main as broadcast_from_main
-from ..runtime.sharding import is_distributed as is_distributed
-from ..runtime.sharding import is_sharded as is_sharded
-from ..runtime.sharding import rank as rank
-from ..runtime.sharding import run_on_all as run_on_all
-from ..runtime.sharding import shard_like as shard_like
-from ..runtime.sharding import whole as whole
+from ..runtime.sharding import is_distributed, rank
 
 
 def init_processes(device: torch.device) -> None:

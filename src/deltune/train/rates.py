@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import DeltuneError, DivergedError
 from ..methods.registry import default_learning_rate
-from . import distributed
+from ..runtime import sharding
 from .config import RunConfig
 from .data.loading import TaskData
 from .presets import AUTO, DEFAULT
@@ -168,7 +168,7 @@ def search_rate(config: RunConfig, plan: SearchPlan, data: str, run: RunFolder, 
     record = RateSearch(
         config=config.name, data=data, steps=plan.steps, rows=plan.part.rows, held_out=plan.part.held_out
     )
-    before = distributed.broadcast_from_main(lambda: run.rate_search)
+    before = sharding.broadcast_from_main(lambda: run.rate_search)
     if before is not None and before.model_copy(update={"tries": [], "lr": None}) == record:
         record = before
     logger.info(

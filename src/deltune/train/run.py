@@ -19,6 +19,7 @@ from ..errors import DeltuneError, check_booleans, counted, unknown_name
 from ..files import explain_write_errors
 from ..methods.registry import parse
 from ..models import HEADS_WITH_LABELS, align_padding_token, fresh_tensors, load_model
+from ..runtime import sharding
 from ..runtime.attach import attach, check_base_of_delta, load
 from ..runtime.handle import Tuned
 from ..runtime.linear import LinearBackend, optimize_linear
@@ -139,15 +140,15 @@ def train(
     distributed.init_processes(device)
     run = RunFolder(output, writer=distributed.is_main())
     shared = cache or ModelCache()
-    finished = distributed.broadcast_from_main(lambda: _finished_metrics(config, run, resume, shared))
+    finished = sharding.broadcast_from_main(lambda: _finished_metrics(config, run, resume, shared))
     if finished is not None:
         logger.info("%s is finished; nothing to do", run.folder)
         if report and not run.report_file.exists():  # the run was interrupted while it wrote the page
-            distributed.broadcast_from_main(lambda: _write_missing_report(run))
+            sharding.broadcast_from_main(lambda: _write_missing_report(run))
         return finished
     with contextlib.ExitStack() as stack:
         stack.enter_context(explain_write_errors(run.folder))
-        distributed.broadcast_from_main(lambda: stack.enter_context(run.locked()))
+        sharding.broadcast_from_main(lambda: stack.enter_context(run.locked()))
         if config.is_series:
             if not resume:
                 run.clear()
@@ -172,7 +173,7 @@ def train(
                 shared.drop()
                 raise
         if report:
-            distributed.broadcast_from_main(lambda: str(write_report(run)))
+            sharding.broadcast_from_main(lambda: str(write_report(run)))
         return metrics
 
 
@@ -211,13 +212,13 @@ def _train(
     """Train a single run in its locked folder."""
     check_objective(config, reward, sharded)
     if resume:
-        config = distributed.broadcast_from_main(lambda: config.with_rate_of(run.config) if run.exists else config)
-    state = distributed.run_on_all(lambda: _prepare(config, run, device, sharded, cache))
+        config = sharding.broadcast_from_main(lambda: config.with_rate_of(run.config) if run.exists else config)
+    state = sharding.run_on_all(lambda: _prepare(config, run, device, sharded, cache))
     if config.optim.lr == AUTO:
         config, resume = _search_rate(state, resume, device, sharded, cache), True
-        state = distributed.run_on_all(lambda: _prepare(config, run, device, sharded, cache))
+        state = sharding.run_on_all(lambda: _prepare(config, run, device, sharded, cache))
     arguments = _training_arguments(state, device)
-    checkpoint = distributed.broadcast_from_main(lambda: _resumable_checkpoint(run)) if resume else None
+    checkpoint = sharding.broadcast_from_main(lambda: _resumable_checkpoint(run)) if resume else None
     with (
         ProgressDisplay(progress and distributed.is_main()) as bar,
         _linear_optimized(state, device) as linear_backend,
@@ -235,7 +236,7 @@ def _train(
             "data": state.data.summary,
             **({} if reward is None else {"reward": f"{inspect.getsourcefile(reward)}:{reward.__name__}"}),
         }
-        distributed.broadcast_from_main(lambda: run.begin(state.config, collect_environment(facts)))
+        sharding.broadcast_from_main(lambda: run.begin(state.config, collect_environment(facts)))
         if checkpoint is None:
             run.truncate_log(-1)
             _log_start(state)
@@ -252,12 +253,12 @@ def _search_rate(state: RunState, resume: bool, device: torch.device, sharded: s
     _detach(state)
     if not resume:
         run.clear()
-    distributed.broadcast_from_main(lambda: run.write_config(config))
+    sharding.broadcast_from_main(lambda: run.write_config(config))
 
     def loss_of(one: RunConfig, part: Slice) -> float:
         with tempfile.TemporaryDirectory() as folder:
             trial = RunFolder(folder)
-            attempt = distributed.run_on_all(lambda: _prepare(one, trial, device, sharded, cache, part))
+            attempt = sharding.run_on_all(lambda: _prepare(one, trial, device, sharded, cache, part))
             arguments = _training_arguments(attempt, device, validates=False)
             try:
                 with (
@@ -290,7 +291,7 @@ def _linear_optimized(state: RunState, device: torch.device) -> Iterator[LinearB
 
 def _detach(state: RunState) -> None:
     """Leave the model of the cache as it was before a method was attached."""
-    if not distributed.is_sharded(state.model):  # a sharded one was never the cache's
+    if not sharding.is_sharded(state.model):  # a sharded one was never the cache's
         state.tuned.detach()
 
 
@@ -398,7 +399,7 @@ def _begin_with_probe(state: RunState, device: torch.device) -> None:
         problem = "it is for labels of single texts and of words"
     elif state.kind.head == "classification" and state.tuned.delta().pooling == "model":
         problem = "its head reads the class's own pooler: give --pooling mean, if this class has a pooler"
-    elif distributed.is_sharded(state.model):
+    elif sharding.is_sharded(state.model):
         problem = "the model is sharded"
     else:
         state.model.to(device)  # type: ignore[arg-type]
@@ -504,7 +505,7 @@ def _training_arguments(state: RunState, device: torch.device, validates: bool =
             f"activation_checkpointing=on: {type(state.model).__name__} of transformers cannot compute its layers "
             "again; leave it off, and give a smaller device_batch_size"
         )
-    if optim.optimizer != "adamw" and distributed.is_sharded(state.model):
+    if optim.optimizer != "adamw" and sharding.is_sharded(state.model):
         raise DeltuneError(f"optimizer={optim.optimizer} takes no shards: give optimizer=adamw, or sharding=none")
     objective = state.config.objective.kind
     kind, options = (
@@ -557,7 +558,7 @@ def _frozen_layers_cached(state: RunState, device: torch.device, bar: ProgressDi
     if state.frozen_layers is None:
         yield
         return
-    if distributed.is_sharded(state.model):
+    if sharding.is_sharded(state.model):
         logger.info("the frozen layers run in every pass, because sharding=fsdp distributes them")
     else:
         state.model.to(device)  # type: ignore[arg-type]
@@ -696,7 +697,7 @@ def _finish(state: RunState, bar: ProgressDisplay) -> RunMetrics:
     """Score the best delta as it is on the disk, on the splits it has not answered yet, and write the metrics."""
     seconds, cpu_seconds = state.seconds, state.cpu_seconds
     count = state.tuned.count().as_dict()
-    sharded, device = distributed.is_sharded(state.model), state.model.device
+    sharded, device = sharding.is_sharded(state.model), state.model.device
     if sharded:
         seed, setup = state.config.runtime.seed, TaskSetup(state.data, state.kind, state.metrics)
         model = _base_model(state.config.model, setup, state.tokenizer, seed, ModelCache())

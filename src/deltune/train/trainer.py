@@ -27,6 +27,7 @@ from ..errors import DIVERGED, DeltuneError, DivergedError
 from ..files import file_sha256
 from ..methods.registry import default_learning_rate
 from ..models import LANGUAGE_MODEL_HEADS
+from ..runtime import sharding
 from ..runtime.causal_loss import causal_loss
 from ..runtime.handle import Tuned
 from ..runtime.padding import eval_mode
@@ -191,7 +192,7 @@ class RunState:
         if self.measure is not None:
             return EvalResult(self.measure(split), {}, {}, [], [], [])
         result = score_split(self.kind, context, self.encoded[split], self.columns[split], self.metrics, options)
-        metrics = distributed.broadcast_from_main(lambda: result.metrics)  # rounding must not split the processes
+        metrics = sharding.broadcast_from_main(lambda: result.metrics)  # rounding must not split the processes
         result = replace(result, metrics=metrics)
         if not math.isfinite(result.metrics["loss"]):
             raise diverged_error(self, f"the {split} loss is {result.metrics['loss']}")
@@ -221,7 +222,7 @@ class RunState:
             "metrics": result.metrics, "signatures": result.signatures, "omitted": result.omitted,
             "intervals": result.intervals(),
         }  # fmt: skip
-        return {**facts, "sha256": distributed.broadcast_from_main(write)}
+        return {**facts, "sha256": sharding.broadcast_from_main(write)}
 
     @torch.no_grad()
     def answers(self, split: str) -> Iterator[dict[str, str]]:
@@ -229,7 +230,7 @@ class RunState:
 
         Nothing is drawn in several processes, of which one alone writes, and without the layers that are cached.
         """
-        if self.kind is not CHAT or distributed.is_distributed() or self.frozen_layers is not None:
+        if self.kind is not CHAT or sharding.is_distributed() or self.frozen_layers is not None:
             return
         rows = {row["text_index"]: row for row in self.encoded[split].rows[: 2 * SHOWN_ANSWERS]}
         for i in range(SHOWN_ANSWERS):
@@ -257,15 +258,15 @@ class RunState:
             whole = file.is_file() and file_sha256(file) == answered["sha256"]
             return bool(whole and answered["delta"] == read_metadata(self.run.delta).sha256)
 
-        return {"validation": answered} if distributed.broadcast_from_main(fits) else {}
+        return {"validation": answered} if sharding.broadcast_from_main(fits) else {}
 
     def save_delta(self) -> str:
         """Save the delta as it is, and return the digest of its numbers."""
-        if distributed.is_sharded(self.model):
+        if sharding.is_sharded(self.model):
             self.tuned.save(self.run.delta)  # every process gathers, and the first one writes
         elif distributed.is_main():
             self.tuned.save(self.run.delta)
-        return distributed.broadcast_from_main(lambda: read_metadata(self.run.delta).sha256)
+        return sharding.broadcast_from_main(lambda: read_metadata(self.run.delta).sha256)
 
     def save_if_best(self, result: EvalResult, epoch: float, step: int) -> bool:
         """Save the delta and its predictions if this validation is the best so far; return whether it is."""
@@ -395,9 +396,9 @@ class DeltaTrainer(DeltaCheckpoints):
         # whether a model divides by the number of items that it is given can only be told by trying (BERT's
         # classifiers take it and do not), so none is given one: compute_loss weighs the means
         self.model_accepts_loss_kwargs, self.loss_is_scaled_for_ga = False, True
-        if distributed.is_sharded(state.model):  # placed and averaged already: no DDP around it
+        if sharding.is_sharded(state.model):  # placed and averaged already: no DDP around it
             self.is_distributed_loading_by_transformers = True
-        elif distributed.is_distributed():
+        elif sharding.is_distributed():
             self.accelerator.ddp_handler.find_unused_parameters = self._some_unused()
 
     def _some_unused(self) -> bool:
