@@ -11,7 +11,16 @@ import torch
 import tiny
 from deltune.errors import DeltuneError
 from deltune.models import load_model
-from deltune.studies.jobs.job import Roots, execute, probe_job, run_job, term_change_job, timing_job, transfer_job
+from deltune.studies.jobs.job import (
+    Roots,
+    execute,
+    probe_job,
+    run_job,
+    term_change_job,
+    timing_job,
+    transfer_job,
+    untuned_job,
+)
 from deltune.studies.jobs.pool import job_progress
 from deltune.studies.jobs.timing import time_methods
 from deltune.train.data import loading as reading
@@ -81,6 +90,15 @@ def test_probe(root: Path, tmp_path: Path) -> None:
     job = probe_job(run_job(spec).spec)
     assert execute(job, tmp_path, ModelCache())["scores"] == probe_model(spec).test
     assert not job.requires and not list(tmp_path.iterdir())
+
+
+def test_untuned(root: Path, tmp_path: Path) -> None:
+    """The other floor: the model as it is, which scores as a run whose delta still is at its start."""
+    words = {"answer": "words", "model": str(tiny.model(root / "gpt2", "gpt2")), "words": "fruit=fig,tool=saw,beast=mole", "target_length": 4}
+    spec = tiny.spec(root, method="lora(rank=1)", lr=1e-12, steps=1, **words)
+    scores = execute(untuned_job(run_job(spec).spec), tmp_path, ModelCache())["scores"]
+    assert not list(tmp_path.iterdir())
+    assert scores == pytest.approx(execute(run_job(spec), tmp_path, ModelCache())["scores"], abs=1e-5)
 
 
 def test_terms(root: Path, tmp_path: Path) -> None:

@@ -35,7 +35,6 @@ from deltune.studies.report.figure_spec import TableSpec
 from deltune.studies.report.page import build_section, power_lines
 from deltune.studies.scales import (
     LEARNING_RATES,
-    UNTUNED,
     StudySetup,
     choose_rates,
     cross_product,
@@ -80,9 +79,6 @@ def built(name: str, scale: str, place: StudySetup) -> Study:
 # -- made-up results
 
 
-FLOOR_METHODS = ("head", UNTUNED["method"])
-
-
 def result(job: Job) -> dict[str, Any]:
     """What a work of each kind would answer."""
     chance = random.Random(job.name)
@@ -106,7 +102,7 @@ def result(job: Job) -> dict[str, Any]:
         return {"changes": changes, "seconds": 0.0}
     task = job.spec.get("other", run)["task"]
     drawn = re.search(r"parameters=(\d+)", run["method"])
-    value = (0.5 if job.kind == "probe" or run["method"] in FLOOR_METHODS else 0.8) + 0.03 * chance.random()
+    value = (0.5 if job.kind in ("probe", "untuned") or run["method"] == "head" else 0.8) + 0.03 * chance.random()
     if drawn and job.kind == "run":
         value = 0.5 + 0.4 / (1 + math.exp(-2.5 * (math.log10(int(drawn[1])) - 2.5)))
     scores = {

@@ -13,7 +13,7 @@ from ..methods.registry import parse
 from ..methods.spec import MaskedMethod, Method, NamedMethod
 from ..train import TASKS, Best, finalists
 from .claims.selectors import FLOOR
-from .jobs.job import Cell, Roots, probe_job
+from .jobs.job import Cell, Roots, probe_job, untuned_job
 from .jobs.store import JobRecord
 from .study import SEED_PLACEHOLDER, CellPlan, PlannedCell, Records, Sweep, labels_without_seed, plan_sweep
 
@@ -319,26 +319,26 @@ def method_variants(methods: Mapping[str, str], axis: str = "method", **labels: 
     return [Variant({axis: label, **labels}, {"method": method}) for label, method in methods.items()]
 
 
-UNTUNED: Values = {"method": "lora(rank=1)", "lr": 1e-12, "steps": 1}
-"""A run that scores the model as it is: LoRA starts at zero and stays there."""
+UNTRAINED_FLOORS = {"untuned": untuned_job, "probe": probe_job}
+"""Floor -> the job that scores it without any training."""
 
 
 def _floor_variants(methods: Iterable[Any], *, written: bool) -> list[Variant]:
-    """Return the floors of a task and full tuning, those aside that a study has among its methods."""
-    rows: dict[str, Values] = {"full": {"method": "full"}}
-    rows |= {"untuned": UNTUNED} if written else {"head": {"method": "head"}}
-    return [Variant({FLOOR: name}, values) for name, values in rows.items() if values["method"] not in methods]
+    """Return the floors of a task and full tuning, without what is one of the study's methods already."""
+    names = [name for name in ("full", *(() if written else ("head",))) if name not in methods]
+    untuned = [Variant({FLOOR: "untuned"}, {"method": "head"})] if written else []
+    return [Variant({FLOOR: name}, {"method": name}) for name in names] + untuned
 
 
-def _with_probe(plan: CellPlan, roots: Roots) -> CellPlan:
-    """Return the cells of the head alone with a linear probe on the same rows, under the first seed."""
+def _without_training(floor: str, plan: CellPlan, roots: Roots) -> CellPlan:
+    """Return the cell of a floor that trains nothing, on the rows of a plan's first run."""
 
     def plan_cells(records: Records) -> list[PlannedCell]:
-        head, *others = plan(records)
-        job = (*head.tries, head)[0].job
+        first = plan(records)[0]
+        job = (*first.tries, first)[0].job
         assert job is not None
         spec = {name: value for name, value in job.spec.items() if name != "lr"}
-        return [head, *others, PlannedCell({**head.cell, FLOOR: "probe"}, probe_job(spec, roots))]
+        return [PlannedCell({**first.cell, FLOOR: floor}, UNTRAINED_FLOORS[floor](spec, roots))]
 
     return plan_cells
 
@@ -426,8 +426,10 @@ def cross_product(
                 setup, name, {label: model}, [task], [variant], options, seeds,
                 labels=labels, by_task=by_task, floors=False,
             )  # fmt: skip
-            has_probe = variant.labels[FLOOR] == "head" and kind in ("classification", "tagging")
-            plans.append(_with_probe(of_floor, setup.roots) if has_probe else of_floor)
+            floor = variant.labels[FLOOR]
+            plans.append(of_floor if floor != "untuned" else _without_training("untuned", of_floor, setup.roots))
+            if floor == "head" and kind in ("classification", "tagging"):
+                plans.append(_without_training("probe", of_floor, setup.roots))
     return join_plans(*plans)
 
 

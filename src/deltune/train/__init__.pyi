@@ -5,6 +5,7 @@ from .config import OptimSection as OptimSection
 from .config import RunConfig as RunConfig
 from .config import flatten as flatten
 from .inference import evaluate as evaluate
+from .inference import evaluate_untuned as evaluate_untuned
 from .inference import rescore_with_statistics as rescore_with_statistics
 from .metrics.registry import METRICS as METRICS
 from .presets import merge_values as merge_values

@@ -383,8 +383,15 @@ def evaluate_model(
     config = RunConfig.from_flat(
         model=model, data=data, task=task, columns=columns, answer=answer, method="head", data_root=data_root, **lengths
     )
+    return evaluate_untuned(config, splits, output, progress=progress)
+
+
+def evaluate_untuned(
+    config: RunConfig, splits: Sequence[str] | None = None, output: str | Path | None = None, *, progress: bool = False
+) -> dict[str, dict[str, float]]:
+    """Score the model of a config as it is, on the rows that a run of the config would have."""
     name, configuration = config.model.name, load_config(config.model.name)
-    arguments = (name, config.data, answer, config.evaluation, 0, False)
+    arguments = (name, config.data, config.generation.answer, config.evaluation, config.runtime.seed, False)
     setup = set_up_task(*arguments)
     labels: tuple[str, ...] | None = None
     head = setup.kind.head
@@ -392,7 +399,7 @@ def evaluate_model(
     has_head = has_trained_head(configuration, head) or (sentences is not None and sentences.head is not None)
     if head not in LANGUAGE_MODEL_HEADS and not has_head:
         raise DeltuneError(
-            f"{model} has no trained head for {setup.kind.name}, so it has no score before it is tuned: give --answer "
+            f"{name} has no trained head for {setup.kind.name}, so it has no score before it is tuned: give --answer "
             "words for a language model, or train the head alone (deltune train --method head)"
         )
     if head in HEADS_WITH_LABELS:
@@ -413,7 +420,7 @@ def evaluate_model(
         backbone, tokenizer, setup.data.labels, fit_lengths(backbone, setup.kind, limits),
         config.optim.rows_per_device(),
     )  # fmt: skip
-    return _score_splits(context, setup, {}, splits, output, progress)
+    return _score_splits(context, setup, config.evaluation.metric_options, splits, output, progress)
 
 
 def _score_splits(

@@ -24,6 +24,7 @@ from ...train import (
     RunMetrics,
     collect_environment,
     evaluate,
+    evaluate_untuned,
     probe_model,
     rescore_with_statistics,
     task_kind_for,
@@ -107,8 +108,8 @@ class TransferResult(TypedDict):
     seconds: float
 
 
-class ProbeResult(TypedDict):
-    """The result of a job that fits a linear probe to the frozen features of a run's model: its scores."""
+class FloorResult(TypedDict):
+    """The result of a job that scores what needs no training: a linear probe, or the model as it is."""
 
     scores: Mapping[str, float]
     seconds: float
@@ -128,7 +129,7 @@ class TimingResult(TypedDict):
     seconds: float
 
 
-ResultValues = RunResult | TransferResult | ProbeResult | NormChangesResult | TimingResult
+ResultValues = RunResult | TransferResult | FloorResult | NormChangesResult | TimingResult
 """The result of a job of any kind; `execute` adds the environment."""
 
 
@@ -354,10 +355,15 @@ def _transfer(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) ->
     return {"scores": results["test"], "count": RunFolder(folder).metrics.count, "seconds": 0.0}
 
 
-def _probe(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> ProbeResult:
+def _probe(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> FloorResult:
     """Fit a linear probe on the rows of a run, without training anything of the model."""
     scores = probe_model(RunConfig.from_canonical(values["run"])).scores
     return {"scores": scores.get("test", scores["validation"]), "seconds": 0.0}
+
+
+def _untuned(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> FloorResult:
+    """Score the model of a run as it is."""
+    return {"scores": evaluate_untuned(RunConfig.from_canonical(values["run"]), ("test",))["test"], "seconds": 0.0}
 
 
 def _measure_norm_changes(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> NormChangesResult:
@@ -384,6 +390,11 @@ def probe_job(spec: Mapping[str, Any], roots: Roots = NO_ROOTS) -> Job:
     return Job("probe", {"run": dict(spec)}, roots=roots)
 
 
+def untuned_job(spec: Mapping[str, Any], roots: Roots = NO_ROOTS) -> Job:
+    """Return the job that scores the model of a run's spec as it is, on the run's test split."""
+    return Job("untuned", {"run": dict(spec)}, roots=roots)
+
+
 def term_change_job(spec: RunConfig, roots: Roots = NO_ROOTS) -> Job:
     """Return the job that measures how far a run moved each gain and bias of the norms."""
     run = run_job(spec, roots)
@@ -399,6 +410,7 @@ RUNNERS: dict[str, Callable[[Mapping[str, Any], Path, ModelCache], ResultValues]
     "run": _run,
     "transfer": _transfer,
     "probe": _probe,
+    "untuned": _untuned,
     "terms": _measure_norm_changes,
     "time": _time_methods,
 }
