@@ -94,7 +94,8 @@ def test_probe(root: Path, tmp_path: Path) -> None:
 
 def test_untuned(root: Path, tmp_path: Path) -> None:
     """The other floor: the model as it is, which scores as a run whose delta still is at its start."""
-    words = {"answer": "words", "model": str(tiny.model(root / "gpt2", "gpt2")), "words": "fruit=fig,tool=saw,beast=mole", "target_length": 4}
+    words: dict[str, Any] = {"answer": "words", "words": "fruit=fig,tool=saw,beast=mole", "target_length": 4}
+    words["model"] = str(tiny.model(root / "gpt2", "gpt2"))
     spec = tiny.spec(root, method="lora(rank=1)", lr=1e-12, steps=1, **words)
     scores = execute(untuned_job(run_job(spec).spec), tmp_path, ModelCache())["scores"]
     assert not list(tmp_path.iterdir())
