@@ -169,9 +169,9 @@ class SavePretrained(ModelMethod):
         """Refuse a state dict with other values of the deltas than the model has: these would be written."""
         if state_dict is None or self.path:
             return
-        here, given = (self.passes.state.with_base_in_place(one) for one in (self.model.state_dict(), state_dict))
-        of_deltas = [name for name in given if name.startswith(f"{HANDLE_NAME}.")]
-        if different := [n for n in of_deltas if n not in here or not equal_tensors(given[n], here[n])]:
+        here, passed = (self.passes.state.with_base_in_place(one) for one in (self.model.state_dict(), state_dict))
+        of_deltas = [name for name in passed if name.startswith(f"{HANDLE_NAME}.")]
+        if different := [n for n in of_deltas if n not in here or not equal_tensors(passed[n], here[n])]:
             raise DeltuneError(
                 f"the state_dict for save_pretrained has other values of the delta than the model ({different[0]}), as "
                 "an average of steps has: call model.load_state_dict(state_dict) first"
