@@ -6,7 +6,6 @@ What fuzzing found once stands in FOUND, so that it is tried every time.
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -23,8 +22,6 @@ from tables.families import FAMILIES
 from tables.specimens import batch, build, differences, facts, forward, loss, specimen
 
 MODELS = ("bert", "llama", "gpt2", "t5")
-MOMENT = 20.0
-"""Seconds that one expression may take on a busy machine; most take hundredths."""
 
 HUGE = ["9999999999", "9223372036854775807", "9223372036854775808", "9" * 30, "9" * 400, "0x" + "f" * 5000]
 ODD = [
@@ -179,7 +176,6 @@ def check(name: str, text: str) -> None:
     """The law of one expression on one model."""
     model = specimen(name)
     before = facts(model)
-    began = time.monotonic()
     counted = refused = tuned = None
     try:
         counted = deltune.count(model, text)
@@ -197,7 +193,6 @@ def check(name: str, text: str) -> None:
         _step(tuned, counted.trained)
         assert tuned.detach() is model
         assert differences(before, facts(model)) == []
-    assert time.monotonic() - began < MOMENT
 
 
 def _step(tuned: deltune.Tuned, trained: int) -> None:
@@ -338,8 +333,7 @@ def test_taken_after_all(name: str, text: str) -> None:
     ],
 )
 def test_budgets_of_any_size(text: str, budget: int | str, count: str | None) -> None:
-    """They are solved, or refused, in a moment, and never passed."""
-    began = time.monotonic()
+    """They are solved, or refused, and never passed."""
     try:
         solved = deltune.fit(specimen("bert"), text, budget)
     except deltune.DeltuneError as error:
@@ -348,7 +342,6 @@ def test_budgets_of_any_size(text: str, budget: int | str, count: str | None) ->
         assert count is None
         share = isinstance(budget, str)
         assert share or deltune.count(specimen("bert"), solved).method <= budget
-    assert time.monotonic() - began < MOMENT
 
 
 def test_training_must_fit_and_not_the_values_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
