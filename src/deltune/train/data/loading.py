@@ -276,7 +276,7 @@ def load_data(
     if first and first.rows and (format := formats.choose(first, kind, columns or raw.column_names)):
         return _load_conversations(source, files, *format, max_rows or {}, seed, problems, is_one_file)
     shape = shapes.choose(first, kind, columns or raw.column_names) if first else None
-    original = first
+    original, is_free = first, kind is None and not columns and not raw.column_names
     if shape and first:
         kind, files = shape.kind, shapes.read_files(files, shape, problems)
         first = next(files[split] for split in needed if split in files)
@@ -292,7 +292,10 @@ def load_data(
     unread = unread_columns(first, raw.column_names, chosen) if guesses_columns else ()
     if shape and original:
         unread = unread_columns(original, None, {c: c for c in shape.source_columns})
-    if doubts := doubts_of_columns(first, kind, chosen, unread):
+        doubts = doubts_of_columns(original, kind, shape.columns, unread) if is_free else []
+    else:
+        doubts = doubts_of_columns(first, kind, chosen, unread)
+    if doubts:
         raise file_error(f"data {source}", [*problems, *doubts])
     if kind in ("tagging", "multilabel"):
         lists = [chosen[c.role] for c in TASK_COLUMNS[kind] if c.role in chosen and c.type in ("texts", "labels")]
@@ -322,7 +325,9 @@ def load_data(
             files, known = _with_iob2_tags(files, label_column, known, problems), iob2_labels
             train = files["train"].rows if "train" in files and not problems else []
             inner = {f"I{tag[1:]}" for _, row in train for tag in row[label_column] if tag[0] == "B"}
-        label_names, label_ids = encode_labels(files, label_column, known, problems, inner)
+        label_names, label_ids = encode_labels(
+            files, label_column, known, problems, inner, shape.labels if shape else ()
+        )
     is_guess &= not isinstance(columns or raw.column_names, Mapping)
     if is_guess and (doubts := doubts_of_kind(first, kind, chosen, label_names)):
         raise file_error(f"data {source}", doubts)
@@ -589,8 +594,9 @@ def encode_labels(
     known: Sequence[str] | None,
     problems: list[str],
     others: Collection[str] = (),
+    flags: Collection[str] = (),
 ) -> tuple[tuple[str, ...], LabelIds]:
-    """Turn labels into ids, and check that train has every label."""
+    """Turn labels into ids, and check that train has every label, but for those that have a column each."""
     values = {split: _row_labels(file, column, problems) for split, file in files.items()}
     for split in [
         s for s, rows in values.items() if rows and {label for _, label in _label_occurrences(rows)} == {"-1"}
@@ -610,7 +616,7 @@ def encode_labels(
         fraction = next(label for label in sorted(train) if not _is_integer(label))
         problems.append(f"{files['train'].name}: a label must be text or a whole number, not {excerpt(fraction)}")
         return (), {}
-    if len(train) == 1:
+    if len({*train, *flags}) == 1:
         problems.append(
             f"{files['train'].name} has one label only, {excerpt(train.pop())}; a classifier needs two or more"
         )
