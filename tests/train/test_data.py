@@ -737,6 +737,16 @@ def test_one_file_is_split_by_the_seed(tmp_path: Path) -> None:
     )
 
 
+def test_rows_with_one_input_stay_in_one_split(tmp_path: Path) -> None:
+    rows = [{"text": f"t {i}", "label": "ab"[i % 2]} for i in range(30)] * 3
+    got = loading.load_data(str(tiny.lines(tmp_path / "a.jsonl", rows)))
+    texts = [{*split["text"]} for split in got.splits.values()]
+    assert [len(split) for split in texts] == [24, 3, 3] and len(set.union(*texts)) == 30
+    assert got.notes[0].endswith("72 train, 9 validation, 9 test; rows with the same input stay together")
+    few = loading.load_data(str(tiny.lines(tmp_path / "b.jsonl", rows[:19] * 2)))
+    assert "has 19 different rows, too few to hold some out" in few.notes[0]
+
+
 GUIDE = Path(__file__).parents[2] / "docs" / "train" / "data.md"
 ROWS_OF_GUIDE = [
     [cell.strip() for cell in line.strip("|").split("|")]
