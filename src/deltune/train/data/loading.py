@@ -386,8 +386,8 @@ def _split_file(
     rows = [(n, row if "id" in row else {**row, "id": f"{file.unit}-{n}"}) for n, row in file.rows]
     files = {split: replace(file, rows=[rows[i] for i in sorted(chosen[split])]) for split in SPLITS if chosen[split]}
     sizes = ", ".join(f"{len(one.rows):,} {split}" for split, one in files.items())
-    together = "; rows with the same input stay together" if repeated else ""
-    return files, (f"{file.name} has no splits, so its rows are drawn by seed {seed} (--seed): {sizes}{together}",)
+    note = "; rows with the same input stay together" if repeated else ""
+    return files, (f"{file.name} has no splits, so its rows are drawn by seed {seed} (--seed): {sizes}{note}",)
 
 
 def _check_numbers(files: dict[str, DataFile], column: str, problems: list[str]) -> None:
