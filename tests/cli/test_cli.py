@@ -554,6 +554,11 @@ def test_bad_data(case: str, deltune: Command, root: Path, tmp_path: Path) -> No
     assert names(tmp_path) == {"data"}, "nothing half-written"
 
 
+def test_what_the_harness_does_not_take_is_named(deltune: Command, root: Path) -> None:
+    result = deltune("evaluate", root / "model", "--harness", "x", "--columns", "a,b", "--max-length", 8, "--rescore")
+    assert result.code == 2 and "leave --columns, --max-length, --rescore out" in " ".join(result.err.split())
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [

@@ -66,6 +66,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("lora", {"data": [{"input_ids": torch.tensor([[5, 6, 7]])}]}, "reads no data at its start: leave data= out"),
     ("eva", {"data": [torch.tensor([[5, 6, 7]])]}, "mappings|not a tensor|input_ids"),
     ("eva", {"data": []}, "has no token that"),
+    ("eva", {"data": [{"bad": torch.tensor([[5, 6, 7]])}]}, "cannot read a batch of data="),
     ("eva(at='embedding')", {"data": [{"input_ids": torch.tensor([[5, 6, 7]])}]}, "no such place"),
     ("loftq", {}, "give the model before it, original="),
     ("loftq", {"original": build(FAMILIES["bert"], "sequence")}, "is not quantised"),
@@ -80,6 +81,31 @@ def test_what_is_missing_is_said(method: str, arguments: dict[str, Any], message
     with pytest.raises(deltune.DeltuneError, match=f"(?s){message}"):
         deltune.attach(model, method, **arguments)
     assert not differences(known, facts(model)) and not hooks(model) and model.training
+
+
+@pytest.mark.parametrize("method", METHODS[:3])
+def test_what_is_infinite_is_refused(method: str) -> None:
+    model = build(FAMILIES["bert"], "sequence").train()
+    data = batches(model)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[data[0]["input_ids"][0, 1], 0] = torch.inf
+    known = facts(model)
+    with pytest.raises(deltune.DeltuneError, match=r"(?s)cannot start from what .*layer.* infinite or NaN"):
+        deltune.attach(model, method, data=data)
+    assert not differences(known, facts(model)) and not hooks(model)
+
+
+@pytest.mark.parametrize("role", ["sequence", "choice"])
+@pytest.mark.parametrize("method", METHODS[:3])
+def test_padding_is_no_token(method: str, role: str) -> None:
+    starts = []
+    for pad in (0, 3):
+        model = build(FAMILIES["bert"], role)
+        data = [{n: torch.nn.functional.pad(t, (0, pad)) for n, t in batch(model, rows=2, length=6, pad=0).items()}]
+        starts.append(start_of(model, method, data))
+    for path, tensors in starts[0].items():
+        assert all(same_up_to_signs(tensor, starts[1][path][name]) < 1e-4 for name, tensor in tensors.items()
+                   if name == "down")  # fmt: skip
 
 
 def start_of(model: PreTrainedModel, method: Any, data: list[dict[str, Any]]) -> dict[str, dict[str, torch.Tensor]]:

@@ -361,6 +361,30 @@ DOUBTS: dict[str, tuple[dict[str, Any], str, dict[str, Any], str]] = {
         {"train_jsonl": [{"text": f"t {i}", "labels": ["a", "b"] if i else "a; b"} for i in range(4)]},
         "--label-separator ';'", {"label_separator": ";", "kind": "multilabel"}, "multilabel",
     ),
+    "a word in its context": (
+        {"train_csv": "sentence,word,label\n" + "".join(f"my bank has a shop {i},bank,{i % 2}\n" for i in range(9))},
+        "a text and a word of it are to be classified, --columns text=sentence,pair=word,label=label",
+        {"columns": {"text": "sentence", "pair": "word", "label": "label"}}, "classification",
+    ),
+    "a word of each document": (
+        {"train_csv": "doc_id,word,label\n" + "".join(f"{i},w{i},{'ny'[i % 2]}\n" for i in range(9))},
+        "say what numbers the sentences: --columns sentence=…,tokens=word,tags=label", {"kind": "tagging", "columns": {
+            "sentence": "doc_id", "tokens": "word", "tags": "label"}}, "tagging",
+    ),
+    "a score beside flags": (
+        {"train_csv": "text,score,late,rude\na b,0.5,1,0\nc d,1.5,0,1\n"},
+        "multilabel with text=text,labels=late+rude, and score would not be read",
+        {"columns": {"text": "text", "score": "score"}}, "regression",
+    ),
+    "stars beside flags": (
+        {"train_csv": "text,stars,late,rude\na b,5,1,0\nc d,2,0,1\n"},
+        "and stars would not be read", {"columns": {"text": "text", "labels": "late+rude"}}, "multilabel",
+    ),
+    "numbers but one": (
+        {"train_csv": "text,label\n" + "".join(f"t {i},{i / 8 or 'n/a'}\n" for i in range(16))},
+        "94% of the column 'label' of train.csv are numbers, and others are not, such as 'n/a'",
+        {"kind": "classification"}, "classification",
+    ),
     "large numbers": ({"train_csv": "text,score\na,100.5\nb,90000\n"}, "divide them by 100000", {}, ""),
     "tags in a text": (
         {"train_csv": COMMAS},
@@ -412,6 +436,11 @@ def test_what_may_be_something_else_is_asked(tmp_path: Path, case: str) -> None:
     assert expected in text and len(text) < 1200
     if kind:
         assert loading.load_data(source, **options).kind == kind
+
+
+def test_a_flag_may_never_be_set(tmp_path: Path) -> None:
+    got = loading.load_data(write(tmp_path, train_csv="text,late,rude\na b,1,0\nc d,0,0\n"))
+    assert (got.labels, got.splits["train"]["labels"][:]) == (("late", "rude"), [[0], []])
 
 
 def test_columns_that_are_not_read_are_known(tmp_path: Path) -> None:
@@ -706,6 +735,16 @@ def test_one_file_is_split_by_the_seed(tmp_path: Path) -> None:
     assert list(few.splits) == ["train"] and few.notes == (
         "few.jsonl has 19 rows, too few to hold some out: all are trained",
     )
+
+
+def test_rows_with_one_input_stay_in_one_split(tmp_path: Path) -> None:
+    rows = [{"text": f"t {i}", "label": "ab"[i % 2]} for i in range(30)] * 3
+    got = loading.load_data(str(tiny.lines(tmp_path / "a.jsonl", rows)))
+    texts = [{*split["text"]} for split in got.splits.values()]
+    assert [len(split) for split in texts] == [24, 3, 3] and len(set.union(*texts)) == 30
+    assert got.notes[0].endswith("72 train, 9 validation, 9 test; rows with the same input stay together")
+    few = loading.load_data(str(tiny.lines(tmp_path / "b.jsonl", rows[:19] * 2)))
+    assert "has 19 different rows, too few to hold some out" in few.notes[0]
 
 
 GUIDE = Path(__file__).parents[2] / "docs" / "train" / "data.md"

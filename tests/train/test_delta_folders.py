@@ -12,7 +12,7 @@ import deltune
 import tiny
 from deltune.errors import DeltuneError
 from deltune.models import load_model
-from deltune.train.inference import evaluate, export_run, generate, load_run, merge_run, predict_rows
+from deltune.train.inference import evaluate, export_run, generate, load_run, merge_run, method_at_end, predict_rows
 from deltune.train.run import train
 from deltune.train.run_folder import open_run
 
@@ -83,3 +83,56 @@ def test_a_run_begins_with_the_weights_of_another(places: Path, tmp_path: Path) 
     }  # fmt: skip
     with pytest.raises(DeltuneError, match=r"is lora\(rank=2\) \+ layernorm, and this run is bitfit"):
         train(further.replace(method="bitfit"), tmp_path / "four")
+
+
+def test_what_a_run_trained_is_not_held_out_later(places: Path, tmp_path: Path) -> None:
+    """A single file is split by the seed and by its rows, so neither may change under weights that are used again."""
+    rows = tiny.sentences(60, 0)
+    file = tiny.lines(tmp_path / "rows.jsonl", rows)
+    start = tiny.spec(tmp_path, model=str(places / "bert"), method="bitfit", steps=1, data=str(file))
+    train(start, tmp_path / "one", report=False)
+    assert list(evaluate(tmp_path / "one")) == ["validation", "test"]
+    further = start.replace(init_from=str(tmp_path / "one"))
+    train(further.replace(relabel={name: f"new {name}" for name in tiny.WORDS}), tmp_path / "two", report=False)
+    with pytest.raises(DeltuneError, match=r"that would be held out were trained by .*: give --seed 0, or"):
+        train(further.replace(seed=1), tmp_path / "three", report=False)
+    tiny.lines(file, [*rows, *tiny.sentences(20, 1)])
+    for use in (lambda: evaluate(tmp_path / "one"), lambda: train(further, tmp_path / "four", report=False)):
+        with pytest.raises(DeltuneError, match=r"train \(48 rows then, 64 now\).*Bring back what it was, or give"):
+            use()
+
+
+def test_a_fresh_head_for_numbers_begins_with_their_mean(places: Path, tmp_path: Path) -> None:
+    numbers = tiny.lines(
+        tmp_path / "numbers.jsonl",
+        [{"text": row["text"], "score": 20 + i % 3 / 2} for i, row in enumerate(tiny.sentences(30, 0))],
+    )
+    start = tiny.spec(tmp_path, model=str(places / "bert"), method="bitfit", steps=1, lr=1e-12)
+    train(start, tmp_path / "labels", report=False)
+    scores = start.replace(data=str(numbers), init_from=str(tmp_path / "labels"))
+    train(scores, tmp_path / "numbers", report=False)
+    assert load_file(tmp_path / "numbers" / "delta" / "delta.safetensors")["base.classifier.bias"].item() > 20
+
+
+def test_a_run_begins_with_the_ranks_that_were_left(places: Path, tmp_path: Path) -> None:
+    start = tiny.spec(tmp_path, model=str(places / "bert"), method="adalora(rank=1, initial_rank=4)", steps=12)
+    train(start, tmp_path / "one", report=False)
+    further = start.replace(init_from=str(tmp_path / "one"), lr=1e-12, steps=1)
+    with pytest.raises(DeltuneError, match="whose ranks were cut in training: give the former"):
+        train(further, tmp_path / "two", report=False)
+    train(further.replace(method=method_at_end(tmp_path / "one")), tmp_path / "two", report=False)
+    one, two = (load_file(tmp_path / name / "delta" / "delta.safetensors") for name in ("one", "two"))
+    torch.testing.assert_close(two, one)
+
+
+def test_a_run_begins_with_an_adapter_of_peft(places: Path, tmp_path: Path) -> None:
+    base = str(places / "bert")
+    spec = tiny.spec(tmp_path, model=base, method=method_at_end(places / "peft", base), steps=1, lr=1e-12)
+    train(spec.replace(init_from=str(places / "peft")), tmp_path / "run", report=False)
+    batch = load_run(tmp_path / "run").tokenizer([row["input"] for row in INPUTS], padding=True, return_tensors="pt")
+    with torch.no_grad():
+        one, two = (
+            load_run(place, base if place == places / "peft" else None).model.bert(**batch).last_hidden_state
+            for place in (places / "peft", tmp_path / "run")
+        )
+    torch.testing.assert_close(one, two)

@@ -53,6 +53,11 @@ def test_both_ways_give_the_same_number(tmp_path: Path) -> None:
     file.write_text(TASK.format(rows=tmp_path / "rows.jsonl"))
     ours = evaluate_harness(tmp_path / "run", [str(file)])
     merge_run(tmp_path / "run", tmp_path / "merged")
+    (tmp_path / "model").rename(tmp_path / "moved")
+    assert evaluate_harness(tmp_path / "run" / "delta", [str(file)], base=str(tmp_path / "moved")) == ours
+    with pytest.raises(DeltuneError, match="is a model itself: leave it out"):
+        evaluate_harness(tmp_path / "moved", [str(file)], base=str(tmp_path / "moved"))
+    (tmp_path / "moved").rename(tmp_path / "model")
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 

@@ -245,9 +245,9 @@ def run(
     overrides = flatten({**_parse_options(options), **_parse_settings(settings or [])})
     merged = merge_values(flatten(values), overrides)
     if merged.get("init_from") and "method" not in merged:
-        from ..train.run_folder import open_run
+        from ..train.inference import method_at_end
 
-        merged["method"] = open_run(merged["init_from"]).method
+        merged["method"] = method_at_end(merged["init_from"], merged.get("model"))
     config = RunConfig.from_flat(**merged)
     if print_config:
         print(_commented(config), end="")

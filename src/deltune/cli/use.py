@@ -83,6 +83,12 @@ def evaluate(
     """Score a run on its own or other data. Or score its prediction files again, or a model that was never tuned."""
     from . import formatting
 
+    others = {
+        "--data": data, "--columns": columns, "--task": task, "--data-root": data_root, "--answer": answer != "head",
+        "--max-length": max_length, "--split": split, "--output": output, "--rescore": rescore,
+    }  # fmt: skip
+    if harness and (useless := [name for name, value in others.items() if value]):
+        raise DeltuneError(f"--harness has its own data and answers: leave {', '.join(useless)} out")
     if rescore and (data or data_root or split or output or columns):
         raise DeltuneError("--rescore reads the run's own prediction files: no --data, --split or --output with it")
     if data and data_root:
@@ -91,8 +97,6 @@ def evaluate(
         raise DeltuneError("--columns are those of other data: give --data")
     if metrics and not rescore:
         raise DeltuneError("--metrics is for --rescore; those of a run are in its config")
-    if harness and (rescore or data or data_root or split or output or task):
-        raise DeltuneError("--harness has its own data: no --data, --task, --split, --output or --rescore with it")
     if limit and not harness:
         raise DeltuneError("--limit is for --harness; --split says which rows of a run are scored")
     with log_to_stderr(quiet):
@@ -102,7 +106,7 @@ def evaluate(
         if harness:
             from ..train.harness import evaluate_harness
 
-            scores = evaluate_harness(run, [name.strip() for name in harness.split(",")], limit)
+            scores = evaluate_harness(run, [name.strip() for name in harness.split(",")], limit, base=base)
         elif rescore:
             scores = inference.rescore(run, [name.strip() for name in (metrics or "").split(",") if name.strip()])
         elif inference.is_run(run) or (data is None and task is None):

@@ -109,7 +109,10 @@ class _Passes:
                         f"data= has batches as the model reads them, {{'input_ids': …}}, not {describe_value(batch)}"
                     )
                 self.batch = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
-                output = self.model(**self.batch)
+                try:
+                    output = self.model(**self.batch)
+                except (TypeError, ValueError) as error:
+                    raise DeltuneError(f"{type(self.model).__name__} cannot read a batch of data=: {error}") from error
                 if self.needs_loss:
                     self._add_gradients(getattr(output, "loss", None))
         if unseen := [path for path, kinds in self.watched.items() for kind in kinds if (path, kind) not in self.sums]:
@@ -142,8 +145,14 @@ class _Passes:
         names = ("attention_mask",) if self.encoder_decoder else ("attention_mask", "labels")
         for name in ("decoder_attention_mask", "labels") if path in self.decoder else names:
             mask = self.batch.get(name)
-            if isinstance(mask, torch.Tensor) and mask.shape == visible.shape:
-                visible &= mask != (-100 if name == "labels" else 0)
+            if not isinstance(mask, torch.Tensor) or not (hides := mask == (-100 if name == "labels" else 0)).any():
+                continue
+            if hides.shape[-1:] != visible.shape[-1:] or hides.numel() != visible.numel():  # (B, C, T) is as (B·C, T)
+                raise DeltuneError(
+                    f"{path} reads {tuple(visible.shape)} tokens, and {name} of shape {tuple(mask.shape)} does not say "
+                    "which of them are left out: give rows of data= of one length, without padding"
+                )
+            visible &= ~hides.reshape(visible.shape)
         yield from (row[seen] for row, seen in zip(x.flatten(0, -3), visible.flatten(0, -2), strict=True) if seen.any())
 
     def _add_gradients(self, loss: torch.Tensor | None) -> None:
@@ -162,6 +171,10 @@ class _Passes:
     def _of(self, edit: Edit) -> torch.Tensor:
         kind, path = cast(str, edit.form.statistic), _path(edit)
         mean = self.sums[path, kind] / self.counts[path, kind]
+        if not mean.isfinite().all():
+            raise DeltuneError(
+                f"{edit.form!r} cannot start from what {path} reads of data=: numbers there are infinite or NaN"
+            )
         if kind == "covariance":
             center = self.sums[path, "sum"] / self.counts[path, "sum"]
             return mean - center[:, None] * center

@@ -15,7 +15,7 @@ from .inference import is_run, language_model, load_run
 
 
 def evaluate_harness(
-    source: str | Path, tasks: Sequence[str], limit: int | None = None, batch_size: int = 8
+    source: str | Path, tasks: Sequence[str], limit: int | None = None, batch_size: int = 8, base: str | None = None
 ) -> dict[str, dict[str, float]]:
     """Score a run, or a language model as it is, on tasks of lm-evaluation-harness.
 
@@ -27,6 +27,7 @@ def evaluate_harness(
         tasks: Names of tasks, or files with a task in YAML. A file may name Python functions, which are run.
         limit: Only the first rows of each task.
         batch_size: Rows at a time.
+        base: The base model of a run or a delta, where it is not at the place that the folder names.
 
     Returns:
         The scores of every task, by metric.
@@ -38,7 +39,9 @@ def evaluate_harness(
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    loaded = load_run(source) if is_run(source) else None
+    loaded = load_run(source, base) if is_run(source) else None
+    if base is not None and loaded is None:
+        raise DeltuneError(f"--model is the base of a run or a delta, and {source} is a model itself: leave it out")
     if loaded is not None and loaded.kind.head != "causal-lm":
         raise DeltuneError(f"{source} answers {loaded.kind.name}, and the harness asks decoders")
     model, tokenizer = language_model(str(source)) if loaded is None else (loaded.model, loaded.tokenizer)

@@ -39,6 +39,7 @@ from ..runtime.attach import atomic_new_folder, load, tuned
 from ..runtime.handle import Tuned
 from ..runtime.linear import optimize_linear
 from ..runtime.pooling import begin_with_head_of, write_sentence_model
+from ..runtime.serialization import open_delta
 from ..templates import chat_prompt, cut_at_end, end_tokens, tokenize_prompts, with_chat_template
 from . import setup as task_setup
 from .config import RunConfig
@@ -269,6 +270,14 @@ def load_run(run: str | Path | Mapping[str, str | Path], base: str | None = None
     return loaded
 
 
+def method_at_end(run: str | Path, base: str | None = None) -> str:
+    """Return the method of a run or delta as its training left it, for another to begin with its weights."""
+    folder = open_run(run, base)
+    if folder.is_foreign:
+        return repr(tuned(load_run(run, base).model).delta().method)
+    return open_delta(folder.delta).facts.method
+
+
 def _has_labels(kind: TaskKind) -> bool:
     """Return whether the data of a kind has labels, whether a head or words answer it."""
     return kind.name in (*LABELLED_TEXTS, "tagging")
@@ -328,7 +337,9 @@ def evaluate(
         if config.data.source is not None:
             raise DeltuneError(f"{run} was trained on {config.data.source}, which is no known task; give --data")
         config = config.replace(data_root=data_root)
-    own_file = data is None and other is None and Path(config.data.source or "").is_file()  # it is split by the seed
+    source = config.data.source or ""
+    is_file = any(Path(name).is_file() for name in loading.mixture(source) or (source,))
+    own_file = data is None and other is None and is_file  # it is split by the seed
     loaded = load_run(run, base)
     if data is None and other is None and folder.data.kind == "preference":
         raise DeltuneError(
@@ -346,6 +357,8 @@ def evaluate(
         training=own_file, labels=loaded.labels if _has_labels(loaded.kind) else None,
     )  # fmt: skip
     rows = setup.data
+    if own_file:
+        folder.check_data(rows.summary, "or give --data, all rows of which are scored, trained or not")
     if rows.labels != loaded.labels and _has_labels(loaded.kind):
         raise DeltuneError(f"the run's labels are {', '.join(loaded.labels)}, here are {', '.join(rows.labels)}")
     lengths_of = folder.config if other is None else config

@@ -18,19 +18,20 @@ from ..compat import set_training_device, use_one_gpu
 from ..errors import DeltuneError, check_booleans, counted, unknown_name
 from ..files import explain_write_errors
 from ..methods.registry import parse
+from ..methods.schedules import RankSchedule
 from ..models import HEADS_WITH_LABELS, align_padding_token, fresh_tensors, load_model
 from ..runtime import sharding
-from ..runtime.attach import attach, check_base_of_delta, load
+from ..runtime.attach import attach, load, read_delta
 from ..runtime.handle import Tuned
 from ..runtime.linear import LinearBackend, optimize_linear
 from ..runtime.padding import padding_side
 from ..runtime.pooling import begin_with_head_of, choose_pooling, linear_head
-from ..runtime.serialization import SavedDelta, open_delta
+from ..runtime.serialization import open_delta
 from ..runtime.statistics import needed_statistics
 from ..templates import end_tokens
 from . import activation_cache, checkpoints, distributed
 from . import setup as task_setup
-from .config import ModelSection, OptimSection, RunConfig
+from .config import DataSection, ModelSection, OptimSection, RunConfig
 from .data.columns import INPUT_TYPES, LABELLED_TEXTS, TASK_COLUMNS
 from .data.formats import COLUMN, as_conversations
 from .data.loading import TaskData
@@ -62,7 +63,7 @@ from .progress import ProgressDisplay
 from .rates import Slice, plan_search, search_rate, with_default_rate
 from .records import Best, ProbeRecord, RunMetrics, collect_environment
 from .report.page import write_report
-from .run_folder import RunFolder, open_run
+from .run_folder import DeltaFolder, RunFolder, open_run
 from .series import run_series
 from .setup import ModelCache, TaskSetup, fit_lengths, is_chat, length_limits, load_task_data, set_up_task
 from .tasks import token_cache
@@ -327,8 +328,12 @@ def _prepare(
         check_causal(model)
     same_length = padding_side(model) is None
     set_seed(seed)
-    saved = None if config.method.init_from is None else open_delta(open_run(config.method.init_from).folder)
-    chosen_pooling = config.method.pooling or (saved.facts.pooling if saved and kind.head == "classification" else None)
+    start = None if config.method.init_from is None else open_run(config.method.init_from)
+    if start is not None:
+        _check_held_out(start, config.data, setup.data)
+    chosen_pooling = config.method.pooling
+    if chosen_pooling is None and start is not None and kind.head == "classification":
+        chosen_pooling = "model" if start.is_foreign else open_delta(start.delta).facts.pooling
     pooling, why_pooling = choose_pooling(model, config.model.name, chosen_pooling)
     needed = needed_statistics(parse(config.method.expression))
     data_of_start = original = None
@@ -343,9 +348,8 @@ def _prepare(
     )
     if kind.head == "classification":
         begin_with_head_of(config.model.name, model, tuned.anatomy, pooling)
-    if saved is not None:
-        _begin_with_delta(tuned, saved, data.labels)
-    elif kind.name == "regression" and config.method.head == "train":
+    has_fresh_head = start is None or not _begin_with_delta(tuned, start, data.labels)
+    if has_fresh_head and kind.name == "regression" and config.method.head == "train":
         _begin_with_mean(model, tuned, data.splits["train"]["score"])
     if not any(True for _ in tuned.named_trainable_parameters()):
         raise DeltuneError(f"{config.method.expression!r} with head={config.method.head!r} trains nothing")
@@ -372,7 +376,7 @@ def _prepare(
     packing = _packing(config, kind, model, tokenizer) if config.optim.packing else None
     state = RunState(
         config, run, tuned, tokenizer, data, kind, setup.metrics, limits, columns, encoded, batches, precision,
-        frozen_layers, why_pooling, packing=packing, is_fresh=saved is None,
+        frozen_layers, why_pooling, packing=packing, is_fresh=start is None,
     )  # fmt: skip
     if config.method.head_init == "probe":
         _begin_with_probe(state, device)
@@ -416,31 +420,52 @@ def _begin_with_probe(state: RunState, device: torch.device) -> None:
         raise DeltuneError(f"head_init=probe cannot be used on {type(state.model).__name__}: {problem}")
 
 
+def _check_held_out(start: RunFolder, section: DataSection, data: TaskData) -> None:
+    """Check that a run did not train rows that are held out now: a single file is split by a seed."""
+    source = section.source or ""
+    if isinstance(start, DeltaFolder) or source != start.config.data.source or not Path(source).is_file():
+        return
+    seed, advice = start.config.runtime.seed, "or give a folder with files for train, validation and test"
+    _, before = load_task_data(start.config.data, seed)
+    start.check_data(before.summary, advice)
+    trained = {*before.splits["train"]["id"]}
+    held_out = [name for split, rows in data.splits.items() if split != "train" for name in rows["id"]]
+    if both := [name for name in held_out if name in trained]:
+        raise DeltuneError(
+            f"init_from: {len(both)} of {len(held_out)} rows of {source} that would be held out were trained by "
+            f"{start.folder}, which drew them by another seed: give --seed {seed}, {advice}"
+        )
+
+
 @torch.no_grad()
-def _begin_with_delta(tuned: Tuned, saved: SavedDelta, labels: Sequence[str]) -> None:
-    """Let a delta begin with the values of a saved one; a head for other labels stays fresh, which is logged."""
-    check_base_of_delta(tuned.attached, saved.facts.base, saved.where)
-    delta = tuned.delta()
-    method = parse(saved.facts.method)
-    if repr(method) != repr(delta.method):
-        raise DeltuneError(f"init_from: {saved.where} is {method!r}, and this run is {delta.method!r}: give the former")
+def _begin_with_delta(tuned: Tuned, start: RunFolder, labels: Sequence[str]) -> bool:
+    """Let a delta begin with the values of a saved one; return whether its head too, whose labels may be others."""
+    attached, delta = tuned.attached, tuned.delta()
+    saved, before = read_delta(attached, start.delta)
+    if repr(saved.method) != repr(delta.method):
+        cut = any(isinstance(state.schedule, RankSchedule) for state in delta.schedule_states())
+        raise DeltuneError(
+            f"init_from: {start.delta} is {saved.method!r}, and this run is {delta.method!r}"
+            + (", whose ranks were cut in training" if cut else "")
+            + ": give the former"
+        )
+    keeps_head = tuple(name for _, name in before.id2label) == tuple(labels) or not labels
     heads = {f"base.{name}" for name in delta.head}
-    before = tuple(name for _, name in saved.facts.labels.pairs) if saved.facts.labels else ()
-    keeps_head = before == tuple(labels) or not labels
-    trained = delta.tensors_to_save() | {
-        f"base.{name}": tuned.attached.state.delta_value(delta, name) for name in delta.owned_tensors
-    }
-    numbers = saved.numbers()
+    trained, numbers = (
+        one.tensors_to_save() | {f"base.{name}": attached.state.delta_value(one, name) for name in one.owned_tensors}
+        for one in (delta, saved)
+    )
     begun = {name: tensor for name, tensor in trained.items() if keeps_head or name not in heads}
     if other := [name for name, tensor in begun.items() if name not in numbers or numbers[name].shape != tensor.shape]:
         raise DeltuneError(
-            f"init_from: {saved.where} is saved without what training changes of it ({', '.join(other[:3])}): it can "
+            f"init_from: {start.delta} is saved without what training changes of it ({', '.join(other[:3])}): it can "
             "be used and not trained further"
         )
     for name, tensor in begun.items():
         tensor.copy_(numbers[name])
     if not keeps_head:
-        logger.info("the head is fresh, since the labels are others than those of %s (--init-from)", saved.where)
+        logger.info("the head is fresh, since the labels are others than those of %s (--init-from)", start.delta)
+    return keeps_head
 
 
 def _begin_with_mean(model: PreTrainedModel, tuned: Tuned, numbers: Sequence[float]) -> None:

@@ -83,6 +83,8 @@ class RunFolder:
         runs: The folders of the single runs, where the config asks for several.
     """
 
+    is_foreign = False
+
     @check_booleans
     def __init__(self, folder: str | Path, *, writer: bool = True, base: str | None = None) -> None:
         """Name the files of a run, whose base model may be at another place now; nothing is read or written."""
@@ -244,7 +246,9 @@ class RunFolder:
         _remove(self.metrics_file)
         write_text(self.spec_file, config.yaml())
 
-    def check_data(self, facts: Mapping[str, Any]) -> None:
+    def check_data(
+        self, facts: Mapping[str, Any], advice: str = "choose another output folder, or start afresh there (--fresh)"
+    ) -> None:
         """Check that the data of the run is still what it was when the run was started."""
         before = self.environment.get("data", {}) if self.exists else {}
         if before.get("fingerprint") in (None, facts["fingerprint"]):
@@ -263,7 +267,7 @@ class RunFolder:
         ]
         raise DeltuneError(
             f"the data {facts.get('source')} changed since the run in {self.folder} was started: {', '.join(changes)}. "
-            "Bring back what it was, choose another output folder, or start afresh there (--fresh)"
+            f"Bring back what it was, {advice}"
         )
 
     @writer_only
@@ -394,6 +398,7 @@ class DeltaFolder(RunFolder):
     Attributes:
         head: The head of the model that it is for, a key of `models.HEADS`.
         pairs: Whether its inputs are pairs of texts.
+        is_foreign: Whether another library wrote it.
     """
 
     exists = finished = True
@@ -403,7 +408,8 @@ class DeltaFolder(RunFolder):
         super().__init__(folder, writer=False, base=base)
         self.delta = self.folder
         self._problem_type: str | None = None
-        if is_foreign(self.folder) and not (self.folder / "delta.json").is_file():
+        self.is_foreign = is_foreign(self.folder) and not (self.folder / "delta.json").is_file()
+        if self.is_foreign:
             self.head, name, count = foreign_base(self.folder)
             self._labels, self._trained = tuple(f"LABEL_{i}" for i in range(count or 0)), None
             self._method = str(read_options(self.folder).get("peft_type", "an adapter of AdapterHub"))

@@ -289,9 +289,9 @@ def _damped(moments: torch.Tensor) -> torch.Tensor:
     """Return moments with as much added to the diagonal as their inverse needs, as CorDA's authors add it."""
     import torch
 
-    identity, share = torch.eye(len(moments)).to(moments), 0.01
-    while True:
-        damped = moments + share * moments.diagonal().mean() * identity
+    identity = torch.eye(len(moments)).to(moments)
+    for doubling in range(20):
+        damped = moments + 0.01 * 2**doubling * moments.diagonal().mean() * identity
         if torch.dist(damped @ torch.linalg.inv(damped), identity) < 0.05:
             return damped
-        share *= 2
+    raise DeltuneError("corda: the products of what a linear reads have no inverse; give more batches, data=")

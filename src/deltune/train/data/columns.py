@@ -192,6 +192,8 @@ def doubts_of_columns(first: DataFile, kind: str, chosen: Mapping[str, str], unr
         targets = TASK_COLUMNS["generation"][1].usual_names
         doubtful = [c for c in unread if c.lower() in (*inputs, *targets) or _is_prose(first, c)]
     doubtful = [c for c in doubtful if _holds_text(first, c)]
+    if kind == "multilabel" and "+" in chosen["labels"]:  # flags beside a number, which may be what is to be predicted
+        doubtful += [c for c in unread if c.lower() in SCORE_COLUMN_NAMES or _share_of_numbers(first, c) == 1]
     if not doubtful:
         return []
     pairs = ",".join(f"{role}={column}" for role, column in chosen.items())
@@ -208,8 +210,23 @@ def doubts_of_kind(first: DataFile, kind: str, chosen: Mapping[str, str], labels
     rows = [row for _, row in first.rows[:SAMPLED_ROWS]]
     if kind in ("classification", "multilabel"):
         column = chosen[TASK_COLUMNS[kind][-1].role]
-        is_word = chosen["text"].lower() in WORD_COLUMN_NAMES
-        if _are_tags(labels) or (is_word and any(c.lower() in SENTENCE_COLUMN_NAMES for c in first.columns)):
+        word, sentence = (_first_named(first.columns, n) for n in (WORD_COLUMN_NAMES, SENTENCE_COLUMN_NAMES))
+        if word and sentence and not _are_tags(labels) and any(isinstance(row.get(word), str) for row in rows):
+            pair = f"--columns text={sentence},pair={word},{TASK_COLUMNS[kind][-1].role}={column}"
+            return [
+                f"{first.name} has a word in each row ({word!r}) beside {sentence!r}. If the words of a sentence stand "
+                f"in several rows, say what numbers the sentences: --columns sentence=…,tokens={word},tags={column}; "
+                + (f"if a text and a word of it are to be classified, {pair}; " if chosen["text"] == sentence else "")
+                + f"if not, --task {kind}"
+            ]
+        if 0.9 <= (share := _share_of_numbers(first, column)) < 1:
+            other = next(row.get(column) for _, row in first.rows if not value_fits("number", row.get(column)))
+            return [
+                f"{share:.0%} of the column {column!r} of {first.name} are numbers, and others are not, such as "
+                f"{short_repr(other)}. If a number is to be predicted, leave the other rows out, with --task "
+                f"regression; if these are labels, give --task {kind}"
+            ]
+        if _are_tags(labels):
             return [
                 f"{first.name} holds tags of words in its column {column!r}, such as "
                 f"{', '.join(map(excerpt, labels[:3]))}. If each row is a word, say what numbers the sentences: "
@@ -272,6 +289,12 @@ def _is_prose(file: DataFile, column: str) -> bool:
     """Return whether a column holds sentences; a name or a place has fewer words."""
     values = [row.get(column) for _, row in file.rows[:SAMPLED_ROWS]]
     return _is_text(file, column) and any(isinstance(value, str) and len(value.split()) > 4 for value in values)
+
+
+def _share_of_numbers(file: DataFile, column: str) -> float:
+    """Return how many of a column's values are numbers, between 0 and 1."""
+    values = [row.get(column) for _, row in file.rows]
+    return sum(value_fits("number", value) for value in values) / max(1, len(values))
 
 
 def _holds_text(file: DataFile, column: str) -> bool:

@@ -16,6 +16,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,6 +25,7 @@ from ...files import explain_write_errors, parse_json, user_path
 from ...models import why_not_on_hub
 from . import formats, shapes
 from .columns import (
+    INPUT_TYPES,
     TASK_COLUMNS,
     Column,
     ColumnNames,
@@ -276,7 +278,7 @@ def load_data(
     if first and first.rows and (format := formats.choose(first, kind, columns or raw.column_names)):
         return _load_conversations(source, files, *format, max_rows or {}, seed, problems, is_one_file)
     shape = shapes.choose(first, kind, columns or raw.column_names) if first else None
-    original = first
+    original, is_free = first, kind is None and not columns and not raw.column_names
     if shape and first:
         kind, files = shape.kind, shapes.read_files(files, shape, problems)
         first = next(files[split] for split in needed if split in files)
@@ -292,7 +294,10 @@ def load_data(
     unread = unread_columns(first, raw.column_names, chosen) if guesses_columns else ()
     if shape and original:
         unread = unread_columns(original, None, {c: c for c in shape.source_columns})
-    if doubts := doubts_of_columns(first, kind, chosen, unread):
+        doubts = doubts_of_columns(original, kind, shape.columns, unread) if is_free else []
+    else:
+        doubts = doubts_of_columns(first, kind, chosen, unread)
+    if doubts:
         raise file_error(f"data {source}", [*problems, *doubts])
     if kind in ("tagging", "multilabel"):
         lists = [chosen[c.role] for c in TASK_COLUMNS[kind] if c.role in chosen and c.type in ("texts", "labels")]
@@ -306,7 +311,8 @@ def load_data(
     label_role = next((c.role for c in TASK_COLUMNS[kind] if c.type in ("label", "labels")), None)
     notes: tuple[str, ...] = ()
     if is_one_file and not problems:
-        files, notes = _split_file(files["train"], chosen.get(label_role or ""), seed)
+        inputs = [column for role, column in chosen.items() if role in INPUT_TYPES]
+        files, notes = _split_file(files["train"], inputs, chosen.get(label_role or ""), seed)
     label_names: tuple[str, ...] = ()
     if kind == "regression":
         label_names = tuple(labels or ("score",))
@@ -322,7 +328,9 @@ def load_data(
             files, known = _with_iob2_tags(files, label_column, known, problems), iob2_labels
             train = files["train"].rows if "train" in files and not problems else []
             inner = {f"I{tag[1:]}" for _, row in train for tag in row[label_column] if tag[0] == "B"}
-        label_names, label_ids = encode_labels(files, label_column, known, problems, inner)
+        label_names, label_ids = encode_labels(
+            files, label_column, known, problems, inner, shape.labels if shape else ()
+        )
     is_guess &= not isinstance(columns or raw.column_names, Mapping)
     if is_guess and (doubts := doubts_of_kind(first, kind, chosen, label_names)):
         raise file_error(f"data {source}", doubts)
@@ -353,26 +361,33 @@ MAX_HELD_OUT = 1_000
 """Rows of a single file that are held out for validation, and as many for test, at most; a tenth of fewer."""
 
 
-def _split_file(file: DataFile, label: str | None, seed: int) -> tuple[dict[str, DataFile], tuple[str, ...]]:
-    """Draw validation and test rows of a single file; train keeps a row of every label."""
-    count = min(MAX_HELD_OUT, len(file.rows) // 10)
+def _split_file(
+    file: DataFile, inputs: Sequence[str], label: str | None, seed: int
+) -> tuple[dict[str, DataFile], tuple[str, ...]]:
+    """Draw validation and test rows of a single file, all that have an input; train keeps a row of every label."""
+    groups: dict[str, list[int]] = {}
+    for i, (_, row) in enumerate(file.rows):
+        groups.setdefault(json.dumps([row.get(column) for column in inputs], default=str), []).append(i)
+    repeated = len(groups) < len(file.rows)
+    count = min(MAX_HELD_OUT, len(groups) // 10)
     if count < 2:
-        return {"train": file}, (f"{file.name} has {len(file.rows)} rows, too few to hold some out: all are trained",)
-    order = random.Random(seed).sample(range(len(file.rows)), len(file.rows))
+        size = f"{len(groups)} {'different rows' if repeated else 'rows'}"
+        return {"train": file}, (f"{file.name} has {size}, too few to hold some out: all are trained",)
     known: set[str] = set()
     free = []
-    for i in order:
-        value = file.rows[i][1].get(label or "", ())
-        labels = {*map(str, value if isinstance(value, list | tuple) else [value])}
+    for rows_of_input in random.Random(seed).sample(list(groups.values()), len(groups)):
+        values = [file.rows[i][1].get(label or "", ()) for i in rows_of_input]
+        labels = {str(one) for value in values for one in (value if isinstance(value, list | tuple) else [value])}
         if labels <= known:
-            free.append(i)
+            free.append(rows_of_input)
         known |= labels
-    chosen = {"validation": {*free[:count]}, "test": {*free[count : 2 * count]}}
-    chosen["train"] = {*order} - chosen["validation"] - chosen["test"]
+    chosen = {"validation": {*chain(*free[:count])}, "test": {*chain(*free[count : 2 * count])}}
+    chosen["train"] = {*range(len(file.rows))} - chosen["validation"] - chosen["test"]
     rows = [(n, row if "id" in row else {**row, "id": f"{file.unit}-{n}"}) for n, row in file.rows]
     files = {split: replace(file, rows=[rows[i] for i in sorted(chosen[split])]) for split in SPLITS if chosen[split]}
     sizes = ", ".join(f"{len(one.rows):,} {split}" for split, one in files.items())
-    return files, (f"{file.name} has no splits, so its rows are drawn by seed {seed} (--seed): {sizes}",)
+    note = "; rows with the same input stay together" if repeated else ""
+    return files, (f"{file.name} has no splits, so its rows are drawn by seed {seed} (--seed): {sizes}{note}",)
 
 
 def _check_numbers(files: dict[str, DataFile], column: str, problems: list[str]) -> None:
@@ -410,7 +425,7 @@ def _load_conversations(
         raise file_error(f"data {source}", problems)
     split_note: tuple[str, ...] = ()
     if is_one_file and form.kind == "chat":
-        read, split_note = _split_file(read["train"], None, seed)
+        read, split_note = _split_file(read["train"], [formats.COLUMN], None, seed)
     splits = {
         split: {
             "id": _row_ids(rows, split),
@@ -589,8 +604,9 @@ def encode_labels(
     known: Sequence[str] | None,
     problems: list[str],
     others: Collection[str] = (),
+    flags: Collection[str] = (),
 ) -> tuple[tuple[str, ...], LabelIds]:
-    """Turn labels into ids, and check that train has every label."""
+    """Turn labels into ids, and check that train has every label, but for those that have a column each."""
     values = {split: _row_labels(file, column, problems) for split, file in files.items()}
     for split in [
         s for s, rows in values.items() if rows and {label for _, label in _label_occurrences(rows)} == {"-1"}
@@ -610,7 +626,7 @@ def encode_labels(
         fraction = next(label for label in sorted(train) if not _is_integer(label))
         problems.append(f"{files['train'].name}: a label must be text or a whole number, not {excerpt(fraction)}")
         return (), {}
-    if len(train) == 1:
+    if len({*train, *flags}) == 1:
         problems.append(
             f"{files['train'].name} has one label only, {excerpt(train.pop())}; a classifier needs two or more"
         )

@@ -6,6 +6,7 @@ A shape is read into the rows of its kind of task: tokens with their tags, or a 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -75,7 +76,8 @@ def choose(first: DataFile, kind: str | None, names: ColumnNames | None) -> Shap
                 ("sentence", SENTENCE_COLUMN_NAMES), ("tokens", WORD_COLUMN_NAMES), ("tags", TAG_COLUMN_NAMES),
             )
         }  # fmt: skip
-        if all(words.values()) and all(isinstance(row.get(words["tokens"]), str) for _, row in first.rows[:1]):
+        are_texts = all(isinstance(row.get(words["tokens"]), str) for _, row in first.rows[:1])
+        if all(words.values()) and are_texts and _numbers_sentences(first, words["sentence"]):
             return Shape("a word a row", "tagging", words)
         spans = next((c for c in first.columns if c.lower() in SPAN_COLUMN_NAMES and _holds_spans(first, c)), None)
         texts = text_columns(first, [c for c in first.columns if c != spans])
@@ -243,6 +245,13 @@ def _parsed(value: Any) -> Any:
 def _named(first: DataFile, usual: Sequence[str]) -> str:
     """Return the column with the first of some usual names that a file has; "" for none."""
     return next((c for name in usual for c in first.columns if c.lower() == name), "")
+
+
+def _numbers_sentences(first: DataFile, column: str) -> bool:
+    """Return whether most values of a column stand in several rows, or only in the first, and none is a sentence."""
+    counts = Counter(str(row.get(column) or "") for _, row in first.rows)
+    repeated = sum(count > 1 for count in counts.values())
+    return ("" in counts or 2 * repeated >= len(counts)) and all(len(value.split()) < 5 for value in counts)
 
 
 def _holds_spans(first: DataFile, column: str) -> bool:
