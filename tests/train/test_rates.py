@@ -382,6 +382,7 @@ def test_the_defaults_of_a_method_teach_or_tell(method: str, root: Path, tmp_pat
     fitting = {  # the tiny model has few positions and a width of 32
         "prompt": "prompt(length=4)", "miss": "miss(rank=8)", "c3a": "c3a(block_size=16)", "shira": "shira(rank=4)",
         "vblora": "vblora(vectors=32, length=16)", "road": "road(group_size=32)",
+        "waveft": "waveft(frequencies=64)",
     }  # fmt: skip
     more = {"quantize": "int8"} if method == "loftq" else {}
     config = tiny.spec(root, method=fitting.get(method, repr(REGISTRY[method].plain)), epochs=2, **more)

@@ -84,7 +84,7 @@ def test_trainer_and_pipeline(method: str, merges: bool, tickets: loading.TaskDa
             whole = type(model).from_pretrained(tmp_path / "whole").eval()
             torch.testing.assert_close(whole(**tokenizer(rows["text"][0], return_tensors="pt")).logits, logits)
         assert deltune.load(tmp_path / "whole").delta().method == tuned.delta().method
-        assert (tmp_path / "checkpoint-4" / "model.safetensors").stat().st_size < 500_000
+        assert (tmp_path / "checkpoint-4" / "model.safetensors").stat().st_size < 1_000_000  # the base has 90 MB
         again = deltune.load(tmp_path / "checkpoint-4")
         torch.testing.assert_close(again.model.eval()(**tokenizer(rows["text"][0], return_tensors="pt")).logits, logits)
     deltune.load(again.model, tmp_path / "checkpoint-2", name="earlier", use=False)
