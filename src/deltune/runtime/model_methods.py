@@ -127,7 +127,8 @@ class SavePretrained(ModelMethod):
             "the state_dict that get_model_state_dict of torch returns with full_state_dict=True",
         )
         handle: Any = submodules_of(self.passes.model)[HANDLE_NAME]
-        names = each_name(self.passes.assignment_of_new_pass().used.names)
+        used = self.passes.assignment_of_new_pass().used
+        names = each_name(used.names)
         if not self.path and CHECKPOINT.fullmatch(folder.name):
             if is_main:
                 _save_each(handle, names, folder)
@@ -138,19 +139,17 @@ class SavePretrained(ModelMethod):
         if not names and (folder / "delta").exists():
             raise DeltuneError(f"{folder} holds a delta ({folder / 'delta'}), and none is in use: give another folder")
         values: Mapping[str, Any] = {}
-        labels = handle.attached.base_labels
+        labels, reason = handle.attached.base_labels, ""
         with self.passes.exclusive("save_pretrained"):
             try:
                 if names:
-                    merge, labels = handle.attached.plan_merge(names, self.passes.assignment_of_new_pass().used.head)
+                    merge, labels = handle.attached.plan_merge(names, used.head)
                     if merge.quantized:
                         raise DeltuneError("weights of its base are quantised: tuned.merge(dequantize=True) first")
                     values = merge.weights
             except DeltuneError as error:
                 self._refuse_with_a_model(folder, bound.arguments.get("push_to_hub"), error)
                 reason = str(error)
-            else:
-                reason = ""
         if is_main and not self.path:
             _save_each(handle, names, folder)
         if reason:
@@ -161,7 +160,7 @@ class SavePretrained(ModelMethod):
             )
             return None
         with self._tensors_placed(None):
-            bound.arguments["state_dict"] = self._merged(bound.arguments.get("state_dict"), values)
+            bound.arguments["state_dict"] = self._merged(handle, bound.arguments.get("state_dict"), values)
             self.passes.state.set_labels(labels)
             return self.original(*bound.args, **bound.kwargs)
 
@@ -171,7 +170,7 @@ class SavePretrained(ModelMethod):
             return
         here, passed = (self.passes.state.with_base_in_place(one) for one in (self.model.state_dict(), state_dict))
         of_deltas = [name for name in passed if name.startswith(f"{HANDLE_NAME}.")]
-        if different := [n for n in of_deltas if n not in here or not equal_tensors(passed[n], here[n])]:
+        if different := [n for n in of_deltas if n not in here or not _equal_tensors(passed[n], here[n])]:
             raise DeltuneError(
                 f"the state_dict for save_pretrained has other values of the delta than the model ({different[0]}), as "
                 "an average of steps has: call model.load_state_dict(state_dict) first"
@@ -188,11 +187,10 @@ class SavePretrained(ModelMethod):
                 f"({advice}). {error}"
             ) from error
 
-    def _merged(self, state_dict: Mapping[str, Any] | None, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _merged(self, handle: Any, state_dict: Mapping[str, Any] | None, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the base's tensors with the merged ones in their place, by the names of this part of the model."""
         state, prefix = self.passes.state, f"{self.path}." if self.path else ""
         tensors = state.with_base_in_place(state_dict or self.model.state_dict())
-        handle: Any = submodules_of(self.passes.model)[HANDLE_NAME]
         for name, value in values.items():
             names = (name, *handle.attached.anatomy.tensor(name).aliases)
             keys = {one.removeprefix(prefix) for one in names if one.startswith(prefix)}
@@ -215,7 +213,7 @@ def _save_each(handle: Any, names: Sequence[str], folder: Path) -> None:
         handle.save(folder / ("delta" if len(names) == 1 else f"delta-{name}"), name)
 
 
-def equal_tensors(one: Any, other: Any) -> bool:
+def _equal_tensors(one: Any, other: Any) -> bool:
     """Return whether two tensors have the same values, on whatever devices."""
     return one.shape == other.shape and bool((one.to(other.device) == other).all())
 

@@ -89,8 +89,13 @@ def encode_several_labels(
     if "labels" not in columns:
         return encoded
     ids = range(model.config.num_labels)
-    pairs = zip(encoded.rows, columns["labels"], strict=True)
-    return replace(encoded, rows=[{**row, "labels": [float(i in labels) for i in ids]} for row, labels in pairs])
+    return _with_labels(encoded, [[float(i in labels) for i in ids] for labels in columns["labels"]])
+
+
+def _with_labels(encoded: EncodedRows, labels: Sequence[Any]) -> EncodedRows:
+    """Return encoded texts with what is to be predicted of each."""
+    pairs = zip(encoded.rows, labels, strict=True)
+    return replace(encoded, rows=[{**row, "labels": label} for row, label in pairs])
 
 
 def predict_several_labels(context: InferenceContext, encoded: EncodedRows) -> Predictions:
@@ -119,10 +124,7 @@ MULTILABEL = replace(
 def encode_numbers(tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool) -> EncodedRows:
     """Encode texts with the number to predict."""
     encoded = encode_texts(tokenizer, model, columns, options.max_length)
-    if "score" not in columns:
-        return encoded
-    pairs = zip(encoded.rows, columns["score"], strict=True)
-    return replace(encoded, rows=[{**row, "labels": number} for row, number in pairs])
+    return encoded if "score" not in columns else _with_labels(encoded, columns["score"])
 
 
 def predict_numbers(context: InferenceContext, encoded: EncodedRows) -> Predictions:
