@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import PreTrainedConfig
 
@@ -264,3 +265,14 @@ def test_a_copy_of_the_structure_shares_no_module(kind: str) -> None:
 )
 def test_a_path_inside_another(path: str, parent: str, inside: bool) -> None:
     assert is_inside(path, parent) is inside
+
+
+@pytest.mark.parametrize("name", ["FunnelModel", "FunnelBaseModel"])
+def test_a_family_of_two_classes_needs_no_architecture_in_its_configuration(name: str) -> None:
+    """AutoModel asks the configuration which of the two it builds; a model of one's own has none there."""
+    config = transformers.FunnelConfig(
+        vocab_size=50, d_model=16, n_head=2, d_head=8, d_inner=32, block_sizes=[1, 1], num_decoder_layers=1
+    )
+    assert config.architectures is None
+    assert [layer.index for layer in deltune.inspect(getattr(transformers, name)(config)).layers][:2] == [0, 1]
+    assert config.architectures is None

@@ -414,10 +414,12 @@ def base_model(model: PreTrainedModel) -> PreTrainedModel:
 
 def meta_model(config: PreTrainedConfig, auto_class: Any = AutoModel) -> PreTrainedModel:
     """Build AutoModel of a configuration, or another auto class of transformers, on the meta device, without values."""
+    copied = copy.deepcopy(config)
+    copied.architectures = config.architectures or []  # transformers goes through them where a family has two classes
     try:
         with torch.device("meta"):
             # the dtype is written to the configuration; without one, the configuration's becomes the process's default
-            model: PreTrainedModel = auto_class.from_config(copy.deepcopy(config), dtype=torch.get_default_dtype())
+            model: PreTrainedModel = auto_class.from_config(copied, dtype=torch.get_default_dtype())
             return model
     except Exception as error:
         raise DeltuneError(
