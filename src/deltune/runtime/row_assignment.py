@@ -79,14 +79,15 @@ def each_name(names: Names) -> tuple[str, ...]:
 
 def checked_names(names: object, where: str) -> Names:
     """Return what a row uses, as `use` and `rows` are given it."""
-    if not isinstance(names, list | tuple):
-        return names  # type: ignore[return-value]  # looked up by name later
-    if not names or len(set(map(repr, names))) < len(names):
+    if names is None or isinstance(names, str):
+        return names
+    several = names if isinstance(names, list | tuple) else ()
+    if not several or not all(isinstance(name, str) for name in several) or len(set(several)) < len(several):
         raise DeltuneError(
             f"{where} was given {excerpt(names)}: give the name of a delta, a list of several that act together, each "
             "once, or None for the base model"
         )
-    return names[0] if len(names) == 1 else tuple(names)
+    return several[0] if len(several) == 1 else tuple(several)
 
 
 @dataclass(frozen=True)

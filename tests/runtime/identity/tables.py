@@ -38,7 +38,7 @@ REFUSED = _rows(
 
 HIDDEN = _rows(
     ("is not the output of one linear", """
-        axk2 dbrx deepseek_v2 deepseek_v32 deepseek_v4 dots3_note_text gemma3n_text glm_moe_dsa hy_v4 pegasus_x t5gemma2
+        axk2 dbrx deepseek_v2 deepseek_v32 deepseek_v4 dots3_note_text glm_moe_dsa hy_v4 pegasus_x t5gemma2
         zaya"""),
     ("has no site 'query'", """
         falcon_mamba fnet jetmoe mamba mamba2 mra ProphetNetForCausalLM reformer rwkv xlnet yoso zamba2"""),
