@@ -47,8 +47,8 @@ def choose(
         with fast_imports():
             from ..studies import choose as choose_method
 
-        given = {"task": task, "data_root": data_root, "columns": columns, "quantize": quantize}
-        options = {name: value for name, value in given.items() if value is not None}
+        chosen = {"task": task, "data_root": data_root, "columns": columns, "quantize": quantize}
+        options = {name: value for name, value in chosen.items() if value is not None}
         file = Path(space)
         expressions = [line.strip() for line in file.read_text().splitlines()] if file.is_file() else None
         choice = choose_method(
@@ -60,6 +60,6 @@ def choose(
         console.print_json(data=choice.as_json())
         return
     scores = ", ".join(f"{name} {value:.4f}" for name, value in choice.test.items())
-    print(choice.table.to_string(index=False, na_rep="", float_format="{:.4g}".format))
+    print(choice.table.drop(columns="left out").to_string(index=False, na_rep="", float_format="{:.4g}".format))
     print(f"\n{choice.method} at {choice.learning_rate:g}: {f'test {scores}' if scores else 'there is no test split'}")
     print(f"{choice.advice}.\nTrain it again: {choice.command}\nIts run: {choice.run / 'best'}")

@@ -113,8 +113,9 @@ def solve(
 
     def largest(slot: int, size: int) -> int:
         """Return the largest size up to `size` that the method accepts there; a mask keeps no more than there is."""
-        if takes(slot, size):
-            return size
+        for near in (size, size - 1):  # some sizes have to be even
+            if near >= smallest and takes(slot, near):
+                return near
         fits, too_large = smallest, min(size, MAX_INTEGER + 1)  # larger ones are not parsed
         while too_large - fits > 1:
             middle = (fits + too_large) // 2
@@ -127,7 +128,11 @@ def solve(
             f"a budget of {budget_count:,} is too small: with every ? at {smallest}, {method} has {least:,} scalars; "
             "fewer layers (layers=) or sites (at=) take fewer, or another method does"
         )
-    unit_costs = [cost_at(*(smallest + (i == j) for j in range(slots))) - least for i in range(slots)]
+    sizes_with = [
+        [[size if i == j else smallest for j in range(slots)] for size in range(smallest, smallest + 3)]
+        for i in range(slots)
+    ]
+    unit_costs = [_unit_cost(cost_at, sizes) for sizes in sizes_with]
     if without_effect := [str(i) for i, unit in enumerate(unit_costs, 1) if not unit]:
         raise DeltuneError(f"? number {' and '.join(without_effect)} of {method} changes no count, so give it a value")
     shares = [Fraction(weight) for weight in weights or [1] * slots]  # exact, however large the budget is
@@ -166,6 +171,17 @@ def _smallest_sizes(cost_at: Callable[..., int], slots: int) -> tuple[int, int]:
     except DeltuneError as refused:
         try:
             return 2, cost_at(*[2] * slots)
+        except DeltuneError:
+            raise refused from None
+
+
+def _unit_cost(cost_at: Callable[..., int], sizes: Sequence[Sequence[int]]) -> int:
+    """Return what the second sizes cost more than the first; if refused, half of what the third do: some are even."""
+    try:
+        return cost_at(*sizes[1]) - cost_at(*sizes[0])
+    except DeltuneError as refused:
+        try:
+            return (cost_at(*sizes[2]) - cost_at(*sizes[0])) // 2
         except DeltuneError:
             raise refused from None
 

@@ -95,7 +95,7 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
         before = torch.accelerator.memory_allocated(device)
         work()
         return torch.accelerator.max_memory_allocated(device) - before
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # or it prints when it starts and stops
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it prints when it starts and stops
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
         work()
     events = profiled.profiler.kineto_results.events()

@@ -347,8 +347,8 @@ class _Search:
             if self._time_is_up(SEARCH_SHARE) and any(one.rungs for one in kept.values()):
                 logger.info("the time of the search is up; what has not been tried is left out")
                 break
-            asked = self.study.ask({"candidate": names})
-            self._train(asked, kept[asked.params["candidate"]])
+            new = self.study.ask({"candidate": names})
+            self._train(new, kept[new.params["candidate"]])
             self.study.set_user_attr("seconds", self.seconds)
         for trial in self.study.trials:
             if trial.state in (TrialState.COMPLETE, TrialState.PRUNED):
@@ -362,13 +362,15 @@ class _Search:
         )
         self.study.pruner = pruner
         stopped = ""
-        for step, quality in candidate.rungs.items():  # before it was interrupted
+        earlier = dict(candidate.rungs)  # before it was interrupted
+        for step, quality in earlier.items():
             trial.report(quality, step)
             trial.should_prune()
 
         def stop_if(step: int, quality: float) -> bool:
             nonlocal stopped
-            trial.report(quality, step)
+            if step not in earlier:
+                trial.report(quality, step)
             candidate.rungs[step] = quality
             if trial.should_prune():
                 stopped = "falls behind"
@@ -433,7 +435,7 @@ class _Search:
         test = evaluate(folder, splits=("test",))["test"] if self.has_test else {}
         floor = None if probe is None else probe.scores.get("validation", {}).get(metric)
         choice = Choice(
-            winner.method, winner.rate, _table(candidates, floor, self._full_tuning(), metric), decided,
+            winner.method, winner.rate, _table(candidates, floor, self._full_tuning()), decided,
             _advice(candidates, decided), self._command(winner), test, round(self.seconds, 1), self.folder,
         )  # fmt: skip
         self._write(choice, candidates, metric)
@@ -570,7 +572,7 @@ def _advice(candidates: Sequence[Candidate], decided: bool) -> str:
     return text[0].upper() + text[1:]
 
 
-def _table(candidates: Sequence[Candidate], probe: float | None, full: float | None, metric: str) -> pandas.DataFrame:
+def _table(candidates: Sequence[Candidate], probe: float | None, full: float | None) -> pandas.DataFrame:
     """Return a row for each candidate, the best first, and for what stands beside them."""
     import pandas
 
@@ -596,6 +598,4 @@ def _table(candidates: Sequence[Candidate], probe: float | None, full: float | N
         for name, score in (("linear probe", probe), ("full tuning", full))
         if score is not None
     ]
-    table = pandas.DataFrame(rows)
-    table.attrs["metric"] = metric
-    return table.astype(object).where(table.notna(), None)
+    return pandas.DataFrame(rows).convert_dtypes()
