@@ -82,7 +82,7 @@ def solve(
         anatomy = anatomy_of(acts_at_vocabulary(candidate))
         return count_resolved(anatomy, resolve(anatomy, candidate, lambda: base_size(model)[1]), "number", 1).method
 
-    budget_count = cost(budget) if isinstance(budget, Method) else _budget_scalars(model, budget, denominator)
+    budget_count = cost(budget) if isinstance(budget, Method) else budget_scalars(model, budget, denominator)
     pieces = _split_at_question_marks(method)
     slots = len(pieces) - 1
     if weights is not None and not _weights_are_valid(weights, slots):
@@ -193,7 +193,7 @@ def _weights_are_valid(weights: object, slots: int) -> bool:
     return all(fits_type(float, weight) and weight > 0 for weight in weights)
 
 
-def _budget_scalars(model: PreTrainedModel | PreTrainedConfig, budget: int | str, denominator: str | int) -> int:
+def budget_scalars(model: PreTrainedModel | PreTrainedConfig, budget: int | str, denominator: str | int) -> int:
     """Return the budget as a number of scalars."""
     number = budget if isinstance(budget, int) and budget is not True else None
     text = budget.replace(",", "").strip() if isinstance(budget, str) else ""

@@ -29,7 +29,7 @@ from scipy.stats import t as student_t
 
 from ..errors import DeltuneError, DivergedError, check_booleans, counted
 from ..files import file_lock, read_json_object, write_json, write_text
-from ..methods.budget import solve
+from ..methods.budget import budget_scalars, solve
 from ..methods.counting import count, format_bytes
 from ..methods.memory import parse_bytes
 from ..methods.registry import parse
@@ -38,6 +38,7 @@ from ..train import (
     FACTORS,
     Line,
     ModelCache,
+    ProbeRecord,
     RunConfig,
     Slice,
     StepCost,
@@ -273,7 +274,7 @@ class _Search:
     def _candidates(self) -> list[Candidate]:
         """Solve the sizes, measure each method, and say which candidates are dropped and why."""
         configuration = load_config(self.base.model.name)
-        limit = solve(configuration, "lora(rank=?)", self.budget).budget
+        limit = budget_scalars(configuration, self.budget, "model")
         path = self.folder / "candidates.json"
         if path.is_file():
             return [_read_candidate(values) for values in read_json_object(path)["candidates"]]
@@ -384,6 +385,7 @@ class _Search:
                 cache=self.cache, report=False, rows=self._judged, stop_if=stop_if,
             )  # fmt: skip
         except DivergedError as error:
+            candidate.rungs = {}  # worse than any other
             self.study.tell(trial, state=TrialState.FAIL)
             logger.info("%s: %s", candidate.name, error)
             return
@@ -407,24 +409,7 @@ class _Search:
         if not ranked:
             raise DivergedError("every candidate diverged: give lower rates by another --space, or --warmup 0.1")
         finalists = ranked[:FINALISTS]
-        runs: dict[str, list[Path]] = {one.name: [] for one in finalists}
-        probe, metric = None, "loss"
-        for seed in SEEDS:
-            for one in finalists:
-                assert one.cost is not None
-                enough = (
-                    self.minutes is None or self.seconds + run_seconds(one.cost) * len(finalists) < 60 * self.minutes
-                )
-                if runs[one.name] and not enough:
-                    continue
-                path = self.folder / "finals" / f"{_folder_name(one)}-seed{seed}"
-                metrics = train(
-                    self._config(one, seed=seed), path, progress=False, cache=self.cache, report=True, rows=_no_test
-                )
-                runs[one.name].append(path)
-                metric, probe = str(metrics.best.metric), metrics.probe or probe
-                one.finals.append(float(metrics.best.value or 0.0))
-                logger.info("%s, seed %d: validation %s %.4f", one.name, seed, metric, one.finals[-1])
+        runs, metric, probe = self._finals(finalists)
         winner, decided = _winner(finalists, signed_score(metric, 1.0) > 0)
         folder = max(
             zip(winner.finals, runs[winner.name], strict=True), key=lambda pair: signed_score(metric, pair[0])
@@ -440,6 +425,24 @@ class _Search:
         )  # fmt: skip
         self._write(choice, candidates, metric)
         return choice
+
+    def _finals(self, finalists: Sequence[Candidate]) -> tuple[dict[str, list[Path]], str, ProbeRecord | None]:
+        """Train each finalist under each seed that the time allows; return the folders, the metric and the probe."""
+        runs: dict[str, list[Path]] = {one.name: [] for one in finalists}
+        metric, probe = "loss", None
+        for seed in SEEDS:
+            for one in finalists:
+                assert one.cost is not None
+                end = self.seconds + run_seconds(one.cost) * len(finalists)
+                if runs[one.name] and self.minutes is not None and end > 60 * self.minutes:
+                    continue
+                path = self.folder / "finals" / f"{_folder_name(one)}-seed{seed}"
+                metrics = train(self._config(one, seed=seed), path, progress=False, cache=self.cache, rows=_no_test)
+                runs[one.name].append(path)
+                metric, probe = str(metrics.best.metric), metrics.probe or probe
+                one.finals.append(float(metrics.best.value or 0.0))
+                logger.info("%s, seed %d: validation %s %.4f", one.name, seed, metric, one.finals[-1])
+        return runs, metric, probe
 
     def _full_tuning(self) -> float | None:
         """Return the validation score of full tuning at its default rate, where it keeps the limits; else None."""

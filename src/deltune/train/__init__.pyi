@@ -18,6 +18,7 @@ from .rates import FACTORS as FACTORS
 from .rates import Slice as Slice
 from .rates import finalists as finalists
 from .records import Best as Best
+from .records import ProbeRecord as ProbeRecord
 from .records import RunMetrics as RunMetrics
 from .records import collect_environment as collect_environment
 from .records import signed_score as signed_score
