@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import deltune
+from deltune.methods.memory import peak_bytes
 from deltune.studies.jobs.timed_model import TimedModel, time_interleaved
 
 from .frame import Piece
@@ -26,17 +26,8 @@ DRAWN = (100, 1_000, 10_000)
 
 
 def peak(work: Callable[[], object]) -> int:
-    """Greatest number of bytes in use at once during the work, beyond those in use before it, as the allocator of the
-    CPU counts them: every allocation and release, those inside kernels too."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        work()
-    results = profiled.profiler.kineto_results
-    changes = sorted((e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]")
-    live = top = 0
-    for _, change in changes:
-        live += change
-        top = max(top, live)
-    return top
+    """Greatest number of bytes in use at once during the work, beyond those in use before it, on a CPU."""
+    return peak_bytes(work, torch.device("cpu"))
 
 
 def of_step(turn: TimedModel) -> tuple[int, int]:

@@ -49,6 +49,14 @@ def test_equal_shares_and_weights() -> None:
     assert uneven == deltune.parse("prefix(length=30) + parallel_adapter(rank=10)")
 
 
+@pytest.mark.parametrize("method", ["hra(rank=?)", "hra(rank=?) + layernorm", "prefix(length=?) + hra(rank=?)"])
+@pytest.mark.parametrize("budget", [77_000, 150_000, "0.5%"])
+def test_sizes_that_have_to_be_even(method: str, budget: int | str, model: PreTrainedModel) -> None:
+    result = solve(model, method, budget)
+    assert result.count == deltune.count(model, result.method).method <= result.budget
+    assert result.left < 4 * 768 * 24  # two more of either size
+
+
 def test_a_mask_fills_a_budget_exactly(model: PreTrainedModel) -> None:
     assert solve(model, "apet(lora, parameters=?)", "0.05%").left == 0
     method = deltune.fit(model, "apet(lora, parameters=?)", "0.05%")

@@ -199,7 +199,7 @@ def test_no_family_name_decides_anything() -> None:
     assert not {module: names for module, names in wrong.items() if names}
 
 
-NAMES_METHODS = ("cli.model", "cli.use", "cli.train", "train.presets", "studies.")
+NAMES_METHODS = ("cli.model", "cli.use", "cli.train", "cli.choose", "train.presets", "studies.")
 """Examples on the command line, the papers' protocols, and the studies, which are about particular methods."""
 
 

@@ -12,6 +12,7 @@ from .. import quiet_imports
 from .._version import __version__
 from ..errors import DeltuneError
 from . import model, use
+from .choose import choose
 from .output import console
 from .probe import probe
 from .serve import serve, serve_key
@@ -52,6 +53,7 @@ app.command(add_help_option=False, context_settings=PASS_EVERYTHING_ON)(train)
 app.command(add_help_option=False, context_settings=PASS_EVERYTHING_ON)(serve)
 app.command("serve-key")(serve_key)
 app.add_typer(study, name="study")
+app.command()(choose)
 app.command()(use.data)
 app.command()(use.evaluate)
 app.command()(use.predict)

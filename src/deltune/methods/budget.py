@@ -82,7 +82,7 @@ def solve(
         anatomy = anatomy_of(acts_at_vocabulary(candidate))
         return count_resolved(anatomy, resolve(anatomy, candidate, lambda: base_size(model)[1]), "number", 1).method
 
-    budget_count = cost(budget) if isinstance(budget, Method) else _budget_scalars(model, budget, denominator)
+    budget_count = cost(budget) if isinstance(budget, Method) else budget_scalars(model, budget, denominator)
     pieces = _split_at_question_marks(method)
     slots = len(pieces) - 1
     if weights is not None and not _weights_are_valid(weights, slots):
@@ -113,8 +113,9 @@ def solve(
 
     def largest(slot: int, size: int) -> int:
         """Return the largest size up to `size` that the method accepts there; a mask keeps no more than there is."""
-        if takes(slot, size):
-            return size
+        for near in (size, size - 1):  # some sizes have to be even
+            if near >= smallest and takes(slot, near):
+                return near
         fits, too_large = smallest, min(size, MAX_INTEGER + 1)  # larger ones are not parsed
         while too_large - fits > 1:
             middle = (fits + too_large) // 2
@@ -127,7 +128,11 @@ def solve(
             f"a budget of {budget_count:,} is too small: with every ? at {smallest}, {method} has {least:,} scalars; "
             "fewer layers (layers=) or sites (at=) take fewer, or another method does"
         )
-    unit_costs = [cost_at(*(smallest + (i == j) for j in range(slots))) - least for i in range(slots)]
+    sizes_with = [
+        [[size if i == j else smallest for j in range(slots)] for size in range(smallest, smallest + 3)]
+        for i in range(slots)
+    ]
+    unit_costs = [_unit_cost(cost_at, sizes) for sizes in sizes_with]
     if without_effect := [str(i) for i, unit in enumerate(unit_costs, 1) if not unit]:
         raise DeltuneError(f"? number {' and '.join(without_effect)} of {method} changes no count, so give it a value")
     shares = [Fraction(weight) for weight in weights or [1] * slots]  # exact, however large the budget is
@@ -170,6 +175,17 @@ def _smallest_sizes(cost_at: Callable[..., int], slots: int) -> tuple[int, int]:
             raise refused from None
 
 
+def _unit_cost(cost_at: Callable[..., int], sizes: Sequence[Sequence[int]]) -> int:
+    """Return what the second sizes cost more than the first; if refused, half of what the third do: some are even."""
+    try:
+        return cost_at(*sizes[1]) - cost_at(*sizes[0])
+    except DeltuneError as refused:
+        try:
+            return (cost_at(*sizes[2]) - cost_at(*sizes[0])) // 2
+        except DeltuneError:
+            raise refused from None
+
+
 def _weights_are_valid(weights: object, slots: int) -> bool:
     """Whether there is a positive number for each ?."""
     if not isinstance(weights, list | tuple) or len(weights) != slots:
@@ -177,7 +193,7 @@ def _weights_are_valid(weights: object, slots: int) -> bool:
     return all(fits_type(float, weight) and weight > 0 for weight in weights)
 
 
-def _budget_scalars(model: PreTrainedModel | PreTrainedConfig, budget: int | str, denominator: str | int) -> int:
+def budget_scalars(model: PreTrainedModel | PreTrainedConfig, budget: int | str, denominator: str | int) -> int:
     """Return the budget as a number of scalars."""
     number = budget if isinstance(budget, int) and budget is not True else None
     text = budget.replace(",", "").strip() if isinstance(budget, str) else ""

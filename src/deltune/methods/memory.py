@@ -1,9 +1,11 @@
-"""Refuses a method whose tensors would not fit in the free memory, before any of it is allocated."""
+"""Bytes: refuses a method whose tensors would not fit, before any is allocated, and measures the peak of some work."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 
 import psutil
@@ -82,21 +84,41 @@ def check_memory(
     )
 
 
+def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
+    """Return the greatest number of bytes in use at once during some work, beyond those in use before it.
+
+    They are counted by the device's allocator. On a CPU the profiler sees every allocation and release, those inside
+    kernels too.
+    """
+    if device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats(device)
+        before = torch.accelerator.memory_allocated(device)
+        work()
+        return torch.accelerator.max_memory_allocated(device) - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it prints when it starts and stops
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
+        work()
+    events = profiled.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    return max(accumulate((change for _, change in changes), initial=0))
+
+
+def parse_bytes(text: str, option: str) -> int:
+    """Return a number of bytes that is written as such, or with a unit as in 8GiB."""
+    match = re.fullmatch(r"([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Z]{0,3})", text.strip().upper())
+    if match is None or match[2] not in UNITS:
+        raise DeltuneError(f"{option}={text!r}: give a number of bytes, or one with a unit such as 8GiB")
+    return int(float(match[1]) * UNITS[match[2]])
+
+
 def _limit(devices_of_model: set[torch.device]) -> tuple[int | None, str]:
     """Return the bytes that may be used, None where they are not known, and where the number comes from."""
     if stated := os.environ.get(LIMIT_VARIABLE, "").strip():
-        return _parse_limit(stated), f"is the limit of {LIMIT_VARIABLE}"
+        return parse_bytes(stated, LIMIT_VARIABLE), f"is the limit of {LIMIT_VARIABLE}"
     devices = devices_of_model - {torch.device("meta")} or {torch.device("cpu")}
     free = [_free_on_device(device) for device in devices]
     names = ", ".join(sorted(map(str, devices)))
     return (None if None in free else sum(f for f in free if f is not None)), f"is free ({names})"
-
-
-def _parse_limit(text: str) -> int:
-    match = re.fullmatch(r"([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Z]{0,3})", text.upper())
-    if match is None or match[2] not in UNITS:
-        raise DeltuneError(f"{LIMIT_VARIABLE}={text!r}: give a number of bytes, or one with a unit such as 8GiB")
-    return int(float(match[1]) * UNITS[match[2]])
 
 
 def _free_on_device(device: torch.device) -> int | None:

@@ -591,6 +591,17 @@ class Attached:
         merge.check_fits_shards(self.state)
         return merge, of_head.labels or self.base_labels
 
+    def why_unmerged(self) -> str:
+        """Return why what is in use cannot be folded into the weights, "" if it can; nothing is changed.
+
+        A pooling that the model's class does not have is no reason: a folder of sentence-transformers has it.
+        """
+        try:
+            self.plan_merge((), None, dequantize=True, pooled=True)
+        except DeltuneError as error:
+            return str(error)
+        return ""
+
     def _put_merged(self, model: PreTrainedModel, merge: merging.Merge, labels: HeadLabels) -> None:
         self.base_labels = labels
         if self.live_model is not None:

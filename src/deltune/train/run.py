@@ -6,17 +6,20 @@ import contextlib
 import inspect
 import logging
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import TrainingArguments, set_seed
+from transformers import TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback
 
 from ..compat import set_training_device, use_one_gpu
 from ..errors import DeltuneError, check_booleans, counted, unknown_name
 from ..files import explain_write_errors
+from ..methods.memory import peak_bytes
 from ..methods.registry import parse
 from ..methods.schedules import RankSchedule
 from ..models import HEADS_WITH_LABELS, align_padding_token, fresh_tensors, load_model
@@ -88,6 +91,7 @@ OPTIMIZERS = {
 MIN_8BIT = 4096
 """Numbers of a tensor from which on bitsandbytes keeps its state in 8 bits (its `min_8bit_size`)."""
 LOG_LINES_PER_EPOCH = 20
+MEASURED_STEPS = 3
 ROWS_OF_START = 256
 """How many rows of train initial values read that start from data."""
 
@@ -106,6 +110,8 @@ def train(
     cache: ModelCache | None = None,
     report: bool = True,
     reward: RewardFunction | None = None,
+    rows: Callable[[TaskData], TaskData] | None = None,
+    stop_if: Callable[[int, float], bool] | None = None,
 ) -> RunMetrics:
     """Tune the method of a config on its data, keep the best delta, and score it.
 
@@ -129,6 +135,9 @@ def train(
         report: Write report.html, the page about the run, at the end.
         reward: Of the objective grpo: reward(prompts, completions, reference, …) returns a number for each completion,
             with TRL's arguments, of which it may take any.
+        rows: rows(data) returns the data with the splits that are used, which may be others than the files say.
+        stop_if: stop_if(step, quality) is asked after each validation whether training ends there; the quality is
+            the deciding metric, higher is better.
 
     Returns:
         What metrics.json holds.
@@ -141,7 +150,7 @@ def train(
     distributed.init_processes(device)
     run = RunFolder(output, writer=distributed.is_main())
     shared = cache or ModelCache()
-    finished = sharding.broadcast_from_main(lambda: _finished_metrics(config, run, resume, shared))
+    finished = sharding.broadcast_from_main(lambda: _finished_metrics(config, run, resume, shared, rows))
     if finished is not None:
         logger.info("%s is finished; nothing to do", run.folder)
         if report and not run.report_file.exists():  # the run was interrupted while it wrote the page
@@ -165,11 +174,13 @@ def train(
                     cache=shared,
                     report=report,
                     reward=reward,
+                    rows=rows,
+                    stop_if=stop_if,
                 ),
             )
         else:
             try:
-                metrics = _train(config, run, resume, progress, device, sharded, shared, reward)
+                metrics = _train(config, run, resume, progress, device, sharded, shared, reward, rows, stop_if)
             except BaseException:
                 shared.drop()
                 raise
@@ -185,14 +196,21 @@ def _write_missing_report(run: RunFolder) -> None:
         write_report(run)
 
 
-def _finished_metrics(config: RunConfig, run: RunFolder, resume: bool, cache: ModelCache) -> RunMetrics | None:
+def _finished_metrics(
+    config: RunConfig,
+    run: RunFolder,
+    resume: bool,
+    cache: ModelCache,
+    rows: Callable[[TaskData], TaskData] | None,
+) -> RunMetrics | None:
     """Return the metrics of a run that needs no training."""
     before = run.check_config(config) if resume or not run.exists else None
     if before is None or not run.finished or before.name != config.name:
         return None
     kept, trained = (run.best_run, run.best_run.config) if before.is_series else (run, before)
     try:
-        facts = load_task_data(trained.data, trained.runtime.seed, read=cache.data)[1].summary
+        data = load_task_data(trained.data, trained.runtime.seed, read=cache.data)[1]
+        facts = (data if rows is None else rows(data)).summary
     except DeltuneError as error:
         logger.info("the data of %s cannot be compared with what it was: %s", run.folder, error)
     else:
@@ -209,15 +227,18 @@ def _train(
     sharded: str,
     cache: ModelCache,
     reward: RewardFunction | None,
+    rows: Callable[[TaskData], TaskData] | None,
+    stop_if: Callable[[int, float], bool] | None,
 ) -> RunMetrics:
     """Train a single run in its locked folder."""
     check_objective(config, reward, sharded)
     if resume:
         config = sharding.broadcast_from_main(lambda: config.with_rate_of(run.config) if run.exists else config)
-    state = sharding.run_on_all(lambda: _prepare(config, run, device, sharded, cache))
+    state = sharding.run_on_all(lambda: _prepare(config, run, device, sharded, cache, rows))
     if config.optim.lr == AUTO:
-        config, resume = _search_rate(state, resume, device, sharded, cache), True
-        state = sharding.run_on_all(lambda: _prepare(config, run, device, sharded, cache))
+        config, resume = _search_rate(state, resume, device, sharded, cache, rows), True
+        state = sharding.run_on_all(lambda: _prepare(config, run, device, sharded, cache, rows))
+    state.stop_if = stop_if
     arguments = _training_arguments(state, device)
     checkpoint = sharding.broadcast_from_main(lambda: _resumable_checkpoint(run)) if resume else None
     with (
@@ -245,7 +266,14 @@ def _train(
         return _finish(state, bar)
 
 
-def _search_rate(state: RunState, resume: bool, device: torch.device, sharded: str, cache: ModelCache) -> RunConfig:
+def _search_rate(
+    state: RunState,
+    resume: bool,
+    device: torch.device,
+    sharded: str,
+    cache: ModelCache,
+    rows: Callable[[TaskData], TaskData] | None,
+) -> RunConfig:
     """Find the learning rate of a run that asks for it, and leave the model as it was."""
     config, run, batches = state.config, state.run, state.batches
     plan = plan_search(config, len(state.data.splits["train"]), state.total_steps, batches.steps_per_epoch)
@@ -259,7 +287,8 @@ def _search_rate(state: RunState, resume: bool, device: torch.device, sharded: s
     def loss_of(one: RunConfig, part: Slice) -> float:
         with tempfile.TemporaryDirectory() as folder:
             trial = RunFolder(folder)
-            attempt = sharding.run_on_all(lambda: _prepare(one, trial, device, sharded, cache, part))
+            chosen = part if rows is None else lambda data: part(rows(data))
+            attempt = sharding.run_on_all(lambda: _prepare(one, trial, device, sharded, cache, chosen))
             arguments = _training_arguments(attempt, device, validates=False)
             try:
                 with (
@@ -276,6 +305,84 @@ def _search_rate(state: RunState, resume: bool, device: torch.device, sharded: s
             return loss
 
     return search_rate(config, plan, state.data.fingerprint, run, loss_of)
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What a run costs, as a few of its steps show.
+
+    Attributes:
+        steps: How many steps the whole run has.
+        step_seconds: Seconds of a step.
+        validation_seconds: Seconds of a validation; 0 without one.
+        peak_bytes: The greatest number of bytes in use beyond the loaded model, in a step of the longest rows.
+        rate: The learning rate of the run, its method's default where it gives none.
+        why_unmerged: Why the delta cannot be folded into the weights; "" if it can.
+    """
+
+    steps: int
+    step_seconds: float
+    validation_seconds: float
+    peak_bytes: int
+    rate: float
+    why_unmerged: str
+
+
+class _StepClock(TrainerCallback):
+    """Notes when each step ends."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.ends.append(time.monotonic())
+
+
+def measure_steps(
+    config: RunConfig, rows: Callable[[TaskData], TaskData], cache: ModelCache, devices: str = "auto"
+) -> StepCost:
+    """Take three steps of a run and one validation, and a step of its longest rows, and return what they cost.
+
+    Args:
+        config: The run.
+        rows: Which rows are used, as in `train`.
+        cache: What several runs in one process share.
+        devices: As in `train`.
+
+    Returns:
+        The cost; nothing is kept of the steps.
+
+    Raises:
+        DeltuneError: The run cannot be trained.
+    """
+    device, clock = task_setup.resolve_device(devices), _StepClock()
+    with tempfile.TemporaryDirectory() as folder, ProgressDisplay(False) as bar:
+        state = _prepare(config, RunFolder(folder), device, "none", cache, rows)
+        steps, every_row = state.total_steps, state.encoded["train"]
+        delta = sum(parameter.nbytes for parameter in state.tuned.trainable_parameters())
+        try:
+            with _linear_optimized(state, device):
+                state.config = state.config.replace(steps=1, lr=state.config.optim.rate)
+                longest = sorted(range(len(every_row)), key=every_row.lengths.__getitem__)[-config.optim.batch_size :]
+                state.encoded["train"] = replace(every_row, rows=[every_row[i] for i in longest])
+                shapes = (config.optim.rows_per_device(), config.runtime.seed, padding_side(state.model) is None)
+                state.batches = _batches(config.optim, state.encoded["train"], *shapes)
+                arguments = _training_arguments(state, device, validates=False)
+                peak = peak_bytes(lambda: _fit(state, arguments, bar, None), device)
+                state.encoded["train"], state.batches = every_row, _batches(config.optim, every_row, *shapes)
+                state.config = state.config.replace(steps=1 + MEASURED_STEPS)
+                _fit(state, _training_arguments(state, device, validates=False), bar, None, callbacks=[clock])
+                before = time.monotonic()
+                if "validation" in state.encoded:
+                    state.score("validation")
+                validated = time.monotonic() - before
+            why_unmerged = state.tuned.attached.why_unmerged()
+            _detach(state)
+        except BaseException:
+            cache.drop()
+            raise
+    seconds = (clock.ends[-1] - clock.ends[0]) / MEASURED_STEPS
+    return StepCost(steps, seconds, validated, peak + delta, state.config.optim.rate, why_unmerged)
 
 
 @contextlib.contextmanager
@@ -297,7 +404,12 @@ def _detach(state: RunState) -> None:
 
 
 def _prepare(
-    config: RunConfig, run: RunFolder, device: torch.device, sharded: str, cache: ModelCache, part: Slice | None = None
+    config: RunConfig,
+    run: RunFolder,
+    device: torch.device,
+    sharded: str,
+    cache: ModelCache,
+    part: Callable[[TaskData], TaskData] | None = None,
 ) -> RunState:
     """Read, check and encode everything, and attach the method; of the rows only a part, where one is given."""
     precision = task_setup.resolve_precision(config.runtime.precision, device)
@@ -618,6 +730,7 @@ def _fit(
     bar: ProgressDisplay,
     checkpoint: Path | None,
     reward: RewardFunction | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
 ) -> None:
     """Train from a checkpoint, or from the start, to the last epoch or until patience ends."""
     trainer: DeltaCheckpoints | None = None
@@ -636,7 +749,8 @@ def _fit(
         return
     trainer = trainer or DeltaTrainer(state, arguments, bar)
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(ReportCallback(state, bar))
+    for callback in (ReportCallback(state, bar), *callbacks):
+        trainer.add_callback(callback)
     distributed.seed_by_rank(state.config.runtime.seed)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.accelerator.unwrap_model(state.model, keep_fp32_wrapper=False)

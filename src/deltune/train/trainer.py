@@ -107,6 +107,7 @@ class RunState:
         seconds_before: Seconds that earlier processes worked on this run.
         cpu_seconds_before: Processor seconds of earlier processes; None where they did not count them.
         tokens: How many tokens, padding excluded, this process made training batches of.
+        stop_if: stop_if(step, quality) is asked after each validation whether training ends there.
     """
 
     config: RunConfig
@@ -135,6 +136,7 @@ class RunState:
     cpu_seconds_before: float | None = 0.0
     cpu_start: float = field(default_factory=time.process_time)
     tokens: int = 0
+    stop_if: Callable[[int, float], bool] | None = None
 
     @property
     def model(self) -> PreTrainedModel:
@@ -341,6 +343,11 @@ class DeltaCheckpoints(Trainer):
         self.log(metrics | {"eval_best": better})
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         self.control.should_training_stop |= run.out_of_patience
+        if run.stop_if is not None:
+            name = run.deciding_metric(result.metrics, result.omitted)
+            self.control.should_training_stop |= run.stop_if(
+                self.state.global_step, signed_score(name, result.metrics[name])
+            )
         return metrics
 
     def floating_point_ops(self, inputs: Any) -> int:

@@ -1,0 +1,65 @@
+"""`deltune choose`: which method and which learning rate fit a model, a data set and some limits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import Imports, split_settings
+from .output import Json, Quiet, console, fast_imports, log_to_stderr
+
+
+def choose(
+    model: Annotated[str, typer.Option(help="Hub id, folder or minilm.")],
+    output: Annotated[Path, typer.Option(help="Folder of the search; run again, it goes on.")],
+    data: Annotated[str | None, typer.Option(help="Folder, file or hub id; or give a known --task.")] = None,
+    task: Annotated[str | None, typer.Option(help="Known task; beside --data its kind of task.")] = None,
+    data_root: Annotated[str | None, typer.Option(help="Folder that holds the folders of known tasks.")] = None,
+    columns: Annotated[str | None, typer.Option(help="Which column is what: text=a,label=b.")] = None,
+    budget: Annotated[str, typer.Option(help="Scalars that a method may train: a number or a share.")] = "0.5%",
+    memory: Annotated[str | None, typer.Option(help="Most memory beyond the loaded model: 2GiB [no limit].")] = None,
+    minutes: Annotated[float | None, typer.Option(min=0, help="How long it may take [no limit].")] = None,
+    mergeable: Annotated[bool, typer.Option("--mergeable", help="Only what folds into the weights.")] = False,
+    quantize: Annotated[str | None, typer.Option(help="As of deltune train: nf4, int8, …")] = None,
+    space: Annotated[
+        str,
+        typer.Option(
+            help="lora: LoRA at four rates; all: methods of every kind at three; or a FILE of expressions, one a line, "
+            "with ? for sizes."
+        ),
+    ] = "lora",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="FIELD=VALUE", help="Any option of deltune train: epochs=5; repeatable."),
+    ] = None,
+    imports: Imports = None,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Choose a method and a learning rate within limits, by successive halving, and train the winner.
+
+    Candidates are judged on held-out training rows, the best two on validation under three seeds, and the winner once
+    on test.
+    """
+    with log_to_stderr(quiet):
+        with fast_imports():
+            from ..studies import choose as choose_method
+
+        chosen = {"task": task, "data_root": data_root, "columns": columns, "quantize": quantize}
+        options = {name: value for name, value in chosen.items() if value is not None}
+        file = Path(space)
+        expressions = [line.strip() for line in file.read_text().splitlines()] if file.is_file() else None
+        choice = choose_method(
+            model, data, output=output, budget=budget, memory=memory, minutes=minutes, mergeable=mergeable,
+            space=space if expressions is None else [line for line in expressions if line and line[0] != "#"],
+            **options, **split_settings(settings or [], "epochs=5"),
+        )  # fmt: skip
+    if as_json:
+        console.print_json(data=choice.as_json())
+        return
+    scores = ", ".join(f"{name} {value:.4f}" for name, value in choice.test.items())
+    print(choice.table.drop(columns="left out").to_string(index=False, na_rep="", float_format="{:.4g}".format))
+    print(f"\n{choice.method} at {choice.learning_rate:g}: {f'test {scores}' if scores else 'there is no test split'}")
+    print(f"{choice.advice}.\nTrain it again: {choice.command}\nIts run: {choice.run / 'best'}")

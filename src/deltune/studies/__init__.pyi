@@ -1,0 +1,2 @@
+from .choosing import Choice as Choice
+from .choosing import choose as choose

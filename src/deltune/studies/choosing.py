@@ -1,0 +1,604 @@
+"""Choosing a method and a learning rate for one model, one data set and some limits, by successive halving.
+
+Candidates are expressions of one budget, each at several rates. What breaks a limit is dropped before it trains. The
+others train on part of the training rows and are judged on the rest; Optuna's pruner stops those that fall behind. The
+best two train on all training rows under several seeds and are judged by validation. The test split is scored once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import shlex
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import optuna
+from optuna.distributions import CategoricalDistribution
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import Trial, TrialState
+from scipy.stats import t as student_t
+
+from ..errors import DeltuneError, DivergedError, check_booleans, counted
+from ..files import file_lock, read_json_object, write_json, write_text
+from ..methods.budget import budget_scalars, solve
+from ..methods.counting import count, format_bytes
+from ..methods.memory import parse_bytes
+from ..methods.registry import parse
+from ..models import load_config
+from ..train import (
+    FACTORS,
+    Line,
+    ModelCache,
+    ProbeRecord,
+    RunConfig,
+    Slice,
+    StepCost,
+    TaskData,
+    evaluate,
+    line_chart,
+    load_task_data,
+    measure_steps,
+    render,
+    signed_score,
+    train,
+)
+
+if TYPE_CHECKING:
+    import pandas
+
+EIGHTHS = 8
+"""A run is validated after each eighth of its steps; from the first on, one that falls behind may be stopped."""
+ETA = 2
+"""Of the candidates that reach a rung, the best half goes on to the next, at twice the steps."""
+HELD_OUT = 0.2, 800
+"""The share of the training rows that candidates are judged on, and the most of them."""
+FINALISTS, SEEDS = 2, (0, 1, 2)
+"""How many candidates are trained on all training rows, and under which seeds."""
+SEARCH_SHARE = 0.5
+"""The search may take that share of the minutes; the rest is for the finalists and for full tuning."""
+
+ALL = (
+    "lora(rank=?)", "lora(rank=?, at=('query', 'key', 'value', 'output', 'ffn'))", "lora(rank=?, layers='upper half')",
+    "dora(rank=?)", "loha(rank=?)", "hra(rank=?)", "vera", "adapter(style='pfeiffer', rank=?)",
+    "scaled_parallel_adapter(rank=?)", "prefix(length=?)", "prefix(length=?) + layernorm", "layernorm", "bitfit", "ia3",
+)  # fmt: skip
+SPACES: Mapping[str, tuple[tuple[str, ...], tuple[float, ...]]] = {
+    "lora": (("lora(rank=?)",), FACTORS),
+    "all": (ALL, (0.3, 1.0, 3.0)),
+}
+"""Name of a space -> its expressions and its rates, as multiples of each method's default."""
+
+logger = logging.getLogger("deltune.choose")
+
+
+@dataclass
+class Candidate:
+    """A method at a learning rate.
+
+    Attributes:
+        method: The expression, with its sizes solved.
+        rate: The learning rate; the one of method that is tried first is its default.
+        scalars: How many numbers the method trains, without the head.
+        cost: What a few steps of it took.
+        dropped: Why it is not trained; "" if it is.
+        rungs: Step -> quality on the rows that are held out, for each validation.
+        finals: The validation scores of its runs on all training rows, one for each seed.
+    """
+
+    method: str
+    rate: float
+    scalars: int
+    cost: StepCost | None = None
+    dropped: str = ""
+    rungs: dict[int, float] = field(default_factory=dict)
+    finals: list[float] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The name of its folder and in the table."""
+        return f"{self.method} at {self.rate:g}"
+
+    @property
+    def is_default(self) -> bool:
+        """Whether it has the rate of a run that gives none."""
+        return self.cost is not None and self.rate == self.cost.rate
+
+    @property
+    def best(self) -> float:
+        """Its best quality on the rows that are held out."""
+        return max(self.rungs.values(), default=-math.inf)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen.
+
+    Attributes:
+        method: The expression of the winner, with its sizes solved.
+        learning_rate: Its rate.
+        table: A row for each candidate, and for the floor and full tuning: what it scored, cost and why it was dropped.
+        decided: Whether the winner's interval lies above the other finalist's.
+        advice: One sentence about what decided.
+        command: The command that trains the winner again.
+        test: The winner's scores on the test split, which nothing chose by.
+        seconds: How long it took.
+        run: The folder; `best` in it is the winner's best run.
+    """
+
+    method: str
+    learning_rate: float
+    table: pandas.DataFrame
+    decided: bool
+    advice: str
+    command: str
+    test: Mapping[str, float]
+    seconds: float
+    run: Path
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what choice.json has."""
+        values = {name: getattr(self, name) for name in JSON_FIELDS}
+        return {**values, "test": dict(self.test), "table": json.loads(self.table.to_json(orient="records"))}
+
+
+JSON_FIELDS = ("method", "learning_rate", "decided", "advice", "command", "seconds")
+
+
+@check_booleans
+def choose(
+    model: str,
+    data: str | None = None,
+    *,
+    output: str | Path,
+    budget: int | str = "0.5%",
+    memory: int | str | None = None,
+    minutes: float | None = None,
+    mergeable: bool = False,
+    space: str | Sequence[str] = "lora",
+    **options: Any,
+) -> Choice:
+    """Choose a method and a learning rate within limits, and train the winner.
+
+    The same call goes on where it was interrupted, and returns what was chosen once it is finished.
+
+    Args:
+        model: The model, as in `deltune train`.
+        data: The data set, as in `deltune train`; or give a known task as an option.
+        output: The folder of the search; `best` in it is the winner's run.
+        budget: How many scalars a method may train, as a number or a share of the model such as "0.5%".
+        memory: The most bytes in use beyond the loaded model, as a number or as in "2GiB". Default: no limit.
+        minutes: How long it may take. Default: no limit.
+        mergeable: Keep only methods that can be folded into the weights.
+        space: "lora" (LoRA at four rates), "all" (methods of every kind at three rates), or expressions with ? for
+            each size that the budget solves, at three rates.
+        options: Further options of `deltune train` for every run, such as epochs=3 or max_length=64.
+
+    Returns:
+        The winner, the table and the advice.
+
+    Raises:
+        DeltuneError: No candidate keeps the limits, the data cannot decide, or the folder has another search.
+    """
+    search = _Search(model, data, Path(output), budget, memory, minutes, mergeable, space, options)
+    search.folder.mkdir(parents=True, exist_ok=True)
+    with file_lock(search.folder / "choose.lock"):
+        return search.run()
+
+
+class _Search:
+    """One search under way."""
+
+    def __init__(
+        self, model: str, data: str | None, folder: Path, budget: int | str, memory: int | str | None,
+        minutes: float | None, mergeable: bool, space: str | Sequence[str], options: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        self.start, self.folder, self.cache = time.monotonic(), folder, ModelCache()
+        self.minutes, self.mergeable, self.budget = minutes, mergeable, budget
+        self.memory = parse_bytes(memory, "memory") if isinstance(memory, str) else memory
+        if isinstance(space, str) and space not in SPACES:
+            raise DeltuneError(f"space={space!r}: give {' or '.join(SPACES)}, or a list of expressions")
+        self.expressions, self.factors = SPACES[space] if isinstance(space, str) else (space, SPACES["all"][1])
+        if wrong := [name for name in ("method", "lr", "seeds", "search", "validate_every") if name in options]:
+            raise DeltuneError(f"{', '.join(wrong)}: choose sets them itself; give the others of deltune train")
+        self.options = {"model": model, **({} if data is None else {"data": data}), **options}
+        self.base = RunConfig.from_flat(method="head", **self.options)
+        self.record = {
+            "options": {name: str(value) for name, value in self.base.flat(exclude_defaults=True).items()},
+            "budget": str(budget), "memory": self.memory, "minutes": minutes, "mergeable": mergeable,
+            "space": list(self.expressions),
+        }  # fmt: skip
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that the search took so far, those of interrupted processes included."""
+        return self.before + time.monotonic() - self.start
+
+    def run(self) -> Choice:
+        """Search, or go on, or read what was chosen."""
+        self.study = self._open_study()
+        self.before = float(self.study.user_attrs.get("seconds", 0.0))
+        finished = self.folder / "choice.json"
+        if finished.is_file():
+            logger.info("%s is finished; nothing to do", self.folder)
+            return _read_choice(self.folder, read_json_object(finished))
+        self.rows = self._split()
+        with _quiet_runs():
+            candidates = self._candidates()
+            self._halve(candidates)
+            return self._finish(candidates)
+
+    def _open_study(self) -> optuna.Study:
+        """Open the study of the folder, or begin one; another search's folder is refused."""
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        storage = JournalStorage(JournalFileBackend(str(self.folder / "optuna.log")))
+        study = optuna.create_study(
+            storage=storage, study_name="choose", direction="maximize", load_if_exists=True,
+            sampler=optuna.samplers.RandomSampler(seed=0),
+        )  # fmt: skip
+        before = study.user_attrs.get("asked")
+        if before is not None and before != self.record:
+            differences = [name for name in self.record if before.get(name) != self.record[name]]
+            raise DeltuneError(
+                f"{self.folder} has a search with other values of {', '.join(differences)}: give another --output, or "
+                "remove the folder"
+            )
+        study.set_user_attr("asked", self.record)
+        return study
+
+    def _split(self) -> Slice:
+        """Return which training rows candidates train on, and which judge them; refuse data that cannot decide."""
+        data = load_task_data(self.base.data, self.base.runtime.seed, read=self.cache.data)[1]
+        rows = len(data.splits["train"])
+        held_out = min(int(HELD_OUT[0] * rows), HELD_OUT[1])
+        if held_out < self.base.optim.batch_size or "validation" not in data.splits:
+            what = "no validation split" if "validation" not in data.splits else counted(rows, "training row")
+            raise DeltuneError(
+                f"data {data.source} has {what}: choosing needs a validation split and "
+                f"{math.ceil(self.base.optim.batch_size / HELD_OUT[0])} training rows or more, a fifth of which judges "
+                "the candidates"
+            )
+        if data.kind == "classification" and len(set(data.splits["train"]["label"])) < 2:
+            raise DeltuneError(f"data {data.source}: all training rows have one label, so nothing can be chosen")
+        self.has_test = "test" in data.splits
+        return Slice(rows - held_out, held_out, self.base.runtime.seed)
+
+    def _candidates(self) -> list[Candidate]:
+        """Solve the sizes, measure each method, and say which candidates are dropped and why."""
+        configuration = load_config(self.base.model.name)
+        limit = budget_scalars(configuration, self.budget, "model")
+        path = self.folder / "candidates.json"
+        if path.is_file():
+            return [_read_candidate(values) for values in read_json_object(path)["candidates"]]
+        candidates: list[Candidate] = []
+        for expression in self.expressions:
+            try:
+                if "?" in expression:
+                    solved = solve(configuration, expression, self.budget)
+                    method, scalars = repr(solved.method), solved.count
+                else:
+                    method = repr(parse(expression))
+                    scalars = count(configuration, method).method
+            except DeltuneError as error:
+                candidates.append(Candidate(expression, math.nan, 0, dropped=str(error)))
+                continue
+            candidates += self._measured(method, scalars, limit)
+        kept = [one for one in candidates if not one.dropped]
+        for one in candidates:
+            if one.dropped:
+                logger.info("%s is left out: %s", one.name if one.rate == one.rate else one.method, one.dropped)
+        if not kept:
+            raise DeltuneError(
+                "no candidate keeps the limits: " + "; ".join(f"{one.method}: {one.dropped}" for one in candidates)
+            )
+        write_json(path, {"candidates": [_as_json(one) for one in candidates]})
+        return candidates
+
+    def _measured(self, method: str, scalars: int, limit: int) -> list[Candidate]:
+        """Return a method at each of its rates, with what it costs, or why it is left out."""
+        if scalars > limit:
+            return [Candidate(method, math.nan, scalars, dropped=f"{scalars:,} scalars of {limit:,}")]
+        try:
+            cost = measure_steps(self.base.replace(method=method), self._judged, self.cache)
+        except DeltuneError as error:
+            return [Candidate(method, math.nan, scalars, dropped=str(error))]
+        why, seconds = "", run_seconds(cost)
+        if self.memory is not None and cost.peak_bytes > self.memory:
+            why = f"{format_bytes(cost.peak_bytes)} of memory, {format_bytes(self.memory)} are allowed"
+        elif self.mergeable and cost.why_unmerged:
+            why = f"it cannot be merged ({cost.why_unmerged})"
+        elif self.minutes is not None and seconds > 60 * self.minutes:
+            why = f"a run takes {seconds / 60:.1f} minutes, {self.minutes:g} are allowed"
+        rates = [cost.rate, *(float(f"{cost.rate * factor:.2g}") for factor in self.factors if factor != 1)]
+        return [Candidate(method, rate, scalars, cost, why) for rate in rates]
+
+    def _judged(self, data: TaskData) -> TaskData:
+        return self.rows(data)
+
+    def _config(self, candidate: Candidate, **values: Any) -> RunConfig:
+        assert candidate.cost is not None
+        return self.base.replace(
+            method=candidate.method, lr=candidate.rate, validate_every=_eighth(candidate.cost.steps), **values
+        )
+
+    def _time_is_up(self, share: float) -> bool:
+        return self.minutes is not None and self.seconds > share * 60 * self.minutes
+
+    def _halve(self, candidates: Sequence[Candidate]) -> None:
+        """Train the candidates, the defaults first; the pruner stops those that fall behind."""
+        kept = {one.name: one for one in candidates if not one.dropped}
+        names = CategoricalDistribution(list(kept))
+        if not self.study.trials:
+            for name in sorted(kept, key=lambda name: not kept[name].is_default):
+                self.study.enqueue_trial({"candidate": name})
+        for trial in self.study.trials:
+            if trial.state == TrialState.RUNNING:  # its process was ended; the run goes on from its checkpoint
+                kept[trial.params["candidate"]].rungs = dict(trial.intermediate_values)
+                self.study.tell(trial.number, state=TrialState.FAIL)
+                self.study.enqueue_trial({"candidate": trial.params["candidate"]})
+        while any(trial.state == TrialState.WAITING for trial in self.study.trials):
+            if self._time_is_up(SEARCH_SHARE) and any(one.rungs for one in kept.values()):
+                logger.info("the time of the search is up; what has not been tried is left out")
+                break
+            new = self.study.ask({"candidate": names})
+            self._train(new, kept[new.params["candidate"]])
+            self.study.set_user_attr("seconds", self.seconds)
+        for trial in self.study.trials:
+            if trial.state in (TrialState.COMPLETE, TrialState.PRUNED):
+                kept[trial.params["candidate"]].rungs = dict(trial.intermediate_values)
+
+    def _train(self, trial: Trial, candidate: Candidate) -> None:
+        """Train one candidate until its end, or until the pruner or the time stops it."""
+        assert candidate.cost is not None
+        pruner = optuna.pruners.SuccessiveHalvingPruner(
+            min_resource=_eighth(candidate.cost.steps), reduction_factor=ETA
+        )
+        self.study.pruner = pruner
+        stopped = ""
+        earlier = dict(candidate.rungs)  # before it was interrupted
+        for step, quality in earlier.items():
+            trial.report(quality, step)
+            trial.should_prune()
+
+        def stop_if(step: int, quality: float) -> bool:
+            nonlocal stopped
+            if step not in earlier:
+                trial.report(quality, step)
+            candidate.rungs[step] = quality
+            if trial.should_prune():
+                stopped = "falls behind"
+            elif self._time_is_up(SEARCH_SHARE):
+                stopped = "the time is up"
+            return bool(stopped)
+
+        try:
+            metrics = train(
+                self._config(candidate, probe="off"), self.folder / "runs" / _folder_name(candidate), progress=False,
+                cache=self.cache, report=False, rows=self._judged, stop_if=stop_if,
+            )  # fmt: skip
+        except DivergedError as error:
+            candidate.rungs = {}  # worse than any other
+            self.study.tell(trial, state=TrialState.FAIL)
+            logger.info("%s: %s", candidate.name, error)
+            return
+        value = candidate.best
+        done = counted(max(candidate.rungs, default=0), "step")
+        logger.info(
+            "%s: %s %.4f on the rows held out, after %s%s%s", candidate.name, metrics.best.metric,
+            abs(value), done, f"; {stopped}" if stopped else "", self._left(),
+        )  # fmt: skip
+        self.study.tell(trial, None if stopped else value, TrialState.PRUNED if stopped else TrialState.COMPLETE)
+
+    def _left(self) -> str:
+        waiting = sum(trial.state == TrialState.WAITING for trial in self.study.trials)
+        done = sum(trial.state.is_finished() for trial in self.study.trials) + 1
+        left = waiting * self.seconds / done
+        return f" ({counted(waiting, 'candidate')} left, about {left / 60:.1f} minutes)" if waiting else ""
+
+    def _finish(self, candidates: Sequence[Candidate]) -> Choice:
+        """Train the best two on all rows, choose by validation, score the test split once, and write the report."""
+        ranked = sorted((one for one in candidates if one.rungs), key=lambda one: (-max(one.rungs), -one.best))
+        if not ranked:
+            raise DivergedError("every candidate diverged: give lower rates by another --space, or --warmup 0.1")
+        finalists = ranked[:FINALISTS]
+        runs, metric, probe = self._finals(finalists)
+        winner, decided = _winner(finalists, signed_score(metric, 1.0) > 0)
+        folder = max(
+            zip(winner.finals, runs[winner.name], strict=True), key=lambda pair: signed_score(metric, pair[0])
+        )[1]
+        link = self.folder / "best"
+        link.unlink(missing_ok=True)
+        link.symlink_to(folder.relative_to(self.folder))
+        test = evaluate(folder, splits=("test",))["test"] if self.has_test else {}
+        floor = None if probe is None else probe.scores.get("validation", {}).get(metric)
+        choice = Choice(
+            winner.method, winner.rate, _table(candidates, floor, self._full_tuning()), decided,
+            _advice(candidates, decided), self._command(winner), test, round(self.seconds, 1), self.folder,
+        )  # fmt: skip
+        self._write(choice, candidates, metric)
+        return choice
+
+    def _finals(self, finalists: Sequence[Candidate]) -> tuple[dict[str, list[Path]], str, ProbeRecord | None]:
+        """Train each finalist under each seed that the time allows; return the folders, the metric and the probe."""
+        runs: dict[str, list[Path]] = {one.name: [] for one in finalists}
+        metric, probe = "loss", None
+        for seed in SEEDS:
+            for one in finalists:
+                assert one.cost is not None
+                end = self.seconds + run_seconds(one.cost) * len(finalists)
+                if runs[one.name] and self.minutes is not None and end > 60 * self.minutes:
+                    continue
+                path = self.folder / "finals" / f"{_folder_name(one)}-seed{seed}"
+                metrics = train(self._config(one, seed=seed), path, progress=False, cache=self.cache, rows=_no_test)
+                runs[one.name].append(path)
+                metric, probe = str(metrics.best.metric), metrics.probe or probe
+                one.finals.append(float(metrics.best.value or 0.0))
+                logger.info("%s, seed %d: validation %s %.4f", one.name, seed, metric, one.finals[-1])
+        return runs, metric, probe
+
+    def _full_tuning(self) -> float | None:
+        """Return the validation score of full tuning at its default rate, where it keeps the limits; else None."""
+        config = self.base.replace(method="full")
+        try:
+            cost = measure_steps(config, self._judged, self.cache)
+            over = self.memory is not None and cost.peak_bytes > self.memory
+            late = self.minutes is not None and self.seconds + run_seconds(cost) > 60 * self.minutes
+            if over or late:
+                logger.info("full tuning is left out: it breaks the limit of %s", "memory" if over else "time")
+                return None
+            config = config.replace(validate_every=_eighth(cost.steps))
+            metrics = train(
+                config, self.folder / "finals" / "full", progress=False, cache=self.cache, report=False, rows=_no_test
+            )
+        except DeltuneError as error:
+            logger.info("full tuning is left out: %s", error)
+            return None
+        return float(metrics.best.value or 0.0)
+
+    def _command(self, winner: Candidate) -> str:
+        options = [f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in self.options.items()]
+        parts = [*options, f"--method {shlex.quote(winner.method)}", f"--lr {winner.rate:g}", "--output RUN"]
+        return f"deltune train {' '.join(parts)}"
+
+    def _write(self, choice: Choice, candidates: Sequence[Candidate], metric: str) -> None:
+        """Write choice.json, and report.html with the curve of every candidate."""
+        values = choice.as_json()
+        write_json(self.folder / "choice.json", values)
+        lines = [
+            Line(one.name, [(s, abs(v)) for s, v in one.rungs.items()], dots=True) for one in candidates if one.rungs
+        ]
+        chart = line_chart(f"{metric} on the rows held out", lines, "step")
+        template = Path(__file__).parent / "report" / "choose.html"
+        page = render(template, title="Choosing a method", choice=choice, rows=values["table"], chart=chart)
+        write_text(self.folder / "report.html", page)
+
+
+@contextlib.contextmanager
+def _quiet_runs() -> Iterator[None]:
+    """Leave what each run says of itself to the run's own folder; warnings are shown."""
+    runs = logging.getLogger("deltune")
+    level, mine = runs.level, logger.level
+    logger.setLevel(runs.getEffectiveLevel())
+    runs.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        runs.setLevel(level)
+        logger.setLevel(mine)
+
+
+def _eighth(steps: int) -> int:
+    return math.ceil(steps / EIGHTHS)
+
+
+def run_seconds(cost: StepCost) -> float:
+    """Return how long a run takes, validations included, by what its first steps took."""
+    return cost.steps * cost.step_seconds + EIGHTHS * cost.validation_seconds
+
+
+def _no_test(data: TaskData) -> TaskData:
+    """Leave the test split out, so that no finalist answers it."""
+    return replace(data, splits={split: rows for split, rows in data.splits.items() if split != "test"})
+
+
+def _folder_name(candidate: Candidate) -> str:
+    """Return the name of a candidate's folder, which no other expression and rate has."""
+    return f"{hashlib.sha256(candidate.method.encode()).hexdigest()[:8]}-{candidate.rate:g}"
+
+
+def _as_json(candidate: Candidate) -> dict[str, Any]:
+    values = asdict(candidate)
+    return {name: None if value != value else value for name, value in values.items()}
+
+
+def _read_candidate(values: Mapping[str, Any]) -> Candidate:
+    cost = None if values["cost"] is None else StepCost(**values["cost"])
+    return Candidate(
+        values["method"], math.nan if values["rate"] is None else values["rate"], values["scalars"], cost,
+        values["dropped"],
+    )  # fmt: skip
+
+
+def _read_choice(folder: Path, values: Mapping[str, Any]) -> Choice:
+    import pandas
+
+    return Choice(**{**values, "table": pandas.DataFrame(values["table"])}, run=folder)
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % interval of a mean over seeds, by Student's t; of one value it is without bounds."""
+    if len(values) < 2:
+        return -math.inf, math.inf
+    spread = student_t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return statistics.fmean(values) - spread, statistics.fmean(values) + spread
+
+
+def _winner(finalists: Sequence[Candidate], higher_is_better: bool) -> tuple[Candidate, bool]:
+    """Return the finalist with the best mean, and whether its interval is apart from the other's.
+
+    If not, the one that can be merged is taken, then the smaller one, then the better mean.
+    """
+    sign = 1 if higher_is_better else -1
+    ranked = sorted(finalists, key=lambda one: -sign * statistics.fmean(one.finals))
+    if len(ranked) == 1:
+        return ranked[0], False
+    (low, high), (other_low, other_high) = (interval(one.finals) for one in ranked[:2])
+    if low > other_high or high < other_low:
+        return ranked[0], True
+    return min(ranked, key=lambda one: (bool(one.cost and one.cost.why_unmerged), one.scalars)), False
+
+
+def _advice(candidates: Sequence[Candidate], decided: bool) -> str:
+    """Say how much the rate and the method decided at the first rung, which all candidates reached."""
+    first: dict[str, list[float]] = {}
+    for one in candidates:
+        if one.rungs:
+            first.setdefault(one.method, []).append(one.rungs[min(one.rungs)])
+    by_rate = [max(values) - min(values) for values in first.values() if len(values) > 1]
+    by_method = [max(values) for values in first.values()]
+    parts = [f"the rate decided {statistics.fmean(by_rate):.3f} (mean over methods)"] if by_rate else []
+    parts += [f"the method {max(by_method) - min(by_method):.3f}"] if len(by_method) > 1 else []
+    text = f"after an eighth of the steps {' and '.join(parts)}; " if parts else ""
+    text += (
+        "decided: the winner's interval over the seeds is apart from the other finalist's"
+        if decided
+        else "undecided: the finalists' intervals over the seeds overlap; what merges, then what is smaller, was taken"
+    )
+    return text[0].upper() + text[1:]
+
+
+def _table(candidates: Sequence[Candidate], probe: float | None, full: float | None) -> pandas.DataFrame:
+    """Return a row for each candidate, the best first, and for what stands beside them."""
+    import pandas
+
+    ranked = sorted(candidates, key=lambda one: (-len(one.finals), -one.best))
+    rows: list[dict[str, Any]] = [
+        {
+            "method": one.method,
+            "learning_rate": None if math.isnan(one.rate) else one.rate,
+            "scalars": one.scalars or None,
+            "minutes": one.cost and round(run_seconds(one.cost) / 60, 2),
+            "memory": one.cost and format_bytes(one.cost.peak_bytes),
+            "merges": one.cost and not one.cost.why_unmerged,
+            "steps": max(one.rungs, default=0),
+            "held out": abs(one.best) if one.rungs else None,
+            "validation": statistics.fmean(one.finals) if one.finals else None,
+            "seeds": len(one.finals),
+            "left out": one.dropped,
+        }
+        for one in ranked
+    ]
+    rows += [
+        {"method": name, "validation": score}
+        for name, score in (("linear probe", probe), ("full tuning", full))
+        if score is not None
+    ]
+    return pandas.DataFrame(rows).convert_dtypes()

@@ -1,0 +1,109 @@
+"""`deltune choose`, whole runs on the tiny model: limits, halving, going on after an interrupt, and what is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny
+from deltune.errors import DeltuneError
+from deltune.studies import Choice, choose
+from deltune.studies import choosing as module
+from deltune.train.run_folder import RunFolder
+
+SPACE = ("lora(rank=?)", "layernorm", "adapter(rank=?)", "full")
+
+
+def call(root: Path, output: Path, **changes: Any) -> Choice:
+    values = {"output": output, "budget": 1200, "space": SPACE, "epochs": 2, "batch_size": 8, "max_length": 16}
+    return choose(str(root / "model"), str(root / "data"), **{**values, **changes})
+
+
+@pytest.fixture(scope="module")
+def chosen(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Choice:
+    return call(root, tmp_path_factory.mktemp("choose"))
+
+
+def test_limits_cut_before_training(chosen: Choice) -> None:
+    table = chosen.table.set_index("method")
+    assert "scalars of 1,200" in table.loc["full", "left out"] and table.loc["full", "steps"] == 0
+    assert table.loc["layernorm", "left out"].eq("").all()
+    assert {"linear probe", "full tuning"} <= set(table.index)
+
+
+def test_the_winner_is_trained_and_judged_as_it_says(chosen: Choice, root: Path) -> None:
+    best = RunFolder(chosen.run / "best")
+    assert best.method == chosen.method and best.config.optim.rate == chosen.learning_rate
+    assert not best.metrics.test and chosen.test  # no finalist answered the test split
+    assert best.metrics.count["method"] <= 1200
+    finals = chosen.table[chosen.table["seeds"].fillna(0) > 0]
+    assert len(finals) == 2 and set(finals["seeds"]) == {3}
+    assert chosen.method in (chosen.run / "report.html").read_text()
+
+
+def test_halving_stops_those_that_fall_behind(chosen: Choice) -> None:
+    trained = chosen.table[chosen.table["steps"].fillna(0) > 0]
+    steps = sorted(trained["steps"])
+    assert len(steps) >= 6 and steps[0] < steps[-1]
+
+
+def test_again_reads_what_was_chosen_and_another_search_is_refused(chosen: Choice, root: Path) -> None:
+    again = call(root, chosen.run)
+    assert again.as_json() == chosen.as_json()
+    with pytest.raises(DeltuneError, match="other values of budget, space"):
+        call(root, chosen.run, budget=900, space="lora")
+
+
+def test_an_interrupted_search_goes_on(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It trains nothing twice, and chooses as one that was not interrupted."""
+    runs: list[str] = []
+    train = module.train
+
+    def counting(config: Any, folder: Any, **more: Any) -> Any:
+        runs.append(Path(folder).name)
+        if len(runs) == 3:
+            stop_if = more["stop_if"]
+
+            def interrupt(step: int, quality: float) -> bool:
+                stop_if(step, quality)
+                raise KeyboardInterrupt
+
+            more = {**more, "stop_if": interrupt}
+        return train(config, folder, **more)
+
+    monkeypatch.setattr(module, "train", counting)
+    small = {"space": ("lora(rank=?)",)}
+    with pytest.raises(KeyboardInterrupt):
+        call(root, tmp_path / "a", **small)
+    choice = call(root, tmp_path / "a", **small)
+    assert [runs.count(name) for name in dict.fromkeys(runs)] == [1, 1, 2, *[1] * (len(set(runs)) - 3)]
+    whole = call(root, tmp_path / "b", **small)
+    assert (choice.method, choice.learning_rate, choice.test) == (whole.method, whole.learning_rate, whole.test)
+
+
+def refusals(root: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    yield {"budget": 3}, "a budget of 3 is too small"
+    yield {"memory": "1KiB"}, r"no candidate keeps the limits.*KiB of memory"
+    yield {"minutes": 1e-4}, "a run takes"
+    yield {"mergeable": True, "space": ("adapter(rank=?)",)}, "it cannot be merged"
+    yield {"space": "loras"}, "give lora or all"
+    yield {"lr": 1e-3}, "choose sets them itself"
+    yield {"batch_size": 40}, "training rows or more"
+
+
+@pytest.mark.parametrize("number", range(7))
+def test_refused_before_training(root: Path, tmp_path: Path, number: int) -> None:
+    changes, message = list(refusals(root))[number]
+    with pytest.raises(DeltuneError, match=message):
+        call(root, tmp_path, **changes)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_one_label_decides_nothing(root: Path, tmp_path: Path) -> None:
+    rows = [{"text": f"a plum {i}", "label": "fruit"} for i in range(60)]
+    tiny.lines(tmp_path / "data.jsonl", rows)
+    with pytest.raises(DeltuneError, match="one label"):
+        choose(str(root / "model"), str(tmp_path / "data.jsonl"), output=tmp_path / "out", batch_size=4)
