@@ -309,7 +309,6 @@ def test_rows(encoder: Any, rows: list[Any], options: dict[str, Any], answers: A
     "objective, changes, reason",
     [
         ("dpo", {"packing": True, "label_smoothing": 0.1}, "dpo is learned without packing, label_smoothing"),
-        ("dpo", {"lr": "auto"}, "without lr auto"),
         ("dpo", {"data": "questions"}, "learns from preferences, and the data is read as chat"),
         ("grpo", {}, "--reward FILE.py:function"),
         ("kto", {"batch_size": 1}, "kto compares the rows of a device batch"),

@@ -340,7 +340,7 @@ def test_what_is_not_clearly_better(analysis: Analysis, expected: str, whole: Ru
     notes = advising.nothing_learned(whole.config, analysis, "test", FALLING)
     assert re.search(expected, "".join(notes)), notes
     longer = advising.nothing_learned(whole.config, analysis, "test", [*FALLING, {"step": 200, "loss": 0.4}])
-    assert len(longer) == len(notes) and all("--lr auto" in note for note in longer)
+    assert len(longer) == len(notes) and all("deltune choose" in note for note in longer)
 
 
 # -- intervals

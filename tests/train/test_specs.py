@@ -54,7 +54,6 @@ SAME = [
     ({}, {"seed": 0, "head": "train"}),
     ({}, {"lr": None}),
     ({"lr": 1e-2}, {"lr": "1e-2"}),
-    ({"lr": "auto"}, {"lr": 1e-2, "lr_source": "auto"}),
     ({}, {"lr": 3e-3, "lr_source": "default"}),
     ({}, {"report_to": ("tensorboard",)}),
     ({}, {"device_batch_size": 4}),
@@ -149,7 +148,7 @@ def test_another_value_takes_the_place_of_those_that_exclude_it() -> None:
     assert spec(steps=5).replace(epochs=2).optim.steps is None
     assert spec(lr=1e-2).replace(method="full").optim.lr is None, "it was that of the method"
     assert spec(lr=0.5).replace(method="full").optim.lr == 0.5
-    searched = spec(lr=0.5, lr_source="auto")
+    searched = spec(lr=0.5, lr_source="default")
     assert searched.replace(epochs=9).optim.lr == "auto" and searched.replace(seed=9).optim == searched.optim
     assert searched.replace(lr=0.1).optim.lr_source is None
     with pytest.raises(DeltuneError, match=r"optim\.epochs"):
