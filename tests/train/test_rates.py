@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +10,9 @@ import yaml
 
 import tiny
 from deltune.cli.use import TICKETS
-from deltune.errors import DeltuneError, DivergedError
+from deltune.errors import DeltuneError
 from deltune.methods.registry import GROUPS, REGISTRY, default_learning_rate
 from deltune.train import rates
-from deltune.train import run as training
 from deltune.train.config import RunConfig, read_config
 from deltune.train.metrics.intervals import share_interval
 from deltune.train.presets import merge_values

@@ -65,7 +65,6 @@ OTHER = [
     {"seed": 1},
     {"lr": 1e-3},
     {"lr": 1e-2},
-    {"lr": "auto"},
     {"epochs": 4},
     {"method": "bitfit"},
     {"head": "freeze"},
@@ -149,7 +148,7 @@ def test_another_value_takes_the_place_of_those_that_exclude_it() -> None:
     assert spec(lr=1e-2).replace(method="full").optim.lr is None, "it was that of the method"
     assert spec(lr=0.5).replace(method="full").optim.lr == 0.5
     searched = spec(lr=0.5, lr_source="default")
-    assert searched.replace(epochs=9).optim.lr == "auto" and searched.replace(seed=9).optim == searched.optim
+    assert searched.replace(epochs=9).optim.lr is None and searched.replace(seed=9).optim == searched.optim
     assert searched.replace(lr=0.1).optim.lr_source is None
     with pytest.raises(DeltuneError, match=r"optim\.epochs"):
         spec().replace(epochs=0)

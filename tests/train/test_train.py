@@ -67,7 +67,7 @@ def names(folder: Path) -> set[str]:
 
 
 def test_a_run_holds_what_it_should(whole: RunFolder, root: Path) -> None:
-    assert names(whole.folder) == set(runs.CONTENTS) - {"checkpoint", "runs", "rates.json"}
+    assert names(whole.folder) == set(runs.CONTENTS) - {"checkpoint", "runs"}
     metrics = whole.metrics
     assert metrics.as_json() == json.loads(whole.metrics_file.read_text())
     assert set(metrics.test) == {"loss", "accuracy", "f1_macro", "matthews"}

@@ -15,10 +15,8 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    Discriminator,
     Field,
     ModelWrapValidatorHandler,
-    Tag,
     ValidationError,
     field_validator,
     model_validator,
@@ -36,7 +34,6 @@ from .data.columns import TASK_COLUMNS, LossOn
 from .data.loading import mixture
 from .metrics.registry import METRICS, option_problems
 from .presets import (
-    AUTO,
     DEFAULT,
     FLAT_NAMES,
     apply_preset,
@@ -68,12 +65,7 @@ Size = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
-Rate = Annotated[
-    Annotated[float, Field(gt=0, allow_inf_nan=False), Tag("rate[number]")]
-    | Annotated[Literal["auto"], Tag("rate[auto]")],
-    Discriminator(lambda value: "rate[auto]" if value == AUTO else "rate[number]"),
-]
-"""A learning rate, or that one is to be searched for; the tags keep apart what is wrong with a number."""
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class RunSection(Section):
@@ -194,11 +186,9 @@ class OptimSection(RunSection):
     epochs: Size = option(3, "passes over the training rows, at most", common=True)
     steps: Size | None = option(None, "steps of the optimizer, in place of epochs", common=True)
     lr: Rate | None = option(
-        None, "learning rate; auto: a short search [the method's for the number of steps]", common=True
+        None, "learning rate [the method's for the number of steps]; deltune choose tries several", common=True
     )
-    lr_source: Literal["default", "auto"] | None = option(
-        None, "where the lr that a run wrote into its spec comes from: default or auto"
-    )
+    lr_source: Literal["default"] | None = option(None, "default: a run wrote the method's rate into its spec")
     schedule: Literal["linear", "constant", "cosine", "polynomial"] = option(
         "linear", "after the warm-up: linear, constant, cosine or polynomial", common=True
     )
@@ -485,7 +475,7 @@ class RunConfig(BaseModel):
         return type(self).from_flat(**merge_values(self.flat(), changes))
 
     def with_rate_of(self, other: RunConfig) -> RunConfig:
-        """Return this config with the learning rate that a run of the same config found."""
+        """Return this config with the learning rate that a run of the same config took."""
         if isinstance(self.optim.lr, float) or not isinstance(other.optim.lr, float) or other.name != self.name:
             return self
         return self.replace(lr=other.optim.lr, lr_source=other.optim.lr_source)
@@ -529,7 +519,7 @@ class RunConfig(BaseModel):
     def canonical(self) -> dict[str, Any]:
         """Return the values that are not at their default and can change the result, by flat name, as JSON values.
 
-        `from_canonical` is the inverse. A learning rate that a run found is named by where it comes from; a pooling is
+        `from_canonical` is the inverse. The method's default rate is named so; a pooling is
         named unless it is the class's own, which stored results have.
         """
         values = self.flat(mode="json", exclude_defaults=True)
@@ -647,22 +637,15 @@ def _batch_size_problems(values: Mapping[str, Any]) -> list[str]:
 
 
 def _rate_problems(values: Mapping[str, Any]) -> list[str]:
-    """List what is wrong with the source of a rate, and with a search for one beside rates to try."""
-    if values.get("lr_source") is not None and values.get("lr") in (None, AUTO):
-        return ["optim.lr_source: a run writes it beside the lr that it found; leave it out, or give that lr as well"]
-    search = values.get("search")
-    tried = search.get("lr", search.get("optim.lr")) if isinstance(search, Mapping) else None
-    if tried is None:
-        return []
-    if values.get("lr") == AUTO:
-        return ["optim.lr: auto searches for a rate itself; give it, or the rates to try (search: {lr: …}), not both"]
-    auto = AUTO in (tried if isinstance(tried, list | tuple) else [tried])
-    return ["runtime.search: auto is no rate to try but a search; give it as lr: auto"] if auto else []
+    """List what is wrong with the source of a rate."""
+    if values.get("lr_source") is not None and values.get("lr") is None:
+        return ["optim.lr_source: a run writes it beside the lr that it took; leave it out, or give that lr as well"]
+    return []
 
 
 def _describe(error: Any) -> str:
     """Describe one problem that pydantic found."""
-    parts = [str(part) for part in error["loc"] if not str(part).startswith(("dict[", "tuple[", "rate["))]
+    parts = [str(part) for part in error["loc"] if not str(part).startswith(("dict[", "tuple["))]
     place = ".".join(part if len(part) <= MAX_NAME_LENGTH else excerpt(part) for part in parts)
     if error["type"] == "missing":
         section, field, *_ = error["loc"]

@@ -190,7 +190,7 @@ def check_objective(config: RunConfig, reward: RewardFunction | None, sharded: s
     if kind != "sft":
         others = {
             "packing": optim.packing, "label_smoothing": optim.label_smoothing, "batch_tokens": optim.batch_tokens,
-            "lr auto": optim.lr == "auto", "trunk_dropout off": config.method.trunk_dropout == "off",
+            "trunk_dropout off": config.method.trunk_dropout == "off",
             "head_init": config.method.head_init != "model", "metrics": evaluation.metrics,
             "metric": evaluation.metric not in (None, "loss"), "loss_on": config.data.loss_on != "answers",
             "several processes": distributed.world_size() > 1, "sharding": sharded != "none",

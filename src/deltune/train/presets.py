@@ -25,7 +25,7 @@ FLAT_NAMES = {
 }  # fmt: skip
 """The fields whose flat name is not their own: the main field of a section is called like the section."""
 
-DEFAULT, AUTO = "default", "auto"
+DEFAULT = "default"
 """Where a learning rate comes from that is not given: the method and the number of steps, or a search."""
 
 DECIDES_RATE = (
@@ -222,13 +222,13 @@ def merge_values(base: Values, values: Values) -> dict[str, Any]:
     """Lay the values that are given over others, both by flat name.
 
     A value that is given also replaces those that exclude it (`EXCLUDES`) and the values of its field to try. A
-    learning rate that a run found, or that was the default of the base's method, does not outlive a change of what it
+    learning rate that was the default of the base's method does not outlive a change of what it
     depends on, nor a search over that or over rates. Options of metrics are laid over each other metric by metric;
     options of the official script of the base's task do not outlive a change of the task.
     """
     searched = _searched_fields(values)
     changed = {field for field, value in values.items() if field != "method" or value is not None} | searched
-    if "lr" in searched - values.keys() and (base.get("lr_source") is not None or base.get("lr") == AUTO):
+    if "lr" in searched - values.keys() and base.get("lr_source") is not None:
         base = {field: value for field, value in base.items() if field not in ("lr", "lr_source")}
     if "lr" not in values and base.get("lr_source") is not None and not changed.isdisjoint(DECIDES_RATE):
         base = {**base, "lr": base["lr_source"], "lr_source": None}

@@ -116,31 +116,6 @@ class SeriesRun(Record):
     best: Best | None = None
 
 
-class RateTrial(Record):
-    """A learning rate that was tried, and the loss on the rows that were held out; None if it diverged."""
-
-    lr: Number
-    loss: Number | None = None
-
-
-class RateSearch(Record):
-    """rates.json: what `lr: auto` tried.
-
-    Attributes:
-        rows: On how many training rows.
-        held_out: How many other training rows they were compared on.
-        lr: The chosen rate; None as long as some are left to try.
-    """
-
-    config: str
-    data: str
-    steps: int
-    rows: int
-    held_out: int
-    tries: list[RateTrial] = []
-    lr: Number | None = None
-
-
 class ProbeRecord(Record):
     """The scores of a linear probe on the features of the frozen model, and its inverse penalty C."""
 
@@ -173,7 +148,6 @@ class RunMetrics(Record):
         signatures: How every metric was computed.
         omitted: Why a metric could not be computed.
         intervals: The 95 % intervals of the scores over the examples, by split and metric; two numbers each.
-        rate_search: What `lr: auto` tried.
         probe: What a linear probe of the frozen model scores, by split, its features and its penalty.
         runs: The single runs of several.
     """
@@ -191,7 +165,6 @@ class RunMetrics(Record):
     signatures: dict[str, str]
     omitted: dict[str, str]
     intervals: dict[str, dict[str, list[Number]]] = {}
-    rate_search: RateSearch | None = None
     probe: ProbeRecord | None = None
     runs: list[SeriesRun] = []
 
@@ -203,8 +176,6 @@ class RunMetrics(Record):
     def as_json(self) -> dict[str, Any]:
         """Return the values as metrics.json has them."""
         values = self.model_dump(exclude_unset=True)
-        if self.rate_search is None:
-            values.pop("rate_search", None)
         if self.probe is None:
             values.pop("probe", None)
         return values

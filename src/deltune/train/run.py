@@ -60,10 +60,10 @@ from .overview import (
     token_line,
     unread_notes,
 )
-from .presets import AUTO, DEFAULT
+from .presets import DEFAULT
 from .probe import LinearProbe, score_probe
 from .progress import ProgressDisplay
-from .rates import Slice, plan_search, search_rate, with_default_rate
+from .rates import with_default_rate
 from .records import Best, ProbeRecord, RunMetrics, collect_environment
 from .report.page import write_report
 from .run_folder import DeltaFolder, RunFolder, open_run
@@ -235,9 +235,6 @@ def _train(
     if resume:
         config = sharding.broadcast_from_main(lambda: config.with_rate_of(run.config) if run.exists else config)
     state = sharding.run_on_all(lambda: _prepare(config, run, device, sharded, cache, rows))
-    if config.optim.lr == AUTO:
-        config, resume = _search_rate(state, resume, device, sharded, cache, rows), True
-        state = sharding.run_on_all(lambda: _prepare(config, run, device, sharded, cache, rows))
     state.stop_if = stop_if
     arguments = _training_arguments(state, device)
     checkpoint = sharding.broadcast_from_main(lambda: _resumable_checkpoint(run)) if resume else None
@@ -264,47 +261,6 @@ def _train(
             _log_start(state)
         _fit(state, arguments, bar, checkpoint, reward)
         return _finish(state, bar)
-
-
-def _search_rate(
-    state: RunState,
-    resume: bool,
-    device: torch.device,
-    sharded: str,
-    cache: ModelCache,
-    rows: Callable[[TaskData], TaskData] | None,
-) -> RunConfig:
-    """Find the learning rate of a run that asks for it, and leave the model as it was."""
-    config, run, batches = state.config, state.run, state.batches
-    plan = plan_search(config, len(state.data.splits["train"]), state.total_steps, batches.steps_per_epoch)
-    if state.frozen_layers is not None:
-        state.frozen_layers.remove()
-    _detach(state)
-    if not resume:
-        run.clear()
-    sharding.broadcast_from_main(lambda: run.write_config(config))
-
-    def loss_of(one: RunConfig, part: Slice) -> float:
-        with tempfile.TemporaryDirectory() as folder:
-            trial = RunFolder(folder)
-            chosen = part if rows is None else lambda data: part(rows(data))
-            attempt = sharding.run_on_all(lambda: _prepare(one, trial, device, sharded, cache, chosen))
-            arguments = _training_arguments(attempt, device, validates=False)
-            try:
-                with (
-                    ProgressDisplay(False) as bar,
-                    _linear_optimized(attempt, device),
-                    _frozen_layers_cached(attempt, arguments.device, bar),
-                ):
-                    _fit(attempt, arguments, bar, None)
-                    loss = attempt.score("validation", bar, loss_only=True).metrics["loss"]
-            except BaseException:
-                cache.drop()
-                raise
-            _detach(attempt)
-            return loss
-
-    return search_rate(config, plan, state.data.fingerprint, run, loss_of)
 
 
 @dataclass(frozen=True)
@@ -784,13 +740,13 @@ def _log_start(state: RunState) -> None:
         pooling = state.tuned.delta().pooling
         what = "the pooler of the model's class" if pooling == "model" else f"{pooling} of the last hidden states"
         logger.info("the head reads: %s, %s (--pooling)", what, state.why_pooling)
-    sources = {DEFAULT: f", the default of the method for {state.total_steps:,} steps", AUTO: ", found by lr auto"}
+    source = f", the default of the method for {state.total_steps:,} steps" if optim.lr_source == DEFAULT else ""
     steps = state.batches.steps_per_epoch
     length = f"{counted(optim.epochs, 'epoch')} of {counted(steps, 'step')}"
     length = length if optim.steps is None else counted(optim.steps, "step")
     logger.info(
         "training: %s rows, %s; rate %g%s (--epochs, --batch-size, --lr)",
-        f"{len(state.encoded['train']):,}", length, optim.rate, sources.get(optim.lr_source or "", ""),
+        f"{len(state.encoded['train']):,}", length, optim.rate, source,
     )  # fmt: skip
     for split, rows in state.encoded.items():
         logger.info("%s: %s", split, token_line(token_facts(rows)))
@@ -865,7 +821,6 @@ def _finish(state: RunState, bar: ProgressDisplay) -> RunMetrics:
         truncated_targets=state.truncated["truncated_targets"],
         signatures=last["signatures"],
         omitted=last["omitted"],
-        rate_search=state.run.rate_search,
         intervals={split: answered[split].get("intervals", {}) for split in splits},
         probe=state.probe,
     )

@@ -38,7 +38,6 @@ from .records import (
     Environment,
     LogLine,
     PredictionLine,
-    RateSearch,
     RunMetrics,
     check_record,
     read_record,
@@ -51,7 +50,7 @@ LOCK_FILE = ".lock"
 
 CONTENTS = (
     "spec.yaml", "delta", "metrics.json", "log.jsonl", "environment.json", "predictions", "checkpoint", "runs",
-    REPORT_FILE, "rates.json",
+    REPORT_FILE,
 )  # fmt: skip
 """The names of everything that a run writes into its folder."""
 
@@ -91,7 +90,7 @@ class RunFolder:
         self.base = base
         self.folder, self.writer = user_path(folder, "the folder of a run"), writer
         self.spec_file, self.delta, self.metrics_file, self.log_file = (self.folder / name for name in CONTENTS[:4])
-        self.environment_file, self.predictions, self.checkpoint, self.runs, self.report_file, self.rates_file = (
+        self.environment_file, self.predictions, self.checkpoint, self.runs, self.report_file = (
             self.folder / name for name in CONTENTS[4:]
         )
 
@@ -163,11 +162,6 @@ class RunFolder:
         return read_record(Environment, self.environment_file) if self.environment_file.is_file() else {}
 
     @property
-    def rate_search(self) -> RateSearch | None:
-        """The rates that `lr: auto` tried so far; None if there is no such file."""
-        return RateSearch(**read_record(RateSearch, self.rates_file)) if self.rates_file.is_file() else None
-
-    @property
     def data(self) -> DataFacts:
         """The data set that the run was started with, from environment.json."""
         return DataFacts(**self.environment.get("data", {}))
@@ -180,7 +174,6 @@ class RunFolder:
                 self.log_file,
                 self.environment_file,
                 self.report_file,
-                self.rates_file,
                 *self.predictions.glob("*.jsonl"),
             ]
             folders = [self.delta, self.predictions, self.checkpoint, self.runs]
@@ -240,7 +233,7 @@ class RunFolder:
                         elif path.is_file():
                             shutil.copy2(path, fresh / path.name)
             for path in (
-                self.metrics_file, self.delta, self.log_file, self.environment_file, self.predictions, self.rates_file,
+                self.metrics_file, self.delta, self.log_file, self.environment_file, self.predictions,
             ):  # fmt: skip
                 _remove(path)
         _remove(self.metrics_file)
@@ -300,11 +293,6 @@ class RunFolder:
         """Write spec.yaml for a new run, or again when a search has chosen its learning rate."""
         if not self.exists or self.config.optim.lr != config.optim.lr:
             write_text(self.spec_file, config.yaml())
-
-    @writer_only
-    def write_rate_search(self, search: RateSearch) -> None:
-        """Write rates.json."""
-        write_json(self.rates_file, search.model_dump())
 
     @writer_only
     def link(self, name: str, target: Path) -> None:

@@ -135,7 +135,6 @@ def run_series(config: RunConfig, run: RunFolder, train_one: TrainOne) -> RunMet
         truncated_targets=kept.truncated_targets,
         signatures=kept.signatures,
         omitted=kept.omitted,
-        rate_search=kept.rate_search,
         best=Best(**{"run": best.run, **best.tried, **kept.best.as_json()}),
         runs=[trial.line() for trial in trials],
     )
@@ -144,7 +143,7 @@ def run_series(config: RunConfig, run: RunFolder, train_one: TrainOne) -> RunMet
 
 
 def _search(config: RunConfig, run: RunFolder, train_one: TrainOne) -> tuple[RunConfig, list[Trial]]:
-    """Return the single run whose values are chosen, with the rate that it found, and every trial."""
+    """Return the single run whose values are chosen, and every trial."""
     configs = config.search_configs()
     trials: list[Trial] = []
 
@@ -160,7 +159,7 @@ def _search(config: RunConfig, run: RunFolder, train_one: TrainOne) -> tuple[Run
     if len(trials) > 1:
         values = ", ".join(f"{name} {value_text(config, name, one)}" for name, one in trials[chosen].tried.items())
         logger.info("%s is kept, %s", values, verdict([trial.line() for trial in trials]))
-    return configs[chosen].with_rate_of(RunFolder(run.runs / trials[chosen].run).config), trials
+    return configs[chosen], trials
 
 
 def _run_trial(run: RunFolder, train_one: TrainOne, single: RunConfig, name: str, config: RunConfig) -> Trial:

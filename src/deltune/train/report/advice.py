@@ -11,7 +11,7 @@ from ..config import RunConfig
 from ..inference import SPLITS
 from ..metrics.intervals import share_interval
 from ..metrics.registry import METRICS
-from ..rates import edge_of_rates, usual_rate
+from ..rates import usual_rate
 from ..records import DataFacts, RunMetrics, lower_is_better, signed_score
 from ..run_folder import RunFolder
 from .error_analysis import Analysis, analyse
@@ -32,7 +32,7 @@ FEWEST_STEPS = 3
 """Of fewer steps, whose losses differ by their batches, it is not said that they diverged."""
 
 SEARCHABLE_STEPS = 150
-"""From about so many steps on a run is long enough for `lr: auto`."""
+"""From about so many steps on a run is long enough to tell a rate that is too low."""
 ABOVE_DEFAULT = 1.5
 """From so many times the default on a learning rate counts as high."""
 RATE_FACTOR = 5.0
@@ -98,7 +98,6 @@ def advice(finished: FinishedRun) -> list[str]:
     return [
         *(f"{which}{text}" for text in of_best),
         *edge_of_search(finished.config, finished.metrics),
-        *(edge_of_rates(search, search.lr) if (search := finished.best_metrics.rate_search) is not None else ()),
     ]
 
 
@@ -163,7 +162,7 @@ def nothing_learned(config: RunConfig, analysis: Analysis, split: str, log: Sequ
             f"{what}. Try a longer run, such as {_longer(config)}, or another learning rate, such as --lr {rate:.2g}"
         ]
     return [
-        f"{what}. Try another learning rate, such as --lr {rate:.2g}, a search for one (--lr auto), or "
+        f"{what}. Try another learning rate, such as --lr {rate:.2g}, several of them (deltune choose), or "
         f"{_longer(config)}"
     ]
 

@@ -171,11 +171,7 @@ def _facts(finished: FinishedRun) -> list[tuple[str, str]]:
 
 
 def _rate_source(finished: FinishedRun) -> str:
-    """Return where the learning rate comes from that nobody gave: the method, or a search with its losses."""
-    search = finished.best_metrics.rate_search
-    if search is not None:
-        tries = (f"{one.lr:g}: {'diverged' if one.loss is None else f'{one.loss:.4f}'}" for one in search.tries)
-        return f" (lr auto; losses after {search.steps} steps on held-out rows: {', '.join(tries)})"
+    """Return where the learning rate comes from that nobody gave: the method."""
     return " (the method's default)" if finished.best_config.optim.lr_source == DEFAULT else ""
 
 
