@@ -30,6 +30,7 @@ from .methods.forms.hidden import Vector as Vector
 from .methods.forms.low_rank import LowRank as LowRank
 from .methods.forms.prompt import Prompt as Prompt
 from .methods.library import adalora as adalora
+from .methods.library import adamss as adamss
 from .methods.library import adapter as adapter
 from .methods.library import apet as apet
 from .methods.library import beft as beft
@@ -44,6 +45,7 @@ from .methods.library import diff_pruning as diff_pruning
 from .methods.library import dora as dora
 from .methods.library import eva as eva
 from .methods.library import fourierft as fourierft
+from .methods.library import frod as frod
 from .methods.library import full as full
 from .methods.library import glora as glora
 from .methods.library import gralora as gralora

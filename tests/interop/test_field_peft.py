@@ -31,6 +31,14 @@ Values = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
+class Parts:
+    """Parameters of PEFT's that are one of ours."""
+
+    parts: list[torch.Tensor]
+    join: Callable[[list[torch.Tensor]], torch.Tensor]
+
+
+@dataclass(frozen=True)
 class Row:
     """An expression, PEFT's configuration for a family, and our tensors in a layer of PEFT's by name.
 
@@ -106,6 +114,24 @@ def shira(layer: Any) -> Values:
     return {"values": layer.shira_weight[NAME], "entries": rows * layer.in_features + columns}
 
 
+def adamss(layer: Any) -> dict[str, Any]:
+    """A cluster of one row has a rank of one."""
+    pad = torch.nn.functional.pad
+    return {
+        "down": Parts(list(layer.adamss_A[NAME]), lambda p: torch.stack([pad(x, (0, 0, 0, 2 - len(x))) for x in p])),
+        "up": Parts(list(layer.adamss_B[NAME]), lambda p: torch.cat([pad(x, (0, 2 - x.shape[1])) for x in p])),
+    }
+
+
+def frod(layer: Any) -> Values:
+    return {
+        **named(values="frod_lambda_l", entries="frod_lambda_s_values", basis="frod_V")(layer),
+        "U": layer.frod_U[NAME],
+        "positions": layer.in_features * layer.frod_s_indices[NAME][0] + layer.frod_s_indices[NAME][1],
+        "start": layer._calculate_frod_u_and_lambda(layer.frod_V[NAME], layer.base_layer.weight)[1],
+    }
+
+
 def oft(layer: Any) -> Values:
     return {"skew": layer.oft_R[NAME].weight}
 
@@ -162,6 +188,10 @@ ROWS = (
         r=4, lora_alpha=8, init_lora_weights="pissa", target_modules=t), LORA, dtype=torch.float32),
     Row("olora(rank=4, scale=2)", lambda t: peft.LoraConfig(
         r=4, lora_alpha=8, init_lora_weights="olora", target_modules=t), LORA, dtype=torch.float32),
+    Row("adamss(rank=2, clusters=3, singular_values=10)", lambda t: peft.AdamssConfig(
+        r=10, num_subspaces=3, subspace_rank=2, target_modules=t), adamss),
+    Row("frod(density=0.05, seed=3)", lambda t: peft.FrodConfig(
+        sparse_rate=0.05, projection_prng_key=3, target_modules=t, progressbar=False), frod, rounded=True),
     Row("oft(block_size=4, terms=0)", lambda t: peft.OFTConfig(
         oft_block_size=4, use_cayley_neumann=False, target_modules=t), oft),
     Row("oft(block_size=4)", lambda t: peft.OFTConfig(oft_block_size=4, target_modules=t), oft),
@@ -194,7 +224,7 @@ def peft_of(model: PreTrainedModel, row: Row, family: str) -> Any:
     return made
 
 
-def copied(tuned: deltune.Tuned, made: Any, row: Row) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def copied(tuned: deltune.Tuned, made: Any, row: Row) -> Iterator[tuple[torch.Tensor, Parts]]:
     """Copy PEFT's tensors into ours, and return those that are trained in pairs."""
     for edit in tuned.delta().all_edits():
         assert isinstance(edit, Edit) and edit.place.linear is not None
@@ -202,10 +232,11 @@ def copied(tuned: deltune.Tuned, made: Any, row: Row) -> Iterator[tuple[torch.Te
         tensors = edit.own_tensors() | {name: table.own_tensors()[name] for name, (table, _) in edit.shared.items()}
         for name, value in row.values(layer).items():
             if name in tensors:
+                parts = value if isinstance(value, Parts) else Parts([value], lambda one: one[0])
                 with torch.no_grad():
-                    tensors[name].copy_(value.reshape(tensors[name].shape))
-                if value.requires_grad:
-                    yield tensors[name], value
+                    tensors[name].copy_(parts.join(parts.parts).reshape(tensors[name].shape))
+                if parts.parts[0].requires_grad:
+                    yield tensors[name], parts
 
 
 def distance(one: torch.Tensor, two: torch.Tensor) -> float:
@@ -229,8 +260,9 @@ def test_outputs_and_gradients_are_pefts(row: Row, family: str) -> None:
     direction = torch.randn(ours.shape, dtype=ours.dtype, generator=torch.Generator().manual_seed(7))
     if row.gradients:
         mine = torch.autograd.grad((ours * direction).sum(), [parameter for parameter, _ in pairs])
-        peers = torch.autograd.grad((theirs * direction).sum(), [value for _, value in pairs])
-        for one, two in zip(mine, peers, strict=True):
+        peers = iter(torch.autograd.grad((theirs * direction).sum(), [p for _, value in pairs for p in value.parts]))
+        for one, (_, value) in zip(mine, pairs, strict=True):
+            two = value.join([next(peers) for _ in value.parts])
             assert distance(one, two.reshape(one.shape)) < 10 * tolerance
 
 

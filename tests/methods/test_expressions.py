@@ -143,6 +143,8 @@ ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "hra": {"rank": EVEN, **FIELD},
     "psoft": {"rank": st.integers(2, 64), "scale": NUMBERS, "scales": st.booleans(), **FIELD},
     "road": {"variant": st.sampled_from([1, 2, 4]), "group_size": EVEN, **FIELD},
+    "adamss": {"rank": RANKS, "clusters": RANKS, "singular_values": RANKS, "seed": SEEDS, **FIELD},
+    "frod": {"density": st.floats(0.01, 0.9), "seed": SEEDS, **FIELD},
     "svft": {"band": st.integers(0, 4), **FIELD},
     "ssf": FIELD,
     "beft": FIELD,

@@ -18,7 +18,7 @@ from deltune.methods.forms.low_rank import LowRank
 from deltune.methods.forms.mix import Mix
 from deltune.methods.forms.orthogonal import Householder, PrincipalRotation
 from deltune.methods.forms.shared import NoLA, RandLoRA, TinyLoRA, UniLoRA, VBLoRA, VeRA
-from deltune.methods.forms.spectral import SVFT, LoRAXS
+from deltune.methods.forms.spectral import SVFT, AdaMSS, LoRAXS
 from deltune.methods.forms.structured import SVD, FrozenSide, KroneckerBottleneck
 from deltune.methods.forms.weights import DeLoRA
 from deltune.methods.registry import FORMS
@@ -122,7 +122,7 @@ WIDTHS = Widths(in_width=6, out_width=6)
 FIELD = (
     VeRA(2), RandLoRA(2), VBLoRA(2, vectors=4, length=3), UniLoRA(2, length=9), TinyLoRA(2, parameters=3), NoLA(2),
     LoRAXS(2), FrozenSide(2), DeLoRA(2), Householder(2), PrincipalRotation(2), KroneckerBottleneck(6, divisions=3),
-    SVD(2, schedule=RankSchedule(target=1)), SVFT(1), Mix(2, rank=2),
+    SVD(2, schedule=RankSchedule(target=1)), SVFT(1), AdaMSS(2, clusters=2), Mix(2, rank=2),
 )  # fmt: skip
 
 
@@ -138,7 +138,9 @@ FIELD = (
 def test_two_layers_are_what_the_form_computes(form: Any) -> None:
     torch.manual_seed(0)
     tensors = {
-        name: torch.randn(spec.shape, dtype=torch.float64) if spec.below is None else torch.randint(9, spec.shape)
+        name: torch.randn(spec.shape, dtype=torch.float64)
+        if spec.below is None
+        else torch.randint(min(9, spec.below), spec.shape)
         for name, spec in form.tensors(WIDTHS).items()
     }
     u = torch.randn(2, 3, WIDTHS.in_width, dtype=torch.float64)

@@ -143,6 +143,8 @@ ROWS = (
     Row("tinylora(parameters=3, tied=True)", merges=True),
     Row("nola(rank=2, bases=5)", merges=True),
     Row("lora_xs(rank=2)", identity=False, merges=True),
+    Row("adamss(rank=2, clusters=3, singular_values=6)", merges=True),
+    Row("frod(density=0.05)", merges=True),
     Row("svft", merges=True),
     Row("svft(band=2)", merges=True),
     Row("lora_fa(rank=2)", merges=True),

@@ -24,7 +24,7 @@ from .base import (
     rows_of_columns,
     tensors_by_file_name,
 )
-from .peft_table import GLOBAL_PREFIX, PATTERNS, Row, beside, options_of_module, unilora_entries
+from .peft_table import GLOBAL_PREFIX, PATTERNS, Row, beside, frod_tensors, options_of_module, unilora_entries
 
 MethodAndTensors = tuple[Method, dict[str, torch.Tensor]]
 
@@ -57,7 +57,7 @@ class ProjectionReader:
 
     def read(self, paths: list[str]) -> MethodAndTensors:
         """Return the method of these modules, and its tensors by their names in our files."""
-        of_modules = self._of_modules(paths)
+        self.of_modules = of_modules = self._of_modules(paths)
         shared = {name: self.common.pop(f"{GLOBAL_PREFIX}{leaf}", None) for name, leaf in self.row.shared.items()}
         known = {name: value for name, value in shared.items() if value is not None}
         sites = sites_by_path(self.anatomy, paths)
@@ -139,7 +139,7 @@ class ProjectionReader:
                 else value
                 for name, value in values.items()
             }
-            parts = self._with_buffers(modification, place, parts)
+            parts = self._with_buffers(modification, place, parts, known)
             self.pieces.append(PlacedTensors(replace(modification, site=site), place, parts))
 
     def _modification_and_tensors(
@@ -218,9 +218,13 @@ class ProjectionReader:
         return self.locations[at_site].get(path, [])
 
     def _with_buffers(
-        self, modification: Modification, place: Location, values: dict[str, torch.Tensor]
+        self,
+        modification: Modification,
+        place: Location,
+        values: dict[str, torch.Tensor],
+        known: dict[str, torch.Tensor],
     ) -> dict[str, torch.Tensor]:
-        """Add what a file lacks because it follows from the weight or from a seed."""
+        """Add what a file lacks because it follows from the weight or from a seed, and compare what follows too."""
         form = modification.form
         specs = {n: spec for n, spec in form.tensors(place.widths).items() if spec.saved and not spec.shared}
         if specs.keys() == values.keys():
@@ -234,7 +238,13 @@ class ProjectionReader:
             for name, spec in specs.items()
         }
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            form.initialize(empty, at)
+            form.initialize(known | empty, at)
+        for name, value in values.items():
+            if not specs[name].trained and not torch.allclose(value.double(), empty[name].cpu().double(), 1e-3, 1e-4):
+                raise DeltuneError(
+                    f"{place.linear.path if place.linear else place.name} has other weights than the model that the "
+                    f"folder was trained on: {name} of its {self.row.kind} does not follow from them"
+                )
         return {n: t.cpu() for n, t in empty.items()} | values
 
     def _of_modules(self, paths: list[str]) -> dict[str, dict[str, torch.Tensor]]:
@@ -245,6 +255,8 @@ class ProjectionReader:
                 value = self.common.pop(f"{GLOBAL_PREFIX}tinylora_v.{number}", None)
                 of_modules[path] = {} if value is None else {"v": value}
             return of_modules
+        if self.row.kind == "FROD":
+            return frod_tensors(self.common, paths)
         if self.row.kind == "UNILORA" and not self.options.get("save_indices"):
             linears = {x.path: x for x in self.anatomy.linears}
             widths = {path: (linears[path].in_width, linears[path].out_width) for path in paths if path in linears}
@@ -269,7 +281,12 @@ class ProjectionReader:
         """Return the tensors that places share, and check those that a seed gives."""
         tensors: dict[str, torch.Tensor] = {}
         owners: dict[str, str] = {}
-        for owner, specs in resolve(self.anatomy, method, lambda: 0).shared_tensors(folded=True).items():
+        resolved = resolve(self.anatomy, method, lambda: 0)
+        users = {
+            (e.owner(s.shared), e.place.target.path) for e in resolved.edits for s in e.tensors.values() if s.shared
+        }
+        for owner, specs in resolved.shared_tensors(folded=True).items():
+            of_users = [self.of_modules.get(path, {}) for of, path in users if of == owner]
             drawn = {name: spec for name, spec in specs.items() if spec.seed is not None}
             if drawn:
                 form, widths = self.pieces[0].modification.form, [piece.place.widths for piece in self.pieces]
@@ -289,10 +306,14 @@ class ProjectionReader:
                         )
             for name, spec in specs.items():
                 if spec.seed is None:
-                    if name in owners:
+                    of_modules = {id(values[name]): values[name] for values in of_users if name in values}
+                    if name in owners or len(of_modules) > 1:
                         raise DeltuneError(
                             f"its modules have {self.row.shared[name]} in common, and no one method acts at all of them"
                         )
+                    if of_modules:
+                        tensors[f"common.{owner}.{name}"] = next(iter(of_modules.values()))
+                        continue
                     if name not in known:
                         raise DeltuneError(f"missing tensor {GLOBAL_PREFIX}{self.row.shared[name]}")
                     owners[name] = owner

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from ..errors import DeltuneError, unknown_name
 from ..methods import library
@@ -145,7 +146,8 @@ def _option(options: Options, name: str) -> Any:
 def _pattern_of_leaves(row: Row) -> re.Pattern[str]:
     rows = (row, *row.beside)
     leaves = [x for r in rows for x in (*r.leaves.values(), *r.lookup.values(), *r.copies.values(), *r.zeros)]
-    return re.compile("|".join(re.escape(leaf).replace(r"\*", r"\d+") for leaf in leaves))
+    leaves += [x for r in rows for x in r.shared.values() if "*" in x]
+    return re.compile("|".join(re.escape(leaf).replace(r"\*", r"\w+") for leaf in leaves))
 
 
 PATTERNS = {
@@ -186,7 +188,9 @@ OF_TRAINING = {
     "qalora_group_size", "use_effective_conv2d", "psoft_svd_lowrank_niter", "num_cayley_neumann_terms",
     "prompt_tuning_init", "prompt_tuning_init_text", "tokenizer_name_or_path", "tokenizer_kwargs", "eps",
     "generator_seed", "encoder_reparameterization_type", "encoder_num_layers", "encoder_dropout", "num_frozen_tokens",
-    "lora_dropout",
+    "lora_dropout", "use_dynamic_rank", "svd_threshold", "use_asa", "asa_target_subspaces", "init_warmup",
+    "final_warmup", "mask_interval", "asa_importance_beta", "asa_uncertainty_beta", "asa_schedule_exponent",
+    "frod_dropout", "regularization_alpha",
 }  # fmt: skip
 """Options that act while a type is initialised, trained or saved, and change nothing of what a folder computes."""
 
@@ -239,6 +243,60 @@ def _mean_of_pvera(tensors: Values, options: Options, widths: Widths) -> Values:
     rank = _option(options, "r")
     down = tensors["d"][:rank, None] * tensors["A"][:rank, : widths.in_width]
     return {"down": down, "up": tensors["b"][:, None] * tensors["B"][: widths.out_width]}
+
+
+def _of_clusters(tensors: Values, options: Options, widths: Widths) -> Values:
+    clusters = range(sum(name.startswith("down_") for name in tensors))
+    downs, ups = ([tensors[f"{side}_{i}"] for i in clusters] for side in ("down", "up"))
+    rank, d_in = _option(options, "subspace_rank"), widths.in_width
+    values = {
+        "down": torch.stack([F.pad(down, (0, 0, 0, rank - len(down))) for down in downs]),
+        "up": torch.cat([F.pad(up, (0, rank - up.shape[1])) for up in ups]),
+        "clusters": torch.arange(len(ups)).repeat_interleave(torch.tensor([len(up) for up in ups])),
+        "basis": tensors["basis"][:, :d_in],
+    }
+    return values | ({"shift": tensors["basis"][:, d_in]} if widths.bias else {})
+
+
+def _by_cluster(tensors: Values, widths: Widths) -> Values:
+    columns = [tensors["basis"], *([tensors["shift"][:, None]] if widths.bias else [])]
+    ups = tensors["up"].split(tensors["clusters"].bincount(minlength=len(tensors["down"])).tolist())
+    ranks = [min(up.shape) for up in ups]
+    return (
+        {"basis": torch.cat(columns, 1)}
+        | {f"down_{i}": tensors["down"][i, :rank] for i, rank in enumerate(ranks)}
+        | {f"up_{i}": up[:, :rank] for i, (up, rank) in enumerate(zip(ups, ranks, strict=True))}
+    )
+
+
+def frod_category(path: str) -> str:
+    """Return what PEFT's FRoD calls all modules that share a basis with the module of a path."""
+    *before, owner, name = f"..{path}".split(".")
+    if (owner, name) == ("output", "dense") and before[-1] == "attention":
+        return "attention_output"
+    return f"{owner}_{name}" if owner and not owner.isdigit() else name
+
+
+def frod_tensors(common: Values, paths: Iterable[str]) -> dict[str, Values]:
+    """Take FRoD's shared tensors from those of a file, and return them for each module."""
+    kinds = {path: frod_category(path) for path in paths}
+    of_kind: dict[str, Values] = {}
+    for kind in set(kinds.values()):
+        names = [f"{GLOBAL_PREFIX}frod_{name}.{kind}" for name in ("V", "s_size", "s_indices")]
+        if missing := [name for name in names if name not in common]:
+            raise DeltuneError(f"missing tensor {missing[0]}")
+        basis, size, (rows, columns) = (common.pop(name) for name in names)
+        if basis.shape != tuple(size) or torch.linalg.inv_ex(basis.double()).info:
+            raise DeltuneError(f"{names[0]} is no basis of the widths that {names[1]} has")
+        of_kind[kind] = {"basis": basis, "positions": rows * len(basis) + columns}
+    return {path: of_kind[kind] for path, kind in kinds.items()}
+
+
+def _frod_to_peft(tensors: Values, widths: Widths) -> Values:
+    positions, d = tensors["positions"], widths.in_width
+    indices = torch.stack([f(positions, d) for f in _ROW_AND_COLUMN])
+    kept = {name: tensors[name] for name in ("values", "entries", "basis")}
+    return kept | {"positions": indices, "size": torch.tensor([d, d])}
 
 
 def unilora_entries(options: Options, widths: Mapping[str, tuple[int, int]]) -> dict[str, Values]:
@@ -318,6 +376,11 @@ ROWS = (
         reads=("lora_alpha", "init_r", "rank_pattern"), written=False,
         read=lambda o: {"scale": o["lora_alpha"] / (o["init_r"] + 1e-5)},
         note="as a folder, with the ranks that were kept"),
+    Row("ADAMSS", library.adamss, {"rank": "subspace_rank", "clusters": "num_subspaces", "singular_values": "r",
+                                   "seed": "random_seed"},
+        {"down_*": "adamss_A.*", "up_*": "adamss_B.*", "basis": "adamss_newB"},
+        to_ours=_of_clusters, to_peft=_by_cluster,
+        note="needs scikit-learn: the weights are clustered again where a folder is read; all clusters train"),
     Row("BEFT", library.beft, leaves={"vector": "beft_bias"},
         to_ours=lambda t, o, w: {"vector": t["vector"].flatten()}, to_peft=lambda t, w: {"vector": t["vector"][None]}),
     Row("BOFT", library.boft, {"block_size": "boft_block_size", "factors": "boft_n_butterfly_factor"},
@@ -333,6 +396,11 @@ ROWS = (
         patterns=("rank_pattern", "lambda_pattern")),
     Row("FOURIERFT", library.fourierft, {"frequencies": "n_frequency", "scale": "scaling", "seed": "random_loc_seed"},
         {"spectrum": "fourierft_spectrum"}, patterns=("n_frequency_pattern",)),
+    Row("FROD", library.frod, {"density": "sparse_rate", "seed": "projection_prng_key"},
+        {"values": "frod_lambda_l", "entries": "frod_lambda_s_values"},
+        shared={"basis": "frod_V.*", "positions": "frod_s_indices.*", "size": "frod_s_size.*"},
+        only={"save_projection": (True,)}, reads=("progressbar", "runtime_offload_base_weight"), to_peft=_frod_to_peft,
+        note="its basis of all weights is in the folder; PEFT computes in float32"),
     Row("GLORA", library.glora, _LORA,
         {f"{x}_{side}": f"glora_{x.upper()}.{leaf}" for x in "abc" for side, leaf in (("up", "Xd"), ("down", "Xu"))}
         | {x: f"glora_{x.upper()}.X" for x in "de"}, zeros=tuple(f"glora_{x}.zeros" for x in "CDE"),
@@ -493,8 +561,6 @@ OTHERS: Mapping[str, Other] = {
 """The other types that are read."""
 
 REFUSED: Mapping[str, str] = {
-    "ADAMSS": "a folder does not say which rows of a weight each of its clusters has; PEFT clusters them again",
-    "FROD": "its matrices are computed from the weights of all layers together",
     "LILY": "its router is averaged over a batch, so that rows change each other",
     "POLY": "each row of a batch has a task, which a folder does not say",
     "SHADOW": "it is a second model beside this one",
@@ -505,7 +571,7 @@ REFUSED: Mapping[str, str] = {
 PROMPTS = ("PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING", "CPT", "PREFIX_TUNING", "CARTRIDGE")
 """The types that change no modules."""
 
-WITH_NUMBERS = ("ADALORA", "SHIRA", "SUPERTUNING", "UNILORA")
+WITH_NUMBERS = ("ADALORA", "FROD", "SHIRA", "SUPERTUNING", "UNILORA")
 """The types whose files have tensors of whole numbers, or empty ones."""
 
 _MERGE = "Where PEFT can merge it (merge_and_unload), save the merged model and tune that."

@@ -24,7 +24,7 @@ from ..methods.spec import PROJECTIONS, Modification
 from .base import ExportedDelta
 from .peft_projections import sites_by_path
 from .peft_read import PROMPT_TENSOR
-from .peft_table import GLOBAL_PREFIX, NAME_PREFIX, PATTERNS, Row, row_of_form
+from .peft_table import GLOBAL_PREFIX, NAME_PREFIX, PATTERNS, Row, frod_category, row_of_form
 
 OptionsAndTensors = tuple[dict[str, Any], dict[str, torch.Tensor]]
 
@@ -239,8 +239,9 @@ def _write_projections(content: ExportedDelta) -> OptionsAndTensors:
         for name, tensor in row.to_peft(whole, edits[0].place.widths).items():
             if name not in row.shared:
                 tensors[f"{NAME_PREFIX}{path}.{row.leaf(name, lookup)}"] = tensor
-            elif names[name].seed is None:
-                leaf = row.shared[name] if names[name].shared else row.shared[name].replace(".0", f".{number}")
+            elif name not in names or names[name].seed is None:
+                leaf = row.shared[name].replace("*", frod_category(path))
+                leaf = leaf.replace(".0", f".{number}") if name in names and not names[name].shared else leaf
                 name_in_file = f"{GLOBAL_PREFIX}{leaf}"
                 other = tensors.setdefault(name_in_file, tensor)
                 if other is not tensor and not torch.equal(other, tensor):

@@ -21,8 +21,8 @@ from .forms.hidden import Bottleneck, Mixture, Rescale, Vector
 from .forms.low_rank import Init, LowRank
 from .forms.orthogonal import Butterfly, Householder, PairRotation, PrincipalRotation, Rotation
 from .forms.prompt import Prompt
-from .forms.shared import NoLA, RandLoRA, TinyLoRA, UniLoRA, VBLoRA, VeRA
-from .forms.spectral import SVFT, Centred, Circulant, FourierFT, LoRAXS, WaveFT
+from .forms.shared import FRoD, NoLA, RandLoRA, TinyLoRA, UniLoRA, VBLoRA, VeRA
+from .forms.spectral import SVFT, AdaMSS, Centred, Circulant, FourierFT, LoRAXS, WaveFT
 from .forms.structured import SVD, FrozenSide, GraLoRA, KroneckerBottleneck, LoHa, LoKr, LoReFT, MiSS
 from .forms.weights import DEFT, OSF, DeLoRA, DoRA, GLoRA, HiRA, PEANuT
 from .other_names import hint_for_site
@@ -1001,6 +1001,41 @@ def svft(
         band: How far from its diagonal M is trained; 0: the diagonal alone.
     """
     return _at_projections(SVFT(band), at, layers, stack, attention, tower)
+
+
+@_projection_method
+def adamss(
+    rank: int = 1, clusters: int = 5, singular_values: int = 100, seed: int = 0, *, at: Site = QUERY_AND_VALUE,
+    layers: LayersArg = "all", stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Train a low rank for each cluster of outputs, b_j A_i V x (AdaMSS; PEFT: AdamssConfig).
+
+    V has the first right singular vectors of W, with its bias beside it; outputs are clustered by the left ones.
+
+    Args:
+        clusters: The number of clusters of outputs.
+        singular_values: How many singular vectors V has, where there are so many.
+        seed: The seed by which the singular vectors are approximated.
+
+    Raises:
+        DeltuneError: An argument is out of its range, or scikit-learn is not installed.
+    """
+    return _at_projections(AdaMSS(rank, clusters, singular_values, seed), at, layers, stack, attention, tower)
+
+
+@_projection_method
+def frod(
+    density: float = 0.01, seed: int = 0, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all",
+    stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Rotate and scale the weight in a basis that layers share, U (S + diag(λ)) Vᵀ x (FRoD; PEFT: FrodConfig).
+
+    W is U diag(λ₀) Vᵀ, with one V for the weights of all layers at a site. λ and the sparse S are trained.
+
+    Args:
+        density: The share of the entries of S that are trained.
+    """
+    return _at_projections(FRoD(density, seed), at, layers, stack, attention, tower)
 
 
 @_projection_method

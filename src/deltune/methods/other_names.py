@@ -32,7 +32,7 @@ METHOD_NAMES: Mapping[str, str] = {
 ABSENT_METHODS = frozenset(
     (
         "bone", "xlora", "poly", "compacterplusplus", "multitaskprompttuning", "cpt",
-        "adaptionprompt", "seqbninv", "noreft", "direft", "ptuning", "adamss", "lily", "frod", "pvera", "cartridge",
+        "adaptionprompt", "seqbninv", "noreft", "direft", "ptuning", "lily", "pvera", "cartridge",
         "shadow",
     )
 )  # fmt: skip

@@ -139,6 +139,8 @@ _ENTRIES = {
         RegistryEntry(library.fourierft, "Gao et al. 2024", "2n", "fourierft(frequencies=500)"),
         RegistryEntry(library.waveft, "Bilican et al. 2025", "2n", "waveft(frequencies=1000)"),
         RegistryEntry(library.c3a, "Chen et al. 2025", "2d²/b", "c3a(block_size=32)"),
+        RegistryEntry(library.adamss, "PEFT", "2r(d + cs)", "adamss(rank=2, clusters=8)"),
+        RegistryEntry(library.frod, "PEFT", "2(d + n)", "frod(density=0.02)"),
         RegistryEntry(library.svft, "Lingam et al. 2024", "2(d + b(2d − b − 1))", "svft(band=1)"),
         RegistryEntry(library.osf, "Nayak et al. 2025", "2(2d + 1)(d − r)", "osf(rank=16)"),
         RegistryEntry(library.shira, "Bhardwaj et al. 2024", "4dr", "shira(rank=4)"),

@@ -289,7 +289,7 @@ def _attach(
     delta = attached.move_to_model(Delta(parsed, planned, heads, head))
     delta.pooling = pooling
     statistics: dict[Edit, torch.Tensor] = {}
-    if data is not None or original is not None:
+    if any(edit.form.statistic for edit in delta.all_edits()):
         with handle.disable():
             statistics = collect_statistics(attached, delta, data, original)
     delta.initialize(lambda edit: attached.base_place(edit.place, statistics.get(edit)))

@@ -206,6 +206,7 @@ def expected_tensors(
                 needed.drawn.append(Drawn(f"common.{owner}.", masks[owner, leaf].count, sizes))
             elif spec.saved:
                 needed.shapes[f"common.{owner}.{leaf}"] = spec.shape
+                needed.below |= {f"common.{owner}.{leaf}": spec.below} if spec.below else {}
     for tensor, chosen in planned.masked:
         needed.drawn.append(Drawn("partly.", chosen.count, {tensor.name: tensor.numel}))
     for gates in planned.gated:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from ..errors import DeltuneError, describe_value, first_names
 from ..methods.forms.base import Statistic
+from ..methods.forms.shared import common_basis
 from ..methods.spec import Method, Modification
 from .attached import Attached
 from .modules import Delta, Edit, part_of
@@ -23,7 +24,7 @@ Batch = Mapping[str, Any]
 def needed_statistics(method: Method) -> set[Statistic]:
     """Return what the initial values of a method read of data, or of the model before it was quantised."""
     statistics = {part.form.statistic for part in method.parts if isinstance(part, Modification)}
-    return {statistic for statistic in statistics if statistic is not None}
+    return {statistic for statistic in statistics if statistic not in (None, "common basis")}
 
 
 def check_data(method: Method, data: object, original: object) -> None:
@@ -47,7 +48,8 @@ def collect_statistics(
     attached: Attached, delta: Delta, data: Iterable[Batch] | None, original: PreTrainedModel | None
 ) -> dict[Edit, torch.Tensor]:
     """Return the statistic that each edit needs whose initial values read one; see `Place.statistic`."""
-    edits = [edit for edit in delta.all_edits() if edit.form.statistic is not None]
+    bases = _common_bases(attached, delta)
+    edits = [edit for edit in delta.all_edits() if edit.form.statistic is not None and edit not in bases]
     if wrong := [e.place.name for e in edits if e.place.linear is None or e.place.widths.lookup or not e.parallel]:
         raise DeltuneError(
             f"{delta.method!r} starts from what linears read, beside which it acts, and {first_names(wrong, 3)} is no "
@@ -56,7 +58,20 @@ def collect_statistics(
     errors = {edit: _quantisation_error(attached, edit, original) for edit in edits
               if original is not None and edit.form.statistic == "quantisation error"}  # fmt: skip
     rest = [edit for edit in edits if edit not in errors]
-    return errors | (_Passes(attached, rest).over(data) if data is not None else {})
+    return bases | errors | (_Passes(attached, rest).over(data) if data is not None else {})
+
+
+def _common_bases(attached: Attached, delta: Delta) -> dict[Edit, torch.Tensor]:
+    """Return the basis of the weights of all edits that share tensors, for each of them."""
+    groups: dict[nn.Module, list[Edit]] = {}
+    for edit in (edit for edit in delta.all_edits() if edit.form.statistic == "common basis"):
+        table, _ = next(iter(edit.shared.values()))
+        groups.setdefault(table, []).append(edit)
+    bases: dict[Edit, torch.Tensor] = {}
+    for edits in groups.values():
+        places = [attached.place_of(edit) for edit in edits]
+        bases |= dict.fromkeys(edits, common_basis([place.weight for place in places if place is not None]))
+    return bases
 
 
 def _quantisation_error(attached: Attached, edit: Edit, original: PreTrainedModel) -> torch.Tensor:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 Tensors: TypeAlias = "Mapping[str, torch.Tensor]"
 Shapes = dict[str, tuple[int, ...]]
-Statistic = Literal["covariance", "moments", "gradient", "quantisation error"]
-"""What a form's initial values may need of data, or of the model before it was quantised; see `Place.statistic`."""
+Statistic = Literal["covariance", "moments", "gradient", "quantisation error", "common basis"]
+"""What a form's initial values may need of data, or of other weights; see `Place.statistic`."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,8 @@ class Place(Protocol):
 
         "covariance": of the tokens x that the projection reads (d_in, d_in). "moments": the mean of Xᵀ X / max(X)² over
         the rows X (n, d_in) of the data (d_in, d_in). "gradient": the mean over the batches of the gradient of the loss
-        by W (d_out, d_in). "quantisation error": the weight before it was quantised, less W (d_out, d_in).
+        by W (d_out, d_in). "quantisation error": the weight before it was quantised, less W (d_out, d_in). "common
+        basis": a basis (d_in, d_in) of the weights of all places that share tensors of the "group", as FRoD has it.
         """
         ...
 

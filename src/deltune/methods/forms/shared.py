@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from ..parser import Size
-from .base import FactorForm, Place, Shapes, Specs, Tensors, TensorSpec, Widths, trained
-from .starts import buffers, down_up, drawn, indivisible, rank_above, singular
+from ..parser import Share, Size
+from .base import BeforeUp, FactorForm, Form, Place, Shapes, Specs, Statistic, Tensors, TensorSpec, Widths, trained
+from .starts import buffers, down_up, drawn, indivisible, random_entries, rank_above, singular
 
 if TYPE_CHECKING:
     import torch
@@ -256,3 +257,83 @@ class NoLA(FactorForm):
 
         down = torch.einsum("n,nri->ri", tensors["alpha"], tensors["A"])
         return down, torch.einsum("n,nor->or", tensors["beta"], tensors["B"])
+
+
+@dataclass(frozen=True, repr=False)
+class FRoD(Form):
+    """A rotation and scales in a basis V that weights have in common, U (S + diag(λ)) Vᵀ x (PEFT: FrodConfig).
+
+    W is U diag(λ₀) Vᵀ, and the columns of U have length 1. S is sparse, and 0 on its diagonal.
+
+    Tensors: values λ (d_in,), λ₀; entries (n,) of S, 0; the buffers start λ₀ (d_in,) and U (d_out, d_in); the buffers
+        basis V (d_in, d_in) and positions (n,) of the entries in S, which all places of one site share in one kind of
+        attention.
+
+    Args:
+        density: The share of the entries of S that are trained; at least one is.
+        seed: The seed of their positions.
+    """
+
+    reads_weight: ClassVar[bool] = True
+    density: Share = 0.01
+    seed: int = 0
+
+    @property
+    def statistic(self) -> Statistic | None:
+        return "common basis"
+
+    def tensors(self, widths: Widths) -> Specs:
+        d = widths.in_width
+        n = max(1, min(int(d * d * self.density), d * d - d))
+        common = {"basis": TensorSpec((d, d)), "positions": TensorSpec((n,), below=d * d)}
+        return (
+            trained({"values": (d,), "entries": (n,)})
+            | buffers({"start": (d,), "U": (widths.out_width, d)})
+            | {name: replace(spec, trained=False, shared="group") for name, spec in common.items()}
+        )
+
+    def initialize(self, tensors: Tensors, at: Place | None) -> None:
+        import torch
+
+        assert at is not None
+        basis = tensors["basis"] if at.statistic is None else at.statistic
+        left = torch.linalg.solve(basis.double(), at.weight.double().t()).t()
+        scales = left.norm(dim=0)
+        for name in ("start", "values"):
+            tensors[name].copy_(scales)
+        tensors["U"].copy_(left * (scales > 1e-12) / scales.clamp_min(1e-12))
+        tensors["entries"].zero_()
+        if at.statistic is not None and "basis" in tensors:
+            tensors["basis"].copy_(basis)
+            d = len(basis)
+            beside = random_entries(d * d - d, len(tensors["positions"]), self.seed)  # beside the diagonal, row by row
+            tensors["positions"].copy_(beside + beside // d + 1)
+
+    def fill_untrained(self, tensors: Tensors, buffers: Tensors) -> None:
+        for name, tensor in tensors.items():
+            tensor.copy_(buffers["start"]) if name == "values" else tensor.zero_()
+
+    def affine(self, tensors: Tensors, at: Place | None) -> tuple[torch.Tensor, None]:
+        return tensors["U"] @ self._change(tensors) @ tensors["basis"].t(), None
+
+    def before_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp:
+        return u @ tensors["basis"].to(u.dtype) @ self._change(tensors).t().to(u.dtype), tensors["U"], None
+
+    def _change(self, tensors: Tensors) -> torch.Tensor:
+        """Return S + diag(λ - λ₀)."""
+        difference = tensors["values"] - tensors["start"]
+        flat = difference.diag().flatten()
+        return flat.index_put((tensors["positions"],), tensors["entries"]).view(len(difference), -1)
+
+
+def common_basis(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a basis V (d_in, d_in) that weights (d_out, d_in) have in common, as PEFT's FRoD computes it."""
+    import torch
+
+    stacked = torch.cat([weight.float() for weight in weights])
+    if stacked.shape[0] < stacked.shape[1]:
+        return torch.linalg.svd(stacked, full_matrices=True).Vh.t()
+    columns, triangle = torch.linalg.qr(stacked)
+    one = torch.eye(stacked.shape[1]).to(stacked)
+    inverses = [torch.linalg.inv(q.t() @ q + 1e-3 * one) for q in columns.split([len(weight) for weight in weights])]
+    return triangle.t() @ torch.linalg.eigh(sum(inverses[1:], inverses[0]) / len(inverses)).eigenvectors

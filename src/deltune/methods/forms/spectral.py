@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from ...errors import DeltuneError
+from ...errors import DeltuneError, is_installed, missing_extra
 from ..parser import Count, Size
 from .base import (
+    BeforeUp,
     FactorForm,
     Form,
     MatrixForm,
@@ -17,6 +18,7 @@ from .base import (
     Statistic,
     Tensors,
     TensorSpec,
+    TwoLayers,
     Widths,
     trained,
 )
@@ -295,3 +297,96 @@ def _damped(moments: torch.Tensor) -> torch.Tensor:
         if torch.dist(damped @ torch.linalg.inv(damped), identity) < 0.05:
             return damped
     raise DeltuneError("corda: the products of what a linear reads have no inverse; give more batches, data=")
+
+
+@dataclass(frozen=True, repr=False)
+class AdaMSS(Form):
+    """A low rank for each cluster of outputs, in the first part of the spectrum of [W, c] (PEFT: AdamssConfig).
+
+    [W, c] is about U S V with k singular values, and the rows of U are clustered. Output j in the cluster i changes by
+    b_j A_i V [x, 1].
+
+    Tensors: down A (K, r, k), orthonormal rows in the span of the cluster's rows of U; up b (d_out, r), 0, cluster by
+        cluster; the buffers basis V (k, d_in), shift (k,), its column for the bias c, rows (d_out,), the output of each
+        row of b, and clusters (d_out,), its cluster. Where a cluster has fewer rows than r, the rest of A and b is 0,
+        and stays so.
+
+    Args:
+        rank: r, at least 1.
+        clusters: K, at most d_out of them.
+        singular_values: k, as many as there are at most.
+        seed: The seed of the singular vectors, which are approximate, as PEFT computes them.
+    """
+
+    reads_weight: ClassVar[bool] = True
+    rank: Size = 1
+    clusters: Size = 5
+    singular_values: Size = 100
+    seed: int = 0
+
+    def tensors(self, widths: Widths) -> Specs:
+        d_in, d_out = widths.in_width, widths.out_width
+        k, clusters = min(self.singular_values, d_in + widths.bias, d_out), min(self.clusters, d_out)
+        fixed: Shapes = {"basis": (k, d_in), **({"shift": (k,)} if widths.bias else {})}
+        numbers = {"rows": d_out, "clusters": clusters}
+        return (
+            trained({"down": (clusters, self.rank, k), "up": (d_out, self.rank)})
+            | buffers(fixed)
+            | {name: TensorSpec((d_out,), trained=False, below=below) for name, below in numbers.items()}
+        )
+
+    def initialize(self, tensors: Tensors, at: Place | None) -> None:
+        import torch
+
+        assert at is not None
+        whole = at.weight.float()
+        if at.bias is not None:
+            whole = torch.cat((whole, at.bias.float()[:, None]), 1)
+        number, rank, k = tensors["down"].shape
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(self.seed)
+            left, _, right = torch.svd_lowrank(whole.cpu(), q=k)
+        clusters = _clustered(left, number)
+        rows = clusters.sort(stable=True).indices
+        tensors["basis"].copy_(right.t()[:, : at.weight.shape[1]])
+        if at.bias is not None:
+            tensors["shift"].copy_(right[-1])
+        tensors["rows"].copy_(rows)
+        tensors["clusters"].copy_(clusters[rows])
+        tensors["up"].zero_()
+        tensors["down"].zero_()
+        for i in range(number):
+            span = singular(left[clusters == i], slice(rank)).v
+            tensors["down"][i, : len(span)] = span.to(tensors["down"])
+
+    def two_layers(self, tensors: Tensors) -> TwoLayers:
+        import torch
+
+        down, up = tensors["down"].flatten(0, 1), tensors["up"]
+        rank = up.shape[1]
+        columns = tensors["clusters"][:, None] * rank + torch.arange(rank, device=up.device)
+        spread = up.new_zeros(len(up), len(down)).index_put((tensors["rows"][:, None], columns), up)
+        shift = down @ tensors["shift"] if "shift" in tensors else None
+        return TwoLayers(down @ tensors["basis"], shift, "identity", spread, None)
+
+    def affine(self, tensors: Tensors, at: Place | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        layers = self.two_layers(tensors)
+        return layers.up @ layers.down, None if layers.down_bias is None else layers.up @ layers.down_bias
+
+    def before_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp:
+        from torch.nn import functional as F
+
+        layers = self.two_layers(tensors)
+        shift = None if layers.down_bias is None else layers.down_bias.to(u.dtype)
+        return F.linear(u, layers.down.to(u.dtype), shift), layers.up, None
+
+
+def _clustered(rows: torch.Tensor, number: int) -> torch.Tensor:
+    """Return the number of the cluster of each row, as PEFT clusters them."""
+    if not is_installed("scikit-learn"):
+        raise DeltuneError(missing_extra("adamss clusters by", ["scikit-learn"], "train"))
+    import torch
+    from sklearn.cluster import KMeans
+
+    means = KMeans(number, init="random", n_init=1, max_iter=10, random_state=123456789)
+    return torch.from_numpy(means.fit_predict(rows.float().numpy())).long()
