@@ -39,6 +39,7 @@ REASONS = {
     "spans a whole sub-layer": "no single weight",
     r"trains bert\.embeddings": "trains embeddings",
     "are quantised": "trains their weights",
+    "a weight at all of them": "some tokens",
     "the weight of .* is not quantised": "",
 }
 """What the messages of refusals say, in a cell; "" where the refusal is of the specimen."""
@@ -90,7 +91,8 @@ def of_peft(name: str) -> str:
     """PEFT's types that are this method."""
     rows = [row for row in (*peft_table.IN_TRAINING, *peft_table.ROWS) if row.make.__name__ == name]
     kinds = [
-        row.kind + "".join(f" ({key if value is True else value})" for key, value in row.when.items()) for row in rows
+        row.kind + "".join(f" ({key if value in (True, peft_table.ANY) else value})" for key, value in row.when.items())
+        for row in rows
     ]
     kinds += [kind for kind, other in peft_table.OTHERS.items() if other.method == name]
     return ", ".join(f"`{kind}`" for kind in dict.fromkeys(kinds)) or "none"
@@ -103,7 +105,7 @@ def known(name: str) -> tuple[str, str, str, str, str, str]:
         r" \((?:[^()]|\([^()]*\))*(?:PEFT|\d{4}|eq\.|§|table)(?:[^()]|\([^()]*\))*\)(?=\.$)", "", entry.formula
     ).rstrip(".")
     does = does.replace("|", "\\|")
-    count = "N" if name in WITHOUT_COUNT else f"{deltune.count(minilm(), name).method:,}"
+    count = "N" if name in WITHOUT_COUNT else f"{deltune.count(minilm(), entry.plain).method:,}"
     return does, f"`{entry.example}`", of_peft(name), entry.scalars, count, entry.paper
 
 

@@ -32,6 +32,7 @@ from .methods.forms.prompt import Prompt as Prompt
 from .methods.library import adalora as adalora
 from .methods.library import adamss as adamss
 from .methods.library import adapter as adapter
+from .methods.library import alora as alora
 from .methods.library import apet as apet
 from .methods.library import beft as beft
 from .methods.library import bitfit as bitfit

@@ -52,6 +52,7 @@ class Row:
     rounded: bool = False
     dtype: torch.dtype = torch.float64
     gradients: bool = True
+    role: str = "base"
     families: tuple[str, ...] = field(default=("bert", "llama"))
 
 
@@ -139,6 +140,9 @@ def oft(layer: Any) -> Values:
 ROWS = (
     Row("dora(rank=4, alpha=8)", lambda t: peft.LoraConfig(r=4, lora_alpha=8, use_dora=True, target_modules=t),
         named(down="lora_A", up="lora_B", magnitude="lora_magnitude_vector")),
+    Row("alora(invocation=(26, 46), rank=4, alpha=8, at=('query', 'value'))", lambda t: peft.LoraConfig(
+        r=4, lora_alpha=8, alora_invocation_tokens=[26, 46], task_type="CAUSAL_LM", target_modules=t), LORA,
+        role="causal", families=("llama",)),
     Row("hira(rank=4)", lambda t: peft.HiraConfig(r=4, target_modules=t), named(down="hira_A", up="hira_B")),
     Row("glora(rank=3)", lambda t: peft.GloraConfig(r=3, target_modules=t), glora),
     Row("glora(rank=3, bias='vector')", lambda t: peft.GloraConfig(r=3, config_D_E="vector", target_modules=t), glora),
@@ -245,7 +249,7 @@ def distance(one: torch.Tensor, two: torch.Tensor) -> float:
 
 @cells
 def test_outputs_and_gradients_are_pefts(row: Row, family: str) -> None:
-    model = build(FAMILIES[family], "base", row.dtype)
+    model = build(FAMILIES[family], row.role, row.dtype)
     inputs, made = batch(model), peft_of(model, row, family)
     tuned = deltune.attach(model, row.method)
     pairs = list(copied(tuned, made, row))

@@ -47,6 +47,8 @@ MORE = tuple(
     Row(method, config, no_values, **options)
     for method, config, options in (
         ("lora(rank=4, scale=2)", lora(), {}),
+        ("alora(invocation=(26, 46), rank=4, scale=2, at=('query', 'value'))",
+         lora(alora_invocation_tokens=[26, 46], task_type="CAUSAL_LM"), ONLY_LLAMA),
         ("lora(rank=4, scale=2) + beft(at=('query', 'value'))", lora(lora_bias=True), {}),
         ("lora(rank=4, scale=2) + beft(at=('query', 'value'))", lora(bias="lora_only"), ONLY_BERT),
         ("lora(rank=4, scale=2) + bitfit", lora(bias="all"), ONLY_BERT),
@@ -270,6 +272,20 @@ def test_adalora_trains_its_count_of_ranks(tmp_path: Path) -> None:
     assert all(p.requires_grad for n, p in theirs.named_parameters() if "ranknum" in n)
     theirs.save_pretrained(tmp_path)
     assert not any("ranknum" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
+
+
+def test_alora_without_a_cache(tmp_path: Path) -> None:
+    """PEFT counts from the end of the prompt, which without a cache is not where the text ends."""
+    row = next(row for row in MORE if row.method.startswith("alora"))
+    theirs, model = trained(row, "llama"), build(FAMILIES["llama"], "causal")
+    theirs.save_pretrained(tmp_path)
+    deltune.load(model, tmp_path)
+    inputs, options = batch(model, pad=0), {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+    ours, peers = (
+        [one.generate(**inputs, **options, use_cache=use_cache) for use_cache in (True, False)]
+        for one in (model, theirs)
+    )
+    assert torch.equal(ours[0], ours[1]) and torch.equal(ours[0], peers[0]) and not torch.equal(ours[0], peers[1])
 
 
 def test_most_types_ignore_the_adapters_of_rows() -> None:

@@ -82,6 +82,10 @@ ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "rank": RANKS, "scale": NUMBERS, "at": sites(*PROJECTIONS), "dropout": SHARES, "experts": EXPERTS, **WHERE,
         **TOWER,
     },
+    "alora": {
+        "invocation": st.lists(st.integers(0, 99), min_size=1).map(tuple), "rank": RANKS, "scale": NUMBERS,
+        "dropout": SHARES, **FIELD,
+    },
     "trainable_tokens": {"tokens": st.lists(st.integers(0, 99), min_size=1, unique=True).map(tuple)},
     "mam": {"length": RANKS, "rank": RANKS, "scale": NUMBERS, **WHERE},
     "p_tuning_v2": {"length": RANKS, **WHERE},
@@ -152,7 +156,10 @@ ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "rank": RANKS.map(lambda n: 12 * n), "divisions": st.sampled_from([2, 4]),
         "activation": st.sampled_from(sorted(ACTIVATIONS)), **WHERE, **TOWER,
     },
-    "loreft": {"rank": RANKS, "layers": WHERE["layers"], "stack": WHERE["stack"], **TOWER},
+    "loreft": {
+        "rank": RANKS, "positions": st.sampled_from(["all", "first 2", "last 1 + first 3"]), "layers": WHERE["layers"],
+        "stack": WHERE["stack"], **TOWER,
+    },
     "apet": {
         "pattern": st.sampled_from(["adjacent", "discrete", "uniform"]), "along": st.sampled_from(["rows", "columns"]),
         "seed": st.integers(0, 99),
@@ -170,8 +177,8 @@ def _made(name: str, arguments: dict[str, Any]) -> Method:
     )  # "all" has no layers
     if name == "diff_pruning" and "layers" in arguments:
         arguments = {**arguments, "over": "linear"}
-    if name == "trainable_tokens":
-        arguments = {"tokens": (5,), **arguments}
+    if name in ("trainable_tokens", "alora"):
+        arguments = {"tokens" if name == "trainable_tokens" else "invocation": (5,), **arguments}
     at = arguments.get("at", ("ffn",) if "parallel_adapter" in name and "multi" not in name else ("query",))
     if not {"query", "key", "value", "output", "heads", "attention"} & set([at] if isinstance(at, str) else at) or (
         arguments.get("style") == "pfeiffer"
@@ -234,6 +241,7 @@ def test_every_argument_of_every_method_is_generated() -> None:
         assert missing <= {
             "lora": {"alpha"},
             "dora": {"alpha"},
+            "alora": {"alpha"},
             "adalora": {"alpha"},
             "apet": {"method", "parameters"},
         }.get(name, set()), name
@@ -281,7 +289,7 @@ MISTAKES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     (
         "prefx(length=16)",
         ("prefx",),
-        ("unknown name 'prefx'", "Did you mean 'prefix'?", "Known: adalora, adapter, apet", "more"),
+        ("unknown name 'prefx'", "Did you mean 'prefix'?", "Known: adalora, adamss, adapter", "more"),
     ),
     ("lora(r=8)", ("r=8",), ("no argument 'r'", "Here it is called 'rank'.")),
     ("prefix(num_virtual_tokens=8)", ("num_virtual_tokens",), ("Here it is called 'length'.",)),

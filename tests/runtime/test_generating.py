@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 import deltune
 from tables.families import FAMILIES, Family
-from tables.methods import ABSOLUTE, NUMBERED, Need
+from tables.methods import ABSOLUTE, NUMBERED, ONE_STACK, Need
 from tables.specimens import batch, build, main_role, specimen, stir
 
 NEW = 5
@@ -28,6 +28,7 @@ GENERATED: tuple[tuple[str, Need | None], ...] = (
     ("prompt(length=3, positions='none')", ABSOLUTE),
     ("lora(rank=2)", None),
     ("adapter(rank=4)", None),
+    ("loreft(rank=2, positions='first 2')", ONE_STACK),
     ("prefix(length=2) + prompt(length=3) + lora(rank=2) + layernorm", None),
 )
 HIDDEN = ("lora(rank=2, at='ffn')", "adapter(rank=4)", "prompt(length=3)")

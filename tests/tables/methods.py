@@ -42,6 +42,7 @@ UP_BIAS_OF_FFN = Need(
 )
 
 
+ONE_STACK = Need("one stack", lambda f: len(f.stacks) == 1, "a model with one stack of layers")
 NUMBERED = Need("numbered", lambda f: f.numbered, "absolute positions, which the .* of this model does not have")
 VALUE_BIAS = Need("value bias", lambda f: "value" in f.biases, "no value of this model has a bias")
 EVERY_BIAS = Need("every bias", lambda f: {*f.biases} >= {*SITES} - {"norm"}, "no bias")
@@ -162,7 +163,10 @@ ROWS = (
     Row("ssf", merges=True, merging=(EVERY_BIAS,)),
     Row("beft", merges=True, merging=(VALUE_BIAS,)),
     Row("compacter(rank=4, divisions=2)"),
+    Row("alora(invocation=(26, 46), rank=2)", needs=(ONE_STACK,)),  # which a row of a batch has
     Row("loreft(rank=2)"),
+    Row("loreft(rank=2, positions='first 1 + last 2')", needs=(ONE_STACK,)),
+    Row("Modification('value', HiRA(2), positions='first 1 + last 2')", needs=(ONE_STACK,)),
     Row(
         "Modification('query', Mix(2, 3)) + Modification('value', Mix(2, 3, softmax=True))", identity=False, merges=True
     ),

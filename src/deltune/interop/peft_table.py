@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from ..errors import DeltuneError, unknown_name
 from ..methods import library
 from ..methods.forms.base import Form, Widths
+from ..methods.positions import ALL
 from ..methods.spec import Modification, NamedMethod
 
 NAME_PREFIX = "base_model.model."
@@ -28,6 +29,10 @@ GLOBAL_PREFIX = "base_model."
 
 Options = Mapping[str, Any]
 Values = dict[str, torch.Tensor]
+
+
+ANY = "…"
+"""In `Row.when`, any value of an option but None and nothing."""
 
 
 def _no_more(value: Any) -> dict[str, Any]:
@@ -368,6 +373,10 @@ ROWS = (
     _centred(library.olora, "olora"),
     Row("LORA", library.mica, _LORA, _LOW_RANK, "lora_alpha", when={"init_lora_weights": "mica"}, patterns=_PATTERNS,
         write=lambda form: {"init_lora_weights": "mica" if form.frozen == "up" else True}),
+    Row("LORA", library.alora, _LORA_DROPOUT, _LOW_RANK, "lora_alpha", when={"alora_invocation_tokens": ANY},
+        patterns=_PATTERNS, outputs=("up",), reads=("use_rslora",),
+        read=lambda o: {"invocation": tuple(o["alora_invocation_tokens"])},
+        note="language models of one decoder stack"),
     Row("LORA", library.lora, _LORA_DROPOUT, _LOW_RANK, "lora_alpha", patterns=_PATTERNS, outputs=("up",),
         note="with `lora_bias` also `beft`, which is read alone; heads and whole modules in `modules_to_save`",
         reads=("use_rslora",), lookup={"down": "lora_embedding_A", "up": "lora_embedding_B"}, beside=(_LORA_BIAS,)),
@@ -587,7 +596,7 @@ def row_of(options: Options, training: bool = False) -> Row | None:
 
 
 def _has(options: Options, when: Options) -> bool:
-    return all(options.get(name) == value for name, value in when.items())
+    return all(bool(options.get(name)) if value == ANY else options.get(name) == value for name, value in when.items())
 
 
 def beside(row: Row, options: Options) -> list[Row]:
@@ -596,20 +605,24 @@ def beside(row: Row, options: Options) -> list[Row]:
     return [*rows, _BASE_BIAS] if trains_biases(options) == "changed" else rows
 
 
+def _kind(modification: Modification) -> tuple[type[Form], str, bool]:
+    return type(modification.form), modification.insertion, modification.positions != ALL
+
+
 @cache
-def _written() -> dict[tuple[type[Form], str], Row]:
-    rows: dict[tuple[type[Form], str], Row] = {}
+def _written() -> dict[tuple[type[Form], str, bool], Row]:
+    rows: dict[tuple[type[Form], str, bool], Row] = {}
     for row in ROWS:
-        part = row.make().parts[0]
+        part = row.make(**{"invocation": (0,)} if row.make is library.alora else {}).parts[0]
         assert isinstance(part, Modification)
         if row.written:
-            rows.setdefault((type(part.form), part.insertion), row)
+            rows.setdefault(_kind(part), row)
     return rows
 
 
 def row_of_form(modification: Modification) -> Row | None:
     """Return the row by which a modification is written, or None where PEFT has none."""
-    return _written().get((type(modification.form), modification.insertion))
+    return _written().get(_kind(modification))
 
 
 def no_counterpart(name: str, value: Any) -> str:

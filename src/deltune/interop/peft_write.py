@@ -19,6 +19,7 @@ from ..methods.compositions import Add, Gate, Scale
 from ..methods.forms.attention import Prefix
 from ..methods.forms.hidden import Rescale
 from ..methods.forms.prompt import Prompt
+from ..methods.positions import ALL
 from ..methods.resolve import ResolvedEdit
 from ..methods.spec import PROJECTIONS, Modification
 from .base import ExportedDelta
@@ -161,6 +162,8 @@ def _peft_type(content: ExportedDelta, edit: ResolvedEdit) -> tuple[str, str]:
             and not modification.compose.learned
             and bool(row.alpha or "scale" in row.arguments)
         )
+        if isinstance(modification.positions, str) and modification.positions != ALL:
+            return row.label, "PEFT changes a text from a sequence of tokens on, and not its ends"
         return row.label, "" if plain else f"PEFT's {row.kind} has one fixed scale a module, and no gate"
     if (
         isinstance(form, Rescale)
@@ -279,6 +282,8 @@ def _options_of_edit(row: Row, edit: ResolvedEdit) -> dict[str, Any]:
     form = edit.modification.form
     options = {option: getattr(form, name) for name, option in row.arguments.items() if hasattr(form, name)}
     options |= {**row.when, **row.write(form)}
+    if isinstance(edit.modification.positions, tuple):
+        options["alora_invocation_tokens"] = edit.modification.positions
     factor = edit.modification.compose.factor({})
     assert isinstance(factor, float | int)
     scale = factor * getattr(form, "scale", 1.0)

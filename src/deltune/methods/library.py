@@ -27,6 +27,7 @@ from .forms.structured import SVD, FrozenSide, GraLoRA, KroneckerBottleneck, LoH
 from .forms.weights import DEFT, OSF, DeLoRA, DoRA, GLoRA, HiRA, PEANuT
 from .other_names import hint_for_site
 from .parser import NUMERAL
+from .positions import ALL, Positions
 from .schedules import RankSchedule
 from .spec import ADD, ExpertsArg, LayersArg, MaskedMethod, Method, Modification, NamedMethod, Selection, named_method
 
@@ -235,6 +236,7 @@ def _at_each(
     tower: str = "main",
     x: str = "input",
     experts: ExpertsArg = "all",
+    positions: Positions = ALL,
 ) -> tuple[Modification, ...]:
     """Return a modification at each of some sites, with the arguments that are about it.
 
@@ -248,7 +250,17 @@ def _at_each(
         of_attention = _attention_at(attention, site, sites)
         parts.append(
             Modification(
-                site, form, insertion, compose, at_layers, in_stack, of_attention, x, tower=tower, experts=of_experts
+                site,
+                form,
+                insertion,
+                compose,
+                at_layers,
+                in_stack,
+                of_attention,
+                x,
+                tower=tower,
+                experts=of_experts,
+                positions=positions,
             )
         )
     return tuple(parts)
@@ -486,13 +498,42 @@ def lora(
 def _at_projections(
     form: Form, at: Site, layers: LayersArg, stack: Stack, attention: Attention, tower: Tower, *, scale: float = 1,
     insertion: Literal["parallel", "sequential", "input"] = "parallel", experts: ExpertsArg = "all",
+    positions: Positions = ALL,
 ) -> tuple[Modification, ...]:  # fmt: skip
     """Return a modification at each of some projections."""
     sites: list[str] = []
     for site in _checked_sites(at, (*spec.PROJECTIONS, *spec.OTHER_PROJECTIONS, "ffn"), patterns=True):
         sites.extend(("ffn_up", "ffn_down") if site == "ffn" else (site,))
     spec.check_experts(experts, tuple(sites))
-    return _at_each(tuple(sites), form, insertion, _compose(scale), layers, stack, attention, tower, experts=experts)
+    return _at_each(
+        tuple(sites), form, insertion, _compose(scale), layers, stack, attention, tower, experts=experts,
+        positions=positions,
+    )  # fmt: skip
+
+
+@_projection_method
+def alora(
+    invocation: tuple[int, ...], rank: int = 32, *, scale: float = 1, at: Site = ("query", "key", "value"),
+    alpha: float | None = None, dropout: float = 0.0, layers: LayersArg = "all", stack: Stack = "all",
+    attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Add h + s x W_down W_up from the last occurrence of a sequence on (aLoRA; Greenewald et al. 2025).
+
+    What stands before is computed by the base model, whose cache can be continued. PEFT:
+    LoraConfig(alora_invocation_tokens).
+
+    Args:
+        invocation: The token ids of the sequence; a text without it is the base model's.
+        scale: s.
+        alpha: Another way to give s, which is then alpha / rank; above 0.
+        dropout: The probability of dropping a value of x while training.
+
+    Raises:
+        DeltuneError: Both `scale` and `alpha` are given, or an argument is out of its range.
+    """
+    scale = _scale_from(scale, alpha, rank)
+    form = LowRank(rank, dropout)
+    return _at_projections(form, at, layers, stack, attention, tower, scale=scale, positions=invocation)
 
 
 @_library_method
@@ -1265,7 +1306,12 @@ def compacter(
 
 @_library_method
 def loreft(
-    rank: int = 4, *, layers: LayersArg = "all", stack: Stack = "all", tower: Tower = "main",
+    rank: int = 4, positions: Positions = ALL, *, layers: LayersArg = "all", stack: Stack = "all",
+    tower: Tower = "main",
 ) -> Parts:  # fmt: skip
-    """Edit what layers compute at every position, h + Rᵀ (W h + b - R h) (LoReFT; Wu et al. 2024)."""
-    return (Modification("block", LoReFT(rank), "sequential", ADD, layers, stack, tower=tower),)
+    """Edit what layers compute at some tokens of a text, h + Rᵀ (W h + b - R h) (LoReFT; Wu et al. 2024).
+
+    Args:
+        positions: "all", or ends of the text such as "first 4 + last 4", as in the paper.
+    """
+    return (Modification("block", LoReFT(rank), "sequential", ADD, layers, stack, tower=tower, positions=positions),)

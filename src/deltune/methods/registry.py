@@ -83,7 +83,7 @@ _ENTRIES = {
         RegistryEntry(library.multi_head_parallel_adapter, "UV §3.3, table 4", "2ld; (N_h + 1)·l·d with own_down",
             "multi_head_parallel_adapter(length=30)"),
         RegistryEntry(library.compacter, "Karimi Mahabadi et al. 2021", "4d + 6r; n³ once", "compacter(rank=32)"),
-        RegistryEntry(library.loreft, "Wu et al. 2024", "2dr + r", "loreft(rank=4, layers='upper half')"),
+        RegistryEntry(library.loreft, "Wu et al. 2024", "2dr + r", "loreft(rank=4, positions='first 4 + last 4')"),
         RegistryEntry(library.ia3, "Liu et al. 2022", "2d + m", "ia3 + layernorm", short_rate=3e-2),
         RegistryEntry(library.ssf, "Lian et al. 2022", "10d + 2m", "ssf(at=('query', 'value', 'ffn'))"),
         RegistryEntry(library.beft, "PEFT", "d", "beft(at=('query', 'value'))"),
@@ -99,6 +99,7 @@ _ENTRIES = {
     ),
     "low-rank: matrices of few ranks, blocks or products": (
         RegistryEntry(library.lora, "UV eq. 6; Hu et al. 2021", "4dr", "lora(rank=8, at=('query', 'value'))"),
+        RegistryEntry(library.alora, "Greenewald et al. 2025", "6dr", "alora(invocation=(5, 7))"),
         RegistryEntry(library.adalora, "Zhang et al. 2023", "6dr + 3r", "adalora(rank=8, initial_rank=12)"),
         RegistryEntry(library.dora, "Liu et al. 2024", "4dr + 2d", "dora(rank=8, at='ffn')"),
         RegistryEntry(library.pissa, "Meng et al. 2024", "4dr", "pissa(rank=8)"),

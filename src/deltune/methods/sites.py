@@ -20,6 +20,7 @@ from .forms.base import WeightForm, Widths
 from .forms.hidden import Vector
 from .forms.low_rank import LowRank
 from .forms.prompt import Prompt
+from .positions import ALL
 from .spec import (
     ATTENTION_SITES,
     FFN_LINEARS,
@@ -115,6 +116,13 @@ def _listed_layers(stack_layers: list[Layer], layers: LayersArg, stack: str) -> 
 
 def resolve_locations(anatomy: Anatomy, modification: Modification) -> list[Location]:
     """Return every place of a modification, in the order of execution, in the towers that it names."""
+    if modification.positions != ALL and (
+        len(anatomy.stacks) != 1 or anatomy.stacks[0].words is None or modification.tower != "main"
+    ):
+        raise DeltuneError(
+            f"positions={modification.positions!r} choose tokens of a text, in the main tower of a model with one "
+            "stack of layers that reads token ids"
+        )
     named = anatomy.tower if modification.tower == "main" else modification.tower
     locations: list[Location] = []
     reasons: list[DeltuneError] = []
@@ -258,8 +266,11 @@ def _with_reading(location: Location, modification: Modification) -> Location:
         of_input and location.linear is None
     ):
         raise DeltuneError(f"{form!r} acts at a projection, and {location.name} is none: take {', '.join(PROJECTIONS)}")
-    if of_input or (isinstance(form, WeightForm) and form.through_weight):
+    everywhere = modification.positions == ALL
+    if of_input or (everywhere and isinstance(form, WeightForm) and form.through_weight):
         location = _weight_or_input(location, modification)
+    if not everywhere and (location.target.side not in ("input", "output") or location.widths.lookup):
+        raise DeltuneError(f"positions={modification.positions!r} choose tokens, which {location.name} does not read")
     parallel = modification.insertion == "parallel"
     reads_x = parallel or modification.compose.reads_x
     if reads_x and location.source is None:
@@ -293,7 +304,7 @@ def _weight_or_input(location: Location, modification: Modification) -> Location
     if of_input and linear.columns is None:
         target = ModuleSide(linear.path, "input")
         return replace(location, target=target, widths=replace(widths, out_width=widths.x_width))
-    if linear.quantized or compose.reads_x or compose.in_softmax:
+    if linear.quantized or compose.reads_x or compose.in_softmax or modification.positions != ALL:
         if of_input:
             raise DeltuneError(f"{location.name} is a part of a projection whose other parts read the same input")
         return location

@@ -33,6 +33,7 @@ from .parser import (
     type_mismatch,
     unknown_argument,
 )
+from .positions import ALL, Positions, check_positions
 
 SITES = {
     "heads": "per-head attention output, before W_o",
@@ -161,6 +162,9 @@ class Modification(Method):
             the text in a vision-language model), "text", "vision", "audio" or "all".
         experts: At linears of FFNs that are mixtures of experts: "all", "shared" (those that every token goes through),
             "routed" (those that the router chooses from), or the numbers of some of the latter.
+        positions: At which tokens it acts: "all"; ends of the text such as "first 2 + last 2"; or the ids of a
+            sequence, from whose last occurrence on it acts. They are those of the text that a pass reads, without
+            padding; a pass that continues a cache goes on where a sequence was found, and has no ends.
 
     Raises:
         DeltuneError: A value does not exist, or the combination has no meaning; the message says why.
@@ -177,9 +181,11 @@ class Modification(Method):
     optional: bool = field(default=False, kw_only=True)
     tower: str = "main"
     experts: ExpertsArg = "all"
+    positions: Positions = field(default=ALL, kw_only=True)
 
     def __post_init__(self) -> None:
         check_fields(self)
+        check_positions(self.positions)
         check_form_class(type(self.form))
         check_frozen(type(self.compose))
         check_scope(self.layers, self.stack, self.attention, self.tower)
@@ -220,6 +226,8 @@ class Modification(Method):
         of_some = isinstance(self.form, Vector) and self.form.where != "all"
         if of_some and self.site not in with_biases and not is_pattern(self.site):
             raise DeltuneError(f"{self.form!r} acts at one of {', '.join(with_biases)}")
+        if self.positions != ALL and self.site in OUTSIDE_LAYERS:
+            raise DeltuneError(f"positions={self.positions!r} choose tokens in layers, and {self.site!r} is in none")
         if self.site in OUTSIDE_LAYERS and (self.layers, self.stack) != ("all", "all"):
             raise DeltuneError(f"site {self.site!r} is in no layer, so layers= and stack= choose nothing there")
         if needs == "tokens" and self.compose != ADD:

@@ -38,6 +38,7 @@ from ..methods.forms.mix import Weights, mix_form
 from ..methods.library import head as head_alone
 from ..methods.library import lora
 from ..methods.masks import RowMask
+from ..methods.positions import ALL
 from ..methods.spec import OTHER_PROJECTIONS, PROJECTIONS, Method, MethodSum, Modification, Selection
 from ..models import Pooling
 from .attached import Attached, check_name
@@ -555,7 +556,8 @@ def _is_product(edit: Edit) -> bool:
     """Whether an edit adds a product of two matrices to what its place gives."""
     side = edit.place.target.side in ("output", "weight")
     parallel = edit.modification.insertion == "parallel"
-    return isinstance(edit.form, FactorForm) and parallel and side and edit.factor is not None
+    everywhere = edit.modification.positions == ALL
+    return isinstance(edit.form, FactorForm) and parallel and side and everywhere and edit.factor is not None
 
 
 def _are_linear(edits: Sequence[Edit]) -> bool:

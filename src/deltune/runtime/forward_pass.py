@@ -41,6 +41,9 @@ class ForwardPass:
         states: The hidden states that were collected, by path of the stack's container.
         batch_size: How many rows the batch has, for positions that are looked up once for all of them.
         called_vocabulary: Whether the projection to the vocabulary was called, where some delta acts at it.
+        facts: Which tokens (B, n) of the running stack each choice of positions has.
+        generates: Whether it is of `generate`.
+        text: How many tokens `generate` began with, once it has.
     """
 
     def __init__(
@@ -59,6 +62,9 @@ class ForwardPass:
         self.states: dict[str, list[torch.Tensor]] = {}
         self.batch_size = 0
         self.called_vocabulary = False
+        self.facts: dict[Any, torch.Tensor] = {}
+        self.generates = False
+        self.text: int | None = None
 
 
 _CURRENT: ContextVar[weakref.ReferenceType[ForwardPass] | None] = ContextVar("deltune_pass", default=None)

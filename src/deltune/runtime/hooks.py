@@ -31,6 +31,7 @@ from ..compat import (
     set_instance_forward,
 )
 from ..errors import DeltuneError
+from ..methods.positions import ALL
 from .attention import HOOK_ATTRIBUTE, PrefixRows
 from .forward_pass import current_pass, remember_for_backward
 from .linear import LinearForward, linear_forward
@@ -41,6 +42,7 @@ from .pooling import PoolingHook
 from .prompts import PositionHook, PromptHook
 from .row_assignment import RowAssignment, name_arguments, owning_modules, parameter_names
 from .rows import DeltaRows, forward_with
+from .token_positions import TokensHook
 
 
 class CheckpointFunction:
@@ -52,7 +54,8 @@ class CheckpointFunction:
         self.passes, self.original = passes, original
 
     def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.original(partial(self.passes.recompute, self.passes.assignment(), function), *args, **kwargs)
+        facts = dict(self.passes.current_pass().facts)
+        return self.original(partial(self.passes.recompute, self.passes.assignment(), facts, function), *args, **kwargs)
 
 
 class ForwardEntry:
@@ -194,7 +197,7 @@ class InputHook(ModuleHook):
         h = args[0] if key is None else kwargs[key]
         this_pass = self.passes.current_pass()
         if writes is not None:
-            h = writes.apply(h, module, this_pass.inputs)
+            h = writes.apply(h, module, this_pass.inputs, facts=this_pass.facts)
         for edit, _ in readers:
             this_pass.inputs[edit] = h
         if writes is None:
@@ -215,7 +218,8 @@ class OutputHook(ModuleHook):
             return None
         read = args[0] if args else next(iter(kwargs.values()), None)
         h = output if isinstance(output, torch.Tensor) else output[0]
-        h = writes.apply(h, module, self.passes.current_pass().inputs, read, in_place=self._is_ours(module))
+        this_pass, is_ours = self.passes.current_pass(), self._is_ours(module)
+        h = writes.apply(h, module, this_pass.inputs, read, is_ours, this_pass.facts)
         return h if isinstance(output, torch.Tensor) else (h, *output[1:])
 
     def _is_ours(self, module: nn.Module) -> bool:
@@ -363,10 +367,10 @@ HOOK_CLASSES: dict[str, Any] = {
 }  # fmt: skip
 """The hook for each side of a module that a place may be at."""
 
-INSTALL_ORDER = ("states", "tokens", "positions", "pooling")
+INSTALL_ORDER = ("states", "chosen", "tokens", "positions", "pooling")
 """Kinds of hooks at the same modules, in the order in which they run, whatever was attached first: hidden states are
-read before a prompt's rows are removed from them, positions are shifted where the prompt has put them, and what is left
-of the states is pooled."""
+read before a prompt's rows are removed from them, tokens are chosen before it puts its rows before them, positions are
+shifted where it has put them, and what is left of the states is pooled."""
 
 
 Hooks = dict[tuple[str, str], Callable[[], Hook]]
@@ -387,6 +391,9 @@ def hooks_of_delta(passes: PassManager, anatomy: Anatomy, delta: Delta) -> Hooks
             needed[edit.source_path, "input"] = partial(InputHook, passes, anatomy, edit.source_path)
             parent = _common_parent(target.path, edit.source_path)
             needed[parent, "pass"] = partial(ForwardEntry, passes, parent, always_begins=False)
+        if edit.modification.positions != ALL:
+            entry = anatomy.stacks[0].entry
+            needed[entry, "chosen"] = partial(TokensHook, passes, anatomy, entry)
         if edit.place.shifted_stack:
             entry = anatomy.stack(edit.place.shifted_stack).entry
             needed[entry, "positions"] = partial(PositionHook, passes, anatomy, entry)

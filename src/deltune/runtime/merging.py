@@ -23,6 +23,7 @@ from ..compat import forget_quantization, parameters_of, submodules_of
 from ..errors import error_from_problems
 from ..methods.forms.base import Affine, Form, Place
 from ..methods.forms.checks import affine_difference
+from ..methods.positions import ALL
 from .model_state import ModelState
 from .modules import Delta, Edit
 from .sharding import BEFORE_SHARDING, refuse_sharded
@@ -206,6 +207,8 @@ def _tensor_name(anatomy: Anatomy, edit: Edit, leaf: str) -> str:
 def _affine_change(edit: Edit, at: Place | None) -> Affine | str:
     """Return (s A, s b) of an edit, or the reason why it has none."""
     tensors = edit.full_tensors()
+    if edit.modification.positions != ALL:
+        return f"it acts at the tokens {edit.modification.positions!r}, and a weight at all of them"
     change, factor = edit.form.affine(tensors, at), edit.modification.compose.factor(tensors)
     if factor is None:
         kind = type(edit.modification.compose).__name__

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -22,6 +22,7 @@ from ..errors import DeltuneError, excerpt
 from ..methods.compositions import SigmoidGate
 from ..methods.forms.base import Form, Place, Shapes, Specs, WeightPlace
 from ..methods.forms.low_rank import LowRank
+from ..methods.positions import ALL
 from ..methods.resolve import ResolvedEdit, ResolvedMethod
 from ..methods.schedules import Schedule
 from ..methods.sites import Location
@@ -192,12 +193,14 @@ class ModuleCall:
         rerun: Calls it once more, with the tensors that the rows of the edits use.
         output: What it has computed, before any edit; None where no edit reads it.
         by_base: Whether it has computed this with the base's weight, and not with one that an edit has changed.
+        facts: Which tokens (B, n) of the rows each choice of positions has.
     """
 
     module: nn.Module
     rerun: Callable[[torch.Tensor], torch.Tensor]
     output: torch.Tensor | None
     by_base: bool = True
+    facts: Mapping[Any, torch.Tensor] = field(default_factory=dict)
 
 
 def part_of(whole: torch.Tensor, columns: Columns | None, dim: int = 0) -> torch.Tensor:
@@ -439,6 +442,18 @@ class Edit(TensorTable):
 
     def apply_to(self, h: torch.Tensor, call: ModuleCall, read: ReadInput, out: torch.Tensor | None) -> torch.Tensor:
         """Return compose(h, form(u)), where u is x (parallel) or h (sequential, or the input of a projection)."""
+        positions = self.modification.positions
+        if positions == ALL:
+            return self._changed(h, call, read, out)
+        chosen = call.facts.get(positions)
+        if chosen is None or chosen.numel() != h[..., 0].numel():
+            raise DeltuneError(
+                f"{self.place.name} is changed at the tokens {positions!r}, and this call does not have those of a "
+                "pass of the model: call the model itself, and checkpoint by gradient_checkpointing_enable()"
+            )
+        return torch.where(chosen.reshape(*h.shape[:-1], 1), self._changed(h, call, read, None), h)
+
+    def _changed(self, h: torch.Tensor, call: ModuleCall, read: ReadInput, out: torch.Tensor | None) -> torch.Tensor:
         x = read(self)
         if not self.parallel:
             u = call.rerun(h) if self.place.apply_norm_first else h
@@ -453,7 +468,8 @@ class Edit(TensorTable):
     def only_scales(self) -> bool:
         """Whether its result is (1 - s + s w) ⊙ h with a number s, so that it only scales h."""
         reads_h = not self.parallel and not self.place.apply_norm_first
-        return reads_h and self.form.multiplies is not None and self.factor is not None
+        everywhere = self.modification.positions == ALL
+        return reads_h and everywhere and self.form.multiplies is not None and self.factor is not None
 
 
 class Delta(nn.Module):

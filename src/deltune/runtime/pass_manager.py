@@ -343,22 +343,33 @@ class PassManager:
             )
         self.update_prefix_attention()
 
-    def recompute(self, assignment: RowAssignment, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a part of the model for gradient checkpointing.
+    def recompute(
+        self,
+        assignment: RowAssignment,
+        facts: dict[Any, torch.Tensor],
+        function: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Run a part of the model for gradient checkpointing, with the facts of the forward pass.
 
         The first time it runs in the forward pass, and later, in the backward pass, in a pass of its own.
         """
         running = None if torch.compiler.is_dynamo_compiling() else current_pass(self)
         if torch.compiler.is_dynamo_compiling() or (running is not None and running.assignment is assignment):
             return function(*args, **kwargs)
-        return self.run_in(self.begin({}, assignment), function, args, kwargs)
+        again = self.begin({}, assignment)
+        again.facts = facts
+        return self.run_in(again, function, args, kwargs)
 
     def generate(
         self, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], in_threads: bool = False
     ) -> Any:
         """Run `generate` as one long pass, so that the deltas in use are the same from its first step to its last."""
         self.assignment_of_new_pass().check_prompts(args, kwargs)
-        return self.run_in(self.begin({}, in_threads=in_threads), generate, args, kwargs)
+        whole = self.begin({}, in_threads=in_threads)
+        whole.generates = True
+        return self.run_in(whole, generate, args, kwargs)
 
     def run_reader(self, reader: Callable[[], T]) -> T:
         """Call `reader` with the tensors and labels of what is in use here in the model; no thread can move them.

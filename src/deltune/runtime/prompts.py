@@ -155,7 +155,11 @@ class PromptHook:
         if added:
             _lengthen_cache(cache, added)
         enter_stack(cache, identity, length, columns)
-        self.passes.current_pass().prompt = prompt_pass
+        this_pass = self.passes.current_pass()
+        this_pass.prompt = prompt_pass
+        for positions, chosen in this_pass.facts.items():
+            longer = F.pad(chosen, (added, 0))
+            this_pass.facts[positions] = longer if prompt_pass.order is None else longer.gather(1, prompt_pass.order)
         kept = {"input_ids", *kwargs} & {*self.arguments, *kwargs}  # some families have no default for the token ids
         return (), {name: value for name, value in arguments.items() if name in kept or value is not None}
 
@@ -410,10 +414,10 @@ def _is_by_token(name: str, value: Any, shape: tuple[int, int]) -> bool:
     return is_other and isinstance(value, torch.Tensor) and value.shape == shape and not value.is_floating_point()
 
 
-def _refuse_packed(arguments: Mapping[str, Any], mask: Any, begin: int, tokens: int) -> None:
-    """Raise an error if a row holds several texts: the prompt would stand before the first of them only.
+def texts_of_rows(arguments: Mapping[str, Any], mask: Any, begin: int, tokens: int) -> str | None:
+    """Return what says that rows hold several texts each, or None where each has one.
 
-    A mask for each query says itself what each text sees, and the rows are seen by all of them.
+    A mask for each query says itself what each text sees.
     """
     positions = arguments.get("position_ids")
     how = next((name for name in PACKED if arguments.get(name) is not None), None)
@@ -423,7 +427,12 @@ def _refuse_packed(arguments: Mapping[str, Any], mask: Any, begin: int, tokens: 
         elif mask is None or _is_padding(mask):
             shown = None if mask is None else mask[:, begin : begin + tokens].bool()
             how = "position_ids that begin again" if _begin_again(positions, shown) else None
-    if how is not None:
+    return how
+
+
+def _refuse_packed(arguments: Mapping[str, Any], mask: Any, begin: int, tokens: int) -> None:
+    """Raise an error if a row holds several texts: the prompt would stand before the first of them only."""
+    if how := texts_of_rows(arguments, mask, begin, tokens):
         raise DeltuneError(
             f"a row of this batch holds several texts ({how}), as packing and padding-free collators make them, and a "
             "prompt stands before the first alone: train with one text in a row (packing=False, padding_free=False, a "

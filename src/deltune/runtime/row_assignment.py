@@ -22,6 +22,7 @@ from ..anatomy.types import Anatomy, is_inside
 from ..errors import DeltuneError, error_from_problems, excerpt, first_names
 from ..methods.forms.prompt import Prompt
 from ..methods.masks import RowMask
+from ..methods.positions import ALL
 from ..methods.resolve import edit_conflicts
 from ..models import Pooling
 from .model_state import ModelState
@@ -45,6 +46,8 @@ from .stacked_edits import EditStack, StackedEdits
 Inputs = dict[Edit, torch.Tensor]
 """The inputs of other modules in a pass, by the edit that uses them; an edit removes its own."""
 
+
+NO_FACTS: Mapping[Any, torch.Tensor] = {}
 
 Names = str | tuple[str, ...] | None
 """What a row uses: the name of a delta, the names of several that act together, or None for the base model."""
@@ -200,13 +203,15 @@ class EditChain:
         inputs: Inputs,
         module_input: torch.Tensor | None = None,
         in_place: bool = False,
+        facts: Mapping[Any, torch.Tensor] = NO_FACTS,
     ) -> torch.Tensor:
         """Return h with the edits applied, each to the rows that use it."""
         read = input_reader(inputs, module_input)
         in_place = in_place and not self.reads_weight  # what the module has computed is read by every edit
         if self.by_group:
-            return self._row_by_row(h, module, read, in_place)
-        whole, call = h, ModuleCall(module, module.forward, h if self.reads_weight else None, self._by_base(module))
+            return self._row_by_row(h, module, read, in_place, facts)
+        whole, output = h, h if self.reads_weight else None
+        call = ModuleCall(module, module.forward, output, self._by_base(module), facts)
         for one in self.for_all_rows:  # only h itself may be overwritten, not the result of an edit
             h = one.apply_to(h, call, read, h if in_place and h is whole else None)
         return h
@@ -215,7 +220,9 @@ class EditChain:
         """Whether the module has computed with the base's tensors for all rows."""
         return self.by_base and not any(module in group.overrides for group in self.groups)
 
-    def _row_by_row(self, h: torch.Tensor, module: nn.Module, read: ReadInput, in_place: bool) -> torch.Tensor:
+    def _row_by_row(
+        self, h: torch.Tensor, module: nn.Module, read: ReadInput, in_place: bool, facts: Mapping[Any, torch.Tensor]
+    ) -> torch.Tensor:
         chains = self.by_group
         stack = None if self.stacked is None else self.stacked.stack_for(h)
         if self.stacked is not None and stack is not None:
@@ -228,7 +235,8 @@ class EditChain:
             overwritten = in_place and group.selects_view
             read_rows = _RowReader(group, read)
             output = rows if self.reads_weight else None
-            call = ModuleCall(module, partial(_forward_of, group, module), output, self._by_base(module))
+            of_rows = {name: group.select(fact) for name, fact in facts.items()}
+            call = ModuleCall(module, partial(_forward_of, group, module), output, self._by_base(module), of_rows)
             for one in chain:
                 part = one.apply_to(part, call, read_rows, part if overwritten and part is rows else None)
             if not overwritten:
@@ -283,6 +291,7 @@ class RowAssignment:
         shifts: By how much each group shifts the positions of a stack's tokens, by name of the stack.
         tensors: For each module, by path, how it runs with tensors of deltas instead of its own.
         prefixes: The prefixes of all rows, by path of the attention, where no tensor changes; else None.
+        positions: What chooses the tokens of edits that do not act at all of them.
         explicit_positions: Whether the caller gives positions and a mask of all columns of the cache, whose number then
             says nothing about positions.
     """
@@ -317,6 +326,8 @@ class RowAssignment:
                 self.states.setdefault(target.path, []).append((edit, group))
             elif target.side not in ("tokens", "weight"):
                 written.setdefault((target.path, target.side), []).append((edit, group))
+        chosen = (edit.modification.positions for edit, _ in active_edits(self.groups) if edit not in left_out)
+        self.positions = tuple(dict.fromkeys(positions for positions in chosen if positions != ALL))
         self.writes = {place: EditChain(edits, place, cache) for place, edits in written.items()}
         prompts = [
             (group, [e for e in group.all_edits() if e.place.target.side == "tokens" and e not in left_out])

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from ..compat import is_plain_inference
 from ..methods.forms.base import TwoLayers
+from ..methods.positions import ALL
 from ..methods.registry import FORMS
 from .modules import Delta, Edit
 from .rows import DeltaRows, KeptByRow, RowCache
@@ -42,7 +43,13 @@ def _stage(edit: Edit) -> int:
         return _OTHER
     if edit.only_scales():
         return _FACTOR
-    if edit.factor is None or not edit.is_dense or edit.place.widths.lookup or two_layers(edit) is None:
+    if (
+        edit.modification.positions != ALL
+        or edit.factor is None
+        or not edit.is_dense
+        or edit.place.widths.lookup
+        or two_layers(edit) is None
+    ):
         return _OTHER
     if edit.parallel:
         return _ADDITION

@@ -25,6 +25,7 @@ from ...anatomy.types import Stack
 from ...compat import attention_implementation, auto_class_mapping, buffers_of, parameters_of
 from ...errors import DeltuneError, error_summary
 from ...methods.forms.prompt import Prompt
+from ...methods.positions import ALL
 from ...methods.registry import parse
 from ...models import HEADS
 from ...runtime.attach import add_delta, check_base_of_delta, find_tuned, has_sliding_window, read_delta
@@ -141,6 +142,7 @@ class Backbone:
     def attached_before(self) -> Iterator[LoadedDelta]:
         """Yield the deltas that were attached to the model before the server was made."""
         for name in self.attached.names:
+            self._check_positions(self.attached.delta(name))
             yield self._loaded(name, name, "attached", self.attached.delta(name))
 
     def prepare(self, name: str, folder: Path, facts: FolderFacts, seen: Signature) -> PreparedDelta:
@@ -151,9 +153,19 @@ class Backbone:
             raise DeltuneError(f"{folder} cannot be read: {error_summary(error)}") from error
         if signature(folder) != seen:
             raise DeltuneError(f"the files of {folder} were changed while they were read; load it again")
+        self._check_positions(delta)
         delta.requires_grad_(False)
         size = sum(tensor.nbytes for tensor in (*delta.parameters(), *delta.buffers()))
         return PreparedDelta(name, facts, self, delta, labels, size)
+
+    def _check_positions(self, delta: Delta) -> None:
+        """Refuse what needs to know which rows of a cache were invoked: the rows of a running batch change caches."""
+        acts = (edit.modification.positions for edit in delta.all_edits())
+        if "generate" in HEAD_TASKS[self.head] and (chosen := next((one for one in acts if one != ALL), None)):
+            raise DeltuneError(
+                f"this delta acts at the tokens {chosen!r} of a text, which a server that generates does not follow: "
+                "call model.generate with the delta in use"
+            )
 
     def attach(self, prepared: PreparedDelta) -> LoadedDelta:
         facts = prepared.facts
