@@ -138,7 +138,7 @@ def test_dare_keeps_what_is_expected() -> None:
     )
 
 
-@pytest.mark.parametrize("weights", ["scalar", "softmax", "attention"])
+@pytest.mark.parametrize("weights", ["scalar", "softmax", "attention", "fusion"])
 def test_a_mix_starts_as_the_mean_and_trains_weights_alone(weights: Any, tmp_path: Path) -> None:
     tuned = build_two("gpt2", "lora(rank=2)", "dora(rank=3, at=('value', 'ffn_down'))")
     inputs = batch(tuned.model)
@@ -146,7 +146,8 @@ def test_a_mix_starts_as_the_mean_and_trains_weights_alone(weights: Any, tmp_pat
     mixed = run(tuned.combine("mix(a, b)", name="m", mixing=weights).model, inputs)
     assert distance(mixed, mean) < 1e-11
     trained = {name.rpartition(".")[2] for name, _ in tuned.named_trainable_parameters()}
-    assert trained == ({"query", "key"} if weights == "attention" else {"weights"})
+    attends = {"attention": {"query", "key"}, "fusion": {"query", "key", "values"}}
+    assert trained == attends.get(weights, {"weights"})
     forward(tuned.model, inputs)["last_hidden_state"].square().sum().backward()
     assert all(p.grad.abs().max() > 0 for n, p in tuned.named_trainable_parameters() if not n.endswith("query"))
     before = run(stir(tuned).model, inputs)
@@ -154,6 +155,34 @@ def test_a_mix_starts_as_the_mean_and_trains_weights_alone(weights: Any, tmp_pat
     model = tuned.detach()
     assert distance(before, mean) > 1e-3
     assert equal(run(deltune.load(model, tmp_path / "m").model, inputs), before)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_adapter_fusion_is_the_papers_formula(bias: bool) -> None:
+    """s_i = softmax(h Q ⊗ z_i K), o = Σ_i s_i z_i V, and z_i is what the adapter i adds to h (Pfeiffer et al. 2021)."""
+    texts = (f"adapter(rank={rank}, bias={bias}, activation='gelu')" for rank in (4, 3))
+    tuned = build_two("bert", *texts)
+    model, inputs = tuned.model, batch(tuned.model)
+    adapters = {n: [(e.place.target.path, e.full_tensors()) for e in tuned.delta(n).all_edits()] for n in "ab"}
+    tuned.combine("mix(a, b)", name="m", mixing="fusion")
+    fusion = {e.place.target.path: e.full_tensors() for e in stir(tuned).delta().all_edits()}
+    assert {n.rpartition(".")[2] for n, _ in tuned.named_trainable_parameters()} == {"query", "key", "values"}
+    fused = run(model, inputs)["last_hidden_state"]
+    tuned.use(None)
+    for places in zip(*adapters.values(), strict=True):
+
+        def hook(module: Any, args: Any, h: torch.Tensor, places: Any = places) -> torch.Tensor:
+            z = []
+            for _, t in places:
+                inner = torch.nn.functional.gelu(h @ t["down"].T + t.get("down_bias", 0))
+                z.append(inner @ t["up"].T + t.get("up_bias", 0))
+            t, z = fusion[places[0][0]], torch.stack(z, -2)
+            scores = ((h @ t["query"].T)[..., None, :] * (z @ t["key"].T)).sum(-1)
+            return h + (scores.softmax(-1)[..., None] * (z @ t["values"].T)).sum(-2)
+
+        model.get_submodule(places[0][0]).register_forward_hook(hook)
+    with torch.no_grad():
+        assert torch.allclose(model(**inputs)["last_hidden_state"], fused, rtol=1e-10)
 
 
 def test_an_average_is_of_parameters_and_of_any_method() -> None:
@@ -208,6 +237,7 @@ def test_expressions(text: str, weights: dict[str, float] | None) -> None:
         ("average(a, a)", {"rank": 2}, "no meaning"),
         ("mix(a, c)", {}, "changes of linears' weights"),
         ("mix(a, a)", {"mixing": "learned"}, "mixing"),
+        ("mix(e, e)", {}, 'mixed by "attention" or "fusion"'),
     ],
 )
 def test_what_is_refused_attaches_nothing(text: str, options: dict, says: str) -> None:  # type: ignore[type-arg]
@@ -215,10 +245,11 @@ def test_what_is_refused_attaches_nothing(text: str, options: dict, says: str) -
     before = facts(model)
     tuned = stir(deltune.attach(model, "lora(rank=2)", name="a"))
     deltune.attach(model, "layernorm", name="c")
+    deltune.attach(model, "adapter(rank=2)", name="e")
     deltune.attach(model, "prefix(length=2)", name="b")
     with pytest.raises(deltune.DeltuneError, match=says):
         tuned.combine(text, **{"name": "d", **options})
-    assert tuned.names == ("a", "c", "b") and tuned.active == "b"
+    assert tuned.names == ("a", "c", "e", "b") and tuned.active == "b"
     assert not [n for n in differences(before, facts(tuned.detach())) if n.startswith("value")]
 
 

@@ -32,14 +32,14 @@ from ..interop.base import (
     without_scope,
 )
 from ..methods.forms.base import FactorForm, check_positive
-from ..methods.forms.hidden import Vector
+from ..methods.forms.hidden import Bottleneck, Vector
 from ..methods.forms.low_rank import LowRank
 from ..methods.forms.mix import Weights, mix_form
 from ..methods.library import head as head_alone
 from ..methods.library import lora
 from ..methods.masks import RowMask
 from ..methods.positions import ALL
-from ..methods.spec import OTHER_PROJECTIONS, PROJECTIONS, Method, MethodSum, Modification, Selection
+from ..methods.spec import ADD, OTHER_PROJECTIONS, PROJECTIONS, Method, MethodSum, Modification, Selection
 from ..models import Pooling
 from .attached import Attached, check_name
 from .merging import merged_weights
@@ -298,20 +298,31 @@ def _mixed(
     """Return the method that mixes the changes of deltas, and its tensors."""
     places: dict[tuple[Modification, str], dict[int, PlacedTensors]] = {}
     for number, (name, delta) in enumerate(deltas.items()):
-        changes = Changes(attached, {name: delta}, {name: 1.0}, None, None, pooling)
-        if changes.owned or not all(isinstance(piece.modification.form, LowRank) for piece in changes.pieces):
+        pieces = _bottlenecks(delta)
+        if not pieces:
+            changes = Changes(attached, {name: delta}, {name: 1.0}, None, None, pooling)
+            pieces = [] if changes.owned else changes.pieces
+        if not pieces or not all(isinstance(piece.modification.form, LowRank | Bottleneck) for piece in pieces):
             raise DeltuneError(
-                f"mix(…) is of changes of linears' weights, and {name!r} ({delta.method!r}) has others: merge it, use "
-                "several at once, or write a sum"
+                f"mix(…) is of changes of linears' weights or of adapters, and {name!r} ({delta.method!r}) has others: "
+                "merge it, use several at once, or write a sum"
             )
-        for piece in changes.pieces:
-            key = replace(piece.modification, form=LowRank(1)), piece.place.name
+        for piece in pieces:
+            form = piece.modification.form
+            key = replace(piece.modification, form=LowRank(1) if isinstance(form, LowRank) else form), piece.place.name
             places.setdefault(key, {})[number] = piece
     pieces = []
     for (modification, _), some in places.items():
         rank = max(piece.tensors["down"].shape[-2] for piece in some.values())
-        place = next(iter(some.values())).place
-        form = mix_form(len(deltas), rank, mixing)
+        place, kind = next(iter(some.values())).place, modification.form
+        if not isinstance(kind, Bottleneck):
+            form = mix_form(len(deltas), rank, mixing)
+        elif mixing in ("scalar", "softmax"):
+            raise DeltuneError(
+                f'mixing={mixing!r} is of changes of weights; adapters are mixed by "attention" or "fusion"'
+            )
+        else:
+            form = mix_form(len(deltas), rank, mixing, kind.activation, bias=kind.bias)
         tensors = {n: torch.zeros(s.shape) for n, s in form.tensors(place.widths).items()}
         form.initialize(tensors, None)
         tensors["up"].zero_()
@@ -321,6 +332,22 @@ def _mixed(
                 tensors[name][number][tuple(map(slice, part.shape))] = part
         pieces.append(PlacedTensors(replace(modification, form=form), place, tensors))
     return method_of(attached.anatomy_read(pooling), pieces, set())
+
+
+def _bottlenecks(delta: Delta) -> list[PlacedTensors]:
+    """Return the adapters of a delta, with their fixed scales in the last product; nothing where it has more."""
+    pieces = []
+    for edit in delta.all_edits():
+        layers = edit.form.two_layers(edit.tensors()) if isinstance(edit.form, Bottleneck) else None
+        if layers is None or edit.factor is None or edit.modification.positions != ALL:
+            return []
+        tensors = {"down": layers.down, "up": layers.up * edit.factor}
+        if layers.down_bias is not None and layers.up_bias is not None:
+            tensors |= {"down_bias": layers.down_bias, "up_bias": layers.up_bias * edit.factor}
+        form = Bottleneck(1, layers.activation, bias=len(tensors) > 2)
+        modification = replace(without_scope(edit.modification), form=form, compose=ADD)
+        pieces.append(PlacedTensors(modification, edit.place, tensors))
+    return [] if delta.selected else pieces
 
 
 Product = tuple[torch.Tensor, torch.Tensor]

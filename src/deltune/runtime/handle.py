@@ -457,8 +457,9 @@ class Tuned(nn.Module):
                 loss is said in a warning. It makes a LoRA of any method that can be merged.
             how: `Ties`, `Dare` or `Magnitude`, which join the changes of each weight in another way than by adding.
             head: The delta whose head it gets, or "average". Needed where several deltas have a head that trains.
-            mixing: The weights of a mix: "scalar" (a number for each, 1/n at first), "softmax" (positive, in all 1) or
-                "attention" (for each token, as in AdapterFusion).
+            mixing: The weights of a mix: "scalar" (a number for each, 1/n at first), "softmax" (positive, in all 1),
+                "attention" (for each token), or "fusion" (the same of full width and with values, as in AdapterFusion).
+                Adapters of one activation can be mixed by the latter two.
 
         Returns:
             The handle itself.

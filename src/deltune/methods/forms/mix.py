@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Literal
 
 from ...errors import check_choice
 from ..parser import Size
-from .base import FactorForm, Form, Place, Specs, Tensors, TensorSpec, Widths
-from .starts import kaiming_
+from .base import FactorForm, Form, Place, Shapes, Specs, Tensors, TensorSpec, Widths, trained
+from .hidden import ACTIVATIONS, activate
+from .starts import buffers, kaiming_
 
 if TYPE_CHECKING:
     import torch
@@ -60,54 +61,79 @@ class Mix(FactorForm):
 
 @dataclass(frozen=True, repr=False)
 class AttentionMix(Form):
-    """Products that are not trained, weighted for each token by attention (AdapterFusion, Pfeiffer et al. 2021).
+    """Changes that are not trained, weighted for each token by attention (AdapterFusion, Pfeiffer et al. 2021).
 
-    Δh = Σ_i softmax_i((Q x) · (K Δh_i)) Δh_i with Δh_i = B_i A_i x; the values are not changed.
+    Δh = V Σ_i softmax_i((Q u) · (K Δh_i)) Δh_i with Δh_i = B_i f(A_i u + a_i) + b_i; products have no f, a_i and b_i.
 
-    Tensors: query Q (k, d_in), Kaiming uniform; key K (k, d_out), 0, so that it starts as a mean; the buffers down A
-        (n, r, d_in) and up B (n, d_out, r).
+    Tensors: query Q (k, d_in), Kaiming uniform; key K (k, d_out), 0, so that it starts as a mean; with `values` V
+        (d_out, d_out), 1 at first; the buffers down A (n, r, d_in) and up B (n, d_out, r), with `bias` down_bias a (n,
+        r) and up_bias b (n, d_out).
 
     Args:
         number: n, at least 1.
-        rank: r, at least 1; products of lower rank end in zeros.
-        width: k, at least 1.
+        rank: r, at least 1; changes of lower rank end in zeros.
+        width: k, at least 1; None: d_out.
+        activation: f: "relu", "gelu", "silu", "tanh", "sigmoid" or "identity".
+        bias: Whether there are biases.
+        values: Whether there is V.
+
+    Raises:
+        DeltuneError: The activation does not exist.
     """
 
     number: Size
     rank: Size = 8
-    width: Size = 16
+    width: Size | None = 16
+    activation: str = "identity"
+    bias: bool = field(default=False, kw_only=True)
+    values: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("activation", self.activation, ACTIVATIONS)
 
     @property
     def starts_at_zero(self) -> bool:
         return False
 
     def tensors(self, widths: Widths) -> Specs:
-        shapes = {"query": (self.width, widths.in_width), "key": (self.width, widths.out_width)}
-        trained = {name: TensorSpec(shape) for name, shape in shapes.items()}
-        return trained | _products(self.number, self.rank, widths)
+        width, d_out = self.width or widths.out_width, widths.out_width
+        shapes: Shapes = {"query": (width, widths.in_width), "key": (width, d_out)}
+        shapes |= {"values": (d_out, d_out)} if self.values else {}
+        biases: Shapes = {"down_bias": (self.number, self.rank), "up_bias": (self.number, d_out)} if self.bias else {}
+        return trained(shapes) | _products(self.number, self.rank, widths) | buffers(biases)
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         kaiming_(tensors["query"])
-        tensors["key"].zero_()
+        for name in ("key", "values", "down_bias", "up_bias"):
+            if name in tensors:
+                tensors[name].zero_()
+        if self.values:
+            tensors["values"].fill_diagonal_(1.0)
         _start(tensors)
 
     def __call__(self, tensors: Tensors, u: torch.Tensor, at: Place) -> torch.Tensor:
         import torch
 
         t = {name: tensor.to(u.dtype) for name, tensor in tensors.items()}
-        changes = torch.einsum("...d,nrd,nor->...no", u, t["down"], t["up"])
+        inner = torch.einsum("...d,nrd->...nr", u, t["down"]) + t.get("down_bias", 0)
+        changes = torch.einsum("...nr,nor->...no", activate(self.activation, inner), t["up"]) + t.get("up_bias", 0)
         scores = torch.einsum("...k,...nk->...n", u @ t["query"].t(), changes @ t["key"].t())
-        return torch.einsum("...n,...no->...o", scores.softmax(-1), changes)
+        mixed = torch.einsum("...n,...no->...o", scores.softmax(-1), changes)
+        return mixed @ t["values"].t() if self.values else mixed
 
 
-Weights = Literal["scalar", "softmax", "attention"]
+Weights = Literal["scalar", "softmax", "attention", "fusion"]
 
 
-def mix_form(number: int, rank: int, mixing: Weights) -> Form:
-    """Return the form that mixes so many products by weights of a kind.
+def mix_form(number: int, rank: int, mixing: Weights, activation: str = "identity", *, bias: bool = False) -> Form:
+    """Return the form that mixes so many changes by weights of a kind; an activation or a bias needs attention.
 
     Raises:
         DeltuneError: There is no such kind.
     """
-    check_choice("mixing", mixing, ("scalar", "softmax", "attention"))
-    return AttentionMix(number, rank) if mixing == "attention" else Mix(number, rank, softmax=mixing == "softmax")
+    check_choice("mixing", mixing, ("scalar", "softmax", "attention", "fusion"))
+    if mixing in ("scalar", "softmax"):
+        return Mix(number, rank, softmax=mixing == "softmax")
+    whole = mixing == "fusion"
+    return AttentionMix(number, rank, None if whole else 16, activation, bias=bias, values=whole)
