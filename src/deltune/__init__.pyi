@@ -75,6 +75,7 @@ from .methods.library import p_tuning_v2 as p_tuning_v2
 from .methods.library import parallel_adapter as parallel_adapter
 from .methods.library import peanut as peanut
 from .methods.library import pissa as pissa
+from .methods.library import poly as poly
 from .methods.library import prefix as prefix
 from .methods.library import prefix_layernorm as prefix_layernorm
 from .methods.library import prompt as prompt

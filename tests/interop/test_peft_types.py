@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 
 import deltune
 from deltune.interop import peft_table
+from deltune.runtime.attach import find_tuned
 from tables.families import FAMILIES
 from tables.specimens import batch, build, stir
 
@@ -105,9 +107,11 @@ def trained(row: Row, family: str) -> Any:
 def logits(model: Any, family: str) -> torch.Tensor:
     inputs = batch(build(FAMILIES[family], TASKS[family][0]))
     config = getattr(model, "peft_config", {}).get("default")
-    if hasattr(config, "num_tasks"):
-        inputs["task_ids"] = torch.zeros(len(inputs["input_ids"]), dtype=torch.long)
-    with torch.no_grad():
+    tasks = torch.arange(len(inputs["input_ids"]))
+    if hasattr(config, "num_tasks") or hasattr(config, "n_tasks"):
+        inputs["task_ids"] = tasks * 0 if hasattr(config, "num_tasks") else tasks
+    handle = find_tuned(model)
+    with torch.no_grad(), handle.condition(task_ids=tasks) if handle else nullcontext():
         return model(**inputs).logits[:, -inputs["input_ids"].shape[1] :]  # without those of a prompt
 
 

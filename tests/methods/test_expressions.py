@@ -150,6 +150,7 @@ ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "adamss": {"rank": RANKS, "clusters": RANKS, "singular_values": RANKS, "seed": SEEDS, **FIELD},
     "frod": {"density": st.floats(0.01, 0.9), "seed": SEEDS, **FIELD},
     "svft": {"band": st.integers(0, 4), **FIELD},
+    "poly": {"rank": RANKS, "tasks": RANKS, "skills": RANKS, "splits": st.just(1), **FIELD},
     "ssf": FIELD,
     "beft": FIELD,
     "compacter": {

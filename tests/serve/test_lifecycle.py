@@ -299,6 +299,19 @@ def test_a_delta_for_a_head_that_the_model_cannot_have_is_refused_when_it_is_fir
     assert str(caught.value) == expected and "causal-lm" in expected
 
 
+@pytest.mark.parametrize(
+    ("method", "says"),
+    [("loreft(rank=2, positions='last 2')", "a server that generates"), ("poly(rank=2, tasks=2)", "has 2 tasks")],
+)
+def test_what_a_request_does_not_say_is_needed_by_no_delta(method: str, says: str, tmp_path: Path) -> None:
+    tuned = deltune.attach(deltas(*GPT).model(), method)
+    tuned.save(tmp_path / "d2")
+    with Server(deltas(*GPT).model(), deltas=tmp_path) as server, pytest.raises(DeltuneError, match=says):
+        server.load("d2")
+    with pytest.raises(DeltuneError, match=says):
+        Server(tuned.model)
+
+
 def test_deltas_with_rows_of_tokens_and_for_other_heads_are_not_refused_when_they_are_first_seen(
     tmp_path: Path,
 ) -> None:

@@ -149,6 +149,7 @@ ROWS = (
     Row("svft", merges=True),
     Row("svft(band=2)", merges=True),
     Row("lora_fa(rank=2)", merges=True),
+    Row("poly(rank=2, skills=3, splits=2)"),
     Row("mica(rank=2)", merges=True),
     Row("pissa(rank=2, scale=2)", merges=True),
     Row("olora(rank=2)", merges=True),

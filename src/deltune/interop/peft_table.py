@@ -436,6 +436,10 @@ ROWS = (
     Row("PEANUT", library.peanut, {"rank": "r", "depth": "depth", "activation": "act_fn", "scale": "scaling"},
         {"a": "peanut_A.weight", "b": "peanut_B.weight", "encoder_*": "peanut_encoders.*.weight",
          "decoder_*": "peanut_decoders.*.weight"}, only={"depth": tuple(range(65))}),
+    Row("POLY", library.poly, {"rank": "r", "tasks": "n_tasks", "skills": "n_skills", "splits": "n_splits"},
+        {"down": "poly_lora_A", "up": "poly_lora_B", "logits": "poly_router.module_logits"},
+        only={"poly_type": ("poly",)}, write=lambda form: {"poly_type": "poly"},
+        note="tasks by `tuned.condition(task_ids=…)`"),
     Row("PSOFT", library.psoft, _LORA,
         {"skew": "psoft_R.weight", "alpha": "psoft_R.vector_a", "beta": "psoft_R.vector_b"}, "psoft_alpha",
         only={"psoft_orth": (True,), "ab_svd_init": ("psoft_init",), "psoft_svd": ("full",),
@@ -571,7 +575,6 @@ OTHERS: Mapping[str, Other] = {
 
 REFUSED: Mapping[str, str] = {
     "LILY": "its router is averaged over a batch, so that rows change each other",
-    "POLY": "each row of a batch has a task, which a folder does not say",
     "SHADOW": "it is a second model beside this one",
     "XLORA": "its router weighs other folders by a first pass of the model",
 }

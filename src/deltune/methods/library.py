@@ -21,6 +21,7 @@ from .forms.hidden import Bottleneck, Mixture, Rescale, Vector
 from .forms.low_rank import Init, LowRank
 from .forms.orthogonal import Butterfly, Householder, PairRotation, PrincipalRotation, Rotation
 from .forms.prompt import Prompt
+from .forms.routed import Poly
 from .forms.shared import FRoD, NoLA, RandLoRA, TinyLoRA, UniLoRA, VBLoRA, VeRA
 from .forms.spectral import SVFT, AdaMSS, Centred, Circulant, FourierFT, LoRAXS, WaveFT
 from .forms.structured import SVD, FrozenSide, GraLoRA, KroneckerBottleneck, LoHa, LoKr, LoReFT, MiSS
@@ -1042,6 +1043,23 @@ def svft(
         band: How far from its diagonal M is trained; 0: the diagonal alone.
     """
     return _at_projections(SVFT(band), at, layers, stack, attention, tower)
+
+
+@_projection_method
+def poly(
+    rank: int = 8, tasks: int = 1, skills: int = 4, splits: int = 1, *, at: Site = QUERY_AND_VALUE,
+    layers: LayersArg = "all", stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Mix a low rank from skills by the task of a row, (Σ_s w_s A_s) (Σ_s w_s B_s) x / r (Poly; Ponti et al. 2023).
+
+    PEFT: PolyConfig. With several tasks a pass is told them: with tuned.condition(task_ids=[0, 2, …]): model(…).
+
+    Args:
+        tasks: The number of tasks.
+        skills: The number of skills of each place, s.
+        splits: In how many parts the widths are split, each with weights of its own.
+    """
+    return _at_projections(Poly(rank, tasks, skills, splits), at, layers, stack, attention, tower)
 
 
 @_projection_method

@@ -31,7 +31,7 @@ METHOD_NAMES: Mapping[str, str] = {
 
 ABSENT_METHODS = frozenset(
     (
-        "bone", "xlora", "poly", "compacterplusplus", "multitaskprompttuning", "cpt",
+        "bone", "xlora", "compacterplusplus", "multitaskprompttuning", "cpt",
         "adaptionprompt", "seqbninv", "noreft", "direft", "ptuning", "lily", "pvera", "cartridge",
         "shadow",
     )

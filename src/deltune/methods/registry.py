@@ -21,6 +21,7 @@ from .forms import (
     mix,
     orthogonal,
     prompt,
+    routed,
     shared,
     spectral,
     structured,
@@ -119,6 +120,7 @@ _ENTRIES = {
         RegistryEntry(library.loha, "Hyeon-Woo et al. 2022", "8dr", "loha(rank=4)"),
         RegistryEntry(library.lokr, "Yeh et al. 2024", "about 2d + 4r√d", "lokr(rank=4, factor=8)"),
         RegistryEntry(library.miss, "Kang and Yin 2024", "2dr", "miss(rank=32)"),
+        RegistryEntry(library.poly, "Ponti et al. 2023", "4drs + 2qst", "poly(tasks=3, rank=4)"),
         RegistryEntry(library.gralora, "Jung et al. 2025", "4dr", "gralora(rank=8, blocks=4)"),
     ),
     "shared: few numbers and matrices that all places have in common": (
@@ -164,7 +166,20 @@ GROUPS = {name: tuple(entry.make.__name__ for entry in group) for name, group in
 
 FORMS = tuple(
     kind
-    for module in (attention, entries, hidden, low_rank, mix, orthogonal, prompt, shared, spectral, structured, weights)
+    for module in (
+        attention,
+        entries,
+        hidden,
+        low_rank,
+        mix,
+        orthogonal,
+        prompt,
+        routed,
+        shared,
+        spectral,
+        structured,
+        weights,
+    )
     for kind in vars(module).values()
     if isclass(kind) and issubclass(kind, Form) and kind.__module__ == module.__name__ and is_dataclass(kind)
     if not kind.__name__.startswith("_")

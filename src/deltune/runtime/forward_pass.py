@@ -41,7 +41,8 @@ class ForwardPass:
         states: The hidden states that were collected, by path of the stack's container.
         batch_size: How many rows the batch has, for positions that are looked up once for all of them.
         called_vocabulary: Whether the projection to the vocabulary was called, where some delta acts at it.
-        facts: Which tokens (B, n) of the running stack each choice of positions has.
+        facts: What is known of the rows: which tokens (B, n) of the running stack each choice of positions has, and
+            conditions (B,) by name.
         generates: Whether it is of `generate`.
         text: How many tokens `generate` began with, once it has.
     """

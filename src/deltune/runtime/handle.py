@@ -8,9 +8,11 @@ import operator
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -32,7 +34,7 @@ from .model_card import write_card
 from .model_methods import plain_copy
 from .modules import Delta, up_projections
 from .offloading import follow_offloading
-from .pass_manager import Scope
+from .pass_manager import Scope, condition
 from .row_assignment import Names, Use, each_name
 from .sharding import refuse_sharded, reshard, write_once
 
@@ -346,6 +348,25 @@ class Tuned(nn.Module):
                 gates.advance(share)
             for state in delta.schedule_states():
                 state.advance(share)
+
+    def condition(self, *, task_ids: Sequence[int] | torch.Tensor) -> AbstractContextManager[None]:
+        """Say inside a `with` block which task each row of the batch has, for methods with tasks, such as `poly`.
+
+        It holds for the passes of this model in the thread or asyncio task that enters it, `generate` included.
+
+        Args:
+            task_ids: The number of the task of each row (B,), from 0 on.
+
+        Returns:
+            A context manager.
+
+        Raises:
+            DeltuneError: They are no whole numbers from 0 on, one for each row.
+        """
+        ids = torch.as_tensor(task_ids)
+        if ids.dim() != 1 or not len(ids) or ids.dtype not in (torch.int64, torch.int32) or int(ids.min()) < 0:
+            raise DeltuneError(f"task_ids={excerpt(task_ids)}: give the number of a task, from 0 on, for each row")
+        return condition(self.attached.passes, {"task_ids": ids.long()})
 
     @explain_arguments
     def disable(self) -> Scope:

@@ -193,7 +193,7 @@ class ModuleCall:
         rerun: Calls it once more, with the tensors that the rows of the edits use.
         output: What it has computed, before any edit; None where no edit reads it.
         by_base: Whether it has computed this with the base's weight, and not with one that an edit has changed.
-        facts: Which tokens (B, n) of the rows each choice of positions has.
+        facts: What is known of the rows; see `ForwardPass`.
     """
 
     module: nn.Module
@@ -219,6 +219,7 @@ class ModulePlace:
 
     def __init__(self, call: ModuleCall, location: Location, training: bool, x: torch.Tensor | None = None) -> None:
         self._call, self._location, self.training, self._x = call, location, training, x
+        self.facts = call.facts
 
     @property
     def weight(self) -> torch.Tensor:
@@ -271,6 +272,7 @@ class BasePlace:
     training: bool = False
     output: torch.Tensor | None = None
     statistic: torch.Tensor | None = None
+    facts: Mapping[Any, torch.Tensor] = field(default_factory=dict)
 
     @property
     def weight(self) -> torch.Tensor:

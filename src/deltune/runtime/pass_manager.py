@@ -210,6 +210,21 @@ def choose_here(owner: PassManager) -> None:
     _change_entered(chosen)
 
 
+_CONDITIONS: ContextVar[tuple[tuple[weakref.ReferenceType[PassManager], dict[str, torch.Tensor]], ...]] = ContextVar(
+    "deltune_conditions", default=()
+)
+
+
+@contextlib.contextmanager
+def condition(owner: PassManager, facts: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Let the passes of a model in this context know facts of their rows, inside a `with` block."""
+    token = _CONDITIONS.set((*_CONDITIONS.get(), (weakref.ref(owner), facts)))
+    try:
+        yield
+    finally:
+        _CONDITIONS.reset(token)
+
+
 def open_scopes_here() -> set[Scope]:
     """Return the open scopes of all models in this context and thread: those that a forked process has."""
     return {carried.scope for carried in (*_SCOPES.get(), *_thread.scopes) if carried.scope is not None}
@@ -397,8 +412,11 @@ class PassManager:
     ) -> ForwardPass:
         """Begin a pass as soon as the model holds the tensors that it needs; end it by `run_in`."""
         carried, outer, enclosing = carried_scope(self), current_pass(self), innermost_pass()
+        facts = {name: fact for of, some in _CONDITIONS.get() if of() is self for name, fact in some.items()}
         if assignment is None and outer is not None and outer.scope is carried:
-            return ForwardPass(self, outer.assignment, carried, enclosing)
+            nested = ForwardPass(self, outer.assignment, carried, enclosing)
+            nested.facts = facts
+            return nested
         recomputed = recomputation(self)
         fixed = assignment if assignment is not None or recomputed is None else recomputed.assignment
         if fixed is not None:
@@ -410,6 +428,7 @@ class PassManager:
                 "function that returns the model's own output, and use_reentrant=False"
             )
         forward_pass = ForwardPass(self, fixed or self.default_assignment, carried, enclosing, in_threads)
+        forward_pass.facts = facts
 
         def choose() -> RowAssignment:
             if fixed is not None:

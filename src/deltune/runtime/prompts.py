@@ -157,7 +157,8 @@ class PromptHook:
         enter_stack(cache, identity, length, columns)
         this_pass = self.passes.current_pass()
         this_pass.prompt = prompt_pass
-        for positions, chosen in this_pass.facts.items():
+        for positions in self.passes.assignment().positions:
+            chosen = this_pass.facts[positions]
             longer = F.pad(chosen, (added, 0))
             this_pass.facts[positions] = longer if prompt_pass.order is None else longer.gather(1, prompt_pass.order)
         kept = {"input_ids", *kwargs} & {*self.arguments, *kwargs}  # some families have no default for the token ids

@@ -86,7 +86,8 @@ class TokensHook:
         """Let the cache say which of its rows were invoked."""
         facts = self.passes.current_pass().facts
         invoked = {positions: chosen[:, -1] for positions, chosen in facts.items() if isinstance(positions, tuple)}
-        facts.clear()
+        for positions in self.passes.assignment().positions:
+            facts.pop(positions, None)
         if not invoked:
             return
         passed = name_arguments(self.arguments, args, kwargs).get("past_key_values")

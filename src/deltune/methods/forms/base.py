@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, NoReturn, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NoReturn, Protocol, TypeAlias
 
 from ...errors import DeltuneError, excerpt
 from ..masks import Factor
@@ -131,6 +131,11 @@ class Place(Protocol):
         """
         ...
 
+    @property
+    def facts(self) -> Mapping[Any, torch.Tensor]:
+        """What is known of the rows of this pass, by name: "task_ids" (B,), as `Tuned.condition` was given them."""
+        ...
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Compute W x, by the module itself where W is quantised.
 
@@ -152,6 +157,7 @@ class WeightPlace:
     output: torch.Tensor | None = None
     training: bool = field(default=False, kw_only=True)
     statistic: torch.Tensor | None = field(default=None, kw_only=True)
+    facts: Mapping[Any, torch.Tensor] = field(default_factory=dict, kw_only=True)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         from torch.nn import functional as F

@@ -25,6 +25,7 @@ from ...anatomy.types import Stack
 from ...compat import attention_implementation, auto_class_mapping, buffers_of, parameters_of
 from ...errors import DeltuneError, error_summary
 from ...methods.forms.prompt import Prompt
+from ...methods.forms.routed import Poly
 from ...methods.positions import ALL
 from ...methods.registry import parse
 from ...models import HEADS
@@ -142,7 +143,7 @@ class Backbone:
     def attached_before(self) -> Iterator[LoadedDelta]:
         """Yield the deltas that were attached to the model before the server was made."""
         for name in self.attached.names:
-            self._check_positions(self.attached.delta(name))
+            self._check(self.attached.delta(name))
             yield self._loaded(name, name, "attached", self.attached.delta(name))
 
     def prepare(self, name: str, folder: Path, facts: FolderFacts, seen: Signature) -> PreparedDelta:
@@ -153,13 +154,16 @@ class Backbone:
             raise DeltuneError(f"{folder} cannot be read: {error_summary(error)}") from error
         if signature(folder) != seen:
             raise DeltuneError(f"the files of {folder} were changed while they were read; load it again")
-        self._check_positions(delta)
+        self._check(delta)
         delta.requires_grad_(False)
         size = sum(tensor.nbytes for tensor in (*delta.parameters(), *delta.buffers()))
         return PreparedDelta(name, facts, self, delta, labels, size)
 
-    def _check_positions(self, delta: Delta) -> None:
-        """Refuse what needs to know which rows of a cache were invoked: the rows of a running batch change caches."""
+    def _check(self, delta: Delta) -> None:
+        """Refuse what needs to know the task of a row, or which rows of a cache were invoked, which change caches."""
+        tasks = max((edit.form.tasks for edit in delta.all_edits() if isinstance(edit.form, Poly)), default=1)
+        if tasks > 1:
+            raise DeltuneError(f"this delta has {tasks} tasks, and a request does not say which one it has")
         acts = (edit.modification.positions for edit in delta.all_edits())
         if "generate" in HEAD_TASKS[self.head] and (chosen := next((one for one in acts if one != ALL), None)):
             raise DeltuneError(
