@@ -112,6 +112,19 @@ def test_generation_goes_on_where_the_prompt_was_changed(method: str) -> None:
     assert torch.equal(ids[:, 8:], uncached)
 
 
+def test_what_generate_adds_is_not_searched() -> None:
+    """Also a sequence of one token, which the model itself writes."""
+    model = build(FAMILIES["llama"], "causal")
+    token = int(generated(model, TEXTS)[1, 1])
+    assert token not in TEXTS[1]
+    before = generated(model, TEXTS)
+    stir(deltune.attach(model, f"alora(invocation=({token},), rank=4)"), size=0.5)
+    cached = generated(model, TEXTS)
+    assert torch.equal(cached, generated(model, TEXTS, use_cache=False)) and torch.equal(cached[1], before[1])
+    read = torch.cat([TEXTS, before], 1)[1:2]
+    assert not torch.allclose(model(read).logits[:, -1], deltune.tuned(model).detach()(read).logits[:, -1])
+
+
 def test_the_cache_of_the_base_model_is_continued() -> None:
     """What aLoRA is for: what stands before the sequence is the base model's. A copy of a cache knows its rows too."""
     model, tuned = llama(ALORA)

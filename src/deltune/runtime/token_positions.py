@@ -58,7 +58,9 @@ class TokensHook:
         begun = None if generation is None else generation.text
         if generation is not None and begun is None:
             generation.text = size
-        text = size if begun is None or before else begun  # without a cache, all that generate has added follows
+        text = size  # how many of the tokens are of a text that may be searched, and not what generate has added
+        if begun is not None and (size == 1 or not before):
+            text = 0 if before else begun
         for positions in needed:
             if isinstance(positions, str):
                 if before and begun is not None and size > 1:
@@ -73,7 +75,7 @@ class TokensHook:
             if ids is None:
                 raise DeltuneError(f"inputs_embeds do not say which tokens are {positions}, from which on a delta acts")
             chosen = chosen_tokens(positions, ids[:, :text], torch.ones_like(ids[:, :text], dtype=torch.bool))
-            chosen = torch.cat([chosen, chosen[:, -1:].expand(-1, size - text)], 1)
+            chosen = torch.cat([chosen, chosen.any(1, keepdim=True).expand(-1, size - text)], 1)
             known = getattr(cache, _MARK, {}).get(positions) if before else None
             if known is not None and len(known) != len(chosen):
                 raise DeltuneError(
