@@ -116,7 +116,7 @@ def layernorm(
     stack: Literal["all", "encoder", "decoder"] = "all",
     tower: Tower = "main",
 ) -> tuple[Modification | Selection, ...]:
-    """Train the gain g and bias b of the norms in place, g ⊙ (x - μ)/σ + b (LN §3.1).
+    """Train the gain g and bias b of the norms in place, g ⊙ (x - μ)/σ + b (LN §2, eq. 1).
 
     Args:
         terms: "both", "gain" or "bias"; "bias" is an error where no norm has one.

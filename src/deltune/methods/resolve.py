@@ -325,8 +325,10 @@ def _draw_masks(unmasked: ResolvedMethod, masked: MaskedMethod, base_size: Calla
         """It adds rows, or the mask keeps something of the edit itself or of what its form shares with other places."""
         of_form = edit.modification.form.tensors(edit.place.widths).items()
         adds_rows = isinstance(edit.modification.form, Prompt) or edit.modification.compose.in_softmax
-        return adds_rows or ("edit", edit.key) in kept or any(
-            spec.shared and ("common", (edit.owner(spec.shared), name)) in kept for name, spec in of_form
+        return (
+            adds_rows
+            or ("edit", edit.key) in kept
+            or any(spec.shared and ("common", (edit.owner(spec.shared), name)) in kept for name, spec in of_form)
         )
 
     return ResolvedMethod(
