@@ -284,6 +284,38 @@ def test_all_of_a_method_is_the_method(method: str) -> None:
     assert equal(forward(model, inputs), expected)
 
 
+@pytest.mark.parametrize(("rows", "pool"), [("prompt(length=3)", "lora(rank=16)"), ("prefix(length=2)", "full")])
+@pytest.mark.parametrize("pattern", ["adjacent", "uniform"])
+def test_rows_are_there_whatever_is_drawn(rows: str, pool: str, pattern: str, tmp_path: Path) -> None:
+    """AP eq. 15 concatenates W ⊙ m: with its scalars at zero, or none drawn, a model reads that many rows of zeros."""
+    model = build(FAMILIES["bert"], "sequence")
+    inputs = batch(model)
+    tuned = deltune.attach(model, rows)
+    with torch.no_grad():
+        for parameter in (p for edit in tuned.delta().all_edits() for p in edit.parameters()):
+            parameter.zero_()
+    expected = forward(model, inputs)
+    tuned.detach()
+    assert not equal(forward(model, inputs), expected)
+    drawn = []
+    for n, seed in ((2, 0), (2, 1), (40, 0)):
+        tuned = deltune.attach(model, f"apet({rows} + {pool}, parameters={n}, pattern={pattern!r}, seed={seed})")
+        edits = [edit for edit in tuned.delta().all_edits() if repr(edit.form).startswith(rows[:6].capitalize())]
+        drawn.append(sum(parameter.numel() for edit in edits for parameter in edit.parameters()))
+        assert tuned.count().method == n == sum(p.numel() for p in tuned.trainable_parameters()) - tuned.count().head
+        with torch.no_grad():
+            for edit in edits:
+                for parameter in edit.parameters():
+                    parameter.zero_()
+        assert equal(forward(model, inputs), expected)
+        tuned.save(tmp_path / f"{n}-{seed}")
+        tuned.detach()
+        tuned = deltune.load(model, tmp_path / f"{n}-{seed}")
+        assert equal(forward(model, inputs), expected)
+        tuned.detach()
+    assert drawn[0] == 0, "nothing of the rows is trained, and they are there all the same"
+
+
 def test_a_share_of_the_model_and_bad_numbers() -> None:
     family = FAMILIES["bert"]
     model = build(family, "base")

@@ -118,7 +118,7 @@ def layernorm(
     stack: Literal["all", "encoder", "decoder"] = "all",
     tower: Tower = "main",
 ) -> tuple[Modification | Selection, ...]:
-    """Train the gain g and bias b of the norms in place, g ⊙ (x - μ)/σ + b (LN §3.1).
+    """Train the gain g and bias b of the norms in place, g ⊙ (x - μ)/σ + b (LN §2, eq. 1).
 
     Args:
         terms: "both", "gain" or "bias"; "bias" is an error where no norm has one.
@@ -655,7 +655,8 @@ def apet(
 
     Args:
         method: Any method or sum, or one of the paper's operations: "add" (vectors on the sub-layers' outputs, eq. 14),
-            "concatenate" (prompt vectors and low rank, eq. 15) or "plugin" (adapters, eq. 16).
+            "concatenate" (prompt vectors and low rank, eq. 15) or "plugin" (adapters, eq. 16). The rows of a prompt or
+            prefix are there whatever is drawn, zero where they are not trained.
         parameters: N, or a share of the base model such as "0.05%".
         pattern: "discrete" (drawn so that each of them can change the output), "uniform" (every scalar of a weight is
             as likely as any other, so that one whose partners in a product were not drawn changes nothing) or

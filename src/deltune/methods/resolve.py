@@ -10,6 +10,7 @@ from ..anatomy.types import Anatomy, Norm, Tensor, is_inside
 from ..errors import DeltuneError, error_from_problems, excerpt
 from .forms.base import Specs, WeightForm
 from .forms.checks import check_form
+from .forms.prompt import Prompt
 from .masks import Mask, MaskGroup, RowMask, split_budget
 from .sites import Location, ModuleSide, resolve_locations, select_layers
 from .spec import MaskedMethod, Method, Modification, NamedMethod, Selection
@@ -284,9 +285,11 @@ def _resolve_gates(chosen: Sequence[Tensor], sparsity: float, key: str) -> Resol
 
 
 def _draw_masks(unmasked: ResolvedMethod, masked: MaskedMethod, base_size: Callable[[], int]) -> ResolvedMethod:
-    """Return the resolved method with masks on exactly N scalars, and without edits that get none.
+    """Return the resolved method with masks on exactly N scalars, and without edits that get none and so change nothing.
 
-    A learned scale acts through the form of its edit, and a gate through the edits that share it: where these get no
+    Rows beside the model's own, of a prompt or in the softmax of an attention, take positions and attention even where
+    all of them are zero. They stay, so that what the model is does not depend on N and the draw (AP eq. 15 concatenates
+    W ⊙ m whatever m is). A learned scale acts through the form of its edit, and a gate through the edits that share it: where these get no
     scalars, the scale or gate gets none either.
     """
     owners: list[tuple[str, Any, MaskGroup]] = []
@@ -319,10 +322,13 @@ def _draw_masks(unmasked: ResolvedMethod, masked: MaskedMethod, base_size: Calla
         return Mask(tuple(kept.get((kind, key), ())), masked.pattern, masked.along, masked.seed)
 
     def acts(edit: ResolvedEdit) -> bool:
-        """The mask keeps something of the edit itself, or of what its form shares with other places."""
+        """It adds rows, or the mask keeps something of the edit itself or of what its form shares with other places."""
         of_form = edit.modification.form.tensors(edit.place.widths).items()
-        return ("edit", edit.key) in kept or any(
-            spec.shared and ("common", (edit.owner(spec.shared), name)) in kept for name, spec in of_form
+        adds_rows = isinstance(edit.modification.form, Prompt) or edit.modification.compose.in_softmax
+        return (
+            adds_rows
+            or ("edit", edit.key) in kept
+            or any(spec.shared and ("common", (edit.owner(spec.shared), name)) in kept for name, spec in of_form)
         )
 
     return ResolvedMethod(

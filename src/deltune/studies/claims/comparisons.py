@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import DeltuneError, check_booleans
-from ...train import METRICS
+from ...train import METRICS, RunConfig
 from ..jobs.job import Cell, Outcome
 from .selectors import (
     DATA_AXES,
@@ -318,6 +318,16 @@ def threshold(name: str) -> Measurement:
         return Number((low + high) / 2, slack=(high - low) / 2)
 
     return Measurement(_each(read), "powers of ten", lower=True, name=f"{name} threshold of N")
+
+
+def _rate(outcome: Outcome, choice: MetricChoice) -> Number | str:
+    if "method" not in outcome.spec:
+        return "no learning rate"
+    return Number(math.log10(RunConfig.from_canonical(outcome.spec).optim.rate))
+
+
+RATE = Measurement(_each(_rate), "powers of ten", name="learning rate")
+"""log10 of the learning rate that a run has, the best of those that were tried."""
 
 
 def _is_original(outcome: Outcome) -> bool:

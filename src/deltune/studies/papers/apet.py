@@ -138,6 +138,8 @@ class SizedModel:
     sizes: tuple[int, int, int, int]
     prompt: int | None = None
     """The length of its prompt, where it is not the family's."""
+    bitfit: int | None = None
+    """N of BitFit here, where the paper's number cannot be had."""
 
 
 @dataclass(frozen=True)
@@ -182,15 +184,20 @@ class ModelFamily:
         return f"apet({self.everything}, parameters={n}, pattern={pattern!r}, seed={seed})"
 
     def variants_of_equal_size(self, model: str) -> list[Variant]:
-        """Return each group's method, and two selections of the group's N from `everything`."""
+        """Return each group's method, and selections from `everything` with as many parameters as it has."""
+        prompt, bitfit, *others = self.models[model].sizes
         return [
             Variant({"group": group, "structure": pattern}, {"method": method})
-            for group, n in zip(GROUPS, self.models[model].sizes, strict=True)
+            for group, n in zip(GROUPS, (prompt, self.models[model].bitfit or bitfit, *others), strict=True)
             for pattern, method in (
                 ("itself", self.methods_of(model)[group]),
                 *((pattern, self.drawn(n, pattern)) for pattern in PATTERNS),
             )
         ]
+
+
+BITFIT_OF_BERT = "bitfit(which='attention') + bitfit(which='norm') + Modification('ffn_down', Vector())"
+"""The paper's 7 d of each layer: all biases but the FFN's inner one."""
 
 
 def _methods(prompt: int, bitfit: str, more: str = "") -> dict[str, str]:
@@ -204,9 +211,9 @@ def _methods(prompt: int, bitfit: str, more: str = "") -> dict[str, str]:
 PAPER_FAMILIES = {
     "T5": ModelFamily(
         {
-            "t5-small": SizedModel("google/t5-v1_1-small", (51_200, 121_216, 229_376, 803_584)),
-            "t5-base": SizedModel("google/t5-v1_1-base", (76_800, 270_208, 589_824, 1_807_488)),
-            "t5-xxl": SizedModel("google/t5-v1_1-xxl", (409_600, 2_444_644, 6_291_456, 19_269_888)),
+            "t5-small": SizedModel("google/t5-v1_1-small", (51_200, 121_216, 229_376, 803_584), bitfit=101_376),
+            "t5-base": SizedModel("google/t5-v1_1-base", (76_800, 270_208, 589_824, 1_807_488), bitfit=273_408),
+            "t5-xxl": SizedModel("google/t5-v1_1-xxl", (409_600, 2_444_644, 6_291_456, 19_269_888), bitfit=2_850_816),
         },
         _methods(100, "bitfit(add_missing=True)", ", attention='self'"),
         answers_in_words=True,
@@ -217,7 +224,7 @@ PAPER_FAMILIES = {
             "bert-base": SizedModel("google-bert/bert-base-uncased", (76_800, 64_512, 294_912, 903_744)),
             "bert-large": SizedModel("google-bert/bert-large-uncased", (102_400, 172_032, 786_432, 2_409_600)),
         },
-        _methods(100, "bitfit"),
+        _methods(100, BITFIT_OF_BERT),
     ),
 }
 SMALL_FAMILIES = {
@@ -444,7 +451,8 @@ def everything(setup: StudySetup) -> Study:
         for model in _compared_models(setup, family) if setup.small else family.models:
             variants = [Variant({"group": "full", "structure": "full"}, {"method": "full"})]
             variants += [
-                variant for variant in family.variants_of_equal_size(model) if variant.labels["structure"] == "adjacent"
+                Variant({"group": group, "structure": "adjacent"}, {"method": family.drawn(n, "adjacent")})
+                for group, n in zip(GROUPS, family.models[model].sizes, strict=True)
             ]
             limits: dict[str, Any] = {"max_train_rows": 500} if setup.small else {}
             plans.append(_plan(setup, "ap/all", label, model, tasks, variants, **limits))

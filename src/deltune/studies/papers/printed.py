@@ -13,9 +13,11 @@ from .published import (
     LN_TABLE1,
     LN_TABLE2,
     LN_TABLE5,
+    PROTOTYPES_IN,
     SHARES_OF_BOTH_SITES,
     UV_TABLE2,
     UV_TABLE3,
+    UV_TABLE4,
     UV_TABLE4_BY_BUDGET,
     UV_TABLE5,
     UV_TABLE6,
@@ -121,6 +123,13 @@ LARGE_LORA: Published = {
 TABLES4_AND_12 = _outcomes({**UV_TABLE4_BY_BUDGET, **LARGE_LORA}, _by_budget)
 TABLE6 = _outcomes(UV_TABLE6, _by_method)
 LORA_BLEU: Published = {("lora_ffn", "wmt16_en_ro", "bleu"): UV_TABLE12["ffn", "lora", "102", "wmt16_en_ro", "bleu"]}
+ALONE: Published = {
+    ("pa_attention", "wmt16_en_ro", "bleu"): UV_TABLE4["attention", "parallel_adapter", "30"],
+    ("pa_ffn", "wmt16_en_ro", "bleu"): UV_TABLE12["ffn", "parallel_adapter", "512", "wmt16_en_ro", "bleu"],
+}
+WITH_PROTOTYPES = tuple(
+    outcome for outcome in _outcomes({**UV_TABLE6, **ALONE}, _by_method) if outcome.cell["task"] == "wmt16_en_ro"
+)
 EXISTING: Published = {
     (size, {"prefix": "prefix", "lora": "lora", "adapter": "adapter"}[method], *column): number
     for (site, method, size, *column), number in UV_TABLE12.items()
@@ -153,6 +162,7 @@ PRINTED: Mapping[str, tuple[PrintedTable, ...]] = {
         PrintedTable(
             "table 6, LoRA's BLEU from table 12", _outcomes({**UV_TABLE6, **LORA_BLEU}, _by_method), XSUM_ENRO
         ),
+        PrintedTable(PROTOTYPES_IN, WITH_PROTOTYPES, XSUM_ENRO),
     ),
     "uv/full": (PrintedTable("table 12", _outcomes(UV_TABLE12_BY_BUDGET, _by_budget), XSUM_ENRO),),
     "uv/glue": (PrintedTable("table 2", _outcomes(UV_TABLE2, _by_accuracy), "accuracy"),),
