@@ -88,8 +88,15 @@ async def chat(http: Request) -> Response:
         problem = "max_tokens and max_completion_tokens are two names for one option and differ; give one of them"
         raise ApiError(400, problem, "invalid_value", "max_completion_tokens")
     messages = tuple(message.plain() for message in body.messages)
+    tools = () if body.tool_choice == "none" else tuple(tool.plain() for tool in body.tools or ())
+    schema = None if body.response_format is None else body.response_format.schema_text
+    if tools and schema is not None:
+        problem = 'response_format and tools exclude each other: leave one out, or give tool_choice: "none"'
+        raise ApiError(400, problem, "invalid_value", "response_format")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    requests = generation_requests(call, body, [messages], call.default_max_tokens(), logprobs)
+    requests = generation_requests(
+        call, body, [messages], call.default_max_tokens(), logprobs, json_schema=schema, tools=tools
+    )
     pieces = ChatPieces(body.model, bool(body.logprobs), bool(body.return_tokens_as_token_ids))
     return await respond(call, body, requests, pieces)
 

@@ -43,6 +43,7 @@ from .jobs import Job
 from .prompt_cache import CachedPrompt
 from .requests import Request, Sampling, TokenChoice
 from .sampling import TextBuilder, TokenChooser
+from .tools import CallReader
 
 
 @dataclass(eq=False)
@@ -57,6 +58,7 @@ class Row:
     cached_prompt: CachedPrompt | None = None  # what was found there
     generated: list[int] = field(default_factory=list)  # the tokens that were generated
     choices: list[TokenChoice] = field(default_factory=list)  # the same, with their texts
+    reader: CallReader | None = None  # parts what is said from calls of tools, if it may call any
 
     @property
     def loaded(self) -> LoadedDelta:

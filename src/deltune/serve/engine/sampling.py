@@ -45,6 +45,8 @@ def check_sampling(sampling: Sampling, has_tokenizer: bool) -> None:
         problems.append(f"stop={sampling.stop!r} is not a tuple of texts that are not empty")
     elif sampling.stop and not has_tokenizer:
         problems.append("stop needs texts, and this server has no tokenizer")
+    if sampling.json_schema is not None and not (isinstance(sampling.json_schema, str) and has_tokenizer):
+        problems.append("json_schema is a JSON schema as text, for a server with a tokenizer")
     if problems:
         raise InvalidRequest("the sampling settings cannot be used: " + "; ".join(problems))
 
@@ -232,11 +234,11 @@ class TextBuilder:
 
     def _held(self) -> int:
         """The number of characters at the end that may be the beginning of a stop."""
-        marked = _beginning_of(self._marked_stop, self._marked)
-        return max(len(_beginning_of(self.stop, self.text)), len(self._unmarked(marked)))
+        marked = beginning_of(self._marked_stop, self._marked)
+        return max(len(beginning_of(self.stop, self.text)), len(self._unmarked(marked)))
 
 
-def _beginning_of(stops: Sequence[str], text: str) -> str:
+def beginning_of(stops: Sequence[str], text: str) -> str:
     """Return the longest end of a text that is the beginning of a stop, and not all of it."""
     longest = min(max(map(len, stops), default=1) - 1, len(text))
     tails = (text[len(text) - length :] for length in range(longest, 0, -1))
