@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import secrets
 import struct
 import time
@@ -182,13 +183,20 @@ class Pieces:
     name = "text_completion"
     chunk_name = "text_completion"
 
-    def __init__(self, model: str, logprobs: bool = False, tokens_as_ids: bool = False) -> None:
+    def __init__(
+        self, model: str, logprobs: bool = False, tokens_as_ids: bool = False, echoed: Sequence[Input] = ()
+    ) -> None:
         self.model, self.logprobs, self.tokens_as_ids = model, logprobs, tokens_as_ids
         self.head = {"id": new_id(self.kind), "created": int(time.time()), "model": model}
         self.offsets: dict[int, int] = {}
+        self.echoed = echoed  # the prompt of each answer, or nothing
 
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        return self.piece(index, answer.text, answer.tokens, answer.finish_reason)
+        if not self.echoed:
+            return self.piece(index, answer.text, answer.tokens, answer.finish_reason)
+        prompt = self.echoed[index]
+        text = prompt if isinstance(prompt, str) else "".join(token.text for token in answer.prompt)
+        return self.piece(index, text + answer.text, [*answer.prompt, *answer.tokens], answer.finish_reason)
 
     def piece(self, index: int, text: str, tokens: Sequence[TokenChoice], finish: str | None) -> dict[str, Any]:
         logprobs = self._logprobs(index, tokens)
@@ -216,13 +224,15 @@ class Pieces:
         return {
             "tokens": [self._name(one) for one, _ in chosen],
             "token_logprobs": [_finite(one.logprob) for one, _ in chosen],
-            "top_logprobs": [self._by_name([one, *likeliest]) for one, likeliest in chosen],
+            "top_logprobs": [
+                None if math.isnan(one.logprob) else self._by_name([one, *likeliest]) for one, likeliest in chosen
+            ],
             "text_offset": offsets,
         }
 
-    def _by_name(self, likeliest: Sequence[TokenLogprob]) -> dict[str, float]:
+    def _by_name(self, likeliest: Sequence[TokenLogprob]) -> dict[str, float | None]:
         """Return the probabilities of tokens by name; where a name is taken, another token has its id instead."""
-        names: dict[str, float] = {}
+        names: dict[str, float | None] = {}
         for one in {one.token: one for one in likeliest}.values():
             name = self._name(one)
             names[_token_id(one) if name in names else name] = _finite(one.logprob)
@@ -299,9 +309,9 @@ def _token_id(one: TokenLogprob) -> str:
     return f"token_id:{one.token}"
 
 
-def _finite(value: float) -> float:
-    """Return a logarithm as JSON can hold it: OpenAI's clients read -9999 as minus infinity."""
-    return max(value, -9999.0)
+def _finite(value: float) -> float | None:
+    """Return a logarithm as JSON can hold it: OpenAI's clients read -9999 as minus infinity, and null as none."""
+    return None if math.isnan(value) else max(value, -9999.0)
 
 
 async def respond(call: Call, body: StreamBody, requests: Sequence[Request], pieces: Pieces) -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -154,9 +155,21 @@ class CompletionBody(LogprobsBody):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
         None, description="how many likely tokens to report at each step, 0 to 20"
     )
-    echo: Annotated[bool | None, _only(False)] = Field(None, description="only false is supported")
+    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = Field(
+        None, description="tokens of an answer, at most; 0 only with echo [16]"
+    )
+    echo: bool | None = Field(
+        None, description="true: the prompt stands before its answer, with its probabilities; not in a stream [false]"
+    )
     best_of: Annotated[int | None, _only(1)] = Field(None, description="only 1 is supported")
     suffix: Annotated[str | None, _only("")] = Field(None, description='only "" is supported')
+
+    def sampling(
+        self, default_max_tokens: int, logprobs: int | None, index: int = 0, json_schema: str | None = None
+    ) -> Sampling:
+        """Return how the engine chooses tokens."""
+        sampling = super().sampling(default_max_tokens, logprobs, index, json_schema)
+        return replace(sampling, prompt_logprobs=True, logprobs=logprobs or 0) if self.echo else sampling
 
 
 def _check_part(kind: str) -> str:

@@ -129,7 +129,8 @@ class GenerationLane:
             self.context.start(job)
             try:
                 row = self._row(job)
-                if isinstance(self.runner, DecoderRunner) and len(row.before) - row.cached > limits.prefill:
+                rest, is_reported = len(row.before) - row.cached, job.request.sampling.prompt_logprobs
+                if isinstance(self.runner, DecoderRunner) and (is_reported or rest > limits.prefill):
                     self.reading.append(self.runner.opened(row))
                     continue
                 self.share.charge(job.tenant, len(job.tokens) - row.cached)
@@ -142,8 +143,12 @@ class GenerationLane:
         return arrived
 
     def _is_long(self, job: Job) -> bool:
-        """Say that a prompt is read in parts: not by an encoder, whose tokens see the later ones."""
-        return isinstance(self.runner, DecoderRunner) and len(job.tokens) > self.options.limits.prefill
+        """Say that a prompt is read in parts: not by an encoder, whose tokens see the later ones.
+
+        So is one that is reported, since the scores after all of its tokens are large.
+        """
+        is_long = len(job.tokens) > self.options.limits.prefill or job.request.sampling.prompt_logprobs
+        return is_long and isinstance(self.runner, DecoderRunner)
 
     def _next(self) -> Job | None:
         """The request that is to join next. A tenant has one long prompt read at a time, and its others wait apart.
@@ -177,7 +182,7 @@ class GenerationLane:
         builder = TextBuilder(encoder.decode, sampling.stop, before if is_decoder else (), encoder.special_tokens)
         reader = None if job.call_form is None else CallReader(job.call_form, job.request.tools)
         row = Row(job, chooser, builder, before, reader=reader)
-        if is_decoder:
+        if is_decoder and not sampling.prompt_logprobs:
             row.cached_prompt, row.cached = self.options.prompt_cache.find(job.tenant, job.version, before)
         return row
 
@@ -191,6 +196,8 @@ class GenerationLane:
         try:
             assert isinstance(self.runner, DecoderRunner)
             logits = self.runner.read_part(batch, self.options.limits.prefill)
+            if row.job.request.sampling.prompt_logprobs:
+                row.prompt += row.chooser.read(logits, row.before, before)
         except Exception as error:
             self.reading.remove(batch)
             self._end(row, error)
@@ -200,7 +207,7 @@ class GenerationLane:
             return []
         self.reading.remove(batch)
         self._remember(batch)
-        self._choose(batch, logits)
+        self._choose(batch, logits[-1:])
         return [batch]
 
     def _put_aside(self, job: Job, stepping: list[RunningBatch]) -> bool:
@@ -296,6 +303,9 @@ class GenerationLane:
         for number, (row, is_fine) in enumerate(zip(batch.rows, fine.tolist(), strict=True)):
             if row.job.done:
                 continue
+            if not row.job.request.sampling.max_tokens:
+                self._end(row, "length")
+                continue
             try:
                 if not is_fine:
                     raise not_finite(row.job)
@@ -318,6 +328,8 @@ class GenerationLane:
         self.share.charge(row.job.tenant, 1)
         last = len(row.generated) + 1 >= row.job.request.sampling.max_tokens
         if choice.token in self._ends(row.job):
+            if row.job.request.sampling.prompt_logprobs:
+                row.choices.append(choice)
             row.builder.end(choice.token)
             rest = row.builder.take(final=True)
             self._tell_rest(row, choice.token, rest if row.reader is None else row.reader.show(choice.token, rest))
@@ -356,6 +368,7 @@ class GenerationLane:
             text, rest, calls = row.reader.end(text)
             self._tell_rest(row, row.last, rest)
         answer = answer_of(
-            row.job, cached_tokens=row.cached, text=text, tokens=tuple(row.choices), calls=calls, finish_reason=result
-        )
+            row.job, cached_tokens=row.cached, text=text, tokens=tuple(row.choices), prompt=tuple(row.prompt),
+            calls=calls, finish_reason=result,
+        )  # fmt: skip
         self.context.finish(row.job, answer)

@@ -29,6 +29,8 @@ class Sampling:
         logprobs: How many of the most likely tokens are reported at each step; None for none.
         shorten: Whether `max_tokens` is lowered to what the model has room for, where the request did not choose it.
         json_schema: A JSON schema, as JSON, that the answer keeps to; None for any answer.
+        prompt_logprobs: Whether the tokens of a decoder's prompt are reported too, with as many likely ones as
+            `logprobs` says; `max_tokens` may then be 0, and a token that ends the answer is reported.
     """
 
     max_tokens: int = 16
@@ -40,6 +42,7 @@ class Sampling:
     logprobs: int | None = None
     shorten: bool = field(default=False, kw_only=True)
     json_schema: str | None = field(default=None, kw_only=True)
+    prompt_logprobs: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ class TokenLogprob:
 
     Attributes:
         token: Its id.
-        logprob: The logarithm of its probability.
+        logprob: The logarithm of its probability; NaN for the first token of a prompt, which nothing predicts.
         text: Its text behind the token before it, with U+FFFD for characters that are not whole.
         raw: The bytes that it stands for; None without a tokenizer.
     """
@@ -136,6 +139,7 @@ class Answer:
         cached_tokens: How many of these came from the cache of prompt beginnings.
         text: The generated text.
         tokens: The generated tokens.
+        prompt: The tokens of the prompt, if asked for.
         calls: The calls of tools that the model wrote; `text` is what stands before them.
         finish_reason: Why generation ended.
         label: The name of the most likely label, of `classify`.
@@ -152,6 +156,7 @@ class Answer:
     cached_tokens: int = 0
     text: str = ""
     tokens: tuple[TokenChoice, ...] = ()
+    prompt: tuple[TokenChoice, ...] = ()
     calls: tuple[ToolCall, ...] = ()
     finish_reason: FinishReason | None = None
     label: str | None = None

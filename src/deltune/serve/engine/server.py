@@ -361,6 +361,8 @@ class Server:
         job.submitted = arrived
         if request.task == "generate":
             check_sampling(request.sampling, self.tokenizer is not None)
+            if request.sampling.prompt_logprobs and loaded.backbone.is_encoder_decoder:
+                raise InvalidRequest("the tokens of a prompt are reported (echo) by decoders; here an encoder reads it")
             if request.sampling.json_schema is not None:
                 job.grammar = self._grammars.grammar(request.sampling.json_schema)
         check_length(job, loaded, self.max_length)
