@@ -132,6 +132,22 @@ def test_objectives(
         assert isinstance(Chat.open(str(run), max_tokens=3).answer("Say tree."), str)
 
 
+@pytest.mark.slow
+def test_a_run_that_never_rewards_says_so(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its last lines and in its report."""
+    (tmp_path / "rewards.py").write_text("def nothing(completions):\n    return [0.0] * len(completions)\n")
+    (tmp_path / "spec.yaml").write_text(config(root, "grpo").yaml())
+    words = ["deltune", "train", str(tmp_path / "spec.yaml"), "--output", str(tmp_path / "run")]
+    monkeypatch.setattr(sys, "argv", [*words, "--reward", f"{tmp_path / 'rewards.py'}:nothing"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    note = "no answer was rewarded above another: in all 6 steps"
+    assert note in capsys.readouterr().out and note in (tmp_path / "run" / "report.html").read_text()
+
+
 @pytest.mark.parametrize("objective", ["dpo", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_an_interrupted_run_goes_on(
     objective: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
