@@ -30,6 +30,7 @@ from ...templates import (
 )
 from ..data.columns import INPUT_TYPES
 from ..frozen_layers import PREFIX
+from .arrow_rows import RowCollector
 from .base import Columns, InferenceContext, Predictions, TaskKind, TaskOptions
 from .encoding import (
     IGNORE_INDEX,
@@ -175,7 +176,7 @@ def encode_language_modeling(
     tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool
 ) -> EncodedRows:
     """Encode texts in pieces of `max_length` tokens, each a row; its `text_index` is the text to which it belongs."""
-    rows = []
+    rows = RowCollector()
     for i, text in enumerate(columns["text"]):
         ids = tokenizer(text, truncation=False, verbose=False)["input_ids"]
         for start in range(0, len(ids), options.max_length):
@@ -183,7 +184,7 @@ def encode_language_modeling(
             if len(piece) > 1:  # in a piece of one token nothing is predicted
                 mask = [1] * len(piece)
                 rows.append({"input_ids": piece, "attention_mask": mask, "labels": list(piece), "text_index": i})
-    return EncodedRows(rows, 0, len(columns["text"]))
+    return EncodedRows(rows.rows(), 0, len(columns["text"]))
 
 
 def predict(context: InferenceContext, encoded: EncodedRows) -> Predictions:
