@@ -100,8 +100,8 @@ def undisturbed_run(name: str, root: Path, runs: dict[str, Undisturbed]) -> Undi
     ("name", "kills"),
     [
         ("epochs", 3),
-        *(pytest.param(name, 8, marks=pytest.mark.slow) for name in ("steps", "several", "packed", "mixture")),
-        pytest.param("dpo", 4, marks=pytest.mark.slow),
+        *(pytest.param(name, 8, marks=pytest.mark.slow) for name in ("steps", "several")),
+        *(pytest.param(name, 4, marks=pytest.mark.slow) for name in ("packed", "mixture", "dpo")),
     ],
 )
 def test_killed_at_random_moments(

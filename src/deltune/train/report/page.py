@@ -239,9 +239,9 @@ def _charts(finished: FinishedRun) -> list[Markup]:
     # the loss of grpo is 0 but for rounding where each answer is trained once and held to no reference
     charts = [line_chart("Loss", loss, "step")] if any(abs(y) > 1e-6 for line in loss for _, y in line.points) else []
     if name != "loss":
-        points = _curve(log, f"eval_{name}")
-        lines = [Line(name, points, dots=True, marked=best.step)]
-        if training := _curve(log, name):
+        points, training = _curve(log, f"eval_{name}"), _curve(log, name)
+        lines = [Line("validation" if training else name, points, dots=True, marked=best.step)]
+        if training:
             lines.insert(0, Line("training", training))
         probe = finished.metrics.probe
         if points and probe is not None and name in probe.validation:
