@@ -190,7 +190,7 @@ WRONG = {
         400,
         "frequency_penalty: only 0 is supported",
     ),
-    "echo": ({"model": "mood", "prompt": "the", "echo": True}, 400, "echo: only false is supported"),
+    "echo": ({"model": "mood", "prompt": "the", "echo": True, "stream": True}, 400, "echo is not for a stream"),
     "a task of another head": ({"model": "mood", "input": "the"}, 400, ""),
 }
 

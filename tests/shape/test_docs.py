@@ -57,7 +57,7 @@ def test_the_reference_of_requests_has_every_path() -> None:
         ]
         assert {row[0].strip("| `") for row in rows} == set(kind.model_fields)
         assert all(len(row) == 4 and row[1] and len(row[3]) > 3 for row in rows), section
-    assert "| `tools` | list of anything | – | only \\[] is supported |" in page
+    assert "| `annotations` | list of anything | – | only \\[] is supported |" in page
     assert "| `messages` | list of [Message](#message) | required |" in page
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import threading
@@ -16,11 +17,14 @@ import pytest
 import tiny
 from deltune.files import CACHE_VARIABLE
 from deltune.models import load_model, load_tokenizer
+from deltune.train.data.formats import COLUMN
 from deltune.train.run import train
-from deltune.train.tasks import token_cache
+from deltune.train.tasks import arrow_rows, token_cache
 from deltune.train.tasks.base import TaskOptions
+from deltune.train.tasks.chat import CHAT
 from deltune.train.tasks.classification import CLASSIFICATION
 from deltune.train.tasks.encoding import EncodedRows
+from deltune.train.tasks.generation import LANGUAGE_MODELING
 
 LIMITS = TaskOptions(max_length=8)
 
@@ -48,6 +52,26 @@ def rows(
     parts: tuple[Any, Any], kind: Any = CLASSIFICATION, limits: TaskOptions = LIMITS, content: str = "x"
 ) -> EncodedRows:
     return token_cache.encode_splits(kind, *parts, {"train": COLUMNS}, limits, ("train",), content)["train"]
+
+
+@pytest.mark.parametrize("kind", [LANGUAGE_MODELING, CHAT], ids=lambda kind: kind.name)
+def test_many_rows_of_texts_go_through_a_file(
+    kind: Any, parts: tuple[Any, Any], place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are those of a few, which stay in memory, with a cache and without."""
+    columns = COLUMNS | {COLUMN: [json.dumps({"text": text}) for text in COLUMNS["text"]]}
+    straight = kind.encode(*parts, columns, LIMITS, True)
+    monkeypatch.setattr(arrow_rows, "ROWS_IN_MEMORY", 7)
+    stored = kind.encode(*parts, columns, LIMITS, True)
+    assert isinstance(straight.rows, list) and isinstance(stored.rows, arrow_rows.ArrowRows)
+    for encoded in (
+        stored,
+        token_cache.encode_splits(kind, *parts, {"train": columns}, LIMITS, ("train",), "x")["train"],
+    ):
+        assert list(encoded.rows) == straight.rows and encoded.lengths == straight.lengths
+        assert encoded.__getitems__([9, 2]) == [straight[9], straight[2]] and encoded.notes == straight.notes
+    del stored, encoded
+    assert not list(place.glob("*.rows"))
 
 
 def test_the_rows_are_the_same(parts: tuple[Any, Any], place: Path) -> None:

@@ -52,6 +52,11 @@ QUESTIONS = [{"messages": [*row["prompt"], *row["chosen"]]} for row in PAIRS]
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model, and preferences and questions as files."""
     root = tmp_path_factory.mktemp("objectives")
+    files(root, {"train": slice(6), "validation": slice(6, 8), "test": slice(8, 10)})
+    return root
+
+
+def files(root: Path, splits: dict[str, slice]) -> None:
     tokenizer = byte_tokenizer(eos_token="<|end|>")
     sizes = {**tiny.FAMILIES["llama"], "max_position_embeddings": 512, "pad_token_id": None}
     with torch.random.fork_rng(devices=[]):
@@ -62,9 +67,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.save_pretrained(root / "model")
     tokenizer.save_pretrained(root / "model")
     for name, rows in {"pairs": PAIRS, "rated": RATED, "questions": QUESTIONS}.items():
-        for split, part in {"train": rows[:6], "validation": rows[6:8], "test": rows[8:]}.items():
-            tiny.lines(root / name / f"{split}.jsonl", part)
-    return root
+        for split, part in splits.items():
+            tiny.lines(root / name / f"{split}.jsonl", rows[part])
 
 
 def config(root: Path, objective: str, **changes: Any) -> RunConfig:
@@ -130,6 +134,22 @@ def test_objectives(
             load_run(run)
     else:
         assert isinstance(Chat.open(str(run), max_tokens=3).answer("Say tree."), str)
+
+
+@pytest.mark.slow
+def test_a_run_that_never_rewards_says_so(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its last lines and in its report."""
+    (tmp_path / "rewards.py").write_text("def nothing(completions):\n    return [0.0] * len(completions)\n")
+    (tmp_path / "spec.yaml").write_text(config(root, "grpo").yaml())
+    words = ["deltune", "train", str(tmp_path / "spec.yaml"), "--output", str(tmp_path / "run")]
+    monkeypatch.setattr(sys, "argv", [*words, "--reward", f"{tmp_path / 'rewards.py'}:nothing"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    note = "no answer was rewarded above another: in all 6 steps"
+    assert note in capsys.readouterr().out and note in (tmp_path / "run" / "report.html").read_text()
 
 
 @pytest.mark.parametrize("objective", ["dpo", pytest.param("grpo", marks=pytest.mark.slow)])
@@ -321,6 +341,19 @@ def test_refused(objective: str, changes: dict[str, Any], reason: str, root: Pat
     with pytest.raises(DeltuneError, match=reason):
         train(config(root, objective, **changes), tmp_path / "run", progress=False)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("objective", ["kto", "grpo"])
+def test_several_processes_are_refused_before_they_start(
+    objective: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltune.cli.train.launch", lambda *_: pytest.fail("it was launched"))
+    words = ["deltune", "train", "--model", "m", "--data", "d", "--method", "lora", "--output", str(tmp_path / "run")]
+    monkeypatch.setattr(sys, "argv", [*words, "--objective", objective, "--launch", "2"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    message = capsys.readouterr().err
+    assert ended.value.code == 2 and f"--objective {objective}" in message and "leave --launch" in message
 
 
 def test_without_trl(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,11 +101,31 @@ def done(line: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("objective", ["dpo", "orpo", "reward"])
+def test_two_processes_learn_an_objective_as_one_does(objective: str, tmp_path: Path) -> None:
+    """Of 8 rows by 4, of 3 by 4 in validation, which every process scores."""
+    pytest.importorskip("trl", reason="no TRL: pip install -e '.[align]' -c constraints.txt")
+    from train.test_objectives import config, files
+
+    files(tmp_path, {"train": slice(8), "validation": slice(6, 9), "test": slice(8, 10)})
+    spec = config(tmp_path, objective, batch_size=4)
+    train(spec, tmp_path / "one", progress=False)
+    job = {"spec": spec.flat(mode="json"), "output": str(tmp_path / "two"), "sharded": "none"}
+    (tmp_path / "jobs.json").write_text(json.dumps([job]))
+    assert launch(2, [sys.executable, str(DRIVER), str(tmp_path / "jobs.json")]) == 0
+    one, two = (RunFolder(tmp_path / name) for name in ("one", "two"))
+    losses = [[line.get("loss", line.get("eval_loss")) for line in log(run) if "epoch" in line] for run in (one, two)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4) and len(losses[0]) >= 4
+    assert two.metrics.test == pytest.approx(one.metrics.test, rel=1e-3, abs=1e-5)
+    assert two.environment["processes"] == 2
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("how", SHARDED)
 def test_a_killed_launcher_is_resumed(how: str, root: Path, tmp_path: Path) -> None:
-    """SIGKILL of the launcher after the first checkpoint; run again, dropout draws go on in each process."""
+    """SIGKILL of the launcher in the middle of an epoch; run again, dropout draws go on in each process."""
     method = "prefix(length=4) + layernorm + lora(rank=2, dropout=0.2)"
-    (tmp_path / "spec.yaml").write_text(tiny.spec(root, method=method, epochs=40).yaml())
+    (tmp_path / "spec.yaml").write_text(tiny.spec(root, method=method, epochs=40, validate_every=4).yaml())
     line = command(tmp_path / "spec.yaml", tmp_path / "run", "--launch", "2", "--sharding", how)
     run = RunFolder(tmp_path / "run")
     process = subprocess.Popen(line, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)

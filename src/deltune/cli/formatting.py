@@ -134,7 +134,7 @@ def score_table(
     table = _table("split", *names, right=len(names))
     for split, metrics in scores.items():
         deviations = {name: f" ± {value:.4f}" for name, value in (std or {}).get(split, {}).items()}
-        table.add_row(split, *(f"{metrics[name]:.4f}{deviations.get(name, '')}" for name in names))
+        table.add_row(split, *(f"{metrics[name]:z.4f}{deviations.get(name, '')}" for name in names))
     return table
 
 

@@ -236,7 +236,7 @@ def run(
     """Train the run that a file and options describe."""
     with fast_imports():
         from ..config import read_values
-        from ..train.config import RunConfig, flatten
+        from ..train.config import RunConfig, check_processes, flatten
         from ..train.presets import merge_values
 
     values = {} if file is None else read_values(file)
@@ -256,6 +256,7 @@ def run(
         raise DeltuneError("--output is missing: the folder of the run")
     if devices.isdigit():
         devices, launch = "auto", launch or int(devices)
+    check_processes(config.objective.kind, launch or 1)
     if (code := launch_if_requested(launch)) is not None:
         raise typer.Exit(code)
     rated = None if reward is None else load_user_function(reward, "--reward")

@@ -82,7 +82,8 @@ class _Capture:
         targets: What each position is to predict, (B, T).
         window: The positions whose logits the model computes.
         by_row: Whether the loss of each row is asked for, without gradients.
-        total: The loss, summed over all trained tokens or those of a row; None if the head was not reached as expected.
+        total: The loss, summed over all trained tokens, or of each row the loss and the tokens that are likeliest;
+            None if the head was not reached as expected.
         logits: What head and bias alone say at the window.
         why: Why the loss cannot be computed at the head.
     """
@@ -135,17 +136,17 @@ def causal_loss(
 
 
 @torch.no_grad()
-def row_losses(model: nn.Module, batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cross-entropy of every row, summed over its tokens, and the number of these, both (B,).
+def row_losses(model: nn.Module, batch: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return of every row the summed cross-entropy of its tokens, their number, and how many are likeliest; each (B,).
 
     It holds logits where `causal_loss` does. What a model adds to its own loss is left out.
     """
     head = language_head(unwrapped(model))
     targets = _targets(head, batch["labels"])
-    losses = _tried_at_head(model, unwrapped(model), head, batch, targets, by_row=True)
-    if losses is None:
-        losses = _token_losses(model(**batch).logits, targets).sum(1)
-    return losses, (targets != IGNORE_INDEX).sum(1)
+    scores = _tried_at_head(model, unwrapped(model), head, batch, targets, by_row=True)
+    if scores is None:
+        scores = _token_scores(model(**batch).logits.flatten(0, 1), targets.flatten()).view(2, *targets.shape).sum(2)
+    return scores[0], (targets != IGNORE_INDEX).sum(1), scores[1].long()
 
 
 def _targets(head: LanguageHead, labels: torch.Tensor) -> torch.Tensor:
@@ -161,7 +162,7 @@ def _tried_at_head(
     targets: torch.Tensor,
     by_row: bool = False,
 ) -> torch.Tensor | None:
-    """Return the sum of the losses, or of each row's, computed at the head; None where all logits are needed."""
+    """Return the sum of the losses, or the scores of each row, computed at the head; None where it needs all logits."""
     total, used = None, _in_use(inner)
     special = torch.compiler.is_compiling() or uncompiled(model) is not None or transforms_active()
     if not special and "shift_labels" not in batch and used not in head.plain:
@@ -331,8 +332,8 @@ def _hooks(module: nn.Module, capture: _Capture) -> Iterator[None]:
         if capture.by_row:
             chunk = _chunk(weight)
             parts = zip(hidden.split(chunk), targets.split(chunk), strict=True)
-            losses = [_token_losses(F.linear(part, weight, bias), target) for part, target in parts]
-            capture.total = torch.cat(losses).view_as(capture.targets).sum(1)
+            scores = [_token_scores(F.linear(part, weight, bias), target) for part, target in parts]
+            capture.total = torch.cat(scores, 1).view(2, *capture.targets.shape).sum(2)
         else:
             capture.total = _Fused.apply(hidden, weight, bias, targets)
 
@@ -428,12 +429,10 @@ def _chunk(weight: torch.Tensor) -> int:
     return max(MIN_CHUNK, CHUNK_LOGITS // weight.shape[0])
 
 
-def _token_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the cross-entropy of every token, 0 for those that are not trained on."""
-    losses = F.cross_entropy(
-        _at_least_float32(logits.flatten(0, -2)), targets.flatten(), reduction="none", ignore_index=IGNORE_INDEX
-    )
-    return losses.view_as(targets)
+def _token_scores(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return of N tokens the cross-entropy and whether each is likeliest (2, N); 0 for those that are not trained."""
+    losses = F.cross_entropy(_at_least_float32(logits), targets, reduction="none", ignore_index=IGNORE_INDEX)
+    return torch.stack([losses, (logits.argmax(-1) == targets).to(losses.dtype)])
 
 
 def _at_least_float32(logits: torch.Tensor) -> torch.Tensor:

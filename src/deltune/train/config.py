@@ -232,6 +232,13 @@ class OptimSection(RunSection):
         return self.device_batch_size or max(1, self.batch_size // processes)
 
 
+ALONE = {
+    "kto": "whose loss compares the rows of a device's batch",
+    "grpo": "whose answers would be drawn from other random numbers in each process",
+}
+"""The objectives that would learn something else in several processes, and why."""
+
+
 class ObjectiveSection(RunSection):
     """What is learned of conversations and preferences, by TRL's trainers where it is not the answers themselves."""
 
@@ -243,6 +250,15 @@ class ObjectiveSection(RunSection):
         ge=0, allow_inf_nan=False,
     )  # fmt: skip
     generations: Annotated[int, Field(ge=2, le=MAX_COUNT)] = option(8, "answers that grpo draws to each prompt")
+
+
+def check_processes(kind: str, processes: int) -> None:
+    """Refuse several processes for an objective that would learn something else in them."""
+    if processes > 1 and kind in ALONE:
+        raise DeltuneError(
+            f"--objective {kind}, {ALONE[kind]}, runs in one process and not in {processes}: leave --launch and "
+            "--devices N out (--device-batch-size cuts steps into smaller batches); dpo, orpo and reward run in several"
+        )
 
 
 class GenerationSection(RunSection):

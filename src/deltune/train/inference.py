@@ -120,6 +120,7 @@ def score_split(
     references = answers.references or kind.references(columns, context.labels)
     scores = measure(kind, metrics, answers.predictions, references, len(context.labels), options)
     values = ({} if answers.loss is None else {"loss": answers.loss}) | {n: one.value for n, one in scores.items()}
+    values |= answers.measures
     signatures = {name: one.signature for name, one in scores.items()}
     return EvalResult(values, signatures, scores.omitted, answers.predictions, references, answers.scores, scores)
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
 from ..errors import DeltuneError, check_extra, error_from_problems, error_summary
@@ -30,7 +31,7 @@ from ..runtime.attach import load, tuned
 from ..runtime.padding import eval_mode
 from ..templates import chat_prompt, end_tokens, tokenize_prompts
 from . import distributed
-from .config import RunConfig
+from .config import RunConfig, check_processes
 from .data.formats import COLUMN
 from .progress import ProgressDisplay
 from .tasks.preferences import split_answer
@@ -193,10 +194,11 @@ def check_objective(config: RunConfig, reward: RewardFunction | None, sharded: s
             "trunk_dropout off": config.method.trunk_dropout == "off",
             "head_init": config.method.head_init != "model", "metrics": evaluation.metrics,
             "metric": evaluation.metric not in (None, "loss"), "loss_on": config.data.loss_on != "answers",
-            "several processes": distributed.world_size() > 1, "sharding": sharded != "none",
+            "sharding": sharded != "none",
         }  # fmt: skip
         if names := ", ".join(name for name, is_set in others.items() if is_set):
             problems.append(f"{kind} is learned without {names}")
+        check_processes(kind, distributed.world_size())
     if config.objective.beta is not None and kind in ("sft", "reward"):
         problems.append(f"beta is for dpo, kto, orpo and grpo, not for {kind}")
     if problems:
@@ -209,6 +211,8 @@ def objective_options(state: RunState) -> dict[str, Any]:
     """Return those arguments of TRL that a run's objective has beside the arguments of every run."""
     section, processes = state.config.objective, distributed.world_size()
     options = {**OBJECTIVES[section.kind].options}
+    if processes > 1:  # every device has as many rows, since TRL takes the mean of the devices, in one order for all
+        options |= {"accelerator_config": {"even_batches": True}, "data_seed": state.config.runtime.seed}
     if section.beta is not None:
         options["beta"] = section.beta
     if section.kind == "grpo":  # TRL counts completions, and deltune prompts
@@ -314,6 +318,33 @@ class _RunTrainer:
         }
 
     def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        return dataset
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
+        """Return the batches of a split, all of them in each of several processes, as for other tasks."""
+        loader: DataLoader[Any] = super().get_eval_dataloader(*args, **kwargs)  # type: ignore[misc]
+        if distributed.world_size() == 1:
+            return loader
+        arguments: TrainingArguments = self.args  # type: ignore[attr-defined]
+        return DataLoader(loader.dataset, arguments.eval_batch_size, collate_fn=loader.collate_fn)
+
+    def _precompute_ref_logps(self, dataset: datasets.Dataset, name: str, batch_size: int) -> datasets.Dataset:
+        """Score the rows of dpo by the reference; each of several processes scores all of them.
+
+        TRL would hand the scores on through a file beside the data, which is in memory here.
+        """
+        if distributed.world_size() == 1:
+            scored: datasets.Dataset = super()._precompute_ref_logps(dataset, name, batch_size)  # type: ignore[misc]
+            return scored
+        trainer: Any = self
+        scores: dict[str, list[float]] = {"ref_chosen_logps": [], "ref_rejected_logps": []}
+        for start in range(0, len(dataset), batch_size):
+            rows = dataset.select(range(start, min(start + batch_size, len(dataset)))).to_list()
+            batch = trainer._prepare_inputs(trainer.data_collator(rows))
+            for column, values in zip(scores, trainer.compute_ref_log_probs(trainer.model, batch), strict=True):
+                scores[column] += values.tolist()
+        for column, numbers in scores.items():
+            dataset = dataset.add_column(column, numbers)
         return dataset
 
     def tokenize_row(self, feature: Mapping[str, Any], model: Any = None) -> dict[str, Any]:

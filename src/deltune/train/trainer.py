@@ -553,14 +553,14 @@ class ReportCallback(TrainerCallback):
         if "loss" in line:
             rate = {"tokens/s": f"{line['tokens_per_second']:,}"} if line.get("tokens_per_second") else {}
             reward = f" (reward {line['reward']:.3f})" if "reward" in line else ""
-            facts = {"loss": f"{line['loss']:.4f}{reward}", "rate": f"{line.get('learning_rate', 0):.1e}"}
+            facts = {"loss": f"{line['loss']:z.4f}{reward}", "rate": f"{line.get('learning_rate', 0):.1e}"}
             self.bar.show({"step": f"{line['step']}/{steps}", **facts, **rate})
         if "eval_loss" in line:
             measured = {key.removeprefix("eval_"): value for key, value in line.items() if key.startswith("eval_")}
             name, best = self.run_state.deciding_metric(measured), " best" if line.get("eval_best") else ""
             tied, self.best_value = self.best_value == measured[name], measured[name] if best else self.best_value
             by_loss = best if name == "loss" or tied else ""
-            facts = {"validation loss": f"{measured['loss']:.4f}{by_loss}"}
+            facts = {"validation loss": f"{measured['loss']:z.4f}{by_loss}"}
             if name != "loss":
                 facts = {"validation": f"{name} {measured[name]:.4f}{'' if by_loss else best}", **facts}
             where = {"step": f"{line['step']}/{steps}", "epoch": f"{epochs_done(line.get('epoch', 0)):g}"}

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import tiny
 from processes import Started
+from test_templates import END, PAD, byte_tokenizer
 
 from .strikes import Strike, chance, content, train, whole
 
@@ -23,6 +25,19 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("kill")
     tiny.model(folder / "model")
     tiny.data(folder / "data", ROWS, OTHERS)
+    tokenizer = byte_tokenizer(eos_token="<|end|>")
+    sizes = {**tiny.FAMILIES["llama"], "max_position_embeddings": 256, "pad_token_id": PAD}
+    config = AutoConfig.for_model("llama", **sizes, vocab_size=len(tokenizer), eos_token_id=END)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "decoder")
+    tokenizer.save_pretrained(folder / "decoder")
+    texts = [row["text"] for row in tiny.sentences(16, 0)]
+    for split, part in (("train", texts[:12]), ("validation", texts[12:])):
+        tiny.lines(
+            folder / "pairs" / f"{split}.jsonl", [{"prompt": "a", "chosen": t, "rejected": t[::-1]} for t in part]
+        )
+        for name, step in (("chats", 1), ("others", -1)):
+            chats = [{"prompt": f"{name} {text[:9]}", "completion": text[::step]} for text in part]
+            tiny.lines(folder / name / f"{split}.jsonl", chats)
     return folder
 
 
@@ -30,7 +45,19 @@ SPECS: dict[str, dict[str, Any]] = {
     "epochs": {"method": "prefix(length=4) + lora(rank=2, dropout=0.1)", "epochs": 2},
     "steps": {"method": "full", "steps": 6, "validate_every": 2, "patience": 9},
     "several": {"method": "lora(rank=2)", "epochs": 1, "seeds": (0, 1)},
-}
+    **{
+        name: {
+            "model": "{root}/decoder", "method": "lora(rank=2, dropout=0.1)", "batch_size": 4, "max_length": 256,
+            "epochs": 2, "validate_every": 2, **changes,
+        }
+        for name, changes in {
+            "packed": {"data": "{root}/chats", "packing": True},
+            "mixture": {"data": "{root}/chats=0.7,{root}/others=0.3"},
+            "dpo": {"data": "{root}/pairs", "objective": "dpo", "lr": 1e-2},
+        }.items()
+    },
+}  # fmt: skip
+"""Those with `validate_every` have checkpoints in the middle of an epoch."""
 
 
 class Undisturbed:
@@ -38,7 +65,8 @@ class Undisturbed:
 
     def __init__(self, root: Path, name: str) -> None:
         self.spec_file = root / f"{name}.yaml"
-        self.spec_file.write_text(tiny.spec(root, **SPECS[name]).yaml())
+        values = {k: v.format(root=root) if isinstance(v, str) else v for k, v in SPECS[name].items()}
+        self.spec_file.write_text(tiny.spec(root, **values).yaml())
         folder = root / name
         began = time.monotonic()
         started = Started(train, folder, str(self.spec_file), str(folder))
@@ -72,7 +100,8 @@ def undisturbed_run(name: str, root: Path, runs: dict[str, Undisturbed]) -> Undi
     ("name", "kills"),
     [
         ("epochs", 3),
-        *(pytest.param(name, kills, marks=pytest.mark.slow) for name, kills in (("steps", 8), ("several", 8))),
+        *(pytest.param(name, 8, marks=pytest.mark.slow) for name in ("steps", "several")),
+        *(pytest.param(name, 4, marks=pytest.mark.slow) for name in ("packed", "mixture", "dpo")),
     ],
 )
 def test_killed_at_random_moments(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import secrets
 import struct
 import time
@@ -58,7 +59,7 @@ def begin(http: HttpRequest, model: str, stream: bool = False) -> Call:
     return Call(http, service, tenant, delta, facts)
 
 
-Input = str | tuple[int, ...] | tuple[str, ...] | tuple[dict[str, str], ...]
+Input = str | tuple[int, ...] | tuple[str, ...] | tuple[dict[str, Any], ...]
 """A text, token ids, words that are to be tagged, or the messages of a chat."""
 
 
@@ -95,7 +96,13 @@ def engine_request(call: Call, body: RequestBody, task: Task, value: Input, **mo
 
 
 def generation_requests(
-    call: Call, body: StreamBody, inputs: Sequence[Input], default_max_tokens: int, logprobs: int | None = None
+    call: Call,
+    body: StreamBody,
+    inputs: Sequence[Input],
+    default_max_tokens: int,
+    logprobs: int | None = None,
+    json_schema: str | None = None,
+    tools: tuple[dict[str, Any], ...] = (),
 ) -> list[Request]:
     """Return `n` requests for each input."""
     most, max_inputs, n = call.service.config.limits.max_tokens, call.service.max_inputs, body.n or 1
@@ -105,10 +112,11 @@ def generation_requests(
     if len(inputs) * n > max_inputs:
         problem = f"{len(inputs):,} inputs with {n} answers each; one request may have {max_inputs:,} answers"
         raise ApiError(413, problem, "too_many", "n")
+    samplings = [body.sampling(default_max_tokens, logprobs, index, json_schema) for index in range(n)]
     return [
-        engine_request(call, body, "generate", one, sampling=body.sampling(default_max_tokens, logprobs, index))
+        engine_request(call, body, "generate", one, sampling=sampling, tools=tools)
         for one in inputs
-        for index in range(n)
+        for sampling in samplings
     ]
 
 
@@ -175,17 +183,28 @@ class Pieces:
     name = "text_completion"
     chunk_name = "text_completion"
 
-    def __init__(self, model: str, logprobs: bool = False, tokens_as_ids: bool = False) -> None:
+    def __init__(
+        self, model: str, logprobs: bool = False, tokens_as_ids: bool = False, echoed: Sequence[Input] = ()
+    ) -> None:
         self.model, self.logprobs, self.tokens_as_ids = model, logprobs, tokens_as_ids
         self.head = {"id": new_id(self.kind), "created": int(time.time()), "model": model}
         self.offsets: dict[int, int] = {}
+        self.echoed = echoed  # the prompt of each answer, or nothing
 
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        return self.piece(index, answer.text, answer.tokens, answer.finish_reason)
+        if not self.echoed:
+            return self.piece(index, answer.text, answer.tokens, answer.finish_reason)
+        prompt = self.echoed[index]
+        text = prompt if isinstance(prompt, str) else "".join(token.text for token in answer.prompt)
+        return self.piece(index, text + answer.text, [*answer.prompt, *answer.tokens], answer.finish_reason)
 
     def piece(self, index: int, text: str, tokens: Sequence[TokenChoice], finish: str | None) -> dict[str, Any]:
         logprobs = self._logprobs(index, tokens)
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+
+    def last_piece(self, index: int, text: str, tokens: Sequence[TokenChoice], answer: Answer) -> dict[str, Any]:
+        """Return the last part of a stream, with the text and the tokens that were not sent before."""
+        return self.piece(index, text, tokens, answer.finish_reason)
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """Return what comes before the first part of an answer, or None."""
@@ -205,13 +224,15 @@ class Pieces:
         return {
             "tokens": [self._name(one) for one, _ in chosen],
             "token_logprobs": [_finite(one.logprob) for one, _ in chosen],
-            "top_logprobs": [self._by_name([one, *likeliest]) for one, likeliest in chosen],
+            "top_logprobs": [
+                None if math.isnan(one.logprob) else self._by_name([one, *likeliest]) for one, likeliest in chosen
+            ],
             "text_offset": offsets,
         }
 
-    def _by_name(self, likeliest: Sequence[TokenLogprob]) -> dict[str, float]:
+    def _by_name(self, likeliest: Sequence[TokenLogprob]) -> dict[str, float | None]:
         """Return the probabilities of tokens by name; where a name is taken, another token has its id instead."""
-        names: dict[str, float] = {}
+        names: dict[str, float | None] = {}
         for one in {one.token: one for one in likeliest}.values():
             name = self._name(one)
             names[_token_id(one) if name in names else name] = _finite(one.logprob)
@@ -235,13 +256,30 @@ class ChatPieces(Pieces):
     chunk_name = "chat.completion.chunk"
 
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
-        message = {"role": "assistant", "content": answer.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+        if answer.calls:
+            message |= {"content": answer.text or None, "tool_calls": self._calls(answer)}
         logprobs = self._logprobs(index, answer.tokens)
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": answer.finish_reason}
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": self._finish(answer)}
 
     def piece(self, index: int, text: str, tokens: Sequence[TokenChoice], finish: str | None) -> dict[str, Any]:
         delta = {"content": text} if text or not finish else {}
         return {"index": index, "delta": delta, "logprobs": self._logprobs(index, tokens), "finish_reason": finish}
+
+    def last_piece(self, index: int, text: str, tokens: Sequence[TokenChoice], answer: Answer) -> dict[str, Any]:
+        piece = self.piece(index, text, tokens, self._finish(answer))
+        if answer.calls:
+            calls = [{"index": number, **one} for number, one in enumerate(self._calls(answer))]
+            piece["delta"] = {**piece["delta"], "tool_calls": calls}
+        return piece
+
+    def _calls(self, answer: Answer) -> list[dict[str, Any]]:
+        """Return calls of tools as OpenAI has them; the templates of Mistral want ids of nine letters."""
+        functions = [{"name": one.name, "arguments": one.arguments} for one in answer.calls]
+        return [{"id": secrets.token_hex(5)[:9], "type": "function", "function": one} for one in functions]
+
+    def _finish(self, answer: Answer) -> str | None:
+        return "tool_calls" if answer.calls and answer.finish_reason == "stop" else answer.finish_reason
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """Return the event that says who speaks."""
@@ -271,9 +309,9 @@ def _token_id(one: TokenLogprob) -> str:
     return f"token_id:{one.token}"
 
 
-def _finite(value: float) -> float:
-    """Return a logarithm as JSON can hold it: OpenAI's clients read -9999 as minus infinity."""
-    return max(value, -9999.0)
+def _finite(value: float) -> float | None:
+    """Return a logarithm as JSON can hold it: OpenAI's clients read -9999 as minus infinity, and null as none."""
+    return None if math.isnan(value) else max(value, -9999.0)
 
 
 async def respond(call: Call, body: StreamBody, requests: Sequence[Request], pieces: Pieces) -> Response:
@@ -334,7 +372,7 @@ async def _events(
                 answers[index] = part
                 before = sent.get(index, "")
                 rest = part.text[len(before) :] if part.text.startswith(before) else ""
-                yield event(pieces.piece(index, rest, waiting.pop(index, []), part.finish_reason))
+                yield event(pieces.last_piece(index, rest, waiting.pop(index, []), part))
             else:
                 generated[index] += 1
                 waiting.setdefault(index, []).append(part)

@@ -67,10 +67,15 @@ async def completions(http: Request) -> Response:
     """Continue texts."""
     body = await read_body(http, CompletionBody)
     call = begin(http, body.model, bool(body.stream))
+    if body.max_tokens == 0 and not body.echo:
+        raise ApiError(400, "max_tokens: 0 needs echo: true", "invalid_value", "max_tokens")
+    if body.echo and body.stream:
+        raise ApiError(400, "echo is not for a stream; leave one of them out", "invalid_value", "echo")
     inputs = as_inputs(body.prompt, "prompt", call.service.max_inputs)
     most = call.default_max_tokens(DEFAULT_COMPLETION)
     requests = generation_requests(call, body, inputs, most, body.logprobs)
-    pieces = Pieces(body.model, body.logprobs is not None, bool(body.return_tokens_as_token_ids))
+    echoed = [one for one in inputs for _ in range(body.n or 1)] if body.echo else []
+    pieces = Pieces(body.model, body.logprobs is not None, bool(body.return_tokens_as_token_ids), echoed)
     return await respond(call, body, requests, pieces)
 
 
@@ -88,8 +93,15 @@ async def chat(http: Request) -> Response:
         problem = "max_tokens and max_completion_tokens are two names for one option and differ; give one of them"
         raise ApiError(400, problem, "invalid_value", "max_completion_tokens")
     messages = tuple(message.plain() for message in body.messages)
+    tools = () if body.tool_choice == "none" else tuple(tool.plain() for tool in body.tools or ())
+    schema = None if body.response_format is None else body.response_format.schema_text
+    if tools and schema is not None:
+        problem = 'response_format and tools exclude each other: leave one out, or give tool_choice: "none"'
+        raise ApiError(400, problem, "invalid_value", "response_format")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    requests = generation_requests(call, body, [messages], call.default_max_tokens(), logprobs)
+    requests = generation_requests(
+        call, body, [messages], call.default_max_tokens(), logprobs, json_schema=schema, tools=tools
+    )
     pieces = ChatPieces(body.model, bool(body.logprobs), bool(body.return_tokens_as_token_ids))
     return await respond(call, body, requests, pieces)
 

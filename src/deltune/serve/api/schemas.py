@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from typing_extensions import TypedDict
 
 from ..config import MAX_INPUTS
@@ -19,6 +20,7 @@ MAX_IDS = 2**20
 MAX_MESSAGES = 10_000
 MAX_PARTS = 1024
 """Parts of one message of a chat."""
+MAX_TOOLS = 128
 MAX_NOTES = 16
 """Entries of `metadata`, as in OpenAI's API."""
 
@@ -99,7 +101,9 @@ class SamplingBody(RequestBody):
         """Tokens of an answer, if the request says how many."""
         return self.max_tokens
 
-    def sampling(self, default_max_tokens: int, logprobs: int | None, index: int = 0) -> Sampling:
+    def sampling(
+        self, default_max_tokens: int, logprobs: int | None, index: int = 0, json_schema: str | None = None
+    ) -> Sampling:
         """Return how the engine chooses tokens."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         seed = None if self.seed is None else (self.seed + index) % 2**63
@@ -113,6 +117,7 @@ class SamplingBody(RequestBody):
             stop=stop,
             seed=seed,
             logprobs=logprobs,
+            json_schema=json_schema,
         )
 
 
@@ -150,9 +155,21 @@ class CompletionBody(LogprobsBody):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
         None, description="how many likely tokens to report at each step, 0 to 20"
     )
-    echo: Annotated[bool | None, _only(False)] = Field(None, description="only false is supported")
+    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = Field(
+        None, description="tokens of an answer, at most; 0 only with echo [16]"
+    )
+    echo: bool | None = Field(
+        None, description="true: the prompt stands before its answer, with its probabilities; not in a stream [false]"
+    )
     best_of: Annotated[int | None, _only(1)] = Field(None, description="only 1 is supported")
     suffix: Annotated[str | None, _only("")] = Field(None, description='only "" is supported')
+
+    def sampling(
+        self, default_max_tokens: int, logprobs: int | None, index: int = 0, json_schema: str | None = None
+    ) -> Sampling:
+        """Return how the engine chooses tokens."""
+        sampling = super().sampling(default_max_tokens, logprobs, index, json_schema)
+        return replace(sampling, prompt_logprobs=True, logprobs=logprobs or 0) if self.echo else sampling
 
 
 def _check_part(kind: str) -> str:
@@ -171,14 +188,44 @@ class TextPart(TypedDict):
     text: Annotated[Text, Field(description="the text")]
 
 
+def _check_arguments(text: str) -> str:
+    """Refuse arguments of a call that are no JSON object."""
+    try:
+        if isinstance(json.loads(text), dict):
+            return text
+    except (ValueError, RecursionError):
+        pass
+    raise ValueError("arguments are a JSON object, as a text")
+
+
+class CalledFunction(BaseModel):
+    """A function that an answer has called."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(min_length=1, max_length=256, description="its name")
+    arguments: Annotated[str, AfterValidator(_check_arguments)] = Field(description="its arguments, JSON as a text")
+
+
+class MadeCall(BaseModel):
+    """A call of a tool that an answer has made."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    id: str = Field(description="its id, which the answer of the tool repeats")
+    type: Literal["function"] = Field("function", description='only "function" is supported')
+    function: CalledFunction = Field(description="what is called")
+    index: int | None = _unused("its place in a stream")
+
+
 class Message(BaseModel):
     """A message of a chat."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(description="who has written it")
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)] = Field(
-        description="the text, or its parts, which are joined"
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)] | None = Field(
+        None, description="the text, or its parts, which are joined; null only beside tool_calls"
     )
     name: str | None = Field(None, description="the name of the author, for templates that have one")
     # what an answer has besides, so that it can be sent back as it is
@@ -186,20 +233,95 @@ class Message(BaseModel):
     annotations: EmptyList | None = Field(None, description="only [] is supported")
     audio: None = Field(None, description="only null is supported")
     function_call: None = Field(None, description="only null is supported")
-    tool_calls: EmptyList | None = Field(None, description="only [] is supported")
+    tool_calls: Annotated[list[MadeCall], Field(max_length=MAX_TOOLS)] | None = Field(
+        None, description="the calls of tools that an earlier answer has made"
+    )
+    tool_call_id: str | None = Field(None, description="the id of the call that a message of a tool answers")
 
-    def plain(self) -> dict[str, str]:
+    @model_validator(mode="after")
+    def _has_content(self) -> Message:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content is missing: a text, or its parts; null only beside tool_calls")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls are a part of messages of the assistant")
+        return self
+
+    def plain(self) -> dict[str, Any]:
         """Return the message as chat templates take it."""
-        content = self.content if isinstance(self.content, str) else "".join(part["text"] for part in self.content)
-        return {"role": self.role, "content": content, **({} if self.name is None else {"name": self.name})}
+        content = self.content
+        if not isinstance(content, str):
+            content = "".join(part["text"] for part in content or ())
+        more: dict[str, Any] = {"name": self.name, "tool_call_id": self.tool_call_id}
+        if self.tool_calls:
+            more["tool_calls"] = [
+                {"id": one.id, "type": one.type, "function": {"name": f.name, "arguments": json.loads(f.arguments)}}
+                for one in self.tool_calls
+                for f in [one.function]
+            ]
+        return {"role": self.role, "content": content, **{k: v for k, v in more.items() if v is not None}}
 
 
-class ResponseFormat(BaseModel):
-    """The form of an answer; only text is supported."""
+class ToolFunction(BaseModel):
+    """A function that the model may call."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    type: Literal["text"] = Field(description='only "text" is supported')
+    name: str = Field(pattern="^[A-Za-z0-9_.-]{1,64}$", description="its name")
+    description: str | None = Field(None, description="what it does")
+    parameters: dict[str, Any] | None = Field(None, description="a JSON schema of its arguments")
+    strict: Annotated[bool | None, _only(False)] = Field(None, description="only false is supported")
+
+
+class Tool(BaseModel):
+    """A tool that the model may call."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: Literal["function"] = Field(description='only "function" is supported')
+    function: ToolFunction = Field(description="the function")
+
+    def plain(self) -> dict[str, Any]:
+        """Return the tool as chat templates take it."""
+        parameters = self.function.parameters or {"type": "object", "properties": {}}
+        description = self.function.description or ""
+        inner = {"name": self.function.name, "description": description, "parameters": parameters}
+        return {"type": self.type, "function": inner}
+
+
+class JsonSchema(BaseModel):
+    """A JSON schema of an answer."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str | None = _unused("its name")
+    description: str | None = _unused("what it describes")
+    schema_: dict[str, Any] | None = Field(None, alias="schema", description="the schema [any object]")
+    strict: bool | None = _unused("every answer keeps to the schema")
+
+
+class ResponseFormat(BaseModel):
+    """The form of an answer."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: Literal["text", "json_object", "json_schema"] = Field(
+        description="text for any answer, json_object for a JSON object, json_schema for one that keeps to json_schema"
+    )
+    json_schema: JsonSchema | None = Field(None, description="of json_schema: name, schema")
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema is given with the type json_schema, and with no other")
+        return self
+
+    @property
+    def schema_text(self) -> str | None:
+        """The JSON schema that the answer keeps to, as JSON, if it has one."""
+        if self.type == "text":
+            return None
+        chosen = None if self.json_schema is None else self.json_schema.schema_
+        return json.dumps({"type": "object"} if chosen is None else chosen)
 
 
 class ChatBody(LogprobsBody):
@@ -221,14 +343,21 @@ class ChatBody(LogprobsBody):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
         None, description="how many likely tokens to report at each step, 0 to 20"
     )
-    tools: EmptyList | None = Field(None, description="only [] is supported")
-    tool_choice: Annotated[str | None, _only("none", "auto")] = Field(
-        None, description='only "none" and "auto" are supported'
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = Field(
+        None, description="functions that the model may call, if its chat template shows them"
     )
-    response_format: ResponseFormat | None = Field(None, description='only {"type": "text"} is supported')
+    tool_choice: Annotated[Any, _only("none", "auto")] = Field(
+        None, description='only "none", which hides the tools, and "auto" are supported'
+    )
+    parallel_tool_calls: Annotated[bool | None, _only(True)] = Field(None, description="only true is supported")
+    response_format: ResponseFormat | None = Field(
+        None, description="the form that the answer keeps to; not beside tools [any text]"
+    )
 
 
-INNER_BODIES = (StreamOptions, TextPart, Message, ResponseFormat)
+INNER_BODIES = (
+    StreamOptions, TextPart, Message, MadeCall, CalledFunction, Tool, ToolFunction, ResponseFormat, JsonSchema,
+)  # fmt: skip
 """The models of objects in request bodies."""
 
 

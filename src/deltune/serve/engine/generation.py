@@ -22,10 +22,12 @@ from .encoding import BatchLimits, LaneContext, answer_of, not_finite
 from .jobs import Job, RequestEncoder
 from .prompt_cache import PromptCache
 from .queue import FairQueue
-from .requests import FinishReason, TokenChoice
+from .requests import FinishReason, TokenChoice, ToolCall
 from .runners import DecoderRunner, EncoderDecoderRunner, Row, RunningBatch
 from .sampling import TextBuilder, TokenChooser, config_processors
+from .tools import CallReader
 
+NO_CALLS: tuple[ToolCall, ...] = ()
 QUANTUM = 32
 """By how many tokens a tenant must have been served more than a waiting one before a row of it is put aside."""
 
@@ -127,7 +129,8 @@ class GenerationLane:
             self.context.start(job)
             try:
                 row = self._row(job)
-                if isinstance(self.runner, DecoderRunner) and len(row.before) - row.cached > limits.prefill:
+                rest, is_reported = len(row.before) - row.cached, job.request.sampling.prompt_logprobs
+                if isinstance(self.runner, DecoderRunner) and (is_reported or rest > limits.prefill):
                     self.reading.append(self.runner.opened(row))
                     continue
                 self.share.charge(job.tenant, len(job.tokens) - row.cached)
@@ -140,8 +143,12 @@ class GenerationLane:
         return arrived
 
     def _is_long(self, job: Job) -> bool:
-        """Say that a prompt is read in parts: not by an encoder, whose tokens see the later ones."""
-        return isinstance(self.runner, DecoderRunner) and len(job.tokens) > self.options.limits.prefill
+        """Say that a prompt is read in parts: not by an encoder, whose tokens see the later ones.
+
+        So is one that is reported, since the scores after all of its tokens are large.
+        """
+        is_long = len(job.tokens) > self.options.limits.prefill or job.request.sampling.prompt_logprobs
+        return is_long and isinstance(self.runner, DecoderRunner)
 
     def _next(self) -> Job | None:
         """The request that is to join next. A tenant has one long prompt read at a time, and its others wait apart.
@@ -168,11 +175,14 @@ class GenerationLane:
         processors = config_processors(
             self.backbone.model, len(before), sampling.max_tokens, self._ends(job), self.runner.forced
         )
+        if job.grammar is not None:
+            processors.append(job.grammar.begin(len(before), self._ends(job)))
         encoder, is_decoder = self.options.encoder, not self.backbone.is_encoder_decoder
         chooser = TokenChooser(sampling, processors, encoder.token_text)
         builder = TextBuilder(encoder.decode, sampling.stop, before if is_decoder else (), encoder.special_tokens)
-        row = Row(job, chooser, builder, before)
-        if is_decoder:
+        reader = None if job.call_form is None else CallReader(job.call_form, job.request.tools)
+        row = Row(job, chooser, builder, before, reader=reader)
+        if is_decoder and not sampling.prompt_logprobs:
             row.cached_prompt, row.cached = self.options.prompt_cache.find(job.tenant, job.version, before)
         return row
 
@@ -186,6 +196,8 @@ class GenerationLane:
         try:
             assert isinstance(self.runner, DecoderRunner)
             logits = self.runner.read_part(batch, self.options.limits.prefill)
+            if row.job.request.sampling.prompt_logprobs:
+                row.prompt += row.chooser.read(logits, row.before, before)
         except Exception as error:
             self.reading.remove(batch)
             self._end(row, error)
@@ -195,7 +207,7 @@ class GenerationLane:
             return []
         self.reading.remove(batch)
         self._remember(batch)
-        self._choose(batch, logits)
+        self._choose(batch, logits[-1:])
         return [batch]
 
     def _put_aside(self, job: Job, stepping: list[RunningBatch]) -> bool:
@@ -291,6 +303,9 @@ class GenerationLane:
         for number, (row, is_fine) in enumerate(zip(batch.rows, fine.tolist(), strict=True)):
             if row.job.done:
                 continue
+            if not row.job.request.sampling.max_tokens:
+                self._end(row, "length")
+                continue
             try:
                 if not is_fine:
                     raise not_finite(row.job)
@@ -313,35 +328,47 @@ class GenerationLane:
         self.share.charge(row.job.tenant, 1)
         last = len(row.generated) + 1 >= row.job.request.sampling.max_tokens
         if choice.token in self._ends(row.job):
+            if row.job.request.sampling.prompt_logprobs:
+                row.choices.append(choice)
             row.builder.end(choice.token)
-            if rest := row.builder.take(final=True):
-                self._tell(row, TokenChoice(choice.token, rest), rest=True)
+            rest = row.builder.take(final=True)
+            self._tell_rest(row, choice.token, rest if row.reader is None else row.reader.show(choice.token, rest))
             self._end(row, "length" if last and row.chooser.forces_end and not ends_anyway else "stop")
             return
         row.generated.append(choice.token)
         row.builder.add(choice.token)
         if last:
             row.builder.end()
-        self._tell(row, replace(choice, text=row.builder.take(final=last)))
+        text = row.builder.take(final=last)
+        self._tell(row, replace(choice, text=text if row.reader is None else row.reader.show(choice.token, text)))
         if row.builder.stopped:
             self._end(row, "stop")
         elif last:
             self._end(row, "length")
 
-    def _tell(self, row: Row, choice: TokenChoice, rest: bool = False) -> None:
-        """Add a token to the answer, or, with `rest`, only text that the tokens before it have left."""
-        if rest:
-            row.choices[-1] = replace(row.choices[-1], text=row.choices[-1].text + choice.text)
-        else:
-            row.choices.append(choice)
+    def _tell(self, row: Row, choice: TokenChoice) -> None:
+        """Add a token to the answer."""
+        row.choices.append(choice)
         if row.job.listener is not None:
             row.job.listener(choice)
+
+    def _tell_rest(self, row: Row, token: int, text: str) -> None:
+        """Add only text, which the tokens before have left."""
+        if text:
+            row.choices[-1] = replace(row.choices[-1], text=row.choices[-1].text + text)
+            if row.job.listener is not None:
+                row.job.listener(TokenChoice(token, text))
 
     def _end(self, row: Row, result: FinishReason | BaseException) -> None:
         if isinstance(result, BaseException):
             self.context.finish(row.job, result)
             return
+        text, calls = row.builder.text, NO_CALLS
+        if row.reader is not None:
+            text, rest, calls = row.reader.end(text)
+            self._tell_rest(row, row.last, rest)
         answer = answer_of(
-            row.job, cached_tokens=row.cached, text=row.builder.text, tokens=tuple(row.choices), finish_reason=result
-        )
+            row.job, cached_tokens=row.cached, text=text, tokens=tuple(row.choices), prompt=tuple(row.prompt),
+            calls=calls, finish_reason=result,
+        )  # fmt: skip
         self.context.finish(row.job, answer)

@@ -15,11 +15,13 @@ from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from ...errors import describe_value, excerpt, unknown_name
+from ...errors import DeltuneError, describe_value, excerpt, unknown_name
 from ...templates import Tokens, begin_token, chat_prompt, end_tokens, special_tokens, tokenize_prompts
 from ..errors import InvalidRequest
 from .backbone import LoadedDelta
+from .grammar import Grammar
 from .requests import Answer, Request, TokenChoice
+from .tools import CallForm, call_form, check_tools
 
 LONG_TEXT = 16_384
 """Characters from which a text is read by a tokenizer of its own, so that no other text waits for it."""
@@ -47,6 +49,8 @@ class Job:
     word_ids: list[int | None] = field(default_factory=list)
     words: list[str] = field(default_factory=list)  # the words to be tagged
     listener: Listener | None = None  # what sees its tokens, or None
+    call_form: CallForm | None = None  # how its answer calls tools, if it may
+    grammar: Grammar | None = None  # what its answer keeps to, or None
     submitted: float = field(default_factory=time.monotonic)  # when it was accepted, on the monotonic clock
     # its answer. It stays pending until there is one, so that it can be cancelled at any time
     future: Future[Answer] = field(default_factory=Future)
@@ -102,6 +106,7 @@ class RequestEncoder:
         self._long_lock = threading.Lock()
         self._long_tokenizer: Any = None
         self._last_prompt: tuple[object, list[int]] | None = None
+        self._call_forms: dict[str | None, CallForm] = {}  # by chat template
 
     def encode(
         self,
@@ -132,7 +137,8 @@ class RequestEncoder:
         if request.task == "generate":
             if request.second_text is not None:
                 raise InvalidRequest("second_text is for classifiers of pairs; put both texts into one prompt")
-            return Job(request, {"input_ids": self._prompt(request, chat_template)}, listener=listener)
+            form = self._call_form(request, chat_template)
+            return Job(request, {"input_ids": self._prompt(request, chat_template)}, listener=listener, call_form=form)
         limits = {} if max_length is None else {"truncation": True, "max_length": max_length}
         words: list[str] = []
         with self._tokenizer_for(request) as tokenizer:
@@ -175,16 +181,33 @@ class RequestEncoder:
                     self._long_tokenizer = copy.deepcopy(self.tokenizer)
             yield self._long_tokenizer
 
+    def _call_form(self, request: Request, chat_template: str | None) -> CallForm | None:
+        """Return how the answer calls the tools of a request, or None; also check a chat with calls before it."""
+        if not request.tools and not any("tool_calls" in one for one in request.messages or ()):
+            return None
+        if request.messages is None:
+            raise InvalidRequest("tools are for a chat: send messages")
+        if chat_template is None and not getattr(self.tokenizer, "chat_template", None):
+            return None  # refused where the chat becomes a prompt
+        with self._lock:
+            try:
+                if chat_template not in self._call_forms:
+                    self._call_forms[chat_template] = call_form(self.tokenizer, chat_template)
+                check_tools(self.tokenizer, request.tools)
+            except DeltuneError as error:
+                raise InvalidRequest(str(error)) from error
+        return self._call_forms[chat_template] if request.tools else None
+
     def _prompt(self, request: Request, chat_template: str | None) -> list[int]:
         """Token ids of a prompt."""
         text, is_long = request.text or "", input_size(request) > LONG_TEXT
         source = text if request.messages is None else request.messages
         with self._tokenizer_for(request) as tokenizer:
-            if is_long and self._last_prompt is not None and self._last_prompt[0] is source:
+            if is_long and not request.tools and self._last_prompt is not None and self._last_prompt[0] is source:
                 return self._last_prompt[1]  # another answer to the same prompt
             if request.messages is not None:
-                ids = _chat_tokens(tokenizer, request.messages, chat_template)
-                self._last_prompt = (source, ids) if is_long else self._last_prompt
+                ids = _chat_tokens(tokenizer, request.messages, chat_template, request.tools)
+                self._last_prompt = (source, ids) if is_long and not request.tools else self._last_prompt
                 return ids
             try:
                 if self.is_encoder_decoder:
@@ -245,7 +268,9 @@ def _spelled_bytes(name: str, text: str) -> bytes:
     return bytes(BYTES[letter] for letter in name) if BYTES.keys() >= set(name) else text.encode()
 
 
-def _chat_tokens(tokenizer: Any, messages: Sequence[dict[str, str]], template: str | None) -> list[int]:
+def _chat_tokens(
+    tokenizer: Any, messages: Sequence[dict[str, Any]], template: str | None, tools: Sequence[dict[str, Any]] = ()
+) -> list[int]:
     """Token ids of a chat, by a chat template or by the tokenizer's."""
     if template is None and not getattr(tokenizer, "chat_template", None):
         raise InvalidRequest(
@@ -253,7 +278,7 @@ def _chat_tokens(tokenizer: Any, messages: Sequence[dict[str, str]], template: s
             "prompt as a text (over HTTP to /v1/completions)"
         )
     try:
-        ids = chat_prompt(tokenizer, messages, template=template)
+        ids = chat_prompt(tokenizer, messages, list(tools) or None, template)
     except Exception as error:  # a template may raise anything about what it is given
         raise InvalidRequest(f"the chat template refuses these messages: {str(error)[:300]}") from error
     if not ids:
@@ -301,6 +326,7 @@ def input_size(request: Request) -> int:
     """Return the length of a request's input, in characters or tokens."""
     texts = (request.text or "", request.second_text or "", *(request.words or ()))
     chat = sum(PER_MESSAGE + sum(map(len, map(str, message.values()))) for message in request.messages or ())
+    chat += sum(len(str(tool)) for tool in request.tools)
     return sum(map(len, texts)) + len(request.words or ()) + len(request.tokens or ()) + chat
 
 

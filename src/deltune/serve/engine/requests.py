@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from ...models import Served
 
@@ -28,6 +28,9 @@ class Sampling:
         seed: Seed of this request's own random numbers, or None.
         logprobs: How many of the most likely tokens are reported at each step; None for none.
         shorten: Whether `max_tokens` is lowered to what the model has room for, where the request did not choose it.
+        json_schema: A JSON schema, as JSON, that the answer keeps to; None for any answer.
+        prompt_logprobs: Whether the tokens of a decoder's prompt are reported too, with as many likely ones as
+            `logprobs` says; `max_tokens` may then be 0, and a token that ends the answer is reported.
     """
 
     max_tokens: int = 16
@@ -38,6 +41,8 @@ class Sampling:
     seed: int | None = None
     logprobs: int | None = None
     shorten: bool = field(default=False, kw_only=True)
+    json_schema: str | None = field(default=None, kw_only=True)
+    prompt_logprobs: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -59,19 +64,34 @@ class Request:
         tenant: Whose request it is: tenants share the machine fairly.
         sampling: How tokens are chosen, for `generate`.
         timeout: Seconds after which the request is given up, counted from its submission; None for no limit.
+        tools: The tools that a chat's answer may call, as OpenAI's API describes them; the chat template shows them.
     """
 
     task: Task
     text: str | None = None
     tokens: tuple[int, ...] | None = None
     words: tuple[str, ...] | None = None
-    messages: tuple[dict[str, str], ...] | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
     second_text: str | None = None
     truncate_prompt_tokens: int | None = None
     delta: str | None = None
     tenant: str = "default"
     sampling: Sampling = field(default_factory=Sampling)
     timeout: float | None = None
+    tools: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool that an answer asks for.
+
+    Attributes:
+        name: The name of the function.
+        arguments: Its arguments, a JSON object.
+    """
+
+    name: str
+    arguments: str
 
 
 @dataclass(frozen=True)
@@ -80,7 +100,7 @@ class TokenLogprob:
 
     Attributes:
         token: Its id.
-        logprob: The logarithm of its probability.
+        logprob: The logarithm of its probability; NaN for the first token of a prompt, which nothing predicts.
         text: Its text behind the token before it, with U+FFFD for characters that are not whole.
         raw: The bytes that it stands for; None without a tokenizer.
     """
@@ -119,6 +139,8 @@ class Answer:
         cached_tokens: How many of these came from the cache of prompt beginnings.
         text: The generated text.
         tokens: The generated tokens.
+        prompt: The tokens of the prompt, if asked for.
+        calls: The calls of tools that the model wrote; `text` is what stands before them.
         finish_reason: Why generation ended.
         label: The name of the most likely label, of `classify`.
         scores: Label name -> probability, of `classify`.
@@ -134,6 +156,8 @@ class Answer:
     cached_tokens: int = 0
     text: str = ""
     tokens: tuple[TokenChoice, ...] = ()
+    prompt: tuple[TokenChoice, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
     finish_reason: FinishReason | None = None
     label: str | None = None
     scores: dict[str, float] = field(default_factory=dict)

@@ -43,6 +43,7 @@ from .jobs import Job
 from .prompt_cache import CachedPrompt
 from .requests import Request, Sampling, TokenChoice
 from .sampling import TextBuilder, TokenChooser
+from .tools import CallReader
 
 
 @dataclass(eq=False)
@@ -57,6 +58,8 @@ class Row:
     cached_prompt: CachedPrompt | None = None  # what was found there
     generated: list[int] = field(default_factory=list)  # the tokens that were generated
     choices: list[TokenChoice] = field(default_factory=list)  # the same, with their texts
+    prompt: list[TokenChoice] = field(default_factory=list)  # the tokens of its prompt, if they are reported
+    reader: CallReader | None = None  # parts what is said from calls of tools, if it may call any
 
     @property
     def loaded(self) -> LoadedDelta:
@@ -121,7 +124,7 @@ class DecoderRunner(Runner):
         self.numbered = "position_ids" in backbone.arguments
         table = backbone.first_stack.positions
         self.first = first_position(backbone.model.get_submodule(table) if table else None)
-        self.options = {"logits_to_keep": 1} if "logits_to_keep" in backbone.arguments else {}
+        self.keeps = "logits_to_keep" in backbone.arguments
         self.forced: dict[str, Any] = {}
         self.pads, self.caches_prefixes = True, False
         self.holds = self.numbered and backbone.sees_all_columns
@@ -304,11 +307,15 @@ class DecoderRunner(Runner):
         return cache
 
     def read_part(self, batch: RunningBatch, tokens: int) -> torch.Tensor:
-        """Let a row that is alone in its batch read further tokens of its prompt, and return the scores after them."""
+        """Let a row that is alone in its batch read further tokens of its prompt, and return the scores after them.
+
+        A row that reports its prompt has the scores (tokens, vocabulary) after each of them, others after the last.
+        """
         (row,) = batch.rows
         new = row.before[row.length : row.length + tokens]
         mask = [[1] * (self._visible_columns(row) + len(new))]
-        logits = self._forward([row], batch.cache, [new], mask, [row.length], len(new))
+        keep = len(new) if row.job.request.sampling.prompt_logprobs else 1
+        logits = self._forward([row], batch.cache, [new], mask, [row.length], len(new), keep=keep)
         row.length += len(new)
         return logits
 
@@ -337,9 +344,13 @@ class DecoderRunner(Runner):
         starts: list[int],
         width: int,
         *,
+        keep: int = 1,
         with_preambles: bool = True,
     ) -> torch.Tensor:
-        """Run the model on tokens of which each row's stand after its preamble; starts are positions without it."""
+        """Run the model on tokens of which each row's stand after its preamble; starts are positions without it.
+
+        It returns the scores (rows * keep, vocabulary) of the last tokens of each row, of `keep` each.
+        """
         left_out = None
         if self.holds and with_preambles:
             starts = [start + row.loaded.prompt_shift for row, start in zip(rows, starts, strict=True)]
@@ -350,13 +361,15 @@ class DecoderRunner(Runner):
             "attention_mask": torch.tensor(mask, device=device),
             "past_key_values": cache,
             "use_cache": True,
-            **self.options,
+            **({"logits_to_keep": keep} if self.keeps else {}),
         }
         if self.numbered:
             begin = torch.tensor(starts, device=device)[:, None]
             inputs["position_ids"] = (begin + torch.arange(width, device=device)).clamp(min=0) + self.first
         output = self.backbone.run(
-            [row.loaded for row in rows], lambda: self.model(**inputs).logits[:, -1], left_out=left_out
+            [row.loaded for row in rows],
+            lambda: self.model(**inputs).logits[:, -keep:].flatten(0, 1),
+            left_out=left_out,
         )
         return output.float().cpu()
 

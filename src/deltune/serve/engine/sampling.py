@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +19,8 @@ from .requests import Sampling, TokenChoice, TokenLogprob
 TokenText = Callable[[int, int | None], tuple[str, bytes | None]]
 """Returns the text and the bytes of a token, given the token before it."""
 MAX_LOGPROBS = 100
+MAX_PROMPT_LOGPROBS = 5
+"""Likely tokens beside each token of a prompt: the engine's thread writes their texts."""
 GREEDY_BELOW = 1e-5
 """Temperatures below this take the most likely token: scores divided by them would not be finite."""
 
@@ -26,8 +29,9 @@ def check_sampling(sampling: Sampling, has_tokenizer: bool) -> None:
     """Check the settings of a request."""
     problems = []
     numbers = {"temperature": sampling.temperature, "top_p": sampling.top_p}
-    if not _is_whole(sampling.max_tokens) or sampling.max_tokens < 1:
-        problems.append(f"max_tokens={sampling.max_tokens} is not a whole number from 1")
+    least, most = (0, MAX_PROMPT_LOGPROBS) if sampling.prompt_logprobs else (1, MAX_LOGPROBS)
+    if not _is_whole(sampling.max_tokens) or sampling.max_tokens < least:
+        problems.append(f"max_tokens={sampling.max_tokens} is not a whole number from {least}")
     problems += [f"{name}={value} is not a number" for name, value in numbers.items() if not _is_number(value)]
     if _is_number(sampling.temperature) and sampling.temperature < 0:
         problems.append(f"temperature={sampling.temperature} is below 0")
@@ -35,8 +39,8 @@ def check_sampling(sampling: Sampling, has_tokenizer: bool) -> None:
         problems.append(f"top_p={sampling.top_p} is not above 0 and at most 1")
     if not _is_whole(sampling.top_k) or sampling.top_k < 0:
         problems.append(f"top_k={sampling.top_k} is not a whole number from 0")
-    if sampling.logprobs is not None and not (_is_whole(sampling.logprobs) and 0 <= sampling.logprobs <= MAX_LOGPROBS):
-        problems.append(f"logprobs={sampling.logprobs!r} is not a whole number from 0 to {MAX_LOGPROBS}")
+    if sampling.logprobs is not None and not (_is_whole(sampling.logprobs) and 0 <= sampling.logprobs <= most):
+        problems.append(f"logprobs={sampling.logprobs!r} is not a whole number from 0 to {most}")
     if not _is_boolean(sampling.shorten):
         problems.append(f"shorten={sampling.shorten!r} is not True or False")
     if sampling.seed is not None and not _is_whole(sampling.seed):
@@ -45,6 +49,8 @@ def check_sampling(sampling: Sampling, has_tokenizer: bool) -> None:
         problems.append(f"stop={sampling.stop!r} is not a tuple of texts that are not empty")
     elif sampling.stop and not has_tokenizer:
         problems.append("stop needs texts, and this server has no tokenizer")
+    if sampling.json_schema is not None and not (isinstance(sampling.json_schema, str) and has_tokenizer):
+        problems.append("json_schema is a JSON schema as text, for a server with a tokenizer")
     if problems:
         raise InvalidRequest("the sampling settings cannot be used: " + "; ".join(problems))
 
@@ -91,9 +97,24 @@ class TokenChooser:
         token = int(scores.argmax()) if self.generator is None else self._draw(scores)
         if self.sampling.logprobs is None:
             return TokenChoice(token, "")
-        logprobs = logits.log_softmax(-1)
-        likeliest = logprobs.topk(min(self.sampling.logprobs, len(logprobs))).indices.tolist()
-        before = tokens[-1] if tokens else None
+        return self._with_likeliest(token, logits.log_softmax(-1), tokens[-1] if tokens else None)
+
+    def read(self, logits: torch.Tensor, prompt: Sequence[int], start: int) -> list[TokenChoice]:
+        """Return the tokens of a prompt that scores (tokens, vocabulary) predict: the first stands behind `start`.
+
+        The first token of all, which nothing predicts, comes along with the second.
+        """
+        read = []
+        if not start:
+            first = TokenLogprob(prompt[0], math.nan, *self.token_text(prompt[0], None))
+            read.append(TokenChoice(prompt[0], first.text, first))
+        for i, row in zip(range(start + 1, len(prompt)), logits.log_softmax(-1), strict=False):
+            choice = self._with_likeliest(prompt[i], row, prompt[i - 1])
+            read.append(replace(choice, text=choice.chosen.text if choice.chosen else ""))
+        return read
+
+    def _with_likeliest(self, token: int, logprobs: torch.Tensor, before: int | None) -> TokenChoice:
+        likeliest = logprobs.topk(min(self.sampling.logprobs or 0, len(logprobs))).indices.tolist()
         chosen, *top = (TokenLogprob(i, float(logprobs[i]), *self.token_text(i, before)) for i in (token, *likeliest))
         return TokenChoice(token, "", chosen, tuple(top))
 
@@ -232,11 +253,11 @@ class TextBuilder:
 
     def _held(self) -> int:
         """The number of characters at the end that may be the beginning of a stop."""
-        marked = _beginning_of(self._marked_stop, self._marked)
-        return max(len(_beginning_of(self.stop, self.text)), len(self._unmarked(marked)))
+        marked = beginning_of(self._marked_stop, self._marked)
+        return max(len(beginning_of(self.stop, self.text)), len(self._unmarked(marked)))
 
 
-def _beginning_of(stops: Sequence[str], text: str) -> str:
+def beginning_of(stops: Sequence[str], text: str) -> str:
     """Return the longest end of a text that is the beginning of a stop, and not all of it."""
     longest = min(max(map(len, stops), default=1) - 1, len(text))
     tails = (text[len(text) - length :] for length in range(longest, 0, -1))

@@ -43,6 +43,7 @@ from .catalog import Catalog, Entry, State
 from .encoding import BatchLimits, EncodingLane, LaneContext
 from .folders import HEAD_TASKS, FolderFacts, scan
 from .generation import GenerationLane, GenerationOptions
+from .grammar import Grammars
 from .jobs import LONG_TEXT, Job, Listener, RequestEncoder, Stream, check_pair, check_request, check_task, input_size
 from .lifecycle import Lifecycle
 from .prompt_cache import PromptCache
@@ -59,7 +60,7 @@ FORGOTTEN = 64
 IDLE = 0.2
 """Seconds after which the engine looks for timed-out requests when nothing wakes it."""
 ENCODED_AT_ONCE = 512
-"""Characters up to which `asubmit` reads a text in the event loop itself; longer ones are read in a thread."""
+"""Characters up to which `asubmit` reads a text in the event loop itself; a thread reads longer ones and schemas."""
 SECONDS = ("max_pass_seconds", "max_wait", "watch")
 """The numbers of a server that may have a fraction."""
 FROM_ZERO = ("max_wait", "prompt_cache_bytes")
@@ -150,6 +151,7 @@ class Server:
         first = self._backbones.first
         vocabulary = model.get_input_embeddings().get_parameter("weight").shape[0]
         self._encoder = RequestEncoder(tokenizer, first.arguments, first.is_encoder_decoder, vocabulary)
+        self._grammars = Grammars(tokenizer)
         self._options = GenerationOptions(self.limits, self._encoder, PromptCache(prompt_cache_bytes), self._count)
         if first.head == "causal-lm":
             try:
@@ -291,7 +293,7 @@ class Server:
         """Submit without holding up the event loop while a tokenizer reads a long text."""
         check_request(request)
         size = input_size(request)
-        if size <= ENCODED_AT_ONCE:
+        if size <= ENCODED_AT_ONCE and request.sampling.json_schema is None:
             return self._submit(request, listener)
         self._reserve(request.tenant)
         thread = self._long_encoding if size > LONG_TEXT else self._encoding
@@ -359,6 +361,10 @@ class Server:
         job.submitted = arrived
         if request.task == "generate":
             check_sampling(request.sampling, self.tokenizer is not None)
+            if request.sampling.prompt_logprobs and loaded.backbone.is_encoder_decoder:
+                raise InvalidRequest("the tokens of a prompt are reported (echo) by decoders; here an encoder reads it")
+            if request.sampling.json_schema is not None:
+                job.grammar = self._grammars.grammar(request.sampling.json_schema)
         check_length(job, loaded, self.max_length)
         return job
 

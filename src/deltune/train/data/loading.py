@@ -312,7 +312,8 @@ def load_data(
     notes: tuple[str, ...] = ()
     if is_one_file and not problems:
         inputs = [column for role, column in chosen.items() if role in INPUT_TYPES]
-        files, notes = _split_file(files["train"], inputs, chosen.get(label_role or ""), seed)
+        keys = [json.dumps([row.get(column) for column in inputs], default=str) for _, row in files["train"].rows]
+        files, notes = _split_file(files["train"], keys, chosen.get(label_role or ""), seed)
     label_names: tuple[str, ...] = ()
     if kind == "regression":
         label_names = tuple(labels or ("score",))
@@ -366,8 +367,8 @@ def _split_file(
 ) -> tuple[dict[str, DataFile], tuple[str, ...]]:
     """Draw validation and test rows of a single file, all that have an input; train keeps a row of every label."""
     groups: dict[str, list[int]] = {}
-    for i, (_, row) in enumerate(file.rows):
-        groups.setdefault(json.dumps([row.get(column) for column in inputs], default=str), []).append(i)
+    for i, one in enumerate(inputs):
+        groups.setdefault(one, []).append(i)
     repeated = len(groups) < len(file.rows)
     count = min(MAX_HELD_OUT, len(groups) // 10)
     if count < 2:
@@ -424,8 +425,11 @@ def _load_conversations(
     if problems:
         raise file_error(f"data {source}", problems)
     split_note: tuple[str, ...] = ()
-    if is_one_file and form.kind == "chat":
-        read, split_note = _split_file(read["train"], [formats.COLUMN], None, seed)
+    if is_one_file and form.kind in ("chat", "preference"):
+        texts_of_rows = [row[formats.COLUMN] for _, row in read["train"].rows]
+        prompts = [json.loads(text).get("prompt") for text in texts_of_rows]
+        inputs = [text if prompt is None else str(prompt) for text, prompt in zip(texts_of_rows, prompts, strict=True)]
+        read, split_note = _split_file(read["train"], inputs, None, seed)
     splits = {
         split: {
             "id": _row_ids(rows, split),

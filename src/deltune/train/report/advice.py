@@ -87,6 +87,7 @@ def advice(finished: FinishedRun) -> list[str]:
         *(nothing or ([] if has_learned else loss_stayed(finished.best_config, finished.log))),
         *beaten_by_probe(finished.best_config, finished.best_metrics, finished.split),
         *loss_rose(finished.best_config, finished.log),
+        *never_rewarded(finished.log),
         *still_improving(finished.best_config, finished.best_metrics, finished.log),
         *(
             [f"{undecided}, so the epoch with the lowest validation loss is kept. Choose by another metric (--metric)"]
@@ -200,6 +201,21 @@ def loss_rose(config: RunConfig, log: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
         f"the training loss rose from {losses[0]:.3g} to {losses[-1]:.3g}: it diverged at a learning rate of "
         f"{config.optim.rate:g}. Try a lower one, such as --lr {lower:.2g}, or --warmup 0.1"
+    ]
+
+
+def never_rewarded(log: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Say if all answers to each prompt had the same reward throughout, so that none was preferred."""
+    same = [line for line in log if "frac_reward_zero_std" in line]
+    if not same or any(line["frac_reward_zero_std"] < 1 for line in same):
+        return []
+    rewards = sorted({float(line["reward"]) for line in same})
+    what = " to ".join(f"{reward:g}" for reward in dict.fromkeys((rewards[0], rewards[-1])))
+    return [
+        f"no answer was rewarded above another: in all {_steps(log)} steps the answers to each prompt had the same "
+        f"reward ({what} on average), so nothing was learned. Try the function of --reward on answers that the model "
+        "gives, give easier prompts, draw more answers (--set objective.generations=16), or tune the model on right "
+        "answers first (--objective sft, then --init-from)"
     ]
 
 

@@ -46,12 +46,13 @@ class Example:
 
 @dataclass(frozen=True)
 class ErrorTable:
-    """A small table of counts or scores: its title, its columns, its rows (the first cell is a name) and a note."""
+    """A small table: its title, columns, rows (the first cell is a name), a note, and whether it is of texts."""
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
+    has_texts: bool = False
 
 
 @dataclass(frozen=True)
@@ -298,7 +299,8 @@ def _analyse_running_text(lines: Sequence[Line], labels: Sequence[str]) -> Analy
         return Example(str(lines[i].get("id", i)), _input(lines[i]), "", "", remark)
 
     answered = [tuple(_cut(str(line[name])) for name in ANSWER) for line in lines if {*ANSWER} <= line.keys()]
-    answers = ErrorTable("Answers to held-out prompts", ("prompt", "answer", "reference"), tuple(answered))
+    columns = ("prompt", "answer", "reference")
+    answers = ErrorTable("Answers to held-out prompts", columns, tuple(answered), has_texts=True)
     tokens = sum(count for _, count, _ in sized)
     others = losses[MAX_WRONG:]
     return Analysis(

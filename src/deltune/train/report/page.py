@@ -40,7 +40,7 @@ TO = "\u00a0…\u00a0"
 """Stands between the ends of an interval, which do not part at the end of a line."""
 ENVIRONMENT = (
     "command", "deltune", "commit", "project_commit", "python", "packages", "platform", "device", "precision", "cpus",
-    "threads", "linear_backend", "processes",
+    "threads", "linear_backend", "processes", "reward",
 )  # fmt: skip
 """The facts of environment.json that are shown, in order."""
 
@@ -216,7 +216,7 @@ def score_cell(
 
 def short_number(value: float) -> str:
     """Return a score with four digits behind the point, or fewer where it is 10 or more."""
-    return f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}"
+    return f"{value:z.4f}" if abs(value) < 10 else f"{value:.2f}"
 
 
 def _series_row(run: SeriesRun, names: Sequence[str], config: RunConfig) -> SeriesRow:
@@ -236,11 +236,12 @@ def _charts(finished: FinishedRun) -> list[Markup]:
     loss = [Line("training", _curve(log, "loss"))]
     if validation := _curve(log, "eval_loss"):
         loss.append(Line("validation", validation, dots=True, marked=best.step))
-    charts = [line_chart("Loss", loss, "step")]
+    # the loss of grpo is 0 but for rounding where each answer is trained once and held to no reference
+    charts = [line_chart("Loss", loss, "step")] if any(abs(y) > 1e-6 for line in loss for _, y in line.points) else []
     if name != "loss":
-        points = _curve(log, f"eval_{name}")
-        lines = [Line(name, points, dots=True, marked=best.step)]
-        if training := _curve(log, name):
+        points, training = _curve(log, f"eval_{name}"), _curve(log, name)
+        lines = [Line("validation" if training else name, points, dots=True, marked=best.step)]
+        if training:
             lines.insert(0, Line("training", training))
         probe = finished.metrics.probe
         if points and probe is not None and name in probe.validation:

@@ -103,12 +103,14 @@ class Predictions:
         scores: For each row what the predictions file records of the answer's scores.
         loss: The mean loss over rows, or over tokens for token sequences; None without references.
         references: What predictions are compared with, where the columns do not hold it.
+        measures: Scores that need more than the predictions, by name.
     """
 
     predictions: list[Any]
     scores: list[Any]
     loss: float | None
     references: list[Any] | None = None
+    measures: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from ...templates import NAMED_TEMPLATES, special_tokens, target_end, with_chat_
 from ..data.conversations import Conversations
 from ..data.formats import COLUMN, readable
 from ..data.readers import file_error
+from .arrow_rows import RowCollector
 from .base import Columns, TaskKind, TaskOptions
 from .encoding import IGNORE_INDEX, EncodedRows, Row
 from .generation import predict_log_likelihoods
@@ -28,7 +29,7 @@ def encode_chat(tokenizer: Any, model: Any, columns: Columns, options: TaskOptio
     places = list(columns.get("place") or [f"row {i + 1}" for i in range(len(texts))])
     check_template(tokenizer, texts)
     maker, problems = Conversations(tokenizer, target_end(tokenizer, model), options.loss_on), []  # type: ignore[var-annotated]
-    rows: list[Row] = []
+    rows = RowCollector()
     truncated = truncated_tokens = trained_tokens = longest = 0
     trained_rows: set[int] = set()
     for row in maker.tokenize(texts, places, problems):
@@ -50,8 +51,8 @@ def encode_chat(tokenizer: Any, model: Any, columns: Columns, options: TaskOptio
         title = "these rows cannot be made to tokens" + (shared if maker.counts["shared"] else "")
         raise file_error(title, problems)
     return EncodedRows(
-        rows, truncated, len(texts), 0, truncated_tokens, len(texts) - len(trained_rows), trained_tokens, longest,
-        tuple(maker.notes()),
+        rows.rows(), truncated, len(texts), 0, truncated_tokens, len(texts) - len(trained_rows), trained_tokens,
+        longest, tuple(maker.notes()),
     )  # fmt: skip
 
 

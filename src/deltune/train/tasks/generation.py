@@ -30,6 +30,7 @@ from ...templates import (
 )
 from ..data.columns import INPUT_TYPES
 from ..frozen_layers import PREFIX
+from .arrow_rows import RowCollector
 from .base import Columns, InferenceContext, Predictions, TaskKind, TaskOptions
 from .encoding import (
     IGNORE_INDEX,
@@ -175,7 +176,7 @@ def encode_language_modeling(
     tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool
 ) -> EncodedRows:
     """Encode texts in pieces of `max_length` tokens, each a row; its `text_index` is the text to which it belongs."""
-    rows = []
+    rows = RowCollector()
     for i, text in enumerate(columns["text"]):
         ids = tokenizer(text, truncation=False, verbose=False)["input_ids"]
         for start in range(0, len(ids), options.max_length):
@@ -183,7 +184,7 @@ def encode_language_modeling(
             if len(piece) > 1:  # in a piece of one token nothing is predicted
                 mask = [1] * len(piece)
                 rows.append({"input_ids": piece, "attention_mask": mask, "labels": list(piece), "text_index": i})
-    return EncodedRows(rows, 0, len(columns["text"]))
+    return EncodedRows(rows.rows(), 0, len(columns["text"]))
 
 
 def predict(context: InferenceContext, encoded: EncodedRows) -> Predictions:
@@ -203,7 +204,7 @@ def predict(context: InferenceContext, encoded: EncodedRows) -> Predictions:
     def process(indices: list[int], batch: dict[str, torch.Tensor]) -> None:
         nonlocal total_loss, count
         if has_labels:
-            losses, counts = row_losses(context.model, batch)
+            losses, counts, _ = row_losses(context.model, batch)
             total_loss += losses.sum().item()
             count += int(counts.sum())
         if context.loss_only:
@@ -263,12 +264,16 @@ def _prompts(
 def predict_log_likelihoods(context: InferenceContext, encoded: EncodedRows) -> Predictions:
     """Predict the log-likelihood of every text, in nats; references are the numbers of its predicted tokens.
 
-    The score of a text is its perplexity; None where nothing is predicted, as in a text of one token.
+    The score of a text is its perplexity; None where nothing is predicted, as in a text of one token. The share of the
+    tokens that are the model's likeliest is measured beside it.
     """
     log_likelihoods, num_tokens = [0.0] * encoded.num_texts, [0] * encoded.num_texts
+    likeliest = 0
 
     def process(indices: list[int], batch: dict[str, torch.Tensor]) -> None:
-        losses, counts = row_losses(context.model, batch)
+        nonlocal likeliest
+        losses, counts, hits = row_losses(context.model, batch)
+        likeliest += int(hits.sum())
         for i, loss, count in zip(indices, losses.tolist(), counts.tolist(), strict=True):
             log_likelihoods[encoded[i]["text_index"]] -= loss
             num_tokens[encoded[i]["text_index"]] += count
@@ -276,7 +281,9 @@ def predict_log_likelihoods(context: InferenceContext, encoded: EncodedRows) -> 
     context.for_each_batch(encoded, process)
     pairs = zip(log_likelihoods, num_tokens, strict=True)
     perplexities = [math.exp(-value / count) if count else None for value, count in pairs]
-    return Predictions(log_likelihoods, perplexities, -sum(log_likelihoods) / max(sum(num_tokens), 1), num_tokens)
+    count = max(sum(num_tokens), 1)
+    measures = {"token_accuracy": likeliest / count}
+    return Predictions(log_likelihoods, perplexities, -sum(log_likelihoods) / count, num_tokens, measures)
 
 
 SEQ2SEQ_GENERATION = TaskKind(

@@ -8,18 +8,19 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import pyarrow
 
 from ...files import CACHE_VARIABLE, atomic_open, cache_folder, file_lock
 from ...templates import end_tokens
+from .arrow_rows import ArrowRows
 from .base import Columns, TaskKind, TaskOptions
-from .encoding import EncodedRows, Row
+from .encoding import EncodedRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -39,30 +40,6 @@ ACTIVATIONS = "trunk"
 """The folder in the cache that holds the activations of frozen layers."""
 MAX_BYTES = 8 * 2**30
 """Size of the cache beyond which the files used longest ago are removed."""
-
-
-class ArrowRows(Sequence[Row]):
-    """The rows of a memory-mapped Arrow table, converted to Python when they are read."""
-
-    def __init__(self, table: pyarrow.Table) -> None:
-        self.table = table
-
-    def __len__(self) -> int:
-        return int(self.table.num_rows)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return self.take(range(len(self))[index])
-        return self.take([index])[0]
-
-    def __iter__(self) -> Iterator[Row]:
-        for batch in self.table.to_batches():
-            yield from batch.to_pylist()
-
-    def take(self, indices: Sequence[int]) -> list[Row]:
-        """Return several rows at once."""
-        rows: list[Row] = self.table.take(pyarrow.array(indices, pyarrow.int64())).to_pylist()
-        return rows
 
 
 def encode_splits(
@@ -136,8 +113,9 @@ def write_complete(path: Path) -> Iterator[BinaryIO]:
 
 def _write_rows(path: Path, encoded: EncodedRows) -> None:
     """Write rows as one file, atomically."""
-    rows = [{**row, "length": length} for row, length in zip(encoded.rows, encoded.lengths, strict=True)]
-    table = pyarrow.Table.from_pylist(rows)
+    rows = encoded.rows
+    table = rows.table if isinstance(rows, ArrowRows) else pyarrow.Table.from_pylist(list(rows))
+    table = table.append_column("length", pyarrow.array(encoded.lengths, pyarrow.int64()))
     table = table.replace_schema_metadata({name: json.dumps(getattr(encoded, name)) for name in METADATA_FIELDS})
     with write_complete(path) as file, pyarrow.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table, max_chunksize=10_000)
