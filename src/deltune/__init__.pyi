@@ -116,6 +116,8 @@ from .runtime.combine import Ties as Ties
 from .runtime.extract import extract as extract
 from .runtime.handle import Tuned as Tuned
 from .runtime.linear import optimize_linear as optimize_linear
+from .runtime.step_memory import StepMemory as StepMemory
+from .runtime.step_memory import step_memory as step_memory
 
 __version__: str
 

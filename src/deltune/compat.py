@@ -14,10 +14,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # a tensor without numbers, as of some device
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _global_forward_hooks
 from torch.overrides import TorchFunctionMode as TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # it has no public name
+from torch.utils._pytree import tree_map as tree_map
+
+NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException)
+"""What an operation raises whose output depends on the numbers that its inputs do not have."""
 
 # -- the contents of a module
 
@@ -243,6 +250,17 @@ def operation_name(operation: Any) -> str:
     """The name of an operation in torch's schema, such as "aten::add_"; `__name__` differs from it for some."""
     name: str = operation._schema.name
     return name
+
+
+def argument_names(operation: Any) -> list[str]:
+    """The names of an operation's arguments, in order."""
+    return [argument.name for argument in operation._schema.arguments]
+
+
+def changes_inputs(operation: Any) -> bool:
+    """Whether by its schema an operation changes an argument."""
+    mutable: bool = operation._schema.is_mutable
+    return mutable
 
 
 @functools.cache

@@ -252,6 +252,12 @@ def test_count(deltune: Command, root: Path) -> None:
     assert counts["method"] == 2 * 2 * (32 * 2 + 2 * 32) and counts["denominator"] == "model"
     assert json.loads(deltune("count", root / "model", "head", "--denominator", 100, "--json").out)["percent"] == 0
     assert "512 scalars" in deltune("count", root / "model", "lora(rank=2)").out
+    options = ("--memory", "--batch-size", 2, "--max-length", 8)
+    memory = json.loads(deltune("count", root / "model", "lora(rank=2)", *options, "--json").out)["memory"]
+    assert memory["weights"] > memory["step"] > sum(memory["activations"].values()) > 0
+    shown = deltune("count", root / "model", "lora(rank=2)", *options).out
+    assert "at the peak of a step" in shown and "activations of bert.encoder.layer.0" in shown
+    assert "half" in deltune("count", root / "model", "lora", *options, "--activation-checkpointing", "of").err
     vocabulary = json.loads((root / "model" / "config.json").read_text())["vocab_size"]
     counts = json.loads(deltune("count", root / "model", "lora(rank=2, at='lm_head')", "--json").out)
     assert counts["method"] == 2 * (32 + vocabulary)

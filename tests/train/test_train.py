@@ -27,7 +27,7 @@ from deltune.train.setup import ModelCache
 from deltune.train.trainer import DeltaTrainer, raise_if_interrupted, watch_interrupts
 from processes import Started, deltune
 
-TIMES = ("seconds", "cpu_seconds", "seconds_left", "tokens_per_second")
+TIMES = ("seconds", "cpu_seconds", "seconds_left", "tokens_per_second", "memory")
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +173,12 @@ def test_without_validation_the_last_epoch_is_kept(root: Path, tmp_path: Path) -
 
 def test_activation_checkpointing_changes_no_number(root: Path, tmp_path: Path, whole: RunFolder) -> None:
     train(tiny.spec(root, activation_checkpointing="on"), tmp_path / "run")
-    same(whole, RunFolder(tmp_path / "run"))
+    run = RunFolder(tmp_path / "run")
+    same(whole, run)
+    peaks = [next(line["memory"]["total"] for line in one.read_log() if "memory" in line) for one in (whole, run)]
+    assert peaks[0] > peaks[1] and "at the peak of the first step" in run.report_file.read_text()
+    with pytest.raises(DeltuneError, match="where they are: give on"):
+        train(tiny.spec(root, activation_checkpointing="cpu"), tmp_path / "other")
 
 
 def test_tensorboard(root: Path, tmp_path: Path) -> None:

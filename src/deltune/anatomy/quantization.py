@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat import buffers_of, has_packed_weights, parameters_of, storage_id
+from ..compat import FakeTensor, buffers_of, has_packed_weights, parameters_of, storage_id
 from ..errors import DeltuneError
 from .quantizers import QUANTIZERS, Quantizer, bias_of, find_quantizer
 from .skeleton import base_modules, modules_without_paths
@@ -106,8 +106,8 @@ def check_gradients_pass(model: nn.Module) -> None:
 
 
 def is_unquantized(parameter: Any) -> bool:
-    """Return whether a parameter is a plain tensor, or one process's shard of one (FSDP2)."""
-    if type(parameter) in (nn.Parameter, torch.Tensor):
+    """Return whether a parameter is a plain tensor, one without numbers, or one process's shard of one (FSDP2)."""
+    if type(parameter) in (nn.Parameter, torch.Tensor, FakeTensor):
         return True
     tensors = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(parameter, tensors.DTensor)

@@ -94,6 +94,12 @@ def count(
         str | None,
         typer.Option(help="Count as `deltune train --quantize` loads the model: nf4, int8, … (extra quant)."),
     ] = None,
+    memory: Annotated[bool, typer.Option("--memory", help="Show where the memory of a step of training goes.")] = False,
+    batch_size: Annotated[int, typer.Option(help="With --memory: rows at a time on a device.")] = 32,
+    max_length: Annotated[int, typer.Option(help="With --memory: tokens of a row.")] = 128,
+    precision: Annotated[str, typer.Option(help="With --memory: fp32, or bf16 by autocast.")] = "fp32",
+    optimizer: Annotated[str, typer.Option(help="With --memory: as of `deltune train`.")] = "adamw",
+    activation_checkpointing: Annotated[str, typer.Option(help="With --memory: off, half or on.")] = "off",
     imports: Imports = None,
     as_json: Json = False,
 ) -> None:
@@ -106,7 +112,16 @@ def count(
     if quantize is not None:
         form = models.quantization_config(quantize, [models.NO_MODULE])
     result = counting.count(config, parse(method), denominator, quantization_config=form)
-    console.print_json(data=result.as_dict()) if as_json else console.print(str(result))
+    facts, text = result.as_dict(), str(result)
+    if memory:
+        from ..runtime.step_memory import step_memory
+
+        of_step = step_memory(
+            config, parse(method), batch_size, max_length, precision, optimizer, activation_checkpointing, form
+        )
+        facts["memory"] = of_step.as_dict()
+        text += f"\n\n{of_step}"
+    console.print_json(data=facts) if as_json else console.print(text)
 
 
 def fit(

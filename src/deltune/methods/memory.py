@@ -66,6 +66,8 @@ def check_memory(
     The limit is DELTUNE_MEMORY_LIMIT where it is set. Otherwise it is what is free on the model's devices, and on the
     CPU for a model on the meta device.
     """
+    if not resolved.edits and all(tensor.is_meta for tensor in base_tensors(model)):
+        return  # the model's own tensors take no memory there
     needed = needed_bytes(anatomy, resolved, 8, copies)
     if needed <= NEGLIGIBLE_BYTES and not os.environ.get(LIMIT_VARIABLE, "").strip():
         return

@@ -23,18 +23,18 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ..anatomy.inspection import inspect
-from ..compat import class_name, transforms_active, uncompiled
+from ..compat import FakeTensor, class_name, storage_id, transforms_active, uncompiled
 from ..errors import DeltuneError
 from ..models import head_of_class_name
 from .attach import find_tuned
 
 IGNORE_INDEX = -100
 """The label of a token that is not trained on."""
-CHUNK_LOGITS, MIN_CHUNK = 2**21, 32
+CHUNK_LOGITS, MIN_CHUNK = 2**20, 32
 """How many logits exist at a time, of at least so many tokens. torch's own choice takes ten times as long on a CPU at
 128,256 words."""
-WINDOW = 4
-"""Consecutive tokens of which the model computes logits and loss, to be compared."""
+WINDOW = 2
+"""Consecutive tokens of a row of which the model computes logits and loss, to be compared."""
 
 logger = logging.getLogger("deltune")
 
@@ -80,7 +80,7 @@ class _Capture:
 
     Attributes:
         targets: What each position is to predict, (B, T).
-        window: The positions whose logits the model computes.
+        window: The rows and the positions whose logits the model computes.
         by_row: Whether the loss of each row is asked for, without gradients.
         total: The loss, summed over all trained tokens, or of each row the loss and the tokens that are likeliest;
             None if the head was not reached as expected.
@@ -89,7 +89,7 @@ class _Capture:
     """
 
     targets: torch.Tensor
-    window: slice
+    window: tuple[slice, slice]
     by_row: bool = False
     total: torch.Tensor | None = None
     logits: torch.Tensor | None = None
@@ -261,17 +261,22 @@ def _total_at_head(
         if shift_right is None:
             return None, "it does not say what its decoder reads"
         batch["decoder_input_ids"] = shift_right(labels=labels)
-    trained = (targets != IGNORE_INDEX).any(0).nonzero()
-    start = int(trained[0]) if len(trained) else 0
-    capture = _Capture(targets, slice(start, start + WINDOW), by_row)
-    batch["labels"] = labels[:, capture.window].contiguous()
+    trained = (targets != IGNORE_INDEX).nonzero()
+    row, start = trained[0].tolist() if len(trained) else (0, 0)
+    rows = slice(None) if getattr(_in_use(inner), "rows", ()) else slice(row, row + 1)  # a delta of each row reads all
+    capture = _Capture(targets, (rows, slice(start, start + WINDOW)), by_row)
+    batch["labels"] = labels[capture.window].contiguous()
     with _hooks(inner.get_submodule(head.path), capture):
         outputs = model(**batch)
     if capture.total is None or capture.logits is None:
         return None, capture.why
     if not _same_logits(outputs.logits, capture.logits):
         return None, "its logits are more than the projection of its hidden states"
-    if len(trained) and not by_row and not _same_loss(outputs.loss, capture.logits, batch["labels"], head.shifts):
+    if isinstance(outputs.loss, FakeTensor):
+        same = not leaves_between(outputs.loss, outputs.logits)
+    else:
+        same = by_row or not len(trained) or _same_loss(outputs.loss, capture.logits, batch["labels"], head.shifts)
+    if not same:
         return None, "its loss is more than the cross-entropy of its logits"
     return capture.total, ""
 
@@ -312,7 +317,7 @@ def _hooks(module: nn.Module, capture: _Capture) -> Iterator[None]:
             capture.hidden, capture.total = None, None
             return None
         capture.hidden = args[0]
-        return (args[0][:, capture.window].contiguous(), *args[1:])
+        return (args[0][capture.window].contiguous(), *args[1:])
 
     def after(module: Any, args: tuple[Any, ...], output: torch.Tensor) -> None:
         if _CAPTURE.get() is not capture or capture.hidden is None:
@@ -327,7 +332,8 @@ def _hooks(module: nn.Module, capture: _Capture) -> Iterator[None]:
         weight = module.weight.to(dtype)
         bias = None if module.bias is None else module.bias.to(dtype)
         with torch.no_grad():
-            capture.logits = F.linear(args[0].to(dtype), weight, bias)
+            without_numbers = isinstance(output, FakeTensor)
+            capture.logits = output.detach() if without_numbers else F.linear(args[0].to(dtype), weight, bias)
         hidden, targets = capture.hidden.to(dtype).flatten(0, 1), capture.targets.flatten()
         if capture.by_row:
             chunk = _chunk(weight)
@@ -440,7 +446,9 @@ def _at_least_float32(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _same_logits(logits: torch.Tensor, projected: torch.Tensor) -> bool:
-    """Whether a model's logits are exactly what its head alone says."""
+    """Whether a model's logits are exactly what its head alone says; without numbers, whether they are its output."""
+    if isinstance(logits, FakeTensor):
+        return storage_id(logits) == storage_id(projected)
     return logits.shape == projected.shape and torch.equal(logits.detach().to(projected.dtype), projected)
 
 

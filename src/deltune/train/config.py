@@ -91,6 +91,7 @@ def _read_switch(value: Any) -> Any:
 
 
 Switch = Annotated[Literal["on", "off"], BeforeValidator(_read_switch)]
+Checkpointing = Annotated[Literal["off", "half", "on", "cpu"], BeforeValidator(_read_switch)]
 
 
 class ModelSection(RunSection):
@@ -329,7 +330,7 @@ class RuntimeSection(RunSection):
         "bf16 by autocast, with fp32 weights; auto: bf16 where a device has it",
         common=True,
     )
-    activation_checkpointing: Switch = option("off", "on: compute activations again", common=True)
+    activation_checkpointing: Checkpointing = option("off", "on: compute activations again", common=True)
     linear_backend: LinearBackend = option(
         "torch", "of frozen linear layers in fp32 on a CPU: torch, or onednn, faster where MKL has no AVX-512"
     )

@@ -82,6 +82,8 @@ if TYPE_CHECKING:
 SHARDING_MODES = ("none", "fsdp")
 TRAINER_SCHEDULES = {"constant": "constant_with_warmup"}
 """Schedules that transformers calls by another name."""
+CHECKPOINTING: dict[str, dict[str, Any]] = {"half": {"every_n_layers": 2}, "cpu": {"offload": True}}
+"""Which layers compute their activations again and where the rest is kept, as transformers takes it."""
 OPTIMIZERS = {
     "adamw": "adamw_torch_fused",
     "adamw_8bit": "adamw_bnb_8bit",
@@ -592,11 +594,13 @@ def _training_arguments(state: RunState, device: torch.device, validates: bool =
     """Translate the config for the Trainer; without validations nothing is saved either."""
     optim, batches, steps = state.config.optim, state.batches, state.config.evaluation.validate_every
     strategy = "no" if not validates else "epoch" if steps is None else "steps"
-    checkpointing = state.config.runtime.activation_checkpointing == "on"
-    if checkpointing and not state.model.supports_gradient_checkpointing:
+    checkpointing = state.config.runtime.activation_checkpointing
+    if checkpointing == "cpu" and device.type == "cpu":
+        raise DeltuneError("activation_checkpointing=cpu moves activations to the CPU, where they are: give on")
+    if checkpointing != "off" and not state.model.supports_gradient_checkpointing:
         raise DeltuneError(
-            f"activation_checkpointing=on: {type(state.model).__name__} of transformers cannot compute its layers "
-            "again; leave it off, and give a smaller device_batch_size"
+            f"activation_checkpointing={checkpointing}: {type(state.model).__name__} of transformers cannot compute "
+            "its layers again; leave it off, and give a smaller device_batch_size"
         )
     if optim.optimizer != "adamw" and sharding.is_sharded(state.model):
         raise DeltuneError(f"optimizer={optim.optimizer} takes no shards: give optimizer=adamw, or sharding=none")
@@ -621,7 +625,8 @@ def _training_arguments(state: RunState, device: torch.device, validates: bool =
         adam_epsilon=optim.adam_epsilon,
         label_smoothing_factor=optim.label_smoothing,
         bf16=state.precision == "bf16",
-        gradient_checkpointing=checkpointing,
+        activation_checkpointing=checkpointing != "off",
+        activation_checkpointing_kwargs=CHECKPOINTING.get(checkpointing),
         use_cpu=device.type == "cpu",
         seed=state.config.runtime.seed,
         eval_strategy=strategy if "validation" in state.encoded else "no",
@@ -705,10 +710,12 @@ def _fit(
         return
     trainer = trainer or DeltaTrainer(state, arguments, bar)
     trainer.remove_callback(PrinterCallback)
-    for callback in (ReportCallback(state, bar), *callbacks):
+    report = ReportCallback(state, bar)
+    for callback in (report, *callbacks):
         trainer.add_callback(callback)
     distributed.seed_by_rank(state.config.runtime.seed)
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    with report.first_step:
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.accelerator.unwrap_model(state.model, keep_fp32_wrapper=False)
 
 

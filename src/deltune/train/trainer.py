@@ -32,6 +32,7 @@ from ..runtime.causal_loss import causal_loss
 from ..runtime.handle import Tuned
 from ..runtime.padding import eval_mode
 from ..runtime.serialization import read_metadata
+from ..runtime.step_memory import StepTracker
 from . import checkpoints, distributed
 from .config import OptimSection, RunConfig
 from .data.loading import TaskData
@@ -490,9 +491,13 @@ class ReportCallback(TrainerCallback):
         self.step_start = self.step_seconds = 0.0
         self.tokens_before = 0
         self.best_value: float | None = None
+        self.first_step = contextlib.ExitStack()
+        self.tracker: StepTracker | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run = self.run_state
+        if run.config.runtime.activation_checkpointing != "off":
+            run.model.disable_input_require_grads()  # layers below what is trained need no gradient, nor a second pass
         validated, tested = (len(run.encoded[s]) if s in run.encoded else 0 for s in ("validation", "test"))
         every = run.config.evaluation.validate_every or run.batches.steps_per_epoch
         self.rows_of_step = PASSES_OF_A_STEP * len(run.encoded["train"]) / run.batches.steps_per_epoch
@@ -517,8 +522,16 @@ class ReportCallback(TrainerCallback):
         with self.run_state.tuned.attached.whole(write=True) if gates else contextlib.nullcontext():
             for one in gates:
                 one.advance(state.global_step / state.max_steps)
+        if not state.global_step and not sharding.is_sharded(self.run_state.model):
+            self.tracker = StepTracker(self.run_state.model, self.run_state.tuned.anatomy)
+            self.first_step.enter_context(self.tracker)
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        if self.tracker is not None and self.tracker.events:
+            self.first_step.close()
+            memory = self.tracker.peak(optimizer).as_dict()
+            self.run_state.run.log({"step": 1, "event": "memory", "memory": memory})
+            self.tracker.events.clear()
         for schedule in self.run_state.tuned.delta().schedule_states():
             schedule.advance((state.global_step + 1) / state.max_steps)
 

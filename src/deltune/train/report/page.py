@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,13 @@ from markupsafe import Markup
 
 from ...errors import DeltuneError, counted, error_from_problems
 from ...files import explain_write_errors, write_text
+from ...methods.counting import format_bytes
 from ...methods.forms.base import Form
 from ...methods.registry import parse
 from ...methods.spec import Modification, expressions_apart
 from ...models import portable_name
 from ...runtime.serialization import read_metadata
+from ...runtime.step_memory import StepMemory
 from ..config import RunConfig
 from ..inference import rescore_with_statistics
 from ..metrics.base import Score
@@ -165,6 +167,10 @@ def _facts(finished: FinishedRun) -> list[tuple[str, str]]:
         facts.append(
             ("linear probe", f"{short_number(of_probe)} {name} on {finished.split}, tuned {short_number(tuned)}")
         )
+    if of_step := next((line["memory"] for line in finished.log if line.get("event") == "memory"), None):
+        memory = StepMemory(**{field.name: of_step[field.name] for field in fields(StepMemory)})
+        parts = "; ".join(f"{format_bytes(size)} {name}" for name, size in memory.lines())
+        facts.append(("memory", f"{format_bytes(memory.total)} at the peak of the first step: {parts}"))
     cut = [f"{n:,} {split} inputs" for split, n in metrics.truncated.items() if n]
     cut += [f"{n:,} {split} targets" for split, n in metrics.truncated_targets.items() if n]
     return [*facts, ("cut", ", ".join(cut))] if cut else facts
