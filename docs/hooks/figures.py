@@ -48,7 +48,7 @@ def results() -> str:
     names = study.views[0].display_names
     scores: dict[tuple[str, str], list[float]] = defaultdict(list)
     counts: dict[tuple[str, str], int] = {}
-    for outcome in (one for one in study.outcomes(records) if "method" in one.cell):
+    for outcome in (one for one in study.outcomes(records) if "method" in one.cell and one.error is None):
         method, task = outcome.cell["method"], outcome.cell["task"]
         scores[method, task].append(100 * outcome.scores[TASKS[task][0]])
         counts[method, task] = outcome.count["method"]

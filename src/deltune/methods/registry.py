@@ -67,7 +67,8 @@ _ENTRIES = {
     "selections: existing parameters, trained in place": (
         RegistryEntry(library.full, "all three", "all", "full", rate=5e-5, short_rate=3e-4),
         RegistryEntry(library.head, "Alain and Bengio 2017", "0", "head", short_rate=3e-2),
-        RegistryEntry(library.layernorm, "LN §2, eq. 1", "4d (+ 2d)", "layernorm(terms='gain')", rate=1e-2, short_rate=2e-2),
+        RegistryEntry(library.layernorm, "LN §2, eq. 1", "4d (+ 2d)", "layernorm(terms='gain')", rate=1e-2,
+            short_rate=2e-2),
         RegistryEntry(library.bitfit, "Ben Zaken et al. 2022", "7d + m", "bitfit(which='query+ffn_up')"),
         RegistryEntry(library.trainable_tokens, "ours", "d for each token, once",
             "trainable_tokens(tokens=(5, 7)) + lora" ),

@@ -285,12 +285,12 @@ def _resolve_gates(chosen: Sequence[Tensor], sparsity: float, key: str) -> Resol
 
 
 def _draw_masks(unmasked: ResolvedMethod, masked: MaskedMethod, base_size: Callable[[], int]) -> ResolvedMethod:
-    """Return the resolved method with masks on exactly N scalars, and without edits that get none and so change nothing.
+    """Return the resolved method with masks on exactly N scalars, without edits that get none and so change nothing.
 
     Rows beside the model's own, of a prompt or in the softmax of an attention, take positions and attention even where
     all of them are zero. They stay, so that what the model is does not depend on N and the draw (AP eq. 15 concatenates
-    W ⊙ m whatever m is). A learned scale acts through the form of its edit, and a gate through the edits that share it: where these get no
-    scalars, the scale or gate gets none either.
+    W ⊙ m whatever m is). A learned scale acts through the form of its edit, and a gate through the edits that share it:
+    where these get no scalars, the scale or gate gets none either.
     """
     owners: list[tuple[str, Any, MaskGroup]] = []
     depends_on: dict[int, list[int]] = {}

@@ -340,7 +340,7 @@ class _RunTrainer:
         scores: dict[str, list[float]] = {"ref_chosen_logps": [], "ref_rejected_logps": []}
         for start in range(0, len(dataset), batch_size):
             rows = dataset.select(range(start, min(start + batch_size, len(dataset)))).to_list()
-            batch = trainer._prepare_inputs(trainer.data_collator(rows))
+            batch = {name: tensor.to(trainer.model.device) for name, tensor in trainer.data_collator(rows).items()}
             for column, values in zip(scores, trainer.compute_ref_log_probs(trainer.model, batch), strict=True):
                 scores[column] += values.tolist()
         for column, numbers in scores.items():

@@ -375,7 +375,7 @@ def _difference(
 
 def _change(text: str, effects: Effects, low: float, high: float, measurement: Measurement, axis: str) -> Comparison:
     change = f"fitted change from the smallest to the largest {axis}" + (f": {text}" if text != "all" else "")
-    return Comparison(change, effects, low, high, measurement)
+    return Comparison(change, effects, low, high, measurement, is_trend=True)
 
 
 def _same_axes(one: CellSelector, other: CellSelector) -> None:

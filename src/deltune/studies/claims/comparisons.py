@@ -44,6 +44,9 @@ NOTHING_TO_SEE = "nothing to see"
 CONVERGED = 0.95
 """A curve has converged where it has come this share of the way to the lower of the compared curves' bests."""
 
+MIN_VALIDATIONS = 8
+"""The fewest validations of a run from which a time to converge is read: with fewer, their spacing decides it."""
+
 NEAR_OUTPUT = 14 / 24
 """The share of layers that are close to the input: of BERT-large's 24, all but layers 15 to 24 (LN §4)."""
 
@@ -116,11 +119,12 @@ def is_at_chance(outcome: Outcome) -> bool:
 def is_a_guess(outcome: Outcome) -> bool:
     """Return whether scores are no better than those of a guess, on whatever task.
 
-    A classifier is, if its Matthews correlation is what a guess may have. Where its rows are not stored it has to be 0,
-    as it is for the same answer to every row. A tagger or a writer of texts is, if it gets nothing right.
+    A classifier is, if its Matthews correlation is what a guess may have. Where its rows are not stored they are as
+    many as were asked for; without a number it has to be 0, as it is for the same answer to every row. A tagger or a
+    writer of texts is, if it gets nothing right.
     """
     scores = outcome.scores
-    rows = max(map(len, outcome.examples.values()), default=0)
+    rows = max(map(len, outcome.examples.values()), default=0) or int(outcome.spec.get("test_rows") or 0)
     matthews = scores.get("matthews")
     if matthews is not None:
         return matthews == 0 or (rows > 0 and math.sqrt(rows) * matthews < GUESSES_BELOW)
@@ -257,9 +261,11 @@ def _curve(outcome: Outcome, choice: MetricChoice) -> list[tuple[int, float]]:
 
 
 def _converges_last(outcome: Outcome, choice: MetricChoice) -> bool:
-    """Return whether a curve comes 95 % of the way to its best only at its last validation."""
+    """Return whether a curve comes 95 % of the way to its best only at the last of its validations, or has too few."""
     values = [value for _, value in _curve(outcome, choice)]
-    return bool(values) and all(value < min(values) + CONVERGED * (max(values) - min(values)) for value in values[:-1])
+    return 0 < len(values) < MIN_VALIDATIONS or (
+        bool(values) and all(value < min(values) + CONVERGED * (max(values) - min(values)) for value in values[:-1])
+    )
 
 
 STEPS = Measurement(
@@ -624,7 +630,10 @@ Term = tuple[float, Cell]
 
 @dataclass(frozen=True)
 class Comparison:
-    """A claim that the mean effect lies between two bounds; `is_difference` is False for numbers of one side."""
+    """A claim that the mean effect lies between two bounds.
+
+    `is_difference` is False for numbers of one side; `is_trend` says that the effect is a change along an axis.
+    """
 
     text: str
     effects: Effects
@@ -632,6 +641,7 @@ class Comparison:
     high: float
     measurement: Measurement
     is_difference: bool = True
+    is_trend: bool = False
 
     @property
     def borders(self) -> tuple[float, ...]:

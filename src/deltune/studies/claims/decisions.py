@@ -18,6 +18,7 @@ from ...errors import check_booleans, number_range
 from ..jobs.job import Outcome
 from .claims import Claim
 from .comparisons import (
+    MIN_VALIDATIONS,
     NOT_RUN,
     Cells,
     Comparison,
@@ -512,7 +513,14 @@ def _not_testable(test: _Test, cells: Cells, capped: float, score: Verdict) -> s
         return test.untestable
     measurement = test.comparisons[test.decides].measurement
     if capped >= CAPPED and measurement.only_uncapped:
-        return f"the number of training steps decides it: {capped:.0%} of the runs converge at their last validation"
+        return (
+            f"the number of training steps decides it: {capped:.0%} of the runs converge at their last validation or "
+            f"have fewer than {MIN_VALIDATIONS}"
+        )
+    if capped >= CAPPED and score != "undecided" and test.comparisons[test.decides].is_trend:
+        return (
+            f"further steps may change the trend either way: {capped:.0%} of the runs are at their best when they end"
+        )
     if capped >= CAPPED and score == "does not hold":
         return f"the runs are too short to speak against it: {capped:.0%} of them are at their best when they end"
     judged = [is_a_guess(one) for one in test.compared if not measurement.is_reference(one)]

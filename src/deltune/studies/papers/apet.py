@@ -109,8 +109,9 @@ AP_CLAIMS: dict[str, tuple[Claim, ...]] = {
     ),
     "ap/transfer": (
         Claim("tuned parameters transfer better within a type of tasks than between types, on small and large models",
-              "appendix E, figure 9", AllOf((
+              "appendix E, figure 9", InEach(AllOf((
                   Beats(*_pairs(SMALLEST), measurement=ZERO_SHOT), Beats(*_pairs(LARGEST), measurement=ZERO_SHOT))),
+                  axes=("target",)),
               exclude={"target": ("nq_open",)}),  # the only task of its type
         Claim("larger models do not transfer better between types: the largest by less than 5 points of correlation "
               "more than the smallest (margin ours)", "appendix E, figure 9",

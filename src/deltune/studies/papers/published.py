@@ -316,8 +316,8 @@ CHOICES = (
            "of BERT, and on T5 APET draws as many as BitFit has."),
     Choice(("ap/gap", "ap/structure", "ap/all"), "Shares of T5: the paper's are of all parameters with an output "
            "embedding of its own, which T5 v1.1 has: 0.30 % for LoRA on T5-small (76,961,152). Ours are of the "
-           "encoder and decoder with one embedding: 0.38 % (60,511,616). `deltune count --denominator untied` gives the "
-           "paper's."),
+           "encoder and decoder with one embedding: 0.38 % (60,511,616). `deltune count --denominator untied` gives "
+           "the paper's."),
     Choice(("ap/thresholds",), "Ranges of the low thresholds of all methods that §5.3 prints: "
            + "; ".join(f"{model} {low:,.0f} to {high:,.0f}" for model, (low, high) in AP_LOW_THRESHOLDS.items()) + "."),
 )  # fmt: skip
