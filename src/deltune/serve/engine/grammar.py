@@ -11,7 +11,7 @@ import torch
 from ...errors import error_summary, excerpt, is_installed
 from ..errors import InvalidRequest
 
-OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{0,20}"}
+OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{0,20}"}
 """Blanks between the parts of JSON are bounded, lest a weak model writes nothing else."""
 
 
