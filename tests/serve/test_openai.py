@@ -215,7 +215,7 @@ def test_metrics_are_prometheus_and_add_up(server: Served) -> None:
 
     before = samples()
     for _ in range(3):
-        server.post("/v1/completions", {"model": "acme-tone", "prompt": PROMPTS[0], "max_tokens": 2})
+        server.post("/v1/completions", {"model": "acme-tone", "prompt": PROMPTS[0], "max_tokens": 2, "temperature": 0})
     server.post("/v1/completions", {"model": "nobody", "prompt": PROMPTS[0]})
     after = samples()
 
