@@ -542,9 +542,12 @@ TIMES = ("before", "after", "in place")
 
 @pytest.mark.parametrize(
     ("family", "role", "text", "when"),
-    [(*case, when) for case in COMPILED for when in TIMES],
+    [
+        pytest.param(*case, when, marks=() if "prompt" in case[2] and when == "after" else pytest.mark.slow)
+        for case in COMPILED
+        for when in TIMES
+    ],
 )
-@pytest.mark.slow
 def test_compiled(family: str, role: str, text: str, when: str) -> None:
     """Compiled before or after attaching: right after use, and inside of rows() and disable()."""
     torch._dynamo.reset()

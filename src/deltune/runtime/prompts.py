@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from ..anatomy.types import Anatomy
 from ..compat import parameters_of, remove_hooks
 from ..errors import DeltuneError
-from .cached_prompts import Identity, counted_columns, enter_stack, identity_of, leave_stack, self_attention_cache
+from .cached_prompts import Identity, counted_columns, enter_stack, leave_stack, self_attention_cache
 from .modules import Edit
 from .pass_manager import PassManager
 from .row_assignment import name_arguments, parameter_names, prompt_form
@@ -121,7 +121,7 @@ class PromptHook:
                 f"a prompt cannot be continued with {state}, which does not say how many tokens it has read: generate "
                 "with use_cache=False, which reads the whole text in each step, or choose another method"
             )
-        length, identity = _longest(prompts), identity_of(prompts)
+        length, identity = _longest(prompts), self.passes.assignment().prompt_identity
         cache = self_attention_cache(arguments.get("past_key_values"))
         columns = counted_columns(cache, identity, length)
         is_present, shifts = _presence(prompts, batch, embeds.device), _shifts_positions(prompts)
@@ -356,7 +356,7 @@ def check_takes_prompts(model: PreTrainedModel, anatomy: Anatomy) -> None:
 
 def _longest(prompts: Prompts) -> int:
     """The length of the longest prompt."""
-    return max((sum(prompt_form(edit).length for edit in edits) for _, edits in prompts), default=0)
+    return max([0, *(sum(prompt_form(edit).length for edit in edits) for _, edits in prompts)])
 
 
 def _shifts_positions(prompts: Prompts) -> bool:

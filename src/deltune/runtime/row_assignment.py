@@ -25,6 +25,7 @@ from ..methods.masks import RowMask
 from ..methods.positions import ALL
 from ..methods.resolve import edit_conflicts
 from ..models import Pooling
+from .cached_prompts import identity_of
 from .model_state import ModelState
 from .modules import Delta, Edit, HeadLabels, ModuleCall, ReadInput, input_reader
 from .rows import (
@@ -287,6 +288,7 @@ class RowAssignment:
         attention: The edits inside each attention, by path.
         states: The edits that read all hidden states of a stack, by path of its container.
         prompts: The prompts of each group.
+        prompt_identity: Tells a cache that holds the rows of these prompts from others.
         pooled: The groups whose head reads something else than the class's pooler gives.
         shifts: By how much each group shifts the positions of a stack's tokens, by name of the stack.
         tensors: For each module, by path, how it runs with tensors of deltas instead of its own.
@@ -334,6 +336,7 @@ class RowAssignment:
             for group in self.groups
         ]
         self.prompts = [(group, edits) for group, edits in prompts if edits]
+        self.prompt_identity = identity_of(self.prompts)  # here, since torch.compile does not trace how they are named
         self.pooled = [group for group in self.groups if group.pooling != "model"]
         self.shifts = _shifts(self.groups)
         if (
