@@ -28,7 +28,7 @@ from ..methods.sites import Location
 from ..methods.spec import Method, Modification
 from ..models import Pooling
 from .hard_concrete import GatedDifference, HardConcreteGates
-from .scheduling import ScheduleState
+from .scheduling import NEVER_ADVANCED, ScheduleState
 
 
 class SparseParameter(nn.Module):
@@ -591,11 +591,7 @@ class Delta(nn.Module):
         """Warn if the delta has learned gates or a schedule, and `advance` was not called while it was trained."""
         parts = (*(gates for _, gates in self.learned_masks()), *self.schedule_states())
         if not all(part.advanced for part in parts):
-            warnings.warn(
-                f"{self.method!r}: call tuned.advance((step + 1) / steps) after optimizer.step(), like PEFT's "
-                "update_and_allocate (in a Trainer, callbacks=[deltune.ScheduleCallback()]); it was never called",
-                stacklevel=3,
-            )
+            warnings.warn(f"{self.method!r}: {NEVER_ADVANCED}", stacklevel=3)
 
     def freeze(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Make nothing of it trainable, and remember what was. The call may be repeated after an interruption."""
