@@ -59,8 +59,11 @@ test-all: lint
 	@$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 	@$(BIN)/python -m tests.mutation --workers $(WORKERS)
 
-# ENDS="python3.13 python3.13@2.15.0": other versions of Python and torch than the pinned ones; test-all tries the
+# Interpreters, each with the torch and transformers to try or the pinned ones: by default the oldest of pyproject.toml and
+# the pinned; ENDS="python3.13 python3.13@2.15.0" tries others. test-all tries the
 # interpreters that are on the PATH. A torch of PyPI for Linux comes with CUDA, which is gigabytes.
+ENDS ?= $(PYTHON)@2.11.0@5.17.0 $(PYTHON)
+
 test-ends: $(STAMP)
 	@$(TEST_ENV) DELTUNE_ENDS="$(ENDS)" $(BIN)/python -m pytest tests/whole/test_distribution.py -k another -rsP
 

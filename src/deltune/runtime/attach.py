@@ -684,6 +684,8 @@ def _checked_model(model: object) -> PreTrainedModel:
     advice = f"; {wrapped}" if (wrapped := describe_wrapped(model)) else ", as in attach(model, method)"
     if hasattr(model, "peft_config"):
         advice = ": take PEFT's layers off first (its unload()), or save it and deltune.load its folder"
+    elif not wrapped and (hasattr(model, "add_adapter") or hasattr(model, "load_lora_weights")):  # of diffusers
+        advice = ": it has its own adapters (add_adapter); of a pipeline, the text_encoder is a model of transformers"
     elif isinstance(model, Tuned):
         advice = ": give its model, as in attach(tuned.model, method)"
     elif isinstance(model, str | Path | PreTrainedConfig):

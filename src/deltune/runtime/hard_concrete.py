@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..anatomy.types import Tensor
-from ..compat import tensor_version
+from ..compat import UncalledModule, tensor_version
 from ..errors import DeltuneError
 from .scheduling import AdvanceWatch
 
@@ -26,7 +26,7 @@ PENALTY = 10.0  # of the mean of P(z ≠ 0) when it is at its full strength (our
 FIXED_AFTER = 0.5  # the share of training after which the gates are fixed
 
 
-class HardConcreteGates(nn.Module):
+class HardConcreteGates(UncalledModule):
     """δ and its gates over several tensors of the model, of which exactly `keep` scalars are kept.
 
     In training mode the gates are sampled; in evaluation mode and in the file only the `keep` largest |z δ| remain.

@@ -18,12 +18,15 @@ from ..anatomy.types import Anatomy
 from ..compat import (
     IS_QUANTIZED,
     PACKS_FOR_CPU,
+    TRACES_CALLS,
     call_class,
     count_forward_hooks,
     get_call_override,
     get_checkpoint_function,
     instance_forward,
+    is_exported,
     is_plain_inference,
+    refuse_to_compile,
     remove_call_override,
     remove_hooks,
     set_call_override,
@@ -72,6 +75,13 @@ class ForwardEntry:
     def install(self) -> None:
         self.before = get_call_override(self.module)
         set_call_override(self.module, self)
+        if not TRACES_CALLS and not self.path:
+            self.module.register_forward_pre_hook(self.refuse_to_compile)
+
+    def refuse_to_compile(self, module: nn.Module, args: Any) -> None:
+        """Raise an error in a compiled call of the model, which would not come by here."""
+        if torch.compiler.is_dynamo_compiling() and not is_exported():
+            refuse_to_compile()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         checkpoint = get_checkpoint_function(self.module)  # checkpointing may be enabled at any time
@@ -108,6 +118,7 @@ class ForwardEntry:
 
     def remove(self) -> None:
         remove_call_override(self.module, self, self.before)
+        remove_hooks(self.module, self)
         if isinstance(checkpoint := get_checkpoint_function(self.module), CheckpointFunction):
             set_checkpoint_function(self.module, checkpoint.original)
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ..anatomy.quantizers import bias_of, dequantized_weight
 from ..anatomy.types import Columns
-from ..compat import buffers_of, parameters_of
+from ..compat import UncalledModule, buffers_of, parameters_of
 from ..errors import DeltuneError, excerpt
 from ..methods.compositions import SigmoidGate
 from ..methods.forms.base import Form, Place, Shapes, Specs, WeightPlace
@@ -31,7 +31,7 @@ from .hard_concrete import GatedDifference, HardConcreteGates
 from .scheduling import NEVER_ADVANCED, ScheduleState
 
 
-class SparseParameter(nn.Module):
+class SparseParameter(UncalledModule):
     """A weight of which only some entries are parameters: `values` at the flat positions `index`."""
 
     index: torch.Tensor
@@ -63,7 +63,7 @@ class SparseParameter(nn.Module):
         return self.apply_to_parameter(base)
 
 
-class TensorTable(nn.Module):
+class TensorTable(UncalledModule):
     """Tensors by name: parameters, buffers, or under a mask some entries of a tensor (`sparse`)."""
 
     specs: Specs
