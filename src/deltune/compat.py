@@ -22,6 +22,9 @@ from torch.nn.modules.module import _global_forward_hooks
 from torch.overrides import TorchFunctionMode as TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # it has no public name
 from torch.utils._pytree import tree_map as tree_map
+from torch.utils.hooks import RemovableHandle
+
+from .errors import DeltuneError
 
 NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException)
 """What an operation raises whose output depends on the numbers that its inputs do not have."""
@@ -490,6 +493,31 @@ def move_fsdp_parameters(sharded: Iterable[Any], places: Mapping[int, Sequence[t
             info = parameter._module_info
             (info.module, info.param_name), *others = now
             info.shared_modules, info.shared_param_names = [m for m, _ in others], [leaf for _, leaf in others]
+
+
+# -- opacus, which computes the gradient of each sample by hooks of the modules that are called
+
+
+class UncalledModule(nn.Module):
+    """A module that holds tensors for others and is never called."""
+
+    def register_forward_hook(
+        self,
+        hook: Callable[..., Any],
+        *,
+        prepend: bool = False,
+        with_kwargs: bool = False,
+        always_call: bool = False,
+    ) -> RemovableHandle:
+        """Refuse opacus, whose optimizer would find no gradients of samples and blame the backward pass."""
+        if hasattr(getattr(hook, "__self__", None), "GRAD_SAMPLERS"):
+            raise DeltuneError(
+                "opacus samples gradients by hooks of modules that are called, and a delta's tensors act without a "
+                'call: give make_private grad_sample_mode="no_op", and in each step, with one loss per row, '
+                "p.grad_sample = g for the gradients g of torch.autograd.grad(losses, parameters, "
+                "torch.eye(len(losses)), is_grads_batched=True)"
+            )
+        return super().register_forward_hook(hook, prepend=prepend, with_kwargs=with_kwargs, always_call=always_call)
 
 
 # -- uvicorn

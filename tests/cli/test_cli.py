@@ -358,7 +358,7 @@ def test_sums_and_differences_of_folders(deltune: Command, tmp_path: Path) -> No
         library.load(model, tmp_path / name, name=name)
     expected = library.tuned(model).combine("0.5*d1", name="halved").model(ids).logits
     assert torch.allclose(library.tuned(model).use("sum").model(ids).logits, expected, atol=1e-4)
-    result = deltune(*command, "--output", tmp_path / "rank", "--rank", 1)
+    result = deltune(*command, "--output", tmp_path / "rank", "--rank", 1, "--model", base)
     assert result.code == 0 and "rank=1 approximates" in result.err and "lora(rank=1)" in result.out
     assert deltune(*command, "--output", tmp_path / "ties", "--how", "ties", "--density", 0.5).code == 0
     other = library.attach(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base)), "lora(rank=2)")
@@ -366,6 +366,7 @@ def test_sums_and_differences_of_folders(deltune: Command, tmp_path: Path) -> No
     for arguments, says in (
         (("combine", "a + b", f"a={tmp_path / 'd1'}", f"b={tmp_path / 'other'}"), "base"),
         (("combine", "a + z", f"a={tmp_path / 'd1'}"), "unknown delta 'z'"),
+        (("combine", "a", f"a={tmp_path / 'd1'}", "--model", tmp_path / "nowhere"), "nowhere"),
         (("combine", "a", tmp_path / "d1"), "NAME=DIR"),
         (("combine", "a", f"a={tmp_path / 'd1'}", "--how", "mean"), "dare, magnitude, ties"),
     ):

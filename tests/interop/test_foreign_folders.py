@@ -394,6 +394,18 @@ def test_what_a_folder_wants_is_bounded_too(peft: dict[str, list[Path]], tmp_pat
         foreign_model_kind(folder)
 
 
+def test_a_folder_of_another_family_is_said_to_be_one(peft: dict[str, list[Path]]) -> None:
+    lora = next(
+        folder
+        for folder in peft["bert"]
+        if json.loads((folder / "adapter_config.json").read_text())["peft_type"] == "LORA"
+    )
+    with pytest.raises(
+        deltune.DeltuneError, match=r"was trained on another model.*it has base_model\.model.*GPT2LMHead"
+    ):
+        deltune.load(build(FAMILIES["gpt2"], "causal"), lora)
+
+
 def test_a_head_that_is_not_in_the_folder_stays(peft: dict[str, list[Path]], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(peft["bert"][0], tmp_path / "peft"))
     save_file({n: t for n, t in read(folder).items() if "classifier" not in n}, file_of(folder))

@@ -93,6 +93,25 @@ def test_rows_advance_their_own_deltas_and_what_was_advanced_is_not_warned_of() 
         tuned.delta("a").warn_if_never_advanced()
 
 
+@pytest.mark.parametrize("method", ["adalora", "diff_pruning"])
+@pytest.mark.parametrize("advanced", [False, True])
+def test_what_is_never_advanced_is_warned_of_in_the_second_step(method: str, advanced: bool) -> None:
+    tuned = deltune.attach(build(FAMILIES["bert"], "base").train(), method)
+    optimizer = torch.optim.SGD(tuned.trainable_parameters(), lr=0.01)
+    texts = []
+    for step in range(3):
+        for _ in range(2):  # as gradients are accumulated
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                loss(forward(tuned.model, batch(tuned.model))).backward()
+            texts += [(step, str(warning.message)) for warning in caught if "never called" in str(warning.message)]
+        optimizer.step()
+        if advanced:
+            tuned.advance((step + 1) / 3)
+        optimizer.zero_grad()
+    assert [step for step, _ in texts] == ([] if advanced else [1])
+
+
 def test_sharding_refuses_schedules() -> None:
     tuned = deltune.attach(build(FAMILIES["bert"], "base"), "adalora")
     with pytest.raises(deltune.DeltuneError, match=r"fsdp cannot divide adalora.*sharding=none"):

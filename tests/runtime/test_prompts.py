@@ -14,7 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DataCollatorWithFlattening, DynamicCache, PreTrainedModel, StaticCache
+from transformers import (
+    ContinuousBatchingConfig,
+    DataCollatorWithFlattening,
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedModel,
+    StaticCache,
+)
 
 import deltune
 from runtime.identity.configurations import tiny
@@ -278,10 +285,20 @@ def test_outputs_of_an_encoder_are_passed_on() -> None:
         model(encoder_outputs=of_base, **decoder_inputs)
 
 
-def test_continuous_batching_is_refused() -> None:
-    model, _ = tuned_model("llama")
-    with pytest.raises(deltune.DeltuneError, match="generate_batch packs several texts"):
-        model.generate_batch(inputs=[[5, 6, 7]])
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [("prompt(length=3)", "packs several texts"), ("prefix(length=3)", "no prefix"), ("lora(rank=2)", "")],
+)
+def test_continuous_batching_gives_the_texts_of_generate_or_is_refused(method: str, reason: str) -> None:
+    model = build(FAMILIES["llama"], "causal")
+    stir(deltune.attach(model, method))
+    ways = GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    small = ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=16)
+    refused = pytest.raises(deltune.DeltuneError, match=f"generate_batch .*{reason}")
+    with refused if reason else contextlib.nullcontext():
+        (answer,) = model.generate_batch([[5, 6, 7]], ways, small).values()
+        expected = model.generate(torch.tensor([[5, 6, 7]]), generation_config=ways)[0, 3:]
+        assert answer.generated_tokens == expected.tolist()
 
 
 # -- positions of several axes

@@ -728,6 +728,8 @@ def test_one_file_is_split_by_the_seed(tmp_path: Path) -> None:
     assert one.fingerprint == array.fingerprint != other.fingerprint and "seed 0 (--seed): 33 train" in one.notes[0]
     drawn = {int(name.removeprefix("line-")) for split in one.splits.values() for name in split["id"]}
     assert drawn == {*range(1, 42)} and "line-41" in one.splits["train"]["id"]  # which has a label of its own
+    for split in ("validation", "test"):  # in the shares of the labels, of which the rare one has too few
+        assert {*one.splits[split]["label"]} == {0, 1, 3} and one.labels[2] == "rare"
     scored = loading.load_data(str(tmp_path / "a.jsonl"), labels=one.labels, training=False)
     assert list(scored.splits) == ["test"] and len(scored.splits["test"]) == 41
     tiny.lines(tmp_path / "few.jsonl", rows[:19])

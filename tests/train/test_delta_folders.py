@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,18 @@ from safetensors.torch import load_file
 import deltune
 import tiny
 from deltune.errors import DeltuneError
-from deltune.models import load_model
-from deltune.train.inference import evaluate, export_run, generate, load_run, merge_run, method_at_end, predict_rows
+from deltune.models import load_config, load_model
+from deltune.train.inference import (
+    evaluate,
+    export_run,
+    generate,
+    import_adapter,
+    load_run,
+    merge_run,
+    method_at_end,
+    predict_rows,
+)
+from deltune.train.prediction_inputs import inputs_from_file
 from deltune.train.run import train
 from deltune.train.run_folder import open_run
 
@@ -58,6 +69,29 @@ def test_every_use_takes_it(name: str, places: Path, tmp_path: Path) -> None:
     deltune.load(again, export_run(folder, tmp_path / "exported", base=base))
     with torch.no_grad():
         torch.testing.assert_close(again.eval()(**batch).logits.softmax(-1), expected)
+
+
+def test_labels_without_names_are_named(places: Path, tmp_path: Path) -> None:
+    """Wherever a delta of PEFT is used; and a file's columns that are read or not are said."""
+    base, labels = str(places / "bert"), list(tiny.WORDS)
+    assert {*predict_rows(places / "peft", INPUTS, base, labels)[0]["scores"]} == {*labels}
+    expected = evaluate(places / "saved", data=str(places / "data.jsonl"), base=base)
+    assert evaluate(places / "peft", data=str(places / "data.jsonl"), base=base, labels=labels) == expected
+    merged = merge_run(places / "peft", tmp_path / "merged", base=base, labels=labels)
+    assert [*load_config(str(merged)).id2label.values()] == labels
+    import_adapter(places / "peft", base, tmp_path / "imported", labels=labels)
+    assert open_run(tmp_path / "imported", base).labels == tuple(labels)
+    assert deltune.load(base, tmp_path / "imported").model.config.num_labels == 3
+    with pytest.raises(DeltuneError, match="LABEL_2: --labels names those that have no names, each once, and here are"):
+        predict_rows(places / "peft", INPUTS, base, labels[:2])
+    with pytest.raises(DeltuneError, match=r"has the labels .*fruit"):
+        predict_rows(places / "saved", INPUTS, base, labels)
+
+
+def test_the_columns_of_a_file_that_are_read_are_said(places: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    assert len(inputs_from_file(places / "data.jsonl", places / "saved", str(places / "bert"))) == 6
+    assert "of data.jsonl is read: text (text); not read: label" in caplog.text
 
 
 def test_what_a_delta_alone_does_not_say_is_asked(places: Path) -> None:
@@ -125,10 +159,12 @@ def test_a_run_begins_with_the_ranks_that_were_left(places: Path, tmp_path: Path
     torch.testing.assert_close(two, one)
 
 
-def test_a_run_begins_with_an_adapter_of_peft(places: Path, tmp_path: Path) -> None:
+def test_a_run_begins_with_an_adapter_of_peft(places: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     base = str(places / "bert")
     spec = tiny.spec(tmp_path, model=base, method=method_at_end(places / "peft", base), steps=1, lr=1e-12)
     train(spec.replace(init_from=str(places / "peft")), tmp_path / "run", report=False)
+    assert "the pooler of the model's class, as the delta of --init-from has it (--pooling)" in caplog.text
     batch = load_run(tmp_path / "run").tokenizer([row["input"] for row in INPUTS], padding=True, return_tensors="pt")
     with torch.no_grad():
         one, two = (

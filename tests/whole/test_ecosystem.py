@@ -187,3 +187,14 @@ def test_g2p_with_seq2seq_trainer(method: str, shared: Path, tmp_path: Path) -> 
     assert exact(after) > exact(before) + 0.05
     deltune.tuned(model).detach()
     assert answers() == before
+
+
+def test_a_model_of_diffusers_has_its_own_adapters() -> None:
+    diffusers = pytest.importorskip("diffusers")
+    model = diffusers.UNet2DConditionModel(
+        sample_size=8, block_out_channels=(8, 16), down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), cross_attention_dim=8, attention_head_dim=4,
+        norm_num_groups=4, layers_per_block=1,
+    )  # fmt: skip
+    with pytest.raises(deltune.DeltuneError, match=r"UNet2DConditionModel: it has its own adapters \(add_adapter\)"):
+        deltune.attach(model, "lora(rank=2)")

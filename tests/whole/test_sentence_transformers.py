@@ -92,3 +92,15 @@ def test_training_with_the_best_checkpoint(tmp_path: Path) -> None:
         tuned.named_trainable_parameters(), expected.named_trainable_parameters(), strict=True
     ):
         torch.testing.assert_close(one, other, msg=name)
+
+
+def test_setfit_saves_the_tuned_body_beside_its_head(tmp_path: Path) -> None:
+    setfit = pytest.importorskip("setfit")
+    sentence_model(tmp_path / "base").save(str(tmp_path / "body"))
+    model = setfit.SetFitModel.from_pretrained(str(tmp_path / "body"), device="cpu")
+    stir(deltune.attach(model.model_body, "lora(rank=4)"))
+    model.model_head.fit(model.model_body.encode(TEXTS), [0, 1, 0, 1])
+    expected = torch.as_tensor(model.predict_proba(TEXTS))
+    model.save_pretrained(str(tmp_path / "saved"))
+    again = setfit.SetFitModel.from_pretrained(str(tmp_path / "saved"), device="cpu")
+    torch.testing.assert_close(torch.as_tensor(again.predict_proba(TEXTS)), expected, atol=1e-5, rtol=0)

@@ -22,8 +22,16 @@ RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a ru
 BaseOption = Annotated[
     str | None, typer.Option("--model", help="The base model of RUN, where it is not at the place that RUN names.")
 ]
+LabelsOption = Annotated[
+    str | None, typer.Option("--labels", help="Names for labels that have none, in the order of their ids: a,b,c.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress and no notes.")]
+
+
+def listed(names: str | None) -> list[str] | None:
+    """Return the names of an option such as --labels a,b,c."""
+    return None if names is None else [name.strip() for name in names.split(",") if name.strip()]
 
 
 @contextlib.contextmanager

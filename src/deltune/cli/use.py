@@ -10,7 +10,17 @@ import typer
 
 from ..errors import DeltuneError
 from .options import Imports
-from .output import BaseOption, Json, Quiet, RunArgument, console, fast_imports, log_to_stderr
+from .output import (
+    BaseOption,
+    Json,
+    LabelsOption,
+    Quiet,
+    RunArgument,
+    console,
+    fast_imports,
+    listed,
+    log_to_stderr,
+)
 
 if TYPE_CHECKING:
     from ..runtime.handle import Tuned
@@ -76,6 +86,7 @@ def evaluate(
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="With --harness: only the first rows of a task.")] = None,
     base: BaseOption = None,
+    labels: LabelsOption = None,
     quiet: Quiet = False,
     imports: Imports = None,
     as_json: Json = False,
@@ -85,11 +96,11 @@ def evaluate(
 
     others = {
         "--data": data, "--columns": columns, "--task": task, "--data-root": data_root, "--answer": answer != "head",
-        "--max-length": max_length, "--split": split, "--output": output, "--rescore": rescore,
+        "--max-length": max_length, "--split": split, "--output": output, "--rescore": rescore, "--labels": labels,
     }  # fmt: skip
     if harness and (useless := [name for name, value in others.items() if value]):
         raise DeltuneError(f"--harness has its own data and answers: leave {', '.join(useless)} out")
-    if rescore and (data or data_root or split or output or columns):
+    if rescore and (data or data_root or split or output or columns or base or labels):
         raise DeltuneError("--rescore reads the run's own prediction files: no --data, --split or --output with it")
     if data and data_root:
         raise DeltuneError("--data-root is for known tasks, which have their own data: give it without --data")
@@ -115,9 +126,12 @@ def evaluate(
             if task is not None or answer != "head":
                 raise DeltuneError(f"--task and --answer are of a model as it is; {run} is a run, which has its own")
             scores = inference.evaluate(
-                run, data, split, output, progress=not quiet, columns=columns, data_root=data_root, base=base
-            )
+                run, data, split, output, progress=not quiet, columns=columns, data_root=data_root, base=base,
+                labels=listed(labels),
+            )  # fmt: skip
         else:
+            if base or labels:
+                raise DeltuneError(f"--model and --labels are for a delta; {run} is a model as it is")
             scores = inference.evaluate_model(
                 str(run),
                 data,
@@ -143,6 +157,7 @@ def predict(
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Write JSON lines there instead of printing.")] = None,
     base: BaseOption = None,
+    labels: LabelsOption = None,
     quiet: Quiet = False,
     imports: Imports = None,
     as_json: Json = False,
@@ -164,7 +179,7 @@ def predict(
             if file is None
             else prediction_inputs.inputs_from_file(file, run, base)
         )
-        predictions = predict_rows(run, rows, base)
+        predictions = predict_rows(run, rows, base, listed(labels))
     if output is not None:
         prediction_inputs.write_predictions(output, predictions)
         print(f"{len(predictions)} predictions in {output}", file=sys.stderr)
@@ -272,6 +287,7 @@ def merge(
         bool, typer.Option(help="Write a quantised model in floating point, so that nothing is rounded.")
     ] = False,
     base: BaseOption = None,
+    labels: LabelsOption = None,
     quiet: Quiet = False,
     imports: Imports = None,
     as_json: Json = False,
@@ -283,7 +299,7 @@ def merge(
     with log_to_stderr(quiet):
         from ..train import inference
 
-        target = inference.merge_run(run, to, dequantize=dequantize, base=base)
+        target = inference.merge_run(run, to, dequantize=dequantize, base=base, labels=listed(labels))
     kind = "sentence-transformers" if (target / "modules.json").is_file() else "transformers"
     facts = {"to": str(target), "for": kind}
     console.print_json(data=facts) if as_json else console.print(f"merged into {target}, which {kind} reads")
@@ -310,6 +326,9 @@ def combine(
     expression: Annotated[str, typer.Argument(metavar="SUM", help='Such as "0.5*a - b", or "average(a, b)".')],
     deltas: Annotated[list[str], typer.Argument(metavar="NAME=DIR...", help="A run or a delta for each name.")],
     output: Annotated[Path, typer.Option(help="A new folder for the delta.")],
+    base: Annotated[
+        str | None, typer.Option("--model", help="The base model, where it is not at the place that the deltas name.")
+    ] = None,
     rank: Annotated[int | None, typer.Option(min=1, help="A LoRA of this rank, as near as can be [exact].")] = None,
     how: Annotated[str | None, typer.Option(help="ties, dare or magnitude, in place of adding.")] = None,
     density: Annotated[float | None, typer.Option(help="With --how: the share of each change that is kept.")] = None,
@@ -336,7 +355,7 @@ def combine(
             raise DeltuneError(unknown_name("--how", how, [str(way) for way in ways]))
         (first, folder), *others = folders.items()
         with silent_loading():
-            model = load(folder, name=first).model
+            model = (load(folder, name=first) if base is None else load(base, folder, name=first)).model
             for name, other in others:
                 load(model, other, name=name, use=False)
         made = None if how is None else ways[how](**({} if density is None else {"density": density}))
@@ -390,6 +409,7 @@ def import_folder(
     kind: Annotated[
         str | None, typer.Option(help="classification, base, causal-lm or seq2seq-lm [what the folder says].")
     ] = None,
+    labels: LabelsOption = None,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
@@ -397,7 +417,7 @@ def import_folder(
     with log_to_stderr(quiet):
         from ..train import inference
 
-        handle = inference.import_adapter(folder, model, output, kind)
+        handle = inference.import_adapter(folder, model, output, kind, listed(labels))
     _print_delta(handle, output, as_json)
 
 

@@ -66,11 +66,20 @@ class ProjectionReader:
             for row in (self.row, *beside(self.row, options)):
                 self._read_module(path, row, options, sites.get(path, []), known | of_modules.get(path, {}))
         if self.problems or not self.pieces:
-            problems = self.problems or ["no tensor of a module that this model has and can change"]
+            problems = self.problems or [self._other_model()]
             raise DeltuneError(f"{self.row.kind}: {'; '.join(first_of(problems, 3))}")
         method = self._method()
         tensors = tensors_by_file_name(self.anatomy, method, self.pieces)
         return method, tensors | self._shared_tensors(method, known)
+
+    def _other_model(self) -> str:
+        """Return the problem of a file with no tensor of a module that this model has and can change."""
+        names, base = sorted(self.unused.names.values()), self.options.get("base_model_name_or_path")
+        return (
+            f"it was trained on {f'another model ({base})' if base else 'another model'}: it has "
+            f"{names[0] if names else 'no tensors'}, and no tensor of a module that this {self.anatomy.model} has and "
+            "that can be changed"
+        )
 
     def plan(self, paths: list[str]) -> Method:
         """Return the method that changes these modules, which no file has tensors of."""

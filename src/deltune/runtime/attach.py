@@ -351,7 +351,8 @@ def load(
 ) -> Tuned:
     """Attach a saved delta under a name, whatever it was called when it was saved, and put it in use.
 
-    `load(folder)` loads the base model too, by the name that the folder has for it, and `tuned.model` is that model.
+    `load(folder)` loads the base model too, by the name that the folder has for it, and `load("BASE", folder)` the base
+    of this name, with the head that the delta was tuned with; `tuned.model` is that model.
 
     `load(model, "user/name")` fetches a delta from the Hugging Face Hub if there is no such folder here. Only the files
     of a delta, of PEFT or of AdapterHub are downloaded.
@@ -361,7 +362,7 @@ def load(
     the blobs of a Hugging Face cache).
 
     Args:
-        model: The base model that the delta was trained on; or the folder alone, to load that base model as well.
+        model: The base model that the delta was trained on, or its folder or hub id; or the delta's folder alone.
         folder: A run, its `delta` folder, any folder that `save` wrote, a Trainer's checkpoint of a model with a delta,
             or an adapter folder of PEFT or AdapterHub. Or a hub id, OWNER/NAME; a `Path` is never one.
         name: What the delta is called on this model.
@@ -385,8 +386,8 @@ def load(
         where = _folder_or_fetched(model, revision, token)
         model = _checked_model(_load_base_of(where))
     elif folder is not None:
-        model = _checked_model(model)
         where = _folder_or_fetched(folder, revision, token)
+        model = _checked_model(_load_base_of(where, str(model)) if isinstance(model, str | Path) else model)
     else:
         raise DeltuneError("no folder is given: load(model, folder), or load(folder) with the base model as well")
     with _default_modes():
@@ -458,8 +459,8 @@ def _is_foreign_delta(where: Path) -> bool:
     return is_foreign(where) and not has_file(where, serialization.FACTS)
 
 
-def _load_base_of(where: Path) -> PreTrainedModel:
-    """Load the base model that a folder names, with the head that its delta was tuned with."""
+def _load_base_of(where: Path, name: str = "") -> PreTrainedModel:
+    """Load the base model that a folder names, or another, with the head that its delta was tuned with."""
     labels: list[str] | None
     if _is_foreign_delta(where):
         head, base, count = foreign_base(where)
@@ -468,8 +469,9 @@ def _load_base_of(where: Path) -> PreTrainedModel:
         facts = serialization.read_metadata(where)
         head, base = "", facts.base.name
         labels = [label for _, label in facts.labels.pairs] if facts.labels else None
+    base = name or base
     if not base:
-        raise DeltuneError(f"{where} does not name its base model: load that model, and give it as load(model, folder)")
+        raise DeltuneError(f"{where} does not name its base model: give it, as in load('BASE', folder)")
     try:
         head = head or head_of_class(base, facts.base.model)
         return load_model(base, head, labels if head in HEADS_WITH_LABELS else None)
@@ -682,6 +684,8 @@ def _checked_model(model: object) -> PreTrainedModel:
     advice = f"; {wrapped}" if (wrapped := describe_wrapped(model)) else ", as in attach(model, method)"
     if hasattr(model, "peft_config"):
         advice = ": take PEFT's layers off first (its unload()), or save it and deltune.load its folder"
+    elif not wrapped and (hasattr(model, "add_adapter") or hasattr(model, "load_lora_weights")):  # of diffusers
+        advice = ": it has its own adapters (add_adapter); of a pipeline, the text_encoder is a model of transformers"
     elif isinstance(model, Tuned):
         advice = ": give its model, as in attach(tuned.model, method)"
     elif isinstance(model, str | Path | PreTrainedConfig):

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from ..anatomy.types import Tensor
-from ..compat import tensor_version
+from ..compat import UncalledModule, tensor_version
 from ..errors import DeltuneError
+from .scheduling import AdvanceWatch
 
 BETA, GAMMA, ZETA = 2 / 3, -0.1, 1.1
 LOG_ALPHA = 5.0  # at the start nearly every gate is open (Guo et al.)
@@ -25,7 +26,7 @@ PENALTY = 10.0  # of the mean of P(z ≠ 0) when it is at its full strength (our
 FIXED_AFTER = 0.5  # the share of training after which the gates are fixed
 
 
-class HardConcreteGates(nn.Module):
+class HardConcreteGates(UncalledModule):
     """δ and its gates over several tensors of the model, of which exactly `keep` scalars are kept.
 
     In training mode the gates are sampled; in evaluation mode and in the file only the `keep` largest |z δ| remain.
@@ -42,6 +43,7 @@ class HardConcreteGates(nn.Module):
         self.keep, self.folded, self.strength = keep, folded, 0.0
         self.missing_penalty: set[str] = set()  # tensors whose penalty was not yet added in this step
         self.advanced = folded  # whether advance() was called
+        self.watch_of_advance = AdvanceWatch()
         self.largest: tuple[Any, torch.Tensor] | None = None
         if folded:
             self.values = nn.Parameter(torch.zeros(keep))
@@ -76,6 +78,8 @@ class HardConcreteGates(nn.Module):
         number = self.names[name]
         start, stop = self.starts[number], self.starts[number + 1]
         if self.training and not self.folded:
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                self.watch_of_advance.see_step(self.delta)
             logits = self.gate[start:stop] * PACE
             noise = torch.rand_like(logits).clamp(1e-6, 1 - 1e-6)
             z = self._gate((torch.logit(noise) + logits) / BETA)
@@ -106,7 +110,7 @@ class HardConcreteGates(nn.Module):
 
     def advance(self, share: float) -> None:
         """Raise the penalty, or fix the gates once FIXED_AFTER of the training is done."""
-        self.advanced = True
+        self.advanced = self.watch_of_advance.advanced = True
         if self.folded or self.is_fixed:
             return
         self.strength = PENALTY * min(1.0, share / FIXED_AFTER)

@@ -273,18 +273,28 @@ class Generate(ModelMethod):
     """`generate`: runs as one long pass, whose rows are the prompts."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.method != "generate":
+            self._check_batching()
+        return self.passes.generate(self.original, args, kwargs, in_threads=self.method != "generate")
+
+    def _check_batching(self) -> None:
+        """Refuse continuous batching where it would not give the texts of `generate`."""
         in_use = self.passes.assignment()
-        if self.method != "generate" and (in_use.rows or in_use is not self.passes.default_assignment):
+        if in_use.rows or in_use is not self.passes.default_assignment:
             raise DeltuneError(
                 f"{self.method} runs in a thread of its own, where rows() and disable() do not hold: call generate, or "
                 "use() one delta for the whole model"
             )
-        if self.method != "generate" and self.passes.assignment().prompts:
+        others = "call generate, or serve the delta with deltune serve"
+        if in_use.prompts:
             raise DeltuneError(
-                f"{self.method} packs several texts into a row, and a prompt stands before the first alone: call "
-                "generate, or serve the delta with deltune serve"
+                f"{self.method} packs several texts into a row, and a prompt stands before the first alone: {others}"
             )
-        return self.passes.generate(self.original, args, kwargs, in_threads=self.method != "generate")
+        if self.passes.has_prefixes:
+            raise DeltuneError(
+                f"{self.method} has an attention of its own, which reads no prefix, and a delta that is attached has "
+                f"one: {others}"
+            )
 
 
 class StateDict(ModelMethod):

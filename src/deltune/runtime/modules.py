@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ..anatomy.quantizers import bias_of, dequantized_weight
 from ..anatomy.types import Columns
-from ..compat import buffers_of, parameters_of
+from ..compat import UncalledModule, buffers_of, parameters_of
 from ..errors import DeltuneError, excerpt
 from ..methods.compositions import SigmoidGate
 from ..methods.forms.base import Form, Place, Shapes, Specs, WeightPlace
@@ -29,10 +29,10 @@ from ..methods.sites import Location
 from ..methods.spec import Method, Modification
 from ..models import Pooling
 from .hard_concrete import GatedDifference, HardConcreteGates
-from .scheduling import ScheduleState
+from .scheduling import NEVER_ADVANCED, ScheduleState
 
 
-class SparseParameter(nn.Module):
+class SparseParameter(UncalledModule):
     """A weight of which only some entries are parameters: `values` at the flat positions `index`."""
 
     index: torch.Tensor
@@ -64,7 +64,7 @@ class SparseParameter(nn.Module):
         return self.apply_to_parameter(base)
 
 
-class TensorTable(nn.Module):
+class TensorTable(UncalledModule):
     """Tensors by name: parameters, buffers, or under a mask some entries of a tensor (`sparse`)."""
 
     specs: Specs
@@ -609,11 +609,7 @@ class Delta(nn.Module):
         """Warn if the delta has learned gates or a schedule, and `advance` was not called while it was trained."""
         parts = (*(gates for _, gates in self.learned_masks()), *self.schedule_states())
         if not all(part.advanced for part in parts):
-            warnings.warn(
-                f"{self.method!r}: call tuned.advance((step + 1) / steps) after optimizer.step(), like PEFT's "
-                "update_and_allocate (in a Trainer, callbacks=[deltune.ScheduleCallback()]); it was never called",
-                stacklevel=3,
-            )
+            warnings.warn(f"{self.method!r}: {NEVER_ADVANCED}", stacklevel=3)
 
     def freeze(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Make nothing of it trainable, and remember what was. The call may be repeated after an interruption."""

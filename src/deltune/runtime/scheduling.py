@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..compat import buffers_of, hooks_of_tensor, parameters_of
+from ..compat import buffers_of, hooks_of_tensor, parameters_of, tensor_version
 from ..errors import DeltuneError
 from ..methods.schedules import RankSchedule, Schedule
+
+NEVER_ADVANCED = (
+    "call tuned.advance((step + 1) / steps) after optimizer.step(), like PEFT's update_and_allocate (in a Trainer, "
+    "callbacks=[deltune.ScheduleCallback()]); it was never called"
+)
+
+
+class AdvanceWatch:
+    """Warns in the second step of an optimizer if `advance` was not called after the first."""
+
+    def __init__(self) -> None:
+        self.advanced = False
+        self.version: int | None = None
+
+    def see_step(self, parameter: torch.Tensor) -> None:
+        """Take note that a parameter trains, whose version an optimizer raises."""
+        version = tensor_version(parameter)
+        if not self.advanced and self.version not in (None, version):
+            self.advanced = True  # it is said once here, and by `save` again
+            warnings.warn(f"a method with a schedule is trained without it: {NEVER_ADVANCED}", stacklevel=2)
+        self.version = version
 
 
 class _PenaltyGradient:
@@ -24,6 +46,9 @@ class _PenaltyGradient:
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
         key = (self.number, self.name)
         self.state.trained = True
+        first = next(iter(self.state.parameters_at(0).items()))
+        if key == (0, first[0]):
+            self.state.watch_of_advance.see_step(first[1])
         if key not in self.state.missing:
             return gradient
         self.state.missing.discard(key)
@@ -49,6 +74,7 @@ class ScheduleState(nn.Module):
         self.edits: list[nn.Module]
         self.trained = False
         self.missing: set[tuple[int, str]] = set()
+        self.watch_of_advance = AdvanceWatch()
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("is_final", torch.zeros((), dtype=torch.bool))
         if isinstance(schedule, RankSchedule):
@@ -65,7 +91,7 @@ class ScheduleState(nn.Module):
         super().__setstate__(state)
         self.watch()  # a copy's parameters have no hooks
 
-    def _parameters_at(self, number: int) -> dict[str, nn.Parameter]:
+    def parameters_at(self, number: int) -> dict[str, nn.Parameter]:
         return {name: p for name, p in parameters_of(self.edits[number]).items() if p is not None}
 
     def _expect_penalties(self) -> None:
@@ -79,7 +105,7 @@ class ScheduleState(nn.Module):
     def watch(self) -> None:
         """Let the backward passes that follow add the gradient of the penalty."""
         for number in range(len(self.edits)):
-            for name, parameter in self._parameters_at(number).items():
+            for name, parameter in self.parameters_at(number).items():
                 hooks = hooks_of_tensor(parameter)
                 if parameter.requires_grad and not any(isinstance(hook, _PenaltyGradient) for hook in hooks):
                     parameter.register_hook(_PenaltyGradient(self, number, name))
@@ -87,12 +113,12 @@ class ScheduleState(nn.Module):
     @torch.no_grad()
     def has_penalty(self) -> bool:
         """Whether the schedule has a penalty."""
-        return any(self.schedule.penalty(self._parameters_at(number)) is not None for number in range(len(self.edits)))
+        return any(self.schedule.penalty(self.parameters_at(number)) is not None for number in range(len(self.edits)))
 
     def penalty_gradient(self, number: int, name: str) -> torch.Tensor:
         """Return the gradient of the penalty for one parameter."""
         with torch.enable_grad():
-            tensors = {n: p.detach().requires_grad_(n == name) for n, p in self._parameters_at(number).items()}
+            tensors = {n: p.detach().requires_grad_(n == name) for n, p in self.parameters_at(number).items()}
             penalty = self.schedule.penalty(tensors)
             if penalty is None or not penalty.requires_grad:
                 return torch.zeros_like(tensors[name])
@@ -103,11 +129,12 @@ class ScheduleState(nn.Module):
     def advance(self, share: float) -> None:
         """Follow the schedule after a step of the optimizer, while the step's gradients are there."""
         self.watch()
+        self.watch_of_advance.advanced = True
         self._expect_penalties()
         if share:
             self.steps += 1
             for number in range(len(self.edits)):
-                self.schedule.project(self._parameters_at(number))
+                self.schedule.project(self.parameters_at(number))
             if isinstance(self.schedule, RankSchedule):
                 self._allocate(self.schedule, share)
 
@@ -120,7 +147,7 @@ class ScheduleState(nn.Module):
             waits = bool(self.is_final)
             self.is_final.fill_(True)
         kept: list[Any] = [buffers[f"kept_{number}"] for number in range(len(self.edits))]
-        values = [self._parameters_at(number)[next(iter(schedule.axes))] for number in range(len(self.edits))]
+        values = [self.parameters_at(number)[next(iter(schedule.axes))] for number in range(len(self.edits))]
         if not waits:
             scores = [self._scores(schedule, number) for number in range(len(self.edits))]
             total = sum(map(len, scores))
@@ -137,7 +164,7 @@ class ScheduleState(nn.Module):
         """Take the step into the averages."""
         buffers = buffers_of(self)
         for number in range(len(self.edits)):
-            for name, parameter in self._parameters_at(number).items():
+            for name, parameter in self.parameters_at(number).items():
                 if name not in schedule.axes:
                     continue
                 if parameter.grad is None:

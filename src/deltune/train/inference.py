@@ -52,7 +52,7 @@ from .metrics.registry import METRICS, compute_scores
 from .prediction_inputs import Input, columns_from_inputs
 from .presets import merge_values
 from .progress import ProgressDisplay
-from .run_folder import DeltaFolder, RunFolder, open_run
+from .run_folder import DeltaFolder, RunFolder, named_labels, open_run
 from .setup import (
     TaskSetup,
     check_fits,
@@ -226,24 +226,31 @@ class LoadedRun:
 
 
 @check_booleans
-def load_run(run: str | Path | Mapping[str, str | Path], base: str | None = None, *, pairs: bool = False) -> LoadedRun:
+def load_run(
+    run: str | Path | Mapping[str, str | Path],
+    base: str | None = None,
+    *,
+    pairs: bool = False,
+    labels: Sequence[str] | None = None,
+) -> LoadedRun:
     """Load the base model of a run and its delta, or the deltas of several runs on one base.
 
     Args:
         run: The folder of a run, of a delta without a run or of an adapter of PEFT; or folders by name.
         base: The base model, where it is not at the place that the folder names.
         pairs: Whether the inputs are pairs of texts, where a delta without a run does not say it.
+        labels: The names of the labels in the order of their ids, where a delta without a run has none.
 
     Raises:
         DeltuneError: A folder is no run, has no delta yet, or is of another base model or other languages.
     """
     folders = run.items() if isinstance(run, Mapping) else [("default", run)]
-    runs = {name: open_run(folder, base, pairs=pairs) for name, folder in folders}
+    runs = {name: open_run(folder, base, pairs=pairs, labels=labels) for name, folder in folders}
     if not runs:
         raise DeltuneError("no run is named")
     name, first = next(iter(runs.items()))
     config = first.config
-    labels = {name: folder.labels for name, folder in runs.items()}
+    labels_of = {name: folder.labels for name, folder in runs.items()}
     objective = config.objective.kind
     if objective == "reward":
         raise DeltuneError(f"{first.folder} is a reward model, which rates answers in Python; report.html says how")
@@ -255,7 +262,7 @@ def load_run(run: str | Path | Mapping[str, str | Path], base: str | None = None
         tokenizer = with_chat_template(tokenizer, trained.chat_template)
     if len(runs) > 1 and language_codes(tokenizer):
         _check_same_languages(runs)
-    head_labels = labels[name] if _has_labels(kind) else None
+    head_labels = labels_of[name] if _has_labels(kind) else None
     model = load_model(
         config.model.name, kind.head, head_labels, "float32", config.runtime.seed, quantize=config.model.quantize
     )
@@ -263,12 +270,23 @@ def load_run(run: str | Path | Mapping[str, str | Path], base: str | None = None
     for delta, folder in runs.items():
         if not folder.finished:
             warnings.warn(f"{folder.folder} is not finished: this is its best delta so far", stacklevel=2)
-        load(model, folder.folder, name=delta)
+        _attach_delta(model, folder, delta)
     tuned(model).use(name)
     model.to(task_setup.resolve_device())  # type: ignore[arg-type]
-    loaded = LoadedRun(model, tokenizer, kind, runs, labels)
+    loaded = LoadedRun(model, tokenizer, kind, runs, labels_of)
     optimize_linear(model, enabled=config.runtime.linear_backend == "onednn")
     return loaded
+
+
+def _attach_delta(model: PreTrainedModel, opened: RunFolder, name: str = "default") -> Tuned:
+    """Attach the delta of a folder, with the names for its labels that were given with it."""
+    handle = load(model, opened.folder, name=name)
+    if isinstance(opened, DeltaFolder) and opened.names_labels:
+        delta = handle.attached.delta(name)
+        assert delta.labels is not None
+        delta.labels = replace(delta.labels, id2label=tuple(enumerate(opened.labels)))
+        handle.use(name)
+    return handle
 
 
 def method_at_end(run: str | Path, base: str | None = None) -> str:
@@ -309,6 +327,7 @@ def evaluate(
     columns: str | None = None,
     data_root: str | None = None,
     base: str | None = None,
+    labels: Sequence[str] | None = None,
 ) -> dict[str, dict[str, float]]:
     """Score the delta of a run on its own data, or on other data with the same labels.
 
@@ -323,6 +342,7 @@ def evaluate(
         columns: The columns of the other data, such as "text=a,label=b"; by default the run's.
         data_root: The folder that now holds the folder of the run's known task.
         base: The base model, where it is not at the place that the folder names.
+        labels: The names of the labels in the order of their ids, where a delta without a run has none.
 
     Returns:
         The metrics of every split.
@@ -330,7 +350,7 @@ def evaluate(
     Raises:
         DeltuneError: The folder is no run, the data lacks a split, or the run does not know the labels.
     """
-    folder = open_run(run, base)
+    folder = open_run(run, base, labels=labels)
     config, is_delta = folder.config, isinstance(folder, DeltaFolder)
     if is_delta and data is None:
         raise DeltuneError(f"{run} is a delta without a run, so it has no data of its own: give --data")
@@ -341,7 +361,7 @@ def evaluate(
     source = config.data.source or ""
     is_file = any(Path(name).is_file() for name in loading.mixture(source) or (source,))
     own_file = data is None and other is None and is_file  # it is split by the seed
-    loaded = load_run(run, base)
+    loaded = load_run(run, base, labels=labels)
     if data is None and other is None and folder.data.kind == "preference":
         raise DeltuneError(
             f"{run} was scored by its objective when it ended (deltune report {run}); for the perplexity of answers "
@@ -689,10 +709,16 @@ def predict(
     ]
 
 
-def predict_rows(run: str | Path, inputs: Sequence[Mapping[str, Any]], base: str | None = None) -> list[dict[str, Any]]:
+def predict_rows(
+    run: str | Path,
+    inputs: Sequence[Mapping[str, Any]],
+    base: str | None = None,
+    labels: Sequence[str] | None = None,
+) -> list[dict[str, Any]]:
     """Answer inputs that have ids."""
     first = inputs[0]["input"] if inputs else ""
-    loaded = load_run(run, base, pairs=not isinstance(first, str) and (isinstance(first, list) or "pair" in first))
+    pairs = not isinstance(first, str) and (isinstance(first, list) or "pair" in first)
+    loaded = load_run(run, base, pairs=pairs, labels=labels)
     texts = [row["input"] for row in inputs]
     columns = columns_from_inputs(loaded.kind.name, loaded.run, texts)
     return [
@@ -755,11 +781,18 @@ def _encode(loaded: LoadedRun, name: str, texts: Mapping[int, Input]) -> tuple[E
 
 
 @check_booleans
-def merge_run(run: str | Path, to: str | Path, *, dequantize: bool = False, base: str | None = None) -> Path:
+def merge_run(
+    run: str | Path,
+    to: str | Path,
+    *,
+    dequantize: bool = False,
+    base: str | None = None,
+    labels: Sequence[str] | None = None,
+) -> Path:
     """Write the model with the run's delta merged into its weights, and its tokenizer; all or nothing."""
     to = user_path(to, "to")
     with atomic_new_folder(to) as fresh, silent_loading():
-        opened = open_run(run, base)
+        opened = open_run(run, base, labels=labels)
         handle, tokenizer = _load_to_write(opened)
         if (pooling := handle.delta().pooling) != "model":
             merged, warning = handle.attached.merge(None, None, dequantize, pooled=True)
@@ -787,7 +820,7 @@ def _load_to_write(opened: RunFolder) -> tuple[Tuned, PreTrainedTokenizerBase]:
     labels = list(opened.labels) if opened.head in HEADS_WITH_LABELS else None
     model = load_model(str(opened.base), opened.head, labels or None)
     align_padding_token(model, tokenizer)
-    return attach.load(model, opened.folder), tokenizer
+    return _attach_delta(model, opened), tokenizer
 
 
 def export_run(run: str | Path, to: str | Path, format: str = "peft", base: str | None = None) -> Path:
@@ -800,7 +833,9 @@ def export_run(run: str | Path, to: str | Path, format: str = "peft", base: str 
     return target
 
 
-def import_adapter(folder: str | Path, model: str, to: str | Path, kind: str | None = None) -> Tuned:
+def import_adapter(
+    folder: str | Path, model: str, to: str | Path, kind: str | None = None, labels: Sequence[str] | None = None
+) -> Tuned:
     """Turn a folder of PEFT or AdapterHub into a delta folder for a base model."""
     folder, to = user_path(folder, "folder"), user_path(to, "output")
     if not is_foreign(folder):
@@ -809,7 +844,9 @@ def import_adapter(folder: str | Path, model: str, to: str | Path, kind: str | N
         raise DeltuneError(unknown_name("kind of model", kind, HEADS))
     default_kind, count = foreign_model_kind(folder)
     load_config(model)
-    labels = [f"LABEL_{i}" for i in range(count)] if count is not None and kind in (None, default_kind) else None
-    handle = attach.load(load_model(model, kind or default_kind, labels), folder)
+    has_labels = count is not None and kind in (None, default_kind)
+    unnamed = [f"LABEL_{i}" for i in range(count or 0)] if has_labels else None
+    names = unnamed if labels is None else list(named_labels(unnamed or (), labels, folder))
+    handle = attach.load(load_model(model, kind or default_kind, names), folder)
     handle.save(to)
     return handle

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import DeltuneError, unknown_name
+from ..errors import DeltuneError, first_names, unknown_name, word_list
 from ..files import explain_write_errors, user_path, write_jsonl
 from .data.columns import INPUT_TYPES, TASK_COLUMNS, TYPE_DESCRIPTIONS, value_fits
 from .data.readers import (
@@ -21,6 +22,8 @@ from .data.readers import (
 )
 from .data.shapes import join_words, split_words
 from .run_folder import RunFolder, open_run
+
+logger = logging.getLogger("deltune")
 
 Input = str | Sequence[str] | Mapping[str, Any]
 """A text; a text and its pair, or tokens; or every input by its role."""
@@ -103,10 +106,7 @@ def inputs_from_file(path: Path, run: Path, base: str | None = None) -> list[dic
     run_dir = open_run(run, base, pairs="pair" in table.columns)
     columns = input_columns(run_dir.data.kind, run_dir)
     if (sentence := run_dir.data.columns.get("sentence")) in table.columns:
-        problems: list[str] = []
-        table, columns = join_words(table, {**columns, "sentence": str(sentence)}, problems), {"tokens": "tokens"}
-        if problems:
-            raise file_error(str(path), problems)
+        columns = {"sentence": str(sentence), **columns}
     missing = [
         unknown_name("column", column, table.columns, where=path.name)
         for column in columns.values()
@@ -114,6 +114,14 @@ def inputs_from_file(path: Path, run: Path, base: str | None = None) -> list[dic
     ]
     if missing:
         raise DeltuneError(" ".join(missing))
+    read = word_list([f"{column} ({role})" for role, column in columns.items()])
+    unread = first_names([c for c in table.columns if c not in ("id", *columns.values())], 5)
+    logger.info("of %s is read: %s%s", path.name, read, f"; not read: {unread}" if unread else "")
+    if "sentence" in columns:
+        problems: list[str] = []
+        table, columns = join_words(table, columns, problems), {"tokens": "tokens"}
+        if problems:
+            raise file_error(str(path), problems)
     inputs = []
     for line, row in table.rows:
         value = _by_role({role: row.get(column) for role, column in columns.items()}, list(columns), run_dir)

@@ -405,6 +405,8 @@ def _prepare(
     if chosen_pooling is None and start is not None and kind.head == "classification":
         chosen_pooling = "model" if start.is_foreign else open_delta(start.delta).facts.pooling
     pooling, why_pooling = choose_pooling(model, config.model.name, chosen_pooling)
+    if why_pooling and config.method.pooling is None and start is not None:
+        why_pooling = "as the delta of --init-from has it"
     needed = needed_statistics(parse(config.method.expression))
     data_of_start = original = None
     if needed - {"quantisation error"}:

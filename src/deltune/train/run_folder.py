@@ -7,7 +7,7 @@ import functools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -387,12 +387,15 @@ class DeltaFolder(RunFolder):
         head: The head of the model that it is for, a key of `models.HEADS`.
         pairs: Whether its inputs are pairs of texts.
         is_foreign: Whether another library wrote it.
+        names_labels: Whether its labels have names that were given with it.
     """
 
     exists = finished = True
 
-    def __init__(self, folder: str | Path, base: str | None = None, *, pairs: bool = False) -> None:
-        """Read what the folder says of itself."""
+    def __init__(
+        self, folder: str | Path, base: str | None = None, *, pairs: bool = False, labels: Sequence[str] | None = None
+    ) -> None:
+        """Read what the folder says of itself, whose labels may have no names."""
         super().__init__(folder, writer=False, base=base)
         self.delta = self.folder
         self._problem_type: str | None = None
@@ -411,6 +414,9 @@ class DeltaFolder(RunFolder):
             self._labels = tuple(label for _, label in facts.labels.pairs) if facts.labels else ()
             self._method = facts.method
             self._problem_type = facts.labels.problem_type if facts.labels else None
+        self.names_labels = labels is not None
+        if labels is not None:
+            self._labels = named_labels(self._labels, labels, self.folder)
         self.pairs = pairs or bool(self._trained and self._trained.takes_pairs)
         self.base = base or name
         if not self.base:
@@ -454,20 +460,38 @@ class DeltaFolder(RunFolder):
         return self._labels
 
 
-def open_run(folder: str | Path, base: str | None = None, *, pairs: bool = False) -> RunFolder:
+def named_labels(before: Sequence[str], labels: Sequence[str], folder: Path) -> tuple[str, ...]:
+    """Return names for labels that have none, as transformers counts them: LABEL_0, LABEL_1."""
+    unnamed = [f"LABEL_{i}" for i in range(len(labels))]
+    if list(before) != unnamed or len({*labels}) < len(labels):
+        has = f"the labels {', '.join(before)}" if before else "no labels"
+        raise DeltuneError(
+            f"{folder} has {has}: --labels names those that have no names, each once, and here are {', '.join(labels)}"
+        )
+    return tuple(labels)
+
+
+def open_run(
+    folder: str | Path, base: str | None = None, *, pairs: bool = False, labels: Sequence[str] | None = None
+) -> RunFolder:
     """Return a run, of several runs the best, or a delta without its run.
 
     Args:
         folder: A run, a folder that Tuned.save() or `deltune combine` wrote, or an adapter of PEFT or AdapterHub.
         base: Its base model, where it is not at the place that the folder names.
         pairs: Whether the inputs are pairs of texts, where a delta without a run does not say it.
+        labels: The names of the labels in the order of their ids, where a delta without a run has none.
 
     Raises:
-        DeltuneError: The folder holds none of these, or does not name its base model.
+        DeltuneError: The folder holds none of these, does not name its base model, or has names for its labels.
     """
     run = RunFolder(folder, base=base)
     if not run.exists and any((run.folder / name).is_file() for name in ("delta.json", "adapter_config.json")):
-        return DeltaFolder(folder, base, pairs=pairs)
+        return DeltaFolder(folder, base, pairs=pairs, labels=labels)
+    if labels is not None:
+        raise DeltuneError(
+            f"{run.folder} is a run, whose labels have names ({', '.join(run.labels)}): leave --labels out"
+        )
     return run.best_run
 
 

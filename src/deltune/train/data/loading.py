@@ -365,7 +365,10 @@ MAX_HELD_OUT = 1_000
 def _split_file(
     file: DataFile, inputs: Sequence[str], label: str | None, seed: int
 ) -> tuple[dict[str, DataFile], tuple[str, ...]]:
-    """Draw validation and test rows of a single file, all that have an input; train keeps a row of every label."""
+    """Draw validation and test rows of a single file, all that have an input, in the shares that its labels have.
+
+    Train keeps a row of every label. Each label's rows are spread evenly over the order that splits are cut from.
+    """
     groups: dict[str, list[int]] = {}
     for i, one in enumerate(inputs):
         groups.setdefault(one, []).append(i)
@@ -375,13 +378,19 @@ def _split_file(
         size = f"{len(groups)} {'different rows' if repeated else 'rows'}"
         return {"train": file}, (f"{file.name} has {size}, too few to hold some out: all are trained",)
     known: set[str] = set()
-    free = []
-    for rows_of_input in random.Random(seed).sample(list(groups.values()), len(groups)):
+    by_labels: dict[frozenset[str], list[list[int]]] = {}
+    rng = random.Random(seed)
+    for rows_of_input in rng.sample(list(groups.values()), len(groups)):
         values = [file.rows[i][1].get(label or "", ()) for i in rows_of_input]
         labels = {str(one) for value in values for one in (value if isinstance(value, list | tuple) else [value])}
         if labels <= known:
-            free.append(rows_of_input)
+            by_labels.setdefault(frozenset(labels), []).append(rows_of_input)
         known |= labels
+    places: list[tuple[float, list[int]]] = []
+    for some in by_labels.values():
+        first = rng.random()
+        places += [((first + number) / len(some), rows_of_input) for number, rows_of_input in enumerate(some)]
+    free = [rows_of_input for _, rows_of_input in sorted(places)]
     chosen = {"validation": {*chain(*free[:count])}, "test": {*chain(*free[count : 2 * count])}}
     chosen["train"] = {*range(len(file.rows))} - chosen["validation"] - chosen["test"]
     rows = [(n, row if "id" in row else {**row, "id": f"{file.unit}-{n}"}) for n, row in file.rows]
