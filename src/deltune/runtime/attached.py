@@ -285,7 +285,8 @@ class Attached:
         known = {n: t.name for t in self.anatomy.tensors for n in (t.name, *t.aliases) if n in names.values()}
         weight, bias = (known.get(name) for name in names.values())
         assert weight is not None
-        read_bias = partial(bias_of, module) if bias is None else partial(self.state.base_value, bias)
+        plain = bias is None or "bias" not in parameters_of(module)  # HQQ keeps it in an attribute
+        read_bias = partial(bias_of, module) if plain else partial(self.state.base_value, str(bias))
         return BasePlace(location, partial(self.dense_value, weight), read_bias, statistic=statistic)
 
     def base_config(self) -> PreTrainedConfig:
