@@ -116,7 +116,7 @@ def inputs_from_file(path: Path, run: Path, base: str | None = None) -> list[dic
         raise DeltuneError(" ".join(missing))
     read = word_list([f"{column} ({role})" for role, column in columns.items()])
     unread = first_names([c for c in table.columns if c not in ("id", *columns.values())], 5)
-    logger.info("of %s is read: %s%s", path.name, read, f"; not read: {unread}" if unread else "")
+    logger.info("%s: columns that are read: %s%s", path.name, read, f"; not read: {unread}" if unread else "")
     if "sentence" in columns:
         problems: list[str] = []
         table, columns = join_words(table, columns, problems), {"tokens": "tokens"}
