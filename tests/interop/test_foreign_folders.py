@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 import deltune
 from deltune.interop.foreign import foreign_model_kind
+from deltune.interop.tensor_files import load_float_tensors
 from fuzz import judging, mutations
 from fuzz.judging import Bench, Outcome
 from fuzz.mutations import nested
@@ -413,3 +414,12 @@ def test_a_head_that_is_not_in_the_folder_stays(peft: dict[str, list[Path]], tmp
     model = build(FAMILIES["bert"], "sequence", torch.float32)
     before = model.classifier.weight.clone()
     assert torch.equal(deltune.load(model, folder).model.classifier.weight, before)
+
+
+def test_tensors_do_not_depend_on_a_file_that_is_written_over(tmp_path: Path) -> None:
+    """A file that was mapped into memory and is cut ends the process, and with it a server."""
+    path, values = tmp_path / "adapter_model.safetensors", {"weight": torch.arange(20_000.0)}
+    save_file(values, path)
+    tensors = load_float_tensors(path)
+    path.write_bytes(b"")
+    assert torch.equal(tensors["weight"], values["weight"])

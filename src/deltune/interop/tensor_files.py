@@ -20,8 +20,9 @@ from ..errors import DeltuneError, error_from_problems, first_of
 MAX_HEADER_BYTES = 32 << 20
 """Size in bytes of the longest safetensors header that is read; one of 100,000 tensors has half of it."""
 
-MAX_READ_BYTES = 16 << 20
-"""Size in bytes of the longest file that is read at once."""
+MAX_READ_BYTES = 256 << 20
+"""Size in bytes of the longest file that is read at once. Longer ones are mapped into memory: if such a file is written
+over in its place while it is read, and not replaced by another, the system ends the process (SIGBUS)."""
 
 MAX_PICKLE_BYTES = 1 << 20
 """Size in bytes of the longest list of tensors in a file of torch.save, enough for about 7,000 tensors."""
@@ -122,8 +123,9 @@ def load_float_tensors(path: Path, *, numbers: bool = False) -> dict[str, torch.
     tensors are taken from it (weights_only).
     """
     if path.suffix == ".safetensors":  # checked before anything is loaded
-        _check_float(path, read_header(path), numbers)
-        return load_tensors(path)
+        raw = read_small(path)
+        _check_float(path, read_header(path, raw), numbers)
+        return load_tensors(path, raw)
     tensors = _load_torch_file(path)
     _check_float(path, tensor_infos(tensors))
     return tensors
