@@ -195,7 +195,7 @@ def beside_peft(name: str, folder: Path) -> tuple[str, str]:
 def measured() -> dict[str, float | None]:
     """The figures of the benchmark by row, of the first pair of a method."""
     figures: dict[str, float | None] = {}
-    for row in Report.read(RESULTS).all_rows():
+    for row in Report.read(RESULTS).all_rows() if RESULTS.is_file() else ():
         what, method = row.name.split(" / PEFT's: ")
         figures.setdefault(f"{what} {method.partition('(')[0]}", row.figure)
     return figures
@@ -213,7 +213,8 @@ def steps(name: str) -> tuple[str, ...]:
         return ("not in PEFT",) * 3
     if name in UNMEASURED:
         return (UNMEASURED[name],) * 3
-    return tuple(f"{measured()[f'{what} {name}']:.2f}" for what in ("operations", "bytes", "step"))
+    figures = (measured().get(f"{what} {name}") for what in ("operations", "bytes", "step"))
+    return tuple("not measured" if figure is None else f"{figure:.2f}" for figure in figures)
 
 
 def of_peft(name: str) -> str:
@@ -250,8 +251,8 @@ def line(*cells: object) -> str:
 
 
 def checks(name: str, folder: Path) -> str:
-    """What was checked of a method, as a row."""
-    return line(f"`{name}`", lines_of(name), *beside_peft(name, folder), *tried(name, folder), *steps(name))
+    """What was tried of a method, as cells."""
+    return " | ".join((str(lines_of(name)), *beside_peft(name, folder), *tried(name, folder)))
 
 
 def page_with(text: str, tables: dict[str, list[str]]) -> str:
@@ -268,21 +269,25 @@ def page_with(text: str, tables: dict[str, list[str]]) -> str:
 
 
 def main(*chosen: str) -> None:
-    """Write the page."""
+    """Write the page, anew after each method, so that an interrupted run goes on by the names that are left."""
     warnings.simplefilter("ignore")
     text = PAGE.read_text(encoding="utf-8")
     every = [name for group in GROUPS.values() for name in group]
-    written = dict(re.findall(r"^(\| `\w+` \|)( \d+ \|.*)$", text, re.MULTILINE))
+    found = dict(re.findall(r"^\| `(\w+)` \| (\d+(?: \| [^|]+){9}) \|", text, re.MULTILINE))
+    wrong = []
     with tempfile.TemporaryDirectory() as folder:
         save_models(Path(folder))
-        found = []
-        for name in every:
-            start = f"| `{name}` |"
-            kept = chosen and name not in chosen and start in written
-            found.append(start + written[start] if kept else checks(name, Path(folder)))
-            print(found[-1], file=sys.stderr, flush=True)
-    tables = {HEADER: [line(f"`{name}`", *known(name)) for name in every], CHECKS: found}
-    PAGE.write_text(page_with(text, tables), encoding="utf-8")
+        for name in chosen or every:
+            try:
+                found[name] = checks(name, Path(folder))
+            except SystemExit as error:
+                wrong.append(str(error))
+            print(name, found.get(name), file=sys.stderr, flush=True)
+            checked = [line(f"`{name}`", found[name], *steps(name)) for name in every if name in found]
+            tables = {HEADER: [line(f"`{name}`", *known(name)) for name in every], CHECKS: checked}
+            PAGE.write_text(page_with(PAGE.read_text(encoding="utf-8"), tables), encoding="utf-8")
+    if wrong:
+        raise SystemExit("\n".join(wrong))
 
 
 if __name__ == "__main__":
