@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ...errors import DeltuneError
-from ..parser import Size
+from ..parser import Depth, Factors, Size
 from .base import FactorForm, Form, Place, Shapes, Specs, Tensors, Widths, trained
 from .starts import at_least_float32, buffers, indivisible, kaiming_, rank_above, singular
 from .weights import ChangeForm
@@ -65,12 +65,12 @@ class Rotation(Form):
 
     reads_weight: ClassVar[bool] = True
     block_size: Size
-    terms: int = 5
+    terms: Depth = 5
     shared_block: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.block_size < 2 or (self.terms < 4 and self.terms):
+        if self.block_size < 2 or (0 < self.terms < 4):
             raise DeltuneError("block_size must be at least 2, and terms 0 or at least 4")
 
     def incompatibility(self, widths: Widths) -> str | None:
@@ -169,7 +169,7 @@ class Butterfly(ChangeForm):
     """
 
     block_size: Size
-    factors: Size = 1
+    factors: Factors = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ...errors import DeltuneError, check_choice
-from ..parser import Share, Size
+from ..parser import Depth, Share, Size
 from .base import (
     FactorForm,
     Place,
@@ -213,7 +213,7 @@ class PEANuT(ChangeForm):
 
     Args:
         rank: r, at least 1.
-        depth: l, at least 0.
+        depth: l, from 0 to 64.
         activation: f: "relu", "gelu", "silu", "tanh", "sigmoid" or "identity".
         scale: s.
 
@@ -222,14 +222,12 @@ class PEANuT(ChangeForm):
     """
 
     rank: Size
-    depth: int = 0
+    depth: Depth = 0
     activation: str = "relu"
     scale: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.depth < 0:
-            raise DeltuneError(f"depth={self.depth}: must be at least 0")
         check_choice("activation", self.activation, ACTIVATIONS)
 
     def tensors(self, widths: Widths) -> Specs:
