@@ -109,7 +109,7 @@ class Candidate:
         return f"{self.method} at {self.rate:g}"
 
     @property
-    def is_default(self) -> bool:
+    def has_default_rate(self) -> bool:
         """Whether it has the rate of a run that gives none."""
         return self.cost is not None and self.rate == self.cost.rate
 
@@ -361,7 +361,7 @@ class _Search:
         kept = {one.name: one for one in candidates if not one.dropped}
         names = CategoricalDistribution(list(kept))
         if not self.study.trials:
-            for name in sorted(kept, key=lambda name: not kept[name].is_default):
+            for name in sorted(kept, key=lambda name: not kept[name].has_default_rate):
                 self.study.enqueue_trial({"candidate": name})
         for trial in self.study.trials:
             if trial.state == TrialState.RUNNING:  # its process was ended; the run goes on from its checkpoint
