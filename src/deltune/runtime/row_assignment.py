@@ -192,7 +192,6 @@ class EditChain:
         self.for_all_rows = [one for some in edits_of_groups.values() for one in group_fused(some)] if alike else []
         self.by_group = [] if alike else [(group, group_fused(some)) for group, some in edits_of_groups.items()]
         self.reads_weight = any(edit.form.reads_weight for edit, _ in edits)
-        self.reads_output = self.reads_weight and any(len(some) > 1 for some in edits_of_groups.values())
         changed = {n for group in edits_of_groups for delta in group.deltas for n, _ in delta.weight_edits()}
         self.by_base = f"{place[0]}.weight" not in changed
         can_stack = not (alike or cache is None or self.reads_weight)
@@ -209,7 +208,7 @@ class EditChain:
     ) -> torch.Tensor:
         """Return h with the edits applied, each to the rows that use it."""
         read = input_reader(inputs, module_input)
-        in_place = in_place and not self.reads_output  # what the module has computed is read by every edit of a row
+        in_place = in_place and not self.reads_weight  # what the module has computed is read by every edit
         if self.by_group:
             return self._row_by_row(h, module, read, in_place, facts)
         whole, output = h, h if self.reads_weight else None
