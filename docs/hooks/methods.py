@@ -1,15 +1,21 @@
-"""Write docs/reference/methods.md's table of methods, and its list of them, from the registry.
+"""Write docs/reference/methods.md's tables of methods, and its list of them, from the registry.
 
-`python docs/hooks/methods.py` tries each method on a tiny BERT, which takes a minute. What a method cannot do and
-`REASONS` does not explain ends it with an error, and so does a method without a row of the laws.
+`python docs/hooks/methods.py [NAME …]` tries each method, or those that are named, on tiny models, which takes some
+minutes. What a method cannot do and `REASONS` does not explain ends it with an error, and so does a method of
+PEFT's that is compared with nothing. Steps are of `benchmarks/results/field.json`, which
+`python -m benchmarks --only field` and `--keep` write.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 import sys
 import tempfile
+import textwrap
 import warnings
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,17 +27,21 @@ import torch  # noqa: E402
 from transformers import PreTrainedModel  # noqa: E402
 
 import deltune  # noqa: E402
+from benchmarks.frame import Report  # noqa: E402
 from deltune import models  # noqa: E402
 from deltune.interop import peft_table  # noqa: E402
 from deltune.methods.registry import GROUPS, REGISTRY  # noqa: E402
 from deltune.runtime.statistics import needed_statistics  # noqa: E402
+from interop import test_field_peft, test_peft  # noqa: E402
 from tables.methods import ROWS  # noqa: E402
 from tables.quantized import FORMS, batch, load_form, save_models  # noqa: E402
 
 PAGE = ROOT / "docs" / "reference" / "methods.md"
-HEADER = (
-    "| method | what it does | for example | PEFT's type | merges | rows | quantised base | scalars a layer "
-    "| on MiniLM | from |"
+RESULTS = ROOT / "benchmarks" / "results" / "field.json"
+HEADER = "| method | what it does | for example | PEFT's type | scalars a layer | on MiniLM | from |"
+CHECKS = (
+    "| method | lines | outputs | gradients | detach | load | merges | rows | masks | quantised base | compiled "
+    "| operations | bytes | step |"
 )
 REASONS = {
     "has no affine": "not affine",
@@ -41,6 +51,10 @@ REASONS = {
     "are quantised": "trains their weights",
     "a weight at all of them": "some tokens",
     "the weight of .* is not quantised": "",
+    r"cannot be masked: (.+)": r"\1",
+    "a mask on a mask|finds its mask by training": "it has a mask",
+    "has rows that you chose": "its rows are chosen",
+    "has 0 scalars": "trains nothing",
 }
 """What the messages of refusals say, in a cell; "" where the refusal is of the specimen."""
 WITHOUT_COUNT = ("trainable_tokens", "apet")
@@ -64,27 +78,143 @@ def attached(name: str, quantised: bool, folder: Path) -> tuple[PreTrainedModel,
     return model, deltune.attach(model, text, **more)
 
 
-def tried(name: str, folder: Path) -> tuple[str, str, str]:
-    """Whether a method merges, mixes in a batch, and acts on a quantised base, each with the reason where not."""
+def cell(name: str, act: Callable[[], object]) -> str:
+    """Whether a method can do something, with the reason where it cannot."""
+    try:
+        act()
+    except deltune.DeltuneError as error:
+        for text, reason in REASONS.items():
+            if found := re.search(text, str(error), re.DOTALL):
+                return f"no: {found.expand(reason)}"
+        raise SystemExit(f"{name}: {error}") from error
+    return "yes"
+
+
+def tried(name: str, folder: Path) -> tuple[str, ...]:
+    """What a method does exactly on a tiny model, each with the reason where it does not."""
+    ids = batch("bert")["input_ids"]
+
+    def answer(model: Any) -> torch.Tensor:
+        with torch.no_grad():
+            logits: torch.Tensor = model(input_ids=ids).logits
+        return logits
+
+    def moved(quantised: bool = False) -> tuple[PreTrainedModel, deltune.Tuned]:
+        model, tuned = attached(name, quantised, folder)
+        with torch.no_grad():
+            for parameter in tuned.trainable_parameters():
+                parameter.add_(0.05 * torch.randn(parameter.shape))
+        return model, tuned
+
+    def same(one: torch.Tensor, two: torch.Tensor, tolerance: float = 0.0) -> None:
+        if not torch.allclose(one, two, rtol=0, atol=tolerance):
+            raise SystemExit(f"{name}: {(one - two).abs().max()} is above {tolerance}")
+
+    def detach() -> None:
+        bare = load_form(folder, "bert", FORMS["torchao int8"]) if name == "loftq" else load_form(folder, "bert", None)
+        model, tuned = moved()
+        tuned.detach()
+        same(answer(model), answer(bare))
+
+    def load() -> None:
+        model, tuned = moved()
+        tuned.advance(1.0)
+        with tempfile.TemporaryDirectory() as saved:
+            tuned.save(saved)
+            other = load_form(folder, "bert", FORMS["torchao int8"] if name == "loftq" else None)
+            deltune.load(other, saved)
+        same(answer(model), answer(other))
+
+    def merge() -> None:
+        model, tuned = moved()
+        before = answer(model)
+        tuned.merge(**({"dequantize": True} if name == "loftq" else {}))
+        same(answer(model), before, 1e-4)
 
     def rows() -> None:
-        model, tuned = attached(name, False, folder)
-        with tuned.rows([None, "default", None]), torch.no_grad():
-            model(input_ids=batch("bert")["input_ids"])
+        model, tuned = moved()
+        alone = answer(model)
+        with tuned.disable():
+            bare = answer(model)
+        with tuned.rows(["default", None, "default"][: len(ids)]):
+            mixed = answer(model)
+        same(mixed, torch.stack([bare[i] if i == 1 else alone[i] for i in range(len(ids))]), 1e-5)
 
-    def cell(act: Any) -> str:
-        try:
-            act()
-        except deltune.DeltuneError as error:
-            reason = next((reason for text, reason in REASONS.items() if re.search(text, str(error), re.DOTALL)), None)
-            if reason is None:
-                raise SystemExit(f"{name}: {error}") from error
-            return f"no: {reason}"
-        return "yes"
+    def mask() -> None:
+        number = 7
+        masked = f"apet({specimen_of(name)}, parameters={number})"
+        model = load_form(folder, "bert", None)
+        tuned = deltune.attach(model, masked, head="freeze")
+        found = sum(parameter.numel() for parameter in tuned.trainable_parameters())
+        assert tuned.count().method == found == number, (name, found)
 
-    merging = {"dequantize": True} if name == "loftq" else {}
-    merges = cell(lambda: attached(name, False, folder)[1].merge(**merging))
-    return merges, cell(rows), cell(lambda: attached(name, True, folder))
+    def compiled() -> None:
+        model, _ = moved()
+        before = answer(model)
+        torch.compiler.reset()
+        same(answer(torch.compile(model, backend="eager")), before, 1e-6)
+
+    acts = (detach, load, merge, rows, mask, lambda: answer(attached(name, True, folder)[0]), compiled)
+    return tuple(cell(name, act) for act in acts)
+
+
+def lines_of(name: str) -> int:
+    """The lines of a method and of its forms, each statement one, without docstrings."""
+    parts = [part for part in deltune.parse(specimen_of(name)).parts if isinstance(part, deltune.Modification)]
+    sources = [REGISTRY[name].make, *{type(part.form) for part in parts}]
+    number = 0
+    for source in sources:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(source))))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node):
+                node.body = node.body[1:]
+        number += len(ast.unparse(tree).splitlines())
+    return number
+
+
+AS = {"eva": "lora", "corda": "pissa", "lora_ga": "pissa"}
+"""Methods that compute what others do, from initial values that tests/runtime/test_starts.py compares with PEFT's."""
+
+
+def beside_peft(name: str, folder: Path) -> tuple[str, str]:
+    """The greatest differences of outputs and gradients from PEFT's, by the greatest entry."""
+    if of_peft(name) == "none":
+        return "not in PEFT", "not in PEFT"
+    if name in AS:
+        return (f"as `{AS[name]}`",) * 2
+    row = next((row for row in test_field_peft.ROWS if row.method.partition("(")[0] == name), None)
+    if row is not None:
+        outputs, gradients = test_field_peft.differences(row, row.families[0])
+    else:
+        of_folder = next(row for row in test_peft.OF_FOLDERS if name in row.method)
+        outputs, gradients = test_peft.differences_of_folder(of_folder, folder / f"peft {name}")
+    return f"{outputs:.0e}", "PEFT's are wrong" if gradients is None else f"{gradients:.0e}"
+
+
+@cache
+def measured() -> dict[str, float | None]:
+    """The figures of the benchmark by row, of the first pair of a method."""
+    figures: dict[str, float | None] = {}
+    for row in Report.read(RESULTS).all_rows() if RESULTS.is_file() else ():
+        what, method = row.name.split(" / PEFT's: ")
+        figures.setdefault(f"{what} {method.partition('(')[0]}", row.figure)
+    return figures
+
+
+UNMEASURED = {"alora": "decoders alone", "poly": "needs tasks", "mtl_lora": "needs tasks"} | {
+    name: f"as `{other}`" for name, other in AS.items()
+}
+"""Methods that PEFT has and whose steps are not compared."""
+
+
+def steps(name: str) -> tuple[str, ...]:
+    """The operations, bytes and time of a step, by PEFT's."""
+    if of_peft(name) == "none":
+        return ("not in PEFT",) * 3
+    if name in UNMEASURED:
+        return (UNMEASURED[name],) * 3
+    figures = (measured().get(f"{what} {name}") for what in ("operations", "bytes", "step"))
+    return tuple("not measured" if figure is None else f"{figure:.2f}" for figure in figures)
 
 
 def of_peft(name: str) -> str:
@@ -115,33 +245,50 @@ def minilm() -> Any:
     return models.load_config("minilm")
 
 
-def line(name: str, merges: str, rows: str, quantised: str) -> str:
-    """The row of a method."""
-    does, example, peft, *rest = known(name)
-    return f"| {' | '.join((f'`{name}`', does, example, peft, merges, rows, quantised, *rest))} |"
+def line(*cells: object) -> str:
+    """A row of a table."""
+    return f"| {' | '.join(map(str, cells))} |"
 
 
-def page_with(table: list[str]) -> str:
-    """The page with these rows and the list of methods."""
-    text = PAGE.read_text(encoding="utf-8")
-    before, _, after = text.partition("\n| method |")
-    after = after[after.index("\n\n") :]
-    lines = [HEADER, "|---" * 10 + "|", *table]
+def checks(name: str, folder: Path) -> str:
+    """What was tried of a method, as cells."""
+    return " | ".join((str(lines_of(name)), *beside_peft(name, folder), *tried(name, folder)))
+
+
+def page_with(text: str, tables: dict[str, list[str]]) -> str:
+    """The page with these rows below their headers, and the list of methods."""
+    for header, rows in tables.items():
+        lines = "\n".join((header, "|---" * (header.count("|") - 1) + "|", *rows))
+        begins = re.escape(header[: header.index("|", 11)])
+        text = re.sub(rf"^{begins}.*?(?=\n\n)", lambda _, lines=lines: lines, text, flags=re.MULTILINE | re.DOTALL)
     start, end = "## Named methods\n\n", "\n## "
-    head, _, rest = (before + "\n" + "\n".join(lines) + after).partition(start)
+    head, _, rest = text.partition(start)
     _, separator, tail = rest.partition(end)
     names = "\n\n".join(f"::: deltune.{name}" for group in GROUPS.values() for name in group)
     return head + start + names + "\n" + (separator + tail if separator else "")
 
 
-def main() -> None:
-    """Write the page."""
+def main(*chosen: str) -> None:
+    """Write the page, anew after each method, so that an interrupted run goes on by the names that are left."""
     warnings.simplefilter("ignore")
+    text = PAGE.read_text(encoding="utf-8")
+    every = [name for group in GROUPS.values() for name in group]
+    found = dict(re.findall(r"^\| `(\w+)` \| (\d+(?: \| [^|]+){9}) \|", text, re.MULTILINE))
+    wrong = []
     with tempfile.TemporaryDirectory() as folder:
         save_models(Path(folder))
-        table = [line(name, *tried(name, Path(folder))) for group in GROUPS.values() for name in group]
-    PAGE.write_text(page_with(table), encoding="utf-8")
+        for name in chosen or every:
+            try:
+                found[name] = checks(name, Path(folder))
+            except SystemExit as error:
+                wrong.append(str(error))
+            print(name, found.get(name), file=sys.stderr, flush=True)
+            checked = [line(f"`{name}`", found[name], *steps(name)) for name in every if name in found]
+            tables = {HEADER: [line(f"`{name}`", *known(name)) for name in every], CHECKS: checked}
+            PAGE.write_text(page_with(PAGE.read_text(encoding="utf-8"), tables), encoding="utf-8")
+    if wrong:
+        raise SystemExit("\n".join(wrong))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -211,8 +211,11 @@ def table_script() -> Any:
 
 
 @functools.cache
-def table_rows() -> dict[str, list[str]]:
-    lines = re.findall(r"^\| `\w+` \|.*\|$", (ROOT / REFERENCE).read_text(encoding="utf-8"), re.MULTILINE)
+def table_rows(section: str = "") -> dict[str, list[str]]:
+    """The rows of the page's first table, or of the one below a heading, by method."""
+    text = (ROOT / REFERENCE).read_text(encoding="utf-8").split("## ")
+    part = next((part for part in text if part.startswith(section)), "") if section else text[0]
+    lines = re.findall(r"^\| `\w+` \|.*\|$", part, re.MULTILINE)
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
     return {row[0].strip("` "): row[1:] for row in cells}
 
@@ -222,12 +225,27 @@ def test_the_table_of_methods(name: str) -> None:
     """Each row is what `docs/hooks/methods.py` writes; what a method cannot do has its reason."""
     assert name in registry.REGISTRY, f"{REFERENCE} tells of {name}, which does not exist"
     assert name in table_rows(), f"{REFERENCE} lacks {name}: run `python docs/hooks/methods.py`"
-    does, example, peft, merges, mixes, quantised, *rest = table_rows()[name]
-    assert (does, example, peft, *rest) == table_script().known(name)
-    assert all(re.fullmatch(r"yes|no: .+", cell) for cell in (merges, mixes, quantised))
-    laws = [row.merges for row in ROWS if row.text == table_script().specimen_of(name)]
-    assert merges.startswith("yes") in (laws or [True])
+    assert tuple(table_rows()[name]) == table_script().known(name)
     assert f"\n::: deltune.{name}\n" in (ROOT / REFERENCE).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", sorted(registry.REGISTRY))
+def test_what_was_checked_of_methods(name: str) -> None:
+    """Nothing is left open: what was not compared or cannot be done has its reason."""
+    checked, script = table_rows("What was checked"), table_script()
+    assert name in checked, f"{REFERENCE} does not say what was checked of {name}: run `python docs/hooks/methods.py`"
+    lines, outputs, gradients, *tried, operations, bytes_, step = checked[name]
+    assert int(lines) == script.lines_of(name) and len(tried) == 7
+    in_peft, laws = script.of_peft(name) != "none", [r for r in ROWS if r.text == script.specimen_of(name)]
+    for cell in (outputs, gradients):
+        if re.fullmatch(r"\de[-+]\d\d", cell):
+            assert in_peft and float(cell) < 2e-5
+        else:
+            assert re.fullmatch(r"as `\w+`|PEFT's are wrong" if in_peft else "not in PEFT", cell)
+    assert all(re.fullmatch(r"yes|no: .+", cell) for cell in tried)
+    assert tried[2].startswith("yes") in ([row.merges for row in laws] or [True])
+    assert (operations, bytes_, step) == script.steps(name)
+    assert "not measured" not in (operations, bytes_, step)
 
 
 def test_the_short_table_of_methods() -> None:
