@@ -135,8 +135,9 @@ def stored_dataset(rows: Iterable[Row], schema: pyarrow.Schema | None = None) ->
     return Dataset(collector.table(), fingerprint=uuid.uuid4().hex)  # without one, datasets hashes all rows
 
 
-def in_slices(columns: Any, size: int = ROWS_AT_ONCE) -> Iterator[tuple[int, dict[str, list[Any]]]]:
+def in_slices(columns: Any, size: int | None = None) -> Iterator[tuple[int, dict[str, list[Any]]]]:
     """Yield columns in slices of some rows, each with the number of its first row."""
+    size = size or ROWS_AT_ONCE
     for first in range(0, len(next(iter(columns.values()))), size):
         yield first, {name: list(values[first : first + size]) for name, values in columns.items()}
 
