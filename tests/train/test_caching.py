@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
+import re
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +22,7 @@ from deltune.files import CACHE_VARIABLE
 from deltune.models import load_model, load_tokenizer
 from deltune.train.data import rows as stored_rows
 from deltune.train.data.formats import COLUMN
+from deltune.train.progress import ProgressDisplay
 from deltune.train.run import train
 from deltune.train.tasks import token_cache
 from deltune.train.tasks.base import TaskOptions
@@ -97,6 +100,21 @@ def test_the_rows_are_the_same(parts: tuple[Any, Any], place: Path) -> None:
         assert cached.rows[3:5] == straight.rows[3:5]
         assert cached.__getitems__([]) == []
     assert len(list(place.glob("*.arrow"))) == 1
+
+
+def test_tokenising_says_how_far_it_is_and_what_it_has_kept(
+    parts: tuple[Any, Any], place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As training does: how much of it is done, and how long the rest takes."""
+    caplog.set_level("INFO", "deltune")
+    monkeypatch.setattr(stored_rows, "ROWS_AT_ONCE", 10)
+    seconds = itertools.count(step=6)
+    for _ in range(2):
+        with ProgressDisplay(clock=lambda: float(next(seconds))) as bar:
+            token_cache.encode_splits(CLASSIFICATION, *parts, {"train": COLUMNS}, LIMITS, ("train",), "x", bar)
+    first, *_, last = caplog.messages
+    assert re.fullmatch(r"tokens of train 10/30 rows, \d:\d\d elapsed, \d:\d\d left", first)
+    assert last == f"the tokens of train are read from the cache in {place}"
 
 
 def test_rows_for_training_are_not_those_for_evaluation(parts: tuple[Any, Any], place: Path) -> None:
