@@ -111,7 +111,9 @@ def test_tokenising_says_how_far_it_is_and_what_it_has_kept(
     seconds = itertools.count(step=6)
     for _ in range(2):
         with ProgressDisplay(clock=lambda: float(next(seconds))) as bar:
-            token_cache.encode_splits(CLASSIFICATION, *parts, {"train": COLUMNS}, LIMITS, ("train",), "x", bar)
+            token_cache.encode_splits(
+                CLASSIFICATION, *parts, {"train": COLUMNS}, LIMITS, ("train",), "x", bar.start_rows
+            )
     first, *_, last = caplog.messages
     assert re.fullmatch(r"tokens of train 10/30 rows, \d:\d\d elapsed, \d:\d\d left", first)
     assert last == f"the tokens of train are read from the cache in {place}"

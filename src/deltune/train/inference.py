@@ -474,7 +474,7 @@ def _score_splits(
     by_split: dict[str, Columns] = {split: columns_of(rows.splits[split]) for split in requested}
     with ProgressDisplay(progress) as bar, explain_write_errors(target or rows.source):
         encoded_splits = token_cache.encode_splits(
-            kind, context.tokenizer, context.model, by_split, context.options, (), rows.fingerprint, bar
+            kind, context.tokenizer, context.model, by_split, context.options, (), rows.fingerprint, bar.start_rows
         )
         for split, encoded in encoded_splits.items():
             columns = by_split[split]

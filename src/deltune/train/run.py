@@ -436,7 +436,9 @@ def _prepare(
     tuned.delta().trained = {"max_length": limits.max_length, "takes_pairs": pairs}
     columns: dict[str, Columns] = {split: columns_of(rows) for split, rows in data.splits.items()}
     with ProgressDisplay(progress and distributed.is_main()) as bar:
-        encoded = token_cache.encode_splits(kind, tokenizer, model, columns, limits, ("train",), data.fingerprint, bar)
+        encoded = token_cache.encode_splits(
+            kind, tokenizer, model, columns, limits, ("train",), data.fingerprint, bar.start_rows
+        )
     if is_chat(kind):
         for split, rows_of in encoded.items():
             check_lengths(rows_of, split, limits.max_length, config.data.max_cut)

@@ -409,8 +409,10 @@ def _notes_on_repetitions(files: Mapping[str, DataFile]) -> list[str]:
     hashes = {split: _hashes(file) for split, file in files.items()}
     for split, (rows, questions, answers) in hashes.items():
         where = f" in {split}" if len(files) > 1 else ""
-        asked = questions != 0
-        different = np.unique(np.stack([questions[asked], answers[asked]]), axis=1)[0]  # answers of each question
+        has_question = questions != 0
+        different = np.unique(np.stack([questions[has_question], answers[has_question]]), axis=1)[
+            0
+        ]  # answers of each question
         counts = np.unique(different, return_counts=True)[1]
         if differing := counts[counts > 1].sum():
             notes.append(f"{counted(differing, 'row')}{where} with a question that other rows answer differently")

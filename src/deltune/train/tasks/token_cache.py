@@ -9,7 +9,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from inspect import signature
 from pathlib import Path
@@ -21,7 +21,6 @@ from ...errors import word_list
 from ...files import CACHE_VARIABLE, atomic_open, cache_folder, file_lock
 from ...templates import end_tokens
 from ..data.rows import ArrowRows
-from ..progress import ProgressDisplay
 from .base import Columns, TaskKind, TaskOptions
 from .encoding import EncodedRows
 
@@ -55,20 +54,19 @@ def encode_splits(
     options: TaskOptions,
     training: Collection[str],
     content: str,
-    bar: ProgressDisplay | None = None,
+    begin: Callable[[str, int], Callable[[int], None]] | None = None,
 ) -> dict[str, EncodedRows]:
     """Encode the rows of several splits, or read from the cache what was encoded before.
 
     A folder that cannot be written is a warning; a file that cannot be read is written again. `training` names the
-    splits to train on, `content` is a digest of all rows.
+    splits to train on, `content` is a digest of all rows; begin(title, rows) returns what is told how many are done.
     """
     from datasets.fingerprint import Hasher
 
-    bar = bar or ProgressDisplay(enabled=False)
-
     def encode(split: str) -> EncodedRows:
-        bar.start(f"tokens of {split}", len(next(iter(splits[split].values()))), unit="rows")
-        return kind.encode(tokenizer, model, splits[split], options, split in training, bar.advance)
+        columns = splits[split]
+        advance = begin(f"tokens of {split}", len(next(iter(columns.values())))) if begin else None
+        return kind.encode(tokenizer, model, columns, options, split in training, advance)
 
     folder = cache_folder()
     if folder is None:
