@@ -34,6 +34,7 @@ from deltune.models import load_config
 from deltune.train.config import PLACES, RunConfig
 from deltune.train.data.columns import guess_task_kind
 from deltune.train.data.readers import DataFile
+from deltune.train.data.rows import NumberedRows
 from tables.families import FAMILIES
 from tables.specimens import batch, build
 
@@ -208,7 +209,7 @@ def test_the_kind_of_task_follows_from_the_columns(columns: tuple[str, ...]) -> 
     values = {c.partition(":")[0]: LABELS if c in labels else TEXTS for c in columns}
     rows = [(i, dict(zip(values, row, strict=True))) for i, row in enumerate(zip(*values.values(), strict=True))]
     name = "train.txt" if columns[0].endswith("running") else "train.jsonl"
-    assert guess_task_kind(DataFile(name, rows), None) == KINDS[columns]
+    assert guess_task_kind(DataFile(name, NumberedRows(rows)), None) == KINDS[columns]
 
 
 def test_a_handle_shows_what_a_user_needs_and_warns_of_a_lost_block() -> None:
@@ -435,7 +436,7 @@ def test_functions_of_peft_are_answered_with_ours() -> None:
 
 
 def test_columns_by_role_say_which_kind_of_task_it_is() -> None:
-    file = DataFile("train.jsonl", [(1, {"a": ["x"], "b": ["O"]})])
+    file = DataFile("train.jsonl", NumberedRows([(1, {"a": ["x"], "b": ["O"]})]))
     assert guess_task_kind(file, None, {"tokens": "a", "tags": "b"}) == "tagging"
     assert guess_task_kind(file, None, {"source": "a", "targets": "b"}) == "generation"
     assert guess_task_kind(file, None, {"text": "a", "label": "b"}) == "classification"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import json
 import os
+import re
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -17,9 +20,11 @@ import pytest
 import tiny
 from deltune.files import CACHE_VARIABLE
 from deltune.models import load_model, load_tokenizer
+from deltune.train.data import rows as stored_rows
 from deltune.train.data.formats import COLUMN
+from deltune.train.progress import ProgressDisplay
 from deltune.train.run import train
-from deltune.train.tasks import arrow_rows, token_cache
+from deltune.train.tasks import token_cache
 from deltune.train.tasks.base import TaskOptions
 from deltune.train.tasks.chat import CHAT
 from deltune.train.tasks.classification import CLASSIFICATION
@@ -54,6 +59,17 @@ def rows(
     return token_cache.encode_splits(kind, *parts, {"train": COLUMNS}, limits, ("train",), content)["train"]
 
 
+def counting(calls: list[int]) -> Any:
+    """A classification that notes when its rows are tokenised."""
+
+    @functools.wraps(CLASSIFICATION.encode)
+    def encode(*arguments: Any) -> EncodedRows:
+        calls.append(1)
+        return CLASSIFICATION.encode(*arguments)
+
+    return replace(CLASSIFICATION, encode=encode)
+
+
 @pytest.mark.parametrize("kind", [LANGUAGE_MODELING, CHAT], ids=lambda kind: kind.name)
 def test_many_rows_of_texts_go_through_a_file(
     kind: Any, parts: tuple[Any, Any], place: Path, monkeypatch: pytest.MonkeyPatch
@@ -61,9 +77,9 @@ def test_many_rows_of_texts_go_through_a_file(
     """They are those of a few, which stay in memory, with a cache and without."""
     columns = COLUMNS | {COLUMN: [json.dumps({"text": text}) for text in COLUMNS["text"]]}
     straight = kind.encode(*parts, columns, LIMITS, True)
-    monkeypatch.setattr(arrow_rows, "ROWS_IN_MEMORY", 7)
+    monkeypatch.setattr(stored_rows, "NUMBERS_IN_MEMORY", 50)
     stored = kind.encode(*parts, columns, LIMITS, True)
-    assert isinstance(straight.rows, list) and isinstance(stored.rows, arrow_rows.ArrowRows)
+    assert isinstance(straight.rows, list) and isinstance(stored.rows, stored_rows.ArrowRows)
     for encoded in (
         stored,
         token_cache.encode_splits(kind, *parts, {"train": columns}, LIMITS, ("train",), "x")["train"],
@@ -86,6 +102,23 @@ def test_the_rows_are_the_same(parts: tuple[Any, Any], place: Path) -> None:
     assert len(list(place.glob("*.arrow"))) == 1
 
 
+def test_tokenising_says_how_far_it_is_and_what_it_has_kept(
+    parts: tuple[Any, Any], place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As training does: how much of it is done, and how long the rest takes."""
+    caplog.set_level("INFO", "deltune")
+    monkeypatch.setattr(stored_rows, "ROWS_AT_ONCE", 10)
+    seconds = itertools.count(step=6)
+    for _ in range(2):
+        with ProgressDisplay(clock=lambda: float(next(seconds))) as bar:
+            token_cache.encode_splits(
+                CLASSIFICATION, *parts, {"train": COLUMNS}, LIMITS, ("train",), "x", bar.start_rows
+            )
+    first, *_, last = caplog.messages
+    assert re.fullmatch(r"tokens of train 10/30 rows, \d:\d\d elapsed, \d:\d\d left", first)
+    assert last == f"the tokens of train are read from the cache in {place}"
+
+
 def test_rows_for_training_are_not_those_for_evaluation(parts: tuple[Any, Any], place: Path) -> None:
     for training in (("train",), ()):
         token_cache.encode_splits(CLASSIFICATION, *parts, {"train": COLUMNS}, LIMITS, training, "x")
@@ -94,8 +127,8 @@ def test_rows_for_training_are_not_those_for_evaluation(parts: tuple[Any, Any], 
 
 def test_found_again_by_content(parts: tuple[Any, Any], place: Path, tmp_path: Path) -> None:
     """What the rows depend on makes another file; what they do not depend on does not."""
-    calls = []
-    kind = replace(CLASSIFICATION, encode=lambda *a: calls.append(1) or CLASSIFICATION.encode(*a))
+    calls: list[int] = []
+    kind = counting(calls)
     tokenizer, model = parts
     rows(parts, kind)
     rows(parts, kind)
@@ -141,7 +174,7 @@ def test_what_was_used_longest_ago_goes(parts: tuple[Any, Any], place: Path, mon
     monkeypatch.setattr(token_cache, "MAX_BYTES", 2 * size + size // 2)
     rows(parts, content="new")
     calls: list[int] = []
-    kind = replace(CLASSIFICATION, encode=lambda *a: calls.append(1) or CLASSIFICATION.encode(*a))
+    kind = counting(calls)
     rows(parts, kind, content="0")
     rows(parts, kind, content="new")
     assert len(list(place.glob("*.arrow"))) == 2 and not calls

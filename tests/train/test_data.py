@@ -217,10 +217,10 @@ def test_conll(tmp_path: Path, text: str) -> None:
     (tmp_path / "wide.bio").write_text("Ada NNP x B-PER\nlives VBZ y O\n")
     (tmp_path / "tokens.conll").write_text("Ada\nlives\n")
     (tmp_path / "hash.bio").write_text("# O\ntag O\n# a comment of some words\n# B-X\n")
-    assert readers.read_rows(tmp_path / "hash.bio").rows == [
+    assert list(readers.read_rows(tmp_path / "hash.bio").rows) == [
         (1, {"tokens": ["#", "tag", "#"], "tags": ["O", "O", "B-X"]})
     ]
-    rows = [readers.read_rows(tmp_path / name).rows for name in ("wide.bio", "tokens.conll")]
+    rows = [list(readers.read_rows(tmp_path / name).rows) for name in ("wide.bio", "tokens.conll")]
     between = {"column 2": ["NNP", "VBZ"], "column 3": ["x", "y"]}
     both = {"tokens": ["Ada", "lives"], **between, "tags": ["B-PER", "O"]}
     assert rows == [[(1, both)], [(1, {"tokens": ["Ada", "lives"]})]]

@@ -221,7 +221,7 @@ def test_every_scheme_is_recognised_and_converted(scheme: str) -> None:
             spans += [(at, stop, chance.choice("AB"))] if chance.random() < 0.6 else []
             at = stop
         rows.append((spans, written(spans, 12, scheme)))
-    assert recognise_scheme([tags for _, tags in rows], str) == scheme
+    assert recognise_scheme([("", tags) for _, tags in rows]) == scheme
     for spans, tags in rows:
         expected = {(kind, start, stop) for start, stop, kind in spans}
         assert entities(tags, scheme) == expected == entities(to_iob2(tags), "IOB2")

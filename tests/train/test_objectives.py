@@ -269,7 +269,7 @@ def test_the_reference_of_drawn_answers_has_no_dropout(reference: objectives.Ref
     ("rows", "size", "others"), [(4, 2, [1, 0, 3, 2]), (5, 2, [1, 0, 3, 2, 3]), (5, 4, [3, 0, 1, 2, 3]), (1, 2, [0])]
 )
 def test_no_prompt_of_kto_has_its_own_answer_as_the_other(rows: int, size: int, others: list[int]) -> None:
-    assert objectives._other_answers([[i] for i in range(rows)], size) == [[i] for i in others]
+    assert [objectives._other_answer(i, size, rows) for i in range(rows)] == others
 
 
 def test_a_fresh_prefix_is_not_the_base(root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -45,6 +45,7 @@ from . import setup as task_setup
 from .config import RunConfig
 from .data import loading
 from .data.columns import LABELLED_TEXTS
+from .data.rows import columns_of
 from .data.tag_schemes import PLAIN
 from .metrics.base import Score, Scores
 from .metrics.intervals import score_intervals
@@ -470,13 +471,13 @@ def _score_splits(
     options = with_tag_scheme(options, rows.tag_scheme)
     requested = _requested_splits(rows, splits)
     target = None if output is None else user_path(output, "output")
-    columns_of: dict[str, Columns] = {split: rows.splits[split].to_dict() for split in requested}
-    encoded_splits = token_cache.encode_splits(
-        kind, context.tokenizer, context.model, columns_of, context.options, (), rows.fingerprint
-    )
+    by_split: dict[str, Columns] = {split: columns_of(rows.splits[split]) for split in requested}
     with ProgressDisplay(progress) as bar, explain_write_errors(target or rows.source):
+        encoded_splits = token_cache.encode_splits(
+            kind, context.tokenizer, context.model, by_split, context.options, (), rows.fingerprint, bar.start_rows
+        )
         for split, encoded in encoded_splits.items():
-            columns = columns_of[split]
+            columns = by_split[split]
             bar.start(split, len(encoded))
             result = score_split(
                 kind, replace(context, on_progress=bar.advance), encoded, columns, setup.metrics, options

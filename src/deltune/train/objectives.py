@@ -33,6 +33,7 @@ from ..templates import chat_prompt, end_tokens, tokenize_prompts
 from . import distributed
 from .config import RunConfig, check_processes
 from .data.formats import COLUMN
+from .data.rows import stored_dataset
 from .progress import ProgressDisplay
 from .tasks.preferences import split_answer
 from .trainer import DeltaCheckpointTrainer, RunState
@@ -390,35 +391,46 @@ def _quiet() -> Iterator[None]:
 
 def _dataset(state: RunState, split: str, arguments: TrainingArguments) -> datasets.Dataset:
     """Return the rows of a split as TRL's trainer of the objective reads them."""
-    import datasets
-
     kind, rows = state.config.objective.kind, state.encoded[split].rows
     if kind == "grpo":
-        return datasets.Dataset.from_list([_prompt(text) for text in state.columns[split][COLUMN]])
-    answers = [(*split_answer(row), row) for row in rows]
-    if kind == "reward":
-        result = [{"chosen_ids": p + a, "rejected_ids": p + row["rejected_ids"]} for p, a, row in answers]
-    elif kind == "kto":
-        # the completions of a batch are exchanged among its prompts, so its rows must not be the answers to one prompt
-        random.Random(state.config.runtime.seed).shuffle(answers)
-        others = _other_answers([a for _, a, _ in answers], arguments.per_device_train_batch_size)
-        result = [
-            {"prompt_ids": p, "completion_ids": a, "label": row["desirable"], "KL_completion_ids": other}
-            for (p, a, row), other in zip(answers, others, strict=True)
-        ]
-    else:
-        texts = dict.fromkeys(("prompt", "chosen", "rejected"), "") if kind == "orpo" else {}
-        result = [
-            {**texts, "prompt_ids": p, "chosen_ids": a, "rejected_ids": row["rejected_ids"]} for p, a, row in answers
-        ]
-    return datasets.Dataset.from_list(result)
+        return stored_dataset(map(_prompt, state.columns[split][COLUMN]))
+    if kind == "kto":
+        return stored_dataset(_rated_rows(rows, arguments.per_device_train_batch_size, state.config.runtime.seed))
+    texts = dict.fromkeys(("prompt", "chosen", "rejected"), "") if kind == "orpo" else {}
+
+    def pairs() -> Iterator[dict[str, Any]]:
+        for row in rows:
+            prompt, chosen = split_answer(row)
+            rejected = row["rejected_ids"]
+            if kind == "reward":
+                yield {"chosen_ids": prompt + chosen, "rejected_ids": prompt + rejected}
+            else:
+                yield {**texts, "prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected}
+
+    return stored_dataset(pairs())
 
 
-def _other_answers(answers: Sequence[list[int]], size: int) -> list[list[int]]:
-    """Return for each answer the one before it in its batch; a batch of one row takes the answer before it."""
-    batches = [answers[i : i + size] for i in range(0, len(answers), size)]
-    others = [batch[i - 1] for batch in batches for i in range(len(batch))]
-    return [*others[:-1], answers[-2]] if len(answers) > 1 and len(batches[-1]) == 1 else others
+def _rated_rows(rows: Sequence[dict[str, Any]], size: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Yield rated answers, each with another answer of its batch.
+
+    Completions are exchanged among the prompts of a batch, so its rows must not be the answers to one prompt.
+    """
+    order = list(range(len(rows)))
+    random.Random(seed).shuffle(order)
+    for place, number in enumerate(order):
+        prompt, answer = split_answer(rows[number])
+        _, other = split_answer(rows[order[_other_answer(place, size, len(order))]])
+        yield {
+            "prompt_ids": prompt, "completion_ids": answer, "label": rows[number]["desirable"],
+            "KL_completion_ids": other,
+        }  # fmt: skip
+
+
+def _other_answer(place: int, size: int, count: int) -> int:
+    """Return the place of the answer before one in its batch, the last for the first; alone, of the one before it."""
+    first = place - place % size
+    last = min(first + size, count) - 1
+    return last if place == first < last else max(0, place - 1)
 
 
 def _prompt(text: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import transformers
 
 from ..anatomy.inspection import inspect
@@ -20,12 +21,15 @@ from .config import RunConfig
 from .data.columns import INPUT_TYPES, TASK_COLUMNS
 from .data.formats import COLUMN, as_conversations
 from .data.loading import TaskData
+from .data.rows import columns_of, stored_dataset
 from .setup import fit_lengths, length_limits, load_task_data, load_task_tokenizer, task_kind_for
 from .tasks.base import TaskKind, TaskOptions
 from .tasks.chat import CHAT, check_lengths, notes, with_one_template
 from .tasks.encoding import IGNORE_INDEX, EncodedRows, Row, not_causal
 
 if TYPE_CHECKING:
+    from datasets import Dataset
+    from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
 
 TRAINED = ("⟦", "⟧")
@@ -132,13 +136,11 @@ def _encode(
     pairs = data.kind == "preference"  # each is read as two conversations
     kind = CHAT if pairs else task_kind_for(data.kind, configuration, config.generation.answer)
     tokenizer = load_task_tokenizer(name, config.data)
-    columns: dict[str, Any] = {split: rows.to_dict() for split, rows in data.splits.items()}
-    if pairs:
-        columns = {
-            s: {COLUMN: [one for text in c[COLUMN] for one in as_conversations(text)]} for s, c in columns.items()
-        }
+    splits = {split: _as_chats(rows) if pairs else rows for split, rows in data.splits.items()}
+    columns: dict[str, Any] = {split: columns_of(rows) for split, rows in splits.items()}
     if kind is CHAT:
-        tokenizer = with_one_template(tokenizer, config.generation.template, next(iter(columns.values()))[COLUMN])
+        texts = next(iter(columns.values()))[COLUMN]
+        tokenizer = with_one_template(tokenizer, config.generation.template, lambda: texts)
     model = meta_model(configuration, getattr(transformers, HEADS[kind.head].auto_class))
     fill_with_zeros(model)  # which take no memory; what is looked up in tables has to be there
     limits = fit_lengths(model, kind, length_limits(config.data, config.generation, kind, data.labels))
@@ -158,6 +160,12 @@ def _encode(
     return encoded, tokenizer, limits, kind, refusals
 
 
+def _as_chats(rows: Dataset) -> Dataset:
+    """Return preferences as conversations, one for each answer."""
+    pairs = zip(rows[COLUMN], rows["place"], strict=True)
+    return stored_dataset({COLUMN: one, "place": place} for text, place in pairs for one in as_conversations(text))
+
+
 def _rows_of(encoded: EncodedRows, row: int, texts: int) -> list[Row]:
     """Return the encoded rows that a row of the data became, of so many texts each."""
     several = [one for one in encoded.rows if "text_index" in one and one["text_index"] // texts == row - 1]
@@ -175,17 +183,18 @@ def data_notes(data: TaskData) -> list[str]:
     lines = list(data.notes)
     names = next(iter(data.splits.values())).column_names
     if data.kind == "regression":
-        numbers = [number for of in data.splits.values() for number in of["score"]]
-        lines.append(f"numbers from {min(numbers):g} to {max(numbers):g}, mean {statistics.fmean(numbers):.4g}")
+        numbers = np.concatenate([rows["score"][:] for rows in data.splits.values()])
+        lines.append(f"numbers from {numbers.min():g} to {numbers.max():g}, mean {numbers.mean():.4g}")
     elif data.kind == "classification" and len(data.labels) > 2 and all(map(str.isdigit, data.labels)):
         lines.append("the labels are whole numbers, each a class; --task regression predicts them as numbers")
     roles = [c.role for c in TASK_COLUMNS[data.kind] if c.role in names]
-    rows = {
-        split: [repr(row) for row in zip(*(of[r] for r in roles), strict=True)] for split, of in data.splits.items()
-    }
-    known = {*rows.pop("train", ())}
-    for split, texts in rows.items():
-        if shared := sum(text in known for text in texts):
+
+    def hashes(rows: Dataset) -> NDArray[np.int64]:
+        return np.array([hash(repr(row)) for row in zip(*(rows[role] for role in roles), strict=True)], np.int64)
+
+    known = hashes(data.splits["train"]) if "train" in data.splits else None
+    for split, rows in data.splits.items():
+        if split != "train" and known is not None and (shared := int(np.isin(hashes(rows), known).sum())):
             lines.append(f"{counted(shared, 'row')} of {split} also in train")
     return lines
 
@@ -197,8 +206,7 @@ def label_counts(data: TaskData) -> dict[str, dict[str, int]]:
         return {}
     counts = {}
     for split, rows in data.splits.items():
-        values = [one for value in rows[role] for one in (value if isinstance(value, list) else [value])]
-        number = Counter(values)
+        number = Counter(one for value in rows[role] for one in (value if isinstance(value, list) else [value]))
         counts[split] = {name: number[i] for i, name in enumerate(data.labels)}
     return counts
 

@@ -19,6 +19,7 @@ from ..models import HEADS_WITH_LABELS, Pooling, align_padding_token, load_model
 from ..runtime.pooling import choose_pooling, pool
 from .config import RunConfig
 from .data.columns import TASK_COLUMNS
+from .data.rows import columns_of
 from .inference import MetricOptions, measure, with_tag_scheme
 from .records import ProbeRecord
 from .setup import fit_lengths, length_limits, load_task_tokenizer, resolve_device, set_up_task
@@ -198,7 +199,7 @@ def probe_model(config: RunConfig) -> ProbeRecord:
     pooling, _ = choose_pooling(model, name, config.method.pooling)
     model.to(resolve_device())  # type: ignore[arg-type]
     limits = fit_lengths(model, kind, length_limits(config.data, config.generation, kind, data.labels))
-    columns: dict[str, Columns] = {split: rows.to_dict() for split, rows in data.splits.items()}
+    columns: dict[str, Columns] = {split: columns_of(rows) for split, rows in data.splits.items()}
     encoded = token_cache.encode_splits(kind, tokenizer, model, columns, limits, ("train",), data.fingerprint)
     context = InferenceContext(model, tokenizer, data.labels, limits, config.optim.rows_per_device())
     options = with_tag_scheme(config.evaluation.metric_options, data.tag_scheme)

@@ -93,6 +93,11 @@ class ProgressDisplay:
         if columns or not title:
             self.columns, self.kept = columns, list[dict[str, str]]()
 
+    def start_rows(self, title: str, rows: int) -> Callable[[int], None]:
+        """Begin a stage of so many rows, and return what counts them as done."""
+        self.start(title, rows, unit="rows")
+        return self.advance
+
     def reach(self, done: float, total: float, done_before: float) -> None:
         """Set how many units of work are done, some of them perhaps in part."""
         self.done, self.units, self.done_before = done, total, done_before

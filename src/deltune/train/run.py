@@ -39,6 +39,7 @@ from .data.columns import INPUT_TYPES, LABELLED_TEXTS, TASK_COLUMNS
 from .data.formats import COLUMN, as_conversations
 from .data.loading import TaskData
 from .data.packing import Packing, choose_packing
+from .data.rows import columns_of
 from .data.tag_schemes import PLAIN
 from .frozen_layers import FrozenLayers
 from .inference import SPLITS, with_tag_scheme
@@ -236,7 +237,7 @@ def _train(
     check_objective(config, reward, sharded)
     if resume:
         config = sharding.broadcast_from_main(lambda: config.with_rate_of(run.config) if run.exists else config)
-    state = sharding.run_on_all(lambda: _prepare(config, run, device, sharded, cache, rows))
+    state = sharding.run_on_all(lambda: _prepare(config, run, device, sharded, cache, rows, progress))
     state.stop_if = stop_if
     arguments = _training_arguments(state, device)
     checkpoint = sharding.broadcast_from_main(lambda: _resumable_checkpoint(run)) if resume else None
@@ -368,6 +369,7 @@ def _prepare(
     sharded: str,
     cache: ModelCache,
     part: Callable[[TaskData], TaskData] | None = None,
+    progress: bool = False,
 ) -> RunState:
     """Read, check and encode everything, and attach the method; of the rows only a part, where one is given."""
     precision = task_setup.resolve_precision(config.runtime.precision, device)
@@ -388,8 +390,11 @@ def _prepare(
         raise DeltuneError(f"label_smoothing is for one label of several, and this is {kind.name}: leave it out")
     limits = length_limits(config.data, config.generation, kind, data.labels)
     tokenizer = cache.tokenizer(config.model.name, config.data)
+
+    def chats() -> Iterator[str]:
+        return (one for text in data.splits["train"][COLUMN] for one in as_conversations(text))
+
     if is_chat(kind):  # before the model is loaded
-        chats = [one for text in data.splits["train"][COLUMN] for one in as_conversations(text)]
         tokenizer = with_one_template(tokenizer, config.generation.template, chats)
     model = _base_model(config.model, setup, tokenizer, seed, cache)
     if objective != "sft":
@@ -429,13 +434,16 @@ def _prepare(
     limits = fit_lengths(model, kind, limits)
     pairs = "pair" in (data.columns or {}) if kind.name in LABELLED_TEXTS else None
     tuned.delta().trained = {"max_length": limits.max_length, "takes_pairs": pairs}
-    columns: dict[str, Columns] = {split: rows.to_dict() for split, rows in data.splits.items()}
-    encoded = token_cache.encode_splits(kind, tokenizer, model, columns, limits, ("train",), data.fingerprint)
+    columns: dict[str, Columns] = {split: columns_of(rows) for split, rows in data.splits.items()}
+    with ProgressDisplay(progress and distributed.is_main()) as bar:
+        encoded = token_cache.encode_splits(
+            kind, tokenizer, model, columns, limits, ("train",), data.fingerprint, bar.start_rows
+        )
     if is_chat(kind):
         for split, rows_of in encoded.items():
             check_lengths(rows_of, split, limits.max_length, config.data.max_cut)
         tuned.delta().trained |= {
-            "chat_template": tokenizer.get_chat_template() if any('"messages"' in text for text in chats) else None,
+            "chat_template": tokenizer.get_chat_template() if any('"messages"' in text for text in chats()) else None,
             "end_tokens": list(end_tokens(tokenizer, model)),
         }
     if not len(encoded["train"]):

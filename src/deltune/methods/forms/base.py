@@ -379,7 +379,14 @@ class Form(MethodPart):
         return None
 
     def changed(self, tensors: Tensors, h: torch.Tensor) -> torch.Tensor | None:
-        """Return h + Δh of a form that reads h, where this takes less than Δh does; else None."""
+        """Compute h + Δh of a form that reads h, where this takes less than Δh does.
+
+        Args:
+            h: The hidden states (B, n, d_out).
+
+        Returns:
+            The new hidden states, or None where Δh is computed and added.
+        """
         return None
 
     def two_layers(self, tensors: Tensors) -> TwoLayers | None:

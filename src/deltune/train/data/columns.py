@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -152,12 +152,15 @@ def guess_task_kind(first: DataFile, names: ColumnNames | None, requested: Colum
     label = _first_named(available, LABEL_COLUMN_NAMES)
     if named and not label:
         return named[0]
-    answers: list[Any] = [row.get(label or _first_named(available, SCORE_COLUMN_NAMES)) for _, row in first.rows]
-    if label and answers and all(isinstance(value, list) or str(value).startswith("[") for value in answers):
+    answer = label or _first_named(available, SCORE_COLUMN_NAMES)
+
+    def all_answers(are: Callable[[Any], bool]) -> bool:
+        return all(are(row.get(answer)) for _, row in first.rows)
+
+    if label and first.rows and all_answers(lambda value: isinstance(value, list) or str(value).startswith("[")):
         return "multilabel"
-    numbers = [float(value) for value in answers if value_fits("number", value)]
-    if answers and len(numbers) == len(answers) and not all(number.is_integer() for number in numbers):
-        return "regression"
+    if first.rows and all_answers(lambda value: value_fits("number", value)):
+        return "classification" if all_answers(lambda value: float(value).is_integer()) else "regression"
     return "classification"
 
 
@@ -293,8 +296,7 @@ def _is_prose(file: DataFile, column: str) -> bool:
 
 def _share_of_numbers(file: DataFile, column: str) -> float:
     """Return how many of a column's values are numbers, between 0 and 1."""
-    values = [row.get(column) for _, row in file.rows]
-    return sum(value_fits("number", value) for value in values) / max(1, len(values))
+    return sum(value_fits("number", row.get(column)) for _, row in file.rows) / max(1, len(file.rows))
 
 
 def _holds_text(file: DataFile, column: str) -> bool:

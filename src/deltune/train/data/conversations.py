@@ -29,8 +29,8 @@ from ...templates import (
 from .columns import LossOn
 
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-BATCH = 1000
-"""Rows that are tokenised together."""
+BATCH = 200
+"""Conversations that are tokenised together."""
 
 
 @dataclass(frozen=True)
@@ -80,18 +80,17 @@ class Conversations:
 
     def tokenize(self, rows: Sequence[str], places: Sequence[str], problems: list[str]) -> Iterator[Tokenized]:
         """Yield the rows as tokens; what is wrong with a row is appended to the problems, with its place."""
-        for first in range(0, len(rows), BATCH):
-            texts: list[_Text] = []
-            for i in range(first, min(first + BATCH, len(rows))):
-                try:
-                    texts += self.texts(json.loads(rows[i]), i)
-                except DeltuneError as error:
-                    problems.append(f"{places[i]}: {error}")
-            for text, tokens in zip(texts, self._tokens(texts), strict=True):
-                try:
-                    yield self._with_mask(text, tokens)
-                except DeltuneError as error:
-                    problems.append(f"{places[text.row]}: {error}")
+        texts: list[_Text] = []
+        for i, row in enumerate(rows):
+            try:
+                texts += self.texts(json.loads(row), i)
+            except DeltuneError as error:
+                problems.append(f"{places[i]}: {error}")
+        for text, tokens in zip(texts, self._tokens(texts), strict=True):
+            try:
+                yield self._with_mask(text, tokens)
+            except DeltuneError as error:
+                problems.append(f"{places[text.row]}: {error}")
 
     def notes(self) -> list[str]:
         """Return what a user should know about what was tokenised."""

@@ -8,15 +8,19 @@ an argument of a tool is a number in one row and a text in another.
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ...errors import DeltuneError, counted, excerpt, unknown_name
 from ...files import parse_json
 from .columns import ID_COLUMN_NAMES, ColumnNames
-from .readers import DataFile, Row, has_lone_surrogate, short_repr
+from .readers import DataFile, has_lone_surrogate, short_repr
+from .rows import Row
 
 ROLES = {
     "system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
@@ -99,8 +103,7 @@ def choose(first: DataFile, kind: str | None, names: ColumnNames | None) -> tupl
     Raises:
         DeltuneError: The kind is given, and the columns are of no format for it.
     """
-    kinds = {one.kind for one in FORMATS}
-    if kind not in (None, *kinds) or ".txt" in first.name or not (names is None or isinstance(names, Mapping) or kind):
+    if kind not in (None, *KINDS) or ".txt" in first.name or not (names is None or isinstance(names, Mapping) or kind):
         return None
     by_name = dict(names) if isinstance(names, Mapping) else None
     form = recognise(first.columns if by_name is None else list(by_name), kind)
@@ -124,9 +127,8 @@ def read_files(
     files: Mapping[str, DataFile], form: Format, columns: Mapping[str, str], problems: list[str]
 ) -> dict[str, DataFile]:
     """Return files whose rows have the row in the one form as JSON, and its place; `columns` are those of `choose`."""
-    result = {}
-    for split, file in files.items():
-        rows: list[tuple[int, Row]] = []
+
+    def read(file: DataFile) -> Iterator[tuple[int, Row]]:
         for i, (number, row) in enumerate(file.rows, 1):
             try:
                 named = {**row, **{name: row.get(column) for name, column in columns.items()}}
@@ -137,9 +139,9 @@ def read_files(
                 problems.append(f"{row_place(file, number, i)}: {error}")
                 continue
             kept = {"id": row["id"]} if isinstance(row.get("id"), str | int) else {}
-            rows.append((number, {**kept, COLUMN: value, "place": row_place(file, number, i)}))
-        result[split] = replace(file, rows=rows)
-    return result
+            yield number, {**kept, COLUMN: value, "place": row_place(file, number, i)}
+
+    return {split: file.with_rows(read(file)) for split, file in files.items()}
 
 
 def row_place(file: DataFile, number: int, row: int) -> str:
@@ -228,6 +230,10 @@ FORMATS = (
     Format("texts", "chat", ("text",), _read_text, only=True),
 )
 """The formats, the first that fits being that of a file."""
+
+
+KINDS = {one.kind for one in FORMATS}
+"""The kinds of task whose rows are in the one form."""
 
 
 def as_conversations(text: str) -> list[str]:
@@ -373,52 +379,62 @@ def _call(call: Any, number: int) -> dict[str, Any]:
 # -- what is said about the rows
 
 
-def notes_on_rows(splits: Mapping[str, Sequence[str]], places: Mapping[str, Sequence[str]]) -> list[str]:
+def notes_on_rows(files: Mapping[str, DataFile]) -> list[str]:
     """Return what a user should know about rows in the one form: empty answers, open questions, repetitions."""
+    count = empty = open_ends = 0
+    equal: list[str] = []
+    for _, stored in (row for file in files.values() for row in file.rows):
+        row, place, count = json.loads(stored[COLUMN]), stored["place"], count + 1
+        chat = row.get("messages", [])
+        empty += sum(one["role"] == "assistant" and not (one["content"] or "tool_calls" in one) for one in chat)
+        empty += row.get("completion") == ""
+        open_ends += bool(chat) and chat[-1]["role"] != "assistant"
+        if "chosen" in row and row["chosen"] == row["rejected"]:
+            equal.append(place.split("(")[-1].rstrip(")") if "(" in place else place)
     notes = []
-    rows = {split: [json.loads(text) for text in texts] for split, texts in splits.items()}
-    every = [row for of_split in rows.values() for row in of_split]
-    chats = [row["messages"] for row in every if "messages" in row]
-    answers = [one for chat in chats for one in chat if one["role"] == "assistant" and "tool_calls" not in one]
-    if empty := sum(not one["content"] for one in answers) + sum(row.get("completion") == "" for row in every):
+    if empty:
         notes.append(f"{counted(empty, 'empty answer')}, of which the end is trained")
-    if open_ends := sum(chat[-1]["role"] != "assistant" for chat in chats):
+    if open_ends:
         notes.append(f"{counted(open_ends, 'conversation')} with a question at the end, which is not trained")
-    equal = [
-        place.split("(")[-1].rstrip(")") if "(" in place else place
-        for split in rows
-        for row, place in zip(rows[split], places[split], strict=True)
-        if "chosen" in row and row["chosen"] == row["rejected"]
-    ]
     if equal:
-        if len(equal) == len(every):
+        if len(equal) == count:
             raise DeltuneError("chosen equals rejected in all rows, so there is no preference to learn")
         notes.append(f"{', '.join(equal[:10])}{' …' if len(equal) > 10 else ''}: chosen equals rejected")
-    return [*notes, *_notes_on_repetitions(splits, rows)]
+    return [*notes, *_notes_on_repetitions(files)]
 
 
-def _notes_on_repetitions(splits: Mapping[str, Sequence[str]], rows: Mapping[str, Sequence[Any]]) -> list[str]:
+def _notes_on_repetitions(files: Mapping[str, DataFile]) -> list[str]:
     """Return which rows and questions occur more than once, in a split and in several."""
     notes = []
-    for split, texts in splits.items():
-        where = f" in {split}" if len(splits) > 1 else ""
-        answers: dict[str, set[str]] = {}
-        for row in rows[split]:
-            if (question := _question(row)) is not None:
-                answers.setdefault(question, set()).add(_answer(row))
-        differing = sum(len(one) for one in answers.values() if len(one) > 1)
-        repeated = sum(count > 1 for count in Counter(texts).values())
-        if differing:
+    hashes = {split: _hashes(file) for split, file in files.items()}
+    for split, (rows, questions, answers) in hashes.items():
+        where = f" in {split}" if len(files) > 1 else ""
+        has_question = questions != 0
+        different = np.unique(np.stack([questions[has_question], answers[has_question]]), axis=1)[
+            0
+        ]  # answers of each question
+        counts = np.unique(different, return_counts=True)[1]
+        if differing := counts[counts > 1].sum():
             notes.append(f"{counted(differing, 'row')}{where} with a question that other rows answer differently")
-        if repeated:
+        if repeated := (np.unique(rows, return_counts=True)[1] > 1).sum():
             notes.append(f"{counted(repeated, 'repeated row')}{where}")
-    known = {*splits.get("train", ())}
-    questions = {_question(row) for row in rows.get("train", ())} - {None}
-    for split in [one for one in splits if one != "train" and "train" in splits]:
-        new = [row for text, row in zip(splits[split], rows[split], strict=True) if text not in known]
-        if answered := sum(_question(row) in questions for row in new):
-            notes.append(f"{counted(answered, 'row')} of {split} with a question of train, and another answer")
+    if "train" in hashes:
+        known, known_questions, _ = hashes.pop("train")
+        for split, (rows, questions, _) in hashes.items():
+            new = questions[(questions != 0) & ~np.isin(rows, known)]
+            if answered := np.isin(new, known_questions).sum():
+                notes.append(f"{counted(answered, 'row')} of {split} with a question of train, and another answer")
     return notes
+
+
+def _hashes(file: DataFile) -> NDArray[np.int64]:
+    """Return hashes of the rows of a file, their questions, 0 for none, and their answers."""
+    numbers = array("q")
+    for _, stored in file.rows:
+        row = json.loads(stored[COLUMN])
+        question = _question(row)
+        numbers.extend((hash(stored[COLUMN]), 0 if question is None else hash(question), hash(_answer(row))))
+    return np.frombuffer(numbers, np.int64).reshape(-1, 3).T
 
 
 def _question(row: Mapping[str, Any]) -> str | None:

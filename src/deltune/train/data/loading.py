@@ -13,12 +13,14 @@ import random
 import re
 import statistics
 import warnings
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+import pyarrow
 
 from ...errors import DeltuneError, check_booleans, closest_match, error_summary, excerpt, unknown_name, word_list
 from ...files import explain_write_errors, parse_json, user_path
@@ -29,6 +31,7 @@ from .columns import (
     TASK_COLUMNS,
     Column,
     ColumnNames,
+    ColumnType,
     check_columns,
     choose_columns,
     doubts_of_columns,
@@ -38,7 +41,8 @@ from .columns import (
     row_problems,
     unread_columns,
 )
-from .readers import READERS, DataFile, Row, data_suffix, file_error, has_lone_surrogate, read_rows, short_repr
+from .readers import READERS, DataFile, data_suffix, file_error, has_lone_surrogate, read_rows, short_repr
+from .rows import NumberedRows, Row, in_slices, stored_dataset
 from .tag_schemes import PLAIN, check_entity_tags, recognise_scheme, to_iob2
 
 if TYPE_CHECKING:
@@ -89,25 +93,31 @@ def parquet_files(*splits: str, configuration: str = "default") -> dict[str, str
 def apply_layout(files: dict[str, DataFile], layout: HubLayout, problems: list[str]) -> None:
     """Compute columns, group targets and hold rows out for validation, as a layout says, in place."""
     computed = {role: function for role, function in layout.columns.items() if not isinstance(function, str)}
-    for file in files.values():
+
+    def with_computed(file: DataFile) -> Iterator[tuple[int, Row]]:
         for number, row in file.rows:
             try:
-                row |= {role: function(row) for role, function in computed.items()}
+                yield number, {**row, **{role: function(row) for role, function in computed.items()}}
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 problems.append(
                     f"{file.location(number)} is not laid out as it was ({short_repr(error)}). Its columns: "
                     f"{', '.join(row)}. Give data and columns instead of the task"
                 )
                 return
+
+    for split, file in files.items():
+        files[split] = file.with_rows(with_computed(file))
+        if problems:
+            return
     for split in layout.grouped_splits:
         if split in files:
-            files[split].rows = _group_targets(files[split].rows, layout.column_names)
+            files[split] = files[split].with_rows(_group_targets(files[split].rows, layout.column_names))
     if layout.held_out and "train" in files:
         train = files["train"]
         sample = set(random.Random(0).sample(range(len(train.rows)), min(layout.held_out, len(train.rows) // 2)))
-        held_out = [row for i, row in enumerate(train.rows) if i in sample]
+        held_out = NumberedRows(row for i, row in enumerate(train.rows) if i in sample)
         files["validation"] = DataFile("train (held out)", held_out, train.unit)
-        train.rows = [row for i, row in enumerate(train.rows) if i not in sample]
+        files["train"] = train.with_rows(row for i, row in enumerate(train.rows) if i not in sample)
 
 
 def _group_targets(rows: Sequence[tuple[int, Row]], columns: Mapping[str, str]) -> list[tuple[int, Row]]:
@@ -138,9 +148,6 @@ def bio_tags(tokens: Sequence[str], spans: Sequence[Mapping[str, Any]], types: M
         tags[start:end] = [f"B-{name}", *[f"I-{name}"] * (end - start - 1)]
     return tags
 
-
-LabelIdsBySplit = dict[str, list[list[int]]]
-"""Split -> the label ids of every row: one for a class, one for each token for tags."""
 
 SPLITS = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}
 """Split -> the names that its file may have, without the suffix."""
@@ -282,7 +289,7 @@ def load_data(
     if shape and first:
         kind, files = shape.kind, shapes.read_files(files, shape, problems)
         first = next(files[split] for split in needed if split in files)
-        columns = {role: role for role in dict.fromkeys(c for _, row in first.rows for c in row) if role != "id"}
+        columns = {role: role for role in first.columns if role != "id"}
         labels = labels or shape.labels or None
         if problems:
             raise file_error(f"data {source}", problems)
@@ -312,13 +319,13 @@ def load_data(
     notes: tuple[str, ...] = ()
     if is_one_file and not problems:
         inputs = [column for role, column in chosen.items() if role in INPUT_TYPES]
-        keys = [json.dumps([row.get(column) for column in inputs], default=str) for _, row in files["train"].rows]
+        keys = (json.dumps([row.get(column) for column in inputs], default=str) for _, row in files["train"].rows)
         files, notes = _split_file(files["train"], keys, chosen.get(label_role or ""), seed)
     label_names: tuple[str, ...] = ()
     if kind == "regression":
         label_names = tuple(labels or ("score",))
         _check_numbers(files, chosen["score"], problems)
-    label_ids: LabelIdsBySplit = {split: [] for split in files}
+    ids: dict[str, int] = {}
     if label_role is not None:
         label_column = chosen[label_role]
         if label_column in raw.hidden:
@@ -327,9 +334,9 @@ def load_data(
         inner: set[str] = set()
         if kind == "tagging" and tag_scheme == "iob2" and not problems:
             files, known = _with_iob2_tags(files, label_column, known, problems), iob2_labels
-            train = files["train"].rows if "train" in files and not problems else []
+            train = files["train"].rows if "train" in files and not problems else ()
             inner = {f"I{tag[1:]}" for _, row in train for tag in row[label_column] if tag[0] == "B"}
-        label_names, label_ids = encode_labels(
+        label_names, ids, files = encode_labels(
             files, label_column, known, problems, inner, shape.labels if shape else ()
         )
     is_guess &= not isinstance(columns or raw.column_names, Mapping)
@@ -337,25 +344,43 @@ def load_data(
         raise file_error(f"data {source}", doubts)
     scheme = None
     if kind == "tagging" and not problems:
-        scheme = PLAIN if tag_scheme == "plain" else _recognise_scheme(files, label_names, label_ids, problems)
+        scheme = (
+            PLAIN if tag_scheme == "plain" else _recognise_scheme(files, chosen["tags"], label_names, ids, problems)
+        )
     if problems:
         raise file_error(f"data {source}", problems)
-
-    splits: dict[str, dict[str, list]] = {}
-    for split, row_label_ids in label_ids.items():
-        rows = [row for _, row in files[split].rows]
-        values = {
-            c.role: [_normalized_value(c, row[chosen[c.role]]) for row in rows]
-            for c in TASK_COLUMNS[kind]
-            if c.role in chosen
-        }
-        if label_role is not None:
-            values[label_role] = row_label_ids if label_role != "label" else [ids[0] for ids in row_label_ids]
-        splits[split] = {"id": _row_ids(rows, split), **values}
+    read = [(c, chosen[c.role]) for c in TASK_COLUMNS[kind] if c.role in chosen]
+    splits = {
+        split: _split(
+            file, split, kind, chosen, lambda row: {c.role: _normalized_value(c, row[name], ids) for c, name in read}
+        )
+        for split, file in files.items()
+    }
     return _task_data(
         source, splits, max_rows or {}, seed, labels=label_names, columns=dict(shape.columns if shape else chosen),
         kind=kind, tag_scheme=scheme, unread=unread, shape=shape.name if shape else "", notes=notes,
     )  # fmt: skip
+
+
+ARROW_TYPES: Mapping[ColumnType, pyarrow.DataType] = {
+    "text": pyarrow.string(), "texts": pyarrow.list_(pyarrow.string()), "label": pyarrow.int64(),
+    "labels": pyarrow.list_(pyarrow.int64()), "number": pyarrow.float64(), "index": pyarrow.int64(),
+    "answers": pyarrow.list_(pyarrow.string()), "conversation": pyarrow.string(),
+}  # fmt: skip
+"""Type of a column -> how its values are stored."""
+
+
+def _split(file: DataFile, split: str, kind: str, roles: Collection[str], values: Callable[[Row], Row]) -> Dataset:
+    """Return the rows of a split as they are read: their ids, and the values of each role."""
+    fields = {c.role: ARROW_TYPES[c.type] for c in TASK_COLUMNS[kind] if c.role in roles}
+    if kind in formats.KINDS:
+        fields["place"] = pyarrow.string()
+    names = array("q", (hash(str(row["id"])) for _, row in file.rows if "id" in row))
+    named = len(set(names)) == len(file.rows)  # each row has a name of its own; otherwise they are numbered
+    rows = (
+        {"id": str(row["id"]) if named else f"{split}-{i}", **values(row)} for i, (_, row) in enumerate(file.rows, 1)
+    )
+    return stored_dataset(rows, pyarrow.schema({"id": pyarrow.string(), **fields}))
 
 
 MAX_HELD_OUT = 1_000
@@ -363,28 +388,33 @@ MAX_HELD_OUT = 1_000
 
 
 def _split_file(
-    file: DataFile, inputs: Sequence[str], label: str | None, seed: int
+    file: DataFile, inputs: Iterable[str], label: str | None, seed: int
 ) -> tuple[dict[str, DataFile], tuple[str, ...]]:
     """Draw validation and test rows of a single file, all that have an input, in the shares that its labels have.
 
     Train keeps a row of every label. Each label's rows are spread evenly over the order that splits are cut from.
     """
-    groups: dict[str, list[int]] = {}
+    groups: dict[int, list[int]] = {}  # by a hash of the input, which is smaller
     for i, one in enumerate(inputs):
-        groups.setdefault(one, []).append(i)
+        groups.setdefault(hash(one), []).append(i)
     repeated = len(groups) < len(file.rows)
     count = min(MAX_HELD_OUT, len(groups) // 10)
     if count < 2:
         size = f"{len(groups)} {'different rows' if repeated else 'rows'}"
         return {"train": file}, (f"{file.name} has {size}, too few to hold some out: all are trained",)
+    label_sets: list[frozenset[str]] = []
+    same: dict[frozenset[str], frozenset[str]] = {}
+    for _, row in file.rows:
+        value = row.get(label or "", ())
+        labels = frozenset(str(one) for one in (value if isinstance(value, list | tuple) else [value]))
+        label_sets.append(same.setdefault(labels, labels))
     known: set[str] = set()
     by_labels: dict[frozenset[str], list[list[int]]] = {}
     rng = random.Random(seed)
     for rows_of_input in rng.sample(list(groups.values()), len(groups)):
-        values = [file.rows[i][1].get(label or "", ()) for i in rows_of_input]
-        labels = {str(one) for value in values for one in (value if isinstance(value, list | tuple) else [value])}
+        labels = frozenset().union(*(label_sets[i] for i in rows_of_input))
         if labels <= known:
-            by_labels.setdefault(frozenset(labels), []).append(rows_of_input)
+            by_labels.setdefault(labels, []).append(rows_of_input)
         known |= labels
     places: list[tuple[float, list[int]]] = []
     for some in by_labels.values():
@@ -393,8 +423,13 @@ def _split_file(
     free = [rows_of_input for _, rows_of_input in sorted(places)]
     chosen = {"validation": {*chain(*free[:count])}, "test": {*chain(*free[count : 2 * count])}}
     chosen["train"] = {*range(len(file.rows))} - chosen["validation"] - chosen["test"]
-    rows = [(n, row if "id" in row else {**row, "id": f"{file.unit}-{n}"}) for n, row in file.rows]
-    files = {split: replace(file, rows=[rows[i] for i in sorted(chosen[split])]) for split in SPLITS if chosen[split]}
+
+    def rows_of(split: str) -> Iterator[tuple[int, Row]]:
+        for i, (n, row) in enumerate(file.rows):
+            if i in chosen[split]:
+                yield n, row if "id" in row else {**row, "id": f"{file.unit}-{n}"}
+
+    files = {split: file.with_rows(rows_of(split)) for split in SPLITS if chosen[split]}
     sizes = ", ".join(f"{len(one.rows):,} {split}" for split, one in files.items())
     note = "; rows with the same input stay together" if repeated else ""
     return files, (f"{file.name} has no splits, so its rows are drawn by seed {seed} (--seed): {sizes}{note}",)
@@ -404,12 +439,12 @@ def _check_numbers(files: dict[str, DataFile], column: str, problems: list[str])
     """Check that numbers to predict are of a size that a head can learn; leave out splits whose numbers are hidden."""
     if problems:
         return
-    numbers = {split: [float(row[column]) for _, row in file.rows] for split, file in files.items()}
+    numbers = {split: array("d", (float(row[column]) for _, row in file.rows)) for split, file in files.items()}
     hidden = [split for split in numbers if split != "train" and {*numbers[split]} == {-1.0}]
     for split in hidden:
         warnings.warn(f"every number in {files[split].name} is -1, so hidden; the split is left out", stacklevel=3)
         del files[split]
-    train = numbers.get("train", [])
+    train = numbers.get("train")
     spread = statistics.pstdev(train) if train else 1.0
     if not 0.05 <= spread <= 20:
         problems.append(
@@ -435,28 +470,29 @@ def _load_conversations(
         raise file_error(f"data {source}", problems)
     split_note: tuple[str, ...] = ()
     if is_one_file and form.kind in ("chat", "preference"):
-        texts_of_rows = [row[formats.COLUMN] for _, row in read["train"].rows]
-        prompts = [json.loads(text).get("prompt") for text in texts_of_rows]
-        inputs = [text if prompt is None else str(prompt) for text, prompt in zip(texts_of_rows, prompts, strict=True)]
-        read, split_note = _split_file(read["train"], inputs, None, seed)
-    splits = {
-        split: {
-            "id": _row_ids(rows, split),
-            **{name: [row[name] for row in rows] for name in (formats.COLUMN, "place")},
-        }
-        for split, file in read.items()
-        if (rows := [row for _, row in file.rows])
-    }
+        read, split_note = _split_file(read["train"], map(_prompt_of, read["train"].rows), None, seed)
     first = next(iter(files.values()))
     as_text = any(isinstance(row.get(columns[form.needed[0]]), str) for _, row in first.rows[:1]) and form.has_messages
-    texts, places = ({s: values[name] for s, values in splits.items()} for name in (formats.COLUMN, "place"))
     notes = [*([f"{form.needed[0]} read from text, which holds JSON"] if as_text else [])]
-    notes += formats.notes_on_rows(texts, places)
+    notes += formats.notes_on_rows(read)
+    roles = (formats.COLUMN, "place")
+    splits = {
+        split: _split(file, split, form.kind, roles, lambda row: {name: row[name] for name in roles})
+        for split, file in read.items()
+        if len(file.rows)
+    }
     unread = tuple(c for c in unread_columns(first, None, columns) if c not in form.others)
     return _task_data(
         source, splits, max_rows, seed, columns=columns, kind=form.kind, unread=unread, format=form.name,
         notes=(*split_note, *notes),
     )  # fmt: skip
+
+
+def _prompt_of(numbered: tuple[int, Row]) -> str:
+    """Return what a row in the one form is held out by: its prompt, or all of it."""
+    text: str = numbered[1][formats.COLUMN]
+    prompt = json.loads(text).get("prompt")
+    return text if prompt is None else str(prompt)
 
 
 def mixture(source: str) -> dict[str, float]:
@@ -485,22 +521,25 @@ def _mixed(
         raise file_error(f"data {source}", problems)
     rows_of_train = sum(len(part.splits.get("train", ())) for part in parts.values())
     total = min(rows_of_train, max_rows.get("train", rows_of_train))
-    splits: dict[str, dict[str, list]] = {}
+    by_split: dict[str, list[Dataset]] = {}
     notes: list[str] = []
     for name, part in parts.items():
         for split, rows in part.splits.items():
-            columns, chosen = rows.to_dict(), list(range(len(rows)))
+            chosen = rows
             if split == "train":
                 count = round(total * weights[name] / sum(weights.values()))
                 again, rest = divmod(count, len(rows))
-                chosen = again * chosen + sorted(random.Random(f"{seed} {name}").sample(chosen, rest))
+                drawn = sorted(random.Random(f"{seed} {name}").sample(range(len(rows)), rest))
+                chosen = rows.select([*(again * [*range(len(rows))]), *drawn])
                 notes.append(f"{count:,} rows of an epoch are from the {len(rows):,} of {name}")
-            joined = splits.setdefault(split, {role: [] for role in columns})
-            for role, values in joined.items():
-                values += [columns[role][i] for i in chosen]
+            by_split.setdefault(split, []).append(chosen)
         notes += [f"{name}: {note}" for note in part.notes]
-    for split, columns in splits.items():
-        columns["id"] = [f"{split}-{i + 1}" for i in range(len(columns["id"]))]
+    splits = {
+        split: stored_dataset(
+            ({**row, "id": f"{split}-{i}"} for i, row in enumerate(chain(*some), 1)), some[0].features.arrow_schema
+        )
+        for split, some in by_split.items()
+    }
     samples = {split: count for split, count in max_rows.items() if split != "train"}
     form = " and ".join(dict.fromkeys(part.format for part in parts.values()))
     unread = tuple(dict.fromkeys(column for part in parts.values() for column in part.unread))
@@ -510,15 +549,9 @@ def _mixed(
     )  # fmt: skip
 
 
-def _row_ids(rows: Sequence[Row], split: str) -> list[str]:
-    """Return the ids of rows, or where not every row has its own, their numbers behind the name of the split."""
-    ids = [str(row["id"]) for row in rows if "id" in row]
-    return ids if len(set(ids)) == len(rows) else [f"{split}-{i + 1}" for i in range(len(rows))]
-
-
 def _task_data(
     source: str,
-    splits: dict[str, dict[str, list]],
+    splits: dict[str, Dataset],
     max_rows: Mapping[str, int],
     seed: int,
     *,
@@ -527,25 +560,33 @@ def _task_data(
 ) -> TaskData:
     """Draw the samples of splits, and make the data of a task of them."""
     for split, count in max_rows.items():
-        if split in splits and count < len(splits[split]["id"]):
+        if split in splits and count < len(splits[split]):
             rng = random.Random(seed if split == "train" else 0)
-            sample = sorted(rng.sample(range(len(splits[split]["id"])), count))
-            splits[split] = {role: [values[i] for i in sample] for role, values in splits[split].items()}
-    content = {
-        split: {role: values for role, values in s.items() if role not in ("id", "place")}
-        for split, s in splits.items()
-    }
-
-    from datasets import Dataset
-
+            splits[split] = splits[split].select(sorted(rng.sample(range(len(splits[split])), count)))
+    digests = {}
+    everything = hashlib.sha256(f"[{json.dumps(labels)}, {{".encode())
+    for number, split in enumerate(sorted(splits)):
+        digest = hashlib.sha256()
+        everything.update(f"{', ' if number else ''}{json.dumps(split)}: ".encode())
+        for part in _as_json(splits[split]):
+            digest.update(part.encode())
+            everything.update(part.encode())
+        digests[split] = digest.hexdigest()[:16]
+    everything.update(b"}]")
+    ordered = {split: digests[split] for split in splits}
     return TaskData(
-        splits={split: Dataset.from_dict(columns) for split, columns in splits.items()},
-        labels=labels,
-        source=source,
-        fingerprint=_digest([labels, content]),
-        digests={split: _digest(values)[:16] for split, values in content.items()},
-        **facts,
+        splits=splits, labels=labels, source=source, fingerprint=everything.hexdigest(), digests=ordered, **facts
     )
+
+
+def _as_json(rows: Dataset) -> Iterator[str]:
+    """Yield the contents of a split as one object in JSON: each role with the list of its values."""
+    for number, role in enumerate(sorted({*rows.column_names} - {"id", "place"})):
+        yield f"{', ' if number else '{'}{json.dumps(role)}: ["
+        for first, part in in_slices({role: rows[role]}):
+            yield (", " if first else "") + json.dumps(part[role])[1:-1]
+        yield "]"
+    yield "}"
 
 
 def _with_iob2_tags(
@@ -553,13 +594,13 @@ def _with_iob2_tags(
 ) -> dict[str, DataFile]:
     """Return files whose tags of entities are in IOB2; a number is an index into the known names."""
     names = dict(enumerate(known or ())) | {str(i): name for i, name in enumerate(known or ())}
-    tags = {
-        split: [[str(names.get(tag, tag)) for tag in row[column]] for _, row in f.rows] for split, f in files.items()
-    }
-    places = [file.location(number) for file in files.values() for number, _ in file.rows]
+
+    def tags(row: Row) -> list[str]:
+        return [str(names.get(tag, tag)) for tag in row[column]]
+
     try:
-        if check_entity_tags([row for rows in tags.values() for row in rows], places.__getitem__) == set():
-            numbers = all(tag.isdigit() for rows in tags.values() for row in rows for tag in row)
+        if check_entity_tags(_Tags(files, tags)) == set():
+            numbers = all(tag.isdigit() for _, some in _Tags(files, tags) for tag in some)
             advice = "; numbers need names first (--labels B-PER,I-PER,O in their order)" if numbers else ""
             problems.append(f"plain tags, which are not of entities, cannot be converted by --tag-scheme iob2{advice}")
     except DeltuneError as error:
@@ -567,28 +608,32 @@ def _with_iob2_tags(
     if problems:
         return dict(files)
     return {
-        split: replace(
-            file,
-            rows=[
-                (number, {**row, column: to_iob2(converted)})
-                for (number, row), converted in zip(file.rows, tags[split], strict=True)
-            ],
-        )
+        split: file.with_rows((number, {**row, column: to_iob2(tags(row))}) for number, row in file.rows)
         for split, file in files.items()
     }
 
 
 def _recognise_scheme(
-    files: Mapping[str, DataFile], names: Sequence[str], ids: LabelIdsBySplit, problems: list[str]
+    files: Mapping[str, DataFile], column: str, names: Sequence[str], ids: Mapping[str, int], problems: list[str]
 ) -> str | None:
     """Return the scheme of the tags of all splits; what is wrong with them is appended to the problems."""
-    rows = [[names[i] for i in row] for split in ids for row in ids[split]]
-    places = [files[split].location(number) for split in ids for number, _ in files[split].rows]
     try:
-        return recognise_scheme(rows, places.__getitem__)
+        return recognise_scheme(_Tags(files, lambda row: [names[ids[str(tag)]] for tag in _labels(row[column])]))
     except DeltuneError as error:
         problems.append(str(error))
         return None
+
+
+@dataclass(frozen=True)
+class _Tags:
+    """The tags of all rows, each with its place, which can be gone through several times."""
+
+    files: Mapping[str, DataFile]
+    of_row: Callable[[Row], list[str]]
+
+    def __iter__(self) -> Iterator[tuple[str, list[str]]]:
+        for file in self.files.values():
+            yield from ((file.location(number), self.of_row(row)) for number, row in file.rows)
 
 
 def rename_labels(data: TaskData, names: Mapping[str, str]) -> TaskData:
@@ -618,80 +663,85 @@ def encode_labels(
     problems: list[str],
     others: Collection[str] = (),
     flags: Collection[str] = (),
-) -> tuple[tuple[str, ...], LabelIdsBySplit]:
-    """Turn labels into ids, and check that train has every label, but for those that have a column each."""
-    values = {split: _row_labels(file, column, problems) for split, file in files.items()}
-    for split in [
-        s for s, rows in values.items() if rows and {label for _, label in _label_occurrences(rows)} == {"-1"}
-    ]:
+) -> tuple[tuple[str, ...], dict[str, int], dict[str, DataFile]]:
+    """Number the labels, and check that train has every label, but for those that have a column each.
+
+    Returns:
+        The names in the order of their ids, the id of each label in the data, and the files whose labels are known.
+    """
+    counts = {split: _count_labels(file, column, problems) for split, file in files.items()}
+    for split in [s for s, of_split in counts.items() if {*of_split} == {"-1"}]:
         warnings.warn(f"every label in {files[split].name} is -1, so hidden; the split is left out", stacklevel=3)
-        del values[split]
-    train = {label for _, label in _label_occurrences(values.get("train", []))} | {*others}
+        del counts[split]
+    files = {split: files[split] for split in counts}
+    train = {*counts.get("train", ()), *others}
     numeric = all(map(_is_integer, train))
     names = tuple(known or sorted(train, key=lambda label: (int(label) if numeric else 0, label != "O", label)))
     if len(set(map(str, names))) < len(names) or not all(isinstance(name, str) for name in names):
         problems.append(f"label names must be different strings, not {excerpt(list(names))}")
-        return (), {}
-    if "train" not in values and not known:
+        return (), {}, files
+    if "train" not in files and not known:
         problems.append("there is no train file, from which the labels are known: name them in the order of their ids")
-        return (), {}
-    if not known and "train" in values and all(map(_is_number, train)) and not all(map(_is_integer, train)):
+        return (), {}, files
+    if not known and "train" in files and all(map(_is_number, train)) and not all(map(_is_integer, train)):
         fraction = next(label for label in sorted(train) if not _is_integer(label))
         problems.append(f"{files['train'].name}: a label must be text or a whole number, not {excerpt(fraction)}")
-        return (), {}
+        return (), {}, files
     if len({*train, *flags}) == 1:
         problems.append(
             f"{files['train'].name} has one label only, {excerpt(train.pop())}; a classifier needs two or more"
         )
-        return (), {}
+        return (), {}, files
     ids = {name: i for i, name in enumerate(names)}
     if not any(map(_is_integer, names)):  # then a number in the data is an index into the names
         ids |= {str(i): i for i in range(len(names))}
-    trained_ids = {ids.get(label) for label in train} if "train" in values else set(ids.values())
-    for split, rows in values.items():
-        file, occurrences = files[split], _label_occurrences(rows)
-        first_number = {label: number for number, label in reversed(occurrences)}
-        for label, count in Counter(label for _, label in occurrences).items():
-            where = file.location(first_number[label]) + (f" and {count - 1} more" if count > 1 else "")
+    trained_ids = {ids.get(label) for label in train} if "train" in files else set(ids.values())
+    for split, of_split in counts.items():
+        for label, (first, count) in of_split.items():
+            where = files[split].location(first) + (f" and {count - 1} more" if count > 1 else "")
             if label not in ids and known:
                 problems.append(unknown_name("label", label, names, where=where))
             elif ids.get(label) not in trained_ids or label not in ids:
                 guess = closest_match(label, train)
                 hint = f" Did you mean {guess!r}?" if guess else f" Labels there: {', '.join(sorted(train)[:20])}"
                 problems.append(f"label {excerpt(label)} is in {where} but nowhere in {files['train'].name}.{hint}")
-    return names, {split: [[ids.get(label, -1) for label in row] for _, row in rows] for split, rows in values.items()}
+    return names, ids, files
 
 
 def drop_unlabelled_rows(file: DataFile, column: str) -> DataFile:
     """Return a file without the rows whose label is -1, with a warning; the whole file if no row has a label."""
-    labelled = [(number, row) for number, row in file.rows if row.get(column) != -1]
-    if not labelled or len(labelled) == len(file.rows):
+    dropped = sum(row.get(column) == -1 for _, row in file.rows)
+    if dropped in (0, len(file.rows)):
         return file
-    dropped = f"{len(file.rows) - len(labelled)} of {len(file.rows)} rows of {file.name}"
-    warnings.warn(f"{dropped} have no label (-1) and are left out", stacklevel=3)
-    return replace(file, rows=labelled)
+    warnings.warn(
+        f"{dropped} of {len(file.rows)} rows of {file.name} have no label (-1) and are left out", stacklevel=3
+    )
+    return file.with_rows((number, row) for number, row in file.rows if row.get(column) != -1)
 
 
-def _row_labels(file: DataFile, column: str, problems: list[str]) -> list[tuple[int, list[str]]]:
-    """Return the number and the labels, as strings, of each row that has valid ones."""
-    labels = []
+def _count_labels(file: DataFile, column: str, problems: list[str]) -> dict[str, tuple[int, int]]:
+    """Return label, as a string -> the number of the first row that has it, and how often it occurs."""
+    counts: dict[str, tuple[int, int]] = {}
     for number, row in file.rows:
         value = row.get(column)
-        values = [_whole(v) for v in (value if isinstance(value, list) else [value])]
-        if all(isinstance(v, str | int) and v != "" for v in values):
-            labels.append((number, [str(v) for v in values]))
+        labels = _labels(value)
+        if all(isinstance(label, str | int) and label != "" for label in labels):
+            for label in map(str, labels):
+                first, count = counts.get(label, (number, 0))
+                counts[label] = first, count + 1
         elif column in row:
             problems.append(f"{file.location(number)}: a label must be text or a whole number, not {short_repr(value)}")
-    return labels
+    return counts
+
+
+def _labels(value: Any) -> list[Any]:
+    """Return the labels of a row."""
+    return [_whole(one) for one in (value if isinstance(value, list) else [value])]
 
 
 def _whole(label: Any) -> Any:
     """Return a whole number without a point: pandas writes 1.0 for 1 where a label is missing."""
     return str(label)[:-2] if re.fullmatch(r"-?\d{1,18}\.0", str(label)) else label
-
-
-def _label_occurrences(rows: Sequence[tuple[int, list[str]]]) -> list[tuple[int, str]]:
-    return [(number, label) for number, labels in rows for label in labels]
 
 
 def _is_integer(label: str) -> bool:
@@ -706,10 +756,13 @@ def _digest(values: Any) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def _normalized_value(column: Column, value: Any) -> Any:
-    """Return answers as a list and an index as an integer; any other value as it is."""
+def _normalized_value(column: Column, value: Any, ids: Mapping[str, int]) -> Any:
+    """Return answers as a list, labels as their ids and an index as an integer; any other value as it is."""
     if column.type == "answers":
         return [value] if isinstance(value, str) else value
+    if column.type in ("label", "labels"):
+        numbers = [ids[str(label)] for label in _labels(value)]
+        return numbers if column.type == "labels" else numbers[0]
     return int(value) if column.type == "index" else float(value) if column.type == "number" else value
 
 
@@ -785,7 +838,7 @@ def _read_hub(source: str, needed: Sequence[str], layout: HubLayout) -> _RawData
         raise DeltuneError(f"data {source} has no {' and no '.join(missing)} split; it has: {', '.join(datasets)}.")
     raw = _RawData(
         {
-            split: DataFile(hub_split, list(enumerate(datasets[hub_split].to_list(), 1)), "row")
+            split: DataFile(hub_split, NumberedRows(enumerate(datasets[hub_split], 1)), "row")
             for split, hub_split in hub_splits.items()
         }
     )

@@ -10,14 +10,15 @@ import itertools
 import re
 import sys
 import zlib
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from ...errors import DeltuneError, error_from_problems, error_summary, excerpt, unknown_name
 from ...files import parse_json
 from ...models import OUTSIDE
+from .rows import ROWS_AT_ONCE, NumberedRows, Row
 from .tag_schemes import is_entity_tag
 
 MAX_LISTED_PROBLEMS = 10
@@ -26,8 +27,7 @@ MAX_LINE_LENGTH = 2**24
 """Characters of the longest line, or field of CSV, that is read."""
 STDIN = Path("-")
 
-Row = dict[str, Any]
-NumberedRows = Iterator[tuple[int, Row]]
+RowsRead = Iterator[tuple[int, Row]]
 """Rows with their line numbers, in Parquet with their row numbers, from 1."""
 NumberedCells = Iterator[tuple[int, list[str]]]
 """The cells of the rows of a table with their line numbers; none of a blank line."""
@@ -44,13 +44,17 @@ class DataFile:
     """
 
     name: str
-    rows: list[tuple[int, Row]] = field(default_factory=list)
+    rows: NumberedRows = field(default_factory=NumberedRows)
     unit: str = "line"
 
     @property
     def columns(self) -> list[str]:
         """The columns that any row has, in the order of their first appearance."""
-        return list(dict.fromkeys(key for _, row in self.rows for key in row))
+        return list(self.rows.columns)
+
+    def with_rows(self, rows: Iterable[tuple[int, Row]]) -> DataFile:
+        """Return the file with other rows, which are read once."""
+        return replace(self, rows=NumberedRows(rows))
 
     def location(self, number: int) -> str:
         """Return the file and the number of a row, for messages."""
@@ -71,7 +75,8 @@ def read_rows(path: Path, problems: list[str] | None = None) -> DataFile:
     else:
         try:
             file.unit = "row" if _is_array(path) else file.unit
-            file.rows.extend(READERS[suffix](path, own_problems))
+            for number, row in READERS[suffix](path, own_problems):
+                file.rows.append(number, row)
         except UnreadableFileError as error:
             own_problems.append(str(error))
         except (OSError, EOFError, ValueError, csv.Error, zlib.error, MemoryError) as error:
@@ -145,7 +150,7 @@ def _byte_order_mark_encoding(start: bytes) -> str:
     return next((name for mark, name in marks.items() if start.startswith(mark)), "")
 
 
-def _read_json_lines(path: Path, problems: list[str]) -> NumberedRows:
+def _read_json_lines(path: Path, problems: list[str]) -> RowsRead:
     unit, values = ("row", _array_values(path)) if _is_array(path) else ("line", _line_values(path, problems))
     for n, row in values:
         if not isinstance(row, dict):
@@ -182,7 +187,7 @@ def _line_values(path: Path, problems: list[str]) -> Iterator[tuple[int, Any]]:
             problems.append(f"{path.name} line {n}: broken JSON ({error})")
 
 
-def _read_csv(path: Path, problems: list[str]) -> NumberedRows:
+def _read_csv(path: Path, problems: list[str]) -> RowsRead:
     """Read a table with commas; a field in quotes may hold commas and line ends."""
     csv.field_size_limit(MAX_LINE_LENGTH)  # the default of 128 KiB is less than a long document
     reader = csv.reader((line for _, line in text_lines(path)), strict=True)
@@ -201,7 +206,7 @@ def _read_csv(path: Path, problems: list[str]) -> NumberedRows:
     return _read_table(path, problems, numbered_cells())
 
 
-def _read_tsv(path: Path, problems: list[str]) -> NumberedRows:
+def _read_tsv(path: Path, problems: list[str]) -> RowsRead:
     """Read a table with tabs, where every line is a row and quotes are characters as any other."""
 
     def numbered_cells() -> NumberedCells:
@@ -219,7 +224,7 @@ def _read_tsv(path: Path, problems: list[str]) -> NumberedRows:
     return _read_table(path, problems, numbered_cells())
 
 
-def _read_table(path: Path, problems: list[str], numbered_cells: NumberedCells) -> NumberedRows:
+def _read_table(path: Path, problems: list[str], numbered_cells: NumberedCells) -> RowsRead:
     """Read the rows of a table from its cells; the first row has the names of the columns."""
     _, header = next(numbered_cells, (1, []))
     if problem := _column_name_problem(header):
@@ -236,7 +241,7 @@ def _read_table(path: Path, problems: list[str], numbered_cells: NumberedCells) 
             yield number, dict(zip(header, cells, strict=True))
 
 
-def _read_parquet(path: Path, problems: list[str]) -> NumberedRows:
+def _read_parquet(path: Path, problems: list[str]) -> RowsRead:
     import pyarrow
     from pyarrow import parquet
 
@@ -246,7 +251,8 @@ def _read_parquet(path: Path, problems: list[str]) -> NumberedRows:
         if problem := _column_name_problem(names):
             problems.append(f"{path.name}: {problem}: {excerpt(names)}")
             return
-        yield from enumerate(map(_without_absent_keys, file.read().to_pylist()), 1)
+        batches = file.iter_batches(ROWS_AT_ONCE)
+        yield from enumerate((_without_absent_keys(row) for batch in batches for row in batch.to_pylist()), 1)
     except (pyarrow.ArrowException, OverflowError) as error:  # some are neither OSError nor ValueError
         raise ValueError(error_summary(error)) from error
 
@@ -275,7 +281,7 @@ def _column_name_problem(names: Collection[str]) -> str:
     return f"the column name {excerpt(broken[0])} holds half a character (a lone surrogate)" if broken else ""
 
 
-def _read_text(path: Path, problems: list[str]) -> NumberedRows:
+def _read_text(path: Path, problems: list[str]) -> RowsRead:
     """Read a file of running text, which is one row."""
     text = "".join(line for _, line in text_lines(path))
     if text.strip():
@@ -287,7 +293,7 @@ def _is_tag(text: str) -> bool:
     return text == OUTSIDE or is_entity_tag(text)
 
 
-def _read_conll(path: Path, problems: list[str]) -> NumberedRows:
+def _read_conll(path: Path, problems: list[str]) -> RowsRead:
     """Read sentences with a blank line between them, each a line for a token: the token first, its tag last.
 
     Columns between them are "column 2" and so on. Lines -DOCSTART- and comments (# and a blank) are left out. Of tokens

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise
 from typing import Any
 
 from ...errors import excerpt, unknown_name
@@ -25,13 +25,17 @@ from .columns import (
     ColumnNames,
     text_columns,
 )
-from .readers import DataFile, Row, short_repr
+from .readers import DataFile, RowsRead, short_repr
+from .rows import Row
 
 TAG_COLUMN_NAMES = ("tag", "tags", "ner", "ner_tag", "ner_tags", "label", "labels", "pos", "upos")
 SPAN_COLUMN_NAMES = ("entities", "spans", "ents", "label", "labels")
 SPAN_KEYS = (("start", "start_offset"), ("end", "end_offset"), ("label", "type", "entity", "labels"))
 """Names of where a span begins, where it ends, and of its label, where a span is an object."""
 TRUE, FALSE = ("1", "1.0", "true"), ("0", "0.0", "false")
+
+Reader = Callable[[Row, Mapping[str, str]], Row]
+"""read(row, columns) returns a row with the columns of its kind."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class RowLayout:
     name: str
     kind: str
     columns: Mapping[str, str]
-    read: Callable[[Row, Mapping[str, str]], Row] | None = None
+    read: Reader | None = None
     labels: tuple[str, ...] = ()
 
     @property
@@ -102,34 +106,43 @@ def read_files(files: Mapping[str, DataFile], shape: RowLayout, problems: list[s
         elif shape.read is None:
             result[split] = join_words(file, shape.columns, problems)
         else:
-            rows = []
-            for number, row in file.rows:
-                try:
-                    rows.append((number, _with_id(row, shape.read(row, shape.columns))))
-                except ValueError as error:
-                    problems.append(f"{file.location(number)}: {error}")
-            result[split] = replace(file, rows=rows)
+            result[split] = file.with_rows(_read_rows(file, shape.read, shape.columns, problems))
     return result
+
+
+def _read_rows(file: DataFile, read: Reader, columns: Mapping[str, str], problems: list[str]) -> RowsRead:
+    for number, row in file.rows:
+        try:
+            yield number, _with_id(row, read(row, columns))
+        except ValueError as error:
+            problems.append(f"{file.location(number)}: {error}")
 
 
 def join_words(file: DataFile, columns: Mapping[str, str], problems: list[str]) -> DataFile:
     """Return a file with a row for each sentence, of one with a row for each word; a blank continues the sentence."""
-    joined: dict[Any, tuple[int, Row]] = {}
-    current = None
-    for number, row in file.rows:
-        sentence = row.get(columns["sentence"])
-        if sentence in (None, "") and joined:
-            sentence = current
-        elif sentence != current and sentence in joined:
-            problems.append(
-                f"{file.location(number)}: sentence {excerpt(sentence)} goes on behind another; keep its words together"
-            )
-        current = sentence
-        roles = [role for role in ("tokens", "tags") if columns.get(role) in row]
-        _, whole = joined.setdefault(sentence, (number, {"id": sentence, **{role: [] for role in roles}}))
-        for role in roles:
-            whole[role].append(row[columns[role]])
-    return replace(file, rows=list(joined.values()))
+
+    def sentences() -> RowsRead:
+        before: set[int] = set()
+        first, whole = 0, Row()
+        for number, row in file.rows:
+            sentence = row.get(columns["sentence"])
+            if not whole or (sentence not in (None, "") and sentence != whole["id"]):
+                if whole:
+                    yield first, whole
+                if hash(sentence) in before:
+                    problems.append(
+                        f"{file.location(number)}: sentence {excerpt(sentence)} goes on behind another; keep its words "
+                        "together"
+                    )
+                before.add(hash(sentence))
+                first, whole = number, {"id": sentence}
+            for role in ("tokens", "tags"):
+                if columns.get(role) in row:
+                    whole.setdefault(role, []).append(row[columns[role]])
+        if whole:
+            yield first, whole
+
+    return file.with_rows(sentences())
 
 
 def split_words(text: str) -> list[tuple[int, int]]:
@@ -192,32 +205,38 @@ def with_lists(
     files: Mapping[str, DataFile], columns: Sequence[str], separator: str | None, problems: list[str]
 ) -> dict[str, DataFile]:
     """Return files whose texts in some columns are lists: JSON, or parts with a separator, " " for any blanks."""
-    values = [row[c] for file in files.values() for _, row in file.rows for c in columns if isinstance(row.get(c), str)]
-    if separator is None and (
-        bare := [value for value in values if value.strip() and not value.lstrip().startswith("[")]
-    ):
-        mark = max(SEPARATORS, key=lambda mark: sum(mark in value for value in bare))
+
+    def values() -> Iterator[str]:
+        rows = (row for file in files.values() for _, row in file.rows)
+        return (row[c] for row in rows for c in columns if isinstance(row.get(c), str))
+
+    bare = (value for value in values() if value.strip() and not value.lstrip().startswith("["))
+    if separator is None and (some := [*islice(bare, SAMPLED_ROWS)]):
+        mark = max(SEPARATORS, key=lambda mark: sum(mark in value for value in some))
         problems.append(
-            f"{next(iter(files.values())).name} has its labels in one text, such as {excerpt(max(bare, key=len), 60)}: "
+            f"{next(iter(files.values())).name} has its labels in one text, such as {excerpt(max(some, key=len), 60)}: "
             f"say what stands between two of them, such as --label-separator {mark!r}"
         )
         return dict(files)
-    if separator == " " and values and all(len(value.split()) == 1 for value in values):
+    if separator == " " and any(values()) and all(len(value.split()) == 1 for value in values()):
         listed = ",".join(f"{role}={column}" for role, column in zip(("tokens", "tags"), columns, strict=False))
         problems.append(
             f"every row of {next(iter(files.values())).name} has one word. Say which column numbers the sentences: "
             f"--columns sentence=…,{listed}"
         )
-    result, broken = {}, []
-    for split, file in files.items():
-        rows = []
+    broken: list[str] = []
+
+    def lists(file: DataFile) -> RowsRead:
         for number, row in file.rows:
             try:
-                lists = {c: _as_list(row[c], separator) for c in columns if isinstance(row.get(c), str)}
-                rows.append((number, {**row, **lists}))
+                yield (
+                    number,
+                    {**row, **{c: _as_list(row[c], separator) for c in columns if isinstance(row.get(c), str)}},
+                )
             except ValueError as error:
                 broken.append(f"{file.location(number)}: {error}")
-        result[split] = replace(file, rows=rows)
+
+    result = {split: file.with_rows(lists(file)) for split, file in files.items()}
     if broken:
         problems.append(broken[0] + (f"; so in {len(broken) - 1} more rows" if broken[1:] else ""))
     return result

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice, pairwise
 
 from ...errors import DeltuneError, counted, excerpt, word_list
 from ...models import OUTSIDE
@@ -23,14 +23,17 @@ def is_entity_tag(text: str) -> bool:
     return re.fullmatch(r"[BIESLUM][-_].+", text, re.DOTALL) is not None
 
 
-def recognise_scheme(rows: Sequence[Sequence[str]], where: Callable[[int], str]) -> str | None:
-    """Recognise the scheme of tags: that in which every tag of every row is part of a whole entity, or O."""
-    entity_tags = check_entity_tags(rows, where)
+def recognise_scheme(rows: Iterable[tuple[str, Sequence[str]]]) -> str | None:
+    """Recognise the scheme of tags: that in which every tag of every row is part of a whole entity, or O.
+
+    The rows are places and tags, and are gone through several times.
+    """
+    entity_tags = check_entity_tags(rows)
     if entity_tags is None:
         return None
     if not entity_tags:
         return PLAIN
-    steps = {step for row in rows for step in _steps(row)}
+    steps = {step for _, row in rows for step in _steps(row)}
     for scheme in SCHEMES:
         if all(_may_follow(scheme, *step) for step in steps):
             return scheme
@@ -41,20 +44,21 @@ def recognise_scheme(rows: Sequence[Sequence[str]], where: Callable[[int], str])
         )
     if "M" in prefixes:
         raise DeltuneError(f"the scheme of the tags is BMES, where M is for I, and it is not read as it is. {CONVERT}")
-    misfits = {s: [i for i, row in enumerate(rows) if _wrong_step(s, row)] for s in SCHEMES}
-    likeliest = min(SCHEMES, key=lambda scheme: len(misfits[scheme]))
-    named = [_misfit(likeliest, rows[i], where(i)) for i in misfits[likeliest][:MAX_ROWS_NAMED]]
-    more = len(misfits[likeliest]) - len(named)
+    misfits = {scheme: sum(_wrong_step(scheme, row) is not None for _, row in rows) for scheme in SCHEMES}
+    likeliest = min(SCHEMES, key=misfits.__getitem__)
+    wrong = (_misfit(likeliest, row, place) for place, row in rows if _wrong_step(likeliest, row))
+    named = [*islice(wrong, MAX_ROWS_NAMED)]
+    more, right = misfits[likeliest] - len(named), sum(1 for _ in rows) - misfits[likeliest]
     raise DeltuneError(
-        f"the tags of {counted(len(rows) - len(misfits[likeliest]), 'row')} are {likeliest}, and of "
-        f"{len(misfits[likeliest]):,} they are not: {'; '.join(named)}{f' and {more:,} more' if more else ''}. Correct "
+        f"the tags of {counted(right, 'row')} are {likeliest}, and of "
+        f"{misfits[likeliest]:,} they are not: {'; '.join(named)}{f' and {more:,} more' if more else ''}. Correct "
         f"these rows; or {CONVERT}"
     )
 
 
-def check_entity_tags(rows: Sequence[Sequence[str]], where: Callable[[int], str]) -> set[str] | None:
+def check_entity_tags(rows: Iterable[tuple[str, Sequence[str]]]) -> set[str] | None:
     """Return the tags of entities, none if the tags are plain, and None if there is no tag but O."""
-    tags = set().union(*rows) - {OUTSIDE}
+    tags = {tag for _, row in rows for tag in row} - {OUTSIDE}
     if not tags:
         return None
     # without types the prefixes are the tags; single letters among others are parts of speech
@@ -72,11 +76,11 @@ def check_entity_tags(rows: Sequence[Sequence[str]], where: Callable[[int], str]
             f"O; or {AS_CLASSES}"
         )
     if entity_tags and (foreign := tags - entity_tags):
-        places = [where(i) for i, row in enumerate(rows) if not foreign.isdisjoint(row)]
+        places = [*islice((place for place, row in rows if not foreign.isdisjoint(row)), MAX_ROWS_NAMED)]
         listed = ", ".join(excerpt(tag) for tag in sorted(foreign)[:MAX_ROWS_NAMED])
         raise DeltuneError(
             f"the tags are of entities, such as {excerpt(min(entity_tags))}, but {listed} in "
-            f"{', '.join(places[:MAX_ROWS_NAMED])} {'are' if len(foreign) > 1 else 'is'} not. Correct these rows; or "
+            f"{', '.join(places)} {'are' if len(foreign) > 1 else 'is'} not. Correct these rows; or "
             f"{AS_CLASSES}"
         )
     return entity_tags

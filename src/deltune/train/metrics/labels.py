@@ -142,7 +142,7 @@ def _compute_entity_f1(predictions: Sequence[Any], references: Sequence[Any], op
     """
     scheme = options["scheme"]
     if scheme == "auto":
-        scheme = recognise_scheme(references, "example {}".format) or "IOB2"
+        scheme = recognise_scheme([(f"example {i}", tags) for i, tags in enumerate(references)]) or "IOB2"
     if scheme == PLAIN:
         tag = next(tag for row in references for tag in row if tag != OUTSIDE)
         raise DeltuneError(

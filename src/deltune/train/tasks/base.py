@@ -122,9 +122,10 @@ class TaskKind:
         head: The head with which the model is loaded, a key of `models.HEADS`.
         default_metrics: The metrics where none are named; the first one chooses the best epoch.
         metric_inputs: The input types of the metrics that fit (`metrics.base.InputType`).
-        encode: encode(tokenizer, model, columns, options, training) returns the encoded rows, with `labels` where the
-            columns have references. The model's `forward` tells which inputs it takes; `options` holds the lengths and
-            the prompt; with `training` every reference becomes a row, else the rows are those to predict.
+        encode: encode(tokenizer, model, columns, options, training, advance) returns the encoded rows, with `labels`
+            where the columns have references. The model's `forward` tells which inputs it takes; `options` holds the
+            lengths and the prompt; with `training` every reference becomes a row, else the rows are those to predict;
+            `advance`, which may be left out, is called with numbers of rows that are done.
         predict: predict(context, encoded) returns the model's answers.
         references: references(columns, labels) returns what predictions are compared with.
         row_input: row_input(columns, i) returns the input of row i for the predictions file.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ...errors import DeltuneError, counted
@@ -11,49 +12,76 @@ from ...methods.masks import RowMask
 from ...runtime.handle import Tuned
 from ...runtime.serialization import word_embeddings
 from ...templates import NAMED_TEMPLATES, special_tokens, target_end, with_chat_template
-from ..data.conversations import Conversations
+from ..data.conversations import BATCH, Conversations
 from ..data.formats import COLUMN, readable
 from ..data.readers import file_error
-from .arrow_rows import RowCollector
+from ..data.rows import RowCollector, in_slices
 from .base import Columns, TaskKind, TaskOptions
 from .encoding import IGNORE_INDEX, EncodedRows, Row
 from .generation import predict_log_likelihoods
 
 
-def encode_chat(tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool) -> EncodedRows:
+def encode_chat(
+    tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool, advance: Any = None
+) -> EncodedRows:
     """Encode conversations; those longer than `max_length` tokens lose their end.
 
     A conversation is one row, or a row for each answer; a row's `text_index` is the conversation that it is of.
     """
-    texts = list(columns[COLUMN])
-    places = list(columns.get("place") or [f"row {i + 1}" for i in range(len(texts))])
-    check_template(tokenizer, texts)
-    maker, problems = Conversations(tokenizer, target_end(tokenizer, model), options.loss_on), []  # type: ignore[var-annotated]
-    rows = RowCollector()
-    truncated = truncated_tokens = trained_tokens = longest = 0
-    trained_rows: set[int] = set()
-    for row in maker.tokenize(texts, places, problems):
-        ids = row.ids[: options.max_length]
-        longest = max(longest, len(row.ids))
-        truncated += len(ids) < len(row.ids)
-        truncated_tokens += len(row.ids) - len(ids)
-        labels = [token if trained else IGNORE_INDEX for token, trained in zip(ids, row.trained, strict=False)]
-        predicted = sum(label != IGNORE_INDEX for label in labels[1:])  # nothing stands before the first token
-        trained_tokens += predicted
-        trained_rows |= {row.row} if predicted else set()
-        if ids:
-            mask = [1] * len(ids)
-            rows.append({"input_ids": ids, "attention_mask": mask, "labels": labels, "text_index": row.row})
-    if problems:
-        shared = (
-            "; what is trained must not share a token with what is not: move a blank or a line end to the other side"
-        )
-        title = "these rows cannot be made to tokens" + (shared if maker.counts["shared"] else "")
-        raise file_error(title, problems)
-    return EncodedRows(
-        rows.rows(), truncated, len(texts), 0, truncated_tokens, len(texts) - len(trained_rows), trained_tokens,
-        longest, tuple(maker.notes()),
-    )  # fmt: skip
+    encoder, rows = ChatEncoder(tokenizer, model, options), RowCollector()
+    for first, part in in_slices({**columns, "place": places(columns)}, BATCH):
+        for row in encoder.encode(part[COLUMN], part["place"]):
+            rows.append({**row, "text_index": first + row["text_index"]})
+        if advance is not None:
+            advance(len(part["place"]))
+    return encoder.encoded(rows.rows(), len(columns[COLUMN]))
+
+
+def places(columns: Columns) -> Sequence[str]:
+    """Return what messages call the rows."""
+    return columns["place"] if "place" in columns else [f"row {i + 1}" for i in range(len(columns[COLUMN]))]
+
+
+class ChatEncoder:
+    """Encodes conversations, some at a time; counts what is cut, and keeps what is wrong with any of them."""
+
+    def __init__(self, tokenizer: Any, model: Any, options: TaskOptions) -> None:
+        self.maker = Conversations(tokenizer, target_end(tokenizer, model), options.loss_on)
+        self.max_length = options.max_length
+        self.problems: list[str] = []
+        self.counts = dict.fromkeys(("truncated", "truncated_tokens", "trained_tokens", "longest"), 0)
+        self.trained_texts = 0
+
+    def encode(self, texts: Sequence[str], places: Sequence[str]) -> Iterator[Row]:
+        """Yield the rows of conversations in the one form; `text_index` is the number of the conversation."""
+        check_template(self.maker.tokenizer, texts)
+        counts, last = self.counts, -1
+        for row in self.maker.tokenize(texts, places, self.problems):
+            ids = row.ids[: self.max_length]
+            counts["longest"] = max(counts["longest"], len(row.ids))
+            counts["truncated"] += len(ids) < len(row.ids)
+            counts["truncated_tokens"] += len(row.ids) - len(ids)
+            labels = [token if trained else IGNORE_INDEX for token, trained in zip(ids, row.trained, strict=False)]
+            predicted = sum(label != IGNORE_INDEX for label in labels[1:])  # nothing stands before the first token
+            counts["trained_tokens"] += predicted
+            if predicted and row.row != last:
+                self.trained_texts, last = self.trained_texts + 1, row.row
+            if ids:
+                mask = [1] * len(ids)
+                yield {"input_ids": ids, "attention_mask": mask, "labels": labels, "text_index": row.row}
+
+    def encoded(self, rows: Sequence[Row], num_texts: int) -> EncodedRows:
+        """Return all rows, or say what is wrong with those that could not be encoded."""
+        if self.problems:
+            shared = (
+                "; what is trained must not share a token with what is not: move a blank or a line end to the other "
+                "side"
+            )
+            title = "these rows cannot be made to tokens" + (shared if self.maker.counts["shared"] else "")
+            raise file_error(title, self.problems)
+        untrained = num_texts - self.trained_texts
+        notes = tuple(self.maker.notes())
+        return EncodedRows(rows, num_texts=num_texts, untrained=untrained, notes=notes, **self.counts)
 
 
 def last_answer(row: Row) -> tuple[list[int], list[int]]:
@@ -64,32 +92,35 @@ def last_answer(row: Row) -> tuple[list[int], list[int]]:
     return row["input_ids"][:start], row["input_ids"][start:stop]
 
 
-def check_template(tokenizer: Any, texts: Sequence[str]) -> None:
+def check_template(tokenizer: Any, texts: Iterable[str]) -> None:
     """Check that a tokenizer has a chat template where texts in the one form are conversations."""
     if any('"messages"' in text for text in texts) and not getattr(tokenizer, "chat_template", None):
         raise no_chat_template()
 
 
-def with_one_template(tokenizer: Any, template: str | None, texts: Sequence[str]) -> Any:
+def with_one_template(tokenizer: Any, template: str | None, texts: Callable[[], Iterable[str]]) -> Any:
     """Return a tokenizer whose chat template is the given one, or the one of its own by which it writes these texts.
+
+    Each call of `texts` goes through the texts.
 
     Raises:
         DeltuneError: It has none, or writes some of the texts by one and some by another.
     """
     if template is not None:
         tokenizer = with_chat_template(tokenizer, template)
-    check_template(tokenizer, texts)
+    check_template(tokenizer, texts())
     if not isinstance(getattr(tokenizer, "chat_template", None), dict):
         return tokenizer
-    tools = [json.loads(text).get("tools") for text in texts if '"messages"' in text]
-    used = {tokenizer.get_chat_template(None, of_row) for of_row in tools}
+    tools = (json.loads(text).get("tools") for text in texts() if '"messages"' in text)
+    used = Counter(tokenizer.get_chat_template(None, of_row) for of_row in tools)
     if len(used) > 1:
+        with_tools = used[tokenizer.get_chat_template(None, [{}])]
         raise DeltuneError(
-            f"the tokenizer writes {counted(sum(map(bool, tools)), 'row')} with tools by another chat template than "
+            f"the tokenizer writes {counted(with_tools, 'row')} with tools by another chat template than "
             "the rest, and a run keeps one: choose one for all rows (--template FILE.jinja), or train rows with and "
             "without tools apart"
         )
-    return with_chat_template(tokenizer, used.pop()) if used else tokenizer
+    return with_chat_template(tokenizer, next(iter(used))) if used else tokenizer
 
 
 def no_chat_template() -> DeltuneError:

@@ -25,7 +25,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from ...errors import DeltuneError, error_from_problems
 from ...templates import Tokens, target_end
 from .base import Columns, InferenceContext, Predictions, TaskKind, TaskOptions
-from .encoding import IGNORE_INDEX, EncodedRows, Row, encode_texts, row_names
+from .encoding import IGNORE_INDEX, EncodedRows, Row, encode_texts, in_chunks, row_names
 from .generation import (
     common_prefix_length,
     fill_template,
@@ -66,14 +66,20 @@ def predict_choices(context: InferenceContext, encoded: EncodedRows) -> Predicti
     return Predictions(logits.argmax(-1).tolist(), logits.softmax(-1).tolist(), loss)
 
 
+@in_chunks
+def encode_labelled_texts(
+    tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool
+) -> EncodedRows:
+    """Encode texts with their labels."""
+    return encode_texts(tokenizer, model, columns, options.max_length)
+
+
 CLASSIFICATION = TaskKind(
     name="classification",
     head="classification",
     default_metrics=("accuracy", "f1", "f1_macro", "matthews"),
     metric_inputs=("classes",),
-    encode=lambda tokenizer, model, columns, options, training: encode_texts(
-        tokenizer, model, columns, options.max_length
-    ),
+    encode=encode_labelled_texts,
     predict=predict_labels,
     references=lambda columns, labels: list(columns["label"]),
     row_input=lambda columns, i: [columns["text"][i], columns["pair"][i]] if "pair" in columns else columns["text"][i],
@@ -81,6 +87,7 @@ CLASSIFICATION = TaskKind(
 )
 
 
+@in_chunks
 def encode_several_labels(
     tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool
 ) -> EncodedRows:
@@ -121,6 +128,7 @@ MULTILABEL = replace(
 )
 
 
+@in_chunks
 def encode_numbers(tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool) -> EncodedRows:
     """Encode texts with the number to predict."""
     encoded = encode_texts(tokenizer, model, columns, options.max_length)
@@ -148,12 +156,21 @@ REGRESSION = replace(
 )
 
 
-def encode_questions(tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool) -> EncodedRows:
+def encode_questions(
+    tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool, advance: Any = None
+) -> EncodedRows:
     """Encode each row as (choices, tokens): every choice after the question and its context."""
     counts = sorted({len(choices) for choices in columns["choices"]})
     if len(counts) > 1:
         raise DeltuneError(f"the rows have {' or '.join(map(str, counts))} choices; a batch needs as many in every row")
-    count, size = counts[0], len(columns["question"])
+    return _encode_questions(tokenizer, model, columns, options, training, advance)
+
+
+@in_chunks
+def _encode_questions(
+    tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool
+) -> EncodedRows:
+    count, size = len(columns["choices"][0]), len(columns["question"])
     flat = {
         "text": [question_text(columns, i) for i in range(size) for _ in range(count)],
         "pair": [choice for choices in columns["choices"] for choice in choices],
@@ -340,6 +357,7 @@ def _rank(
     return [int(values.argmax()) for values in log_probs], [values.exp().tolist() for values in log_probs], loss
 
 
+@in_chunks
 def _encode_classes(tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool) -> EncodedRows:
     """Encode a classification whose candidates are the label words, which must differ as tokens."""
     words = list(options.label_words.values())
@@ -367,6 +385,7 @@ def _predict_classes(context: InferenceContext, encoded: EncodedRows) -> Predict
     return Predictions(best, [dict(zip(context.labels, values, strict=True)) for values in scores], loss)
 
 
+@in_chunks
 def _encode_choices(tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool) -> EncodedRows:
     answers = columns.get("answer")
     return encode_candidates(tokenizer, model, columns, options, columns["choices"], answers, training)

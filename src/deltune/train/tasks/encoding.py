@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
 from inspect import signature
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,8 @@ from ...runtime.attach import find_tuned
 from ...runtime.causal_loss import IGNORE_INDEX as IGNORE_INDEX
 from ...runtime.padding import Side, eval_mode, padding_side
 from ...templates import begin_token
+from ..data.rows import Row as Row
+from ..data.rows import RowCollector, in_slices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -28,8 +30,6 @@ TOKENIZER_BATCH = 1000
 """Rows in one call of the tokenizer."""
 POOL_STEPS = 150
 """Steps whose rows are sorted by length together."""
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,32 @@ def tokenize(
     return tokenized
 
 
+def in_chunks(encode: Callable[..., EncodedRows]) -> Callable[..., EncodedRows]:
+    """Give an encoder some rows at a time, and collect what it returns; `advance` is told how many are done."""
+
+    @wraps(encode)
+    def encode_all(
+        tokenizer: Any, model: Any, columns: Mapping[str, Sequence[Any]], options: Any, training: bool,
+        advance: Callable[[int], None] | None = None,
+    ) -> EncodedRows:  # fmt: skip
+        rows, truncated, texts, truncated_targets = RowCollector(), 0, 0, 0
+        names = row_names(columns)
+        for first, part in in_slices({**columns, "id": names}):
+            some = encode(tokenizer, model, part, options, training)
+            for row in some.rows:
+                rows.append({**row, "text_index": row["text_index"] + first} if "text_index" in row else row)
+            truncated, texts = truncated + some.truncated, texts + some.num_texts
+            truncated_targets += some.truncated_targets
+            if advance is not None:
+                advance(len(part["id"]))
+        return EncodedRows(rows.rows(), truncated, texts, truncated_targets)
+
+    return encode_all
+
+
 def row_names(columns: Mapping[str, Sequence[Any]]) -> Sequence[str]:
     """Return the ids of rows, or else their numbers, for messages."""
-    return columns.get("id") or [str(i + 1) for i in range(len(next(iter(columns.values()))))]
+    return columns["id"] if "id" in columns else [str(i + 1) for i in range(len(next(iter(columns.values()))))]
 
 
 def no_tokens(names: Sequence[str], target: bool = False) -> DeltuneError:

@@ -29,8 +29,8 @@ from ...templates import (
     tokenize_prompts,
 )
 from ..data.columns import INPUT_TYPES
+from ..data.rows import RowCollector
 from ..frozen_layers import PREFIX
-from .arrow_rows import RowCollector
 from .base import Columns, InferenceContext, Predictions, TaskKind, TaskOptions
 from .encoding import (
     IGNORE_INDEX,
@@ -38,6 +38,7 @@ from .encoding import (
     EncodedRows,
     Row,
     encode_texts,
+    in_chunks,
     longest_first,
     no_tokens,
     row_names,
@@ -101,6 +102,7 @@ def fill_template(columns: Columns, template: str) -> list[str]:
     return [template.format(**{role: texts[i] for role, texts in values.items()}) for i in range(num_rows)]
 
 
+@in_chunks
 def encode_seq2seq(tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool) -> EncodedRows:
     """Encode for an encoder-decoder: the prompt as input, the target as `labels`.
 
@@ -126,6 +128,7 @@ def encode_seq2seq(tokenizer: Any, model: Any, columns: Columns, options: TaskOp
     return replace(encoded_sources, rows=rows, truncated_targets=truncated)
 
 
+@in_chunks
 def encode_causal(tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool) -> EncodedRows:
     """Encode for a decoder: prompt, target and end in one sequence, with `labels` on the target alone.
 
@@ -172,6 +175,7 @@ def _row_targets(columns: Columns, i: int, training: bool) -> list[str]:
     return targets if training else targets[:1]
 
 
+@in_chunks
 def encode_language_modeling(
     tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool
 ) -> EncodedRows:

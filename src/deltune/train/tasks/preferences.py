@@ -9,20 +9,25 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from ...errors import DeltuneError, counted
+from ..data.conversations import BATCH
 from ..data.formats import COLUMN, as_conversations
 from ..data.readers import file_error
+from ..data.rows import RowCollector, in_slices
 from .base import Columns, InferenceContext, Predictions, TaskKind, TaskOptions
-from .chat import encode_chat
+from .chat import ChatEncoder, places
 from .encoding import IGNORE_INDEX, EncodedRows, Row
 
 NAMED_ROWS = 5
 """Places of rows that a note names."""
 
 
-def encode_pairs(tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool) -> EncodedRows:
+def encode_pairs(
+    tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool, advance: Any = None
+) -> EncodedRows:
     """Encode pairs of answers; `labels` are of the better one."""
 
     def rows(answers: Sequence[Row], row: int) -> Iterator[Row]:
@@ -31,10 +36,12 @@ def encode_pairs(tokenizer: Any, model: Any, columns: Columns, options: TaskOpti
             raise DeltuneError("the prompt has other tokens before one answer than before the other")
         yield {**answers[0], "rejected_ids": rejected, "text_index": row}
 
-    return _encode(tokenizer, model, columns, options, training, rows, wants_pairs=True)
+    return _encode(tokenizer, model, columns, options, training, rows, True, advance)
 
 
-def encode_rated(tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool) -> EncodedRows:
+def encode_rated(
+    tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool, advance: Any = None
+) -> EncodedRows:
     """Encode rated answers; a pair is two of them, a good one and a bad one."""
 
     def rows(answers: Sequence[Row], row: int) -> Iterator[Row]:
@@ -43,7 +50,7 @@ def encode_rated(tokenizer: Any, model: Any, columns: Columns, options: TaskOpti
             {**answer, "desirable": label, "text_index": row} for answer, label in zip(answers, labels, strict=True)
         )
 
-    return _encode(tokenizer, model, columns, options, training, rows, wants_pairs=False)
+    return _encode(tokenizer, model, columns, options, training, rows, False, advance)
 
 
 def split_answer(row: Row) -> tuple[list[int], list[int]]:
@@ -53,44 +60,47 @@ def split_answer(row: Row) -> tuple[list[int], list[int]]:
 
 
 def _encode(
-    tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool, rows_of: Any, wants_pairs: bool
-) -> EncodedRows:
-    texts = list(columns[COLUMN])
-    places = list(columns.get("place") or [f"row {i + 1}" for i in range(len(texts))])
-    if wants_pairs and any("chosen" not in json.loads(text) for text in texts):
+    tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool, rows_of: Any,
+    wants_pairs: bool, advance: Any,
+) -> EncodedRows:  # fmt: skip
+    encoder = ChatEncoder(tokenizer, model, replace(options, loss_on="answers"))
+    result, equal, left_out, count = RowCollector(), [], 0, len(columns[COLUMN])
+    problems: list[str] = []
+    if wants_pairs and any("chosen" not in json.loads(text) for text in columns[COLUMN]):
         raise DeltuneError("these are rated answers, and this objective compares pairs of them: --objective kto")
-    answers = [as_conversations(text) for text in texts]
-    owner = [i for i, row in enumerate(answers) for _ in row]
-    each = {COLUMN: [one for row in answers for one in row], "place": [places[i] for i in owner]}
-    encoded = encode_chat(tokenizer, model, each, replace(options, loss_on="answers"), training)
-    by_answer: dict[int, list[Row]] = {}
-    for row in encoded.rows:
-        if any(label != IGNORE_INDEX for label in row["labels"]):
-            by_answer.setdefault(row["text_index"], []).append(row)
-    result: list[Row] = []
-    problems, equal, left_out, first = [], [], 0, 0
-    for i, texts_of_row in enumerate(answers):
-        parts = [by_answer.get(first + k, []) for k in range(len(texts_of_row))]
-        first += len(texts_of_row)
-        if any(len(part) > 1 for part in parts):
-            problems.append(
-                f"{places[i]}: an answer of several turns, of which the chat template rewrites earlier ones"
-            )
-        elif not all(parts):
-            left_out += 1
-        else:
-            both = [part[0] for part in parts]
-            if len(both) == 2 and both[0]["input_ids"] == both[1]["input_ids"]:
-                equal.append(places[i])
-            try:
-                result += rows_of(both, i)
-            except DeltuneError as error:
-                problems.append(f"{places[i]}: {error}")
+    for first, part in in_slices({**columns, "place": places(columns)}, BATCH):
+        answers = [as_conversations(text) for text in part[COLUMN]]
+        of_answers = [place for place, texts in zip(part["place"], answers, strict=True) for _ in texts]
+        by_answer: dict[int, list[Row]] = {}
+        for row in encoder.encode([*chain(*answers)], of_answers):
+            if any(label != IGNORE_INDEX for label in row["labels"]):
+                by_answer.setdefault(row["text_index"], []).append(row)
+        numbers = iter(range(len(of_answers)))
+        for i, (place, texts) in enumerate(zip(part["place"], answers, strict=True), first):
+            of_row = [by_answer.get(next(numbers), []) for _ in texts]
+            if any(len(rows) > 1 for rows in of_row):
+                problems.append(
+                    f"{place}: an answer of several turns, of which the chat template rewrites earlier ones"
+                )
+            elif not all(of_row):
+                left_out += 1
+            else:
+                both = [rows[0] for rows in of_row]
+                if len(both) == 2 and both[0]["input_ids"] == both[1]["input_ids"]:
+                    equal.append(place)
+                try:
+                    for row in rows_of(both, i):
+                        result.append(row)
+                except DeltuneError as error:
+                    problems.append(f"{place}: {error}")
+        if advance is not None:
+            advance(len(answers))
+    encoded = encoder.encoded(result.rows(), count)
     if problems:
         raise file_error("these preferences cannot be made to tokens", problems)
-    if equal and len(equal) == len(texts) and training:
+    if equal and len(equal) == count and training:
         raise DeltuneError("in every row both answers are the same, which teaches nothing")
-    if not result and encoded.truncated:
+    if not len(encoded) and encoded.truncated:
         raise DeltuneError(f"of every row an answer is cut away. Give a greater length: --max-length {encoded.longest}")
     notes = list(encoded.notes)
     if equal:
@@ -98,8 +108,7 @@ def _encode(
         notes.append(f"{counted(len(equal), 'row')} whose two answers are the same: {listed}")
     if left_out:
         notes.append(f"{counted(left_out, 'row')} left out, of which an answer is cut away (--max-length)")
-    truncated = min(encoded.truncated, len(result))
-    return replace(encoded, rows=result, truncated=truncated, num_texts=len(texts), untrained=0, notes=tuple(notes))
+    return replace(encoded, truncated=min(encoded.truncated, len(encoded)), untrained=0, notes=tuple(notes))
 
 
 def _no_prediction(context: InferenceContext, encoded: EncodedRows) -> Predictions:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import time
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from inspect import signature
 from pathlib import Path
@@ -16,9 +17,10 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import pyarrow
 
+from ...errors import word_list
 from ...files import CACHE_VARIABLE, atomic_open, cache_folder, file_lock
 from ...templates import end_tokens
-from .arrow_rows import ArrowRows
+from ..data.rows import ArrowRows
 from .base import Columns, TaskKind, TaskOptions
 from .encoding import EncodedRows
 
@@ -41,6 +43,8 @@ ACTIVATIONS = "trunk"
 MAX_BYTES = 8 * 2**30
 """Size of the cache beyond which the files used longest ago are removed."""
 
+logger = logging.getLogger("deltune")
+
 
 def encode_splits(
     kind: TaskKind,
@@ -50,31 +54,39 @@ def encode_splits(
     options: TaskOptions,
     training: Collection[str],
     content: str,
+    begin: Callable[[str, int], Callable[[int], None]] | None = None,
 ) -> dict[str, EncodedRows]:
     """Encode the rows of several splits, or read from the cache what was encoded before.
 
     A folder that cannot be written is a warning; a file that cannot be read is written again. `training` names the
-    splits to train on, `content` is a digest of all rows.
+    splits to train on, `content` is a digest of all rows; begin(title, rows) returns what is told how many are done.
     """
     from datasets.fingerprint import Hasher
 
+    def encode(split: str) -> EncodedRows:
+        columns = splits[split]
+        advance = begin(f"tokens of {split}", len(next(iter(columns.values())))) if begin else None
+        return kind.encode(tokenizer, model, columns, options, split in training, advance)
+
     folder = cache_folder()
     if folder is None:
-        return {s: kind.encode(tokenizer, model, rows, options, s in training) for s, rows in splits.items()}
+        return {split: encode(split) for split in splits}
     depends_on = {
         "version": VERSION, "kind": [kind.name, kind.head, kind.encode.__name__], "tokenizer": Hasher.hash(tokenizer),
         "options": {name: value for name, value in asdict(options).items() if name != "generate_kwargs"},
         "model_inputs": sorted(signature(model.forward).parameters), "ends": list(end_tokens(tokenizer, model)),
     }  # fmt: skip
-    encoded = {}
-    for split, columns in splits.items():
+    encoded, known = {}, []
+    for split in splits:
         facts = {**depends_on, "content": f"{content} {split}", "training": split in training}
         key = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
         path = folder / f"{key[:NAME_LENGTH]}.arrow"
         with exclusive_creation(path):
             rows = _read_rows(path)
-            if rows is None:
-                rows = kind.encode(tokenizer, model, columns, options, split in training)
+            if rows is not None:
+                known.append(split)
+            else:
+                rows = encode(split)
                 try:
                     _write_rows(path, rows)
                 except (OSError, pyarrow.ArrowException) as error:
@@ -82,6 +94,8 @@ def encode_splits(
                     warnings.warn(f"tokenized rows cannot be kept in {folder} ({error}); {todo}", stacklevel=2)
                 rows = _read_rows(path) or rows
         encoded[split] = rows
+    if known:
+        logger.info("the tokens of %s are read from the cache in %s", word_list(known), folder)
     return encoded
 
 
@@ -114,7 +128,7 @@ def write_complete(path: Path) -> Iterator[BinaryIO]:
 def _write_rows(path: Path, encoded: EncodedRows) -> None:
     """Write rows as one file, atomically."""
     rows = encoded.rows
-    table = rows.table if isinstance(rows, ArrowRows) else pyarrow.Table.from_pylist(list(rows))
+    table = rows.table if isinstance(rows, ArrowRows) else pyarrow.Table.from_pylist(rows)
     table = table.append_column("length", pyarrow.array(encoded.lengths, pyarrow.int64()))
     table = table.replace_schema_metadata({name: json.dumps(getattr(encoded, name)) for name in METADATA_FIELDS})
     with write_complete(path) as file, pyarrow.ipc.new_file(file, table.schema) as writer:

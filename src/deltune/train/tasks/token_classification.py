@@ -22,9 +22,10 @@ from ...models import OUTSIDE, first_sub_words, tag_all_words
 from ..metrics.labels import entities
 from . import generation
 from .base import Columns, InferenceContext, Predictions, TaskKind, TaskOptions
-from .encoding import IGNORE_INDEX, TOKENIZER_BATCH, EncodedRows, row_names, tokenize
+from .encoding import IGNORE_INDEX, TOKENIZER_BATCH, EncodedRows, in_chunks, row_names, tokenize
 
 
+@in_chunks
 def encode_tags(tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool) -> EncodedRows:
     """Encode each text with `labels` at the first sub-word of every word and IGNORE_INDEX elsewhere.
 
@@ -165,6 +166,7 @@ def _spelling(text: str) -> str:
     )
 
 
+@in_chunks
 def encode_entities(tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool) -> EncodedRows:
     """Encode each text for generation, with the list of its entities as the target."""
     labels = list(options.label_words)
