@@ -632,7 +632,7 @@ def export(model: PreTrainedModel, folder: str | Path, format: str = "peft", nam
         raise DeltuneError(
             f"export takes a model with a delta attached, and then the new folder; its first argument is "
             f"{describe_value(model)}. Load the model and the delta first, as in export(model, 'DIR'), or export the "
-            "folder of a run on the command line: deltune export RUN --to DIR"
+            "folder of a run on the command line: deltune export RUN --output DIR"
         )
     return export_delta(tuned(model).attached, folder, format, name)
 

@@ -494,7 +494,7 @@ def _score_splits(
 def generate(
     source: str | Path,
     prompts: Sequence[str],
-    max_new_tokens: int = 64,
+    max_tokens: int = 64,
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
@@ -516,7 +516,7 @@ def generate(
     is_encoder_decoder = model.config.is_encoder_decoder
     encoded = [_prompt_ids(loaded, tokenizer, prompt, is_encoder_decoder) for prompt in prompts]
     if not is_encoder_decoder:
-        _check_room(model, [len(ids) for ids in encoded], max_new_tokens)
+        _check_room(model, [len(ids) for ids in encoded], max_tokens)
     texts: list[str] = []
     model.eval()
     with torch.random.fork_rng():
@@ -525,7 +525,7 @@ def generate(
             if stream and len(prompts) > 1:
                 print(f"> {prompt}", flush=True)
             streamer = TextStreamer(tokenizer, not is_encoder_decoder, skip_special_tokens=True) if stream else None
-            answer = continue_prompt(model, tokenizer, ids, max_new_tokens, temperature, top_p, streamer)
+            answer = continue_prompt(model, tokenizer, ids, max_tokens, temperature, top_p, streamer)
             texts.append(_continuation(tokenizer, [] if is_encoder_decoder else ids, answer))
     return texts
 
@@ -535,7 +535,7 @@ def continue_prompt(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompt: Sequence[int],
-    max_new_tokens: int,
+    max_tokens: int,
     temperature: float = 0.0,
     top_p: float | None = None,
     streamer: TextStreamer | None = None,
@@ -549,7 +549,7 @@ def continue_prompt(
         options |= forced_bos_options(tokenizer, model)
     generated = model.generate(  # type: ignore[operator]
         input_ids=inputs, attention_mask=torch.ones_like(inputs), streamer=streamer, max_length=None, num_beams=1,
-        max_new_tokens=max_new_tokens, eos_token_id=list(ends) or None, **options,
+        max_new_tokens=max_tokens, eos_token_id=list(ends) or None, **options,
     )[0]  # fmt: skip
     return cut_at_end(generated[1 if model.config.is_encoder_decoder else len(prompt) :].tolist(), ends)
 
@@ -562,24 +562,24 @@ def _continuation(tokenizer: Any, prompt: list[int], answer: list[int]) -> str:
     return text[len(before) :] if text.startswith(before) else alone
 
 
-def _check_room(model: PreTrainedModel, prompt_tokens: Sequence[int], max_new_tokens: int) -> None:
+def _check_room(model: PreTrainedModel, prompt_tokens: Sequence[int], max_tokens: int) -> None:
     """Check that a decoder has positions for each prompt and what it generates; the error names all long ones."""
     longest = max(prompt_tokens, default=0)
-    available = longest_length(model, longest + max_new_tokens)
-    too_long = [(n, tokens) for n, tokens in enumerate(prompt_tokens, 1) if tokens + max_new_tokens > available]
+    available = longest_length(model, longest + max_tokens)
+    too_long = [(n, tokens) for n, tokens in enumerate(prompt_tokens, 1) if tokens + max_tokens > available]
     if too_long:
         room = max(0, available - longest)
         problems = [
-            f"prompt {n} of {len(prompt_tokens)}: its {tokens} tokens and max_new_tokens={max_new_tokens} take "
-            f"{tokens + max_new_tokens} positions, and {type(model).__name__} has {available}"
+            f"prompt {n} of {len(prompt_tokens)}: its {tokens} tokens and max_tokens={max_tokens} take "
+            f"{tokens + max_tokens} positions, and {type(model).__name__} has {available}"
             for n, tokens in too_long
         ]
         if room:
-            advice = f"give max_new_tokens={room} or less"
-        elif available > max_new_tokens:
-            advice = f"give prompts of at most {available - max_new_tokens} tokens"
+            advice = f"give max_tokens={room} or less"
+        elif available > max_tokens:
+            advice = f"give prompts of at most {available - max_tokens} tokens"
         else:
-            advice = "give shorter prompts and a smaller max_new_tokens"
+            advice = "give shorter prompts and a smaller max_tokens"
         raise error_from_problems(f"nothing was generated ({advice})", problems)
 
 
@@ -783,14 +783,14 @@ def _encode(loaded: LoadedRun, name: str, texts: Mapping[int, Input]) -> tuple[E
 @check_booleans
 def merge_run(
     run: str | Path,
-    to: str | Path,
+    output: str | Path,
     *,
     dequantize: bool = False,
     base: str | None = None,
     labels: Sequence[str] | None = None,
 ) -> Path:
     """Write the model with the run's delta merged into its weights, and its tokenizer; all or nothing."""
-    to = user_path(to, "to")
+    to = user_path(output, "output")
     with atomic_new_folder(to) as fresh, silent_loading():
         opened = open_run(run, base, labels=labels)
         handle, tokenizer = _load_to_write(opened)
@@ -823,21 +823,21 @@ def _load_to_write(opened: RunFolder) -> tuple[Tuned, PreTrainedTokenizerBase]:
     return _attach_delta(model, opened), tokenizer
 
 
-def export_run(run: str | Path, to: str | Path, format: str = "peft", base: str | None = None) -> Path:
+def export_run(run: str | Path, output: str | Path, format: str = "peft", base: str | None = None) -> Path:
     """Write a run's delta for another library; all or nothing."""
     opened = open_run(run, base)
     handle, tokenizer = _load_to_write(opened)
-    target = attach.export(handle.model, user_path(to, "to"), format)
+    target = attach.export(handle.model, user_path(output, "output"), format)
     if opened.trained is not None and opened.trained.chat_template is not None:
         tokenizer.save_pretrained(target)  # whoever loads the adapter finds the template of its training beside it
     return target
 
 
 def import_adapter(
-    folder: str | Path, model: str, to: str | Path, kind: str | None = None, labels: Sequence[str] | None = None
+    folder: str | Path, model: str, output: str | Path, kind: str | None = None, labels: Sequence[str] | None = None
 ) -> Tuned:
     """Turn a folder of PEFT or AdapterHub into a delta folder for a base model."""
-    folder, to = user_path(folder, "folder"), user_path(to, "output")
+    folder, to = user_path(folder, "folder"), user_path(output, "output")
     if not is_foreign(folder):
         raise DeltuneError(f"{str(folder)!r} holds no adapter_config.json, which PEFT and AdapterHub both write")
     if kind is not None and kind not in HEADS:

@@ -326,7 +326,7 @@ def _commands(finished: FinishedRun) -> tuple[str, ...]:
     parts = parse(finished.best_config.method.expression).parts
     forms = [part.form for part in parts if isinstance(part, Modification)]
     may_merge = all(type(form).affine is not Form.affine for form in forms)  # whether it can be, merging itself says
-    merge = [f"deltune merge {folder} --to DIR"] if may_merge else []
+    merge = [f"deltune merge {folder} --output DIR"] if may_merge else []
     return (*text, *([] if objective == "reward" else [f"deltune evaluate {folder} --data OTHER"]), *merge)
 
 
