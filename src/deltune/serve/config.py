@@ -61,7 +61,7 @@ class ModelSection(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "type of the weights; auto: as they are stored"
     )
-    device: str = option("auto", "auto (an accelerator where there is one), cpu, cuda, cuda:1 or mps", common=True)
+    device: str = option("auto", "auto (an accelerator where there is one), cpu, cuda, cuda:1, mps", common=True)
 
 
 class DeltasSection(Section):

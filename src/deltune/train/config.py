@@ -114,7 +114,7 @@ class DataSection(RunSection):
 
     source: str | None = option(
         None,
-        "folder with train, validation and test files, a file, or a hub id [of several A=.7]",
+        "folder with train, validation and test files, a file, a hub id; or A=.7",
         common=True,
         min_length=1,
     )
@@ -123,7 +123,7 @@ class DataSection(RunSection):
     )
     data_root: str | None = option(None, "folder that holds the folders of known tasks", common=True)
     columns: Annotated[dict[str, str] | tuple[str, ...] | None, CommaSeparated] = option(
-        None, "which column is what: text=a,label=b [meta.json, else by their usual names]", common=True
+        None, "which column is what: text=a,label=b [by their usual names]", common=True
     )
     labels: Annotated[tuple[str, ...] | None, CommaSeparated] = option(
         None, "names of the labels, in the order of their ids: a,b,c", common=True

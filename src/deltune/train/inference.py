@@ -52,7 +52,7 @@ from .metrics.registry import METRICS, compute_scores
 from .prediction_inputs import Input, columns_from_inputs
 from .presets import merge_values
 from .progress import ProgressDisplay
-from .run_folder import DeltaFolder, RunFolder, named_labels, open_run
+from .run_folder import DeltaFolder, ModelFolder, RunFolder, named_labels, open_run
 from .setup import (
     TaskSetup,
     check_fits,
@@ -245,7 +245,7 @@ def load_run(
         DeltuneError: A folder is no run, has no delta yet, or is of another base model or other languages.
     """
     folders = run.items() if isinstance(run, Mapping) else [("default", run)]
-    runs = {name: open_run(folder, base, pairs=pairs, labels=labels) for name, folder in folders}
+    runs = {name: open_run(folder, base, pairs=pairs, labels=labels, models=True) for name, folder in folders}
     if not runs:
         raise DeltuneError("no run is named")
     name, first = next(iter(runs.items()))
@@ -278,8 +278,18 @@ def load_run(
     return loaded
 
 
+def attach_trained_head(model: PreTrainedModel, name: str, pooling: str) -> Tuned:
+    """Attach a delta that leaves a model's own head as it is and has it read what its files say."""
+    handle = attach.attach(model, "head", head="freeze", pooling=pooling)  # type: ignore[arg-type]
+    if pooling != "model":
+        begin_with_head_of(name, model, handle.anatomy, handle.delta().pooling)
+    return handle
+
+
 def _attach_delta(model: PreTrainedModel, opened: RunFolder, name: str = "default") -> Tuned:
-    """Attach the delta of a folder, with the names for its labels that were given with it."""
+    """Attach the delta of a folder, with the names for its labels that were given with it; of a model its head."""
+    if isinstance(opened, ModelFolder):
+        return attach_trained_head(model, str(opened.folder), opened.pooling)
     handle = load(model, opened.folder, name=name)
     if isinstance(opened, DeltaFolder) and opened.names_labels:
         delta = handle.attached.delta(name)
@@ -442,8 +452,7 @@ def evaluate_untuned(
     tokenizer = load_task_tokenizer(name, config.data)
     backbone = load_model(name, head, labels, "float32", quantize=config.model.quantize)
     if sentences is not None and sentences.head is not None:
-        handle = attach.attach(backbone, "head", head="freeze", pooling=sentences.pooling)  # type: ignore[arg-type]
-        begin_with_head_of(name, backbone, handle.anatomy, handle.delta().pooling)
+        attach_trained_head(backbone, name, sentences.pooling)
     align_padding_token(backbone, tokenizer)
     if head == "causal-lm":
         check_causal(backbone)
