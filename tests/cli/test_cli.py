@@ -327,6 +327,12 @@ def test_train_evaluate_predict_merge(deltune: Command, root: Path, tmp_path: Pa
 
     result = deltune("merge", run, "--output", tmp_path / "plain")
     assert result.code == 0 and "model.safetensors" in names(tmp_path / "plain")
+    again = json.loads(deltune("predict", tmp_path / "plain", "--text", "a plum", "--json").out)
+    assert again[0]["scores"] == pytest.approx(predictions[0]["scores"], abs=1e-5)
+    tiny.lines(tmp_path / "fruit.jsonl", [{"text": "a plum", "label": "fruit"}] * 2)
+    scored = deltune("evaluate", tmp_path / "plain", "--data", tmp_path / "fruit.jsonl", "--json")
+    assert scored.code == 0 and set(json.loads(scored.out)) == {"test"}
+    assert "test: no row of beast, tool, whose F1 counts as 0 in f1_macro" in scored.err
 
 
 def test_sums_and_differences_of_folders(deltune: Command, tmp_path: Path) -> None:

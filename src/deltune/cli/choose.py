@@ -58,6 +58,7 @@ def choose(
     with log_to_stderr(quiet):
         with fast_imports():
             from ..studies import choose as choose_method
+            from . import formatting
 
         chosen = {"task": task, "data_root": data_root, "columns": columns, "quantize": quantize}
         options = {name: value for name, value in chosen.items() if value is not None}
@@ -72,6 +73,6 @@ def choose(
         console.print_json(data=choice.as_json())
         return
     scores = ", ".join(f"{name} {value:.4f}" for name, value in choice.test.items())
-    print(choice.table.drop(columns="left out").to_string(index=False, na_rep="", float_format="{:.4g}".format))
-    print(f"\n{choice.method} at {choice.learning_rate:g}: {f'test {scores}' if scores else 'there is no test split'}")
+    console.print(formatting.choice_table(choice.table.to_dict("records")))
+    print(f"{choice.method} at {choice.learning_rate:g}: {f'test {scores}' if scores else 'there is no test split'}")
     print(f"{choice.advice}.\nTrain it again: {choice.command}\nIts run: {choice.run / 'best'}")

@@ -749,10 +749,10 @@ class ScheduleCallback(TrainerCallback):
 
 
 class DeltaCheckpointMixin:
-    """For a trainer of sentence-transformers: it resumes from checkpoints of deltas, and loads the best one at the end.
+    """For a trainer of sentence-transformers: resume from checkpoints of deltas, and load the best one at the end.
 
-    Checkpoints of every Trainer hold the deltas alone, and transformers' Trainer reads them as they are; the trainers of
-    sentence-transformers read them as whole models. Put it first:
+    Checkpoints of every Trainer hold the deltas alone. transformers' Trainer reads them as they are, and the trainers
+    of sentence-transformers read them as whole models. Put it first:
     `class MyTrainer(DeltaCheckpointMixin, SentenceTransformerTrainer): pass`.
     """
 

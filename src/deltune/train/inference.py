@@ -33,6 +33,7 @@ from ..models import (
     load_tokenizer,
     sentence_modules,
     tokenizer_languages,
+    trained_head,
 )
 from ..runtime import attach
 from ..runtime.attach import atomic_new_folder, load, tuned
@@ -49,6 +50,7 @@ from .data.tag_schemes import PLAIN
 from .metrics.base import Score, Scores
 from .metrics.intervals import score_intervals
 from .metrics.registry import METRICS, compute_scores
+from .overview import absent_labels, label_counts
 from .prediction_inputs import Input, columns_from_inputs
 from .presets import merge_values
 from .progress import ProgressDisplay
@@ -436,22 +438,25 @@ def evaluate_untuned(
     """Score the model of a config as it is, on the rows that a run of the config would have."""
     name, configuration = config.model.name, load_config(config.model.name)
     arguments = (name, config.data, config.generation.answer, config.evaluation, config.runtime.seed, False)
-    setup = set_up_task(*arguments)
+    sentences = sentence_modules(name)
+    is_sentence_head = sentences is not None and sentences.head is not None
+    own_head = "classification" if is_sentence_head else trained_head(configuration)
     labels: tuple[str, ...] | None = None
+    if (
+        own_head in HEADS_WITH_LABELS and config.generation.answer == "head"
+    ):  # a file alone does not say which there are
+        labels = tuple(str(label) for _, label in sorted((configuration.id2label or {}).items()))
+    setup = set_up_task(*arguments, labels)
     head = setup.kind.head
-    sentences = sentence_modules(name) if head == "classification" else None
-    has_head = has_trained_head(configuration, head) or (sentences is not None and sentences.head is not None)
+    has_head = has_trained_head(configuration, head) or (head == "classification" and is_sentence_head)
     if head not in LANGUAGE_MODEL_HEADS and not has_head:
         raise DeltuneError(
             f"{name} has no trained head for {setup.kind.name}, so it has no score before it is tuned: give --answer "
             "words for a language model, or train the head alone (deltune train --method head)"
         )
-    if head in HEADS_WITH_LABELS:
-        labels = tuple(str(label) for _, label in sorted((configuration.id2label or {}).items()))
-        setup = set_up_task(*arguments, labels)
     tokenizer = load_task_tokenizer(name, config.data)
     backbone = load_model(name, head, labels, "float32", quantize=config.model.quantize)
-    if sentences is not None and sentences.head is not None:
+    if sentences is not None and head == "classification" and is_sentence_head:
         attach_trained_head(backbone, name, sentences.pooling)
     align_padding_token(backbone, tokenizer)
     if head == "causal-lm":
@@ -483,6 +488,10 @@ def _score_splits(
     encoded_splits = token_cache.encode_splits(
         kind, context.tokenizer, context.model, columns_of, context.options, (), rows.fingerprint
     )
+    counts_of = label_counts(rows)
+    for split in requested:
+        if absent := absent_labels(counts_of.get(split, {}), split, setup.metrics):
+            logger.warning("%s: %s", split, absent)
     with ProgressDisplay(progress) as bar, explain_write_errors(target or rows.source):
         for split, encoded in encoded_splits.items():
             columns = columns_of[split]

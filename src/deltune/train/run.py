@@ -52,6 +52,7 @@ from .objectives import (
     objective_trainer,
 )
 from .overview import (
+    absent_labels,
     balance,
     cut_notes,
     data_notes,
@@ -259,9 +260,12 @@ def _train(
             **({} if reward is None else {"reward": f"{inspect.getsourcefile(reward)}:{reward.__name__}"}),
         }
         broadcast_from_main(lambda: run.begin(state.config, collect_environment(facts)))
+        untrained = _untrained_line(state)
+        if untrained:  # of a run that goes on, too: its answers will not end
+            logger.warning("%s", untrained)
         if checkpoint is None:
             run.truncate_log(-1)
-            _log_start(state)
+            _log_start(state, untrained)
         _fit(state, arguments, bar, checkpoint, reward)
         return _finish(state, bar)
 
@@ -719,7 +723,19 @@ def _fit(
     trainer.accelerator.unwrap_model(state.model, keep_fp32_wrapper=False)
 
 
-def _log_start(state: RunState) -> None:
+def _untrained_line(state: RunState) -> str:
+    """Say which control tokens the base never trained and the method leaves as they are; "" if there are none."""
+    sample = state.encoded["train"].rows[:200]
+    tokens = untrained_tokens(state.tuned, state.tokenizer, sample) if is_chat(state.kind) else {}
+    if not tokens:
+        return ""
+    return (
+        f"{', '.join(tokens.values())}: the base never trained the embeddings of these tokens, and "
+        f"{state.config.method.expression} leaves them as they are; add + trainable_tokens(tokens={tuple(tokens)})"
+    )
+
+
+def _log_start(state: RunState, untrained: str) -> None:
     """Log what was assumed of the data and of training, each with the option that changes it, and what is cut."""
     data, optim = state.config.data, state.config.optim
     roles = state.data.format or " and ".join(role for role in state.data.columns if role in INPUT_TYPES)
@@ -740,7 +756,8 @@ def _log_start(state: RunState) -> None:
     for line in data_notes(state.data):
         logger.info("data: %s", line)
     for split, counts in label_counts(state.data).items():
-        logger.info("labels of %s: %s", split, balance(counts))
+        said = (balance(counts), absent_labels(counts, split, state.metrics))
+        logger.info("labels of %s: %s", split, "; ".join(filter(None, said)))
     if state.data.tag_scheme is not None:
         logger.info("tags: %s", _tags_line(state))
     if state.why_pooling:
@@ -759,20 +776,13 @@ def _log_start(state: RunState) -> None:
         logger.info("%s: %s", split, token_line(token_facts(rows)))
         for line in cut_notes(state.kind, rows, split, state.limits):
             logger.info("%s", line)
-    sample = state.encoded["train"].rows[:200]
-    if is_chat(state.kind) and (tokens := untrained_tokens(state.tuned, state.tokenizer, sample)):
-        logger.warning(
-            "%s: the base never trained the embeddings of these tokens, and %s leaves them as they are; add "
-            "+ trainable_tokens(tokens=%s)",
-            ", ".join(tokens.values()), state.config.method.expression, tuple(tokens),
-        )  # fmt: skip
     if state.config.objective.kind != "sft":
         logger.info("objective: %s", objective_line(state))
     optimizer = state.config.optim.optimizer
     if optimizer != "adamw" and all(p.numel() < MIN_8BIT for p in state.tuned.trainable_parameters()):
         logger.info("%s saves nothing: bitsandbytes keeps 32 bits for tensors below %d numbers", optimizer, MIN_8BIT)
     logger.info("example: %s", example_text(state.tokenizer, [state.encoded["train"].rows[0]]))
-    state.run.log({"step": 0, "event": "start", **state.truncated})
+    state.run.log({"step": 0, "event": "start", **state.truncated, **({"untrained": untrained} if untrained else {})})
 
 
 def _tags_line(state: RunState) -> str:

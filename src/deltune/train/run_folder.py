@@ -470,10 +470,16 @@ class ModelFolder(DeltaFolder):
         head = "classification" if sentences is not None and sentences.head else trained_head(config)
         if head not in HEADS_WITH_LABELS:
             raise DeltuneError(
-                f"{self.folder} is a model without a trained head over labels: give a run of it (deltune train), or for "
-                "a language model deltune generate"
+                f"{self.folder} is a model without a trained head over labels, and spec.yaml is missing, which a run "
+                "has: give a run, or for a language model deltune generate"
             )
-        self.head, self.pairs, self.base, self.is_foreign, self.names_labels = head, pairs, str(self.folder), False, False
+        self.head, self.pairs, self.base, self.is_foreign, self.names_labels = (
+            head,
+            pairs,
+            str(self.folder),
+            False,
+            False,
+        )
         self._labels = tuple(str(label) for _, label in sorted((config.id2label or {}).items()))
         self._method, self._trained, self._problem_type = "head", None, config.problem_type
         self.pooling = sentences.pooling if sentences is not None and sentences.head else "model"
