@@ -121,7 +121,8 @@ def export_delta(attached: Attached, folder: str | Path, format: str = "peft", n
     if (pooling := attached.delta(name).pooling) != "model":
         raise DeltuneError(
             f"this delta's head reads {pooling!r} of the hidden states, and {format} has adapters of the model's class "
-            "alone, whose head reads its pooler: train with --pooling model (attach(…, pooling='model'))"
+            "alone, whose head reads its pooler: train with --pooling model (attach(…, pooling='model')), or write the "
+            "whole model for sentence-transformers, deltune merge RUN --output DIR"
         )
     with attached.whole():
         options, tensors = _exported(attached, format, name)
