@@ -10,6 +10,7 @@ import pytest
 import tiny
 from deltune.train.run import train
 
+ray = pytest.importorskip("ray", reason="no ray: the extra ray has it")
 tune = pytest.importorskip("ray.tune", reason="no ray: the extra ray has it")
 
 
@@ -28,7 +29,11 @@ def test_a_search_of_rates(tmp_path: Path) -> None:
         tune_config=tune.TuneConfig(metric="loss", mode="min", max_concurrent_trials=1),
         run_config=tune.RunConfig(storage_path=f"{root}/ray", verbose=0),
     )
-    found = tuner.fit()
+    ray.init(num_cpus=1, include_dashboard=False)
+    try:
+        found = tuner.fit()
+    finally:
+        ray.shutdown()
     assert not found.errors and len(found) == 2
     for one in found:
         again = train(spec.replace(lr=one.config["lr"]), tmp_path / f"here-{one.config['lr']:g}", progress=False)

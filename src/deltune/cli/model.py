@@ -10,7 +10,7 @@ import typer
 from ..errors import DeltuneError
 from ..methods.other_names import unknown_term
 from .options import Imports
-from .output import BaseOption, Json, ModelArgument, QuantizeOption, console, fast_imports
+from .output import BaseModelOption, Json, ModelArgument, QuantizeOption, console, fast_imports
 
 Denominator = Annotated[
     str,
@@ -23,7 +23,7 @@ def inspect(
         str,
         typer.Argument(metavar="MODEL", help="Hub id, folder, config.json, minilm; or a run, a delta or one of PEFT."),
     ],
-    base: BaseOption = None,
+    base: BaseModelOption = None,
     quantize: QuantizeOption = None,
     as_json: Json = False,
 ) -> None:

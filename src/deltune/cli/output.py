@@ -19,7 +19,7 @@ console = Console(soft_wrap=True, highlight=False, markup=False)
 
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, folder, config.json or minilm.")]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, of a delta, or of PEFT.")]
-BaseOption = Annotated[
+BaseModelOption = Annotated[
     str | None, typer.Option("--model", help="The base model: hub id, folder or minilm [as the folder names it].")
 ]
 LabelsOption = Annotated[str | None, typer.Option(help="Names of the labels, in the order of their ids: a,b,c.")]

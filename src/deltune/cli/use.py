@@ -11,7 +11,7 @@ import typer
 from ..errors import DeltuneError
 from .options import Imports
 from .output import (
-    BaseOption,
+    BaseModelOption,
     ColumnsOption,
     DataRootOption,
     Json,
@@ -108,7 +108,7 @@ def evaluate(
         typer.Option(metavar="TASKS", help="Tasks of lm-evaluation-harness: arc_easy,mine.yaml (extra harness)."),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="With --harness: only the first rows of a task.")] = None,
-    base: BaseOption = None,
+    base: BaseModelOption = None,
     labels: LabelsOption = None,
     quiet: Quiet = False,
     imports: Imports = None,
@@ -179,7 +179,7 @@ def predict(
         typer.Option(help="Texts: .txt or - (a line each), or .jsonl, .csv, .parquet with the run's columns."),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Where the result is written [printed; a .jsonl file].")] = None,
-    base: BaseOption = None,
+    base: BaseModelOption = None,
     labels: LabelsOption = None,
     quiet: Quiet = False,
     imports: Imports = None,
@@ -221,7 +221,7 @@ def generate(
     temperature: Temperature = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens of this share.")] = 1.0,
     seed: Seed = 0,
-    base: BaseOption = None,
+    base: BaseModelOption = None,
     quiet: Quiet = False,
     imports: Imports = None,
     as_json: Json = False,
@@ -245,7 +245,7 @@ def chat(
     max_tokens: MaxTokens = 512,
     temperature: Temperature = 0.0,
     seed: Seed = 0,
-    base: BaseOption = None,
+    base: BaseModelOption = None,
     imports: Imports = None,
 ) -> None:
     """Talk to a model, line by line. /reset begins anew, and the end of the input ends it; a pipe is answered too."""
@@ -303,7 +303,7 @@ def merge(
     dequantize: Annotated[
         bool, typer.Option(help="Write a quantised model in floating point, so that nothing is rounded.")
     ] = False,
-    base: BaseOption = None,
+    base: BaseModelOption = None,
     labels: LabelsOption = None,
     quiet: Quiet = False,
     imports: Imports = None,
@@ -326,7 +326,7 @@ def export(
     run: RunArgument,
     output: Output,
     format: Annotated[str, typer.Option(help="peft, adapterhub, vllm or llama.cpp.")] = "peft",
-    base: BaseOption = None,
+    base: BaseModelOption = None,
     quiet: Quiet = False,
     imports: Imports = None,
     as_json: Json = False,
@@ -345,7 +345,7 @@ def combine(
     expression: Annotated[str, typer.Argument(metavar="SUM", help='Such as "0.5*a - b", or "average(a, b)".')],
     deltas: Annotated[list[str], typer.Argument(metavar="NAME=DIR...", help="A run or a delta for each name.")],
     output: Output,
-    base: BaseOption = None,
+    base: BaseModelOption = None,
     rank: Annotated[int | None, typer.Option(min=1, help="A LoRA of this rank, as near as can be [exact].")] = None,
     how: Annotated[str | None, typer.Option(help="ties, dare or magnitude, in place of adding.")] = None,
     density: Annotated[float | None, typer.Option(help="With --how: the share of each change that is kept.")] = None,
