@@ -53,11 +53,11 @@ MEANINGS = [(name, option, text) for name, one in COMMANDS.items() for option, t
 
 
 def test_a_name_means_the_same_everywhere() -> None:
-    said: dict[str, dict[str, list[str]]] = {}
+    meanings: dict[str, dict[str, list[str]]] = {}
     for command, option, text in MEANINGS:
-        said.setdefault(option, {}).setdefault(text, []).append(command)
-    assert len(said) > 150 and len(said["--output"]["where the result is written"]) > 8
-    assert {option: texts for option, texts in said.items() if len(texts) > 1} == {}
+        meanings.setdefault(option, {}).setdefault(text, []).append(command)
+    assert len(meanings) > 150 and len(meanings["--output"]["where the result is written"]) > 8
+    assert {option: texts for option, texts in meanings.items() if len(texts) > 1} == {}
 
 
 def test_a_meaning_has_one_name() -> None:

@@ -144,8 +144,10 @@ def test_they_are_named_again_at_the_end_and_when_a_run_goes_on(
         train(spec, tmp_path / "run", progress=False, stop_if=stop)
     caplog.clear()
     train(spec, tmp_path / "run", progress=False)
-    said = "<|im_end|>: the base never trained the embeddings of these tokens"
-    assert said in caplog.text and any(said in note for note in advice(read_finished(RunFolder(tmp_path / "run"))))
+    warning = "<|im_end|>: the base never trained the embeddings of these tokens"
+    assert warning in caplog.text and any(
+        warning in note for note in advice(read_finished(RunFolder(tmp_path / "run")))
+    )
 
 
 @pytest.mark.parametrize("name", NAMED_TEMPLATES)

@@ -31,11 +31,11 @@ def test_a_search_of_rates(tmp_path: Path) -> None:
     )
     ray.init(num_cpus=1, include_dashboard=False)
     try:
-        found = tuner.fit()
+        results = tuner.fit()
     finally:
         ray.shutdown()
-    assert not found.errors and len(found) == 2
-    for one in found:
+    assert not results.errors and len(results) == 2
+    for one in results:
         again = train(spec.replace(lr=one.config["lr"]), tmp_path / f"here-{one.config['lr']:g}", progress=False)
         assert one.metrics["loss"] == pytest.approx(again.scores["validation"]["loss"], abs=1e-6)
-    assert found.get_best_result().metrics["loss"] == min(one.metrics["loss"] for one in found)
+    assert results.get_best_result().metrics["loss"] == min(one.metrics["loss"] for one in results)

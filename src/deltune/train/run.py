@@ -756,8 +756,8 @@ def _log_start(state: RunState, untrained: str) -> None:
     for line in data_notes(state.data):
         logger.info("data: %s", line)
     for split, counts in label_counts(state.data).items():
-        said = (balance(counts), absent_labels(counts, split, state.metrics))
-        logger.info("labels of %s: %s", split, "; ".join(filter(None, said)))
+        parts = (balance(counts), absent_labels(counts, split, state.metrics))
+        logger.info("labels of %s: %s", split, "; ".join(filter(None, parts)))
     if state.data.tag_scheme is not None:
         logger.info("tags: %s", _tags_line(state))
     if state.why_pooling:
