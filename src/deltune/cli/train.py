@@ -210,7 +210,7 @@ def run(
     ] = False,
     device: Annotated[
         str,
-        typer.Option(show_default=False, help="auto (an accelerator where there is one), cpu, cuda, cuda:1 or mps."),
+        typer.Option(show_default=False, help="auto (an accelerator where there is one), cpu, cuda, cuda:1, mps."),
     ] = "auto",
     launch: Annotated[int | None, typer.Option(help="Train in that many processes, a device each.")] = None,
     sharding: Annotated[

@@ -114,7 +114,7 @@ class DataSection(RunSection):
 
     source: str | None = option(
         None,
-        "folder with train, validation and test files, a file, a hub id; or A=.7",
+        "folder with train, validation and test files, a file, or a hub id [A=.7]",
         common=True,
         min_length=1,
     )
