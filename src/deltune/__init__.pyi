@@ -102,7 +102,7 @@ from .methods.schedules import Schedule as Schedule
 from .methods.spec import Modification as Modification
 from .methods.spec import Selection as Selection
 from .methods.spec import named_method as named_method
-from .runtime.attach import SaveDeltaCallback as SaveDeltaCallback
+from .runtime.attach import DeltaCheckpointMixin as DeltaCheckpointMixin
 from .runtime.attach import ScheduleCallback as ScheduleCallback
 from .runtime.attach import attach as attach
 from .runtime.attach import export as export

@@ -268,7 +268,7 @@ ARGUMENTS: dict[str, tuple[Callable[[deltune.Tuned, dict[str, Any]], Any], str]]
     "save save_directory": (lambda t, x: t.save(**x), "Here it is called 'folder'."),
     "save selected_adapters": (lambda t, x: t.save("d", **x), "Here it is called 'name'. Call it once for each"),
     "rows adapter_names": (lambda t, x: t.rows(**x), "rows has no argument 'adapter_names'. Here it is"),
-    "use adapter_name": (lambda t, x: t.use(**x), "Here it is called 'name'. It takes: (name, train=None, head=None)"),
+    "use adapter_name": (lambda t, x: t.use(**x), "Here it is called 'name'. It takes: (name, train=None, head_of"),
     "merge safe_merge": (lambda t, x: t.merge(**x), "merge has no argument 'safe_merge'. Leave it out."),
     "merge adapter_names": (lambda t, x: t.merge(**x), "Here it is called 'name'."),
     "attach lora_alpha": (lambda t, x: deltune.attach(t.model, "lora", **x), 'expression, such as "lora(alpha=…)"'),

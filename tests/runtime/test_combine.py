@@ -197,7 +197,7 @@ def test_heads() -> None:
     with pytest.raises(deltune.DeltuneError, match=r"'a' and 'b' each have a head"):
         tuned.combine("a + b", name="c")
     assert tuned.names == ("a", "b")
-    tuned.combine("a + b", name="c", head="a").combine("a + b", name="d", head="average")
+    tuned.combine("a + b", name="c", head_of="a").combine("a + b", name="d", head_of="average")
     state, name = tuned.attached.state, tuned.delta("a").head[0]
     a, b, c, d = (state.delta_value(tuned.delta(n), name) for n in "abcd")
     assert torch.equal(a, c) and torch.allclose(d, (a + b) / 2)
@@ -272,9 +272,9 @@ def test_a_pooler_that_the_head_does_not_read_stays_out(text: str) -> None:
     stir(deltune.attach(model, text, name="a", pooling="mean"), seed=1)
     tuned = stir(deltune.attach(model, text, name="b"), seed=2)
     inputs = batch(model)
-    expected = run(tuned.use(["a", "b"], head="a").model, inputs)
-    assert distance(run(tuned.combine("a + b", name="c", head="a").model, inputs), expected) < 1e-10
+    expected = run(tuned.use(["a", "b"], head_of="a").model, inputs)
+    assert distance(run(tuned.combine("a + b", name="c", head_of="a").model, inputs), expected) < 1e-10
     assert tuned.delta("c").pooling == "mean"
     if text != "bitfit":
         with pytest.raises(deltune.DeltuneError, match=r"needs the same pooling: .*'mean' of a, 'model' of b"):
-            tuned.combine("average(a, b)", name="d", head="a")
+            tuned.combine("average(a, b)", name="d", head_of="a")

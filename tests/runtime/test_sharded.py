@@ -95,7 +95,7 @@ def answers(family: str, tuned: deltune.Tuned, folder: Path) -> Iterator[tuple[s
     yield "loaded", run(loaded, inputs)["logits"]
     for name, work in (
         ("export", lambda: deltune.export(model, folder / "exported", name="b")),
-        ("merge", lambda: tuned.merge(["b", "a"], head="b")),
+        ("merge", lambda: tuned.merge(["b", "a"], head_of="b")),
     ):
         try:
             work()

@@ -521,7 +521,7 @@ def test_numbers_that_are_not_finite_are_no_answer() -> None:
 
 
 def test_bytes_may_be_a_float_without_a_fraction() -> None:
-    with Server(deltas(*BERT).model(), max_loaded_bytes=2e9, prompt_cache_bytes=1e6) as server:  # type: ignore[arg-type]
+    with Server(deltas(*BERT).model(), max_loaded_bytes=2e9, prompt_cache=1e6) as server:  # type: ignore[arg-type]
         assert repr(server._lifecycle.max_loaded_bytes) == "2000000000"
     for value in (2.5, float("inf")):
         with pytest.raises(DeltuneError, match=r"max_loaded_bytes: give a whole number above 0, or None, not "):
@@ -530,19 +530,19 @@ def test_bytes_may_be_a_float_without_a_fraction() -> None:
 
 def test_all_wrong_numbers_of_a_server_are_listed() -> None:
     with pytest.raises(DeltuneError) as caught:
-        Server(deltas(*BERT).model(), max_wait="soon", prompt_cache_bytes=-1, max_loaded=0, watch=0)  # type: ignore[arg-type]
+        Server(deltas(*BERT).model(), max_wait="soon", prompt_cache=-1, max_loaded=0, watch=0)  # type: ignore[arg-type]
     lines = str(caught.value).splitlines()
     assert lines[0] == "a server cannot be made: 4 problems" and sorted(lines[1:]) == [
         "  - max_loaded: give a whole number above 0, or None, not 0",
         "  - max_wait: give a number of seconds, at least 0, not 'soon'",
-        "  - prompt_cache_bytes: give a whole number, at least 0, not -1",
+        "  - prompt_cache: give a whole number, at least 0, not -1",
         "  - watch: give a number of seconds above 0, or None, not 0",
     ]
 
 
 def test_requests_that_are_refused(folder: Any) -> None:
     of = deltas(*GPT)
-    with Server(of.model(), deltas=of.folder, max_length=50) as server:
+    with Server(of.model(), deltas=of.folder, max_request_tokens=50) as server:
         for request, message in (
             (Request("generate"), "none of them"),
             (Request("generate", text="a", tokens=(1,)), "text and tokens"),

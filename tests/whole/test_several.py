@@ -145,9 +145,7 @@ def test_a_killed_launcher_is_resumed(how: str, root: Path, tmp_path: Path) -> N
             time.sleep(0.1)
     again = done(line)
     assert again.returncode == 0 and "resuming" in again.stderr, again.stderr
-    assert (
-        done(command(tmp_path / "spec.yaml", tmp_path / "whole", "--devices", "2", "--sharding", how)).returncode == 0
-    )
+    assert done(command(tmp_path / "spec.yaml", tmp_path / "whole", "--launch", "2", "--sharding", how)).returncode == 0
     whole = RunFolder(tmp_path / "whole")
     compare(whole, run)
     lines = [[{k: v for k, v in line.items() if "second" not in k} for line in log(one)] for one in (whole, run)]

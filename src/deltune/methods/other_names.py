@@ -145,7 +145,7 @@ OPTION_NAMES: Mapping[str, str] = {
     "label_smoothing_factor": "label_smoothing", "adam_beta1": "adam_betas", "adam_beta2": "adam_betas",
     "fp16": "precision", "bf16": "precision", "dtype": "precision", "max_train_samples": "max_train_rows",
     "max_eval_samples": "validation_rows", "max_predict_samples": "test_rows", "num_beams": "beams",
-    "max_target_length": "target_length", "max_new_tokens": "max_generated", "eval_steps": "validate_every",
+    "max_target_length": "target_length", "max_new_tokens": "max_tokens", "eval_steps": "validate_every",
     "early_stopping_patience": "patience", "metric_for_best_model": "metric", "metric_name": "metrics",
     "early_stopping": "patience", "label_names": "labels", "prompt_template": "template", "random_seed": "seed",
     "text_column": "columns", "label_column": "columns", "label_column_name": "columns", "text_column_name": "columns",

@@ -48,7 +48,7 @@ from .row_assignment import head_of
 from .sharding import ADDED_LATE, BEFORE_SHARDING, refuse_sharded
 
 AVERAGE = "average"
-"""The function of an expression whose value has the mean parameters of deltas, and the head= that is a mean."""
+"""The function of an expression whose value has the mean parameters of deltas, and the head_of= that is a mean."""
 
 
 def _check_density(density: float) -> None:
@@ -253,7 +253,7 @@ def _head(
         chosen = [] if answering is None else [answering]
     elif len({(delta.head, delta.labels, delta.pooling) for delta in deltas.values()}) > 1:
         raise DeltuneError(
-            f"head={AVERAGE!r}: the heads have other labels or another pooling; name the delta whose head is kept"
+            f"head_of={AVERAGE!r}: the heads have other labels or another pooling; name the delta whose head is kept"
         )
     if not chosen:
         return {}, attached.base_labels, "model"

@@ -89,7 +89,7 @@ class StepMemory:
         return self.weights + self.delta + self.optimizer + self.step
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all values, as `deltune count --memory --json` prints them.
+        """Return all values, as `deltune count --step-memory --json` prints them.
 
         Returns:
             A dictionary with a key for each attribute, "step" and "total", in bytes.
@@ -285,8 +285,8 @@ def _chunk_of_logits(func: Any, args: tuple[Any, ...]) -> int:
 def step_memory(
     config: PreTrainedConfig,
     method: str | Method,
-    rows: int = 32,
-    length: int = 128,
+    batch_size: int = 32,
+    max_length: int = 128,
     precision: str = "fp32",
     optimizer: str = "adamw",
     activation_checkpointing: str = "off",
@@ -299,8 +299,8 @@ def step_memory(
     Args:
         config: The model's configuration.
         method: An expression such as "lora(rank=8)", or a method.
-        rows: Rows at a time on a device.
-        length: Tokens of a row, padding included; of an encoder-decoder also tokens of a target.
+        batch_size: Rows at a time on a device.
+        max_length: Tokens of a row, padding included; of an encoder-decoder also tokens of a target.
         precision: "fp32", or "bf16" by autocast.
         optimizer: "adamw", "adamw_8bit" or "paged_adamw_8bit".
         activation_checkpointing: Which layers compute their activations again: "off", "half" or "on".
@@ -316,15 +316,15 @@ def step_memory(
     check_choice("optimizer", optimizer, OPTIMIZERS)
     check_choice("precision", precision, ("fp32", "bf16"))
     check_choice("activation_checkpointing", activation_checkpointing, CHECKPOINTING)
-    if min(rows, length) < 1:
-        raise DeltuneError(f"rows={rows}, length={length}: both are at least 1")
+    if min(batch_size, max_length) < 1:
+        raise DeltuneError(f"batch_size={batch_size}, max_length={max_length}: both are at least 1")
     model, head = _text_model(config)
     if every := CHECKPOINTING[activation_checkpointing]:
         checkpoint_activations(model, every)
     tuned = attach(model.train(), method)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     _remove_numbers(model, mode)
-    batch = _batch(config, rows, length, head)
+    batch = _batch(config, batch_size, max_length, head)
     trained = list(tuned.trainable_parameters())
     step = torch.optim.AdamW(trained)
 

@@ -29,13 +29,13 @@ def init_processes(device: torch.device) -> None:
         return
     if ":" in str(device):
         raise DeltuneError(
-            f"devices={device} is a single device, but there are {processes} processes: give devices={device.type}"
+            f"device={device} is a single device, but there are {processes} processes: give device={device.type}"
         )
     local_processes, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
     if device.type != "cpu" and local_processes > devices:
         raise DeltuneError(
             f"{local_processes} processes need as many devices, but this machine has {devices} of type {device.type}: "
-            "start fewer processes, or give devices=cpu"
+            "start fewer processes, or give device=cpu"
         )
     PartialState(cpu=device.type == "cpu")
 

@@ -103,7 +103,7 @@ def inputs_from_file(path: Path, run: Path, base: str | None = None) -> list[dic
     if data_suffix(path).partition(".gz")[0] in ("", ".txt"):
         return _inputs_from_lines(path)
     table = read_rows(path)
-    run_dir = open_run(run, base, pairs="pair" in table.columns)
+    run_dir = open_run(run, base, pairs="pair" in table.columns, models=True)
     columns = input_columns(run_dir.data.kind, run_dir)
     if (sentence := run_dir.data.columns.get("sentence")) in table.columns:
         columns = {"sentence": str(sentence), **columns}

@@ -264,10 +264,10 @@ def length_limits(
     template = generation.template if generation.template is not None else task.template if task else ""
     generate = {
         "num_beams": generation.beams,
-        "min_new_tokens": generation.min_target_length,
+        "min_new_tokens": generation.min_tokens,
         "length_penalty": generation.length_penalty,
         "no_repeat_ngram_size": generation.no_repeat_ngram,
-        "max_new_tokens": generation.max_generated or data.target_length,
+        "max_new_tokens": generation.max_tokens or data.target_length,
     }
     by_label = {label: words.get(kind.word_key(label), "") for label in labels} if kind.word_key else {}
     length = data.max_length or default_length(kind)
