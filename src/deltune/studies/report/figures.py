@@ -605,7 +605,7 @@ def _draw_marks(
     styles: Mapping[Labels, SeriesStyle],
 ) -> None:  # fmt: skip
     """Draw a row for each series with the interval of each mark, and describe its ends in words."""
-    rows = list(styles)
+    rows, drawn = list(styles), set[Any]()
     for outcome in thresholds:
         labels = tuple(outcome.cell.get(axis) for axis in series)
         if labels not in styles or (draft.outer and outcome.cell.get(view.panels) != panel):
@@ -613,8 +613,9 @@ def _draw_marks(
         y, colour, name = rows.index(labels), styles[labels].colour, draft.name(labels)
         for shape, mark in zip(MARK_SHAPES, view.marks, strict=False):
             value = outcome.extra.get(mark)
-            if value is None:
+            if value is None or (key := (labels, mark, str(value))) in drawn:
                 continue
+            drawn.add(key)
             look: dict[str, Any] = {"marker": ">", "markerfacecolor": "white", "markersize": 6}
             low, high = (value, value) if isinstance(value, (int, float)) else value
             shown = view.display(mark)
@@ -626,7 +627,7 @@ def _draw_marks(
                 strip.plot([low, high], [y, y], color=colour, linewidth=3.2, solid_capstyle="butt", alpha=0.55)
                 at = (low * high) ** 0.5 if low > 0 else (low + high) / 2
                 look = {"marker": shape, "markeredgecolor": "white", "markersize": 6}
-                legend = f"{shown} threshold, for each {view.repetition}"
+                legend = f"{shown} threshold"
                 draft.text.append(f"{name}: {shown} between {short_number(low)} and {short_number(high)}")
             (end,) = strip.plot([at], [y], color=colour, linestyle="none", **look)
             end.set_label(f"mark {mark} {name}")
