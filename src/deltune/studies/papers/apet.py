@@ -539,15 +539,17 @@ def _plan_thresholds(setup: StudySetup, label: str, model: str, task: str) -> Ce
                 waiting += [{**cell, "method": "full", "N": 0, "seed": seed} for seed in SEEDS]
                 return [replace(planned, cell=labels, tries=tries) for labels in waiting]
         rates = {name: _rate_of(planned, setup) for name, planned in chosen.items()}
-        grids = [
-            ThresholdGrid(
-                {**cell, "method": pattern}, sizes, SEEDS,
-                lambda n, seed, pattern=pattern: job(family.drawn(n, pattern, seed), seed, rates[pattern]),
-                lambda seed: job("full", seed, rates["full"]), 1 / len(LABELS[task]), tries,
-            )
-            for pattern in THE_PAPERS
-        ]  # fmt: skip
-        return list(plan_thresholds(grids)(records))
+
+        def grid(pattern: str) -> ThresholdGrid:
+            def run(n: int, seed: int) -> Job:
+                return job(family.drawn(n, pattern, seed), seed, rates[pattern])
+
+            def full(seed: int) -> Job:
+                return job("full", seed, rates["full"])
+
+            return ThresholdGrid({**cell, "method": pattern}, sizes, SEEDS, run, full, 1 / len(LABELS[task]), tries)
+
+        return list(plan_thresholds([grid(pattern) for pattern in THE_PAPERS])(records))
 
     return plan_cells
 

@@ -126,21 +126,12 @@ def threshold_cells(grid: ThresholdGrid, records: Records) -> list[PlannedCell]:
     rows = next((len(r.result["examples"].get("accuracy", ())) for r in ended.values() if r.result is not None), 0)
     low, low_of_mean = find_thresholds(grid.sizes, correlations, GUESSES_BELOW / math.sqrt(max(1, rows)))
     high, high_of_mean = find_thresholds(grid.sizes, leads, -FULL_TUNING_MARGIN)
-    return [
-        *runs,
-        *(
-            PlannedCell(
-                {**grid.cell, "seed": seed},
-                next((job for job in jobs[seed] if ended[job].result is not None), jobs[seed][0]),
-                {
-                    "low": list(low[i]), "high": list(high[i]),
-                    "low of the mean": list(low_of_mean), "high of the mean": list(high_of_mean),
-                },
-                tries=grid.tries,
-            )  # fmt: skip
-            for i, seed in enumerate(grid.seeds)
-        ),
-    ]
+    mean = {"low of the mean": list(low_of_mean), "high of the mean": list(high_of_mean)}
+    for i, seed in enumerate(grid.seeds):
+        job = next((job for job in jobs[seed] if ended[job].result is not None), jobs[seed][0])
+        extra = {"low": list(low[i]), "high": list(high[i]), **mean}
+        runs.append(PlannedCell({**grid.cell, "seed": seed}, job, extra, tries=grid.tries))
+    return runs
 
 
 def _is_guess(record: JobRecord, is_full: bool) -> bool:
