@@ -16,6 +16,7 @@ import pytest
 import tiny
 from deltune.errors import DeltuneError
 from deltune.studies.claims.decisions import decidable_effects
+from deltune.studies.claims.selectors import EDGE
 from deltune.studies.jobs.job import Job, Outcome, run_job
 from deltune.studies.jobs.pool import Scheduler
 from deltune.studies.jobs.store import ErrorKind, JobRecord, ResultStore, read_results
@@ -465,7 +466,7 @@ def test_the_list_of_studies_has_the_questions_of_the_studies(place: StudySetup)
     ],
 )
 def test_rates_are_widened_until_the_best_is_inside(quality: dict[int, float], tried: range) -> None:
-    assert widened(range(2, 5), 7, quality) == tried
+    assert widened(range(2, 5), 7, quality.get) == tried
 
 
 def test_a_grid_has_a_cell_for_each_rate_and_seed() -> None:
@@ -530,3 +531,50 @@ def test_rates_are_chosen_on_validation_under_two_seeds() -> None:
     for tries in (first(0.7, None, 0.8), first(0.7, 0.8, 0.6) | {(1, 1e-2): 0.7, (1, 3e-3): None}):
         chosen, cells, _ = planned(tries, error_kind="exception")
         assert not chosen and all(cell.lost and "failed: no" in cell.why for cell in cells)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_search_goes_on_while_the_best_rate_is_at_an_edge(waits: bool) -> None:
+    """Under the first seed, or in the mean; what was stored before keeps its best rate, and says that it is at an edge.
+
+    Rates 2, 3 and 1 are tried first. The best is at 4, or at 3 with a second seed that prefers it.
+    """
+    run: list[tuple[float, int]] = []
+
+    def search(value: Callable[[float, int], float], stored: tuple[float, ...] = ()) -> PlannedCell:
+        """The first seed's cell when all has ended, or when the `stored` rates have under each seed."""
+        cells = {
+            rate: [PlannedCell({"seed": s}, Job("run", {"lr": float(rate), "seed": s})) for s in (0, 1, 2)]
+            for rate in range(6)
+        }
+        study = Study(
+            "s", "?", choose_rates([lambda _, one=one: one for one in cells.values()], (2, 3, 1), waits=waits)
+        )
+        rows: dict[str, JobRecord] = {}
+        run.clear()
+        left = [one.job for rate in stored for one in cells[int(rate)]] or study.jobs({})
+        while left:
+            for job in left:
+                assert job is not None
+                rate, seed = job.spec["lr"], job.spec["seed"]
+                best = {"best": {"metric": "f1", "value": value(rate, seed)}}
+                rows[job.name] = JobRecord(job.name, "run", dict(job.spec), best, None, 1.0)
+                run.append((rate, seed))
+            left = [] if stored else [job for job in study.jobs(rows) if job.name not in rows]
+        return study.plan_cells(rows)[0]
+
+    def rate_of(planned: PlannedCell) -> float | None:
+        return None if planned.job is None else planned.job.spec["lr"]
+
+    inside = search(lambda rate, seed: -abs(rate - 2))
+    assert rate_of(inside) == 2 and inside.extra == {EDGE: False} and {rate for rate, _ in run} == {1, 2, 3}
+    further = search(lambda rate, seed: -abs(rate - 4))
+    assert rate_of(further) == 4 and further.extra == {EDGE: False} and max(run)[0] == 5
+    by_the_mean = search(lambda rate, seed: -abs(rate - (2 if seed == 0 else 3.4)) * (1 + seed))
+    assert rate_of(by_the_mean) == 3 and by_the_mean.extra == {EDGE: False} and max(run)[0] == 4
+    at_the_end = search(lambda rate, seed: rate)
+    assert rate_of(at_the_end) == 5 and at_the_end.extra == {EDGE: True}, "the ladder ends here"
+    stored = search(lambda rate, seed: -abs(rate - 4), (1, 2, 3))
+    assert rate_of(stored) == (None if waits else 3) and stored.extra == ({} if waits else {EDGE: True})
+    assert 4.0 in {one.job.spec["lr"] for one in stored.tries if one.job is not None}, "it is still to be tried"
+    assert rate_of(search(lambda rate, seed: -abs(rate - 4), (1, 2))) is None, "one of the first rates has not ended"

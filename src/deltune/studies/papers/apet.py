@@ -14,6 +14,7 @@ from ..claims.selectors import EVERY, LARGEST, SMALLEST, CellSelector
 from ..jobs.job import Cell, Job, run_job, transfer_job
 from ..report.figure_spec import Bars, Curves, HeatMap, TableSpec
 from ..scales import (
+    FIRST_RATES,
     SEEDS,
     SMALL_OPTIONS,
     StudySetup,
@@ -301,8 +302,8 @@ SHORT_NOTE = (
     "200. Shorter runs show which method learns fast."
 )
 SEARCHED_NOTE = (
-    "A method's learning rate is the one of four that validates best on each model and task: all four are tried under "
-    "the first seed, and the best two under the second."
+    "A method's learning rate is the one that validates best on each model and task, of four and of further ones while "
+    "the best is at an edge: all are tried under the first seed, and the best two under the second."
 )
 
 
@@ -525,7 +526,8 @@ def _plan_thresholds(setup: StudySetup, label: str, model: str, task: str) -> Ce
         """Return the cell of a method under the first seed."""
         labels = {**cell, "method": name, "N": sizes[-1], "seed": first}
         jobs = [job(method, first, rate.get("lr")) for rate in setup.rates(method)]
-        return choose_rates([partial(_plan_one, PlannedCell(labels, one)) for one in jobs])
+        plans = [partial(_plan_one, PlannedCell(labels, one)) for one in jobs]
+        return choose_rates(plans, FIRST_RATES if len(plans) > 1 else (), waits=setup.runs)
 
     methods = {"full": "full", **{pattern: family.drawn(sizes[-1], pattern, first) for pattern in THE_PAPERS}}
     runs = {name: first_runs(name, method) for name, method in methods.items()}
@@ -549,7 +551,10 @@ def _plan_thresholds(setup: StudySetup, label: str, model: str, task: str) -> Ce
 
             return ThresholdGrid({**cell, "method": pattern}, sizes, SEEDS, run, full, 1 / len(LABELS[task]), tries)
 
-        return list(plan_thresholds([grid(pattern) for pattern in THE_PAPERS])(records))
+        return [
+            replace(planned, extra={**planned.extra, **chosen[planned.cell["method"]].extra})
+            for planned in plan_thresholds([grid(pattern) for pattern in THE_PAPERS])(records)
+        ]
 
     return plan_cells
 

@@ -161,6 +161,6 @@ def _model_size(record: JobRecord | None) -> int:
 def threshold_outcomes(planned: PlannedCell, record: JobRecord) -> list[Outcome]:
     """Return the outcome of a run; of a cell of thresholds these alone, since its run has a cell of its own."""
     (outcome,) = job_outcomes(planned, record)
-    if "N" in planned.cell or not planned.extra:
+    if "N" in planned.cell or "low" not in planned.extra:
         return [outcome]
     return [Outcome(planned.cell, outcome.spec, count=outcome.count, extra=planned.extra)]
