@@ -362,7 +362,7 @@ def budget(setup: StudySetup) -> Study:
         (
             Scatter(
                 title="Score against parameters (UV figures 2 and 4)", y=METRIC, panels="task", display_names=NAMES,
-                reference_lines={"full tuning": {"method": "full"}},
+                reference_lines={"full tuning": {"method": "full"}}, leads=True,
             ),
             TableSpec(title="The numbers", groups="method", rows="budget", metric=METRIC, display_names=NAMES,
                       average=False),

@@ -244,7 +244,7 @@ class FigureDraft:
             self.figure.draw_without_rendering()
         self.figure.set_layout_engine("none")  # laid out again it would move by fractions of a pixel
         notes = tuple(dict.fromkeys(self.notes))
-        return DrawnFigure(self.view.title, ". ".join(self.text), notes, self.figure, self.caption)
+        return DrawnFigure(self.view.title, ". ".join(self.text), notes, self.figure, self.caption, self.view.leads)
 
 
 def start_figure(
@@ -513,7 +513,8 @@ def draw_curves(view: Curves, outcomes: Iterable[Outcome]) -> FigureDraft:
     strip = 0.4 if view.gap else max(0.25, 0.065 * n_series) if view.marks else 0.0
     draft = start_figure(view, outcomes, view.y, strip=strip)
     thresholds = [outcome for outcome in draft.outcomes if any(mark in outcome.extra for mark in view.marks)]
-    draft.outcomes = [o for o in draft.outcomes if o not in thresholds or view.x in o.cell or view.x in o.count]
+    if view.marks:  # what is marked may be waiting for runs
+        draft.outcomes = [o for o in draft.outcomes if view.x in o.cell or view.x in o.count]
     series = draft.distinguishing_axes(as_tuple(view.series))
     of_steps = replace(view, entries=CURVE) if stepped else view
     aggregates = draft.aggregate(view.y, (*series, view.x), view.x, of_steps)
@@ -654,7 +655,7 @@ class DrawnFigure:
     """A finished figure.
 
     Its text says what it shows to those who do not see it, its notes what it lacks, and its caption what marks, bars
-    and bands stand for.
+    and bands stand for. If it leads, it stands on top of a page of several studies.
     """
 
     title: str
@@ -662,6 +663,7 @@ class DrawnFigure:
     notes: tuple[str, ...]
     figure: Figure
     caption: str = ""
+    leads: bool = False
 
     def svg(self) -> str:
         """Return the figure as SVG."""
