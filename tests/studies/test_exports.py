@@ -205,7 +205,7 @@ def test_verdicts(accuracy: float, environment: Any, verdict: str) -> None:
     assert score.allowed == pytest.approx(3e-5)
 
 
-def elsewhere(first_loss: float = 0.3, accuracy: float = 0.7) -> Verification:
+def on_another_machine(first_loss: float = 0.3, accuracy: float = 0.7) -> Verification:
     """The first job, run on another machine: its first loss, which was 0.3, and its accuracy, which was 0.5."""
     curve = [{"step": 2, "loss": first_loss}, {"step": 9, "loss": 0.1}, {"step": 9, "eval_loss": 0.5}]
     again = record(LORA[0], accuracy, {**HERE, "processor": "q"}, curve=curve)
@@ -216,7 +216,11 @@ def elsewhere(first_loss: float = 0.3, accuracy: float = 0.7) -> Verification:
 
 def test_training_that_makes_rounding_larger_begins_alike() -> None:
     """Its first loss is what it was, and half of a sample may end elsewhere; what begins elsewhere differs."""
-    alike, rounding, other = elsewhere(0.30001), elsewhere(accuracy=0.50001), elsewhere(0.3001, accuracy=0.50001)
+    alike, rounding, other = (
+        on_another_machine(0.30001),
+        on_another_machine(accuracy=0.50001),
+        on_another_machine(0.3001, accuracy=0.50001),
+    )
     assert [one.verdict for one in (alike, rounding, other)] == ["begins alike", "equal but for rounding", "differs"]
     assert repeats([alike, rounding]) and repeats([rounding, rounding])
     assert not repeats([alike, alike, rounding]), "training itself is another one"
