@@ -21,7 +21,7 @@ from .forms.hidden import Bottleneck, Mixture, Rescale, Vector
 from .forms.low_rank import Init, LowRank
 from .forms.orthogonal import Butterfly, Householder, PairRotation, PrincipalRotation, Rotation
 from .forms.prompt import Prompt
-from .forms.routed import Poly
+from .forms.routed import MTLLoRA, Poly
 from .forms.shared import FRoD, NoLA, RandLoRA, TinyLoRA, UniLoRA, VBLoRA, VeRA
 from .forms.spectral import SVFT, AdaMSS, Centred, Circulant, FourierFT, LoRAXS, WaveFT
 from .forms.structured import SVD, FrozenSide, GraLoRA, KroneckerBottleneck, LoHa, LoKr, LoReFT, MiSS
@@ -1061,6 +1061,25 @@ def poly(
         splits: In how many parts the widths are split, each with weights of its own.
     """
     return _at_projections(Poly(rank, tasks, skills, splits), at, layers, stack, attention, tower)
+
+
+@_projection_method
+def mtl_lora(
+    rank: int = 8, tasks: int = 1, ups: int = 3, temperature: float = 0.05, scale: float = 1, *,
+    at: Site = QUERY_AND_VALUE, layers: LayersArg = "all", stack: Stack = "all", attention: Attention = "all",
+    tower: Tower = "main",
+) -> Parts:  # fmt: skip
+    """Share A and mix several B by the task t of a row, s Σ_i softmax_i(w_t / τ) B_i Λ_t A x (Yang et al. 2024).
+
+    With several tasks a pass is told them: with tuned.condition(task_ids=[0, 2, …]): model(…).
+
+    Args:
+        tasks: The number of tasks.
+        ups: The number of B, which the tasks share.
+        temperature: τ; the lower, the more a task keeps to one B.
+    """
+    form = MTLLoRA(rank, tasks, ups, temperature)
+    return _at_projections(form, at, layers, stack, attention, tower, scale=scale)
 
 
 @_projection_method

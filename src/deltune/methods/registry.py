@@ -121,8 +121,11 @@ _ENTRIES = {
         RegistryEntry(library.loha, "Hyeon-Woo et al. 2022", "8dr", "loha(rank=4)"),
         RegistryEntry(library.lokr, "Yeh et al. 2024", "about 2d + 4r√d", "lokr(rank=4, factor=8)"),
         RegistryEntry(library.miss, "Kang and Yin 2024", "2dr", "miss(rank=32)"),
-        RegistryEntry(library.poly, "Ponti et al. 2023", "4drs + 2qst", "poly(tasks=3, rank=4)"),
         RegistryEntry(library.gralora, "Jung et al. 2025", "4dr", "gralora(rank=8, blocks=4)"),
+    ),
+    "routers: experts of low rank that the task of a row weighs": (
+        RegistryEntry(library.poly, "Ponti et al. 2023", "4drs + 2qst", "poly(tasks=3, rank=4)"),
+        RegistryEntry(library.mtl_lora, "Yang et al. 2024", "2dr(n + 1) + 2(r² + n)t", "mtl_lora(tasks=3, rank=4)"),
     ),
     "shared: few numbers and matrices that all places have in common": (
         RegistryEntry(library.vera, "Kopiczko et al. 2024", "2(d + r)", "vera(rank=64) + layernorm"),

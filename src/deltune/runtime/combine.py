@@ -34,7 +34,7 @@ from ..interop.base import (
 from ..methods.forms.base import FactorForm, check_positive
 from ..methods.forms.hidden import Bottleneck, Vector
 from ..methods.forms.low_rank import LowRank
-from ..methods.forms.mix import Weights, mix_form
+from ..methods.forms.mix import AttentionMix, Weights, mix_form
 from ..methods.library import head as head_alone
 from ..methods.library import lora
 from ..methods.masks import RowMask
@@ -315,21 +315,18 @@ def _mixed(
     for (modification, _), some in places.items():
         rank = max(piece.tensors["down"].shape[-2] for piece in some.values())
         place, kind = next(iter(some.values())).place, modification.form
-        if not isinstance(kind, Bottleneck):
-            form = mix_form(len(deltas), rank, mixing)
-        elif mixing in ("scalar", "softmax"):
+        activation, bias = (kind.activation, kind.bias) if isinstance(kind, Bottleneck) else ("identity", False)
+        form = mix_form(len(deltas), rank, mixing, activation, bias=bias)
+        if isinstance(kind, Bottleneck) and not isinstance(form, AttentionMix):
             raise DeltuneError(
                 f'mixing={mixing!r} is of changes of weights; adapters are mixed by "attention" or "fusion"'
             )
-        else:
-            form = mix_form(len(deltas), rank, mixing, kind.activation, bias=kind.bias)
         tensors = {n: torch.zeros(s.shape) for n, s in form.tensors(place.widths).items()}
-        form.initialize(tensors, None)
-        tensors["up"].zero_()
         for number, piece in some.items():
+            tensors = {name: tensor.to(piece.tensors["down"]) for name, tensor in tensors.items()}
             for name, part in piece.tensors.items():
-                tensors[name] = tensors[name].to(part)
                 tensors[name][number][tuple(map(slice, part.shape))] = part
+        form.start(tensors)
         pieces.append(PlacedTensors(replace(modification, form=form), place, tensors))
     return method_of(attached.anatomy_read(pooling), pieces, set())
 
