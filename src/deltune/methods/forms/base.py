@@ -566,8 +566,11 @@ class Routed(Form):
 
     v_i is A_i u. A subclass has the tensors down, all A_i (n, r, d_in), and up, all B_i (n, d_out, r), and writes
     `weights`, the router; `experts` where its tensors are others; and `inner` where v_i is not A_i u alone. All experts
-    of a place are computed in two products.
+    of a place are computed in two products. A field `tasks` of a subclass is the number of tasks that rows may have,
+    which a pass is told where there are several.
     """
+
+    tasks = 1
 
     def weights(self, tensors: Tensors, u: torch.Tensor, at: Place) -> torch.Tensor:
         """Compute the weights of the experts.

@@ -25,7 +25,7 @@ from .encoding import EncodedRows
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-VERSION = 7
+VERSION = 8
 """Raised when an encoder returns other rows for the same input."""
 NAME_LENGTH = 32
 """Hexadecimal digits of the name of a cached file."""
@@ -60,7 +60,7 @@ def encode_splits(
 
     folder = cache_folder()
     if folder is None:
-        return {s: kind.encode(tokenizer, model, rows, options, s in training) for s, rows in splits.items()}
+        return {s: kind.encode_rows(tokenizer, model, rows, options, s in training) for s, rows in splits.items()}
     depends_on = {
         "version": VERSION, "kind": [kind.name, kind.head, kind.encode.__name__], "tokenizer": Hasher.hash(tokenizer),
         "options": {name: value for name, value in asdict(options).items() if name != "generate_kwargs"},
@@ -74,7 +74,7 @@ def encode_splits(
         with exclusive_creation(path):
             rows = _read_rows(path)
             if rows is None:
-                rows = kind.encode(tokenizer, model, columns, options, split in training)
+                rows = kind.encode_rows(tokenizer, model, columns, options, split in training)
                 try:
                     _write_rows(path, rows)
                 except (OSError, pyarrow.ArrowException) as error:
