@@ -332,7 +332,7 @@ def test_answers_are_of_the_task_that_a_request_names(method: str, tmp_path: Pat
                 for t in tasks
             ]
             answers = answers_of(server, asked)
-            assert [list(answer.tokens) for answer in answers] == [expected[task] for task in tasks]
+            assert [[one.token for one in answer.tokens] for answer in answers] == [expected[task] for task in tasks]
 
 
 def test_deltas_with_rows_of_tokens_and_for_other_heads_are_not_refused_when_they_are_first_seen(

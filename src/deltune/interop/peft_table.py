@@ -389,7 +389,7 @@ ROWS = (
                                    "seed": "random_seed"},
         {"down_*": "adamss_A.*", "up_*": "adamss_B.*", "basis": "adamss_newB"},
         to_ours=_of_clusters, to_peft=_by_cluster,
-        note="needs scikit-learn: the weights are clustered again where a folder is read; all clusters train"),
+        note="needs scikit-learn: the weights are clustered again where a folder is read; `use_asa` is `target=…`"),
     Row("BEFT", library.beft, leaves={"vector": "beft_bias"},
         to_ours=lambda t, o, w: {"vector": t["vector"].flatten()}, to_peft=lambda t, w: {"vector": t["vector"][None]}),
     Row("BOFT", library.boft, {"block_size": "boft_block_size", "factors": "boft_n_butterfly_factor"},
@@ -650,6 +650,11 @@ def check_options(options: Options, training: bool = False) -> list[str]:
         return [unknown_name("peft_type", kind, KINDS, hint=_MERGE)]
     if row is not None and trains_biases(options) in ("", "all", "changed"):
         known = known | {"bias"}
+    if training and options.get("use_asa"):
+        return [
+            "option use_asa counts steps, and the number of all steps is not known here: write adamss(target="
+            "asa_target_subspaces, start=init_warmup / steps, stop=final_warmup / steps, every=mask_interval)"
+        ]
     return [
         no_counterpart(name, value)
         for name, value in options.items()

@@ -29,7 +29,7 @@ from .forms.weights import DEFT, OSF, DeLoRA, DoRA, GLoRA, HiRA, PEANuT
 from .other_names import hint_for_site
 from .parser import NUMERAL
 from .positions import ALL, Positions
-from .schedules import RankSchedule
+from .schedules import ClusterSchedule, RankSchedule
 from .spec import ADD, ExpertsArg, LayersArg, MaskedMethod, Method, Modification, NamedMethod, Selection, named_method
 
 Stack = Literal["all", "encoder", "decoder"]
@@ -1085,7 +1085,9 @@ def mtl_lora(
 @_projection_method
 def adamss(
     rank: int = 1, clusters: int = 5, singular_values: int = 100, seed: int = 0, *, at: Site = QUERY_AND_VALUE,
-    layers: LayersArg = "all", stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
+    target: int | None = None, start: float = 0.1, stop: float = 0.5, every: int = 1, beta1: float = 0.85,
+    beta2: float = 0.85, exponent: float = 3.0, layers: LayersArg = "all", stack: Stack = "all",
+    attention: Attention = "all", tower: Tower = "main",
 ) -> Parts:  # fmt: skip
     """Train a low rank for each cluster of outputs, b_j A_i V x (AdaMSS; PEFT: AdamssConfig).
 
@@ -1095,11 +1097,21 @@ def adamss(
         clusters: The number of clusters of outputs.
         singular_values: How many singular vectors V has, where there are so many.
         seed: The seed by which the singular vectors are approximated.
+        target: How many clusters of all places train in the end, after a schedule that `tuned.advance` follows, or in a
+            Trainer `ScheduleCallback` (PEFT: use_asa, asa_target_subspaces); None: all clusters.
+        start: The share of the training at whose end clusters are first left as they are (PEFT: init_warmup).
+        stop: The share of the training after which no more are (PEFT: final_warmup).
+        every: After how many steps clusters are chosen (PEFT: mask_interval).
+        beta1: Of the moving average of the sensitivity |w ∂L/∂w|.
+        beta2: Of the moving average of how much the sensitivity varies.
+        exponent: By which power the number of clusters falls.
 
     Raises:
         DeltuneError: An argument is out of its range, or scikit-learn is not installed.
     """
-    return _at_projections(AdaMSS(rank, clusters, singular_values, seed), at, layers, stack, attention, tower)
+    schedule = None if target is None else ClusterSchedule(target, start, stop, every, beta1, beta2, exponent)
+    form = AdaMSS(rank, clusters, singular_values, seed, schedule)
+    return _at_projections(form, at, layers, stack, attention, tower)
 
 
 @_projection_method

@@ -28,7 +28,7 @@ from .forms import (
     weights,
 )
 from .forms.base import Form, check_form_class, check_frozen
-from .schedules import RankSchedule
+from .schedules import ClusterSchedule, RankSchedule
 from .spec import MaskedMethod, Method, Modification, NamedMethod, Selection
 
 DEFAULT_RATE, DEFAULT_SHORT_RATE = 1e-3, 1e-2
@@ -194,7 +194,7 @@ VOCABULARY: dict[str, Callable[..., Any]] = {
     **{name: entry.make for name, entry in REGISTRY.items()},
     **{
         kind.__name__: kind
-        for kind in (Modification, Selection, Add, Scale, Gate, SigmoidGate, PrefixGate, RankSchedule)
+        for kind in (Modification, Selection, Add, Scale, Gate, SigmoidGate, PrefixGate, RankSchedule, ClusterSchedule)
     },
     **{kind.__name__: kind for kind in FORMS},
 }
