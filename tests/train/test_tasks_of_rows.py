@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import deltune
 import tiny
@@ -129,10 +130,14 @@ def test_answers_in_words_are_trained_by_task(root: Path) -> None:
     for seed, split in enumerate(("train", "validation", "test")):
         some = [{"source": r["text"], "target": labels[r["job"]], "job": r["job"]} for r in rows(24, seed)]
         tiny.lines(root / "answers" / f"{split}.jsonl", some)
-    model = tiny.model(root / "llama", "llama")
+    folder = tiny.model(root / "llama", "llama")
+    sizes = {**tiny.FAMILIES["llama"], "vocab_size": len(load_tokenizer(str(folder))), "eos_token_id": 3}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes)).save_pretrained(folder)
     columns = "source=source,targets=target,task=job"
     config = spec(root, "mtl_lora(rank=4, tasks=2)", columns, task="generation", target_length=4, max_length=16)
-    config = config.replace(model=str(model), data=str(root / "answers"))
+    config = config.replace(model=str(folder), data=str(root / "answers"))
     train(config, root / "words", progress=False)
     evaluate(root / "words", output=root / "again")
     assert tiny.objects(root / "again" / "test.jsonl") == tiny.objects(root / "words" / "predictions" / "test.jsonl")
