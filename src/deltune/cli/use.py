@@ -336,11 +336,14 @@ def combine(
     how: Annotated[str | None, typer.Option(help="ties, dare or magnitude, in place of adding.")] = None,
     density: Annotated[float | None, typer.Option(help="With --how: the share of each change that is kept.")] = None,
     head: Annotated[str | None, typer.Option(help="The name whose head is kept, or average.")] = None,
+    mixing: Annotated[
+        str, typer.Option(help='Of "mix(a, b)": arrow, or arrow(top_k=2), which need no training.')
+    ] = "scalar",
     quiet: Quiet = False,
     imports: Imports = None,
     as_json: Json = False,
 ) -> None:
-    """Add deltas of one model with weights, or average them. The sum is exact where no rank is given."""
+    """Add deltas of one model with weights, average or mix them. The sum is exact where no rank is given."""
     from ..errors import unknown_name
 
     folders = {name: folder for name, _, folder in (pair.partition("=") for pair in deltas) if folder}
@@ -362,7 +365,7 @@ def combine(
             for name, other in others:
                 load(model, other, name=name, use=False)
         made = None if how is None else ways[how](**({} if density is None else {"density": density}))
-        handle = tuned(model).combine(expression, "_combined", rank=rank, how=made, head=head)
+        handle = tuned(model).combine(expression, "_combined", rank=rank, how=made, head=head, mixing=mixing)
         handle.save(output)
     _print_delta(handle, output, as_json)
 

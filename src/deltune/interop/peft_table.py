@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from ..errors import DeltuneError, unknown_name
 from ..methods import library
 from ..methods.forms.base import Form, Widths
+from ..methods.other_names import ABSENT_METHODS
 from ..methods.positions import ALL
 from ..methods.spec import Modification, NamedMethod
 
@@ -573,11 +574,7 @@ OTHERS: Mapping[str, Other] = {
 }  # fmt: skip
 """The other types that are read."""
 
-REFUSED: Mapping[str, str] = {
-    "LILY": "its router is averaged over a batch, so that rows change each other",
-    "SHADOW": "it is a second model beside this one",
-    "XLORA": "its router weighs other folders by a first pass of the model",
-}
+REFUSED: Mapping[str, str] = {kind: ABSENT_METHODS[kind.lower()] for kind in ("LILY", "SHADOW", "XLORA")}
 """The types that are not read, each with the reason."""
 
 PROMPTS = ("PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING", "CPT", "PREFIX_TUNING", "CARTRIDGE")

@@ -164,7 +164,7 @@ def combine(
     rank: int | None = None,
     how: How | None = None,
     head: str | None = None,
-    mixing: Weights = "scalar",
+    mixing: Weights | str = "scalar",
 ) -> None:
     """Attach a combination of deltas and put it in use; see `Tuned.combine`."""
     refuse_sharded(attached.model, ADDED_LATE, BEFORE_SHARDING)
@@ -293,7 +293,7 @@ def _averaged(
 
 
 def _mixed(
-    attached: Attached, deltas: Mapping[str, Delta], mixing: Weights, pooling: Pooling
+    attached: Attached, deltas: Mapping[str, Delta], mixing: Weights | str, pooling: Pooling
 ) -> tuple[Method, dict[str, torch.Tensor]]:
     """Return the method that mixes the changes of deltas, and its tensors."""
     places: dict[tuple[Modification, str], dict[int, PlacedTensors]] = {}
