@@ -327,11 +327,11 @@ def test_answers_are_of_the_task_that_a_request_names(method: str, tmp_path: Pat
     with Server(of.model(), deltas=tmp_path) as server:
         for tasks in (("0",), ("1", "0", "1"), ("0", "1")):
             sampling = Sampling(max_tokens=6, temperature=0.0)
-            asked = [
+            requests = [
                 Request("generate", tokens=tuple(prompt[0].tolist()), delta="many", row_task=t, sampling=sampling)
                 for t in tasks
             ]
-            answers = answers_of(server, asked)
+            answers = answers_of(server, requests)
             assert [[one.token for one in answer.tokens] for answer in answers] == [expected[task] for task in tasks]
 
 

@@ -101,9 +101,9 @@ def test_a_server_is_told_the_task_of_each_request(run: Path, root: Path) -> Non
     )
     with Server(model, tokenizer) as server:
         server.load("many", run)
-        asked = [Request("classify", text="my saw", delta="many", row_task=task) for task in (*NAMES, *NAMES)]
-        futures = [server.submit(request) for request in asked]
-        for request, future in zip(asked, futures, strict=True):
+        requests = [Request("classify", text="my saw", delta="many", row_task=task) for task in (*NAMES, *NAMES)]
+        futures = [server.submit(request) for request in requests]
+        for request, future in zip(requests, futures, strict=True):
             scores = [*(future.result(60).scores or {}).values()]
             assert scores == pytest.approx(expected(run, "my saw", request.row_task or ""), abs=1e-5)
         for task, says in ((None, "name the one of the input"), ("third", "unknown task 'third'")):

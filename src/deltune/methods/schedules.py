@@ -125,12 +125,6 @@ class RankSchedule(Allocation):
     least important ranks are set to 0, and stay 0 from `stop` on.
 
     Args:
-        target: The mean number of ranks of a place in the end.
-        start: The share of the training without pruning at its beginning.
-        stop: The share of the training after which the ranks are final, above `start`.
-        every: After how many steps ranks are pruned.
-        beta1: Of the moving average of the sensitivity.
-        beta2: Of the moving average of its variation.
         orthogonality: Of the penalty ‖A Aᵀ - 1‖ + ‖Bᵀ B - 1‖, halved.
 
     Raises:
@@ -166,12 +160,6 @@ class ClusterSchedule(Allocation):
     train those remain whose importance is above the one of rank `target`, so that one fewer trains.
 
     Args:
-        target: How many clusters of all places train in the end.
-        start: The share of the training at whose end the first choice is made.
-        stop: The share of the training after which no choice is made, above `start`.
-        every: After how many steps clusters are chosen.
-        beta1: Of the moving average of the sensitivity.
-        beta2: Of the moving average of its variation.
         exponent: By which power their number falls.
 
     Raises:
