@@ -19,7 +19,7 @@ from transformers import set_seed
 
 from ..errors import DeltuneError
 from ..runtime.handle import Tuned
-from ..runtime.sharding import is_distributed, rank
+from ..runtime.sharding import is_distributed, process_rank
 
 
 def init_processes(device: torch.device) -> None:
@@ -47,7 +47,7 @@ def world_size() -> int:
 
 def is_main() -> bool:
     """Return whether this process is rank 0, which writes files and reports."""
-    return rank() == 0
+    return process_rank() == 0
 
 
 def all_reduce_sum(value: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ def all_reduce_sum(value: torch.Tensor) -> torch.Tensor:
 def seed_by_rank(seed: int) -> None:
     """Give every rank random numbers of its own (for dropout); rank 0 draws as a single process does."""
     if not is_main():
-        set_seed(seed + rank())
+        set_seed(seed + process_rank())
 
 
 def shard_model(handle: Tuned, device: torch.device) -> None:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from ...errors import check_choice
 from ..parser import Positive, Size, parse_expression
-from .base import FactorForm, Form, Place, Routed, Shapes, Specs, Tensors, TensorSpec, Widths, trained
+from .base import FactorForm, Form, Place, Routed, Shapes, Specs, Tensors, TensorSpec, Widths, parameter_specs
 from .hidden import ACTIVATIONS, activate
-from .starts import at_least_float32, buffers, kaiming_
+from .starts import at_least_float32, buffer_specs, kaiming_
 
 if TYPE_CHECKING:
     import torch
@@ -106,7 +106,7 @@ class AttentionMix(Form):
         shapes: Shapes = {"query": (width, widths.in_width), "key": (width, d_out)}
         shapes |= {"values": (d_out, d_out)} if self.values else {}
         biases: Shapes = {"down_bias": (self.number, self.rank), "up_bias": (self.number, d_out)} if self.bias else {}
-        return trained(shapes) | _products(self.number, self.rank, widths) | buffers(biases)
+        return parameter_specs(shapes) | _products(self.number, self.rank, widths) | buffer_specs(biases)
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         _draw(tensors)
@@ -159,7 +159,7 @@ class Arrow(Routed):
         return False
 
     def tensors(self, widths: Widths) -> Specs:
-        return _products(self.number, self.rank, widths) | buffers({"prototypes": (self.number, widths.in_width)})
+        return _products(self.number, self.rank, widths) | buffer_specs({"prototypes": (self.number, widths.in_width)})
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         _draw(tensors)
