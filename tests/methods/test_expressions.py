@@ -143,7 +143,7 @@ ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "block_size": st.integers(2, 64), "terms": st.just(0) | st.integers(4, 9), "shared_block": st.booleans(),
         **FIELD,
     },
-    "boft": {"block_size": EVEN, "factors": RANKS, **FIELD},
+    "boft": {"block_size": EVEN, "factors": st.integers(1, 62), **FIELD},
     "hra": {"rank": EVEN, **FIELD},
     "psoft": {"rank": st.integers(2, 64), "scale": NUMBERS, "scales": st.booleans(), **FIELD},
     "road": {"variant": st.sampled_from([1, 2, 4]), "group_size": EVEN, **FIELD},
