@@ -23,7 +23,7 @@ from tables.families import FAMILIES
 from tables.specimens import build, stir
 
 from .served import wait_until
-from .specimens import answers_of, ask, check, check_one, deltas
+from .specimens import answers_of, ask, check, check_one, deltas, greedy
 
 BERT, GPT = ("bert", "sequence"), ("gpt2", "causal")
 
@@ -299,17 +299,40 @@ def test_a_delta_for_a_head_that_the_model_cannot_have_is_refused_when_it_is_fir
     assert str(caught.value) == expected and "causal-lm" in expected
 
 
-@pytest.mark.parametrize(
-    ("method", "says"),
-    [("loreft(rank=2, positions='last 2')", "a server that generates"), ("poly(rank=2, tasks=2)", "has 2 tasks")],
-)
-def test_what_a_request_does_not_say_is_needed_by_no_delta(method: str, says: str, tmp_path: Path) -> None:
-    tuned = deltune.attach(deltas(*GPT).model(), method)
+def test_what_a_request_does_not_say_is_needed_by_no_delta(tmp_path: Path) -> None:
+    tuned = deltune.attach(deltas(*GPT).model(), "loreft(rank=2, positions='last 2')")
     tuned.save(tmp_path / "d2")
+    says = "a server that generates"
     with Server(deltas(*GPT).model(), deltas=tmp_path) as server, pytest.raises(DeltuneError, match=says):
         server.load("d2")
     with pytest.raises(DeltuneError, match=says):
         Server(tuned.model)
+
+
+@pytest.mark.parametrize("method", ["poly(rank=2, tasks=2)", "mtl_lora(rank=2, tasks=2) + prefix(length=2)"])
+def test_answers_are_of_the_task_that_a_request_names(method: str, tmp_path: Path) -> None:
+    """Together, and with the beginning of a prompt in the cache, whose keys are of one task."""
+    of = deltas(*GPT)
+    tuned = stir(deltune.attach(of.model(), method), size=0.5)
+    for name, parameter in tuned.named_trainable_parameters():
+        if name.endswith("logits"):
+            parameter.data.copy_(torch.tensor([[9.0, -9, -9, -9], [-9, -9, -9, 9]])[:, : parameter.shape[1]])
+    tuned.save(tmp_path / "many")
+    prompt = torch.randint(5, 99, (1, 40), generator=torch.Generator().manual_seed(1))
+    expected = {}
+    for number in (0, 1):
+        with tuned.condition(task_ids=[number]), torch.no_grad():
+            expected[str(number)] = greedy(tuned.model, prompt, 6)
+    assert expected["0"] != expected["1"]
+    with Server(of.model(), deltas=tmp_path) as server:
+        for tasks in (("0",), ("1", "0", "1"), ("0", "1")):
+            sampling = Sampling(max_tokens=6, temperature=0.0)
+            requests = [
+                Request("generate", tokens=tuple(prompt[0].tolist()), delta="many", row_task=t, sampling=sampling)
+                for t in tasks
+            ]
+            answers = answers_of(server, requests)
+            assert [[one.token for one in answer.tokens] for answer in answers] == [expected[task] for task in tasks]
 
 
 def test_deltas_with_rows_of_tokens_and_for_other_heads_are_not_refused_when_they_are_first_seen(

@@ -174,6 +174,7 @@ def predict(
     run: RunArgument,
     text: Annotated[list[str] | None, typer.Option(help="A text to predict [repeatable].")] = None,
     pair: Annotated[list[str] | None, typer.Option(help="The pair of the text before it; repeatable.")] = None,
+    task: Annotated[str | None, typer.Option(help="The task of the texts, of a run that learned several.")] = None,
     file: Annotated[
         Path | None,
         typer.Option(help="Texts: .txt or - (a line each), or .jsonl, .csv, .parquet with the run's columns."),
@@ -190,6 +191,8 @@ def predict(
 
     if bool(text) == bool(file) or (pair and not text):
         raise DeltuneError("give either --text (with --pair where the run has pairs) or --file")
+    if task is not None and not text:
+        raise DeltuneError("--task is of --text; a file has a column for the task of each row")
     if pair and len(pair) != len(text or ()):
         raise DeltuneError(f"{len(text or ())} --text and {len(pair)} --pair; give one --pair for each --text")
     with log_to_stderr(quiet):
@@ -198,7 +201,7 @@ def predict(
             from ..train.inference import predict_rows
 
         rows = (
-            prediction_inputs.inputs_from_texts(text or [], pair or [])
+            prediction_inputs.inputs_from_texts(text or [], pair or [], task, run, base)
             if file is None
             else prediction_inputs.inputs_from_file(file, run, base)
         )
@@ -350,11 +353,14 @@ def combine(
     how: Annotated[str | None, typer.Option(help="ties, dare or magnitude, in place of adding.")] = None,
     density: Annotated[float | None, typer.Option(help="With --how: the share of each change that is kept.")] = None,
     head_of: Annotated[str | None, typer.Option(help="The delta whose head is kept, or average.")] = None,
+    mixing: Annotated[
+        str, typer.Option(help='Of "mix(a, b)": arrow, or arrow(top_k=2), which need no training.')
+    ] = "scalar",
     quiet: Quiet = False,
     imports: Imports = None,
     as_json: Json = False,
 ) -> None:
-    """Add deltas of one model with weights, or average them. The sum is exact where no rank is given."""
+    """Add deltas of one model with weights, average or mix them. The sum is exact where no rank is given."""
     from ..errors import unknown_name
 
     folders = {name: folder for name, _, folder in (pair.partition("=") for pair in deltas) if folder}
@@ -376,7 +382,7 @@ def combine(
             for name, other in others:
                 load(model, other, name=name, use=False)
         made = None if how is None else ways[how](**({} if density is None else {"density": density}))
-        handle = tuned(model).combine(expression, "_combined", rank=rank, how=made, head_of=head_of)
+        handle = tuned(model).combine(expression, "_combined", rank=rank, how=made, head_of=head_of, mixing=mixing)
         handle.save(output)
     _print_delta(handle, output, as_json)
 

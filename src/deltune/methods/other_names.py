@@ -29,14 +29,21 @@ METHOD_NAMES: Mapping[str, str] = {
 }  # fmt: skip
 """Names of methods in other libraries, simplified as by `simplified`, each with an expression."""
 
-ABSENT_METHODS = frozenset(
-    (
-        "bone", "xlora", "compacterplusplus", "multitaskprompttuning", "cpt",
-        "adaptionprompt", "seqbninv", "noreft", "direft", "ptuning", "lily", "pvera", "cartridge",
-        "shadow",
-    )
-)  # fmt: skip
-"""Methods of other libraries that have no translation, so that no similar name is suggested in their place."""
+_SIDE = (
+    "it is a second model beside this one, which reads the states of all layers; to train without gradients in the "
+    "lower layers, tune the upper ones, such as lora(layers='last 2')"
+)
+ABSENT_METHODS: Mapping[str, str] = {
+    "lily": "its router is averaged over a batch, so that rows change each other",
+    "shadow": _SIDE, **dict.fromkeys(("ladder", "laddersidetuning", "lst", "sidetuning"), _SIDE),
+    "xlora": "its router weighs other folders by a first pass of the model, and a method here acts within one pass; "
+    "combine(\"mix(a, b)\", mixing=\"arrow\" or \"attention\") weighs deltas for each token",
+    **dict.fromkeys(
+        ("bone", "compacterplusplus", "multitaskprompttuning", "cpt", "adaptionprompt", "seqbninv", "noreft", "direft",
+         "ptuning", "pvera", "cartridge"), "",
+    ),
+}  # fmt: skip
+"""Methods of others that have no translation, so that no similar name is suggested, each with its reason or ""."""
 
 ARGUMENT_NAMES: Mapping[str, tuple[str, ...]] = {
     "r": ("rank",), "lora_r": ("rank",), "lora_rank": ("rank",), "dim": ("rank", "length"),
@@ -218,7 +225,7 @@ def hint_for_name(name: object, vocabulary: Collection[str] = ()) -> str | None:
         return None
     key = simplified(name)
     if key in ABSENT_METHODS:
-        return "deltune has no such method."
+        return f"deltune has no such method{': ' + ABSENT_METHODS[key] if ABSENT_METHODS[key] else ''}."
     ours = {simplified(known): known for known in reversed(list(vocabulary))}
     for candidate in (key, key.removesuffix("tuning")):
         if method := ours.get(candidate) or METHOD_NAMES.get(candidate):

@@ -34,7 +34,7 @@ from ..interop.base import (
 from ..methods.forms.base import FactorForm, check_positive
 from ..methods.forms.hidden import Bottleneck, Vector
 from ..methods.forms.low_rank import LowRank
-from ..methods.forms.mix import Weights, mix_form
+from ..methods.forms.mix import AttentionMix, Weights, mix_form
 from ..methods.library import head as head_alone
 from ..methods.library import lora
 from ..methods.masks import RowMask
@@ -164,7 +164,7 @@ def combine(
     rank: int | None = None,
     how: How | None = None,
     head: str | None = None,
-    mixing: Weights = "scalar",
+    mixing: Weights | str = "scalar",
 ) -> None:
     """Attach a combination of deltas and put it in use; see `Tuned.combine`."""
     refuse_sharded(attached.model, ADDED_LATE, BEFORE_SHARDING)
@@ -293,7 +293,7 @@ def _averaged(
 
 
 def _mixed(
-    attached: Attached, deltas: Mapping[str, Delta], mixing: Weights, pooling: Pooling
+    attached: Attached, deltas: Mapping[str, Delta], mixing: Weights | str, pooling: Pooling
 ) -> tuple[Method, dict[str, torch.Tensor]]:
     """Return the method that mixes the changes of deltas, and its tensors."""
     places: dict[tuple[Modification, str], dict[int, PlacedTensors]] = {}
@@ -315,21 +315,18 @@ def _mixed(
     for (modification, _), some in places.items():
         rank = max(piece.tensors["down"].shape[-2] for piece in some.values())
         place, kind = next(iter(some.values())).place, modification.form
-        if not isinstance(kind, Bottleneck):
-            form = mix_form(len(deltas), rank, mixing)
-        elif mixing in ("scalar", "softmax"):
+        activation, bias = (kind.activation, kind.bias) if isinstance(kind, Bottleneck) else ("identity", False)
+        form = mix_form(len(deltas), rank, mixing, activation, bias=bias)
+        if isinstance(kind, Bottleneck) and not isinstance(form, AttentionMix):
             raise DeltuneError(
                 f'mixing={mixing!r} is of changes of weights; adapters are mixed by "attention" or "fusion"'
             )
-        else:
-            form = mix_form(len(deltas), rank, mixing, kind.activation, bias=kind.bias)
         tensors = {n: torch.zeros(s.shape) for n, s in form.tensors(place.widths).items()}
-        form.initialize(tensors, None)
-        tensors["up"].zero_()
         for number, piece in some.items():
+            tensors = {name: tensor.to(piece.tensors["down"]) for name, tensor in tensors.items()}
             for name, part in piece.tensors.items():
-                tensors[name] = tensors[name].to(part)
                 tensors[name][number][tuple(map(slice, part.shape))] = part
+        form.start(tensors)
         pieces.append(PlacedTensors(replace(modification, form=form), place, tensors))
     return shortest_method(attached.anatomy_read(pooling), pieces, set())
 

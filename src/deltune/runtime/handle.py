@@ -460,7 +460,7 @@ class Tuned(nn.Module):
         rank: int | None = None,
         how: How | None = None,
         head_of: str | None = None,
-        mixing: Weights = "scalar",
+        mixing: Weights | str = "scalar",
     ) -> Tuned:
         """Attach a weighted sum of deltas, or their average, as a new delta and put it in use.
 
@@ -479,8 +479,9 @@ class Tuned(nn.Module):
             how: `Ties`, `Dare` or `Magnitude`, which join the changes of each weight in another way than by adding.
             head_of: The delta whose head it gets, or "average". Needed where several deltas have a head that trains.
             mixing: The weights of a mix: "scalar" (a number for each, 1/n at first), "softmax" (positive, in all 1),
-                "attention" (for each token), or "fusion" (the same of full width and with values, as in AdapterFusion).
-                Adapters of one activation can be mixed by the latter two.
+                "attention" (for each token), "fusion" (the same of full width and with values, as in AdapterFusion), or
+                "arrow" (nothing is trained: each token takes the three changes whose direction is nearest to it, or as
+                in "arrow(top_k=2, temperature=0.5)"). Adapters of one activation are mixed by attention or fusion.
 
         Returns:
             The handle itself.

@@ -67,7 +67,7 @@ from .setup import (
     task_kind_for,
 )
 from .tasks import token_cache
-from .tasks.base import Columns, InferenceContext, TaskKind, TaskOptions
+from .tasks.base import Columns, InferenceContext, TaskKind, TaskOptions, check_tasks
 from .tasks.chat import CHAT
 from .tasks.classification import CLASSIFICATION, predict_logits
 from .tasks.encoding import EncodedRows, check_causal, longest_length, tokenize
@@ -401,6 +401,8 @@ def evaluate(
         loaded.model, loaded.tokenizer, rows.labels, fit_lengths(loaded.model, loaded.kind, limits),
         config.optim.rows_per_device(), loaded.precision,
     )  # fmt: skip
+    tasks = [task for split in rows.splits.values() for task in split["task"]] if "task" in rows.columns else None
+    check_tasks(tuned(loaded.model).delta(), tasks, rows.source)
     trained_scheme = folder.data.tag_scheme
     if None not in (rows.tag_scheme, trained_scheme) and rows.tag_scheme != trained_scheme:
         raise DeltuneError(
@@ -797,6 +799,7 @@ def _encode(loaded: LoadedRun, name: str, texts: Mapping[int, Input]) -> tuple[E
         limits = fit_lengths(handle.use(name).model, loaded.kind, limits)
     finally:
         handle.use(before)
+    check_tasks(handle.delta(name), columns.get("task"), "the input")
     return loaded.kind.encode(loaded.tokenizer, loaded.model, columns, limits, False), limits
 
 

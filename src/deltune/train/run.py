@@ -17,7 +17,7 @@ from transformers import TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback
 
 from ..compat import set_training_device, use_one_gpu
-from ..errors import DeltuneError, check_booleans, counted, unknown_name
+from ..errors import DeltuneError, check_booleans, counted, first_names, unknown_name
 from ..files import explain_write_errors
 from ..methods.memory import peak_bytes
 from ..methods.registry import parse
@@ -27,6 +27,7 @@ from ..runtime import sharding
 from ..runtime.attach import attach, load, read_delta
 from ..runtime.handle import Tuned
 from ..runtime.linear import LinearBackend, optimize_linear
+from ..runtime.modules import Delta
 from ..runtime.padding import padding_side
 from ..runtime.pooling import begin_with_head_of, choose_pooling, linear_head
 from ..runtime.serialization import open_delta
@@ -73,7 +74,7 @@ from .run_folder import DeltaFolder, RunFolder, open_run
 from .series import run_series
 from .setup import ModelCache, TaskSetup, fit_lengths, is_chat, length_limits, load_task_data, set_up_task
 from .tasks import token_cache
-from .tasks.base import Columns, TaskKind, TaskOptions
+from .tasks.base import Columns, TaskKind, TaskOptions, check_tasks
 from .tasks.chat import CHAT, check_lengths, untrained_tokens, with_one_template
 from .tasks.encoding import EncodedRows, LengthGroupedBatches, check_causal, collate
 from .tasks.generation import CAUSAL_GENERATION, LANGUAGE_MODELING
@@ -436,6 +437,7 @@ def _prepare(
     limits = fit_lengths(model, kind, limits)
     pairs = "pair" in (data.columns or {}) if kind.name in LABELLED_TEXTS else None
     tuned.delta().trained = {"max_length": limits.max_length, "takes_pairs": pairs}
+    _number_tasks(tuned.delta(), data, start)
     columns: dict[str, Columns] = {split: columns_of(rows) for split, rows in data.splits.items()}
     with ProgressDisplay(progress and distributed.is_main()) as bar:
         encoded = token_cache.encode_splits(
@@ -455,6 +457,8 @@ def _prepare(
         cache.drop()  # its weights are sharded now
     batches = _batches(config.optim, encoded["train"], rows, seed, same_length)
     config = with_default_rate(config, total_steps(config.optim, batches))
+    if config.optim.packing and "task" in data.columns:
+        raise DeltuneError("packing has texts of several tasks in one row: leave packing or task=… of the columns out")
     packing = _packing(config, kind, model, tokenizer) if config.optim.packing else None
     state = RunState(
         config, run, tuned, tokenizer, data, kind, setup.metrics, limits, columns, encoded, batches, precision,
@@ -548,6 +552,20 @@ def _begin_with_delta(tuned: Tuned, start: RunFolder, labels: Sequence[str]) -> 
     if not keeps_head:
         logger.info("the head is fresh, since the labels are others than those of %s (--init-from)", start.delta)
     return keeps_head
+
+
+def _number_tasks(delta: Delta, data: TaskData, start: RunFolder | None) -> None:
+    """Give the tasks of the rows of train their numbers: those of the delta to begin with, else in sorted order."""
+    names = sorted({*data.splits["train"]["task"]}) if "task" in data.columns else None
+    before = start.trained.tasks if start is not None and start.trained is not None else None
+    if names is not None and delta.tasks and before is None and len(names) != len(delta.tasks):
+        raise DeltuneError(
+            f"{data.source} has {counted(len(names), 'task')} ({first_names(names, 5)}), and {delta.method!r} has "
+            f"{len(delta.tasks)}: give tasks={len(names)}"
+        )
+    delta.trained |= {} if names is None else {"tasks": before or names}
+    every = None if names is None else {task for rows in data.splits.values() for task in rows["task"]}
+    check_tasks(delta, every, data.source)
 
 
 def _begin_with_mean(model: PreTrainedModel, tuned: Tuned, numbers: Sequence[float]) -> None:

@@ -29,6 +29,7 @@ from ..files import (
 )
 from ..interop.base import is_foreign, read_options
 from ..interop.foreign import foreign_base
+from ..methods.registry import parse
 from ..models import HEADS_WITH_LABELS, head_of_class_name, load_config, sentence_modules, trained_head
 from ..runtime.delta_schema import TrainedFacts
 from ..runtime.serialization import read_metadata
@@ -447,6 +448,8 @@ class DeltaFolder(RunFolder):
         if self.head not in kinds:
             raise DeltuneError(f"{self.folder} is a delta for a model without a head, which answers nothing by itself")
         columns = {"text": "text", "pair": "pair"} if self.pairs else {}
+        if not self.is_foreign and parse(self._method).tasks > 1:
+            columns["task"] = "task"
         return DataFacts(kind=kinds[self.head], columns=columns, labels=list(self._labels))
 
     @property

@@ -44,7 +44,18 @@ from .encoding import BatchLimits, EncodingLane, LaneContext
 from .folders import HEAD_TASKS, FolderFacts, scan
 from .generation import GenerationLane, GenerationOptions
 from .grammar import Grammars
-from .jobs import LONG_TEXT, Job, Listener, RequestEncoder, Stream, check_pair, check_request, check_task, input_size
+from .jobs import (
+    LONG_TEXT,
+    Job,
+    Listener,
+    RequestEncoder,
+    Stream,
+    check_pair,
+    check_request,
+    check_task,
+    input_size,
+    row_task,
+)
 from .lifecycle import Lifecycle
 from .prompt_cache import PromptCache
 from .queue import Admission, FairShare, FairThread, check_length, cut_length, readable_length
@@ -668,6 +679,7 @@ class Server:
         try:
             check_task(job.request.task, loaded.tasks, job.request.delta)
             check_length(job, loaded, self.max_request_tokens)
+            job.row_task = row_task(job, loaded)
             job.lane = lane = self._lane(job, loaded)
         except Exception as error:  # such as a family whose caches cannot be served
             self._finish(job, error)
