@@ -26,6 +26,7 @@ from deltune.train.progress import ProgressDisplay
 
 from . import (
     adapterhub,
+    field,
     inference,
     life,
     memory,
@@ -56,7 +57,7 @@ def parts(data_root: Path | None, environment: Path) -> dict[str, Sequence[Piece
         "mixed": mixed.pieces(),
         "whole": whole.pieces(data_root),
         "steps": steps.pieces(),
-        "field": steps.field(),
+        "field": field.pieces(),
         "trunk": trunk.pieces(),
         "serving": serving.pieces(),
         "study": study.pieces(),

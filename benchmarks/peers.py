@@ -77,28 +77,48 @@ def _field(ours: str, kind: str, **options: Any) -> Pair:
 
 
 FIELD = (
+    *(pair for pair in PAIRS if pair.name.startswith(("layernorm", "prefix", "ia3", "prompt"))),
+    Pair(
+        "trainable_tokens",
+        "trainable_tokens(tokens=(5, 7))",
+        lambda s: _config("TrainableTokensConfig", task_type=s.task, token_indices=[5, 7]),
+    ),
     _field("lora(rank=8)", "LoraConfig", r=8, lora_alpha=8),
     _field("dora(rank=8)", "LoraConfig", r=8, lora_alpha=8, use_dora=True),
     _field("pissa(rank=8)", "LoraConfig", r=8, lora_alpha=8, init_lora_weights="pissa"),
+    _field("olora(rank=8)", "LoraConfig", r=8, lora_alpha=8, init_lora_weights="olora"),
+    _field("mica(rank=8)", "LoraConfig", r=8, lora_alpha=8, init_lora_weights="mica"),
     _field("adalora(rank=8, initial_rank=12)", "AdaLoraConfig", init_r=12, target_r=8, total_step=1000),
     _field("vera(rank=64)", "VeraConfig", r=64),
     _field("randlora(rank=32)", "RandLoraConfig", r=32),
     _field("vblora(rank=4, vectors=256, length=64)", "VBLoRAConfig", r=4, num_vectors=256, vector_length=64),
+    _field("unilora(rank=8, length=1000)", "UniLoraConfig", r=8, theta_d_length=1000),
+    _field("tinylora(rank=8, parameters=16)", "TinyLoraConfig", r=8, u=16),
     _field("loha(rank=8)", "LoHaConfig", r=8, alpha=8),
     _field("lokr(rank=8)", "LoKrConfig", r=8, alpha=8),
     _field("hira(rank=8)", "HiraConfig", r=8),
+    _field("glora(rank=4)", "GloraConfig", r=4),
+    _field("deft(rank=8)", "DeftConfig", r=8),
+    _field("peanut(rank=16)", "PeanutConfig", r=16),
     _field("delora(rank=8)", "DeloraConfig", r=8),
     _field("oft(block_size=32)", "OFTConfig", oft_block_size=32),
     _field("boft(block_size=4)", "BOFTConfig", boft_block_size=4),
     _field("hra(rank=8)", "HRAConfig", r=8),
+    _field("psoft(rank=16)", "PsoftConfig", r=16, psoft_alpha=16),
     _field("road(group_size=64)", "RoadConfig", group_size=64),
     _field("c3a(block_size=64)", "C3AConfig", block_size=64),
     _field("fourierft(frequencies=1000)", "FourierFTConfig", n_frequency=1000),
+    _field("waveft(frequencies=1000)", "WaveFTConfig", n_frequency=1000),
     _field("miss(rank=64)", "MissConfig", r=64),
     _field("gralora(rank=32)", "GraloraConfig", r=32, gralora_k=2),
+    _field("adamss(rank=2, clusters=8)", "AdamssConfig", r=100, num_subspaces=8, subspace_rank=2),
+    _field("frod(density=0.02)", "FrodConfig", sparse_rate=0.02, progressbar=False),
+    _field("osf", "OSFConfig"),
     _field("shira(rank=8)", "ShiraConfig", r=8),
+    _field("supertuning(sparsity=0.98)", "SupertuningConfig", sparsity=0.98),
+    _field("beft(at=('query', 'value'))", "BeftConfig"),
 )
-"""Methods at query and value of an encoder, with PEFT's defaults where the expression says nothing."""
+"""Methods that PEFT has, mostly at query and value of an encoder, with its defaults where an expression has none."""
 
 
 def theirs(pair: Pair, shape: Shape, like: nn.Module) -> TimedModel | None:

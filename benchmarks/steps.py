@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from deltune.studies.jobs.timed_model import TimedModel, time_interleaved
 
 from .frame import Piece
-from .peers import FIELD, PAIRS, Pair, bare, ours, theirs
+from .peers import PAIRS, bare, ours, theirs
 from .rows import NOT_SLOWER, Row, Target, compared, missing
 from .shapes import Shape, base, build, minilm
 
@@ -43,26 +43,6 @@ def measure(shape: Shape, rounds: int) -> list[Row]:
         name = f"step / two forwards: {method}; {shape}"
         rows.append(compared(name, seconds["ours", method], seconds["bare", "forward_twice"], Target(limit)))
     return rows
-
-
-def measure_field(shape: Shape, rounds: int, pairs: Sequence[Pair] = FIELD) -> list[Row]:
-    """A row for each method, from an interleaved run of its own, so that two models alone are in memory."""
-    rows = []
-    for pair in pairs:
-        like = build(shape)
-        peer = theirs(pair, shape, like)
-        assert peer is not None
-        cases = {"ours": ours(pair.ours, shape, like).step, "peft": peer.step}
-        gc.collect()
-        seconds = time_interleaved(cases, rounds)
-        rows.append(compared(f"step / PEFT's: {pair.name}; {shape}", seconds["ours"], seconds["peft"], Target(1.1)))
-    return rows
-
-
-def field() -> list[Piece]:
-    """The methods that PEFT has, one by one."""
-    shape = minilm("encoder", False, 0.0)
-    return [Piece(f"field: {shape}", partial(measure_field, shape, 9), 400.0)]
 
 
 def pieces() -> list[Piece]:

@@ -135,6 +135,42 @@ def trained(row: Row) -> Any:
     return model
 
 
+def gradients_of(model: Any, outputs: torch.Tensor) -> torch.Tensor:
+    """Every gradient of a model in one vector, in the order of its values, whichever tensors they are of."""
+    direction = torch.randn(outputs.shape, dtype=outputs.dtype, generator=torch.Generator().manual_seed(7))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.cat([g.flatten() for g in torch.autograd.grad((outputs * direction).sum(), trained)]).sort().values
+
+
+def differences_of_folder(row: Row, folder: Path) -> tuple[float, float]:
+    """The greatest difference of logits and of gradients from PEFT's, by the greatest entry, by a folder of PEFT's."""
+    theirs = trained(row)
+    theirs.save_pretrained(folder)
+    model = build(FAMILIES[row.family], row.role)
+    deltune.load(model, folder)
+    inputs = batch(model, pad=0)
+    ours, peers = model(**inputs).logits, theirs(**inputs).logits[:, row.rows :]
+    pairs = (ours, peers), (gradients_of(model, ours), gradients_of(theirs, peers))
+    outputs, gradients = (float((one - two).abs().max() / two.abs().max()) for one, two in pairs)
+    return outputs, gradients
+
+
+OF_FOLDERS = (
+    *(next(row for row in ROWS if row.family == "gpt2" and begins in row.method)
+      for begins in ("ia3", "layernorm", "prompt", "prefix")),
+    Row("bert", "sequence", lambda: peft.TrainableTokensConfig(task_type="SEQ_CLS", token_indices=[7, 5]),
+        "trainable_tokens(tokens=(5, 7))"),
+)  # fmt: skip
+"""A row of each method that is no form at projections, in a family that computes all of it in float64."""
+
+
+@pytest.mark.parametrize("row", OF_FOLDERS, ids=lambda row: row.id)
+def test_gradients_are_pefts(row: Row, tmp_path: Path) -> None:
+    outputs, gradients = differences_of_folder(row, tmp_path / "peft")
+    kept_in_float32 = "length" in row.method
+    assert outputs < 1e-11 and gradients < (2e-6 if kept_in_float32 else 1e-11)
+
+
 def same(one: str, two: deltune.Tuned) -> bool:
     """The same modifications and selections, in any order."""
     return {repr(p) for p in deltune.parse(one).parts} == {repr(p) for p in two.method.parts}

@@ -16,6 +16,7 @@ import tiny as parts
 from benchmarks import (
     adapterhub,
     defaults,
+    field,
     gpu,
     gpu_laws,
     inference,
@@ -151,9 +152,10 @@ def test_steps(shape: steps.Shape) -> None:
 
 @pytest.mark.peers
 def test_steps_of_the_field() -> None:
-    pairs = [pair for pair in FIELD if pair.ours in ("hira(rank=8)", "hra(rank=8)")]
-    rows = measured(steps.measure_field(tiny("encoder"), 1, pairs))
-    assert len(rows) == 2 and all(row.target is not None for row in rows)
+    pair = next(pair for pair in FIELD if pair.ours == "hira(rank=8)")
+    rows = measured(field.counts(tiny("encoder"), pair))
+    assert len(rows) == 3 and rows == field.counts(tiny("encoder"), pair)
+    assert measured(field.times(tiny("encoder"), pair, 1))[0].target is not None
 
 
 @pytest.mark.parametrize("shape", [tiny("encoder"), tiny("decoder", padded=True, dropout=0.0)], ids=str)

@@ -20,7 +20,7 @@ from ..anatomy.types import Columns
 from ..compat import UncalledModule, buffers_of, parameters_of
 from ..errors import DeltuneError, excerpt
 from ..methods.compositions import SigmoidGate
-from ..methods.forms.base import Form, Place, Shapes, Specs, WeightPlace
+from ..methods.forms.base import Form, Place, Shapes, Specs, WeightForm, WeightPlace
 from ..methods.forms.low_rank import LowRank
 from ..methods.positions import ALL
 from ..methods.resolve import ResolvedEdit, ResolvedMethod
@@ -413,12 +413,17 @@ class Edit(TensorTable):
         weight, columns, experts = self.place.weight, self.place.target.columns, self.place.experts
         assert weight is not None
         chosen = None if experts is None else torch.tensor(experts, device=base.device)
+        whole = chosen is None and columns is None and not self.place.of_input
         matrix = base.mT if weight.transposed else base
         at = WeightPlace(part_of(matrix if chosen is None else matrix[chosen], columns))
         tensors = self.full_tensors()
-        affine, factor = self.form.affine(tensors, at), self.modification.compose.factor(tensors)
+        factor = self.modification.compose.factor(tensors)
+        if value is base and factor == 1 and whole and isinstance(self.form, WeightForm):
+            changed = self.form.weight(tensors, at).to(base.dtype)
+            return changed.mT if weight.transposed else changed
+        affine = self.form.affine(tensors, at)
         assert affine is not None and affine[0] is not None and factor is not None
-        change = affine[0] * factor
+        change = affine[0] if factor == 1 else affine[0] * factor
         if self.place.of_input:  # W (1 + s A)
             change = at.weight * change if change.dim() == 1 else at.weight @ change
         if columns is not None:

@@ -379,6 +379,17 @@ class Form(MethodPart):
         """
         return None
 
+    def changed(self, tensors: Tensors, h: torch.Tensor) -> torch.Tensor | None:
+        """Compute h + Δh of a form that reads h, where this takes less than Δh does.
+
+        Args:
+            h: The hidden states (B, n, d_out).
+
+        Returns:
+            The new hidden states, or None where Δh is computed and added.
+        """
+        return None
+
     def two_layers(self, tensors: Tensors) -> TwoLayers | None:
         """Return the layers of a form of the library that is Δh = f(u Dᵀ + d) Uᵀ + e outside of training.
 
@@ -422,6 +433,9 @@ class Form(MethodPart):
         """
         if self.multiplies is not None and u is h and scale == 1:
             return (h.mul if out is None else out.mul_)(tensors[self.multiplies].to(h.dtype))
+        changed = self.changed(tensors, h) if u is h and scale == 1 else None
+        if changed is not None:
+            return changed.to(h.dtype) if out is None else out.copy_(changed)
         last = self.before_up(tensors, u, at)
         if last is None or last[2] is not None or h.dtype != last[0].dtype:
             delta = self(tensors, u, at) if last is None else _up_projection(*last)
@@ -645,6 +659,8 @@ class WeightForm(Form):
     def __call__(self, tensors: Tensors, u: torch.Tensor, at: Place) -> torch.Tensor:
         from torch.nn import functional as F
 
+        if (last := self.before_up(tensors, u, at)) is not None:
+            return _up_projection(*last)
         change, shift = self.affine(tensors, at)
         assert change is not None
         if not u.is_floating_point():

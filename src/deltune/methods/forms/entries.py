@@ -14,8 +14,23 @@ if TYPE_CHECKING:
     import torch
 
 
+class EntriesForm(ChangeForm):
+    """A form that adds values (n,) to the weight at its entries (n,)."""
+
+    def change(self, tensors: Tensors, at: Place) -> torch.Tensor:
+        return _with_values(at.weight.new_zeros(at.weight.shape, dtype=tensors["values"].dtype), tensors)
+
+    def weight(self, tensors: Tensors, at: Place) -> torch.Tensor:
+        return _with_values(at.weight, tensors)
+
+
+def _with_values(matrix: torch.Tensor, tensors: Tensors) -> torch.Tensor:
+    flat = matrix.reshape(-1)
+    return flat.scatter_add(0, tensors["entries"], tensors["values"].to(flat.dtype)).view(matrix.shape)
+
+
 @dataclass(frozen=True, repr=False)
-class SHiRA(ChangeForm):
+class SHiRA(EntriesForm):
     """W + v at r (d_in + d_out) random entries, as many as a low rank has (Bhardwaj et al. 2024; PEFT: ShiraConfig).
 
     Tensors: values v (n,), 0; the buffer entries (n,), their positions in W, as PEFT's random mask has them.
@@ -46,12 +61,9 @@ class SHiRA(ChangeForm):
         entries = random_entries(at.weight.numel(), len(tensors["values"]), self.seed)
         tensors["entries"].copy_(entries.sort().values)
 
-    def change(self, tensors: Tensors, at: Place) -> torch.Tensor:
-        return scattered(tensors, at)
-
 
 @dataclass(frozen=True, repr=False)
-class SuperTuning(ChangeForm):
+class SuperTuning(EntriesForm):
     """W + v at the entries of W of the greatest or smallest magnitude (PEFT: SupertuningConfig).
 
     Tensors: values v (n,), 0; the buffer entries (n,), their positions in W.
@@ -84,12 +96,3 @@ class SuperTuning(ChangeForm):
         tensors["values"].zero_()
         magnitudes = at.weight.abs().flatten()
         tensors["entries"].copy_(magnitudes.topk(len(tensors["values"]), largest=self.largest).indices)
-
-    def change(self, tensors: Tensors, at: Place) -> torch.Tensor:
-        return scattered(tensors, at)
-
-
-def scattered(tensors: Tensors, at: Place) -> torch.Tensor:
-    """Return the matrix that has values at its entries, and is 0 elsewhere."""
-    flat = tensors["values"].new_zeros(at.weight.numel())
-    return flat.index_put((tensors["entries"],), tensors["values"]).view(at.weight.shape)

@@ -29,7 +29,7 @@ def cayley(skewed: torch.Tensor, terms: int = 0) -> torch.Tensor:
     """Return R = (1 - Q) (1 + Q)⁻¹, which is orthogonal, of skew-symmetric matrices Q.
 
     Args:
-        skewed: Q (…, b, b).
+        skewed: Q (…, b, b), with `terms` (n, b, b).
         terms: The number of terms of a series in its place, 1 + 2 Q + 2 Q² + … + Q^(terms - 1) (as PEFT has it: with
             Q for -Q); 0: the inverse.
     """
@@ -39,11 +39,10 @@ def cayley(skewed: torch.Tensor, terms: int = 0) -> torch.Tensor:
     one = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)
     if not terms:
         return torch.linalg.solve(one + q, one - q, left=False)
-    total, power = one, one
-    for number in range(1, terms):
-        power = power @ q
-        total = total + (power if number == terms - 1 else 2 * power)
-    return total
+    total, twice = q, 2 * q
+    for _ in range(terms - 2):
+        total = torch.baddbmm(twice, q, total)
+    return one + total
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,25 +84,26 @@ class Rotation(Form):
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         tensors["skew"].zero_()
 
-    def _change(self, tensors: Tensors, width: int) -> torch.Tensor:
-        """Return the blocks of R - 1."""
-        import torch
-
+    def _rotation(self, tensors: Tensors, width: int) -> torch.Tensor:
+        """Return the blocks of R."""
         rotation = cayley(skew(tensors["skew"], self.block_size), self.terms)
-        change = rotation - torch.eye(self.block_size, dtype=rotation.dtype, device=rotation.device)
-        return change.expand(width // self.block_size, -1, -1)
+        return rotation.expand(width // self.block_size, -1, -1)
 
     def affine(self, tensors: Tensors, at: Place | None) -> tuple[torch.Tensor, None]:
         import torch
 
         assert at is not None
-        return torch.block_diag(*self._change(tensors, at.weight.shape[1]).mT), None
+        rotation = torch.block_diag(*self._rotation(tensors, at.weight.shape[1]).mT)
+        return rotation - torch.eye(len(rotation), dtype=rotation.dtype, device=rotation.device), None
 
-    def __call__(self, tensors: Tensors, u: torch.Tensor, at: Place) -> torch.Tensor:
+    def changed(self, tensors: Tensors, h: torch.Tensor) -> torch.Tensor:
         import torch
 
-        change = self._change(tensors, u.shape[-1]).to(u.dtype)
-        return torch.einsum("...kb,kbc->...kc", u.unflatten(-1, (-1, self.block_size)), change).flatten(-2)
+        rotation = self._rotation(tensors, h.shape[-1]).to(h.dtype)
+        return torch.einsum("...kb,kbc->...kc", h.unflatten(-1, (-1, self.block_size)), rotation).flatten(-2)
+
+    def __call__(self, tensors: Tensors, u: torch.Tensor, at: Place) -> torch.Tensor:
+        return self.changed(tensors, u) - u
 
 
 @dataclass(frozen=True, repr=False)
@@ -326,18 +326,18 @@ class PairRotation(Form):
         return cos, sin
 
     def __call__(self, tensors: Tensors, u: torch.Tensor, at: Place) -> torch.Tensor:
-        return self._turned(tensors, u)
+        return self.changed(tensors, u) - u
 
-    def _turned(self, tensors: Tensors, u: torch.Tensor) -> torch.Tensor:
+    def changed(self, tensors: Tensors, h: torch.Tensor) -> torch.Tensor:
         import torch
 
-        cos, sin = (column.to(u.dtype) for column in self._columns(tensors))
-        one, two = u.unflatten(-1, (-1, 2, self.group_size // 2)).unbind(-2)
-        return u * (cos - 1) + torch.stack((-two, one), -2).flatten(-3) * sin
+        cos, sin = (column.to(h.dtype) for column in self._columns(tensors))
+        one, two = h.unflatten(-1, (-1, 2, self.group_size // 2)).unbind(-2)
+        return (h * cos).addcmul(torch.stack((-two, one), -2).flatten(-3), sin)
 
     def affine(self, tensors: Tensors, at: Place | None) -> tuple[torch.Tensor, None]:
         import torch
 
         width = 2 * tensors["theta"].numel() // self.variant
         one = torch.eye(width, dtype=tensors["theta"].dtype, device=tensors["theta"].device)
-        return self._turned(tensors, one).t(), None
+        return self.changed(tensors, one).t() - one, None

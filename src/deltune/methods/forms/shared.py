@@ -61,6 +61,12 @@ class VeRA(FactorForm):
     def factors(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         return tensors["d"][:, None] * tensors["A"], tensors["b"][:, None] * tensors["B"]
 
+    def before_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp:
+        if not u.is_floating_point():
+            return super().before_up(tensors, u, at)
+        inner = u @ tensors["A"].t().to(u.dtype) * tensors["d"].to(u.dtype)  # no gradient of a whole d ⊙ A
+        return inner, tensors["b"][:, None] * tensors["B"], None
+
 
 @dataclass(frozen=True, repr=False)
 class RandLoRA(FactorForm):
@@ -232,7 +238,8 @@ class TinyLoRA(FactorForm):
             tensors["v"].zero_()
 
     def factors(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        return tensors["A"], tensors["B"] @ (tensors["v"][:, None, None] * tensors["P"]).sum(0)
+        mixed = (tensors["v"] @ tensors["P"].flatten(1)).view(self.rank, self.rank)
+        return tensors["A"], tensors["B"] @ mixed
 
 
 @dataclass(frozen=True, repr=False)

@@ -98,13 +98,13 @@ class WaveFT(_DrawnSpectrum):
         from torch.nn import functional as F
 
         rows, columns = at.weight.shape
-        flat = tensors["spectrum"].new_zeros(rows * columns).index_put((tensors["entries"],), tensors["spectrum"])
-        even = F.pad(flat.view(rows, columns), (0, columns % 2, 0, rows % 2))
-        upper, lower = even.chunk(2)
-        (a, h), (v, d) = upper.chunk(2, 1), lower.chunk(2, 1)  # a mean, and three differences
-        quarters = torch.stack((a + h + v + d, a + h - v - d, a - h + v - d, a - h - v + d)) / 2
-        blocks = quarters.unflatten(0, (2, 2)).permute(2, 0, 3, 1).flatten(2, 3).flatten(0, 1)
-        return self.scale * blocks[:rows, :columns]
+        scaled = tensors["spectrum"] * (self.scale / 2)
+        flat = scaled.new_zeros(rows * columns).index_put((tensors["entries"],), scaled)
+        blocks = F.pad(flat.view(rows, columns), (0, columns % 2, 0, rows % 2))
+        for axis in (0, 1):  # PEFT has the differences of rows in the right half, and those of columns in the lower
+            mean, half = blocks.chunk(2, 1 - axis)
+            blocks = torch.stack((mean + half, mean - half), axis + 1).flatten(axis, axis + 1)
+        return blocks[:rows, :columns]
 
 
 @dataclass(frozen=True, repr=False)
@@ -211,8 +211,10 @@ class SVFT(FactorForm):
 
 
 @dataclass(frozen=True, repr=False)
-class Centred(Form):
+class Centred(FactorForm):
     """A low rank from any initial values, s (B A - B₀ A₀) x, so that it starts at 0 and the base is not changed.
+
+    It is computed as s ((B - B₀) A + B₀ (A - A₀)), which is exactly 0 at the start.
 
     "pissa": A₀ and B₀ are the first r singular vectors of W with the roots of the singular values over s (Meng et al.
     2024). "olora": W = Q R, B₀ is the first r columns of Q, and A₀ the first r rows of R (Büyükakyüz 2024). "corda" and
@@ -278,14 +280,11 @@ class Centred(Form):
         for name, tensor in tensors.items():
             tensor.copy_(buffers[f"{name}_start"])
 
-    def affine(self, tensors: Tensors, at: Place | None) -> tuple[torch.Tensor, None]:
-        now, start = (tensors[f"up{ending}"] @ tensors[f"down{ending}"] for ending in ("", "_start"))
-        return self.scale * (now - start), None
+    def factors(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        import torch
 
-    def __call__(self, tensors: Tensors, u: torch.Tensor, at: Place) -> torch.Tensor:
-        t = {name: tensor.to(u.dtype) for name, tensor in tensors.items()}
-        now, start = (u @ t[f"down{ending}"].t() @ t[f"up{ending}"].t() for ending in ("", "_start"))
-        return self.scale * (now - start)
+        down, up, down_start, up_start = (tensors[f"{name}{end}"] for end in ("", "_start") for name in ("down", "up"))
+        return torch.cat((down, down - down_start)), self.scale * torch.cat((up - up_start, up_start), 1)
 
 
 def _damped(moments: torch.Tensor) -> torch.Tensor:

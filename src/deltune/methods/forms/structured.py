@@ -152,11 +152,12 @@ class MiSS(ChangeForm):
         width = at.weight.shape[1]
         return self._rows(tensors, at).t().repeat(1, -(-width // self.rank))[:, :width]
 
-    def __call__(self, tensors: Tensors, u: torch.Tensor, at: Place) -> torch.Tensor:
+    def before_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp:
         from torch.nn import functional as F
 
-        blocks = F.pad(u, (0, -u.shape[-1] % self.rank)).unflatten(-1, (-1, self.rank))
-        return blocks.sum(-2) @ self._rows(tensors, at).to(u.dtype)
+        missing = -u.shape[-1] % self.rank
+        blocks = (F.pad(u, (0, missing)) if missing else u).unflatten(-1, (-1, self.rank))
+        return blocks.sum(-2), self._rows(tensors, at).t(), None
 
 
 @dataclass(frozen=True, repr=False)
@@ -176,6 +177,7 @@ class GraLoRA(MatrixForm):
     """
 
     acts_on_weights: ClassVar[bool] = False
+    through_weight: ClassVar[bool] = False
     rank: Size
     blocks: Size = 2
 
@@ -202,6 +204,12 @@ class GraLoRA(MatrixForm):
 
         down, up = tensors["down"].unflatten(2, (self.blocks, -1)), tensors["up"].unflatten(1, (self.blocks, -1))
         return torch.einsum("nijr,jnro->joni", down, up).flatten(2, 3).flatten(0, 1)  # n: in, j: out
+
+    def __call__(self, tensors: Tensors, u: torch.Tensor, at: Place) -> torch.Tensor:
+        k, down, up = self.blocks, tensors["down"].to(u.dtype), tensors["up"].to(u.dtype)
+        inner = u.reshape(-1, k, u.shape[-1] // k).transpose(0, 1) @ down  # (n, tokens, r), and r is (j, r / k)
+        inner = inner.unflatten(-1, (k, -1)).permute(2, 1, 0, 3).flatten(2)  # (j, tokens, r)
+        return (inner @ up).transpose(0, 1).reshape(*u.shape[:-1], -1)
 
 
 @dataclass(frozen=True, repr=False)

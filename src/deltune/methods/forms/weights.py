@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from ...errors import DeltuneError, check_choice
 from ..parser import Depth, Share, Size
 from .base import (
+    BeforeUp,
     FactorForm,
     Place,
     Shapes,
@@ -182,6 +183,7 @@ class DEFT(ChangeForm):
         rank: r, at least 1.
     """
 
+    through_weight: ClassVar[bool] = False
     rank: Size
 
     def tensors(self, widths: Widths) -> Specs:
@@ -200,6 +202,9 @@ class DEFT(ChangeForm):
 
     def change(self, tensors: Tensors, at: Place) -> torch.Tensor:
         return tensors["p"] @ (tensors["r"] - self._removed(tensors, at))
+
+    def before_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp:
+        return u @ (tensors["r"] - self._removed(tensors, at)).t().to(u.dtype), tensors["p"], None
 
 
 @dataclass(frozen=True, repr=False)
