@@ -31,9 +31,9 @@ from .attach import find_tuned
 
 IGNORE_INDEX = -100
 """The label of a token that is not trained on."""
-CHUNK, MIN_CHUNK = 6.25, 32
-"""How many times as many logits exist at a time as the hidden states of all tokens have numbers, which is less than one
-layer keeps for its backward pass; and of how many tokens they are at least."""
+CHUNK, MIN_CHUNK = 5.3, 32
+"""About how many times as many logits exist at a time as the hidden states of all tokens have numbers, which is less
+than one layer keeps for its backward pass; and of how many tokens they are at least."""
 WINDOW = 2
 """Consecutive tokens of a row of which the model computes logits and loss, to be compared."""
 
@@ -87,6 +87,7 @@ class _Capture:
 
     Attributes:
         targets: What each position is to predict, (B, T).
+        trained: Which of them are trained on, in the order of all positions.
         window: The rows and the positions whose logits the model computes.
         tries: Whether what the model makes of the window is compared.
         by_row: Whether the loss of each row is asked for, without gradients.
@@ -97,6 +98,7 @@ class _Capture:
     """
 
     targets: torch.Tensor
+    trained: torch.Tensor
     window: tuple[slice, slice]
     tries: bool
     by_row: bool
@@ -137,10 +139,10 @@ def causal_loss(
         raise DeltuneError("the batch has no labels; causal_loss needs them, with -100 for tokens that are not trained")
     head = language_head(inner)
     targets = _targets(head, labels)
-    items = (targets != IGNORE_INDEX).sum() if num_items_in_batch is None else num_items_in_batch
-    total = _tried_at_head(model, inner, head, batch, targets)
+    total, items = _tried_at_head(model, inner, head, batch, targets)
     if total is None:
-        total = _plain_total(model, head, batch, targets)
+        total, items = _plain_total(model, head, batch, targets)
+    items = items if num_items_in_batch is None else num_items_in_batch
     return total / (items.clamp(min=1) if isinstance(items, torch.Tensor) else max(items, 1))
 
 
@@ -152,7 +154,7 @@ def row_losses(model: nn.Module, batch: Mapping[str, Any]) -> tuple[torch.Tensor
     """
     head = language_head(unwrapped(model))
     targets = _targets(head, batch["labels"])
-    scores = _tried_at_head(model, unwrapped(model), head, batch, targets, by_row=True)
+    scores, _ = _tried_at_head(model, unwrapped(model), head, batch, targets, by_row=True)
     if scores is None:
         scores = _token_scores(model(**batch).logits.flatten(0, 1), targets.flatten()).view(2, *targets.shape).sum(2)
     return scores[0], (targets != IGNORE_INDEX).sum(1), scores[1].long()
@@ -170,22 +172,25 @@ def _tried_at_head(
     batch: Mapping[str, Any],
     targets: torch.Tensor,
     by_row: bool = False,
-) -> torch.Tensor | None:
-    """Return the sum of the losses, or the scores of each row, computed at the head; None where it needs all logits."""
+) -> tuple[torch.Tensor | None, float]:
+    """Return the sum of the losses, or the scores of each row, computed at the head, and the number of trained tokens.
+
+    The first is None where it takes all logits.
+    """
     if torch.compiler.is_compiling() or uncompiled(model) is not None or transforms_active() or "shift_labels" in batch:
-        return None
+        return None, 0
     used, state = _in_use(inner), _state(inner, batch)
     before, reason = head.tried.get(used, (None, ""))
     tries = before != state
     if reason and not tries:
-        return None
-    trained = (targets != IGNORE_INDEX).nonzero()
+        return None, 0
+    trained = (targets.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
     total, reason = _total_at_head(model, inner, head, dict(batch), targets, trained, tries, by_row)
     if reason or (tries and len(trained) and not by_row):
         head.tried[used] = state, reason
     if reason:
         logger.info("%s: the loss is computed from all logits, because %s", type(inner).__name__, reason)
-    return total
+    return total, len(trained)
 
 
 def _state(model: PreTrainedModel, batch: Mapping[str, Any]) -> Any:
@@ -285,9 +290,9 @@ def _total_at_head(
         if shift_right is None:
             return None, "it does not say what its decoder reads"
         batch["decoder_input_ids"] = shift_right(labels=labels)
-    row, start = trained[0].tolist() if len(trained) and tries else (0, 0)
+    row, start = divmod(int(trained[0]), targets.shape[1]) if len(trained) and tries else (0, 0)
     rows = slice(None) if getattr(_in_use(inner), "rows", ()) else slice(row, row + 1)  # a delta of each row reads all
-    capture = _Capture(targets, (rows, slice(start, start + (WINDOW if tries else 1))), tries, by_row)
+    capture = _Capture(targets, trained, (rows, slice(start, start + (WINDOW if tries else 1))), tries, by_row)
     if tries or head.decodes:
         batch["labels"] = labels[capture.window].contiguous()
     else:
@@ -309,14 +314,17 @@ def _total_at_head(
     return capture.total, ""
 
 
-def _plain_total(model: nn.Module, head: LanguageHead, batch: Mapping[str, Any], targets: torch.Tensor) -> torch.Tensor:
-    """Return the model's own loss times the trained tokens, or of the next tokens where its class does not shift."""
+def _plain_total(
+    model: nn.Module, head: LanguageHead, batch: Mapping[str, Any], targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sum of the losses from all logits, where its class does not shift of the next tokens, and how many."""
     outputs, count = model(**batch), (targets != IGNORE_INDEX).sum()
     if not count:
-        return outputs.logits.sum() * 0
+        return outputs.logits.sum() * 0, count
     if head.shifts and head.own_loss_shifts is None:
         head.own_loss_shifts = _own_loss_shifts(model, batch, outputs)
-    return (_mean(outputs.logits, targets) if head.shifts and not head.own_loss_shifts else outputs.loss) * count
+    loss = _mean(outputs.logits, targets) if head.shifts and not head.own_loss_shifts else outputs.loss
+    return loss * count, count
 
 
 @torch.no_grad()
@@ -370,7 +378,7 @@ def _hooks(module: nn.Module, capture: _Capture) -> Iterator[None]:
             scores = [_token_scores(F.linear(part, weight, bias), target) for part, target in parts]
             capture.total = torch.cat(scores, 1).view(2, *capture.targets.shape).sum(2)
         else:
-            capture.total = _Fused.apply(hidden, weight, bias, targets)
+            capture.total = _Fused.apply(hidden, weight, bias, targets, capture.trained)
 
     handles = [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
     token = _CAPTURE.set(capture)
@@ -402,20 +410,21 @@ def leaves_between(output: torch.Tensor, start: torch.Tensor) -> set[torch.Tenso
 class _Fused(torch.autograd.Function):
     """The sum of the cross-entropies of all tokens, from hidden states (N, d), weight, bias and targets (N,).
 
-    The gradients are made with the loss, some trained tokens at a time, and given out once; who asks for them again, or
-    for second derivatives, has them computed from all logits. torch's `linear_cross_entropy` (2.13) does not take half
-    precision in float32, gives wrong second derivatives, and holds the gradient of a trained head twice.
+    The last input says which of them are trained on. The gradients are made with the loss, some tokens at a time, and
+    given out once; who asks for them again, or for second derivatives, has them computed from all logits. torch's
+    `linear_cross_entropy` (2.13) does not take half precision in float32, gives wrong second derivatives, and holds the
+    gradient of a trained head twice.
     """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
-        hidden, weight, bias, targets = inputs
-        of_hidden, of_weight, of_bias, _ = ctx.needs_input_grad
-        trained = (targets != IGNORE_INDEX).nonzero().squeeze(1)
+        hidden, weight, bias, targets, trained = inputs
+        of_hidden, of_weight, of_bias, *_ = ctx.needs_input_grad
         states, words = hidden.index_select(0, trained), targets.index_select(0, trained).unsqueeze(1)
         losses = torch.empty(words.shape, dtype=_at_least_float32(states[:0]).dtype, device=hidden.device)
         grad_weight = torch.zeros_like(weight) if of_weight else None
         grad_bias = torch.zeros_like(bias) if of_bias else None
+        minus_one = losses.new_full((1, 1), -1.0)
         for start in range(0, len(states), size := _chunk(states, weight)):
             part = slice(start, start + size)
             scores = _at_least_float32(F.linear(states[part], weight, bias))
@@ -423,7 +432,7 @@ class _Fused(torch.autograd.Function):
             torch.gather(scores, 1, words[part], out=losses[part])
             if not any(ctx.needs_input_grad):
                 continue
-            scores.exp_().scatter_add_(1, words[part], scores.new_full((1, 1), -1.0).expand_as(words[part]))
+            scores.exp_().scatter_add_(1, words[part], minus_one.expand_as(words[part]))
             scores = scores.to(hidden.dtype)
             if grad_weight is not None:
                 grad_weight.addmm_(scores.t(), states[part])
@@ -433,8 +442,8 @@ class _Fused(torch.autograd.Function):
                 torch.mm(scores, weight, out=states[part])
             del scores  # before the next ones are made
         grad_hidden = torch.zeros_like(hidden).index_copy_(0, trained, states) if of_hidden else None
-        ctx.gradients = [grad_hidden, grad_weight, grad_bias, None]
-        ctx.save_for_backward(*inputs)
+        ctx.gradients = [grad_hidden, grad_weight, grad_bias, None, None]
+        ctx.save_for_backward(*inputs[:4])
         return losses.sum().neg()
 
     @staticmethod
@@ -459,7 +468,9 @@ def _cross_entropy(
 
 def _chunk(hidden: torch.Tensor, weight: torch.Tensor) -> int:
     """Return how many tokens have logits at a time."""
-    return max(MIN_CHUNK, math.ceil(CHUNK * hidden.numel() / weight.shape[0]))
+    words, width = weight.shape
+    chunks = max(1, int(words / (CHUNK * width)))
+    return max(MIN_CHUNK, math.ceil(len(hidden) / chunks))
 
 
 def _token_scores(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
