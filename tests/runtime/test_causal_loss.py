@@ -23,7 +23,10 @@ from tables.specimens import batch, build, roles, stir
 
 CASES = [(f, role) for f in FAMILIES for role in ("causal", "seq2seq", "masked") if role in roles(FAMILIES[f])]
 CASES = [(f, role) for f, role in CASES if not (role == "masked" and FAMILIES[f].kind == "both")]
-PLAIN = {("gemma2", "causal"): "more than the projection", ("blenderbot", "seq2seq"): "what its decoder reads"}
+PLAIN = {
+    ("gemma2", "causal"): "its logits are more than the projection of its hidden states",
+    ("blenderbot", "seq2seq"): "it does not say what its decoder reads",
+}
 """The cases that are computed from all logits, and what the log says."""
 METHODS = ("lora(rank=2)", "layernorm", "full", "prompt(length=3)", "adapter(rank=4)", "dora(rank=2)")
 
@@ -84,6 +87,22 @@ def test_loss_and_gradients_are_those_of_the_logits(family: str, role: str, meth
         best, labels = best[:, :-1], labels[:, 1:]
         assert hits[0] >= 2
     assert hits.tolist() == (best == labels).sum(1).tolist()
+
+
+def table() -> str:
+    """The families that the law holds for, as the guide has them."""
+    lines = ["| model | computed without logits | from all logits, and why |", "|---|---|---|"]
+    for role in ("causal", "seq2seq", "masked"):
+        of_role = [family for family, other in CASES if other == role]
+        at_head = ", ".join(f"`{family}`" for family in of_role if (family, role) not in PLAIN)
+        others = "; ".join(f"`{f}`: {PLAIN[f, role]}" for f in of_role if (f, role) in PLAIN)
+        lines.append(f"| {role} | {at_head} | {others} |")
+    return "\n".join(lines)
+
+
+def test_the_guide_has_the_table_of_the_law() -> None:
+    guide = Path(__file__).parents[2] / "docs" / "train" / "memory.md"
+    assert table() in guide.read_text(encoding="utf-8"), f"put this into {guide.name}:\n{table()}"
 
 
 def llama(**changes: Any) -> PreTrainedModel:

@@ -36,8 +36,8 @@ def check_sharding(mode: str, model: str, quantize: str | None) -> None:
         raise DeltuneError(unknown_name("sharding", mode, SHARDING_MODES))
     if mode == "fsdp" and (quantize or getattr(load_config(model), "quantization_config", None)):
         raise DeltuneError(
-            f"sharding=fsdp cannot divide the quantised weights of {model} (torchao's refuse it, and others' have not been "
-            "shown to be right): give --sharding none, by which each process has the whole quantised model, or leave "
+            f"sharding=fsdp cannot divide the quantised weights of {model}, as torchao's refuse it and others were not "
+            "shown to be right: give --sharding none, by which each process has the whole quantised model, or leave "
             "--quantize out"
         )
 
