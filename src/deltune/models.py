@@ -388,9 +388,8 @@ def load_model(
     except ImportError as error:
         if attn_implementation is None:
             raise
-        reason = error_summary(error)
         raise DeltuneError(
-            f"attn_implementation={attn_implementation}: {reason}. sdpa and eager need nothing"
+            f"attn_implementation={attn_implementation}: {error_summary(error).rstrip('.')}; give sdpa or eager"
         ) from error
     except (ValueError, TypeError, RuntimeError) as error:
         raise DeltuneError(f"{name!r} cannot be built from its configuration: {error_summary(error)}") from error

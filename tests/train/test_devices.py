@@ -70,7 +70,7 @@ def test_each_process_needs_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch)
         ({}, "fully", "none, fsdp|unknown sharding"),
         ({"quantize": "nf4"}, "fsdp", "quantised weights .* --sharding none"),
         ({"use_liger_kernel": "on"}, "none", "Liger's kernels run on a GPU"),
-        ({"attn_implementation": "flash_attention_2"}, "none", "attn_implementation=flash_attention_2: .*; sdpa"),
+        ({"attn_implementation": "flash_attention_2"}, "none", "attn_implementation=flash_attention_2: .*; give sdpa"),
     ],
 )
 def test_what_this_machine_or_sharding_lacks_is_refused(
