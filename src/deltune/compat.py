@@ -188,7 +188,7 @@ def is_plain_inference() -> bool:
 
 
 @functools.cache
-def onednn_linear() -> Any:
+def find_onednn_linear() -> Any:
     """oneDNN's x W^T + b on ordinary tensors, or None in a build of torch without it. It has no derivative."""
     try:
         return torch.ops.mkldnn._linear_pointwise.default

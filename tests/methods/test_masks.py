@@ -210,7 +210,7 @@ def test_what_is_counted_is_what_trains(name: str, text: str) -> None:
 def test_a_head_keeps_keys_and_values(form: deltune.MultiHead | deltune.Prefix, pattern: str, along: str) -> None:
     """Heads do not mix: a key moves the output through a value of its own row and head."""
     widths = Widths(8, 8, heads=4, kv_heads=2, head_width=5, value_width=3)
-    rank, down, up = form.product(widths)
+    rank, down, up = form.mask_factors(widths)
     for count in range(2, rank * 8 + 1):
         indices = draw_indices(MaskGroup("w", rank=rank, down=down, up=up), count, pattern, along, seed=2)
         assert set(indices["keys"] // 5) == set(indices["values"] // 3)

@@ -250,6 +250,9 @@ FOUND = {
     f"lora(rank={'9' * 5000})": "cannot be read",
     "apet(lora(rank=9223372036854775807), parameters=10)": "of memory",
     "apet(prefix(length=1000000000), parameters=10)": "of memory",
+    "peanut(depth=9999999999)": "from 0 to 64",
+    "boft(factors=9999999999)": "from 1 to 62",
+    "oft(terms=9999999999)": "from 0 to 64",
     # numbers
     "lora(dropout=1e309)": r"(?s)too large: a number is finite.*\^",
     "lora(scale=-1e400)": r"(?s)too large.*\^",

@@ -11,7 +11,7 @@ import torch
 from peft.utils import merge_utils
 
 import deltune
-from deltune.runtime.combine import parse_expression
+from deltune.runtime.combine import parse_combination
 from tables.families import FAMILIES, Family
 from tables.methods import METHODS, Row
 from tables.specimens import batch, build, differences, distance, equal, facts, forward, run, stir
@@ -220,9 +220,9 @@ def test_heads() -> None:
 def test_expressions(text: str, weights: dict[str, float] | None) -> None:
     if weights is None:
         with pytest.raises(deltune.DeltuneError):
-            parse_expression(text)
+            parse_combination(text)
     else:
-        assert parse_expression(text).weights == weights
+        assert parse_combination(text).weights == weights
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.pytorch_utils import Conv1D
 
 import deltune
-from deltune.compat import onednn_linear
+from deltune.compat import find_onednn_linear
 from deltune.runtime import linear
 from tables.families import FAMILIES
 from tables.specimens import batch, build, differences, distance, facts, forward, loss, main_role
 
-pytestmark = pytest.mark.skipif(onednn_linear() is None, reason="no oneDNN in this build of torch")
+pytestmark = pytest.mark.skipif(find_onednn_linear() is None, reason="no oneDNN in this build of torch")
 
 SIZES = [(1, 8, 8), (3, 24, 40), (64, 384, 384), (40, 384, 1536), (64, 1536, 384), (2, 768, 8), (128, 8, 768)]
 """Rows, inputs, outputs."""
@@ -43,13 +43,13 @@ def small_products(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The products that oneDNN computes in a test."""
-    product, kinds = onednn_linear(), list[str]()
+    product, kinds = find_onednn_linear(), list[str]()
 
     def counted(*arguments: Any) -> Any:
         kinds.append("product")
         return product(*arguments)
 
-    monkeypatch.setattr(linear, "onednn_linear", lambda: counted)
+    monkeypatch.setattr(linear, "find_onednn_linear", lambda: counted)
     return kinds
 
 

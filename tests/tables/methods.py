@@ -164,7 +164,8 @@ ROWS = (
     Row("ssf", merges=True, merging=(EVERY_BIAS,)),
     Row("beft", merges=True, merging=(VALUE_BIAS,)),
     Row("compacter(rank=4, divisions=2)"),
-    Row("alora(invocation=(26, 46), rank=2)", needs=(ONE_STACK,)),  # which a row of a batch has
+    # a row of each batch has the invocation; queries and keys behind it reach no head that reads the first token
+    Row("alora(invocation=(26, 46), rank=2, at='value')", needs=(ONE_STACK,)),
     Row("loreft(rank=2)"),
     Row("loreft(rank=2, positions='first 1 + last 2')", needs=(ONE_STACK,)),
     Row("Modification('value', HiRA(2), positions='first 1 + last 2')", needs=(ONE_STACK,)),

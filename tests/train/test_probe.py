@@ -17,7 +17,7 @@ import tiny
 from deltune import DeltuneError
 from deltune.cli.app import app
 from deltune.train import probe
-from deltune.train.probe import STRENGTHS, fit_probe
+from deltune.train.probe import INVERSE_STRENGTHS, fit_probe
 from deltune.train.records import RunMetrics
 from deltune.train.report.advice import advice, read_finished
 from deltune.train.report.page import render_report
@@ -40,7 +40,7 @@ def test_as_scikit_learn_has_it(labels: int | None) -> None:
     answers = {s: y.argmax(1) if labels else y[:, 0] for s, y in answers.items()}
     probe = fit_probe(features, answers, labels)
     expected = {}
-    for strength in STRENGTHS:
+    for strength in INVERSE_STRENGTHS:
         estimator = LogisticRegression(C=strength, max_iter=1000) if labels else Ridge(alpha=1 / strength)
         expected[strength] = make_pipeline(StandardScaler(), estimator).fit(features["train"], answers["train"])
     quality = {
@@ -99,7 +99,7 @@ def test_it_stands_beside_a_run(make: Any, options: dict[str, Any], metric: str,
     train(spec, tmp_path / "run", progress=False)
     finished = read_finished(RunFolder(tmp_path / "run"))
     record = finished.metrics.probe
-    assert record is not None and record.features == features and record.C in STRENGTHS
+    assert record is not None and record.features == features and record.C in INVERSE_STRENGTHS
     assert set(record.scores) == {"validation", "test"} and 0 <= record.test[metric] <= 1
     page = render_report([finished])
     assert "linear probe" in page

@@ -420,7 +420,7 @@ class Anatomy:
         matches = [part for part in self.other_towers if tower in ("all", part.tower)]
         return [self, *matches] if tower in ("main", "all", self.tower) else matches
 
-    def is_read(self, path: str) -> bool:
+    def reaches_output(self, path: str) -> bool:
         """Return whether a module reaches the output: it has no parameters, or some of them get a gradient."""
         inside = [t for t in self.tensors if any(is_inside(name, path) for name in (t.name, *t.aliases))]
         return not inside or any(t.receives_gradient for t in inside)
@@ -435,7 +435,7 @@ class Anatomy:
             return ""
         parts, size = [], sum(t.numel for t in tensors.values())
         for part in (part for part in self.other_towers if part.tower == tower):
-            layers = [layer for layer in part.layers if not part.is_read(layer.path)]
+            layers = [layer for layer in part.layers if not part.reaches_output(layer.path)]
             alone = sum(other.tower == tower for other in self.other_towers) == 1
             for first, last in _consecutive(layers):
                 name = f"layer {first.index}" if first is last else f"layers {first.index} to {last.index}"

@@ -10,7 +10,7 @@ import typer
 from ..errors import DeltuneError
 from ..methods.other_names import unknown_term
 from .options import Imports
-from .output import BaseOption, Json, ModelArgument, console, fast_imports
+from .output import BaseModelOption, Json, ModelArgument, console, fast_imports
 
 
 def inspect(
@@ -18,7 +18,7 @@ def inspect(
         str,
         typer.Argument(metavar="MODEL", help="Hub id, folder, config.json, minilm; or a run, a delta or one of PEFT."),
     ],
-    base: BaseOption = None,
+    base: BaseModelOption = None,
     quantize: Annotated[
         str | None,
         typer.Option(help="Show it as `deltune train --quantize` loads it: nf4, int8, … (extra quant)."),

@@ -19,7 +19,7 @@ console = Console(soft_wrap=True, highlight=False, markup=False)
 
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, folder, config.json or minilm.")]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, of a delta, or of PEFT.")]
-BaseOption = Annotated[
+BaseModelOption = Annotated[
     str | None, typer.Option("--model", help="The base model of RUN, where it is not at the place that RUN names.")
 ]
 LabelsOption = Annotated[

@@ -11,7 +11,7 @@ import typer
 from ..errors import DeltuneError
 from .options import Imports
 from .output import (
-    BaseOption,
+    BaseModelOption,
     Json,
     LabelsOption,
     Quiet,
@@ -85,7 +85,7 @@ def evaluate(
         typer.Option(metavar="TASKS", help="Tasks of lm-evaluation-harness: arc_easy,mine.yaml (extra harness)."),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="With --harness: only the first rows of a task.")] = None,
-    base: BaseOption = None,
+    base: BaseModelOption = None,
     labels: LabelsOption = None,
     quiet: Quiet = False,
     imports: Imports = None,
@@ -156,7 +156,7 @@ def predict(
         typer.Option(help="Texts: .txt or - (a line each), or .jsonl, .csv, .parquet with the run's columns."),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Write JSON lines there instead of printing.")] = None,
-    base: BaseOption = None,
+    base: BaseModelOption = None,
     labels: LabelsOption = None,
     quiet: Quiet = False,
     imports: Imports = None,
@@ -202,7 +202,7 @@ def generate(
     ] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens of this share.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
-    base: BaseOption = None,
+    base: BaseModelOption = None,
     quiet: Quiet = False,
     imports: Imports = None,
     as_json: Json = False,
@@ -228,7 +228,7 @@ def chat(
         float, typer.Option(min=0.0, help="0: the likeliest token each time; above, tokens are drawn.")
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
-    base: BaseOption = None,
+    base: BaseModelOption = None,
     imports: Imports = None,
 ) -> None:
     """Talk to a model, line by line. /reset begins anew, and the end of the input ends it; a pipe is answered too."""
@@ -286,7 +286,7 @@ def merge(
     dequantize: Annotated[
         bool, typer.Option(help="Write a quantised model in floating point, so that nothing is rounded.")
     ] = False,
-    base: BaseOption = None,
+    base: BaseModelOption = None,
     labels: LabelsOption = None,
     quiet: Quiet = False,
     imports: Imports = None,
@@ -309,7 +309,7 @@ def export(
     run: RunArgument,
     to: Annotated[Path, typer.Option(help="A new folder.")],
     format: Annotated[str, typer.Option(help="peft, adapterhub, vllm or llama.cpp.")] = "peft",
-    base: BaseOption = None,
+    base: BaseModelOption = None,
     quiet: Quiet = False,
     imports: Imports = None,
     as_json: Json = False,

@@ -384,17 +384,17 @@ def read_options(folder: Path, name: str = CONFIG_FILE) -> dict[str, Any]:
     return read_json_object(path)
 
 
-def read_tensors(folder: Path, names: Sequence[str], *, numbers: bool = False) -> dict[str, torch.Tensor]:
+def read_tensors(folder: Path, names: Sequence[str], *, allow_integers: bool = False) -> dict[str, torch.Tensor]:
     """Read the tensors in the first file that exists: safetensors, or torch's format without pickled objects.
 
-    With `numbers`, some of them may be of whole numbers or empty.
+    With `allow_integers`, some of them may be of whole allow_integers or empty.
     """
     path = next((path for name in names if (path := find_file(folder, name)) is not None), None)
     if path is None:
         raise DeltuneError(
             f"{folder} has its options, but none of {', '.join(names)}; the folder is incomplete", fault="files"
         )
-    return load_float_tensors(path, numbers=numbers)
+    return load_float_tensors(path, allow_integers=allow_integers)
 
 
 # -- a method from its places -----------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from .base import (
     read_options,
     read_tensors,
 )
-from .peft_table import NAME_PREFIX, WITH_NUMBERS
+from .peft_table import NAME_PREFIX, TYPES_WITH_INTEGER_TENSORS
 
 
 def open_folder(folder: str | Path) -> ForeignFolder:
@@ -27,8 +27,8 @@ def open_folder(folder: str | Path) -> ForeignFolder:
     options = read_options(where)
     if "peft_type" in options:
         check_options(PeftOptions, options, where / CONFIG_FILE)
-        numbers = options["peft_type"] in WITH_NUMBERS
-        return ForeignFolder(where, options, read_tensors(where, peft_read.WEIGHT_FILES, numbers=numbers))
+        allow_integers = options["peft_type"] in TYPES_WITH_INTEGER_TENSORS
+        return ForeignFolder(where, options, read_tensors(where, peft_read.WEIGHT_FILES, allow_integers=allow_integers))
     if "config" not in options or "model_type" not in options:
         raise DeltuneError(f"{where / CONFIG_FILE} is neither PEFT's (no peft_type) nor AdapterHub's (no model_type)")
     check_options(AdapterHubOptions, options, where / CONFIG_FILE)

@@ -17,19 +17,19 @@ from .peft_projections import ProjectionReader
 from .peft_read import (
     decoder_problems,
     ia3_pieces,
-    names_module,
+    module_matcher,
+    modules_to_save_matcher,
     norm_method,
-    of_whole_module,
-    targets,
+    targeted_modules,
     token_method,
     token_tables,
     whole_tensors,
 )
 from .peft_table import (
-    COMMON,
+    COMMON_OPTIONS,
     OTHERS,
     PROMPTS,
-    TARGETS,
+    TARGET_OPTIONS,
     check_options,
     no_counterpart,
     row_of,
@@ -94,14 +94,14 @@ def _method(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensors,
             stacklevel=5,
         )
         return method
-    targeted = targets(anatomy, options, unused, paths)
+    targeted = targeted_modules(anatomy, options, unused, paths)
     chosen = [path for path in paths if path in targeted]
     if not chosen:
         raise DeltuneError(f"target_modules={options['target_modules']!r} names no module of {anatomy.model}")
     if row is not None:
         return ProjectionReader(anatomy, options, row, unused, lambda place: None, {}).plan(chosen)
     if kind == "IA3":
-        pieces = ia3_pieces(anatomy, chosen, names_module(options, "feedforward_modules"))
+        pieces = ia3_pieces(anatomy, chosen, module_matcher(options, "feedforward_modules"))
         return method_from_pieces(anatomy, [PlacedTensors(m, place, {}) for _, m, place in pieces], [ia3])
     names = {t.name for t in anatomy.tensors if t.role.startswith("norm.") and t.name.rpartition(".")[0] in targeted}
     return norm_method(anatomy, names)
@@ -112,7 +112,9 @@ def _of_training(config: PeftConfiguration, options: Mapping[str, Any]) -> list[
     row, other = row_of(options, training=True), OTHERS.get(str(options["peft_type"]))
     if not (row.written if row else other and other.written):
         return [f"{options['peft_type']} is read from folders alone: deltune has nothing that trains it"]
-    known = COMMON | TARGETS | {"bias"} | (row.options if row else set(other.options) if other else set())
+    known = (
+        COMMON_OPTIONS | TARGET_OPTIONS | {"bias"} | (row.options if row else set(other.options) if other else set())
+    )
     fields: tuple[dataclasses.Field[Any], ...] = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
     return [
         no_counterpart(field.name, options[field.name])
@@ -142,7 +144,7 @@ def _plain(value: Any) -> Any:
 
 def _whole_modules(anatomy: Anatomy, options: Mapping[str, Any]) -> list[Method]:
     """Return selections of the modules that are trained as a whole; the head is trained anyway."""
-    is_whole = of_whole_module(options)
+    is_whole = modules_to_save_matcher(options)
     names = {
         tensor.name
         for tensor in anatomy.tensors

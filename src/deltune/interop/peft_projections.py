@@ -24,7 +24,7 @@ from .base import (
     rows_of_columns,
     tensors_by_file_name,
 )
-from .peft_table import GLOBAL_PREFIX, PATTERNS, Row, beside, frod_tensors, options_of_module, unilora_entries
+from .peft_table import GLOBAL_PREFIX, PATTERNS, Row, companion_rows, frod_tensors, options_of_module, unilora_entries
 
 MethodAndTensors = tuple[Method, dict[str, torch.Tensor]]
 
@@ -63,7 +63,7 @@ class ProjectionReader:
         sites = sites_by_path(self.anatomy, paths)
         for path in paths:
             options = self.options_of(path)
-            for row in (self.row, *beside(self.row, options)):
+            for row in (self.row, *companion_rows(self.row, options)):
                 self._read_module(path, row, options, sites.get(path, []), known | of_modules.get(path, {}))
         if self.problems or not self.pieces:
             problems = self.problems or [self._other_model()]
@@ -86,7 +86,7 @@ class ProjectionReader:
         sites = sites_by_path(self.anatomy, paths)
         for path in paths:
             options = self.options_of(path)
-            for row in (self.row, *beside(self.row, options)):
+            for row in (self.row, *companion_rows(self.row, options)):
                 modification = self._modification(row, options)
                 if isinstance(modification.form, LowRank) and sites.get(path) == ["embedding"]:
                     modification = replace(modification, form=replace(modification.form, dropout=0.0))

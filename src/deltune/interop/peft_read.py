@@ -145,7 +145,7 @@ def _changed_modules(
         return [], ["option target_modules is missing, so nothing says which modules the folder should have tensors of"]
     owners = {name.rpartition(".")[0] for t in anatomy.tensors for name in (t.name, *t.aliases)}
     paths = [path for path in modules if path in owners and unused.name_in_file(path) is not None]
-    targeted = targets(anatomy, options, unused, paths)
+    targeted = targeted_modules(anatomy, options, unused, paths)
     named = {name[: -len(ending) - 1] for name in unused.tensors for ending in _endings(name) if is_leaf(ending)}
     if options.get("save_indices") is False and not named:  # all that UNILORA has is one vector
         return [path for path in paths if path in targeted], []
@@ -157,10 +157,10 @@ def _changed_modules(
     return [path for path in paths if path in named], problems
 
 
-def targets(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensors, paths: list[str]) -> set[str]:
+def targeted_modules(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensors, paths: list[str]) -> set[str]:
     """Return which of the modules the options target, by PEFT's rules and the names in the model of the file."""
     target, layers = options["target_modules"], options.get("layers_to_transform")
-    excluded, saved = names_module(options, "exclude_modules"), options.get("modules_to_save") or ()
+    excluded, saved = module_matcher(options, "exclude_modules"), options.get("modules_to_save") or ()
     saved_whole = Patterns("modules_to_save", saved, r"(?:^|.*\.){}(?:$|\..*)")
     of_layers = options.get("layers_pattern") or r"[^.]*"
     stems = [of_layers] if isinstance(of_layers, str) else of_layers
@@ -172,7 +172,7 @@ def targets(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensors,
             linear.path for linear in anatomy.linears if linear.path not in left
         }.__contains__
     else:
-        named = names_module(options, "target_modules")
+        named = module_matcher(options, "target_modules")
     chosen = set()
     for path in paths:
         name = unused.name_in_file(path) or path
@@ -190,7 +190,7 @@ def _listed(names: list[str]) -> str:
     return first_names(names, 5) if len(names) > 5 else word_list(names)
 
 
-def names_module(options: Mapping[str, Any], option: str) -> Callable[[str], bool]:
+def module_matcher(options: Mapping[str, Any], option: str) -> Callable[[str], bool]:
     """Return whether an option names a module: by a pattern of its path, or in a list by the end of its path."""
     value = options.get(option) or []
     if isinstance(value, str):
@@ -200,7 +200,7 @@ def names_module(options: Mapping[str, Any], option: str) -> Callable[[str], boo
     return lambda name: any(ending in endings for ending in _endings(name))
 
 
-def of_whole_module(options: Mapping[str, Any]) -> Callable[[str], bool]:
+def modules_to_save_matcher(options: Mapping[str, Any]) -> Callable[[str], bool]:
     """Return whether a tensor is of a module that `modules_to_save` names, by the end of its path."""
     ends = tuple(options.get("modules_to_save") or ())
     return lambda name: any(name[:end].endswith(ends) for end, letter in enumerate(name) if letter == ".")
@@ -215,7 +215,7 @@ def _endings(name: str) -> Iterator[str]:
 
 def _head_problems(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensors) -> list[str]:
     """Return which tensors are missing of the modules that were saved as a whole."""
-    is_whole = of_whole_module(options)
+    is_whole = modules_to_save_matcher(options)
     names = {name: unused.name_in_file(name) for t in anatomy.tensors for name in (t.name, *t.aliases)}
     missing = [
         name
@@ -285,7 +285,7 @@ def _read_ia3(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensor
     ending = f".{_IA3_LEAF}"
     names = [name.removesuffix(ending) for name in unused.tensors if name.endswith(ending)]
     gains = {path: gain for path in names if (gain := unused.take(f"{path}{ending}", axes=2)) is not None}
-    of_input = names_module(options, "feedforward_modules")
+    of_input = module_matcher(options, "feedforward_modules")
     for path, gain in gains.items():
         is_named = of_input(unused.name_in_file(path) or path)
         if options.get("feedforward_modules") is not None and is_named != (len(gain) == 1):

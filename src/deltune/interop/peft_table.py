@@ -175,15 +175,15 @@ def options_of_module(options: Options, row: Row, value: Callable[[str, Any], An
 
 # -- the options that no method has -----------------------------------------------------------------------------------
 
-COMMON = {"peft_type", "task_type", "base_model_name_or_path", "peft_version", "revision", "inference_mode",
+COMMON_OPTIONS = {"peft_type", "task_type", "base_model_name_or_path", "peft_version", "revision", "inference_mode",
           "auto_mapping", "modules_to_save",
           "trainable_token_indices", "save_projection", "save_indices", "save_precomputed_indices"}  # fmt: skip
 """Options that every type has."""
 
-TARGETS = {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out"}
+TARGET_OPTIONS = {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out"}
 """Options that say which modules a type changes."""
 
-OF_TRAINING = {
+TRAINING_ONLY_OPTIONS = {
     "init_weights", "init_ia3_weights", "init_scale", "d_initial", "init_theta_d_bound", "init_v_bound",
     "init_vector_bank_bound", "init_logits_std", "module_dropout", "rank_dropout", "rank_dropout_scale", "boft_dropout",
     "deft_dropout", "gralora_dropout", "hira_dropout", "miss_dropout", "psoft_dropout", "pvera_dropout",
@@ -199,7 +199,7 @@ OF_TRAINING = {
 }  # fmt: skip
 """Options that act while a type is initialised, trained or saved, and change nothing of what a folder computes."""
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "num_transformer_submodules": (1,),
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }  # fmt: skip
@@ -394,7 +394,6 @@ ROWS = (
         to_ours=lambda t, o, w: {"vector": t["vector"].flatten()}, to_peft=lambda t, w: {"vector": t["vector"][None]}),
     Row("BOFT", library.boft, {"block_size": "boft_block_size", "factors": "boft_n_butterfly_factor"},
         {"skew": "boft_R", "gain": "boft_s"}, reads=("boft_block_num",),
-        only={"boft_n_butterfly_factor": tuple(range(1, 33))},
         sizes=lambda t: {"boft_block_size": t["skew"].shape[-1]}, write=lambda form: {"boft_block_num": 0}),
     Row("C3A", library.c3a, {"block_size": "block_size"}, {"kernel": "c3a_kernel"},
         patterns=("block_size_pattern",),
@@ -428,14 +427,14 @@ ROWS = (
         read=lambda o: {"mini_rank": o["mini_r"]} if o.get("init_weights") == "mini" else {}, reads=("mini_r",),
         write=lambda form: {"init_weights": "mini", "mini_r": form.mini_rank} if form.mini_rank else {}),
     Row("OFT", library.oft, {"block_size": "oft_block_size", "shared_block": "block_share"}, {"skew": "oft_R.weight"},
-        reads=("r", "use_cayley_neumann"), only={"num_cayley_neumann_terms": tuple(range(65))}, read=_terms,
+        reads=("r", "use_cayley_neumann", "num_cayley_neumann_terms"), read=_terms,
         sizes=_block_of_entries,
         write=lambda form: {"r": 0, "use_cayley_neumann": form.terms > 0, "num_cayley_neumann_terms": form.terms or 5}),
     Row("OSF", library.osf, {"rank": "effective_rank"}, {n: f"osf_svd_params.{n.upper()}_low" for n in "usv"},
         patterns=("rank_pattern",)),
     Row("PEANUT", library.peanut, {"rank": "r", "depth": "depth", "activation": "act_fn", "scale": "scaling"},
         {"a": "peanut_A.weight", "b": "peanut_B.weight", "encoder_*": "peanut_encoders.*.weight",
-         "decoder_*": "peanut_decoders.*.weight"}, only={"depth": tuple(range(65))}),
+         "decoder_*": "peanut_decoders.*.weight"}),
     Row("POLY", library.poly, {"rank": "r", "tasks": "n_tasks", "skills": "n_skills", "splits": "n_splits"},
         {"down": "poly_lora_A", "up": "poly_lora_B", "logits": "poly_router.module_logits"},
         only={"poly_type": ("poly",)}, write=lambda form: {"poly_type": "poly"},
@@ -552,9 +551,9 @@ _CPT = frozenset({
 })  # fmt: skip
 _TOKENS = frozenset({"num_virtual_tokens", "token_dim", "num_attention_heads", "num_layers"})
 OTHERS: Mapping[str, Other] = {
-    "IA3": Other("ia3", ("ia3_l",), frozenset({*TARGETS, "feedforward_modules"}),
+    "IA3": Other("ia3", ("ia3_l",), frozenset({*TARGET_OPTIONS, "feedforward_modules"}),
                  note="of inputs at the output projection and the FFN's last linear"),
-    "LN_TUNING": Other("layernorm", ("ln_tuning_layers.weight", "ln_tuning_layers.bias"), frozenset(TARGETS),
+    "LN_TUNING": Other("layernorm", ("ln_tuning_layers.weight", "ln_tuning_layers.bias"), frozenset(TARGET_OPTIONS),
                        note="sets of norms that `layernorm` can choose are read"),
     "PROMPT_TUNING": Other("prompt", options=_TOKENS, note="language models of one decoder stack, as all prompts"),
     "P_TUNING": Other("prompt", options=_TOKENS | {"encoder_hidden_size"}, written=False,
@@ -583,7 +582,7 @@ REFUSED: Mapping[str, str] = {
 PROMPTS = ("PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING", "CPT", "PREFIX_TUNING", "CARTRIDGE")
 """The types that change no modules."""
 
-WITH_NUMBERS = ("ADALORA", "FROD", "SHIRA", "SUPERTUNING", "UNILORA")
+TYPES_WITH_INTEGER_TENSORS = ("ADALORA", "FROD", "SHIRA", "SUPERTUNING", "UNILORA")
 """The types whose files have tensors of whole numbers, or empty ones."""
 
 _MERGE = "Where PEFT can merge it (merge_and_unload), save the merged model and tune that."
@@ -602,7 +601,7 @@ def _has(options: Options, when: Options) -> bool:
     return all(bool(options.get(name)) if value == ANY else options.get(name) == value for name, value in when.items())
 
 
-def beside(row: Row, options: Options) -> list[Row]:
+def companion_rows(row: Row, options: Options) -> list[Row]:
     """Return the rows that act beside a row, by the options."""
     rows = [r for r in row.beside if _has(options, r.when) and (r.when or options.get(r.arguments["rank"]))]
     return [*rows, _BASE_BIAS] if trains_biases(options) == "changed" else rows
@@ -643,9 +642,9 @@ def check_options(options: Options, training: bool = False) -> list[str]:
         return [f"deltune cannot reproduce peft_type {kind}: {REFUSED[kind]}. {_MERGE}"]
     row, other = row_of(options, training), OTHERS.get(kind)
     if row is not None:
-        known, only = COMMON | TARGETS | OF_TRAINING | row.options, row.only
+        known, only = COMMON_OPTIONS | TARGET_OPTIONS | TRAINING_ONLY_OPTIONS | row.options, row.only
     elif other is not None:
-        known, only = COMMON | OF_TRAINING | other.options, other.only
+        known, only = COMMON_OPTIONS | TRAINING_ONLY_OPTIONS | other.options, other.only
     else:
         return [unknown_name("peft_type", kind, KINDS, hint=_MERGE)]
     if row is not None and trains_biases(options) in ("", "all", "changed"):
@@ -656,6 +655,6 @@ def check_options(options: Options, training: bool = False) -> list[str]:
         if (
             value not in only[name]
             if name in only
-            else name not in known and value and value not in NEUTRAL.get(name, ())
+            else name not in known and value and value not in NEUTRAL_VALUES.get(name, ())
         )
     ]

@@ -114,30 +114,30 @@ def load_tensors(path: Path, raw: bytes | None = None) -> dict[str, torch.Tensor
         raise _unreadable(path, error) from error
 
 
-def load_float_tensors(path: Path, *, numbers: bool = False) -> dict[str, torch.Tensor]:
+def load_float_tensors(path: Path, *, allow_integers: bool = False) -> dict[str, torch.Tensor]:
     """Load the tensors of a file of safetensors or of torch.save that may hold floating-point tensors only.
 
-    With `numbers`, a file of safetensors may hold whole numbers and empty tensors too.
+    With `allow_integers`, a file of safetensors may hold whole allow_integers and empty tensors too.
 
     A file of torch.save is mapped into memory, so that nothing in it can claim more than the file has, and only
     tensors are taken from it (weights_only).
     """
     if path.suffix == ".safetensors":  # checked before anything is loaded
         raw = read_small(path)
-        _check_float(path, read_header(path, raw), numbers)
+        _check_float(path, read_header(path, raw), allow_integers)
         return load_tensors(path, raw)
     tensors = _load_torch_file(path)
     _check_float(path, tensor_infos(tensors))
     return tensors
 
 
-def _check_float(path: Path, infos: Mapping[str, TensorInfo], numbers: bool = False) -> None:
+def _check_float(path: Path, infos: Mapping[str, TensorInfo], allow_integers: bool = False) -> None:
     """Raise a DeltuneError for tensors that are empty or not floating-point."""
-    allowed = {*FLOAT_DTYPES, *(WHOLE_DTYPES if numbers else ())}
+    allowed = {*FLOAT_DTYPES, *(WHOLE_DTYPES if allow_integers else ())}
     problems = [
         f"tensor {name[:100]} is of type {info.dtype}" if info.dtype not in allowed else f"tensor {name[:100]} is empty"
         for name, info in infos.items()
-        if info.dtype not in allowed or not (info.numel or numbers)
+        if info.dtype not in allowed or not (info.numel or allow_integers)
     ]
     if problems:
         raise error_from_problems(f"{path} does not hold floating-point tensors only", first_of(problems))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, ParamSpec
+from typing import Any, Literal, ParamSpec, TypedDict, Unpack
 
 from ..errors import DeltuneError, excerpt, unknown_name
 from . import spec
@@ -35,7 +35,35 @@ from .spec import ADD, ExpertsArg, LayersArg, MaskedMethod, Method, Modification
 Stack = Literal["all", "encoder", "decoder"]
 Attention = Literal["all", "self", "cross"]
 Tower = Literal["main", "text", "vision", "audio", "projector", "all"]
+Site = str | tuple[str, ...]
 Parts = tuple[Modification | Selection, ...]
+
+QUERY_AND_VALUE = ("query", "value")
+LINEARS = ("query", "key", "value", "output", "ffn_up", "ffn_down")
+
+
+class Where(TypedDict, total=False):
+    """The layers and attentions that a method acts in."""
+
+    layers: LayersArg
+    stack: Stack
+    attention: Attention
+    tower: Tower
+
+
+class AtProjections(Where, total=False):
+    """The same of a method that acts at projections, by default at queries and values."""
+
+    at: Site
+
+
+_WHERE_DEFAULTS: Mapping[str, Any] = {
+    "at": QUERY_AND_VALUE,
+    "layers": "all",
+    "stack": "all",
+    "attention": "all",
+    "tower": "main",
+}
 
 P = ParamSpec("P")
 
@@ -72,10 +100,23 @@ _PROJECTION_ARGUMENTS = {
 """The same for methods that act at projections."""
 
 
+def _with_where(signature: inspect.Signature) -> inspect.Signature:
+    """Write the arguments out that **where stands for."""
+    parameters = dict(signature.parameters)
+    if where := parameters.pop("where", None):
+        hints = (AtProjections if "AtProjections" in where.annotation else Where).__annotations__
+        for name in (name for name in _WHERE_DEFAULTS if name in hints):
+            hint, default = hints[name].__forward_arg__, _WHERE_DEFAULTS[name]
+            parameters[name] = inspect.Parameter(name, where.KEYWORD_ONLY, default=default, annotation=hint)
+    return signature.replace(parameters=[*parameters.values()])
+
+
 def _library_method(
-    make: Callable[P, tuple[Modification | Selection, ...]], arguments_of_kind: Mapping[str, str] | None = None
+    make: Callable[P, Parts], arguments_of_kind: Mapping[str, str] | None = None
 ) -> Callable[P, NamedMethod]:
-    """Make a named method, whose docstring gets the shared arguments and the result beside what it says itself."""
+    """Make a named method, whose signature and docstring get the shared arguments beside its own."""
+    make.__signature__ = _with_where(inspect.signature(make))  # type: ignore[attr-defined]
+    make.__annotations__ = {name: one.annotation for name, one in inspect.signature(make).parameters.items()}
     if make.__doc__ is None:  # python -OO
         return named_method(make)
     text, _, rest = inspect.cleandoc(make.__doc__).partition("\n\nArgs:\n")
@@ -90,19 +131,19 @@ def _library_method(
     return named_method(make)
 
 
-def _projection_method(make: Callable[P, tuple[Modification | Selection, ...]]) -> Callable[P, NamedMethod]:
+def _projection_method(make: Callable[P, Parts]) -> Callable[P, NamedMethod]:
     """Make a named method that acts at projections."""
     return _library_method(make, _PROJECTION_ARGUMENTS)
 
 
 @_library_method
-def full(tower: Tower = "main") -> tuple[Modification | Selection, ...]:
+def full(tower: Tower = "main") -> Parts:
     """Train W, every tensor of the model."""
     return (Selection(("all",), spec.AREAS, tower=tower),)
 
 
 @_library_method
-def head() -> tuple[Modification | Selection, ...]:
+def head() -> Parts:
     """Train nothing but the task head."""
     return ()
 
@@ -115,9 +156,9 @@ def layernorm(
     *,
     embedding: bool | None = None,
     final: bool | None = None,
-    stack: Literal["all", "encoder", "decoder"] = "all",
+    stack: Stack = "all",
     tower: Tower = "main",
-) -> tuple[Modification | Selection, ...]:
+) -> Parts:
     """Train the gain g and bias b of the norms in place, g ⊙ (x - μ)/σ + b (LN §2, eq. 1).
 
     Args:
@@ -141,7 +182,7 @@ def bitfit(
     add_missing: bool = False,
     layers: LayersArg = "all",
     tower: Tower = "main",
-) -> tuple[Modification | Selection, ...]:
+) -> Parts:
     """Train b, the existing biases alone (Ben Zaken et al. 2022).
 
     A model without biases is an error, unless `add_missing` adds them.
@@ -183,7 +224,7 @@ def _bias_vector(
 @_library_method
 def diff_pruning(
     sparsity: float = 0.005, over: Literal["linear", "all"] = "linear", layers: LayersArg = "all"
-) -> tuple[Modification | Selection, ...]:
+) -> Parts:
     """Train W + z ⊙ δ, a difference of which only the share `sparsity` is left in the end (Guo et al. 2021).
 
     In the first half of training every scalar has a gate z under a growing L0 penalty (hard concrete distribution with
@@ -204,7 +245,6 @@ def diff_pruning(
     return (Selection(("linear.weight", "linear.bias"), layers=layers, sparsity=sparsity),)
 
 
-Site = str | tuple[str, ...]
 Learned = float | str
 """A number, "learned" (starts at 1) or "learned(4)" (starts at 4)."""
 
@@ -220,7 +260,7 @@ def _checked_sites(at: Site, allowed: tuple[str, ...], patterns: bool = False) -
     return sites
 
 
-def _attention_at(attention: str, site: str, sites: Sequence[str]) -> str:
+def _attention_at(attention: Attention, site: str, sites: Sequence[str]) -> Attention:
     """Return the attention= of one site: of several sites, it restricts those inside attentions and no others."""
     outside_attention = site not in spec.ATTENTION_SITES and any(other in spec.ATTENTION_SITES for other in sites)
     return "all" if outside_attention else attention
@@ -231,13 +271,10 @@ def _at_each(
     form: Form,
     insertion: Literal["parallel", "sequential", "input"],
     compose: Composition,
-    layers: LayersArg,
-    stack: str,
-    attention: str,
-    tower: str = "main",
     x: str = "input",
     experts: ExpertsArg = "all",
     positions: Positions = ALL,
+    **where: Unpack[Where],
 ) -> tuple[Modification, ...]:
     """Return a modification at each of some sites, with the arguments that are about it.
 
@@ -246,23 +283,11 @@ def _at_each(
     parts = []
     for site in sites:
         is_chosen = site not in spec.OUTSIDE_LAYERS or set(sites) <= set(spec.OUTSIDE_LAYERS)
-        at_layers, in_stack = (layers, stack) if is_chosen else ("all", "all")
+        at_site: Where = {**where} if is_chosen else {**where, "layers": "all", "stack": "all"}
+        at_site["attention"] = _attention_at(where.get("attention", "all"), site, sites)
         of_experts = experts if site in spec.FFN_LINEARS else "all"
-        of_attention = _attention_at(attention, site, sites)
         parts.append(
-            Modification(
-                site,
-                form,
-                insertion,
-                compose,
-                at_layers,
-                in_stack,
-                of_attention,
-                x,
-                tower=tower,
-                experts=of_experts,
-                positions=positions,
-            )
+            Modification(site, form, insertion, compose, x=x, experts=of_experts, positions=positions, **at_site)
         )
     return tuple(parts)
 
@@ -290,11 +315,8 @@ def adapter(
     dropout: float = 0.0,
     init: Init = "bert",
     zero_up: bool = True,
-    layers: LayersArg = "all",
-    stack: Literal["all", "encoder", "decoder"] = "all",
-    attention: Literal["all", "self", "cross"] = "all",
-    tower: Tower = "main",
-) -> tuple[Modification | Selection, ...]:
+    **where: Unpack[Where],
+) -> Parts:
     """Add h + f(h W_down) W_up after attention and FFN (houlsby), or after the FFN alone (pfeiffer) (UV eq. 4).
 
     In post-norm models, pfeiffer stands after the FFN's add & norm, and that norm is applied again, as its authors do.
@@ -304,8 +326,8 @@ def adapter(
     """
     form = Bottleneck(rank, activation, bias=bias, layer_norm=layer_norm, dropout=dropout, init=init, zero_up=zero_up)
     if style == "pfeiffer":
-        return (Modification("ffn", form, "sequential", ADD, layers, stack, attention, x="normed", tower=tower),)
-    return _at_each(("attention", "ffn"), form, "sequential", ADD, layers, stack, attention, tower)
+        return (Modification("ffn", form, "sequential", ADD, x="normed", **where),)
+    return _at_each(("attention", "ffn"), form, "sequential", ADD, **where)
 
 
 @_library_method
@@ -321,15 +343,12 @@ def parallel_adapter(
     init: Init = "bert",
     zero_up: bool = True,
     x: Literal["input", "residual"] = "input",
-    layers: LayersArg = "all",
-    stack: Literal["all", "encoder", "decoder"] = "all",
-    attention: Literal["all", "self", "cross"] = "all",
-    tower: Tower = "main",
-) -> tuple[Modification | Selection, ...]:
+    **where: Unpack[Where],
+) -> Parts:
     """Add h + s f(x W_down) W_up at "ffn", "attention" or "heads" (before W_o), or several of them (UV §3.3)."""
     form = Bottleneck(rank, activation, bias=bias, layer_norm=layer_norm, dropout=dropout, init=init, zero_up=zero_up)
     sites = _checked_sites(at, ("ffn", "attention", "heads"))
-    return _at_each(sites, form, "parallel", _compose(scale), layers, stack, attention, tower, x)
+    return _at_each(sites, form, "parallel", _compose(scale), x, **where)
 
 
 @_library_method
@@ -345,15 +364,12 @@ def scaled_parallel_adapter(
     init: Init = "lora",
     zero_up: bool = True,
     x: Literal["input", "residual"] = "input",
-    layers: LayersArg = "all",
-    stack: Literal["all", "encoder", "decoder"] = "all",
-    attention: Literal["all", "self", "cross"] = "all",
-    tower: Tower = "main",
-) -> tuple[Modification | Selection, ...]:
+    **where: Unpack[Where],
+) -> Parts:
     """Add h + s f(x W_down) W_up with s = 4 and LoRA's initialisation (UV §3.3, §4.5)."""
     return parallel_adapter(
         at, rank, scale, bias=bias, activation=activation, layer_norm=layer_norm, dropout=dropout, init=init,
-        zero_up=zero_up, x=x, layers=layers, stack=stack, attention=attention, tower=tower,
+        zero_up=zero_up, x=x, **where,
     ).parts  # fmt: skip
 
 
@@ -367,11 +383,8 @@ def prefix(
     *,
     gate: bool = True,
     shift_positions: bool = False,
-    layers: LayersArg = "all",
-    stack: Literal["all", "encoder", "decoder"] = "all",
-    attention: Literal["all", "self", "cross"] = "all",
-    tower: Tower = "main",
-) -> tuple[Modification | Selection, ...]:
+    **where: Unpack[Where],
+) -> Parts:
     """Put l trained keys and values before those of every attention, softmax(q [P_k; K]ᵀ) [P_v; V] (UV eq. 5, 7).
 
     Every query sees the prefix, also where the attention is causal or has a window.
@@ -384,13 +397,13 @@ def prefix(
         shift_positions: Whether positions start at l in a stack with a prefix in its self-attention, as PEFT has it.
     """
     form = Prefix(length, reparameterise, shift_positions=shift_positions)
-    return (Modification("heads", form, "parallel", Gate() if gate else Add(), layers, stack, attention, tower=tower),)
+    return (Modification("heads", form, "parallel", Gate() if gate else Add(), **where),)
 
 
 @_library_method
 def prompt(
     length: int = 100, init_from: tuple[int, ...] | None = None, positions: Literal["shift", "none"] = "shift"
-) -> tuple[Modification | Selection, ...]:
+) -> Parts:
     """Put l trained vectors before the input embeddings, [P; E(x)] (Lester et al. 2021).
 
     In an encoder-decoder model they stand before the encoder's.
@@ -408,9 +421,9 @@ def prompt(
 def p_tuning_v2(
     length: int = 16,
     layers: LayersArg = "all",
-    stack: Literal["all", "encoder", "decoder"] = "all",
-    attention: Literal["all", "self", "cross"] = "all",
-) -> tuple[Modification | Selection, ...]:
+    stack: Stack = "all",
+    attention: Attention = "all",
+) -> Parts:
     """Train `prefix(length)` without reparameterisation (Liu et al. 2022).
 
     Args:
@@ -426,9 +439,9 @@ def multi_head_parallel_adapter(
     own_down: bool = False,
     zero_up: bool = True,
     layers: LayersArg = "all",
-    stack: Literal["all", "encoder", "decoder"] = "all",
-    attention: Literal["all", "self", "cross"] = "all",
-) -> tuple[Modification | Selection, ...]:
+    stack: Stack = "all",
+    attention: Attention = "all",
+) -> Parts:
     """Add h + relu(q P_kᵀ) P_v to each head, with the model's own query q (UV §3.3).
 
     Args:
@@ -469,12 +482,9 @@ def lora(
     at: Site = ("query", "value"),
     alpha: float | None = None,
     dropout: float = 0.0,
-    layers: LayersArg = "all",
-    stack: Literal["all", "encoder", "decoder"] = "all",
-    attention: Literal["all", "self", "cross"] = "all",
-    tower: Tower = "main",
     experts: ExpertsArg = "all",
-) -> tuple[Modification | Selection, ...]:
+    **where: Unpack[Where],
+) -> Parts:
     """Add h + s x W_down W_up at projections (UV eq. 6; Hu et al. 2021).
 
     Args:
@@ -493,30 +503,26 @@ def lora(
             wrong type.
     """
     scale = _scale_from(scale, alpha, rank)
-    return _at_projections(LowRank(rank, dropout), at, layers, stack, attention, tower, scale=scale, experts=experts)
+    return _at_projections(LowRank(rank, dropout), at, scale=scale, experts=experts, **where)
 
 
 def _at_projections(
-    form: Form, at: Site, layers: LayersArg, stack: Stack, attention: Attention, tower: Tower, *, scale: float = 1,
+    form: Form, at: Site = QUERY_AND_VALUE, *, scale: Learned = 1,
     insertion: Literal["parallel", "sequential", "input"] = "parallel", experts: ExpertsArg = "all",
-    positions: Positions = ALL,
+    positions: Positions = ALL, **where: Unpack[Where],
 ) -> tuple[Modification, ...]:  # fmt: skip
     """Return a modification at each of some projections."""
     sites: list[str] = []
     for site in _checked_sites(at, (*spec.PROJECTIONS, *spec.OTHER_PROJECTIONS, "ffn"), patterns=True):
         sites.extend(("ffn_up", "ffn_down") if site == "ffn" else (site,))
     spec.check_experts(experts, tuple(sites))
-    return _at_each(
-        tuple(sites), form, insertion, _compose(scale), layers, stack, attention, tower, experts=experts,
-        positions=positions,
-    )  # fmt: skip
+    return _at_each(tuple(sites), form, insertion, _compose(scale), experts=experts, positions=positions, **where)
 
 
 @_projection_method
 def alora(
     invocation: tuple[int, ...], rank: int = 32, *, scale: float = 1, at: Site = ("query", "key", "value"),
-    alpha: float | None = None, dropout: float = 0.0, layers: LayersArg = "all", stack: Stack = "all",
-    attention: Attention = "all", tower: Tower = "main",
+    alpha: float | None = None, dropout: float = 0.0, **where: Unpack[Where],
 ) -> Parts:  # fmt: skip
     """Add h + s x W_down W_up from the last occurrence of a sequence on (aLoRA; Greenewald et al. 2025).
 
@@ -534,11 +540,11 @@ def alora(
     """
     scale = _scale_from(scale, alpha, rank)
     form = LowRank(rank, dropout)
-    return _at_projections(form, at, layers, stack, attention, tower, scale=scale, positions=invocation)
+    return _at_projections(form, at, scale=scale, positions=invocation, **where)
 
 
 @_library_method
-def trainable_tokens(tokens: tuple[int, ...]) -> tuple[Modification | Selection, ...]:
+def trainable_tokens(tokens: tuple[int, ...]) -> Parts:
     """Train E[t] for t in `tokens`, the rows of chosen tokens in the word embeddings.
 
     Where the output projection is tied to the word embeddings, its rows are the same; where it is not, its rows of
@@ -560,9 +566,9 @@ def mam(
     rank: int = 16,
     scale: float = 4,
     layers: LayersArg = "all",
-    stack: Literal["all", "encoder", "decoder"] = "all",
-    attention: Literal["all", "self", "cross"] = "all",
-) -> tuple[Modification | Selection, ...]:
+    stack: Stack = "all",
+    attention: Attention = "all",
+) -> Parts:
     """Train the mix-and-match adapter, prefix(length) + scaled_parallel_adapter("ffn", rank, scale) (UV §4.6).
 
     Args:
@@ -576,9 +582,7 @@ def mam(
 
 
 @_library_method
-def prefix_layernorm(
-    length: int = 16, layers: LayersArg = "all", stack: Literal["all", "encoder", "decoder"] = "all"
-) -> tuple[Modification | Selection, ...]:
+def prefix_layernorm(length: int = 16, layers: LayersArg = "all", stack: Stack = "all") -> Parts:
     """Train prefix(length) + layernorm (LN §3.2).
 
     Args:
@@ -593,8 +597,8 @@ def unipelt(
     rank: int = 8,
     bottleneck: int = 48,
     layers: LayersArg = "all",
-    stack: Literal["all", "encoder", "decoder"] = "all",
-) -> tuple[Modification | Selection, ...]:
+    stack: Stack = "all",
+) -> Parts:
     """Add a prefix, LoRA and an adapter, each with a gate σ(x · w_g) of its own (UniPELT; Mao et al. 2022).
 
     LoRA acts on query and value, which share a gate; the adapter stands after the FFN. The gate of the prefix
@@ -622,18 +626,20 @@ def unipelt(
 @_library_method
 def ia3(
     layers: LayersArg = "all",
-    stack: Literal["all", "encoder", "decoder"] = "all",
-    attention: Literal["all", "self", "cross"] = "all",
-) -> tuple[Modification | Selection, ...]:
+    stack: Stack = "all",
+    attention: Attention = "all",
+) -> Parts:
     """Multiply keys, values and the FFN's inner activation by trained vectors w, w ⊙ h (Liu et al. 2022).
 
     Every w is 1 at first, so that the model is unchanged.
     """
-    return _at_each(("key", "value", "ffn_inner"), Rescale(), "sequential", ADD, layers, stack, attention)
+    return _at_each(
+        ("key", "value", "ffn_inner"), Rescale(), "sequential", ADD, layers=layers, stack=stack, attention=attention
+    )
 
 
 @_library_method
-def three_vectors() -> tuple[Modification | Selection, ...]:
+def three_vectors() -> Parts:
     """Mix all hidden states where the head reads them, γ ⊙ Σ_l α_l h_l + β (3V; LN table 1).
 
     At first the model is unchanged. A model that generates or chooses has no head over hidden states, and is an error.
@@ -686,15 +692,12 @@ OPERATIONS: Mapping[str, Callable[[], Method]] = {
 
 # -- functions of the weight ------------------------------------------------------------------------------------------
 
-QUERY_AND_VALUE = ("query", "value")
-LINEARS = ("query", "key", "value", "output", "ffn_up", "ffn_down")
-
 
 @_projection_method
 @spec.derives(_scale_of_alpha)
 def dora(
     rank: int = 8, *, scale: float = 1, at: Site = QUERY_AND_VALUE, alpha: float | None = None, dropout: float = 0.0,
-    layers: LayersArg = "all", stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
+    **where: Unpack[Where],
 ) -> Parts:  # fmt: skip
     """Train a low rank and a magnitude, m / ‖W + s B A‖ ⊙ (W + s B A) x (Liu et al. 2024).
 
@@ -708,15 +711,14 @@ def dora(
         DeltuneError: Both `scale` and `alpha` are given, or an argument is out of its range.
     """
     form = DoRA(rank, float(_scale_from(scale, alpha, rank)), dropout)
-    return _at_projections(form, at, layers, stack, attention, tower)
+    return _at_projections(form, at, **where)
 
 
 @_projection_method
 def adalora(
-    rank: int = 8, initial_rank: int | None = None, *, alpha: float | None = None, at: Site = QUERY_AND_VALUE,
-    start: float = 0.1, stop: float = 0.7, every: int = 1, beta1: float = 0.85, beta2: float = 0.85,
-    orthogonality: float = 0.5, dropout: float = 0.0, layers: LayersArg = "all", stack: Stack = "all",
-    attention: Attention = "all", tower: Tower = "main",
+    rank: int = 8, initial_rank: int | None = None, *, alpha: float | None = None, start: float = 0.1,
+    stop: float = 0.7, every: int = 1, beta1: float = 0.85, beta2: float = 0.85, orthogonality: float = 0.5,
+    dropout: float = 0.0, **where: Unpack[AtProjections],
 ) -> Parts:  # fmt: skip
     """Prune the ranks of B diag(e) A x that matter least, over all places (AdaLoRA; Zhang et al. 2023).
 
@@ -741,23 +743,17 @@ def adalora(
     first = -(-3 * rank // 2) if initial_rank is None else initial_rank
     scale = 1.0 if alpha is None else alpha / (first + 1e-5)  # as PEFT divides, so that folders agree
     form = SVD(first, scale, dropout, RankSchedule(rank, start, stop, every, beta1, beta2, orthogonality))
-    return _at_projections(form, at, layers, stack, attention, tower)
+    return _at_projections(form, **where)
 
 
 @_projection_method
-def hira(
-    rank: int = 32, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all", stack: Stack = "all",
-    attention: Attention = "all", tower: Tower = "main",
-) -> Parts:  # fmt: skip
+def hira(rank: int = 32, **where: Unpack[AtProjections]) -> Parts:
     """Multiply the weight by a low rank, (W + W ⊙ B A) x (HiRA; Huang et al. 2025; PEFT: HiraConfig)."""
-    return _at_projections(HiRA(rank), at, layers, stack, attention, tower)
+    return _at_projections(HiRA(rank), **where)
 
 
 @_projection_method
-def glora(
-    rank: int = 8, bias: Literal["constant", "vector"] = "constant", *, at: Site = QUERY_AND_VALUE,
-    layers: LayersArg = "all", stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
-) -> Parts:  # fmt: skip
+def glora(rank: int = 8, bias: Literal["constant", "vector"] = "constant", **where: Unpack[AtProjections]) -> Parts:
     """Train (W + W ⊙ A + B) x + c + D ⊙ c + E + W C with A, B and C of low rank (GLoRA; Chavan et al. 2023).
 
     PEFT: GloraConfig(config_D_E). Without a bias c there is no C, D or E.
@@ -766,36 +762,29 @@ def glora(
     Args:
         bias: Whether D and E are one number each ("constant") or one for each output ("vector").
     """
-    return _at_projections(GLoRA(rank, bias), at, layers, stack, attention, tower)
+    return _at_projections(GLoRA(rank, bias), **where)
 
 
 @_projection_method
-def deft(
-    rank: int = 8, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all", stack: Stack = "all",
-    attention: Attention = "all", tower: Tower = "main",
-) -> Parts:  # fmt: skip
+def deft(rank: int = 8, **where: Unpack[AtProjections]) -> Parts:
     """Project out of a subspace and write into it, (1 - P relu(P)ᵀ) W x + P R x (DEFT; PEFT: DeftConfig)."""
-    return _at_projections(DEFT(rank), at, layers, stack, attention, tower)
+    return _at_projections(DEFT(rank), **where)
 
 
 @_projection_method
 def peanut(
-    rank: int = 32, depth: int = 0, activation: str = "relu", scale: float = 1, *, at: Site = QUERY_AND_VALUE,
-    layers: LayersArg = "all", stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
+    rank: int = 32, depth: int = 0, activation: str = "relu", scale: float = 1, **where: Unpack[AtProjections],
 ) -> Parts:  # fmt: skip
     """Change the weight by a network on itself, W + s (B f(A Wᵀ))ᵀ (PEANuT; PEFT: PeanutConfig).
 
     Args:
         depth: The number of encoders and of decoders (r, r) between A and B.
     """
-    return _at_projections(PEANuT(rank, depth, activation), at, layers, stack, attention, tower, scale=scale)
+    return _at_projections(PEANuT(rank, depth, activation), scale=scale, **where)
 
 
 @_projection_method
-def delora(
-    rank: int = 8, bound: float = 15.0, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all", stack: Stack = "all",
-    attention: Attention = "all", tower: Tower = "main",
-) -> Parts:  # fmt: skip
+def delora(rank: int = 8, bound: float = 15.0, **where: Unpack[AtProjections]) -> Parts:
     """Add a bounded low rank, λ/r Σ_i b_i a_iᵀ / (‖b_i‖ ‖a_i‖) diag(‖W_j‖) x (DeLoRA; Bini et al. 2025).
 
     PEFT: DeloraConfig(delora_lambda).
@@ -804,14 +793,11 @@ def delora(
     Args:
         bound: λ at the start; it is trained.
     """
-    return _at_projections(DeLoRA(rank, bound), at, layers, stack, attention, tower)
+    return _at_projections(DeLoRA(rank, bound), **where)
 
 
 @_projection_method
-def osf(
-    rank: int | None = None, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all", stack: Stack = "all",
-    attention: Attention = "all", tower: Tower = "main",
-) -> Parts:  # fmt: skip
+def osf(rank: int | None = None, **where: Unpack[AtProjections]) -> Parts:
     """Train the lower part of W's spectrum, U_h S_h V_h + U_l S_l V_l (OSF; Nayak et al. 2025).
 
     PEFT: OSFConfig(effective_rank). Gradients are orthogonal to the upper part, so that what was learned there stays.
@@ -820,25 +806,21 @@ def osf(
     Args:
         rank: The number of singular values that are kept; None: half of them.
     """
-    return _at_projections(OSF(rank), at, layers, stack, attention, tower)
+    return _at_projections(OSF(rank), **where)
 
 
 # -- matrices of a structure ------------------------------------------------------------------------------------------
 
 
 @_projection_method
-def loha(
-    rank: int = 8, scale: float = 1, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all", stack: Stack = "all",
-    attention: Attention = "all", tower: Tower = "main",
-) -> Parts:  # fmt: skip
+def loha(rank: int = 8, scale: float = 1, **where: Unpack[AtProjections]) -> Parts:
     """Add the Hadamard product of two low ranks, s (A₁B₁ ⊙ A₂B₂) x (LoHa; Hyeon-Woo et al. 2022; PEFT: LoHaConfig)."""
-    return _at_projections(LoHa(rank), at, layers, stack, attention, tower, scale=scale)
+    return _at_projections(LoHa(rank), scale=scale, **where)
 
 
 @_projection_method
 def lokr(
-    rank: int = 8, scale: float = 1, factor: int = -1, *, decompose_both: bool = False, at: Site = QUERY_AND_VALUE,
-    layers: LayersArg = "all", stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
+    rank: int = 8, scale: float = 1, factor: int = -1, *, decompose_both: bool = False, **where: Unpack[AtProjections],
 ) -> Parts:  # fmt: skip
     """Add a Kronecker product, s (C ⊗ B A) x (LoKr; Yeh et al. 2024; PEFT: LoKrConfig(decompose_factor)).
 
@@ -846,133 +828,103 @@ def lokr(
         factor: The factor of the widths that gives the sides of C, or the greatest that it may be; -1: any.
         decompose_both: Whether C is a low rank too, where this is smaller.
     """
-    return _at_projections(
-        LoKr(rank, factor, decompose_both=decompose_both), at, layers, stack, attention, tower, scale=scale
-    )
+    return _at_projections(LoKr(rank, factor, decompose_both=decompose_both), scale=scale, **where)
 
 
 @_projection_method
-def miss(
-    rank: int = 64, mini_rank: int | None = None, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all",
-    stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
-) -> Parts:  # fmt: skip
+def miss(rank: int = 64, mini_rank: int | None = None, **where: Unpack[AtProjections]) -> Parts:
     """Add one matrix on the sum of the blocks of x, B Σ_k x_k (MiSS, Bone; Kang and Yin 2024; PEFT: MissConfig).
 
     Args:
         rank: The width r of the blocks, at least 1.
         mini_rank: How many outputs have rows of their own, which the others repeat; None: all.
     """
-    return _at_projections(MiSS(rank, mini_rank), at, layers, stack, attention, tower)
+    return _at_projections(MiSS(rank, mini_rank), **where)
 
 
 @_projection_method
-def gralora(
-    rank: int = 32, blocks: int = 2, scale: float = 2, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all",
-    stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
-) -> Parts:  # fmt: skip
+def gralora(rank: int = 32, blocks: int = 2, scale: float = 2, **where: Unpack[AtProjections]) -> Parts:
     """Add k × k blocks with a low rank each, s Σ_k B_k A_k x_k (GraLoRA; Jung et al. 2025; PEFT: GraloraConfig).
 
     Args:
         rank: r, a multiple of `blocks`.
         blocks: k, which divides the widths.
     """
-    return _at_projections(GraLoRA(rank, blocks), at, layers, stack, attention, tower, scale=scale)
+    return _at_projections(GraLoRA(rank, blocks), scale=scale, **where)
 
 
 @_projection_method
-def c3a(
-    block_size: int = 64, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all", stack: Stack = "all",
-    attention: Attention = "all", tower: Tower = "main",
-) -> Parts:  # fmt: skip
+def c3a(block_size: int = 64, **where: Unpack[AtProjections]) -> Parts:
     """Add blocks of circulant matrices, C x (C3A; Chen et al. 2025; PEFT: C3AConfig).
 
     Args:
         block_size: The size of a block, which divides the widths.
     """
-    return _at_projections(Circulant(block_size), at, layers, stack, attention, tower)
+    return _at_projections(Circulant(block_size), **where)
 
 
 @_projection_method
-def fourierft(
-    frequencies: int = 1000, scale: float = 150, seed: int = 777, *, at: Site = QUERY_AND_VALUE,
-    layers: LayersArg = "all", stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
-) -> Parts:  # fmt: skip
+def fourierft(frequencies: int = 1000, scale: float = 150, seed: int = 777, **where: Unpack[AtProjections]) -> Parts:
     """Add the inverse Fourier transform of n entries, s IDFT(c) x (FourierFT; Gao et al. 2024; PEFT: FourierFTConfig).
 
     Args:
         frequencies: n.
     """
-    return _at_projections(FourierFT(frequencies, float(scale), seed), at, layers, stack, attention, tower)
+    return _at_projections(FourierFT(frequencies, float(scale), seed), **where)
 
 
 @_projection_method
-def waveft(
-    frequencies: int = 2592, scale: float = 25, seed: int = 777, *, at: Site = QUERY_AND_VALUE,
-    layers: LayersArg = "all", stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
-) -> Parts:  # fmt: skip
+def waveft(frequencies: int = 2592, scale: float = 25, seed: int = 777, **where: Unpack[AtProjections]) -> Parts:
     """Add the inverse Haar transform of n entries, s IDWT(c) x (WaveFT; Bilican et al. 2025; PEFT: WaveFTConfig).
 
     Args:
         frequencies: n.
     """
-    return _at_projections(WaveFT(frequencies, float(scale), seed), at, layers, stack, attention, tower)
+    return _at_projections(WaveFT(frequencies, float(scale), seed), **where)
 
 
 @_projection_method
-def supertuning(
-    sparsity: float = 0.99, *, largest: bool = True, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all",
-    stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
-) -> Parts:  # fmt: skip
+def supertuning(sparsity: float = 0.99, *, largest: bool = True, **where: Unpack[AtProjections]) -> Parts:
     """Train the entries of a weight of the greatest magnitude, W + v (PEFT: SupertuningConfig).
 
     Args:
         sparsity: The share of the entries that stay as they are.
         largest: Whether the greatest entries are trained, and not the smallest.
     """
-    return _at_projections(SuperTuning(sparsity, largest=largest), at, layers, stack, attention, tower)
+    return _at_projections(SuperTuning(sparsity, largest=largest), **where)
 
 
 @_projection_method
-def shira(
-    rank: int = 32, seed: int = 0, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all", stack: Stack = "all",
-    attention: Attention = "all", tower: Tower = "main",
-) -> Parts:  # fmt: skip
+def shira(rank: int = 32, seed: int = 0, **where: Unpack[AtProjections]) -> Parts:
     """Train r (d_in + d_out) random entries of a weight, W + v (SHiRA; Bhardwaj et al. 2024; PEFT: ShiraConfig)."""
-    return _at_projections(SHiRA(rank, seed), at, layers, stack, attention, tower)
+    return _at_projections(SHiRA(rank, seed), **where)
 
 
 # -- low ranks of few numbers, or of another start --------------------------------------------------------------------
 
 
 @_projection_method
-def vera(
-    rank: int = 256, d_initial: float = 0.1, seed: int = 0, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all",
-    stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
-) -> Parts:  # fmt: skip
+def vera(rank: int = 256, d_initial: float = 0.1, seed: int = 0, **where: Unpack[AtProjections]) -> Parts:
     """Scale shared random matrices, b ⊙ B (d ⊙ A x) (VeRA; Kopiczko et al. 2024; PEFT: VeraConfig).
 
     Args:
         d_initial: d at the start.
     """
-    return _at_projections(VeRA(rank, d_initial, seed), at, layers, stack, attention, tower)
+    return _at_projections(VeRA(rank, d_initial, seed), **where)
 
 
 @_projection_method
-def randlora(
-    rank: int = 32, scale: float = 20, seed: int = 0, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all",
-    stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
-) -> Parts:  # fmt: skip
+def randlora(rank: int = 32, scale: float = 20, seed: int = 0, **where: Unpack[AtProjections]) -> Parts:
     """Scale shared random matrices to a full rank, s Σ_n B_n Λ_n A Γ_n x (RandLoRA; Albert et al. 2025).
 
     PEFT: RandLoraConfig.
     """
-    return _at_projections(RandLoRA(rank, seed), at, layers, stack, attention, tower, scale=scale)
+    return _at_projections(RandLoRA(rank, seed), scale=scale, **where)
 
 
 @_projection_method
 def vblora(
-    rank: int = 4, vectors: int = 256, length: int = 64, top_k: int = 2, *, at: Site = QUERY_AND_VALUE,
-    layers: LayersArg = "all", stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
+    rank: int = 4, vectors: int = 256, length: int = 64, top_k: int = 2, **where: Unpack[AtProjections],
 ) -> Parts:  # fmt: skip
     """Mix a low rank B A x from one bank of vectors (VB-LoRA; Li et al. 2024; PEFT: VBLoRAConfig).
 
@@ -981,76 +933,58 @@ def vblora(
         length: Their length, which divides the widths.
         top_k: How many are mixed to a piece.
     """
-    return _at_projections(VBLoRA(rank, vectors, length, top_k), at, layers, stack, attention, tower)
+    return _at_projections(VBLoRA(rank, vectors, length, top_k), **where)
 
 
 @_projection_method
-def unilora(
-    rank: int = 4, length: int = 256, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all", stack: Stack = "all",
-    attention: Attention = "all", tower: Tower = "main",
-) -> Parts:  # fmt: skip
+def unilora(rank: int = 4, length: int = 256, **where: Unpack[AtProjections]) -> Parts:
     """Take the entries of a low rank B A x from one vector θ (Uni-LoRA; Li et al. 2025; PEFT: UniLoraConfig).
 
     Args:
         length: The length of θ.
     """
-    return _at_projections(UniLoRA(rank, length), at, layers, stack, attention, tower)
+    return _at_projections(UniLoRA(rank, length), **where)
 
 
 @_projection_method
-def tinylora(
-    rank: int = 2, parameters: int = 64, *, tied: bool = False, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all",
-    stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
-) -> Parts:  # fmt: skip
+def tinylora(rank: int = 2, parameters: int = 64, *, tied: bool = False, **where: Unpack[AtProjections]) -> Parts:
     """Train few numbers v in B (Σ_i v_i P_i) A x, where B A is from W's spectrum (TinyLoRA; PEFT: TinyLoraConfig).
 
     Args:
         parameters: The length u of v.
         tied: Whether all places have one v in common (PEFT: weight_tying=1).
     """
-    return _at_projections(TinyLoRA(rank, parameters, tied=tied), at, layers, stack, attention, tower)
+    return _at_projections(TinyLoRA(rank, parameters, tied=tied), **where)
 
 
 @_projection_method
-def nola(
-    rank: int = 8, bases: int = 64, scale: float = 1, seed: int = 0, *, at: Site = QUERY_AND_VALUE,
-    layers: LayersArg = "all", stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
-) -> Parts:  # fmt: skip
+def nola(rank: int = 8, bases: int = 64, scale: float = 1, seed: int = 0, **where: Unpack[AtProjections]) -> Parts:
     """Mix a low rank from random matrices, s (Σ_i β_i B_i) (Σ_i α_i A_i) x (NOLA; Koohpayegani et al. 2024).
 
     Args:
         bases: The number of random matrices on either side.
     """
-    return _at_projections(NoLA(rank, bases, seed), at, layers, stack, attention, tower, scale=scale)
+    return _at_projections(NoLA(rank, bases, seed), scale=scale, **where)
 
 
 @_projection_method
-def lora_xs(
-    rank: int = 16, scale: float = 1, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all", stack: Stack = "all",
-    attention: Attention = "all", tower: Tower = "main",
-) -> Parts:  # fmt: skip
+def lora_xs(rank: int = 16, scale: float = 1, **where: Unpack[AtProjections]) -> Parts:
     """Train R in s B R A x, where B A is from W's spectrum (LoRA-XS; Bałazy et al. 2024)."""
-    return _at_projections(LoRAXS(rank), at, layers, stack, attention, tower, scale=scale)
+    return _at_projections(LoRAXS(rank), scale=scale, **where)
 
 
 @_projection_method
-def svft(
-    band: int = 0, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all", stack: Stack = "all",
-    attention: Attention = "all", tower: Tower = "main",
-) -> Parts:  # fmt: skip
+def svft(band: int = 0, **where: Unpack[AtProjections]) -> Parts:
     """Train M in U (Σ + M) V x, where U Σ V is W (SVFT; Lingam et al. 2024).
 
     Args:
         band: How far from its diagonal M is trained; 0: the diagonal alone.
     """
-    return _at_projections(SVFT(band), at, layers, stack, attention, tower)
+    return _at_projections(SVFT(band), **where)
 
 
 @_projection_method
-def poly(
-    rank: int = 8, tasks: int = 1, skills: int = 4, splits: int = 1, *, at: Site = QUERY_AND_VALUE,
-    layers: LayersArg = "all", stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
-) -> Parts:  # fmt: skip
+def poly(rank: int = 8, tasks: int = 1, skills: int = 4, splits: int = 1, **where: Unpack[AtProjections]) -> Parts:
     """Mix a low rank from skills by the task of a row, (Σ_s w_s A_s) (Σ_s w_s B_s) x / r (Poly; Ponti et al. 2023).
 
     PEFT: PolyConfig. With several tasks a pass is told them: with tuned.condition(task_ids=[0, 2, …]): model(…).
@@ -1060,13 +994,12 @@ def poly(
         skills: The number of skills of each place, s.
         splits: In how many parts the widths are split, each with weights of its own.
     """
-    return _at_projections(Poly(rank, tasks, skills, splits), at, layers, stack, attention, tower)
+    return _at_projections(Poly(rank, tasks, skills, splits), **where)
 
 
 @_projection_method
 def adamss(
-    rank: int = 1, clusters: int = 5, singular_values: int = 100, seed: int = 0, *, at: Site = QUERY_AND_VALUE,
-    layers: LayersArg = "all", stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
+    rank: int = 1, clusters: int = 5, singular_values: int = 100, seed: int = 0, **where: Unpack[AtProjections],
 ) -> Parts:  # fmt: skip
     """Train a low rank for each cluster of outputs, b_j A_i V x (AdaMSS; PEFT: AdamssConfig).
 
@@ -1080,14 +1013,11 @@ def adamss(
     Raises:
         DeltuneError: An argument is out of its range, or scikit-learn is not installed.
     """
-    return _at_projections(AdaMSS(rank, clusters, singular_values, seed), at, layers, stack, attention, tower)
+    return _at_projections(AdaMSS(rank, clusters, singular_values, seed), **where)
 
 
 @_projection_method
-def frod(
-    density: float = 0.01, seed: int = 0, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all",
-    stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
-) -> Parts:  # fmt: skip
+def frod(density: float = 0.01, seed: int = 0, **where: Unpack[AtProjections]) -> Parts:
     """Rotate and scale the weight in a basis that layers share, U (S + diag(λ)) Vᵀ x (FRoD; PEFT: FrodConfig).
 
     W is U diag(λ₀) Vᵀ, with one V for the weights of all layers at a site. λ and the sparse S are trained.
@@ -1095,32 +1025,23 @@ def frod(
     Args:
         density: The share of the entries of S that are trained.
     """
-    return _at_projections(FRoD(density, seed), at, layers, stack, attention, tower)
+    return _at_projections(FRoD(density, seed), **where)
 
 
 @_projection_method
-def lora_fa(
-    rank: int = 8, scale: float = 1, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all", stack: Stack = "all",
-    attention: Attention = "all", tower: Tower = "main",
-) -> Parts:  # fmt: skip
+def lora_fa(rank: int = 8, scale: float = 1, **where: Unpack[AtProjections]) -> Parts:
     """Train B in s B A x with a random A (LoRA-FA; Zhang et al. 2023)."""
-    return _at_projections(FrozenSide(rank), at, layers, stack, attention, tower, scale=scale)
+    return _at_projections(FrozenSide(rank), scale=scale, **where)
 
 
 @_projection_method
-def mica(
-    rank: int = 8, scale: float = 1, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all", stack: Stack = "all",
-    attention: Attention = "all", tower: Tower = "main",
-) -> Parts:  # fmt: skip
+def mica(rank: int = 8, scale: float = 1, **where: Unpack[AtProjections]) -> Parts:
     """Train A in s B A x, where B has the last left singular vectors of W (MiCA; PEFT: init_lora_weights="mica")."""
-    return _at_projections(FrozenSide(rank, "up"), at, layers, stack, attention, tower, scale=scale)
+    return _at_projections(FrozenSide(rank, "up"), scale=scale, **where)
 
 
 @_projection_method
-def pissa(
-    rank: int = 8, scale: float = 1, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all", stack: Stack = "all",
-    attention: Attention = "all", tower: Tower = "main",
-) -> Parts:  # fmt: skip
+def pissa(rank: int = 8, scale: float = 1, **where: Unpack[AtProjections]) -> Parts:
     """Train the first part of W's spectrum, s (B A - B₀ A₀) x (PiSSA; Meng et al. 2024).
 
     PEFT: LoraConfig(init_lora_weights="pissa"). The base model is not changed.
@@ -1128,14 +1049,11 @@ def pissa(
     Args:
         scale: s, above 0.
     """
-    return _at_projections(Centred(rank, "pissa", float(scale)), at, layers, stack, attention, tower)
+    return _at_projections(Centred(rank, "pissa", float(scale)), **where)
 
 
 @_projection_method
-def olora(
-    rank: int = 8, scale: float = 1, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all", stack: Stack = "all",
-    attention: Attention = "all", tower: Tower = "main",
-) -> Parts:  # fmt: skip
+def olora(rank: int = 8, scale: float = 1, **where: Unpack[AtProjections]) -> Parts:
     """Train a low rank from W's QR decomposition, s (B A - B₀ A₀) x (OLoRA; Büyükakyüz 2024).
 
     PEFT: LoraConfig(init_lora_weights="olora"). The base model is not changed.
@@ -1143,13 +1061,12 @@ def olora(
     Args:
         scale: s, above 0.
     """
-    return _at_projections(Centred(rank, "olora", float(scale)), at, layers, stack, attention, tower)
+    return _at_projections(Centred(rank, "olora", float(scale)), **where)
 
 
 @_projection_method
 def corda(
-    rank: int = 8, scale: float = 1, keep: Literal["task", "knowledge"] = "task", *, at: Site = QUERY_AND_VALUE,
-    layers: LayersArg = "all", stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
+    rank: int = 8, scale: float = 1, keep: Literal["task", "knowledge"] = "task", **where: Unpack[AtProjections],
 ) -> Parts:  # fmt: skip
     """Train a part of the spectrum of W by data, s (B A - B₀ A₀) x (CorDA; Yang et al. 2024).
 
@@ -1161,14 +1078,11 @@ def corda(
             knowledge is kept; PEFT: "kpm").
     """
     form = Centred(rank, "corda" if keep == "task" else "corda_kpm", float(scale))
-    return _at_projections(form, at, layers, stack, attention, tower)
+    return _at_projections(form, **where)
 
 
 @_projection_method
-def lora_ga(
-    rank: int = 8, scale: float = 1, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all", stack: Stack = "all",
-    attention: Attention = "all", tower: Tower = "main",
-) -> Parts:  # fmt: skip
+def lora_ga(rank: int = 8, scale: float = 1, **where: Unpack[AtProjections]) -> Parts:
     """Train a low rank from the gradient of W, s (B A - B₀ A₀) x (LoRA-GA; Wang et al. 2024).
 
     PEFT: LoraConfig(init_lora_weights="lora_ga"). The base model is not changed. It starts from data with labels.
@@ -1177,14 +1091,11 @@ def lora_ga(
         rank: r, at least 1; twice as many singular values are needed.
         scale: s, above 0.
     """
-    return _at_projections(Centred(rank, "lora_ga", float(scale)), at, layers, stack, attention, tower)
+    return _at_projections(Centred(rank, "lora_ga", float(scale)), **where)
 
 
 @_projection_method
-def eva(
-    rank: int = 8, scale: float = 1, dropout: float = 0.0, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all",
-    stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
-) -> Parts:  # fmt: skip
+def eva(rank: int = 8, scale: float = 1, dropout: float = 0.0, **where: Unpack[AtProjections]) -> Parts:
     """Train s B A x, where A starts as the first principal components of x (EVA; Paischer et al. 2024).
 
     PEFT: LoraConfig(init_lora_weights="eva", eva_config=EvaConfig(rho=1)): all places have one rank. It starts from
@@ -1193,14 +1104,11 @@ def eva(
     Args:
         dropout: The probability of dropping a value of x while training.
     """
-    return _at_projections(LowRank(rank, dropout, "eva"), at, layers, stack, attention, tower, scale=scale)
+    return _at_projections(LowRank(rank, dropout, "eva"), scale=scale, **where)
 
 
 @_projection_method
-def loftq(
-    rank: int = 8, dropout: float = 0.0, *, at: Site = LINEARS, layers: LayersArg = "all", stack: Stack = "all",
-    attention: Attention = "all", tower: Tower = "main",
-) -> Parts:  # fmt: skip
+def loftq(rank: int = 8, dropout: float = 0.0, *, at: Site = LINEARS, **where: Unpack[Where]) -> Parts:
     """Train B A x on a quantised base Q, where B A starts as the best part of W - Q (LoftQ; Li et al. 2023).
 
     PEFT: replace_lora_weights_loftq. The base is not changed. It starts from the model before it was quantised.
@@ -1208,17 +1116,14 @@ def loftq(
     Args:
         dropout: The probability of dropping a value of x while training.
     """
-    return _at_projections(LowRank(rank, dropout, "loftq"), at, layers, stack, attention, tower)
+    return _at_projections(LowRank(rank, dropout, "loftq"), at, **where)
 
 
 # -- rotations, vectors and subspaces ---------------------------------------------------------------------------------
 
 
 @_projection_method
-def oft(
-    block_size: int = 32, terms: int = 5, *, shared_block: bool = False, at: Site = QUERY_AND_VALUE,
-    layers: LayersArg = "all", stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
-) -> Parts:  # fmt: skip
+def oft(block_size: int = 32, terms: int = 5, *, shared_block: bool = False, **where: Unpack[AtProjections]) -> Parts:
     """Rotate the input of a projection in blocks, W R x (OFT; Qiu et al. 2023; PEFT: OFTConfig).
 
     Args:
@@ -1226,91 +1131,66 @@ def oft(
         terms: The number of terms, at least 4, of a series in place of the inverse; 0: the inverse.
         shared_block: Whether all blocks are one.
     """
-    return _at_projections(
-        Rotation(block_size, terms, shared_block=shared_block), at, layers, stack, attention, tower, insertion="input"
-    )
+    return _at_projections(Rotation(block_size, terms, shared_block=shared_block), insertion="input", **where)
 
 
 @_projection_method
-def boft(
-    block_size: int = 4, factors: int = 1, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all",
-    stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
-) -> Parts:  # fmt: skip
+def boft(block_size: int = 4, factors: int = 1, **where: Unpack[AtProjections]) -> Parts:
     """Rotate and scale the weight, diag(s) W R with butterfly factors R (BOFT; Liu et al. 2024; PEFT: BOFTConfig).
 
     Args:
         block_size: The size b of a block, an even number that divides the width.
         factors: The number m of factors; b · 2^(m - 1) divides the width.
     """
-    return _at_projections(Butterfly(block_size, factors), at, layers, stack, attention, tower)
+    return _at_projections(Butterfly(block_size, factors), **where)
 
 
 @_projection_method
-def hra(
-    rank: int = 8, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all", stack: Stack = "all",
-    attention: Attention = "all", tower: Tower = "main",
-) -> Parts:  # fmt: skip
+def hra(rank: int = 8, **where: Unpack[AtProjections]) -> Parts:
     """Reflect the input of a projection, W ∏ (1 - 2 u_i u_iᵀ) x (HRA; Yuan et al. 2024; PEFT: HRAConfig).
 
     Args:
         rank: The number of reflections, which is even.
     """
-    return _at_projections(Householder(rank), at, layers, stack, attention, tower, insertion="input")
+    return _at_projections(Householder(rank), insertion="input", **where)
 
 
 @_projection_method
-def psoft(
-    rank: int = 32, scale: float = 1, *, scales: bool = True, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all",
-    stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
-) -> Parts:  # fmt: skip
+def psoft(rank: int = 32, scale: float = 1, *, scales: bool = True, **where: Unpack[AtProjections]) -> Parts:
     """Rotate the first part of W's spectrum, s B (R - 1) A x (PSOFT; PEFT: PsoftConfig).
 
     Args:
         scales: Whether R is scaled on both sides (PEFT: psoft_mag_a and psoft_mag_b).
     """
-    return _at_projections(PrincipalRotation(rank, scales=scales), at, layers, stack, attention, tower, scale=scale)
+    return _at_projections(PrincipalRotation(rank, scales=scales), scale=scale, **where)
 
 
 @_projection_method
-def road(
-    variant: Literal[1, 2, 4] = 1, group_size: int = 64, *, at: Site = QUERY_AND_VALUE, layers: LayersArg = "all",
-    stack: Stack = "all", attention: Attention = "all", tower: Tower = "main",
-) -> Parts:  # fmt: skip
+def road(variant: Literal[1, 2, 4] = 1, group_size: int = 64, **where: Unpack[AtProjections]) -> Parts:
     """Rotate and scale pairs of h, α (cos θ h + sin θ h⊥) (RoAd; Liao and Monz 2024; PEFT: RoadConfig).
 
     Args:
         variant: One θ and α for each pair (1), for each number (2), or for each product (4).
         group_size: The pairs are the two halves of each group of so many numbers, which divides the width.
     """
-    return _at_projections(
-        PairRotation(group_size, variant), at, layers, stack, attention, tower, insertion="sequential"
-    )
+    return _at_projections(PairRotation(group_size, variant), insertion="sequential", **where)
 
 
 @_projection_method
-def ssf(
-    *, at: Site = LINEARS, layers: LayersArg = "all", stack: Stack = "all", attention: Attention = "all",
-    tower: Tower = "main",
-) -> Parts:  # fmt: skip
+def ssf(*, at: Site = LINEARS, **where: Unpack[Where]) -> Parts:
     """Scale and shift what projections compute, γ ⊙ h + β (SSF; Lian et al. 2022)."""
-    scaled = _at_projections(Rescale(), at, layers, stack, attention, tower, insertion="sequential")
-    return (*scaled, *_at_projections(Vector(), at, layers, stack, attention, tower))
+    scaled = _at_projections(Rescale(), at, insertion="sequential", **where)
+    return (*scaled, *_at_projections(Vector(), at, **where))
 
 
 @_projection_method
-def beft(
-    *, at: Site = "value", layers: LayersArg = "all", stack: Stack = "all", attention: Attention = "all",
-    tower: Tower = "main",
-) -> Parts:  # fmt: skip
+def beft(*, at: Site = "value", **where: Unpack[Where]) -> Parts:
     """Add a bias to projections, h + b (BEFT; PEFT: BeftConfig)."""
-    return _at_projections(Vector(), at, layers, stack, attention, tower)
+    return _at_projections(Vector(), at, **where)
 
 
 @_library_method
-def compacter(
-    rank: int = 16, divisions: int = 4, *, activation: str = "gelu", layers: LayersArg = "all", stack: Stack = "all",
-    attention: Attention = "all", tower: Tower = "main",
-) -> Parts:  # fmt: skip
+def compacter(rank: int = 16, divisions: int = 4, *, activation: str = "gelu", **where: Unpack[Where]) -> Parts:
     """Add h + f(h D) U with D and U sums of Kronecker products (Compacter; Karimi Mahabadi et al. 2021).
 
     Their first factors are shared by all places, and the second ones are of rank 1.
@@ -1320,7 +1200,7 @@ def compacter(
         divisions: The number of products, which divides the widths.
     """
     form = KroneckerBottleneck(rank, divisions, activation=activation)
-    return _at_each(("attention", "ffn"), form, "sequential", ADD, layers, stack, attention, tower)
+    return _at_each(("attention", "ffn"), form, "sequential", ADD, **where)
 
 
 @_library_method

@@ -56,7 +56,9 @@ def argument_types(make: Callable[..., Any]) -> dict[str, Any]:
 
 
 Size = Annotated[int, "a whole number of at least 1", lambda size: size >= 1]
-Count = Annotated[int, "a whole number of at least 0", lambda count: count >= 0]
+NonNegativeInt = Annotated[int, "a whole number of at least 0", lambda count: count >= 0]
+Depth = Annotated[int, "a whole number from 0 to 64", lambda depth: 0 <= depth <= 64]
+Factors = Annotated[int, "a whole number from 1 to 62", lambda factors: 1 <= factors <= 62]
 Share = Annotated[float, "in [0, 1)", lambda share: 0 <= share < 1]
 """Types of fields with a range, which `check_fields` checks."""
 

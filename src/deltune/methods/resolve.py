@@ -342,7 +342,7 @@ def _draw_masks(unmasked: ResolvedMethod, masked: MaskedMethod, base_size: Calla
 def _mask_groups(edit: ResolvedEdit) -> list[MaskGroup]:
     """Return the groups that a mask is drawn on: the product of an edit, if it has one, and every other tensor."""
     shapes = {n: spec.shape for n, spec in edit.tensors.items() if spec.trained and spec.saved and not spec.shared}
-    product = edit.modification.form.product(edit.place.widths)
+    product = edit.modification.form.mask_factors(edit.place.widths)
     groups = []
     if product is not None:
         rank, down, up = product

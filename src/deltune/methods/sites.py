@@ -148,7 +148,7 @@ def resolve_locations(anatomy: Anatomy, modification: Modification) -> list[Loca
 
 def _read_by_the_rest(anatomy: Anatomy, part: Anatomy, locations: list[Location]) -> list[Location]:
     """Return the places of another tower from which the output of the model is reached."""
-    read = [x for x in locations if part.is_read(x.linear.path if x.linear is not None else x.target.path)]
+    read = [x for x in locations if part.reaches_output(x.linear.path if x.linear is not None else x.target.path)]
     if locations and not read:
         raise DeltuneError(
             f"nothing would train there: of the tower {part.tower}, {anatomy.unread(part.tower)}, since the model "

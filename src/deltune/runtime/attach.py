@@ -55,7 +55,7 @@ from ..models import HEADS, HEADS_WITH_LABELS, Pooling, head_of_class, head_of_c
 from . import hub, serialization
 from .attached import Attached, check_name
 from .attention import prefix_implementation
-from .combine import allocated
+from .combine import with_allocated_ranks
 from .delta_schema import (
     BaseFacts,
     Expected,
@@ -94,9 +94,9 @@ def read_foreign(attached: Attached, folder: str | Path) -> Translation:
     return adapterhub.read_adapterhub(attached.anatomy, contents, relative)
 
 
-def content(attached: Attached, name: str | None = None) -> ExportedDelta:
+def collect_export(attached: Attached, name: str | None = None) -> ExportedDelta:
     """Collect a delta for a writer of another format: the one of this name, or the one in use."""
-    delta, state = allocated(attached, attached.delta(name)), attached.state
+    delta, state = with_allocated_ranks(attached, attached.delta(name)), attached.state
     if waiting := [s.schedule for s in delta.schedule_states() if isinstance(s.schedule, RankSchedule)]:
         raise DeltuneError(
             f"{delta.method!r} is exported as LoRA once its ranks are final: after tuned.advance(share) with share ≥ "
@@ -130,7 +130,7 @@ def export_delta(attached: Attached, folder: str | Path, format: str = "peft", n
 
 def _exported(attached: Attached, format: str, name: str | None) -> tuple[Files, dict[str, dict[str, torch.Tensor]]]:
     """Return the contents of a folder in another library's format: options and tensors by the names of their files."""
-    model, exported = attached.model, content(attached, name)
+    model, exported = attached.model, collect_export(attached, name)
     task = HEADS[head_of_class_name(attached.anatomy.model) or "base"].peft_task
     if format == "adapterhub":
         return _exported_for_adapterhub(attached, exported, name)

@@ -51,7 +51,7 @@ from .pass_manager import PassManager, Scope, choose_here, current_scope, reset_
 from .pooling import without_pooler
 from .prompts import check_takes_prompts
 from .row_assignment import Names, RowAssignment, Use, checked_names, each_name, head_of, owning_modules
-from .sharding import reshard, whole_deltas
+from .sharding import reshard, unsharded_deltas
 
 _THE_MODEL = ""
 """Owner key for hooks that all deltas share; no delta has this name."""
@@ -573,7 +573,7 @@ class Attached:
 
     def plan_merge(
         self, names: Names, head: str | None, dequantize: bool = False, pooled: bool = False
-    ) -> tuple[merging.Merge, HeadLabels]:
+    ) -> tuple[merging.MergePlan, HeadLabels]:
         """Compute what merging deltas puts into the model, which is not changed, and the labels of its head."""
         some = {name: self.delta(name) for name in each_name(names)} or {"": self.delta()}
         head = head_of(tuple(some), some, head)
@@ -603,7 +603,7 @@ class Attached:
             return str(error)
         return ""
 
-    def _put_merged(self, model: PreTrainedModel, merge: merging.Merge, labels: HeadLabels) -> None:
+    def _put_merged(self, model: PreTrainedModel, merge: merging.MergePlan, labels: HeadLabels) -> None:
         self.base_labels = labels
         if self.live_model is not None:
             self.state.place_tensors(None)
@@ -635,7 +635,7 @@ class Attached:
             self.deltas[name] = delta
             self.hooks.add(name, delta)
             if name in pickled.in_use.deltas or any(p.requires_grad for p in self.state.parameters_of(delta)):
-                self.state.remember_trainable(delta)
+                self.state.keep_requires_grad(delta)
         self._choose(pickled.in_use)
         self.passes.update_model(self.passes.default_assignment, set_requires_grad=False)
 
@@ -645,7 +645,7 @@ class Attached:
         """Have whole tensors of the deltas inside the block, where FSDP2 has sharded them; all ranks must enter it."""
         placed = self.state.placed_delta
         owned = () if placed is None else self.state.delta(placed).owned_tensors
-        return whole_deltas(self.model, owned, write)
+        return unsharded_deltas(self.model, owned, write)
 
     def contents(
         self, name: str | None, shrink: Callable[[Attached, Delta], Delta] = lambda attached, delta: delta

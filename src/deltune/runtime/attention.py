@@ -57,7 +57,7 @@ def _with_prefixes(original: AttentionFunction, additive: bool) -> AttentionFunc
             return original(module, query, key, value, attention_mask, **kwargs)
         scaling = kwargs.get("scaling")
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        call, read = Call(module, query, key, value, attention_mask, kwargs), input_reader(hook.inputs())
+        call, read = AttentionCall(module, query, key, value, attention_mask, kwargs), input_reader(hook.inputs())
         if joining := [(edit, group) for edit, group in edits if edit.in_softmax]:
             gates = _gates(joining, read, query)
             prefix = hook.prefix_of_rows(key, lambda: _stack_prefixes(_prefixes(joining, len(gates)), key))
@@ -76,7 +76,7 @@ def _with_prefixes(original: AttentionFunction, additive: bool) -> AttentionFunc
     return attention
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """The arguments of an attention function."""
 
     module: torch.nn.Module
@@ -138,13 +138,13 @@ def _prefixes(edits: EditsOfRows, gates: int) -> Prefixes:
     ]
 
 
-def _widened(call: Call, gates: list[torch.Tensor], scaling: float) -> Call:
+def _widened(call: AttentionCall, gates: list[torch.Tensor], scaling: float) -> AttentionCall:
     """Return the call with heads that have a part for each gate."""
     if not gates:
         return call
     query = torch.cat([call.query, *(call.query * gate[:, None, :, None] for gate in gates)], dim=-1)
     key, value = (_in_part(tensor, 0, len(gates)) for tensor in (call.key, call.value))
-    return Call(call.module, query, key, value, call.mask, {**call.options, "scaling": scaling})
+    return AttentionCall(call.module, query, key, value, call.mask, {**call.options, "scaling": scaling})
 
 
 def _narrowed(output: torch.Tensor, gates: list[torch.Tensor]) -> torch.Tensor:
@@ -232,7 +232,7 @@ def _stack_prefixes(prefixes: Prefixes, key: torch.Tensor) -> PrefixRows:
 
 
 def _attend_with_prefix(
-    prefix: PrefixRows, call: Call, original: AttentionFunction, additive: bool
+    prefix: PrefixRows, call: AttentionCall, original: AttentionFunction, additive: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the output (B, n, N_h, d_v) and the attention weights."""
     mask, options = _extended_mask(prefix, call), call.options
@@ -251,7 +251,7 @@ def _finite_mask(shown: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(shown.shape, dtype=dtype, device=shown.device).masked_fill_(~shown, torch.finfo(dtype).min)
 
 
-def _extended_mask(prefix: PrefixRows, call: Call) -> torch.Tensor | None:
+def _extended_mask(prefix: PrefixRows, call: AttentionCall) -> torch.Tensor | None:
     """The mask with columns for the prefix before it, which every query sees, except for padding.
 
     A causal mask that is left to the kernel is written out, since the kernel would align it to the prefix's first key.

@@ -29,7 +29,7 @@ def identity_of(prompts: Sequence[tuple[DeltaRows, Sequence[Edit]]]) -> Identity
     return tuple((group.share, *(_NAMES.setdefault(e, uuid.uuid4().hex) for e in edits)) for group, edits in prompts)
 
 
-class CachedPrompt:
+class CachedSoftPrompt:
     """The rows before the text in a cache, in which it replaces the methods that count and add columns.
 
     Attributes:
@@ -69,9 +69,9 @@ def self_attention_cache(cache: Any) -> Any:
     return getattr(cache, "self_attention_cache", cache)
 
 
-def cached_prompt(cache: Any) -> CachedPrompt | None:
+def cached_prompt(cache: Any) -> CachedSoftPrompt | None:
     """Return what a cache knows of the prompt whose rows it holds."""
-    known: CachedPrompt | None = getattr(cache, _MARK, None)
+    known: CachedSoftPrompt | None = getattr(cache, _MARK, None)
     return known
 
 
@@ -99,7 +99,7 @@ def enter_stack(cache: Any, identity: Identity, length: int, columns: int) -> No
         return
     known = cached_prompt(cache)
     if known is None or not columns:
-        known = CachedPrompt(cache, identity, length)
+        known = CachedSoftPrompt(cache, identity, length)
     known.inside = True
 
 
@@ -107,5 +107,5 @@ def leave_stack(cache: Any, identity: Identity, length: int) -> None:
     """Count the text alone again; a cache that the stack has made itself holds the rows from now on."""
     if cache is None or getattr(cache, "counts_prompts", False):
         return
-    known = cached_prompt(cache) or CachedPrompt(cache, identity, length)
+    known = cached_prompt(cache) or CachedSoftPrompt(cache, identity, length)
     known.inside = False

@@ -117,7 +117,7 @@ def join_changes(changes: torch.Tensor, weights: torch.Tensor, how: How | None, 
     return (trimmed * agreeing).sum(0) / agreeing.sum(0).clamp(min=1)
 
 
-class Expression(NamedTuple):
+class CombinationExpression(NamedTuple):
     """What an expression says: the weight of each delta, and the function whose arguments they are, or ""."""
 
     weights: dict[str, float]
@@ -131,7 +131,7 @@ _TERM = re.compile(
 _FUNCTION = re.compile(rf"\s*({AVERAGE}|mix)\s*\((.*)\)\s*")
 
 
-def parse_expression(text: str) -> Expression:
+def parse_combination(text: str) -> CombinationExpression:
     """Read a sum such as "0.5*a + b - 2*'my-task'", or "average(a, b)" or "mix(a, b)".
 
     Raises:
@@ -154,7 +154,7 @@ def parse_expression(text: str) -> Expression:
         rest = rest[match.end() :]
     if wrong := [name for name, weight in weights.items() if not math.isfinite(weight)]:
         raise DeltuneError(f"{excerpt(text)}: the weight of {', '.join(wrong)} is not finite")
-    return Expression(weights, "" if call is None else call[1])
+    return CombinationExpression(weights, "" if call is None else call[1])
 
 
 def combine(
@@ -168,7 +168,7 @@ def combine(
 ) -> None:
     """Attach a combination of deltas and put it in use; see `Tuned.combine`."""
     refuse_sharded(attached.model, ADDED_LATE, BEFORE_SHARDING)
-    expression = parse_expression(text)
+    expression = parse_combination(text)
     check_name(name, attached.names)
     if unknown := [unknown_name("delta", n, attached.names) for n in expression.weights if n not in attached.names]:
         hint = "; a name with '-' stands in quotes" if any("-" in n for n in attached.names) else ""
@@ -331,7 +331,7 @@ def _mixed(
                 tensors[name] = tensors[name].to(part)
                 tensors[name][number][tuple(map(slice, part.shape))] = part
         pieces.append(PlacedTensors(replace(modification, form=form), place, tensors))
-    return method_of(attached.anatomy_read(pooling), pieces, set())
+    return shortest_method(attached.anatomy_read(pooling), pieces, set())
 
 
 def _bottlenecks(delta: Delta) -> list[PlacedTensors]:
@@ -404,7 +404,7 @@ class Changes:
         rows = dict.fromkeys(replace(part, tokens=every) for part in tokens) if by_row else {}
         masked = {delta for delta in deltas.values() if any(edit.is_masked for edit in delta.all_edits())}
         known = [delta.method for delta in deltas.values() if delta not in masked]
-        self.method, self.tensors = method_of(anatomy, self.pieces, set(self.owned) - by_row, rows, known)
+        self.method, self.tensors = shortest_method(anatomy, self.pieces, set(self.owned) - by_row, rows, known)
         self.lost = self._energy[0] / self._energy[1] if self._energy[1] else 0.0
 
     def _add_products(self, edits: Sequence[tuple[str, Edit]]) -> None:
@@ -436,7 +436,7 @@ class Changes:
     def _of_rank(self, u: torch.Tensor, s: torch.Tensor, v: torch.Tensor) -> Product:
         """Return the product of the rank that is asked for, or of all singular values but 0."""
         noise = s.amax() * max(u.shape[-2], v.shape[-1]) * torch.finfo(s.dtype).eps
-        up, down = of_rank(u, s, v, self.rank or int((s > noise).sum(-1).max()))
+        up, down = truncate_to_rank(u, s, v, self.rank or int((s > noise).sum(-1).max()))
         self._energy[0] += float(s[..., up.shape[-1] :].square().sum())
         self._energy[1] += float(s.square().sum())
         return up, down
@@ -544,13 +544,13 @@ class Projections:
         return bool(self._places[path, self.parts[path][0]][1].linear.transposed)
 
 
-def of_rank(u: torch.Tensor, s: torch.Tensor, v: torch.Tensor, rank: int) -> Product:
+def truncate_to_rank(u: torch.Tensor, s: torch.Tensor, v: torch.Tensor, rank: int) -> Product:
     """Return U and D of the largest singular values, at least of one, each with their roots."""
     root = s[..., :rank].sqrt() if rank else s[..., :1].sqrt()
     return u[..., : root.shape[-1]] * root[..., None, :], root[..., :, None] * v[..., : root.shape[-1], :]
 
 
-def method_of(
+def shortest_method(
     anatomy: Anatomy,
     pieces: Sequence[PlacedTensors],
     owned: set[str],
@@ -600,7 +600,7 @@ def _product(edit: Edit, weight: float) -> Product:
     return up * (edit.factor * weight), down
 
 
-def allocated(attached: Attached, delta: Delta) -> Delta:
+def with_allocated_ranks(attached: Attached, delta: Delta) -> Delta:
     """Return a delta with the ranks that its schedules have left, as low ranks; itself where they are not final."""
     left = {e: kept for state in delta.schedule_states() for e, kept in zip(state.edits, state.ranks(), strict=False)}
     if not left:

@@ -21,7 +21,7 @@ from ..methods.registry import parse
 from ..methods.spec import Method
 from .attach import find_tuned
 from .attached import Attached, check_name
-from .combine import Projections, attach_tensors, method_of, of_rank
+from .combine import Projections, attach_tensors, shortest_method, truncate_to_rank
 from .handle import Tuned
 from .modules import HeadLabels
 
@@ -157,12 +157,12 @@ class _Difference:
         if method is None:
             pieces = []
             for piece, change in spectra:
-                up, down = of_rank(*change, rank)
+                up, down = truncate_to_rank(*change, rank)
                 modification = replace(piece.modification, form=LowRank(rank))
                 pieces.append(PlacedTensors(modification, piece.place, {"up": up, "down": down}))
             in_linears = {f"{path}.weight" for path in self.low_rank}
             owned = {n: v for n, v in self.values.items() if n not in in_linears}
-            chosen, tensors = method_of(self.attached.anatomy, pieces, set(owned))
+            chosen, tensors = shortest_method(self.attached.anatomy, pieces, set(owned))
         else:
             chosen = parse(method.replace("?", str(rank)))
             tensors, owned = self._tensors_of(chosen, spectra)
@@ -215,7 +215,7 @@ class _Difference:
             shapes = {name: spec.shape for name, spec in edit.tensors.items()}
             values = {name: torch.zeros(shape) for name, shape in shapes.items()}
             if change := by_place.get(edit.place.name):
-                up, down = of_rank(*change, form.rank)
+                up, down = truncate_to_rank(*change, form.rank)
                 values = {"up": up / factor, "down": down}
                 kept += float(change.s[: form.rank].square().sum())
             tensors |= {f"edit.{edit.key}.{leaf}": value for leaf, value in values.items()}

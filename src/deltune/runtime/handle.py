@@ -29,7 +29,7 @@ from ..methods.parser import explain_arguments
 from ..methods.spec import Method
 from . import hub, serialization
 from .attached import Attached
-from .combine import How, allocated, combine
+from .combine import How, combine, with_allocated_ranks
 from .model_card import write_card
 from .model_methods import plain_copy
 from .modules import Delta, up_projections
@@ -562,7 +562,7 @@ class Tuned(nn.Module):
         self, folder: str | Path, name: str | None, card: tuple[str, str] | None = None
     ) -> tuple[Path, str | None]:
         """Write a delta, with a model card of a title and a folder to load from; return the folder and the card."""
-        metadata, tensors = self.attached.contents(name, allocated)
+        metadata, tensors = self.attached.contents(name, with_allocated_ranks)
         text = None
         if card is not None:
             title, source = card

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ..compat import instance_forward, is_mapped, onednn_linear, runs_plainly, set_instance_forward
+from ..compat import find_onednn_linear, instance_forward, is_mapped, runs_plainly, set_instance_forward
 from ..errors import DeltuneError, check_booleans
 
 LinearBackend = Literal["torch", "onednn"]
@@ -36,7 +36,7 @@ def optimize_linear(model: nn.Module, *, enabled: bool = True) -> None:
     Raises:
         DeltuneError: This build of torch has no oneDNN.
     """
-    if enabled and (onednn_linear() is None or not torch.backends.mkldnn.is_available()):
+    if enabled and (find_onednn_linear() is None or not torch.backends.mkldnn.is_available()):
         raise DeltuneError("linear_backend 'onednn': this build of torch has no oneDNN; give 'torch'")
     for module in model.modules():
         if getattr(type(module), "forward", None) not in (nn.Linear.forward, Conv1D.forward):
@@ -103,7 +103,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(weight)
-        output: torch.Tensor = onednn_linear()(x, weight, bias, "none", [], "")
+        output: torch.Tensor = find_onednn_linear()(x, weight, bias, "none", [], "")
         return output
 
     @staticmethod
@@ -111,7 +111,7 @@ class _Product(torch.autograd.Function):
         (weight,), of_x, of_bias = ctx.saved_tensors, None, None
         if ctx.needs_input_grad[0]:  # a gradient that is itself differentiated or mapped needs torch's operators
             plain = not torch.is_grad_enabled() and runs_plainly() and _is_plain(gradient)
-            of_x = onednn_linear()(gradient, weight.t(), None, "none", [], "") if plain else gradient @ weight
+            of_x = find_onednn_linear()(gradient, weight.t(), None, "none", [], "") if plain else gradient @ weight
         if ctx.needs_input_grad[2]:
             of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0)  # unlike flatten, torch can map it
         return of_x, None, of_bias

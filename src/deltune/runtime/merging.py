@@ -29,7 +29,7 @@ from .modules import Delta, Edit
 from .sharding import BEFORE_SHARDING, refuse_sharded
 
 
-class Source(Protocol):
+class MergeSource(Protocol):
     """Where a merge reads the values of a model and of a delta."""
 
     anatomy: Anatomy
@@ -44,7 +44,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Merge:
+class MergePlan:
     """What a merge puts into a model.
 
     Attributes:
@@ -84,7 +84,7 @@ class Merge:
         forget_quantization(model)
 
 
-def plan_merge(source: Source, deltas: Sequence[Delta], head: Delta | None, dequantize: bool) -> Merge:
+def plan_merge(source: MergeSource, deltas: Sequence[Delta], head: Delta | None, dequantize: bool) -> MergePlan:
     """Compute what merging deltas puts into the model, which is not changed."""
     weights = merged_weights(source, deltas, head)
     modules = _quantized_linears(source)
@@ -99,10 +99,10 @@ def plan_merge(source: Source, deltas: Sequence[Delta], head: Delta | None, dequ
                     linears[module] = plain_linear(module, value.to(dtype))
     again = {name: weights.pop(name) for name in list(weights) if name in modules}
     quantized, warning = _quantize_again(source, modules, again)
-    return Merge(weights, quantized, linears, warning)
+    return MergePlan(weights, quantized, linears, warning)
 
 
-def _quantized_linears(source: Source) -> dict[str, list[nn.Module]]:
+def _quantized_linears(source: MergeSource) -> dict[str, list[nn.Module]]:
     """The quantised linears of the model, by the names of their weights."""
     modules = {f"{path}.weight": module for path, module, _ in quantized_modules(source.model)}
     by_name = {t.name: [modules[n] for n in (t.name, *t.aliases) if n in modules] for t in source.anatomy.tensors}
@@ -110,7 +110,7 @@ def _quantized_linears(source: Source) -> dict[str, list[nn.Module]]:
 
 
 def merged_weights(
-    source: Source, deltas: Sequence[Delta], head: Delta | None, left_out: Collection[Edit] = ()
+    source: MergeSource, deltas: Sequence[Delta], head: Delta | None, left_out: Collection[Edit] = ()
 ) -> dict[str, torch.Tensor]:
     """Compute the weights of a model with deltas merged, which act together, and the head of one of them.
 
@@ -154,7 +154,7 @@ def merged_weights(
 
 
 def _quantize_again(
-    source: Source, modules: Mapping[str, Sequence[nn.Module]], weights: Mapping[str, torch.Tensor]
+    source: MergeSource, modules: Mapping[str, Sequence[nn.Module]], weights: Mapping[str, torch.Tensor]
 ) -> tuple[dict[nn.Module, nn.Module], str]:
     """Quantise merged weights in copies of their linears; also return a warning of what that rounds."""
     copies: dict[nn.Module, nn.Module] = {}

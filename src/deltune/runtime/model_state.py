@@ -29,9 +29,9 @@ from ..compat import (
     submodules_of,
 )
 from ..errors import DeltuneError
-from .modules import Delta, HeadLabels, parameter_key, parameter_name
+from .modules import Delta, HeadLabels, name_from_parameter_key, parameter_key
 from .rows import refuse_late_gradients
-from .sharding import follow_moves, reshard, shard_like, whole
+from .sharding import follow_moves, gather_full_tensor, reshard, shard_like
 
 _BASE = f"{HANDLE_NAME}.base."
 """The prefix of the names of replaced base tensors in a state dict."""
@@ -84,7 +84,7 @@ class ModelState:
 
     def base_value(self, name: str) -> torch.Tensor:
         """The base model's own value of a tensor, whole: in its slot, replaced by a delta's, offloaded or sharded."""
-        return whole(self.base_values((name,))[0])
+        return gather_full_tensor(self.base_values((name,))[0])
 
     def base_values(self, names: Iterable[str]) -> list[nn.Parameter]:
         """The base model's own values of tensors: in their slots, replaced by a delta's, or offloaded; or shards."""
@@ -108,7 +108,7 @@ class ModelState:
         Which tensor a place belongs to was seen when no delta was in the model, so other threads may move tensors.
         """
         key = self._keys.get((module, leaf))
-        return parameters_of(module).get(leaf) if key is None else self.base_values((parameter_name(key),))[0]
+        return parameters_of(module).get(leaf) if key is None else self.base_values((name_from_parameter_key(key),))[0]
 
     def delta_value(self, delta: Delta, name: str) -> nn.Parameter:
         """A delta's value of a tensor that it owns, whether it is in the model or in `held`."""
@@ -163,7 +163,7 @@ class ModelState:
         """Check that the tensors of a delta, or of none, can be put into the model's slots."""
         if self.placed_delta != name:
             incoming = self.delta(name).owned_tensors if name is not None else ()
-            for tensor in (*incoming, *(parameter_name(key) for key in parameters_of_dict(self.base))):
+            for tensor in (*incoming, *(name_from_parameter_key(key) for key in parameters_of_dict(self.base))):
                 self._parameter_in_slot(tensor)
 
     # -- changing
@@ -230,7 +230,7 @@ class ModelState:
                     set_in_parameter_dict(delta.held, parameter_key(owned), self._parameter_in_slot(owned))
         incoming = {} if name is None else {parameter_key(owned): owned for owned in self.delta(name).owned_tensors}
         for key in [key for key in parameters_of_dict(self.base) if key not in incoming]:
-            self.set_parameter(parameter_name(key), parameters_of_dict(self.base)[key])
+            self.set_parameter(name_from_parameter_key(key), parameters_of_dict(self.base)[key])
             delete_from_parameter_dict(self.base, key)
         for key, owned in incoming.items():
             held = self.delta(name or "").held
@@ -266,7 +266,7 @@ class ModelState:
             self._trainable.add(delta)
             delta.unfreeze(self.parameters_by_name(delta))
 
-    def remember_trainable(self, delta: Delta) -> None:
+    def keep_requires_grad(self, delta: Delta) -> None:
         """Leave the parameters of a delta that was loaded with a model as they are, until it is not in use."""
         self._trainable.add(delta)
         delta.saved_requires_grad = None

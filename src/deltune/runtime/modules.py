@@ -558,7 +558,7 @@ class Delta(nn.Module):
         for key, common in self.common.items():
             assert isinstance(common, TensorTable)
             result |= {f"common.{key}.{leaf}": t for leaf, t in common.tensors_to_save().items()}
-        partly = {parameter_name(key): sparse for key, sparse in self.partly.items()}
+        partly = {name_from_parameter_key(key): sparse for key, sparse in self.partly.items()}
         result |= {f"partly.{name}": t for name, t in _sparse_to_save(partly).items()}  # type: ignore[arg-type]
         for key, gates in self.learned_masks():
             result |= {f"gated.{key}.{leaf}": t for leaf, t in gates.tensors_to_save().items()}
@@ -590,7 +590,7 @@ class Delta(nn.Module):
         """Iterate over the partly trained tensors of the model, with their names there."""
         for key, sparse in self.partly.items():
             assert isinstance(sparse, SparseParameter)
-            yield parameter_name(key), sparse
+            yield name_from_parameter_key(key), sparse
         for _, gates in self.learned_masks():
             yield from gates.differences()
 
@@ -627,7 +627,7 @@ class Delta(nn.Module):
             parameters[name].requires_grad_(trainable)
         self.saved_requires_grad = None
         for state in self.schedule_states():
-            state.watch()
+            state.register_penalty_hooks()
 
     def trainable_when_used(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, bool]:
         """Return by name which of its parameters train while it is in use."""
@@ -672,6 +672,6 @@ def parameter_key(name: str) -> str:
     return name.replace(".", "~")
 
 
-def parameter_name(key: str) -> str:
+def name_from_parameter_key(key: str) -> str:
     """Return the tensor's name that `parameter_key` made a key of."""
     return key.replace("~", ".")

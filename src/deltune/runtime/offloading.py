@@ -25,7 +25,7 @@ from ..compat import (
 )
 from ..errors import DeltuneError
 from .model_state import ModelState
-from .modules import Delta, parameter_name
+from .modules import Delta, name_from_parameter_key
 
 _MOVES = ("init_hook", "pre_forward", "post_forward", "detach_hook")
 """The methods of a hook of accelerate that move the tensors of a module."""
@@ -90,7 +90,7 @@ def _take_back(state: ModelState, hooked: list[nn.Module]) -> None:
     for module in hooked:
         remove_offload_hook(module)
     for key, base in list(parameters_of_dict(state.base).items()):
-        name = parameter_name(key)
+        name = name_from_parameter_key(key)
         places = [state.offloaded[place] for place in state.slots[name] if place in state.offloaded]
         if not places or not _is_on_meta(state, key):
             continue
@@ -117,7 +117,7 @@ def _any_on_meta(state: ModelState) -> bool:
 
 def _is_on_meta(state: ModelState, key: str) -> bool:
     """Return whether the parameter of a delta that stands in place of the base's `key` is on the meta device."""
-    module, leaf = state.slots[parameter_name(key)][0]
+    module, leaf = state.slots[name_from_parameter_key(key)][0]
     parameter = parameters_of(module).get(leaf)
     return parameter is not None and parameter.is_meta
 
@@ -136,7 +136,7 @@ def _restore_identities(state: ModelState, delta: Delta) -> None:
         elif leaf in parameters_of_dict(delta.held):
             set_in_parameter_dict(delta.held, leaf, original)
         else:
-            state.set_parameter(parameter_name(leaf), original)
+            state.set_parameter(name_from_parameter_key(leaf), original)
 
 
 def refuse_offloaded(model: nn.Module, operation: str) -> None:

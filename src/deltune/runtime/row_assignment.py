@@ -29,11 +29,11 @@ from .cached_prompts import identity_of
 from .model_state import ModelState
 from .modules import Delta, Edit, HeadLabels, ModuleCall, ReadInput, input_reader
 from .rows import (
+    AssignmentCache,
     Change,
     ChangedTensors,
     DeltaRows,
-    OwnTensors,
-    RowCache,
+    SubstitutedTensors,
     TensorGetters,
     TensorOverride,
     active_edits,
@@ -182,7 +182,7 @@ class EditChain:
     """
 
     def __init__(
-        self, edits: Sequence[tuple[Edit, DeltaRows]], place: tuple[str, str], cache: RowCache | None = None
+        self, edits: Sequence[tuple[Edit, DeltaRows]], place: tuple[str, str], cache: AssignmentCache | None = None
     ) -> None:
         edits_of_groups = {
             group: [edit for edit, its in edits if its is group] for group in dict.fromkeys(group for _, group in edits)
@@ -303,7 +303,7 @@ class RowAssignment:
         groups: Sequence[DeltaRows],
         placed_delta: str | None,
         labels: HeadLabels,
-        cache: RowCache | None = None,
+        cache: AssignmentCache | None = None,
         left_out: Collection[Edit] | None = None,
     ) -> None:
         self.explicit_positions, left_out = left_out is not None, left_out or ()
@@ -369,7 +369,7 @@ class RowAssignment:
             joint = _together(use.names, deltas, use.head, anatomy, state, cache)
             group = DeltaRows(chosen, overrides=joint.overrides, frozen=frozen, pooling=joint.pooling)
             assignment = cls([group], None, joint.labels or base_labels, left_out=left_out)
-            assignment.tensors = {state.paths[m]: OwnTensors(getters) for m, getters in joint.overrides.items()}
+            assignment.tensors = {state.paths[m]: SubstitutedTensors(getters) for m, getters in joint.overrides.items()}
             assignment.used = use
             return assignment
         (delta,) = chosen
@@ -401,7 +401,7 @@ class RowAssignment:
         if not anatomy.head:
             labels = [base_labels]
         widest = max(labels, key=lambda head: len(head.id2label))
-        shared = RowCache(constant, cache.stacks)
+        shared = AssignmentCache(constant, cache.stacks)
         assignment = cls(groups, None, widest, shared if constant else None, left_out)
         assignment.used = use
         sizes, kinds = {len(head.id2label) for head in labels}, {head.problem_type for head in labels}
@@ -546,7 +546,7 @@ def _modules_not_by_row(delta: Delta, names: Iterable[str], anatomy: Anatomy) ->
 
 
 @dataclass(frozen=True)
-class Together:
+class JointOverrides:
     """What deltas that act together have in place of the model's own.
 
     Attributes:
@@ -580,12 +580,12 @@ def head_of(names: tuple[str, ...], deltas: Mapping[str, Delta], head: str | Non
 
 def _together(
     names: Names, deltas: Mapping[str, Delta], head: str | None, anatomy: Anatomy, state: ModelState, cache: DeltaCache
-) -> Together:
+) -> JointOverrides:
     """Return what the deltas of a row have in place of the model's own: W + Σ (W_i - W) where several have a W_i."""
     some = each_name(names)
     if len(some) == 1:
         delta = deltas[some[0]]
-        return Together(delta.labels, delta.pooling, cache.of(delta, anatomy, state).overrides)
+        return JointOverrides(delta.labels, delta.pooling, cache.of(delta, anatomy, state).overrides)
     answering = head_of(some, deltas, head)
     problems = list(edit_conflicts(edit for name in some for edit in deltas[name].planned.edits))
     values: dict[tuple[nn.Module, str], list[Callable[[], torch.Tensor]]] = {}
@@ -609,8 +609,8 @@ def _together(
         summed = partial(_sum_of_changes, partial(state.base_parameter, module, leaf), each)
         overrides.setdefault(module, {})[leaf] = each[0] if len(each) == 1 else summed
     if answering is None:
-        return Together(None, "model", overrides)
-    return Together(deltas[answering].labels, deltas[answering].pooling, overrides)
+        return JointOverrides(None, "model", overrides)
+    return JointOverrides(deltas[answering].labels, deltas[answering].pooling, overrides)
 
 
 def _sum_of_changes(base: Callable[[], Any], values: Sequence[Callable[[], torch.Tensor]]) -> torch.Tensor:

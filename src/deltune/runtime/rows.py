@@ -250,7 +250,7 @@ class TensorOverride(Protocol):
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
 
-class OwnTensors:
+class SubstitutedTensors:
     """Runs a module with the values of its parameters that deltas have."""
 
     def __init__(self, getters: TensorGetters) -> None:
@@ -286,7 +286,7 @@ def changed_tensor(base: torch.Tensor, changes: Sequence[Change]) -> torch.Tenso
     return value
 
 
-class RowCache:
+class AssignmentCache:
     """What the modules of one assignment share.
 
     Attributes:
@@ -310,7 +310,7 @@ class RowCache:
         return _made_once(self._numbers.setdefault(groups, {}), size, device, make)
 
 
-def override_by_row(module: nn.Module, groups: Sequence[DeltaRows], cache: RowCache) -> TensorOverride:
+def override_by_row(module: nn.Module, groups: Sequence[DeltaRows], cache: AssignmentCache) -> TensorOverride:
     """Return how to run a module for which deltas have their own tensors, while each row uses its own delta."""
     if type(module) is nn.LayerNorm and len(module.normalized_shape) == 1:
         return NormByRow(module, groups, cache)
@@ -378,7 +378,7 @@ class KeptByRow:
 class ValuesByRow:
     """The values of a module's parameters for each row; where no tensor changes, kept from one pass to the next."""
 
-    def __init__(self, module: nn.Module, groups: Sequence[DeltaRows], cache: RowCache) -> None:
+    def __init__(self, module: nn.Module, groups: Sequence[DeltaRows], cache: AssignmentCache) -> None:
         self.groups = tuple(group for group in groups if module in group.overrides)
         self.cache, self.kept = cache, KeptByRow(cache.constant)
 

@@ -89,7 +89,7 @@ class ScheduleState(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.watch()  # a copy's parameters have no hooks
+        self.register_penalty_hooks()  # a copy's parameters have no hooks
 
     def parameters_at(self, number: int) -> dict[str, nn.Parameter]:
         return {name: p for name, p in parameters_of(self.edits[number]).items() if p is not None}
@@ -102,7 +102,7 @@ class ScheduleState(nn.Module):
         """Whether it was advanced, in this process or before its checkpoint; also where it was not trained."""
         return not self.trained or bool(self.steps)
 
-    def watch(self) -> None:
+    def register_penalty_hooks(self) -> None:
         """Let the backward passes that follow add the gradient of the penalty."""
         for number in range(len(self.edits)):
             for name, parameter in self.parameters_at(number).items():
@@ -128,7 +128,7 @@ class ScheduleState(nn.Module):
     @torch.no_grad()
     def advance(self, share: float) -> None:
         """Follow the schedule after a step of the optimizer, while the step's gradients are there."""
-        self.watch()
+        self.register_penalty_hooks()
         self.watch_of_advance.advanced = True
         self._expect_penalties()
         if share:

@@ -43,7 +43,7 @@ from ..models import name_without_path, portable_name
 from .delta_schema import FORMAT, BaseFacts, DeltaMetadata, check_against_metadata, read_metadata_file
 from .model_card import HUB_ID, README, update_card
 from .modules import Delta
-from .sharding import whole
+from .sharding import gather_full_tensor
 
 FACTS, NUMBERS = "delta.json", "delta.safetensors"
 
@@ -188,7 +188,7 @@ def _fingerprint(
             of_device = [n for n, value in enumerate(values) if len(devices) == 1 or value.device == device]
             sizes = [values[n].numel() for n in of_device]
             samples = [
-                torch.take(whole(values[n]), _sampled_positions(size, device))
+                torch.take(gather_full_tensor(values[n]), _sampled_positions(size, device))
                 for n, size in zip(of_device, sizes, strict=True)
             ]
             # moved to the CPU together; of tensors of several types the widest, which changes no value

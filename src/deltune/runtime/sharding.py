@@ -34,7 +34,7 @@ def is_distributed() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
-def rank() -> int:
+def process_rank() -> int:
     """Return the number of this process, 0 without a process group."""
     return distributed.get_rank() if is_distributed() else 0
 
@@ -71,7 +71,7 @@ def broadcast_from_main(work: Callable[[], T]) -> T:
     """Run `work` on rank 0 and broadcast its result."""
     if not is_distributed():
         return work()
-    values = [run_on_all(lambda: work() if rank() == 0 else None)]
+    values = [run_on_all(lambda: work() if process_rank() == 0 else None)]
     distributed.broadcast_object_list(values)
     result: Any = values[0]
     return result
@@ -121,7 +121,7 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def gather_full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor whole on every rank, whether it is sharded or not; all ranks must call it."""
     return tensor.full_tensor() if _is_shard(tensor) else tensor  # type: ignore[attr-defined]
 
@@ -142,7 +142,7 @@ def _is_shard(tensor: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def whole_deltas(model: nn.Module, owned: Iterable[str], write: bool = False) -> Iterator[None]:
+def unsharded_deltas(model: nn.Module, owned: Iterable[str], write: bool = False) -> Iterator[None]:
     """Put whole parameters in place of the shards of all deltas, inside the block, which all ranks must enter.
 
     `owned` names those that stand in the model's slots. `write` copies changes back to the shards at the end.
@@ -152,7 +152,7 @@ def whole_deltas(model: nn.Module, owned: Iterable[str], write: bool = False) ->
         return
     names = set(owned)
     values = {
-        parameter: nn.Parameter(whole(parameter), parameter.requires_grad)
+        parameter: nn.Parameter(gather_full_tensor(parameter), parameter.requires_grad)
         for name, parameter in model.named_parameters()
         if _is_shard(parameter) and (name in names or name.startswith(f"{HANDLE_NAME}.deltas."))
     }

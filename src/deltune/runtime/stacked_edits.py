@@ -23,7 +23,7 @@ from ..methods.forms.base import TwoLayers
 from ..methods.positions import ALL
 from ..methods.registry import FORMS
 from .modules import Delta, Edit
-from .rows import DeltaRows, KeptByRow, RowCache
+from .rows import AssignmentCache, DeltaRows, KeptByRow
 
 MOST_OPERATIONS = 1_000_000
 """Up to so many multiplications for each delta, stacked products take less time than products of the deltas' own rows,
@@ -166,7 +166,9 @@ class StackedEdits:
         groups: The groups whose edits can be stacked.
     """
 
-    def __init__(self, place: tuple[str, str], edits: Mapping[DeltaRows, Sequence[Edit]], cache: RowCache) -> None:
+    def __init__(
+        self, place: tuple[str, str], edits: Mapping[DeltaRows, Sequence[Edit]], cache: AssignmentCache
+    ) -> None:
         chains = {group: tuple(some) for group, some in edits.items() if can_stack(some)}
         self.place, self.cache, self.groups = place, cache, tuple(chains)
         self.edits = {group.deltas: some for group, some in chains.items()}

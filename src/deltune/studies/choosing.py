@@ -40,6 +40,7 @@ from ..train import (
     ModelCache,
     ProbeRecord,
     RunConfig,
+    RunMetrics,
     Slice,
     StepCost,
     TaskData,
@@ -108,7 +109,7 @@ class Candidate:
         return f"{self.method} at {self.rate:g}"
 
     @property
-    def is_default(self) -> bool:
+    def has_default_rate(self) -> bool:
         """Whether it has the rate of a run that gives none."""
         return self.cost is not None and self.rate == self.cost.rate
 
@@ -202,6 +203,7 @@ class _Search:
         minutes: float | None, mergeable: bool, space: str | Sequence[str], options: Mapping[str, Any],
     ) -> None:  # fmt: skip
         self.start, self.folder, self.cache = time.monotonic(), folder, ModelCache()
+        self.predicted = self.measured = 0.0  # seconds of the runs so far
         self.minutes, self.mergeable, self.budget = minutes, mergeable, budget
         self.memory = parse_bytes(memory, "memory") if isinstance(memory, str) else memory
         if isinstance(space, str) and space not in SPACES:
@@ -315,8 +317,8 @@ class _Search:
             why = f"{format_bytes(cost.peak_bytes)} of memory, {format_bytes(self.memory)} are allowed"
         elif self.mergeable and cost.why_unmerged:
             why = f"it cannot be merged ({cost.why_unmerged})"
-        elif self.minutes is not None and seconds > 60 * self.minutes:
-            why = f"a run takes {seconds / 60:.1f} minutes, {self.minutes:g} are allowed"
+        elif self.minutes is not None and FINALISTS * seconds > (1 - SEARCH_SHARE) * 60 * self.minutes:
+            why = f"a run takes {seconds / 60:.1f} minutes; {FINALISTS} must fit into half of {self.minutes:g}"
         rates = [cost.rate, *(float(f"{cost.rate * factor:.2g}") for factor in self.factors if factor != 1)]
         return [Candidate(method, rate, scalars, cost, why) for rate in rates]
 
@@ -332,12 +334,34 @@ class _Search:
     def _time_is_up(self, share: float) -> bool:
         return self.minutes is not None and self.seconds > share * 60 * self.minutes
 
+    def _fits(self, *costs: StepCost) -> bool:
+        """Whether whole runs of these costs end within the minutes, at the pace of the runs so far."""
+        pace = self.measured / self.predicted if self.predicted else 1.0
+        left = math.inf if self.minutes is None else 60 * self.minutes - self.seconds
+        return pace * sum(run_seconds(cost) for cost in costs) <= left
+
+    def _timed(self, config: RunConfig, path: Path, cost: StepCost, **options: Any) -> RunMetrics:
+        """Train, and note how long it took beside what its cost predicts."""
+        before, validations = time.monotonic(), 0
+        stop_if = options.pop("stop_if", None)
+
+        def count_validations(step: int, quality: float) -> bool:
+            nonlocal validations
+            validations += 1
+            return stop_if is not None and stop_if(step, quality)
+
+        try:
+            return train(config, path, progress=False, cache=self.cache, stop_if=count_validations, **options)
+        finally:
+            self.measured += time.monotonic() - before
+            self.predicted += run_seconds(cost) * validations / EIGHTHS
+
     def _halve(self, candidates: Sequence[Candidate]) -> None:
         """Train the candidates, the defaults first; the pruner stops those that fall behind."""
         kept = {one.name: one for one in candidates if not one.dropped}
         names = CategoricalDistribution(list(kept))
         if not self.study.trials:
-            for name in sorted(kept, key=lambda name: not kept[name].is_default):
+            for name in sorted(kept, key=lambda name: not kept[name].has_default_rate):
                 self.study.enqueue_trial({"candidate": name})
         for trial in self.study.trials:
             if trial.state == TrialState.RUNNING:  # its process was ended; the run goes on from its checkpoint
@@ -380,9 +404,9 @@ class _Search:
             return bool(stopped)
 
         try:
-            metrics = train(
-                self._config(candidate, probe="off"), self.folder / "runs" / _folder_name(candidate), progress=False,
-                cache=self.cache, report=False, rows=self._judged, stop_if=stop_if,
+            metrics = self._timed(
+                self._config(candidate, probe="off"), self.folder / "runs" / _folder_name(candidate), candidate.cost,
+                report=False, rows=self._judged, stop_if=stop_if,
             )  # fmt: skip
         except DivergedError as error:
             candidate.rungs = {}  # worse than any other
@@ -431,13 +455,12 @@ class _Search:
         runs: dict[str, list[Path]] = {one.name: [] for one in finalists}
         metric, probe = "loss", None
         for seed in SEEDS:
+            if seed != SEEDS[0] and not self._fits(*(one.cost for one in finalists if one.cost)):
+                break
             for one in finalists:
                 assert one.cost is not None
-                end = self.seconds + run_seconds(one.cost) * len(finalists)
-                if runs[one.name] and self.minutes is not None and end > 60 * self.minutes:
-                    continue
                 path = self.folder / "finals" / f"{_folder_name(one)}-seed{seed}"
-                metrics = train(self._config(one, seed=seed), path, progress=False, cache=self.cache, rows=_no_test)
+                metrics = self._timed(self._config(one, seed=seed), path, one.cost, rows=_no_test)
                 runs[one.name].append(path)
                 metric, probe = str(metrics.best.metric), metrics.probe or probe
                 one.finals.append(float(metrics.best.value or 0.0))
@@ -450,14 +473,11 @@ class _Search:
         try:
             cost = measure_steps(config, self._judged, self.cache)
             over = self.memory is not None and cost.peak_bytes > self.memory
-            late = self.minutes is not None and self.seconds + run_seconds(cost) > 60 * self.minutes
-            if over or late:
+            if over or not self._fits(cost):
                 logger.info("full tuning is left out: it breaks the limit of %s", "memory" if over else "time")
                 return None
             config = config.replace(validate_every=_eighth(cost.steps))
-            metrics = train(
-                config, self.folder / "finals" / "full", progress=False, cache=self.cache, report=False, rows=_no_test
-            )
+            metrics = self._timed(config, self.folder / "finals" / "full", cost, report=False, rows=_no_test)
         except DeltuneError as error:
             logger.info("full tuning is left out: %s", error)
             return None

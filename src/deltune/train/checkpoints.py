@@ -52,12 +52,14 @@ def save_checkpoint(
     All processes must call this function, with their own random states and their shards of tensors; rank 0 writes.
     """
     optimizer_state = optimizer.state_dict()
-    tensors: dict[str, torch.Tensor] = {f"trained.{name}": sharding.whole(p) for name, p in trained.items()}
+    tensors: dict[str, torch.Tensor] = {
+        f"trained.{name}": sharding.gather_full_tensor(p) for name, p in trained.items()
+    }
     scalars: dict[str, dict[str, Any]] = {}
     for index, values in optimizer_state["state"].items():
         for name, value in _flat(values):
             if isinstance(value, torch.Tensor):
-                tensors[f"optimizer.{index}.{name}"] = sharding.whole(value)
+                tensors[f"optimizer.{index}.{name}"] = sharding.gather_full_tensor(value)
             else:
                 scalars.setdefault(str(index), {})[name] = value
     random_states = sharding.all_gather_objects(_random_state())
@@ -188,7 +190,7 @@ def restore_random(checkpoint: Path) -> None:
 
     A rank that did not exist when the checkpoint was written keeps the state that it was seeded with.
     """
-    rank, random_states = sharding.rank(), read_progress(checkpoint)["rng"]
+    rank, random_states = sharding.process_rank(), read_progress(checkpoint)["rng"]
     if rank < len(random_states):
         _set_random_state(random_states[rank], _read_tensors(checkpoint, f"rng.{rank}."))
 

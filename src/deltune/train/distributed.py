@@ -20,7 +20,7 @@ from transformers import set_seed
 from ..errors import DeltuneError, unknown_name
 from ..models import load_config
 from ..runtime.handle import Tuned
-from ..runtime.sharding import is_distributed, rank
+from ..runtime.sharding import is_distributed, process_rank
 
 SHARDING_MODES = ("none", "fsdp")
 
@@ -67,7 +67,7 @@ def world_size() -> int:
 
 def is_main() -> bool:
     """Return whether this process is rank 0, which writes files and reports."""
-    return rank() == 0
+    return process_rank() == 0
 
 
 def all_reduce_sum(value: torch.Tensor) -> torch.Tensor:
@@ -82,7 +82,7 @@ def all_reduce_sum(value: torch.Tensor) -> torch.Tensor:
 def seed_by_rank(seed: int) -> None:
     """Give every rank random numbers of its own (for dropout); rank 0 draws as a single process does."""
     if not is_main():
-        set_seed(seed + rank())
+        set_seed(seed + process_rank())
 
 
 def shard_model(handle: Tuned, device: torch.device) -> None:

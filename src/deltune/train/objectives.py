@@ -35,7 +35,7 @@ from .config import RunConfig, check_processes
 from .data.formats import COLUMN
 from .progress import ProgressDisplay
 from .tasks.preferences import split_answer
-from .trainer import DeltaCheckpoints, RunState
+from .trainer import DeltaCheckpointTrainer, RunState
 
 if TYPE_CHECKING:
     import datasets
@@ -234,14 +234,14 @@ def objective_options(state: RunState) -> dict[str, Any]:
 
 def objective_trainer(
     state: RunState, arguments: TrainingArguments, bar: ProgressDisplay, reward: RewardFunction | None
-) -> DeltaCheckpoints:
+) -> DeltaCheckpointTrainer:
     """Return the trainer of a run with an objective."""
     kind = state.config.objective.kind
     reference: Reference = "base" if state.is_fresh else "start"
     base = trainer_class(kind, reference)
-    class_of_run: type[Any] = type(base.__name__, (_RunTrainer, DeltaCheckpoints, base), {})
+    class_of_run: type[Any] = type(base.__name__, (_RunTrainer, DeltaCheckpointTrainer, base), {})
     with _quiet():
-        trainer: DeltaCheckpoints = class_of_run(state, arguments, bar, reward)
+        trainer: DeltaCheckpointTrainer = class_of_run(state, arguments, bar, reward)
     return trainer
 
 
@@ -310,7 +310,7 @@ class _RunTrainer:
         """Return the loss and the measures of a split; answers are drawn from the same random numbers each time."""
         with _quiet(), torch.random.fork_rng():
             torch.manual_seed(self.run_state.config.runtime.seed)
-            scores = super(DeltaCheckpoints, self).evaluate(split)  # type: ignore[misc]
+            scores = super(DeltaCheckpointTrainer, self).evaluate(split)  # type: ignore[misc]
         return {"loss": scores["eval_loss"]} | {
             name: scores[f"eval_{of_trl}"]
             for of_trl, name in self.run_state.names.items()

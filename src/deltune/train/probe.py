@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Array = np.ndarray[Any, np.dtype[Any]]
-STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
+INVERSE_STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0, 10.0)
 """Inverse penalties C that are tried, on standardised features."""
 
 MOST_ROWS = 10_000
@@ -73,7 +73,7 @@ def fit_probe(features: Mapping[str, Array], answers: Mapping[str, Array], label
     standard = (train - mean) / scale
     classes = np.unique(target) if labels is not None else None
     tries = []
-    for strength in STRENGTHS if "validation" in answers else (1.0,):
+    for strength in INVERSE_STRENGTHS if "validation" in answers else (1.0,):
         if classes is not None and len(classes) == 1:
             weight, bias = np.zeros((1, train.shape[1])), np.zeros(1)
         elif classes is not None:

@@ -74,7 +74,7 @@ from .tasks.base import Columns, TaskKind, TaskOptions
 from .tasks.chat import CHAT, check_lengths, untrained_tokens, with_one_template
 from .tasks.encoding import EncodedRows, LengthGroupedBatches, check_causal, collate
 from .tasks.generation import CAUSAL_GENERATION, LANGUAGE_MODELING
-from .trainer import DeltaCheckpoints, DeltaTrainer, ReportCallback, RunState, total_steps
+from .trainer import DeltaCheckpointTrainer, DeltaTrainer, ReportCallback, RunState, total_steps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -701,7 +701,7 @@ def _fit(
     callbacks: Sequence[TrainerCallback] = (),
 ) -> None:
     """Train from a checkpoint, or from the start, to the last epoch or until patience ends."""
-    trainer: DeltaCheckpoints | None = None
+    trainer: DeltaCheckpointTrainer | None = None
     if state.config.objective.kind != "sft":  # it also scores the other splits, at the end
         trainer = objective_trainer(state, arguments, bar, reward)
     if checkpoint is not None:

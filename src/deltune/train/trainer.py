@@ -314,7 +314,7 @@ def diverged_error(state: RunState, reason: str) -> DivergedError:
     )
 
 
-class DeltaCheckpoints(Trainer):
+class DeltaCheckpointTrainer(Trainer):
     """A Trainer of a run: its checkpoints hold the delta alone, and validations decide which delta is kept."""
 
     run_state: RunState
@@ -387,7 +387,7 @@ class DeltaCheckpoints(Trainer):
             checkpoints.restore_random(Path(checkpoint))
 
 
-class DeltaTrainer(DeltaCheckpoints):
+class DeltaTrainer(DeltaCheckpointTrainer):
     """A Trainer whose batches have rows of similar length, and whose loss is the mean over the items of a step."""
 
     def __init__(self, state: RunState, arguments: TrainingArguments, bar: ProgressDisplay) -> None:

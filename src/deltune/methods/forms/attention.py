@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ...errors import DeltuneError
 from ..masks import Factor
 from ..parser import Size
-from .base import Form, Place, Product, Specs, Tensors, TensorSpec, Widths, trained
+from .base import Form, Place, Product, Specs, Tensors, TensorSpec, Widths, parameter_specs
 from .low_rank import init_down_up
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Prefix(Form):
         specs = _keys_values(self.length, widths)
         return {"keys": keys.reshape(specs["keys"].shape), "values": values.reshape(specs["values"].shape)}
 
-    def product(self, widths: Widths) -> Product:
+    def mask_factors(self, widths: Widths) -> Product:
         if self.reparameterise is not None:
             raise DeltuneError("a mask lies on P_k and P_v themselves: give reparameterise=None")
         return _keys_values_product(self.length, widths)
@@ -137,7 +137,7 @@ class MultiHead(_Rows):
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         init_down_up(tensors["keys"], tensors["values"], "bert", self.zero_up)
 
-    def product(self, widths: Widths) -> Product:
+    def mask_factors(self, widths: Widths) -> Product:
         return _keys_values_product(self.length, widths)
 
     def per_head(self, tensors: Tensors, query: torch.Tensor, scaling: float) -> torch.Tensor:
@@ -161,12 +161,12 @@ class OwnMultiHead(_Rows):
 
     def tensors(self, widths: Widths) -> Specs:
         down, values = (widths.heads * self.length, widths.in_width), (self.length, widths.heads, widths.value_width)
-        return trained({"down": down, "values": values})
+        return parameter_specs({"down": down, "values": values})
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         init_down_up(tensors["down"], tensors["values"], "bert", self.zero_up)
 
-    def product(self, widths: Widths) -> Product:
+    def mask_factors(self, widths: Widths) -> Product:
         heads, length, width = widths.heads, self.length, widths.value_width
         down = Factor("down", widths.in_width, widths.in_width, 1)
         values = Factor("values", width, heads * width, 1, block=length, outer=width)  # head after head, l ranks each
@@ -183,7 +183,7 @@ class OwnMultiHead(_Rows):
 def _keys_values(length: int, widths: Widths) -> Specs:
     """Return keys P_k (l, N_kv, d_h) and values P_v (l, N_kv, d_v)."""
     heads = (length, widths.kv_heads)
-    return trained({"keys": (*heads, widths.head_width), "values": (*heads, widths.value_width)})
+    return parameter_specs({"keys": (*heads, widths.head_width), "values": (*heads, widths.value_width)})
 
 
 def _keys_values_product(length: int, widths: Widths) -> Product:

@@ -89,7 +89,7 @@ class TensorSpec:
 Specs = dict[str, TensorSpec]
 
 
-def trained(shapes: Shapes) -> Specs:
+def parameter_specs(shapes: Shapes) -> Specs:
     """Return the specifications of tensors that are trained and saved, each place with its own."""
     return {name: TensorSpec(shape) for name, shape in shapes.items()}
 
@@ -235,7 +235,7 @@ class Form(MethodPart):
     - `before_up`, in place of `__call__`, returns (v, U, e) where Δh = v Uᵀ + e.
     - `statistic` names what the initial values need of data, which `initialize` finds in `at.statistic`.
     - `schedule` is a `deltune.Schedule` where training does more to the tensors than the steps of the optimizer.
-    - `product` and `fill_untrained` serve masks (`apet`), `fold` a reparameterisation, and `draw` random buffers.
+    - `mask_factors` and `fill_untrained` serve masks (`apet`), `fold` a reparameterisation, and `draw` random buffers.
 
     A form that is a product of two matrices derives from `FactorForm`, one that is a matrix from `MatrixForm`, and one
     that is any function of the frozen weight from `WeightForm`; each of them writes one method in place of `__call__`.
@@ -341,7 +341,7 @@ class Form(MethodPart):
         """By how many positions the tokens of the form's stack are moved."""
         return 0
 
-    def product(self, widths: Widths) -> Product | None:
+    def mask_factors(self, widths: Widths) -> Product | None:
         """Return the factors that share a rank, so that a mask keeps or drops the two sides of a rank jointly.
 
         Returns:
@@ -445,7 +445,7 @@ class Form(MethodPart):
         raise NotImplementedError
 
 
-REQUIRED = {
+FORM_METHOD_EXAMPLES = {
     "tensors": 'def tensors(self, widths): return {"w": TensorSpec((widths.in_width,))}  # the tensors at one place',
     "initialize": 'def initialize(self, tensors, at): tensors["w"].zero_()  # their initial values, in place',
     "__call__": 'def __call__(self, tensors, u, at): return tensors["w"] * u  # Δh, of width widths.out_width',
@@ -493,7 +493,7 @@ def check_form_class(kind: type[Form]) -> None:
         and not (name == "__call__" and kind.before_up is not Form.before_up)
     ]
     if missing:
-        lines = "".join(f"\n    {REQUIRED[name]}" for name in missing)
+        lines = "".join(f"\n    {FORM_METHOD_EXAMPLES[name]}" for name in missing)
         raise DeltuneError(f"the form {kind.__name__} has no {' and no '.join(missing)}; write, for example:{lines}")
 
 

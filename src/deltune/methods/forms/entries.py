@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..parser import Share, Size
-from .base import Place, Specs, Tensors, TensorSpec, Widths, trained
+from .base import Place, Specs, Tensors, TensorSpec, Widths, parameter_specs
 from .starts import random_entries
 from .weights import ChangeForm
 
@@ -38,7 +38,7 @@ class SHiRA(ChangeForm):
     def tensors(self, widths: Widths) -> Specs:
         number = self._number(widths)
         entries = TensorSpec((number,), trained=False, below=widths.in_width * widths.out_width)
-        return trained({"values": (number,)}) | {"entries": entries}
+        return parameter_specs({"values": (number,)}) | {"entries": entries}
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         assert at is not None
@@ -77,7 +77,7 @@ class SuperTuning(ChangeForm):
     def tensors(self, widths: Widths) -> Specs:
         size = widths.in_width * widths.out_width
         number = self._number(size)
-        return trained({"values": (number,)}) | {"entries": TensorSpec((number,), trained=False, below=size)}
+        return parameter_specs({"values": (number,)}) | {"entries": TensorSpec((number,), trained=False, below=size)}
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         assert at is not None

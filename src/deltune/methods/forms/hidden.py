@@ -19,7 +19,7 @@ from .base import (
     Tensors,
     TwoLayers,
     Widths,
-    trained,
+    parameter_specs,
 )
 from .low_rank import Init, down_up_product, init_down_up
 
@@ -79,7 +79,7 @@ class Bottleneck(Form):
             shapes |= {"down_bias": (self.rank,), "up_bias": (widths.out_width,)}
         if self.layer_norm:
             shapes |= {"norm_gain": (widths.in_width,), "norm_bias": (widths.in_width,)}
-        return trained(shapes)
+        return parameter_specs(shapes)
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         import torch
@@ -89,7 +89,7 @@ class Bottleneck(Form):
             if name not in ("down", "up"):
                 torch.nn.init.constant_(tensor, 1.0 if name == "norm_gain" else 0.0)
 
-    def product(self, widths: Widths) -> Product:
+    def mask_factors(self, widths: Widths) -> Product:
         if self.layer_norm:
             raise DeltuneError("a masked adapter has no LayerNorm of its own: give layer_norm=False")
         rank, down, up = down_up_product(self.rank, widths)
@@ -125,7 +125,7 @@ class Vector(Form):
     where: Literal["all", "biased", "unbiased"] = "all"
 
     def tensors(self, widths: Widths) -> Specs:
-        return trained({"vector": (widths.out_width,)})
+        return parameter_specs({"vector": (widths.out_width,)})
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         import torch
@@ -149,7 +149,7 @@ class Rescale(Form):
     multiplies: ClassVar[str | None] = "gain"
 
     def tensors(self, widths: Widths) -> Specs:
-        return trained({"gain": (widths.out_width,)})
+        return parameter_specs({"gain": (widths.out_width,)})
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         import torch
@@ -184,7 +184,7 @@ class Mixture(Form):
     replaces: ClassVar[bool] = True
 
     def tensors(self, widths: Widths) -> Specs:
-        return trained({"layers": (widths.states,), "gain": (widths.out_width,), "bias": (widths.out_width,)})
+        return parameter_specs({"layers": (widths.states,), "gain": (widths.out_width,), "bias": (widths.out_width,)})
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         import torch

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from ...errors import DeltuneError
 from ..masks import Factor
 from ..parser import Share, Size
-from .base import FactorForm, Place, Product, Specs, Statistic, Tensors, Widths, trained
+from .base import FactorForm, Place, Product, Specs, Statistic, Tensors, Widths, parameter_specs
 from .starts import rank_above, singular
 
 if TYPE_CHECKING:
@@ -65,7 +65,9 @@ class LowRank(FactorForm):
 
     def tensors(self, widths: Widths) -> Specs:
         experts = (widths.experts,) if widths.experts else ()
-        return trained({"down": (*experts, self.rank, widths.in_width), "up": (*experts, widths.out_width, self.rank)})
+        return parameter_specs(
+            {"down": (*experts, self.rank, widths.in_width), "up": (*experts, widths.out_width, self.rank)}
+        )
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         statistic = None if at is None else at.statistic
@@ -81,7 +83,7 @@ class LowRank(FactorForm):
         else:
             init_down_up(tensors["down"], tensors["up"], self.init, zero_up=True)
 
-    def product(self, widths: Widths) -> Product:
+    def mask_factors(self, widths: Widths) -> Product:
         if widths.experts:
             raise DeltuneError("a mask is drawn on one product, and experts have one each: mask other sites")
         return down_up_product(self.rank, widths)

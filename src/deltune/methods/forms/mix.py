@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Literal
 
 from ...errors import check_choice
 from ..parser import Size
-from .base import FactorForm, Form, Place, Shapes, Specs, Tensors, TensorSpec, Widths, trained
+from .base import FactorForm, Form, Place, Shapes, Specs, Tensors, TensorSpec, Widths, parameter_specs
 from .hidden import ACTIVATIONS, activate
-from .starts import buffers, kaiming_
+from .starts import buffer_specs, kaiming_
 
 if TYPE_CHECKING:
     import torch
@@ -101,7 +101,7 @@ class AttentionMix(Form):
         shapes: Shapes = {"query": (width, widths.in_width), "key": (width, d_out)}
         shapes |= {"values": (d_out, d_out)} if self.values else {}
         biases: Shapes = {"down_bias": (self.number, self.rank), "up_bias": (self.number, d_out)} if self.bias else {}
-        return trained(shapes) | _products(self.number, self.rank, widths) | buffers(biases)
+        return parameter_specs(shapes) | _products(self.number, self.rank, widths) | buffer_specs(biases)
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         kaiming_(tensors["query"])

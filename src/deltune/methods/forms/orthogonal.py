@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ...errors import DeltuneError
-from ..parser import Size
-from .base import FactorForm, Form, Place, Shapes, Specs, Tensors, Widths, trained
-from .starts import at_least_float32, buffers, indivisible, kaiming_, rank_above, singular
+from ..parser import Depth, Factors, Size
+from .base import FactorForm, Form, Place, Shapes, Specs, Tensors, Widths, parameter_specs
+from .starts import at_least_float32, buffer_specs, indivisible, kaiming_, rank_above, singular
 from .weights import ChangeForm
 
 if TYPE_CHECKING:
@@ -65,12 +65,12 @@ class Rotation(Form):
 
     reads_weight: ClassVar[bool] = True
     block_size: Size
-    terms: int = 5
+    terms: Depth = 5
     shared_block: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.block_size < 2 or (self.terms < 4 and self.terms):
+        if self.block_size < 2 or (0 < self.terms < 4):
             raise DeltuneError("block_size must be at least 2, and terms 0 or at least 4")
 
     def incompatibility(self, widths: Widths) -> str | None:
@@ -80,7 +80,7 @@ class Rotation(Form):
 
     def tensors(self, widths: Widths) -> Specs:
         blocks = 1 if self.shared_block else widths.in_width // self.block_size
-        return trained({"skew": (blocks, self.block_size * (self.block_size - 1) // 2)})
+        return parameter_specs({"skew": (blocks, self.block_size * (self.block_size - 1) // 2)})
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         tensors["skew"].zero_()
@@ -134,13 +134,13 @@ class Householder(FactorForm):
         return None
 
     def tensors(self, widths: Widths) -> Specs:
-        return trained({"vectors": (widths.in_width, self.rank)})
+        return parameter_specs({"vectors": (widths.in_width, self.rank)})
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         half = kaiming_(tensors["vectors"][:, ::2].clone())
         tensors["vectors"].copy_(half.repeat_interleave(2, dim=1))
 
-    def product(self, widths: Widths) -> None:
+    def mask_factors(self, widths: Widths) -> None:
         raise DeltuneError("hra cannot be masked: entries left out of a unit vector change the others")
 
     def factors(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
@@ -169,7 +169,7 @@ class Butterfly(ChangeForm):
     """
 
     block_size: Size
-    factors: Size = 1
+    factors: Factors = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -181,7 +181,7 @@ class Butterfly(ChangeForm):
 
     def tensors(self, widths: Widths) -> Specs:
         b = self.block_size
-        return trained({"skew": (self.factors, widths.in_width // b, b, b), "gain": (widths.out_width, 1)})
+        return parameter_specs({"skew": (self.factors, widths.in_width // b, b, b), "gain": (widths.out_width, 1)})
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         tensors["skew"].zero_()
@@ -243,7 +243,9 @@ class PrincipalRotation(FactorForm):
     def tensors(self, widths: Widths) -> Specs:
         shapes: Shapes = {"skew": (self.rank * (self.rank - 1) // 2,)}
         shapes |= {"alpha": (self.rank,), "beta": (self.rank,)} if self.scales else {}
-        return trained(shapes) | buffers({"A": (self.rank, widths.in_width), "B": (widths.out_width, self.rank)})
+        return parameter_specs(shapes) | buffer_specs(
+            {"A": (self.rank, widths.in_width), "B": (widths.out_width, self.rank)}
+        )
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         assert at is not None
@@ -300,7 +302,7 @@ class PairRotation(Form):
 
     def tensors(self, widths: Widths) -> Specs:
         size = widths.out_width * self.variant // 2
-        return trained({"theta": (size,), "alpha": (size,)})
+        return parameter_specs({"theta": (size,), "alpha": (size,)})
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         tensors["theta"].zero_()

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from ...errors import DeltuneError, check_choice
 from ..parser import Size
-from .base import Form, Place, Specs, Tensors, Widths, trained
+from .base import Form, Place, Specs, Tensors, Widths, parameter_specs
 
 
 @dataclass(frozen=True, repr=False)
@@ -42,7 +42,7 @@ class Prompt(Form):
         return False
 
     def tensors(self, widths: Widths) -> Specs:
-        return trained({"rows": (self.length, widths.in_width)})
+        return parameter_specs({"rows": (self.length, widths.in_width)})
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         """Fill `rows` with N(0, 0.02), in place; `init_from` is applied later, when the delta is attached."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ...errors import DeltuneError
 from ..parser import Size
-from .base import Form, Place, Specs, Tensors, Widths, trained
+from .base import Form, Place, Specs, Tensors, Widths, parameter_specs
 from .starts import indivisible, kaiming_
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Poly(Form):
     def tensors(self, widths: Widths) -> Specs:
         q, s, r = self.splits, self.skills, self.rank
         down, up = (q, s, widths.in_width // q, r), (q, s, r, widths.out_width // q)
-        return trained({"logits": (self.tasks, q * s), "down": down, "up": up})
+        return parameter_specs({"logits": (self.tasks, q * s), "down": down, "up": up})
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         tensors["logits"].uniform_(-1e-3, 1e-3)

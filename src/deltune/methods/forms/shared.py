@@ -8,8 +8,20 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from ..parser import Share, Size
-from .base import BeforeUp, FactorForm, Form, Place, Shapes, Specs, Statistic, Tensors, TensorSpec, Widths, trained
-from .starts import buffers, down_up, drawn, indivisible, random_entries, rank_above, singular
+from .base import (
+    BeforeUp,
+    FactorForm,
+    Form,
+    Place,
+    Shapes,
+    Specs,
+    Statistic,
+    Tensors,
+    TensorSpec,
+    Widths,
+    parameter_specs,
+)
+from .starts import buffer_specs, down_up, indivisible, random_entries, rank_above, seeded_buffer_specs, singular
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +46,7 @@ class VeRA(FactorForm):
 
     def tensors(self, widths: Widths) -> Specs:
         random: Shapes = {"A": (self.rank, widths.in_width), "B": (widths.out_width, self.rank)}
-        return trained({"d": (self.rank,), "b": (widths.out_width,)}) | drawn(random, self.seed)
+        return parameter_specs({"d": (self.rank,), "b": (widths.out_width,)}) | seeded_buffer_specs(random, self.seed)
 
     def draw(self, shapes: Shapes, generator: torch.Generator) -> Tensors:
         import torch
@@ -71,7 +83,9 @@ class RandLoRA(FactorForm):
         low, high = sorted((widths.in_width, widths.out_width))
         n, side = -(-low // self.rank), "in" if widths.in_width == low else "out"
         random: Shapes = {"A": (self.rank, 1, low), "B": (high, n, self.rank)}
-        return trained({"lambda_": (self.rank, n), f"gamma_{side}": (n, low)}) | drawn(random, self.seed)
+        return parameter_specs({"lambda_": (self.rank, n), f"gamma_{side}": (n, low)}) | seeded_buffer_specs(
+            random, self.seed
+        )
 
     def draw(self, shapes: Shapes, generator: torch.Generator) -> Tensors:
         import torch
@@ -126,7 +140,7 @@ class VBLoRA(FactorForm):
 
     def tensors(self, widths: Widths) -> Specs:
         down, up = (self.rank, widths.in_width // self.length), (widths.out_width // self.length, self.rank)
-        logits = trained({"logits_down": (*down, self.vectors), "logits_up": (*up, self.vectors)})
+        logits = parameter_specs({"logits_down": (*down, self.vectors), "logits_up": (*up, self.vectors)})
         return logits | {"bank": TensorSpec((self.vectors, self.length), shared="term")}
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
@@ -166,7 +180,7 @@ class UniLoRA(FactorForm):
     def tensors(self, widths: Widths) -> Specs:
         shapes = down_up(self.rank, widths)
         entries = {f"entries_{n}": TensorSpec(s, trained=False, below=self.length) for n, s in shapes.items()}
-        scales = buffers({f"scales_{name}": shape for name, shape in shapes.items()})
+        scales = buffer_specs({f"scales_{name}": shape for name, shape in shapes.items()})
         return {"theta": TensorSpec((self.length,), shared="term")} | entries | scales
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
@@ -206,7 +220,7 @@ class TinyLoRA(FactorForm):
     def tensors(self, widths: Widths) -> Specs:
         fixed: Shapes = {"A": (self.rank, widths.in_width), "B": (widths.out_width, self.rank)}
         fixed["P"] = (self.parameters, self.rank, self.rank)
-        return {"v": TensorSpec((self.parameters,), shared="term" if self.tied else None)} | buffers(fixed)
+        return {"v": TensorSpec((self.parameters,), shared="term" if self.tied else None)} | buffer_specs(fixed)
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         assert at is not None
@@ -240,7 +254,7 @@ class NoLA(FactorForm):
 
     def tensors(self, widths: Widths) -> Specs:
         random: Shapes = {"A": (self.bases, self.rank, widths.in_width), "B": (self.bases, widths.out_width, self.rank)}
-        return trained({"alpha": (self.bases,), "beta": (self.bases,)}) | drawn(random, self.seed)
+        return parameter_specs({"alpha": (self.bases,), "beta": (self.bases,)}) | seeded_buffer_specs(random, self.seed)
 
     def draw(self, shapes: Shapes, generator: torch.Generator) -> Tensors:
         import torch
@@ -287,8 +301,8 @@ class FRoD(Form):
         n = max(1, min(int(d * d * self.density), d * d - d))
         common = {"basis": TensorSpec((d, d)), "positions": TensorSpec((n,), below=d * d)}
         return (
-            trained({"values": (d,), "entries": (n,)})
-            | buffers({"start": (d,), "U": (widths.out_width, d)})
+            parameter_specs({"values": (d,), "entries": (n,)})
+            | buffer_specs({"start": (d,), "U": (widths.out_width, d)})
             | {name: replace(spec, trained=False, shared="group") for name, spec in common.items()}
         )
 

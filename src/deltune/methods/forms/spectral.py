@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ...errors import DeltuneError, is_installed, missing_extra
-from ..parser import Count, Size
+from ..parser import NonNegativeInt, Size
 from .base import (
     BeforeUp,
     FactorForm,
@@ -20,9 +20,9 @@ from .base import (
     TensorSpec,
     TwoLayers,
     Widths,
-    trained,
+    parameter_specs,
 )
-from .starts import at_least_float32, buffers, down_up, indivisible, random_entries, rank_above, singular
+from .starts import at_least_float32, buffer_specs, down_up, indivisible, random_entries, rank_above, singular
 from .weights import ChangeForm
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class _DrawnSpectrum(ChangeForm):
     def tensors(self, widths: Widths) -> Specs:
         size = widths.in_width * widths.out_width
         entries = TensorSpec((self.frequencies,), trained=False, below=size)
-        return trained({"spectrum": (self.frequencies,)}) | {"entries": entries}
+        return parameter_specs({"spectrum": (self.frequencies,)}) | {"entries": entries}
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         assert at is not None
@@ -124,7 +124,7 @@ class Circulant(MatrixForm):
 
     def tensors(self, widths: Widths) -> Specs:
         b = self.block_size
-        return trained({"kernel": (widths.out_width // b, widths.in_width // b, b)})
+        return parameter_specs({"kernel": (widths.out_width // b, widths.in_width // b, b)})
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         tensors["kernel"].zero_()
@@ -161,7 +161,7 @@ class LoRAXS(FactorForm):
 
     def tensors(self, widths: Widths) -> Specs:
         fixed: Shapes = {"A": (self.rank, widths.in_width), "B": (widths.out_width, self.rank)}
-        return trained({"R": (self.rank, self.rank)}) | buffers(fixed)
+        return parameter_specs({"R": (self.rank, self.rank)}) | buffer_specs(fixed)
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         assert at is not None
@@ -186,7 +186,7 @@ class SVFT(FactorForm):
     """
 
     reads_weight: ClassVar[bool] = True
-    band: Count = 0
+    band: NonNegativeInt = 0
 
     def incompatibility(self, widths: Widths) -> str | None:
         return rank_above(self.band + 1, widths)
@@ -194,7 +194,7 @@ class SVFT(FactorForm):
     def tensors(self, widths: Widths) -> Specs:
         k = min(widths.in_width, widths.out_width)
         fixed: Shapes = {"U": (widths.out_width, k), "V": (k, widths.in_width)}
-        return trained({"entries": (k + self.band * (2 * k - self.band - 1),)}) | buffers(fixed)
+        return parameter_specs({"entries": (k + self.band * (2 * k - self.band - 1),)}) | buffer_specs(fixed)
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         assert at is not None
@@ -250,7 +250,7 @@ class Centred(Form):
 
     def tensors(self, widths: Widths) -> Specs:
         shapes = down_up(self.rank, widths)
-        return trained(shapes) | buffers({f"{name}_start": shape for name, shape in shapes.items()})
+        return parameter_specs(shapes) | buffer_specs({f"{name}_start": shape for name, shape in shapes.items()})
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         import torch
@@ -330,8 +330,8 @@ class AdaMSS(Form):
         fixed: Shapes = {"basis": (k, d_in), **({"shift": (k,)} if widths.bias else {})}
         numbers = {"rows": d_out, "clusters": clusters}
         return (
-            trained({"down": (clusters, self.rank, k), "up": (d_out, self.rank)})
-            | buffers(fixed)
+            parameter_specs({"down": (clusters, self.rank, k), "up": (d_out, self.rank)})
+            | buffer_specs(fixed)
             | {name: TensorSpec((d_out,), trained=False, below=below) for name, below in numbers.items()}
         )
 

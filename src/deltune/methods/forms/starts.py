@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     import torch
 
 
-def buffers(shapes: Shapes) -> Specs:
+def buffer_specs(shapes: Shapes) -> Specs:
     """Return the specifications of tensors that are saved and not trained."""
     return {name: TensorSpec(shape, trained=False) for name, shape in shapes.items()}
 
 
-def drawn(shapes: Shapes, seed: int) -> Specs:
+def seeded_buffer_specs(shapes: Shapes, seed: int) -> Specs:
     """Return the specifications of buffers that all places of a term share and that are drawn again from a seed."""
     return {
         name: TensorSpec(shape, trained=False, saved=False, shared="term", seed=seed) for name, shape in shapes.items()

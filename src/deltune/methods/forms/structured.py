@@ -21,10 +21,10 @@ from .base import (
     TensorSpec,
     TwoLayers,
     Widths,
-    trained,
+    parameter_specs,
 )
 from .hidden import ACTIVATIONS, activate
-from .starts import at_least_float32, buffers, down_up, indivisible, kaiming_, rank_above, singular
+from .starts import at_least_float32, buffer_specs, down_up, indivisible, kaiming_, rank_above, singular
 from .weights import ChangeForm
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class LoHa(MatrixForm):
 
     def tensors(self, widths: Widths) -> Specs:
         a, b = (widths.out_width, self.rank), (self.rank, widths.in_width)
-        return trained({"w1_a": a, "w1_b": b, "w2_a": a, "w2_b": b})
+        return parameter_specs({"w1_a": a, "w1_b": b, "w2_a": a, "w2_b": b})
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         for name, tensor in tensors.items():
@@ -89,7 +89,7 @@ class LoKr(MatrixForm):
                 shapes |= {f"{name}_a": (out, self.rank), f"{name}_b": (self.rank, width)}
             else:
                 shapes[name] = (out, width)
-        return trained(shapes)
+        return parameter_specs(shapes)
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         for name, tensor in tensors.items():
@@ -138,7 +138,7 @@ class MiSS(ChangeForm):
         return indivisible("mini_rank", self.mini_rank, widths.out_width) if self.mini_rank else None
 
     def tensors(self, widths: Widths) -> Specs:
-        return trained({"block": (self.rank, self.mini_rank or widths.out_width)})
+        return parameter_specs({"block": (self.rank, self.mini_rank or widths.out_width)})
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         tensors["block"].zero_()
@@ -189,7 +189,9 @@ class GraLoRA(MatrixForm):
 
     def tensors(self, widths: Widths) -> Specs:
         k = self.blocks
-        return trained({"down": (k, widths.in_width // k, self.rank), "up": (k, self.rank, widths.out_width // k)})
+        return parameter_specs(
+            {"down": (k, widths.in_width // k, self.rank), "up": (k, self.rank, widths.out_width // k)}
+        )
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         kaiming_(tensors["down"], fan_in=tensors["down"].shape[1])
@@ -225,7 +227,7 @@ class FrozenSide(FactorForm):
 
     def tensors(self, widths: Widths) -> Specs:
         shapes = down_up(self.rank, widths)
-        return buffers({self.frozen: shapes.pop(self.frozen)}) | trained(shapes)
+        return buffer_specs({self.frozen: shapes.pop(self.frozen)}) | parameter_specs(shapes)
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         if self.frozen == "down":
@@ -269,14 +271,14 @@ class SVD(FactorForm):
             )
 
     def tensors(self, widths: Widths) -> Specs:
-        return trained(down_up(self.rank, widths) | {"values": (self.rank,)})
+        return parameter_specs(down_up(self.rank, widths) | {"values": (self.rank,)})
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         tensors["down"].normal_(std=0.02)
         tensors["up"].normal_(std=0.02)
         tensors["values"].zero_()
 
-    def product(self, widths: Widths) -> None:
+    def mask_factors(self, widths: Widths) -> None:
         raise DeltuneError("adalora cannot be masked: its schedule chooses whole ranks; mask lora")
 
     def factors(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
@@ -319,7 +321,7 @@ class KroneckerBottleneck(Form):
         parts: Shapes = {}
         for name, (rows, columns) in shapes.items():
             parts |= {f"{name}_s": (n, rows // n, k), f"{name}_t": (n, k, columns // n), f"{name}_bias": (rows,)}
-        return trained(parts) | {"rules": TensorSpec((n, n, n), shared="term")}
+        return parameter_specs(parts) | {"rules": TensorSpec((n, n, n), shared="term")}
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         for name, tensor in tensors.items():
@@ -366,7 +368,7 @@ class LoReFT(Form):
 
     def tensors(self, widths: Widths) -> Specs:
         shape = (self.rank, widths.in_width)
-        return trained({"rotation": shape, "source": shape, "bias": (self.rank,)})
+        return parameter_specs({"rotation": shape, "source": shape, "bias": (self.rank,)})
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         tensors["rotation"].normal_()
@@ -374,7 +376,7 @@ class LoReFT(Form):
         tensors["source"].copy_(self._rows(tensors))
         tensors["bias"].zero_()
 
-    def product(self, widths: Widths) -> None:
+    def mask_factors(self, widths: Widths) -> None:
         raise DeltuneError("loreft cannot be masked: entries left out of an orthonormal matrix change the others")
 
     def _rows(self, tensors: Tensors) -> torch.Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ...errors import DeltuneError, check_choice
-from ..parser import Share, Size
+from ..parser import Depth, Share, Size
 from .base import (
     FactorForm,
     Place,
@@ -15,10 +15,10 @@ from .base import (
     Tensors,
     WeightForm,
     Widths,
-    trained,
+    parameter_specs,
 )
 from .hidden import ACTIVATIONS, activate
-from .starts import buffers, down_up, kaiming_, rank_above, singular
+from .starts import buffer_specs, down_up, kaiming_, rank_above, singular
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +69,7 @@ class DoRA(WeightForm):
 
     def tensors(self, widths: Widths) -> Specs:
         magnitude = {"magnitude": (widths.out_width,)}
-        return trained(down_up(self.rank, widths) | magnitude) | buffers({"squares": (widths.out_width,)})
+        return parameter_specs(down_up(self.rank, widths) | magnitude) | buffer_specs({"squares": (widths.out_width,)})
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         assert at is not None
@@ -122,7 +122,7 @@ class HiRA(ChangeForm):
     rank: Size
 
     def tensors(self, widths: Widths) -> Specs:
-        return trained(down_up(self.rank, widths))
+        return parameter_specs(down_up(self.rank, widths))
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         kaiming_(tensors["down"])
@@ -155,7 +155,7 @@ class GLoRA(ChangeForm):
         size = 1 if self.bias == "constant" else widths.out_width
         if widths.bias:
             shapes |= {"c_down": (self.rank, 1), "c_up": (widths.in_width, self.rank), "d": (size,), "e": (size,)}
-        return trained(shapes)
+        return parameter_specs(shapes)
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         for name, tensor in tensors.items():
@@ -185,14 +185,14 @@ class DEFT(ChangeForm):
     rank: Size
 
     def tensors(self, widths: Widths) -> Specs:
-        return trained({"p": (widths.out_width, self.rank), "r": (self.rank, widths.in_width)})
+        return parameter_specs({"p": (widths.out_width, self.rank), "r": (self.rank, widths.in_width)})
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         assert at is not None
         tensors["p"].normal_(std=0.02)
         tensors["r"].copy_(self._removed(tensors, at))
 
-    def product(self, widths: Widths) -> None:
+    def mask_factors(self, widths: Widths) -> None:
         raise DeltuneError("deft cannot be masked: without some entries of P and R it does not start at the base model")
 
     def _removed(self, tensors: Tensors, at: Place) -> torch.Tensor:
@@ -213,7 +213,7 @@ class PEANuT(ChangeForm):
 
     Args:
         rank: r, at least 1.
-        depth: l, at least 0.
+        depth: l, from 0 to 64.
         activation: f: "relu", "gelu", "silu", "tanh", "sigmoid" or "identity".
         scale: s.
 
@@ -222,19 +222,17 @@ class PEANuT(ChangeForm):
     """
 
     rank: Size
-    depth: int = 0
+    depth: Depth = 0
     activation: str = "relu"
     scale: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.depth < 0:
-            raise DeltuneError(f"depth={self.depth}: must be at least 0")
         check_choice("activation", self.activation, ACTIVATIONS)
 
     def tensors(self, widths: Widths) -> Specs:
         inner = {f"{kind}_{n}": (self.rank, self.rank) for kind in ("encoder", "decoder") for n in range(self.depth)}
-        return trained({"a": (self.rank, widths.out_width), **inner, "b": (widths.out_width, self.rank)})
+        return parameter_specs({"a": (self.rank, widths.out_width), **inner, "b": (widths.out_width, self.rank)})
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         for name, tensor in tensors.items():
@@ -267,7 +265,9 @@ class DeLoRA(FactorForm):
     bound: float = 15.0
 
     def tensors(self, widths: Widths) -> Specs:
-        return trained(down_up(self.rank, widths) | {"bound": (1,)}) | buffers({"columns": (widths.in_width,)})
+        return parameter_specs(down_up(self.rank, widths) | {"bound": (1,)}) | buffer_specs(
+            {"columns": (widths.in_width,)}
+        )
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         assert at is not None
@@ -313,7 +313,7 @@ class OSF(ChangeForm):
         n = min(d_in, d_out) - r
         lower: Shapes = {"u": (d_out, n), "s": (n,), "v": (n, d_in)}
         upper: Shapes = {"u_upper": (d_out, r)} if d_out > d_in else {"v_upper": (r, d_in)} if d_in > d_out else {}
-        return trained(lower) | buffers({f"{name}_start": shape for name, shape in lower.items()} | upper)
+        return parameter_specs(lower) | buffer_specs({f"{name}_start": shape for name, shape in lower.items()} | upper)
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         assert at is not None

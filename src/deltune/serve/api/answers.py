@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from ..engine.requests import Answer, Request, Task, TokenChoice, TokenLogprob
 from .errors import ApiError, api_error, error_body
 from .schemas import EmbeddingBody, EncodingBody, RequestBody, StreamBody, TagBody
-from .service import EventStream, Facts, Service, admit, facts_of, gather, merge, service_of, unless_disconnected
+from .service import EventStream, RequestFacts, Service, admit, facts_of, gather, merge, service_of, unless_disconnected
 from .tenants import Tenant
 
 MAX_LOGGED = 10_000
@@ -30,14 +30,14 @@ def new_id(kind: str) -> str:
 
 
 @dataclass(frozen=True)
-class Call:
+class ApiCall:
     """A request over HTTP: who asks, and for which delta."""
 
     http: HttpRequest
     service: Service
     tenant: Tenant
     delta: str | None  # None for the base model
-    facts: Facts  # for the log
+    facts: RequestFacts  # for the log
 
     def log_contents(self, **contents: Any) -> None:
         """Keep inputs or answers for the log, if it is to have them."""
@@ -50,13 +50,13 @@ class Call:
         return min(limits.default_max_tokens if most is None else most, limits.max_tokens)
 
 
-def begin(http: HttpRequest, model: str, stream: bool = False) -> Call:
+def begin(http: HttpRequest, model: str, stream: bool = False) -> ApiCall:
     """Find out who asks and for which delta."""
     service, tenant, facts = service_of(http), admit(http), facts_of(http)
     facts.stream = stream
     delta = service.delta(model, tenant)
     facts.delta = delta or ""
-    return Call(http, service, tenant, delta, facts)
+    return ApiCall(http, service, tenant, delta, facts)
 
 
 Input = str | tuple[int, ...] | tuple[str, ...] | tuple[dict[str, Any], ...]
@@ -82,7 +82,7 @@ def as_inputs(value: Any, param: str, most: int) -> list[Input]:
     return inputs
 
 
-def engine_request(call: Call, body: RequestBody, task: Task, value: Input, **more: Any) -> Request:
+def engine_request(call: ApiCall, body: RequestBody, task: Task, value: Input, **more: Any) -> Request:
     """Return one input, which is not empty, as a request of the engine; `more` are its other fields."""
     limit = call.service.config.limits.timeout
     timeout = limit if body.timeout is None else min(limit, body.timeout)
@@ -96,7 +96,7 @@ def engine_request(call: Call, body: RequestBody, task: Task, value: Input, **mo
 
 
 def generation_requests(
-    call: Call,
+    call: ApiCall,
     body: StreamBody,
     inputs: Sequence[Input],
     default_max_tokens: int,
@@ -144,7 +144,7 @@ def _size(value: Any) -> int:
     return max(1, len(value)) if isinstance(value, str) else 1
 
 
-def count(facts: Facts, answers: Sequence[Answer], per_input: int = 1) -> dict[str, Any]:
+def count(facts: RequestFacts, answers: Sequence[Answer], per_input: int = 1) -> dict[str, Any]:
     """Count the tokens of answers, for the log and the client."""
     firsts = answers[::per_input]
     facts.inputs = len(firsts)
@@ -160,13 +160,13 @@ def count(facts: Facts, answers: Sequence[Answer], per_input: int = 1) -> dict[s
     }
 
 
-async def answer_all(call: Call, requests: Sequence[Request]) -> list[Answer]:
+async def answer_all(call: ApiCall, requests: Sequence[Request]) -> list[Answer]:
     """Answer several inputs of one request; when one fails, all do."""
     engine = call.service.engine
     return await unless_disconnected(call.http.receive, gather([engine.asubmit(request) for request in requests]))
 
 
-async def answer_inputs(call: Call, body: EmbeddingBody | TagBody, task: Task) -> list[Answer]:
+async def answer_inputs(call: ApiCall, body: EmbeddingBody | TagBody, task: Task) -> list[Answer]:
     """Answer each input of a body by one task of the engine."""
     inputs = as_inputs(body.input, "input", call.service.max_inputs)
     call.log_contents(input=inputs)
@@ -314,7 +314,7 @@ def _finite(value: float) -> float | None:
     return None if math.isnan(value) else max(value, -9999.0)
 
 
-async def respond(call: Call, body: StreamBody, requests: Sequence[Request], pieces: Pieces) -> Response:
+async def respond(call: ApiCall, body: StreamBody, requests: Sequence[Request], pieces: Pieces) -> Response:
     """Generate, and answer at once or as a stream."""
     firsts = requests[:: body.n or 1]
     call.log_contents(input=[request.text or request.tokens or request.messages for request in firsts])
@@ -327,7 +327,7 @@ async def respond(call: Call, body: StreamBody, requests: Sequence[Request], pie
     return JSONResponse({**pieces.head, "object": pieces.name, "choices": choices, "usage": usage})
 
 
-async def _stream(call: Call, body: StreamBody, requests: Sequence[Request], pieces: Pieces) -> Response:
+async def _stream(call: ApiCall, body: StreamBody, requests: Sequence[Request], pieces: Pieces) -> Response:
     """Answer as a stream. What goes wrong before the first token has a status of its own."""
     service = call.service
     items = merge([service.engine.astream(request) for request in requests])
@@ -343,7 +343,7 @@ async def _stream(call: Call, body: StreamBody, requests: Sequence[Request], pie
 
 
 async def _events(
-    call: Call,
+    call: ApiCall,
     body: StreamBody,
     number: int,
     first: tuple[int, TokenChoice | Answer],
@@ -396,7 +396,7 @@ async def _events(
         await items.aclose()  # type: ignore[attr-defined]
 
 
-def _count_partly(facts: Facts, answers: dict[int, Answer], generated: dict[int, int], per_input: int) -> None:
+def _count_partly(facts: RequestFacts, answers: dict[int, Answer], generated: dict[int, int], per_input: int) -> None:
     """Count what was generated before a stream was broken off."""
     inputs = {index // per_input: answer for index, answer in answers.items()}
     facts.inputs = len(generated) // per_input

@@ -29,7 +29,7 @@ from ..config import LOCAL_HOSTS, LimitsSection, ServeConfig
 from ..errors import EngineClosed
 from . import delta_routes, operation_routes, routes
 from .errors import ApiError, ClientDisconnected, api_error, error_response
-from .service import GIVEN_UP, Engine, Facts, Service
+from .service import GIVEN_UP, Engine, RequestFacts, Service
 
 logger = logging.getLogger("deltune.serve")
 
@@ -143,7 +143,7 @@ class Gateway:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        facts = scope["deltune"] = Facts()
+        facts = scope["deltune"] = RequestFacts()
         headers = {name: value for name, value in scope["headers"] if name in READ_HEADERS}
         client_id = headers.get(b"x-request-id", b"").decode("latin-1")
         identity = client_id if REQUEST_ID.fullmatch(client_id) else f"req-{secrets.token_hex(12)}"
@@ -207,7 +207,7 @@ class Gateway:
         return ApiError(403, problem, "host_not_allowed")
 
     def _finish(
-        self, scope: Scope, facts: Facts, identity: str, status: int, seconds: float, error: Exception | None
+        self, scope: Scope, facts: RequestFacts, identity: str, status: int, seconds: float, error: Exception | None
     ) -> None:
         """Count and log a request that has ended."""
         route = scope.get("route")

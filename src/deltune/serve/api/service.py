@@ -74,7 +74,7 @@ class Engine(Protocol):
 
 
 @dataclass
-class Facts:
+class RequestFacts:
     """The facts about one request for the log and the metrics; routes fill them in.
 
     `status` is of an error in a stream, whose answer had begun with 200; 0 if there was none. `admitted` is the
@@ -183,8 +183,8 @@ def unknown_model(kind: str, name: str, known: Sequence[str]) -> ApiError:
     return ApiError(404, unknown_name(kind, name, known), "model_not_found", "model")
 
 
-def facts_of(http: HttpRequest) -> Facts:
-    facts: Facts = http.scope["deltune"]
+def facts_of(http: HttpRequest) -> RequestFacts:
+    facts: RequestFacts = http.scope["deltune"]
     return facts
 
 

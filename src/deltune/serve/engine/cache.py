@@ -16,7 +16,7 @@ SPARE_COLUMNS = 64
 """Columns that are allocated ahead, so that not every step copies all keys."""
 
 
-class RowsLayer(DynamicLayer):
+class PreallocatedLayer(DynamicLayer):
     """The keys and values of one layer, in buffers with room for further tokens."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -76,7 +76,7 @@ States = list[tuple[torch.Tensor, torch.Tensor] | None]
 that keeps none of its own."""
 
 
-class RowsCache(Cache):
+class PromptCountingCache(Cache):
     """A cache whose columns count the rows of prompts, too."""
 
     counts_prompts = True
@@ -84,7 +84,7 @@ class RowsCache(Cache):
 
 def new_cache() -> Cache:
     """Return an empty cache."""
-    return RowsCache(layer_class_to_replicate=RowsLayer)
+    return PromptCountingCache(layer_class_to_replicate=PreallocatedLayer)
 
 
 def columns(cache: Cache) -> int:
@@ -98,8 +98,8 @@ def set_columns(cache: Cache, number: int) -> None:
             layer.set_length(number)
 
 
-def _layers(cache: Cache) -> list[RowsLayer]:
-    layers = [layer for layer in cache.layers if isinstance(layer, RowsLayer)]
+def _layers(cache: Cache) -> list[PreallocatedLayer]:
+    layers = [layer for layer in cache.layers if isinstance(layer, PreallocatedLayer)]
     assert len(layers) == len(cache.layers)
     return layers
 
@@ -110,7 +110,10 @@ def assemble(parts: Sequence[Part], width: int, at_end: bool = True) -> Cache:
     spare = SPARE_COLUMNS if at_end else 0
     sources = [(_layers(cache), rows) for cache, rows in parts]
     for number in range(max(len(layers) for layers, _ in sources)):
-        layer, states = RowsLayer(), [(layers[number].keys, layers[number].values, rows) for layers, rows in sources]
+        layer, states = (
+            PreallocatedLayer(),
+            [(layers[number].keys, layers[number].values, rows) for layers, rows in sources],
+        )
         keys = [(k, rows) for k, _, rows in states if k is not None]
         values = [(v, rows) for _, v, rows in states if v is not None]
         if keys:
@@ -143,7 +146,7 @@ def empty_columns(like: Cache, rows: int, width: int) -> Cache:
     """Return a cache with zeros for some rows and columns."""
     made = new_cache()
     for source in _layers(like):
-        layer = RowsLayer()
+        layer = PreallocatedLayer()
         if source.keys is not None and source.values is not None:
             layer.lazy_initialization(source.keys, source.values)
             layer.keys, layer.values = (

@@ -610,7 +610,7 @@ def _transferred(setup: StudySetup, label: str, model: str, sources: Sequence[st
         labels={"family": label}, by_task=by_task, floors=False,
     )  # fmt: skip
     target_fields = {
-        target: {k: v for k, v in {**setup.task(target), "relabel": relabel[target]}.items() if k in TARGET_FIELDS}
+        target: {k: v for k, v in {**setup.task(target), "relabel": relabel[target]}.items() if k in TASK_FIELDS}
         for target in targets
     }
 
@@ -630,7 +630,7 @@ def _transferred(setup: StudySetup, label: str, model: str, sources: Sequence[st
     return plan_cells
 
 
-TARGET_FIELDS = ("task", "relabel")
+TASK_FIELDS = ("task", "relabel")
 """Fields of a spec that name the target task; the others are the run's own."""
 
 AP_STUDIES: Mapping[str, Callable[[StudySetup], Study]] = {

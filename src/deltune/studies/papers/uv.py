@@ -213,7 +213,7 @@ UV_CLAIMS: dict[str, tuple[Claim, ...]] = {
 
 
 METRIC = ("rouge2", "bleu", "exact", "entity_f1", "accuracy")
-SHOWN = {"paper": ("rouge1", "rouge2", "rougeL", "rougeLsum", "bleu"), "small": ("exact", "per", "entity_f1")}
+SHOWN_METRICS = {"paper": ("rouge1", "rouge2", "rougeL", "rougeLsum", "bleu"), "small": ("exact", "per", "entity_f1")}
 SIGNS = "g2p_us_to_gb"
 
 STARTS = "Adapters start with BERT's initialisation, W_up included, and scaled parallel adapters start as LoRA does."
@@ -399,7 +399,8 @@ def insertion(setup: StudySetup) -> Study:
         (
             TableSpec(
                 title="Forms of insertion (UV table 3)", groups="site", rows="insertion", columns=("task", "metric"),
-                metric=SHOWN[setup.scale], average=False, display_names={**NAMES, "prefix": "prefix (for comparison)"},
+                metric=SHOWN_METRICS[setup.scale], average=False,
+                display_names={**NAMES, "prefix": "prefix (for comparison)"},
                 order={"insertion": ("prefix", "sequential", "parallel")}, published={} if setup.small else UV_TABLE3,
             ),
         ),
@@ -487,7 +488,7 @@ def composition(setup: StudySetup) -> Study:
 
 def _methods_table(title: str, setup: StudySetup, paper: Mapping[tuple[str, ...], float], task: str = "") -> TableSpec:
     """Return a table of all methods; `task` is the only one at paper scale."""
-    shown = tuple(name for name in SHOWN[setup.scale] if not task or setup.small or name in TASKS[task].metrics)
+    shown = tuple(name for name in SHOWN_METRICS[setup.scale] if not task or setup.small or name in TASKS[task].metrics)
     return TableSpec(
         title=title, columns=("task", "metric"), metric=shown, average=False, display_names=NAMES,
         published={} if setup.small else paper,

@@ -139,7 +139,7 @@ def bio_tags(tokens: Sequence[str], spans: Sequence[Mapping[str, Any]], types: M
     return tags
 
 
-LabelIds = dict[str, list[list[int]]]
+LabelIdsBySplit = dict[str, list[list[int]]]
 """Split -> the label ids of every row: one for a class, one for each token for tags."""
 
 SPLITS = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}
@@ -318,7 +318,7 @@ def load_data(
     if kind == "regression":
         label_names = tuple(labels or ("score",))
         _check_numbers(files, chosen["score"], problems)
-    label_ids: LabelIds = {split: [] for split in files}
+    label_ids: LabelIdsBySplit = {split: [] for split in files}
     if label_role is not None:
         label_column = chosen[label_role]
         if label_column in raw.hidden:
@@ -579,7 +579,7 @@ def _with_iob2_tags(
 
 
 def _recognise_scheme(
-    files: Mapping[str, DataFile], names: Sequence[str], ids: LabelIds, problems: list[str]
+    files: Mapping[str, DataFile], names: Sequence[str], ids: LabelIdsBySplit, problems: list[str]
 ) -> str | None:
     """Return the scheme of the tags of all splits; what is wrong with them is appended to the problems."""
     rows = [[names[i] for i in row] for split in ids for row in ids[split]]
@@ -618,7 +618,7 @@ def encode_labels(
     problems: list[str],
     others: Collection[str] = (),
     flags: Collection[str] = (),
-) -> tuple[tuple[str, ...], LabelIds]:
+) -> tuple[tuple[str, ...], LabelIdsBySplit]:
     """Turn labels into ids, and check that train has every label, but for those that have a column each."""
     values = {split: _row_labels(file, column, problems) for split, file in files.items()}
     for split in [

@@ -35,7 +35,7 @@ TRUE, FALSE = ("1", "1.0", "true"), ("0", "0.0", "false")
 
 
 @dataclass(frozen=True)
-class Shape:
+class RowLayout:
     """A shape of rows.
 
     Attributes:
@@ -58,13 +58,13 @@ class Shape:
         return [c for role, c in self.columns.items() if role != "labels" or not self.labels] + list(self.labels)
 
 
-def choose(first: DataFile, kind: str | None, names: ColumnNames | None) -> Shape | None:
+def choose(first: DataFile, kind: str | None, names: ColumnNames | None) -> RowLayout | None:
     """Return the shape of a file's rows; None where they are read as they are."""
     by_role = dict(names) if isinstance(names, Mapping) else {}
     if kind in (None, "tagging") and "sentence" in by_role:
-        return Shape("a word a row", "tagging", by_role)
+        return RowLayout("a word a row", "tagging", by_role)
     if kind in (None, "tagging") and "spans" in by_role:
-        return Shape("spans of a text", "tagging", by_role, _read_spans)
+        return RowLayout("spans of a text", "tagging", by_role, _read_spans)
     if "+" in by_role.get("labels", "") and by_role["labels"] not in first.columns:
         return _columns_of_flags(by_role, tuple(by_role["labels"].split("+")))
     if names or not first.rows:
@@ -78,11 +78,11 @@ def choose(first: DataFile, kind: str | None, names: ColumnNames | None) -> Shap
         }  # fmt: skip
         are_texts = all(isinstance(row.get(words["tokens"]), str) for _, row in first.rows[:1])
         if all(words.values()) and are_texts and _numbers_sentences(first, words["sentence"]):
-            return Shape("a word a row", "tagging", words)
+            return RowLayout("a word a row", "tagging", words)
         spans = next((c for c in first.columns if c.lower() in SPAN_COLUMN_NAMES and _holds_spans(first, c)), None)
         texts = text_columns(first, [c for c in first.columns if c != spans])
         if spans and len(texts) == 1:
-            return Shape("spans of a text", "tagging", {"tokens": texts[0], "spans": spans}, _read_spans)
+            return RowLayout("spans of a text", "tagging", {"tokens": texts[0], "spans": spans}, _read_spans)
     if kind in (None, "multilabel") and not _named(first, LABEL_COLUMN_NAMES):
         flags = [c for c in first.columns if c.lower() not in ID_COLUMN_NAMES and _is_flag(first, c)]
         texts = text_columns(first, [c for c in first.columns if c not in flags])
@@ -92,7 +92,7 @@ def choose(first: DataFile, kind: str | None, names: ColumnNames | None) -> Shap
     return None
 
 
-def read_files(files: Mapping[str, DataFile], shape: Shape, problems: list[str]) -> dict[str, DataFile]:
+def read_files(files: Mapping[str, DataFile], shape: RowLayout, problems: list[str]) -> dict[str, DataFile]:
     """Return files whose rows have the columns of the shape's kind, by the names of their roles."""
     result = {}
     for split, file in files.items():
@@ -178,14 +178,14 @@ def _span(span: Any) -> tuple[int, int, str]:
     return values[0], values[1], values[2]
 
 
-def _columns_of_flags(roles: Mapping[str, str], labels: tuple[str, ...]) -> Shape:
+def _columns_of_flags(roles: Mapping[str, str], labels: tuple[str, ...]) -> RowLayout:
     def read(row: Row, columns: Mapping[str, str]) -> Row:
         if wrong := [c for c in labels if str(row.get(c)).lower() not in (*TRUE, *FALSE)]:
             raise ValueError(f"column {wrong[0]!r} must be 0 or 1, not {short_repr(row.get(wrong[0]))}")
         texts = {role: row.get(column) for role, column in columns.items() if role != "labels"}
         return {**texts, "labels": [c for c in labels if str(row[c]).lower() in TRUE]}
 
-    return Shape("columns of 0 and 1", "multilabel", roles, read, labels)
+    return RowLayout("columns of 0 and 1", "multilabel", roles, read, labels)
 
 
 def with_lists(
