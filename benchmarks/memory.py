@@ -100,9 +100,7 @@ def our_loss(model: PreTrainedModel, ids: torch.Tensor) -> Any:
     return deltune.causal_loss(model, {"input_ids": ids, "labels": ids})
 
 
-def step_of_trainer(
-    kind: type[Trainer], arguments: TrainingArguments, model: Any, ids: torch.Tensor, **more: Any
-) -> Any:
+def step_of_trainer(kind: Any, arguments: TrainingArguments, model: Any, ids: torch.Tensor, **more: Any) -> Any:
     """Make a Trainer of a model, and return what takes a step's forward and backward pass in it."""
     rows = Dataset.from_list([{"input_ids": row, "labels": row} for row in ids.tolist()])
     trainer = kind(model, arguments, train_dataset=rows, **more)

@@ -197,7 +197,7 @@ def _state(model: PreTrainedModel, batch: Mapping[str, Any]) -> Any:
     """Return what decides, beside the deltas in use, what a model makes of its hidden states and of labels."""
     options = {name: None if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
     settings = [dict(vars(one)) for one in (model.config, model.config.get_text_config())]
-    return model.training, torch.is_autocast_enabled(), options, settings
+    return model.training, torch.is_autocast_enabled(model.device.type), options, settings
 
 
 class CausalLossMixin:
