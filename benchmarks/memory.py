@@ -144,7 +144,7 @@ def language(width: int, words: int, methods: tuple[str, ...] = TUNED, tokens: i
         options = peft.LoraConfig(task_type="CAUSAL_LM", r=8, target_modules=["q_proj", "v_proj"])
         return peft.get_peft_model(copy.deepcopy(like), options).train()
 
-    found: dict[str, tuple[float, int, int]] = {}
+    measures: dict[str, tuple[float, int, int]] = {}
     for method in methods:
         model = copy.deepcopy(like).train()
         deltune.attach(model, method)
@@ -155,20 +155,20 @@ def language(width: int, words: int, methods: tuple[str, ...] = TUNED, tokens: i
         name = f"peak of a step / without a head: {method}; {shape}"
         rows.append(Row(name, round(mine[0] / least, 3), Target(1.05 if words < 100_000 else 1.3), note=note))
         if method == TUNED[0]:
-            found["ours"] = mine
+            measures["ours"] = mine
     other = with_peft()
-    found["PEFT"] = by_hand(other, plain_loss)
+    measures["PEFT"] = by_hand(other, plain_loss)
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, Any] = dict(output_dir=folder, report_to=[], use_cpu=True, activation_checkpointing=False)
         step = step_of_trainer(Trainer, TrainingArguments(**options), other, ids)
-        found["Trainer + PEFT"] = of(other, step)
+        measures["Trainer + PEFT"] = of(other, step)
         other, tokenizer = with_peft(), AutoTokenizer.from_pretrained(packaged_minilm())
         arguments = trl.SFTConfig(**options, max_length=None, eos_token=tokenizer.sep_token)
         step = step_of_trainer(trl.SFTTrainer, arguments, other, ids, processing_class=tokenizer)
-        found["TRL + PEFT"] = of(other, step)
-    for name, (top, kernels, flops) in found.items():
+        measures["TRL + PEFT"] = of(other, step)
+    for name, (top, kernels, flops) in measures.items():
         rows.append(Row(f"peak of a step of {TUNED[0]}: {name}; {shape}", round(top, 1), unit="MiB"))
-        for what, figure, of_peft in (("kernels", kernels, found["PEFT"][1]), ("flops", flops, found["PEFT"][2])):
+        for what, figure, of_peft in (("kernels", kernels, measures["PEFT"][1]), ("flops", flops, measures["PEFT"][2])):
             limit = Target(1.0) if name == "ours" else None
             note = f"{figure:,} and {of_peft:,}"
             rows.append(Row(f"{what} / PEFT's: {name}; {shape}", round(figure / of_peft, 3), limit, note=note))

@@ -156,8 +156,8 @@ def chats(root: Path | None, model: str, rows: Mapping[str, int], epochs: int = 
             memory[side] = carried_out([*command, "--epochs", str(epochs), "--seed", "0"], place / "cache" / side)
             seconds[side] = time.perf_counter() - start
             file = place / side / ("metrics.json" if side == "ours" else "found.json")
-            found = json.loads(file.read_text(encoding="utf-8"))
-            losses[side] = found["test"]["loss"] if side == "ours" else found["eval_loss"]
+            metrics = json.loads(file.read_text(encoding="utf-8"))
+            losses[side] = metrics["test"]["loss"] if side == "ours" else metrics["eval_loss"]
     better = min(("trainer", "trl"), key=seconds.__getitem__)
     note = "; ".join(f"{s}: {seconds[s]:.1f} s, {memory[s]:.0f} MiB, test loss {losses[s]:.3f}" for s in sides)
     return [
