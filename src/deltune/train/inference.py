@@ -641,7 +641,8 @@ def rescore_with_statistics(run: str | Path, metrics: Sequence[str] = ()) -> dic
                 [_answer(line[key], labels, f"{file} line {i}") for i, line in lines]
                 for key in ("prediction", "reference")
             )
-            names = tuple(metrics) or tuple(name for name in stored.get(split, {}) if name != "loss")
+            # loss and token accuracy are of a pass, and no file has what they need
+            names = tuple(metrics) or tuple(name for name in stored.get(split, {}) if name in METRICS)
             check_fits(kind, names)
             options = with_tag_scheme(folder.config.evaluation.metric_options, folder.data.tag_scheme)
             try:
