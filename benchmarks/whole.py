@@ -76,14 +76,14 @@ def carried_out(command: Sequence[str], cache: Path) -> float:
     """
     path = os.pathsep.join((str(ROOT), str(ROOT / "src")))
     changes = {"PYTHONPATH": path, "OMP_NUM_THREADS": str(torch.get_num_threads()), "DELTUNE_CACHE": str(cache)}
-    with tempfile.TemporaryFile("w+") as said:
+    with tempfile.TemporaryFile("w+") as errors:
         environment = {**os.environ, **changes}
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=said)
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=errors)
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
-        said.seek(0)
+        errors.seek(0)
         if process.returncode:
-            raise RuntimeError(f"{' '.join(command)} failed: {(said.read().strip().splitlines() or ['?'])[-1]}")
+            raise RuntimeError(f"{' '.join(command)} failed: {(errors.read().strip().splitlines() or ['?'])[-1]}")
     return usage.ru_maxrss / 1024
 
 
