@@ -61,3 +61,29 @@ def test_each_process_needs_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch)
         distributed.init_processes(torch.device("cuda:1"))
     with pytest.raises(DeltuneError, match="99 processes need as many devices"):
         distributed.init_processes(torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sharded", "message"),
+    [
+        ({}, "zero3", "DeepSpeed's, .* give --sharding fsdp"),
+        ({}, "fully", "none, fsdp|unknown sharding"),
+        ({"quantize": "nf4"}, "fsdp", "quantised weights .* --sharding none"),
+        ({"use_liger_kernel": "on"}, "none", "Liger's kernels run on a GPU"),
+        ({"attn_implementation": "flash_attention_2"}, "none", "attn_implementation=flash_attention_2: .*; give sdpa"),
+    ],
+)
+def test_what_this_machine_or_sharding_lacks_is_refused(
+    changes: dict[str, str], sharded: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DeltuneError, match=message):
+        train(tiny.spec(tmp_path, **changes), tmp_path / "run", progress=False, devices="cpu", sharded=sharded)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_chosen_attention_gives_the_same_losses(tmp_path: Path) -> None:
+    for name in ("eager", "sdpa"):
+        spec = tiny.spec(tmp_path, epochs=1, attn_implementation=name, method="lora(rank=2)")
+        train(spec, tmp_path / name, progress=False, devices="cpu")
+    tiny.still(tmp_path / "model")
+    assert tiny.losses(tmp_path / "eager") == pytest.approx(tiny.losses(tmp_path / "sdpa"), rel=1e-3)

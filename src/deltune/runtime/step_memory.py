@@ -28,7 +28,6 @@ from ..compat import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
-    argument_names,
     auto_class_mapping,
     buffers_of,
     changes_inputs,
@@ -123,7 +122,7 @@ class StepMemory:
 class StepTracker(TorchDispatchMode):
     """Records what the operations of a training step allocate and give back, while it is entered.
 
-    Memory that one operation takes and gives back inside itself is not seen, but for the chunks of logits.
+    Memory that one operation takes and gives back inside itself is not seen.
     """
 
     def __init__(self, model: PreTrainedModel, anatomy: Anatomy, without_numbers: FakeTensorMode | None = None) -> None:
@@ -170,8 +169,6 @@ class StepTracker(TorchDispatchMode):
         inputs = list(tensors_in((args, kwargs)))
         for tensor in inputs:
             self._see(tensor, new=False)
-        if (chunk := _chunk_of_logits(func, args)) > 0:
-            self._change(self._number(chunk), -1)
         out = self._run(func, args, kwargs, inputs)
         for tensor in tensors_in(out):
             self._see(tensor, new=True)
@@ -272,15 +269,6 @@ def _grouped_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return product.to(first.dtype)
 
 
-def _chunk_of_logits(func: Any, args: tuple[Any, ...]) -> int:
-    """Return the bytes that torch's own loss without logits takes inside itself; 0 for other operations."""
-    if "linear_cross_entropy" not in operation_name(func):
-        return 0
-    values = dict(zip(argument_names(func), args, strict=False))
-    size, weight = values.get("batch_chunk_size"), values.get("linear_weight")
-    return size * weight.shape[0] * weight.element_size() if size and weight is not None else 0
-
-
 @explain_arguments
 def step_memory(
     config: PreTrainedConfig,
@@ -332,15 +320,14 @@ def step_memory(
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             return model(**batch).loss if head == "classification" else causal_loss(model, batch)
 
-    takes_logits = language_head(model).plain
     for _ in range(2):
-        before = len(takes_logits)
+        before = len(language_head(model).reasons)
         with StepTracker(model, tuned.anatomy, mode) as tracker:
             loss().backward()
             if optimizer == "adamw":
                 step.step()
         memory = tracker.peak(step)
-        if len(takes_logits) == before:
+        if len(language_head(model).reasons) == before:
             break
         step.zero_grad()  # the first loss was computed both ways, and the others will not be
     if optimizer != "adamw":

@@ -46,6 +46,7 @@ from .tasks.registry import TASKS
 
 SILENT = (
     "protocol", "report_to", "device_batch_size", "trunk_cache", "probe", "packing", "activation_checkpointing",
+    "use_liger_kernel", "attn_implementation",
 )  # fmt: skip
 """Flat names of the fields that cannot change the result, and so do not enter a run's name. A protocol counts by the
 values that it sets; the rows and the loss of a step are the same however it is cut into device batches and packed; the
@@ -106,6 +107,9 @@ class ModelSection(RunSection):
         None,
         "quantise the linears: nf4, int8, torchao-int8, … (extra quant)",
         common=True,
+    )
+    attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3"] | None = option(
+        None, "how attentions are computed, as transformers names it [sdpa where the model has it]"
     )
 
 
@@ -335,6 +339,7 @@ class RuntimeSection(RunSection):
     activation_checkpointing: Checkpointing = option(
         "off", "compute activations again: off, half, on or cpu", common=True
     )
+    use_liger_kernel: Switch = option("off", "on: Liger's kernels of norms, FFNs and positions, on a GPU (extra gpu)")
     linear_backend: LinearBackend = option(
         "torch", "of frozen linear layers in fp32 on a CPU: torch, or onednn, faster where MKL has no AVX-512"
     )

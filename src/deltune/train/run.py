@@ -17,7 +17,7 @@ from transformers import TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback
 
 from ..compat import set_training_device, use_one_gpu
-from ..errors import DeltuneError, check_booleans, counted, first_names, unknown_name
+from ..errors import DeltuneError, check_booleans, check_extra, counted, first_names
 from ..files import explain_write_errors
 from ..methods.memory import peak_bytes
 from ..methods.registry import parse
@@ -83,7 +83,6 @@ from .trainer import DeltaCheckpointTrainer, DeltaTrainer, ReportCallback, RunSt
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-SHARDING_MODES = ("none", "fsdp")
 TRAINER_SCHEDULES = {"constant": "constant_with_warmup"}
 """Schedules that transformers calls by another name."""
 CHECKPOINTING: dict[str, dict[str, Any]] = {"half": {"every_n_layers": 2}, "cpu": {"offload": True}}
@@ -378,8 +377,7 @@ def _prepare(
     precision = task_setup.resolve_precision(config.runtime.precision, device)
     rows = config.optim.rows_per_device(distributed.world_size())
     seed = config.runtime.seed
-    if sharded not in SHARDING_MODES:
-        raise DeltuneError(unknown_name("sharding", sharded, SHARDING_MODES))
+    distributed.check_sharding(sharded, config.model.name, config.model.quantize)
     objective = config.objective.kind
     setup = set_up_task(
         config.model.name, config.data, config.generation.answer, config.evaluation, seed, read=cache.data,
@@ -400,8 +398,8 @@ def _prepare(
     if is_chat(kind):  # before the model is loaded
         tokenizer = with_one_template(tokenizer, config.generation.template, chats)
     model = _base_model(config.model, setup, tokenizer, seed, cache)
-    if objective != "sft":
-        cache.drop()  # TRL changes it: no dropout, and a pass that scores tokens
+    if objective != "sft" or config.runtime.use_liger_kernel == "on":
+        cache.drop()  # TRL changes it: no dropout, and a pass that scores tokens; Liger its modules
     if kind.head == "causal-lm":
         check_causal(model)
     same_length = padding_side(model) is None
@@ -594,7 +592,8 @@ def _base_model(
     section: ModelSection, setup: TaskSetup, tokenizer: PreTrainedTokenizerBase, seed: int, cache: ModelCache
 ) -> PreTrainedModel:
     """Load a model as it is before any tuning."""
-    model = cache.model(section.name, setup.kind.head, setup.data.labels or None, seed, section.quantize)
+    labels, attention = setup.data.labels or None, section.attn_implementation
+    model = cache.model(section.name, setup.kind.head, labels, seed, section.quantize, attention)
     align_padding_token(model, tokenizer)
     if setup.kind.problem_type is not None:
         model.config.problem_type = setup.kind.problem_type
@@ -632,6 +631,10 @@ def _training_arguments(state: RunState, device: torch.device, validates: bool =
             f"activation_checkpointing={checkpointing}: {type(state.model).__name__} of transformers cannot compute "
             "its layers again; leave it off, and give a smaller device_batch_size"
         )
+    if state.config.runtime.use_liger_kernel == "on":
+        if device.type == "cpu":
+            raise DeltuneError("use_liger_kernel: Liger's kernels run on a GPU, and this run is on a CPU; leave it out")
+        check_extra("gpu", "use_liger_kernel needs")
     if optim.optimizer != "adamw" and sharding.is_sharded(state.model):
         raise DeltuneError(f"optimizer={optim.optimizer} takes no shards: give optimizer=adamw, or sharding=none")
     objective = state.config.objective.kind
@@ -657,6 +660,8 @@ def _training_arguments(state: RunState, device: torch.device, validates: bool =
         bf16=state.precision == "bf16",
         activation_checkpointing=checkpointing != "off",
         activation_checkpointing_kwargs=CHECKPOINTING.get(checkpointing),
+        use_liger_kernel=state.config.runtime.use_liger_kernel == "on",
+        liger_kernel_config={"fused_linear_cross_entropy": False},  # which `causal_loss` is
         use_cpu=device.type == "cpu",
         seed=state.config.runtime.seed,
         eval_strategy=strategy if "validation" in state.encoded else "no",
